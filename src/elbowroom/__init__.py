@@ -1,0 +1,36 @@
+"""elbowroom: the training of any PyTorch model inside a memory budget.
+
+    import elbowroom as er
+    with er.saving("dither", bits=2) as saved:          # by hand: what autograd saves, in a tenth of the bytes
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    print(saved.ledger)                                 # bytes before and after, and why what was left alone was
+
+    model = er.fit(model, budget="6 GiB", optimizer=opt)   # one line: the mildest setting that fits the budget
+
+The map, from the top down; imports point down only:
+
+    cli/  demo/            commands, and the data and models that they show
+    _api.py                saving, fit, release: thin
+    control/  report/      what adapts during training; tables and pages
+    measure/               FACTS: allocator peaks, paired times
+    runtime/               DEED: autograd's two hooks, and what is held between them
+    plan/                  DECISION: site -> action, pure data
+    codecs/                HOW BYTES SHRINK: one codec a file
+    kernels/               NUMBERS: reference (the specification), numba (CPU), triton (GPU)
+    errors.py  units.py
+
+To follow one tensor: runtime/hooks.py `_pack` -> identity.py -> consumers.py -> plan/policy.py -> runtime/perform.py
+-> codecs/dither.py -> kernels/ops.py -> kernels/numba/dither.py, and back through runtime/slot.py `View.restore`.
+"""
+
+from elbowroom import errors as errors
+from elbowroom._api import saving as saving
+from elbowroom.codecs import Codec as Codec
+from elbowroom.codecs import Encoded as Encoded
+from elbowroom.codecs import Facts as Facts
+from elbowroom.codecs import codec as codec
+from elbowroom.codecs import codecs as codecs
+from elbowroom.measure import peak as peak
+
+__version__ = "0.1.0"

@@ -1,0 +1,152 @@
+"""`elbowroom demo`: a real training, plain and through elbowroom; a table and a page at the end."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import elbowroom as er
+from elbowroom.cli.polite import errors_console, polite
+from elbowroom.demo.compare import Comparison, Saving, compare
+from elbowroom.demo.compare import Progress as Told
+from elbowroom.demo.page import page
+from elbowroom.demo.tasks import task
+from elbowroom.errors import DataError
+from elbowroom.report import table, write
+
+DEFAULT_STEPS = {"resnet18": 188, "unet": 150, "gpt": 150}  # 188 steps of 128: two epochs
+
+
+class Model(StrEnum):
+    """The networks of the demo."""
+
+    resnet18 = "resnet18"
+    gpt = "gpt"
+    unet = "unet"
+
+
+Steps = Annotated[int | None, typer.Option(help="Training steps of each run.", min=1)]
+Width = Annotated[int | None, typer.Option(help="Channels of the network; smaller is faster.")]
+Size = Annotated[int | None, typer.Option(help="Examples in a batch.")]
+Codec = Annotated[
+    str, typer.Option(help='A codec id (elbowroom codecs), or "exact": no bit changes.')
+]
+Bits = Annotated[int | None, typer.Option(help="Bits a value, for codecs that have bits.")]
+Data = Annotated[
+    Path | None, typer.Option(help="Folder with Fashion-MNIST's IDX files: the full set.")
+]
+AsText = Annotated[bool, typer.Option("--text", help="Train the gpt on Python's own sources.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")
+]
+Out = Annotated[Path, typer.Option(help="Where the HTML page goes.")]
+
+
+@polite
+def demo(
+    model: Annotated[Model, typer.Option(help="What to train.")] = Model.resnet18,
+    steps: Steps = None,
+    width: Width = None,
+    batch: Size = None,
+    codec: Codec = "dither",
+    bits: Bits = None,
+    data: Data = None,
+    text: AsText = False,
+    as_json: AsJson = False,
+    out: Out = Path("elbowroom-demo.html"),
+) -> None:
+    """Train a small network twice, plain and through elbowroom, and compare."""
+    # Kineto announces each profile on stderr, in the middle of the progress bar; 99 is above all
+    # its levels.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    _check_writable(out)
+    name = "gpt" if text else model.value
+    if text and data is not None:
+        raise ValueError("--data names a folder of images and --text trains on text; choose one")
+    saving, recipe = saving_for(codec, bits)
+    chosen = task(name, width=width, batch=batch, folder=data)
+    with _progress() as tell:
+        result = compare(chosen, saving, steps=steps or DEFAULT_STEPS[name], on_progress=tell)
+    report = page(result, {**_settings(result), "saving": recipe})
+    if as_json:
+        typer.echo(json.dumps(_as_json(result, recipe, dict(report.versions), out), indent=2))
+    else:
+        Console().print(table(report))
+        Console().print(report.lead)
+    write(report, out)
+    errors_console().print(f"[dim]Memory curves and settings:[/] {out}", soft_wrap=True)
+
+
+def saving_for(codec: str, bits: int | None) -> tuple[Saving, str]:
+    """What makes the context around forward, and how to write it in Python. Raises UnknownCodec."""
+    if codec == "exact":
+        if bits is not None:
+            raise ValueError("--codec exact changes no bit, so it takes no --bits")
+        return er.saving, "er.saving()"
+    fields = {"bits": 2} if codec == "dither" and bits is None else {}
+    if bits is not None:
+        fields = {"bits": bits}
+    er.codec(codec, **fields)  # an unknown id or field is said now, not after a training
+    shown = "".join(f", {name}={value}" for name, value in fields.items())
+    return lambda: er.saving(codec, **fields), f'er.saving("{codec}"{shown})'
+
+
+def _check_writable(out: Path) -> None:
+    """Say before a training, not after it, that its page cannot be written."""
+    folder = out.parent
+    if out.is_dir():
+        raise DataError(f"--out {out} is a folder; name a file in it")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise DataError(f"cannot write --out {out}: no folder {folder} that can be written to")
+
+
+def _settings(result: Comparison) -> dict[str, str]:
+    chosen = result.task
+    return {
+        "model": f"{chosen.name}, width {chosen.width}",
+        "data": chosen.origin,
+        "batch": str(chosen.batch),
+        "steps": f"{result.steps}, seed {result.seed}",
+    }
+
+
+def _as_json(
+    result: Comparison, recipe: str, versions: dict[str, str], out: Path
+) -> dict[str, Any]:
+    chosen = result.task
+    return {
+        **result.as_dict(),
+        "width": chosen.width,
+        "batch": chosen.batch,
+        "saving": recipe,
+        "versions": versions,
+        "page": str(out),
+    }
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Told], None]]:
+    """A live bar for each stage, on stderr."""
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=errors_console()) as bars:
+        known: dict[str, Any] = {}
+
+        def tell(told: Told) -> None:
+            if told.stage not in known:
+                known[told.stage] = bars.add_task(told.stage, total=told.total, note="")
+            bars.update(known[told.stage], completed=told.done, note=told.note)
+
+        yield tell

@@ -1,0 +1,26 @@
+"""HOW BYTES SHRINK: tensor -> `Encoded` -> tensor. Knows no autograd and no plan.
+
+One codec a file, registered here by one visible line each; `base.py` holds what all share, `registry.py` finds them by
+id, `facts.py` is what a caller may tell a codec so that no value needs to be scanned.
+"""
+
+from elbowroom.codecs.base import Codec as Codec
+from elbowroom.codecs.base import Encoded as Encoded
+from elbowroom.codecs.bitmask import BitMask as BitMask
+from elbowroom.codecs.cast import Cast as Cast
+from elbowroom.codecs.dither import Dither as Dither
+from elbowroom.codecs.facts import Facts as Facts
+from elbowroom.codecs.group import Group as Group
+from elbowroom.codecs.narrow import Narrow as Narrow
+from elbowroom.codecs.registry import codec as codec
+from elbowroom.codecs.registry import codec_class as codec_class
+from elbowroom.codecs.registry import codecs as codecs
+from elbowroom.codecs.registry import register as register
+from elbowroom.codecs.sparse_lossless import SparseLossless as SparseLossless
+
+register(BitMask)
+register(Narrow)
+register(SparseLossless)
+register(Cast)
+register(Group)
+register(Dither)

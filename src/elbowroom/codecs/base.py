@@ -1,0 +1,233 @@
+"""What every codec is: a frozen object whose fields are its configuration, with `encode` and `decode`.
+
+    x --encode--> Encoded(buffers, shape, stride, dtype, seed, codec) --decode--> x~ of the same shape, dtype, strides
+
+An `Encoded` carries all that undoes it, so a codec reads no global state. A codec sees a tensor as a flat run in memory
+order: a channels_last tensor is not copied, and comes back channels_last. What has gaps or overlaps in memory is made
+contiguous first, and comes back contiguous.
+
+A new codec is one file: a frozen dataclass with `id`, `lossless`, `dtypes`, its fields, `_layout`, `_encode` and
+`_decode_into`; one line in `codecs/__init__.py`; golden bytes; one card in `docs/codecs/`.
+
+`_layout` says the dtype and size of every buffer once: `encoded_nbytes` adds it up, and `decode` holds the buffers
+against it (3 to 7 us, no value is read), so that no kernel reads or writes outside of them.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs.facts import NOTHING, Facts
+from elbowroom.errors import CodecError, UnsupportedTensor
+
+Buffers = tuple[Tensor, ...]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Expected(NamedTuple):
+    """What `_layout` says of one buffer. `at_most`: how many there are depends on the values, `shape` is a bound."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    at_most: bool = False
+
+    def fits(self, buffer: Tensor) -> bool:
+        if buffer.dtype is not self.dtype or not buffer.is_contiguous():
+            return False
+        return buffer.shape == self.shape or (self.at_most and buffer.dim() == 1 and len(buffer) < self.shape[0])
+
+    def __str__(self) -> str:
+        return f"{_name(self.dtype)} of shape {self.shape}{' or less' if self.at_most else ''}"
+
+
+Layout = tuple[Expected, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """What a codec made of a tensor. `raw` means that it gave up and holds the elements themselves, exactly."""
+
+    codec: "Codec"
+    buffers: Buffers
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int = 0
+    facts: Facts = NOTHING
+    raw: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers: codes, scales, bitmaps, padding."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bitmap(self) -> Tensor | None:
+        """The bits of what is not zero [ceil(N / 8)], where the code holds them exactly; else None."""
+        return None if self.raw else self.codec._bitmap(self)
+
+    def decode(self, out: Tensor | None = None) -> Tensor:
+        """The tensor again: same shape, dtype, device and strides.
+
+        out: a flat contiguous tensor [numel] of this dtype whose memory the result takes (it is overwritten).
+        Raises CodecError if the buffers do not belong to this codec, shape and dtype, or `out` does not.
+        """
+        self._check_buffers()
+        if out is None:
+            out = torch.empty(self.numel, dtype=self.dtype, device=self.buffers[0].device)
+        else:
+            self._check_out(out)
+        if self.raw:
+            out.copy_(self.buffers[0])
+        else:
+            self.codec._decode_into(self, out)
+        return out.as_strided(self.shape, self.stride)
+
+    def _check_buffers(self) -> None:
+        n = self.numel
+        layout = (Expected(self.dtype, (n,)),) if self.raw else self.codec._layout(n, self.dtype, self.facts)
+        if len(self.buffers) != len(layout):
+            raise self.damaged(f"{len(layout)} buffers", str(len(self.buffers)))
+        device = self.buffers[0].device
+        for i, (buffer, expected) in enumerate(zip(self.buffers, layout, strict=True)):
+            if not expected.fits(buffer) or buffer.device != device:
+                raise self.damaged(f"buffer {i} to be {expected}, contiguous, on {device}", show(buffer))
+        if not is_dense(self.shape, self.stride):
+            raise self.damaged(f"strides that order the elements of {self.shape} without gaps", str(self.stride))
+
+    def _check_out(self, out: Tensor) -> None:
+        fits = out.dtype is self.dtype and out.shape == (self.numel,) and out.is_contiguous()
+        if not fits or out.device != self.buffers[0].device:
+            expected = f"out of shape ({self.numel},), {_name(self.dtype)}, contiguous, on {self.buffers[0].device}"
+            raise CodecError(f"codec '{self.codec.id}' decodes into {expected}; got {show(out)}. Or pass out=None.")
+
+    def damaged(self, expected: str, got: str) -> CodecError:
+        """The error for buffers that are not those of `encode`."""
+        what = f"{_name(self.dtype)} of shape {self.shape}"
+        return CodecError(
+            f"codec '{self.codec.id}' cannot decode this {what}: expected {expected}; got {got}. "
+            "Decode with the Encoded that encode returned, unchanged."
+        )
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """Base of all codecs. Subclasses are frozen dataclasses; equality, repr and configuration come from their fields."""
+
+    id: ClassVar[str]
+    lossless: ClassVar[bool]
+    dtypes: ClassVar[tuple[torch.dtype, ...]]
+
+    def encode(self, x: Tensor, seed: int = 0, facts: Facts | None = None) -> Encoded:
+        """x of any shape -> `Encoded`. x is neither changed nor aliased.
+
+        seed: 64 bits; same seed, same bits. facts: what is known of x (see `Facts`), so that no value is scanned.
+        Raises UnsupportedTensor for a dtype, layout or content that this codec does not take.
+        """
+        self.check(x)
+        x = x.detach().resolve_neg()
+        seed = (seed + 2**63) % 2**64 - 2**63  # an op takes a signed integer
+        flat, stride = memory_order(x)
+        facts = facts or NOTHING
+        buffers = None
+        if flat.numel():
+            facts = self._complete(flat, facts)
+            buffers = self._encode(flat, seed, facts)
+        raw = buffers is None
+        return Encoded(self, buffers or (flat.clone(),), tuple(x.shape), stride, x.dtype, seed, facts, raw)
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        """The tensor again. The same as `encoded.decode()`."""
+        return encoded.decode()
+
+    def encoded_nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, facts: Facts | None = None) -> int:
+        """Bytes that `encode` will hold: exactly, or at most where `fixed_size` is False."""
+        layout = self._layout(prod(shape), dtype, facts or NOTHING)
+        return sum(prod(expected.shape) * expected.dtype.itemsize for expected in layout)
+
+    def fixed_size(self, facts: Facts | None = None) -> bool:
+        """Whether `encoded_nbytes` is exact. (A tensor with NaN or Inf that is held raw has its own size.)"""
+        return not any(expected.at_most for expected in self._layout(1, self.dtypes[0], facts or NOTHING))
+
+    @abstractmethod
+    def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
+        """What `_encode` makes of n elements: dtype and shape of each buffer."""
+
+    def _complete(self, flat: Tensor, facts: Facts) -> Facts:
+        """The facts that `_encode` and `_decode_into` need. A codec that must scan for what it was not told does it here."""
+        return facts
+
+    @abstractmethod
+    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+        """flat [N], N > 0 -> buffers, or None: hold x raw."""
+
+    @abstractmethod
+    def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
+        """Write out [N]."""
+
+    def _bitmap(self, encoded: Encoded) -> Tensor | None:
+        """See `Encoded.bitmap`."""
+        return None
+
+    def config(self) -> dict[str, Any]:
+        """The id and all fields, as JSON takes them. `elbowroom.codec(**config)` gives an equal codec."""
+        return {"id": self.id, **asdict(self)}
+
+    def check(self, x: Tensor) -> None:
+        """Raise UnsupportedTensor unless x is a plain strided tensor of a dtype that this codec takes."""
+        if x.dtype not in self.dtypes:
+            taken = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            raise UnsupportedTensor(f"codec '{self.id}' takes {taken}; got {show(x)}. {_remedy(x)}")
+        if x.layout is not torch.strided or x.is_nested:
+            raise UnsupportedTensor(f"codec '{self.id}' takes dense tensors; got {show(x)}. {_remedy(x)}")
+
+
+def memory_order(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """x as a flat contiguous tensor, and the strides that its restored twin gets. A copy only where x has gaps."""
+    if torch.ops.aten.is_non_overlapping_and_dense(x):
+        return x.as_strided((x.numel(),), (1,)), tuple(x.stride())
+    x = x.contiguous()
+    return x.view(-1), tuple(x.stride())
+
+
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the strides order all elements of a shape without gaps and overlaps."""
+    if len(shape) != len(stride):
+        return False
+    if 0 in shape:
+        return True
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if step < 0 or (size != 1 and step != expected):
+            return False
+        expected *= size
+    return True
+
+
+def show(x: Tensor) -> str:
+    """A tensor in an error message: dtype, layout, shape."""
+    layout = "nested" if x.is_nested else _name(x.layout)
+    shape = "" if x.is_nested else f" of shape {tuple(x.shape)}"
+    return f"{_name(x.dtype)} ({layout}){shape}"
+
+
+def _name(kind: torch.dtype | torch.layout) -> str:
+    return str(kind).removeprefix("torch.").removeprefix("_")
+
+
+def _remedy(x: Tensor) -> str:
+    if x.is_complex():
+        return "Encode torch.view_as_real(x) instead."
+    if x.is_nested:
+        return "Encode x.values() instead."
+    if x.layout is not torch.strided:
+        return "Convert it with to_dense()."
+    return "Convert it first, or leave it as it is."

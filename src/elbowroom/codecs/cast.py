@@ -1,0 +1,68 @@
+"""Fewer bits in each float: bf16, fp16, or an 8-bit float with a scale for each group.
+
+    to            bits an element       relative error of a normal value, at most
+    bf16          16                    2^-8
+    fp16          16                    2^-11, up to 65504
+    fp8_e4m3      8 + 16 / group_size   2^-4, down to 2^-14 of its group's largest
+    fp8_e5m2      8 + 16 / group_size   2^-3, down to 2^-29 of its group's largest
+
+Rounding to nearest, ties to even: biased for one value, by at most half a step. What an 8-bit float decodes to is
+rounded once more where x itself is bf16 or fp16.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs._checks import one_of, restorable
+from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
+from elbowroom.codecs.facts import Facts
+from elbowroom.kernels import ops
+from elbowroom.kernels.layout import GROUP_SIZES, groups
+
+_TARGETS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Lossy: bf16, fp16, or fp8 with a scale a group (`to` is bf16, fp16, fp8_e4m3 or fp8_e5m2).
+
+    A tensor with a NaN, an Inf or a value that would decode to one is held raw on the CPU; on a GPU, where the check would
+    be a sync, its group (fp8) or element (bf16, fp16) decodes to NaN or Inf.
+    """
+
+    id: ClassVar[str] = "cast"
+    lossless: ClassVar[bool] = False
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
+
+    to: str = "bf16"
+    group_size: int = 128
+
+    def __post_init__(self) -> None:
+        one_of(self.id, "to", self.to, _TARGETS)
+        one_of(self.id, "group_size", self.group_size, GROUP_SIZES)
+
+    def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
+        if self.to in _HALVES:
+            return (Expected(_HALVES[self.to], (n,)),)
+        return Expected(torch.uint8, (n,)), Expected(torch.bfloat16, (groups(n, self.group_size),))
+
+    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+        on_cpu = flat.device.type == "cpu"
+        if self.to in _HALVES:
+            half = flat.to(_HALVES[self.to], copy=True)
+            reach = half.abs() if flat.dtype is torch.float16 else None
+            return None if on_cpu and not restorable(half, reach) else (half,)
+        codes, scale = ops.fp8_quantize(flat, self.group_size, self.to.removeprefix("fp8_"))
+        reach = scale.float() * _LARGEST[self.to] if flat.dtype is torch.float16 else None
+        return None if on_cpu and not restorable(scale, reach) else (codes, scale)
+
+    def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
+        if self.to in _HALVES:
+            out.copy_(encoded.buffers[0])
+        else:
+            ops.fp8_dequantize(*encoded.buffers, self.group_size, self.to.removeprefix("fp8_"), out)

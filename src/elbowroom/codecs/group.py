@@ -1,0 +1,57 @@
+"""Group quantization with stochastic rounding: what ActNN (arXiv 2104.14129) and GACT (arXiv 2206.11357) do; our baseline.
+
+    per group of `group_size`: low, scale in bf16;  code = floor((x - low) / scale + u);  x~ = low + scale * code
+
+Unbiased; variance scale^2 f (1 - f) at remainder f, scale^2 / 6 on average. Exact zeros become noisy zeros: a tensor
+that also serves ReLU's backward needs a bitmap beside it. bits + 32 / group_size bits an element.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs._checks import one_of, restorable, within
+from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
+from elbowroom.codecs.facts import Facts
+from elbowroom.kernels import ops
+from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes
+
+
+@dataclass(frozen=True)
+class Group(Codec):
+    """Lossy: `bits` (1 to 8) an element, min and max a group, stochastic rounding. The ActNN / GACT baseline.
+
+    A tensor with a NaN, an Inf or a value beyond 2^125 is held raw on the CPU, and so is a float16 one that would decode
+    beyond 65504; on a GPU, where the check would be a sync, such groups decode to NaN or Inf.
+    """
+
+    id: ClassVar[str] = "group"
+    lossless: ClassVar[bool] = False
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
+
+    bits: int = 2
+    group_size: int = 256
+
+    def __post_init__(self) -> None:
+        within(self.id, "bits", self.bits, 1, 8)
+        one_of(self.id, "group_size", self.group_size, GROUP_SIZES)
+
+    def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
+        codes = Expected(torch.uint8, (packed_nbytes(1 << self.bits, n),))
+        each = Expected(torch.bfloat16, (groups(n, self.group_size),))
+        return codes, each, each
+
+    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+        levels = 1 << self.bits
+        codes, scale, low = ops.group_quantize(flat, seed, levels, self.group_size)
+        reach = None
+        if flat.dtype is torch.float16:
+            reach = low.float().abs() + scale.float() * (levels - 1)
+        if flat.device.type == "cpu" and not restorable(scale, reach):
+            return None
+        return codes, scale, low
+
+    def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
+        ops.group_dequantize(*encoded.buffers, 1 << self.bits, self.group_size, out)

@@ -1,0 +1,71 @@
+"""From an id to a codec. Codecs of other packages come through the entry-point group `elbowroom.codecs`."""
+
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import entry_points
+from inspect import signature
+from typing import Any
+
+from elbowroom.codecs.base import Codec
+from elbowroom.errors import CodecError, UnknownCodec, UnknownField
+
+_registered: dict[str, type[Codec]] = {}
+
+
+def register(cls: type[Codec]) -> type[Codec]:
+    """Make a codec known by its id. An id registered twice is an error (CodecError), never a silent replacement."""
+    if not (isinstance(cls, type) and issubclass(cls, Codec) and isinstance(getattr(cls, "id", None), str)):
+        raise CodecError(f"cannot register {cls!r}: a codec is a subclass of elbowroom.codecs.Codec with an id")
+    known = _registered.setdefault(cls.id, cls)
+    if known is not cls:
+        raise CodecError(f"codec id '{cls.id}' belongs to {known.__qualname__}; give {cls.__qualname__} another id")
+    return cls
+
+
+@cache
+def _load_plugins() -> None:
+    for point in entry_points(group="elbowroom.codecs"):
+        try:
+            register(point.load())
+        except Exception as error:
+            raise CodecError(
+                f"cannot load codec '{point.name}' from {point.value}: {error}. Repair or uninstall its package."
+            ) from error
+
+
+def codecs() -> list[str]:
+    """The ids of all registered codecs, sorted."""
+    _load_plugins()
+    return sorted(_registered)
+
+
+def codec_class(id: str) -> type[Codec]:
+    """The class behind an id. Raises UnknownCodec, which lists what exists and the nearest name."""
+    if id not in codecs():
+        raise UnknownCodec(f"no codec {id!r}; there are {', '.join(codecs())}.{nearest(id, codecs())}")
+    return _registered[id]
+
+
+def codec(id: str, **settings: Any) -> Codec:
+    """A codec by its id, with its fields as keywords: codec("dither", bits=2).
+
+    Raises UnknownCodec, or UnknownField for a field that it does not have or a value that the field does not take.
+    """
+    cls = codec_class(id)
+    known = list(signature(cls).parameters)
+    for name in settings:
+        if name not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise UnknownField(f"codec '{id}' has no field {name!r}; {has}.{nearest(name, known)}")
+    return cls(**settings)
+
+
+def field_names(cls: type[Codec]) -> list[str]:
+    """The fields of a codec class, in order."""
+    return [field.name for field in fields(cls)]
+
+
+def nearest(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,103 @@
+"""A comparison as a report page: the four figures, both memory curves, and what was scaled down."""
+
+import platform
+from collections.abc import Mapping
+
+import torch
+
+from elbowroom.demo.compare import Comparison
+from elbowroom.demo.tasks import FULL_WIDTHS
+from elbowroom.report import Curve, Page, Row
+from elbowroom.units import show_nbytes, show_seconds
+
+NOTES = (
+    "All figures were measured on this machine in this run; none is estimated.",
+    "Saved bytes: unique storages that autograd holds between forward and backward, parameters, "
+    "loss and outputs left out; codes, scales, bitmaps and masks counted.",
+    "Peak bytes: the highest level of torch's allocator during one whole step (forward, backward, "
+    "optimizer), above the level before it. Parameters and optimizer states are not in it.",
+    "Seconds a step: medians of interleaved pairs of steps; the change is the median of the ratios "
+    "with its quartiles.",
+    "One seed says little about accuracy: differences of a point or so are noise.",
+)
+
+
+def page(comparison: Comparison, settings: Mapping[str, str]) -> Page:
+    """The report of a finished comparison; `settings` are shown as they are."""
+    plain, ours = comparison.plain, comparison.ours
+    return Page(
+        title=f"{comparison.task.name}: one training, plain and through elbowroom",
+        lead=f"Trained twice from seed {comparison.seed} for {comparison.steps} steps on "
+        f"{comparison.task.origin}. {scaled(comparison)}",
+        rows=rows(comparison),
+        curves=(
+            Curve("plain", plain.curve.times_s, plain.curve.nbytes, plain.curve.marks),
+            Curve("elbowroom", ours.curve.times_s, ours.curve.nbytes, ours.curve.marks),
+        ),
+        curves_note="Measured by torch's profiler, which sees every allocation of the step. "
+        "Time is a share of the step because the profiler slows it down; dashed lines are where "
+        "backward and the optimizer begin.",
+        details={"What was held, by action": comparison.ledger},
+        settings=settings,
+        versions=versions(),
+        notes=NOTES,
+    )
+
+
+def rows(comparison: Comparison) -> list[Row]:
+    """Saved bytes, peak bytes, seconds and score, plain against ours."""
+    plain, ours, timing = comparison.plain, comparison.ours, comparison.timing
+    low, high = timing.ratio_iqr
+    points = 100 * (ours.score - plain.score)
+    return [
+        _bytes_row("saved bytes", plain.saved_nbytes, ours.saved_nbytes, "held before backward"),
+        _bytes_row(
+            "peak bytes", plain.peak_nbytes, ours.peak_nbytes, "the allocator's highest level"
+        ),
+        Row(
+            "seconds a step",
+            show_seconds(timing.median_a_s),
+            show_seconds(timing.median_b_s),
+            f"{timing.ratio:.2f}x ({low:.2f} to {high:.2f})",
+            good=True if timing.ratio <= 1.05 else None,
+            note=f"median of {timing.n} interleaved pairs; quartiles of the ratio",
+        ),
+        Row(
+            comparison.task.score_name,
+            f"{plain.score:.1%}",
+            f"{ours.score:.1%}",
+            f"{points:+.1f} points".replace("-0.0", "+0.0"),
+            good=points >= -0.5,
+            note="on the whole test set, after training",
+        ),
+    ]
+
+
+def _bytes_row(name: str, plain_nbytes: int, our_nbytes: int, note: str) -> Row:
+    less = our_nbytes < plain_nbytes
+    ratio = plain_nbytes / our_nbytes if our_nbytes else float("inf")
+    verdict = f"{ratio:.1f}x less" if less else f"{1 / ratio:.2f}x" if ratio else ""
+    return Row(
+        name, show_nbytes(plain_nbytes), show_nbytes(our_nbytes), verdict, good=less, note=note
+    )
+
+
+def scaled(comparison: Comparison) -> str:
+    """What is smaller here than in the full model, in one sentence."""
+    full = FULL_WIDTHS[comparison.task.name]
+    if comparison.task.width >= full:
+        return "The network has its full width."
+    return (
+        f"The network is scaled to width {comparison.task.width} (full: {full}) so that the demo "
+        f"fits a few minutes on two cores; --width {full} trains the full one."
+    )
+
+
+def versions() -> dict[str, str]:
+    """Whatever can change a figure on this page."""
+    return {
+        "torch": str(torch.__version__),
+        "Python": platform.python_version(),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "system": platform.platform(terse=True),
+    }

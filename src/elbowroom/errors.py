@@ -1,0 +1,63 @@
+"""Every error that a user of elbowroom can cause, in one tree.
+
+    ElbowroomError
+    |-- PlanError                      a plan cannot be made or followed
+    |   |-- BudgetTooSmall             ... because the bytes do not suffice      (also a ValueError)
+    |   `-- SiteMismatch               ... because the step saved something else
+    |-- CodecError                     a codec cannot do what was asked
+    |   |-- UnknownCodec               no such id                                (also a KeyError)
+    |   |-- UnknownField               no such setting, or a value out of range  (also a TypeError, ValueError)
+    |   `-- UnsupportedTensor          this dtype, layout or content             (also a TypeError)
+    |-- RestoreError                   a saved tensor cannot be given back       (also a RuntimeError)
+    `-- DataError                      a file is missing or is not what it says  (also an OSError)
+
+A message says what was asked, what was found, and what to type next. Broken invariants, which only our own
+code can cause, are asserts and are not listed here.
+"""
+
+
+class ElbowroomError(Exception):
+    """The root: catch this to catch everything that elbowroom raises on purpose."""
+
+
+class PlanError(ElbowroomError):
+    """A plan cannot be made or followed."""
+
+
+class BudgetTooSmall(PlanError, ValueError):
+    """No allowed set of actions fits the budget. `least_nbytes` is the smallest budget that would."""
+
+    def __init__(self, message: str, *, least_nbytes: int) -> None:
+        super().__init__(message)
+        self.least_nbytes = least_nbytes
+
+
+class SiteMismatch(PlanError):
+    """A step saved tensors that its plan does not know."""
+
+
+class CodecError(ElbowroomError):
+    """A codec cannot do what was asked."""
+
+
+class UnknownCodec(CodecError, KeyError):
+    """No codec is registered under this id."""
+
+    def __str__(self) -> str:  # KeyError would show the message in quotes
+        return str(self.args[0])
+
+
+class UnknownField(CodecError, TypeError, ValueError):
+    """A codec has no such field, or the field does not take this value."""
+
+
+class UnsupportedTensor(CodecError, TypeError):
+    """A codec does not take tensors of this dtype, layout or content."""
+
+
+class RestoreError(ElbowroomError, RuntimeError):
+    """A saved tensor cannot be given back to backward."""
+
+
+class DataError(ElbowroomError, OSError):
+    """A data file is missing, truncated, or not in the expected format."""

@@ -1,0 +1,62 @@
+"""Where a code lies: arithmetic that all backends share, on plain ints.
+
+A flat tensor is cut into *tiles* of 2048 elements (the last one shorter), a tile into *groups* of `group_size`.
+A tile's codes are packed together, planar: with `k` codes in a byte, byte j of n holds the codes of elements
+j, j + n, j + 2n, ..., so that a vector unit packs and unpacks whole rows without a shuffle.
+
+    levels      2    3    4    5,6    8       16   32      64      128         256
+    codes/byte  8    5    4    3      4 + 8   2    2 + 8   2 + 4   2 + 4 + 8   1     (a + b: two segments, low bits first)
+
+Other numbers of levels take the width of the next power of two. 3 levels cost 1.6 bits where log2 3 is 1.585.
+"""
+
+from typing import NamedTuple
+
+TILE = 2048
+GROUP_SIZES = (32, 64, 128, 256)
+RADIX = {3: 5, 5: 3, 6: 3}  # levels -> codes in a byte, written in base `levels`
+
+
+class Segment(NamedTuple):
+    """One run of packed bytes: `per` codes in a byte, each `width` bits wide, taken from bit `shift` of the code."""
+
+    per: int
+    width: int
+    shift: int
+
+
+def code_bits(levels: int) -> int:
+    """Bits of a code in 0..levels-1: 4 -> 2, 5 -> 3."""
+    return max(1, (levels - 1).bit_length())
+
+
+def segments(levels: int) -> tuple[Segment, ...]:
+    """The segments of a code that is not in RADIX, low bits last: 8 levels -> 2 bits (shift 1), then 1 bit (shift 0)."""
+    bits, found = code_bits(levels), []
+    for width in (8, 4, 2, 1):
+        if bits >= width:
+            bits -= width
+            found.append(Segment(8 // width, width, bits))
+    return tuple(found)
+
+
+def codes_nbytes(levels: int, n: int) -> int:
+    """Bytes of n packed codes of one tile."""
+    if levels in RADIX:
+        return -(-n // RADIX[levels])
+    return sum(-(-n // segment.per) for segment in segments(levels))
+
+
+def tiles(numel: int) -> int:
+    return -(-numel // TILE)
+
+
+def groups(numel: int, group_size: int) -> int:
+    """Groups of a flat tensor; no group crosses a tile because every group size divides TILE."""
+    return -(-numel // group_size)
+
+
+def packed_nbytes(levels: int, numel: int) -> int:
+    """Bytes of all packed codes of a flat tensor of `numel` elements."""
+    full, rest = divmod(numel, TILE)
+    return full * codes_nbytes(levels, TILE) + codes_nbytes(levels, rest)

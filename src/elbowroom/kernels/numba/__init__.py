@@ -1,0 +1,17 @@
+"""The ops on a CPU, compiled by numba: same names, signatures and bits as the reference.
+
+Compiled functions are cached on disk by numba; `launch.py` keeps its threads in step with torch's.
+"""
+
+from elbowroom.kernels.numba.affine import affine as affine
+from elbowroom.kernels.numba.bits import pack_bits as pack_bits
+from elbowroom.kernels.numba.bits import unpack_bits as unpack_bits
+from elbowroom.kernels.numba.dither import dither_dequantize as dither_dequantize
+from elbowroom.kernels.numba.dither import dither_quantize as dither_quantize
+from elbowroom.kernels.numba.fp8 import fp8_dequantize as fp8_dequantize
+from elbowroom.kernels.numba.fp8 import fp8_quantize as fp8_quantize
+from elbowroom.kernels.numba.group import group_dequantize as group_dequantize
+from elbowroom.kernels.numba.group import group_quantize as group_quantize
+from elbowroom.kernels.numba.narrow import narrow as narrow
+from elbowroom.kernels.numba.nonzero import nonzero_dequantize as nonzero_dequantize
+from elbowroom.kernels.numba.nonzero import nonzero_quantize as nonzero_quantize

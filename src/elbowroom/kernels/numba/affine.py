@@ -1,0 +1,75 @@
+"""Scale and shift by channel under a bitmap (specification: `reference/affine.py`)."""
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from elbowroom.kernels.numba.device import CHUNK, TILE, f32, from_float, i32, jit, to_float
+from elbowroom.kernels.numba.launch import parallel, words
+
+
+def affine(x: Tensor, scale: Tensor, shift: Tensor, inner: int, bits: Tensor | None) -> None:
+    flags = torch.empty(0, dtype=torch.uint8) if bits is None else bits
+    _affine(*words(x), scale.numpy(), shift.numpy(), inner, flags.numpy(), bits is not None)
+
+
+@jit
+def scale_run(values, scale, shift):
+    for o in range(values.shape[0]):
+        values[o] = values[o] * scale + shift
+
+
+@jit
+def scale_each(values, scale, shift):
+    for o in range(values.shape[0]):
+        values[o] = values[o] * scale[o] + shift[o]
+
+
+@jit
+def blank(values, bits):
+    """values [n] <- +0 where a bit is not set: an `and` with all ones or all zeros, which is a vector instruction."""
+    words = values.view(np.int32)
+    whole = words.shape[0] // 8
+    for o in range(whole):
+        eight = words[8 * o : 8 * o + 8]
+        b = i32(bits[o])
+        for k in range(8):
+            eight[k] &= i32(0) - ((b >> i32(k)) & i32(1))
+    for o in range(8 * whole, words.shape[0]):
+        words[o] &= i32(0) - ((i32(bits[o >> 3]) >> i32(o & 7)) & i32(1))
+
+
+@jit
+def channels(values, start, inner, scale, shift):
+    """values [n], of which the first is element `start` of the tensor."""
+    n, C = values.shape[0], scale.shape[0]
+    o = 0
+    if inner == 1:  # channels lie next to each other
+        while o < n:
+            c = (start + o) % C
+            run = min(C - c, n - o)
+            scale_each(values[o : o + run], scale[c : c + run], shift[c : c + run])
+            o += run
+        return
+    while o < n:
+        at = start + o
+        run = min(inner - at % inner, n - o)
+        c = (at // inner) % C
+        scale_run(values[o : o + run], scale[c], shift[c])
+        o += run
+
+
+@parallel
+def _affine(x, kind, scale, shift, inner, bits, masked):
+    N = x.shape[0]
+    T = (N + TILE - 1) // TILE
+    for i_c in prange((T + CHUNK - 1) // CHUNK):
+        b_x = np.empty(TILE, f32)
+        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
+            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
+            values = to_float(x[first:last], kind, b_x[: last - first])
+            channels(values, first, inner, scale, shift)
+            if masked:
+                blank(values, bits[first // 8 : (last + 7) // 8])
+            from_float(values, kind, x[first:last])

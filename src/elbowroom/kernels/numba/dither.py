@@ -1,0 +1,131 @@
+"""Subtractive dither (specification: `reference/dither.py`)."""
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from elbowroom.kernels.layout import groups, packed_nbytes, tiles
+from elbowroom.kernels.numba.device import (
+    BOTTOM,
+    CHUNK,
+    SLACK,
+    TILE,
+    TOP,
+    as_float,
+    bf16_directed,
+    bf16_value,
+    codes_nbytes,
+    dequantize,
+    draw,
+    extremes,
+    f32,
+    finite,
+    from_float,
+    i32,
+    inverse,
+    jit,
+    order,
+    pack,
+    quantize,
+    target,
+    tile_key,
+    to_float,
+    u8,
+    unpack,
+)
+from elbowroom.kernels.numba.launch import parallel, patterns, split_seed, words
+
+
+def dither_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8)
+    ranges = torch.empty(groups(x.numel(), group_size), 2, dtype=torch.uint8)
+    bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
+    out = codes.numpy(), ranges.numpy(), patterns(bounds)
+    _quantize(*words(x), *split_seed(seed), levels, group_size, *out)
+    return codes, ranges, bounds
+
+
+def dither_dequantize(
+    codes: Tensor, ranges: Tensor, bounds: Tensor, seed: int, levels: int, group_size: int, out: Tensor
+) -> None:
+    source = codes.numpy(), ranges.numpy(), patterns(bounds)
+    _dequantize(*source, *split_seed(seed), levels, group_size, *words(out))
+
+
+@jit
+def ranges_of(least, most, levels, ranges, bounds, b_low, b_scale):
+    """Per group: what is stored (ranges, bounds) and what it stands for (b_low, 1 / step)."""
+    lowest, highest = TOP, BOTTOM
+    for i_g in range(ranges.shape[0]):
+        lowest, highest = min(lowest, least[i_g]), max(highest, most[i_g])
+    if not finite(lowest, highest):
+        bounds[0] = bounds[1] = 0x7FC0  # NaN
+        ranges[:] = 0
+        b_low[:] = b_scale[:] = f32(0)
+        return
+    bounds[0] = bf16_directed(as_float(order(lowest)), False)
+    bounds[1] = bf16_directed(as_float(order(highest)), True)
+    lo = bf16_value(bounds[0])
+    unit = bf16_value(bounds[1]) * f32(1 / 255) - lo * f32(1 / 255)
+    scale = inverse(unit)
+    for i_g in range(ranges.shape[0]):
+        a = np.floor((as_float(order(least[i_g])) - lo) * scale)
+        b = np.ceil((as_float(order(most[i_g])) - lo) * scale)
+        a, b = min(max(a, f32(0)), f32(255)), min(max(b, f32(0)), f32(255))
+        ranges[i_g, 0], ranges[i_g, 1] = u8(a), u8(b)
+        b_low[i_g] = lo + a * unit
+        b_scale[i_g] = inverse((b - a) * unit * f32(1 / (levels - 1)))
+
+
+@jit
+def grid(ranges, bounds, levels, b_low, b_step):
+    """b_low, b_step [groups] <- where code 0 decodes to before the dither is taken off, and the step."""
+    lo = bf16_value(bounds[0])
+    unit = bf16_value(bounds[1]) * f32(1 / 255) - lo * f32(1 / 255)
+    for i_g in range(ranges.shape[0]):
+        a, b = f32(ranges[i_g, 0]), f32(ranges[i_g, 1])
+        b_step[i_g] = (b - a) * unit * f32(1 / (levels - 1))
+        b_low[i_g] = (lo + a * unit) + b_step[i_g] * f32(0.5)
+
+
+@parallel
+def _quantize(x, kind, seed_low, seed_high, levels, S, out, ranges, bounds):
+    N = x.shape[0]
+    T = (N + TILE - 1) // TILE
+    P = codes_nbytes(levels, TILE)
+    for i_c in prange((T + CHUNK - 1) // CHUNK):
+        b_x, b_u = np.empty(TILE, f32), np.empty(TILE, f32)
+        b_code, b_spare = np.empty(TILE + SLACK, u8), np.empty(TILE + SLACK, u8)
+        b_least, b_most = np.empty(TILE // 32, i32), np.empty(TILE // 32, i32)
+        b_low, b_scale = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
+        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
+            start = i_t * TILE
+            n = min(TILE, N - start)
+            part = ranges[start // S : start // S + (n + S - 1) // S]
+            values = to_float(x[start : start + n], kind, b_x[:n])
+            draw(tile_key(i_t, seed_low, seed_high), b_u)
+            extremes(values, S, b_least, b_most)
+            ranges_of(b_least, b_most, levels, part, bounds[i_t], b_low, b_scale)
+            quantize(values, b_u, S, b_low, b_scale, i32(levels - 1), b_code)
+            pack(b_code, n, levels, b_spare, out[i_t * P : i_t * P + codes_nbytes(levels, n)])
+
+
+@parallel
+def _dequantize(codes, ranges, bounds, seed_low, seed_high, levels, S, out, kind):
+    N = out.shape[0]
+    T = (N + TILE - 1) // TILE
+    P = codes_nbytes(levels, TILE)
+    for i_c in prange((T + CHUNK - 1) // CHUNK):
+        b_x, b_u = np.empty(TILE, f32), np.empty(TILE, f32)
+        b_code = np.empty(TILE + SLACK, u8)
+        b_low, b_step = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
+        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
+            start = i_t * TILE
+            n = min(TILE, N - start)
+            draw(tile_key(i_t, seed_low, seed_high), b_u)
+            unpack(codes[i_t * P : i_t * P + codes_nbytes(levels, n)], levels, b_code[: n + SLACK])
+            grid(ranges[start // S : start // S + (n + S - 1) // S], bounds[i_t], levels, b_low, b_step)
+            values = target(out[start : start + n], kind, b_x[:n])
+            dequantize(b_code, b_u, S, b_low, b_step, values)
+            from_float(values, kind, out[start : start + n])

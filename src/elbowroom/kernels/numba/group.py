@@ -1,0 +1,104 @@
+"""Groups with their own range and stochastic rounding (specification: `reference/group.py`)."""
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from elbowroom.kernels.layout import groups, packed_nbytes
+from elbowroom.kernels.numba.device import (
+    CHUNK,
+    SLACK,
+    TILE,
+    as_float,
+    bf16_directed,
+    bf16_value,
+    codes_nbytes,
+    dequantize,
+    draw,
+    extremes,
+    f32,
+    finite,
+    from_float,
+    i32,
+    inverse,
+    jit,
+    order,
+    pack,
+    quantize,
+    target,
+    tile_key,
+    to_float,
+    u8,
+    unpack,
+)
+from elbowroom.kernels.numba.launch import parallel, patterns, split_seed, words
+
+
+def group_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8)
+    scale = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
+    low = torch.empty_like(scale)
+    out = codes.numpy(), patterns(scale), patterns(low)
+    _quantize(*words(x), *split_seed(seed), levels, group_size, *out)
+    return codes, scale, low
+
+
+def group_dequantize(codes: Tensor, scale: Tensor, low: Tensor, levels: int, group_size: int, out: Tensor) -> None:
+    _dequantize(codes.numpy(), patterns(scale), patterns(low), levels, group_size, *words(out))
+
+
+@jit
+def ranges_of(least, most, levels, lows, scales, b_low, b_scale):
+    """Per group: what is stored (lows, scales: bf16 bits) and what it stands for (b_low, 1 / scale)."""
+    for i_g in range(lows.shape[0]):
+        lows[i_g], scales[i_g] = 0, 0x7FC0  # NaN
+        b_low[i_g], b_scale[i_g] = f32(0), f32(0)
+        if finite(least[i_g], most[i_g]):
+            lows[i_g] = bf16_directed(as_float(order(least[i_g])), False)
+            b_low[i_g] = bf16_value(lows[i_g])
+            width = as_float(order(most[i_g])) - b_low[i_g]
+            scales[i_g] = bf16_directed(width * f32(1 / (levels - 1)), True)
+            b_scale[i_g] = inverse(bf16_value(scales[i_g]))
+
+
+@parallel
+def _quantize(x, kind, seed_low, seed_high, levels, S, out, scales, lows):
+    N = x.shape[0]
+    T = (N + TILE - 1) // TILE
+    P = codes_nbytes(levels, TILE)
+    for i_c in prange((T + CHUNK - 1) // CHUNK):
+        b_x, b_u = np.empty(TILE, f32), np.empty(TILE, f32)
+        b_code, b_spare = np.empty(TILE + SLACK, u8), np.empty(TILE + SLACK, u8)
+        b_least, b_most = np.empty(TILE // 32, i32), np.empty(TILE // 32, i32)
+        b_low, b_scale = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
+        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
+            start = i_t * TILE
+            n = min(TILE, N - start)
+            first, last = start // S, start // S + (n + S - 1) // S
+            values = to_float(x[start : start + n], kind, b_x[:n])
+            draw(tile_key(i_t, seed_low, seed_high), b_u)
+            extremes(values, S, b_least, b_most)
+            ranges_of(b_least, b_most, levels, lows[first:last], scales[first:last], b_low, b_scale)
+            quantize(values, b_u, S, b_low, b_scale, i32(levels - 1), b_code)
+            pack(b_code, n, levels, b_spare, out[i_t * P : i_t * P + codes_nbytes(levels, n)])
+
+
+@parallel
+def _dequantize(codes, scales, lows, levels, S, out, kind):
+    N = out.shape[0]
+    T = (N + TILE - 1) // TILE
+    P = codes_nbytes(levels, TILE)
+    for i_c in prange((T + CHUNK - 1) // CHUNK):
+        b_x, b_zero = np.empty(TILE, f32), np.zeros(TILE, f32)
+        b_code = np.empty(TILE + SLACK, u8)
+        b_low, b_step = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
+        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
+            start = i_t * TILE
+            n = min(TILE, N - start)
+            unpack(codes[i_t * P : i_t * P + codes_nbytes(levels, n)], levels, b_code[: n + SLACK])
+            for i_g in range((n + S - 1) // S):
+                b_low[i_g], b_step[i_g] = bf16_value(lows[start // S + i_g]), bf16_value(scales[start // S + i_g])
+            values = target(out[start : start + n], kind, b_x[:n])
+            dequantize(b_code, b_zero, S, b_low, b_step, values)
+            from_float(values, kind, out[start : start + n])

@@ -1,0 +1,84 @@
+"""Starting compiled loops without killing the process.
+
+1. numba's threads follow torch.get_num_threads(): two pools that each take all cores are slower than one.
+2. numba's `workqueue` layer (no OpenMP, no TBB) aborts when two Python threads launch at once: one lock then.
+3. A forked child must not start a parallel loop (GNU OpenMP aborts it): there the serial twin runs.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+_lock = threading.Lock()
+_forked = False
+_safe_layer: bool | None = None  # None until the first parallel loop has run: numba chooses its layer then
+
+
+def _after_fork() -> None:
+    global _forked, _lock  # noqa: PLW0603  the child's copy of the lock may be held by a thread that is not there
+    _forked, _lock = True, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def parallel(loop: Callable[..., Any]) -> Callable[..., None]:
+    """Compile `loop` (it uses prange) twice, parallel and serial, and choose at each call."""
+    options: dict[str, Any] = {"error_model": "numpy", "cache": True, "nogil": True}
+    threaded = numba.njit(parallel=True, **options)(loop)
+    serial = numba.njit(parallel=False, **options)(_renamed(loop))
+
+    def launch(*args: Any) -> None:
+        threads = torch.get_num_threads()
+        if _forked or threads == 1:
+            serial(*args)
+            return
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        if _safe_layer:
+            threaded(*args)
+        else:
+            _launch_locked(threaded, args)
+
+    return launch
+
+
+def _launch_locked(threaded: Callable[..., None], args: tuple[Any, ...]) -> None:
+    global _safe_layer  # noqa: PLW0603
+    with _lock:
+        threaded(*args)
+        _safe_layer = numba.threading_layer() != "workqueue"
+
+
+def _renamed(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy under another name: numba's disk cache is keyed by the name, not by the options."""
+    import types
+
+    copy = types.FunctionType(loop.__code__, loop.__globals__, loop.__name__ + "_serial", loop.__defaults__)
+    copy.__qualname__ = loop.__qualname__ + "_serial"
+    copy.__module__ = loop.__module__
+    return copy
+
+
+_FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def words(x: Tensor) -> tuple[np.ndarray[Any, Any], int]:
+    """A flat contiguous float tensor as integers of its own width (numpy has no bf16), and its kind for `to_float`."""
+    kind = _FLOATS[x.dtype]
+    return x.view(torch.int32 if kind == 0 else torch.int16).numpy(), kind
+
+
+def patterns(x: Tensor) -> np.ndarray[Any, Any]:
+    """A bf16 tensor as int16."""
+    return x.view(torch.int16).numpy()
+
+
+def split_seed(seed: int) -> tuple[np.uint32, np.uint32]:
+    """The two halves of a 64-bit seed."""
+    return np.uint32(seed & 0xFFFFFFFF), np.uint32((seed >> 32) & 0xFFFFFFFF)

@@ -1,0 +1,140 @@
+"""Dither for the non-zeros (specification: `reference/nonzero.py`).
+
+Two passes over x: bits and their counts, then, once the payload's size is known, the codes.
+"""
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from elbowroom.kernels.layout import tiles
+from elbowroom.kernels.numba.bits import count, pack_bits, tile_counts
+from elbowroom.kernels.numba.device import (
+    CHUNK,
+    SLACK,
+    TILE,
+    codes_nbytes,
+    dequantize,
+    draw,
+    extremes,
+    f32,
+    from_float,
+    i32,
+    jit,
+    pack,
+    quantize,
+    target,
+    tile_key,
+    to_float,
+    u8,
+    unpack,
+)
+from elbowroom.kernels.numba.dither import grid, ranges_of
+from elbowroom.kernels.numba.launch import parallel, patterns, split_seed, words
+
+
+def nonzero_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    bits = pack_bits(x)
+    starts = _starts(bits, x.numel(), levels, group_size)
+    payload = torch.empty(int(starts[-1]), dtype=torch.uint8)
+    bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
+    out = starts.numpy(), payload.numpy(), patterns(bounds)
+    _quantize(*words(x), *split_seed(seed), levels, group_size, *out)
+    return bits, payload, bounds
+
+
+def nonzero_dequantize(
+    bits: Tensor, payload: Tensor, bounds: Tensor, seed: int, levels: int, group_size: int, out: Tensor
+) -> None:
+    starts = _starts(bits, out.numel(), levels, group_size)
+    source = bits.numpy(), starts.numpy(), payload.numpy(), patterns(bounds)
+    tiniest = np.float32(max(2.0**-126, torch.finfo(out.dtype).tiny))
+    _dequantize(*source, *split_seed(seed), levels, group_size, tiniest, *words(out))
+
+
+def _starts(bits: Tensor, numel: int, levels: int, group_size: int) -> Tensor:
+    """Where each tile's payload starts, and the end of the last: [tiles + 1] int64."""
+    counts = tile_counts(bits, tiles(numel))
+    starts = torch.zeros(counts.numel() + 1, dtype=torch.int64)
+    _sizes(counts.numpy(), levels, group_size, starts.numpy())
+    return starts
+
+
+@jit
+def _sizes(counts, levels, S, starts):
+    for i_t in range(counts.shape[0]):
+        n = counts[i_t]
+        starts[i_t + 1] = starts[i_t] + 2 * ((n + S - 1) // S) + codes_nbytes(levels, n)
+
+
+@jit
+def compact(values, kept):
+    """kept [n] <- the non-zeros of values in order; returns n. Branchless: zeros are written too, then overwritten."""
+    n = 0
+    for o in range(values.shape[0]):
+        kept[n] = values[o]
+        n += 1 if values[o] != f32(0) else 0
+    return n
+
+
+@jit
+def expand(kept, bits, tiniest, values):
+    """values [n] <- kept where a bit is set (never 0 there), exact zeros elsewhere."""
+    place = 0
+    for o in range(values.shape[0]):
+        flag = (bits[o >> 3] >> u8(o & 7)) & u8(1)
+        value = kept[place]
+        value = tiniest if abs(value) < tiniest else value
+        values[o] = value if flag else f32(0)
+        place += flag
+
+
+@parallel
+def _quantize(x, kind, seed_low, seed_high, levels, S, starts, payload, bounds):
+    N = x.shape[0]
+    T = (N + TILE - 1) // TILE
+    for i_c in prange((T + CHUNK - 1) // CHUNK):
+        b_x, b_u, b_kept = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE + 1, f32)
+        b_code, b_spare = np.empty(TILE + SLACK, u8), np.empty(TILE + SLACK, u8)
+        b_least, b_most = np.empty(TILE // 32, i32), np.empty(TILE // 32, i32)
+        b_low, b_scale = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
+        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
+            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
+            values = to_float(x[first:last], kind, b_x[: last - first])
+            n = compact(values, b_kept)
+            bounds[i_t] = 0
+            if n == 0:
+                continue
+            G = (n + S - 1) // S
+            part = payload[starts[i_t] : starts[i_t + 1]]
+            draw(tile_key(i_t, seed_low, seed_high), b_u)
+            extremes(b_kept[:n], S, b_least, b_most)
+            ranges_of(b_least, b_most, levels, part[: 2 * G].reshape(G, 2), bounds[i_t], b_low, b_scale)
+            quantize(b_kept[:n], b_u, S, b_low, b_scale, i32(levels - 1), b_code)
+            pack(b_code, n, levels, b_spare, part[2 * G :])
+
+
+@parallel
+def _dequantize(bits, starts, payload, bounds, seed_low, seed_high, levels, S, tiniest, out, kind):
+    N = out.shape[0]
+    T = (N + TILE - 1) // TILE
+    for i_c in prange((T + CHUNK - 1) // CHUNK):
+        b_x, b_u, b_kept = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE + 1, f32)
+        b_code = np.empty(TILE + SLACK, u8)
+        b_low, b_step = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
+        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
+            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
+            part = payload[starts[i_t] : starts[i_t + 1]]
+            flags = bits[first // 8 : (last + 7) // 8]
+            n = count(flags)
+            if n > 0:
+                G = (n + S - 1) // S
+                draw(tile_key(i_t, seed_low, seed_high), b_u)
+                unpack(part[2 * G :], levels, b_code[: n + SLACK])
+                grid(part[: 2 * G].reshape(G, 2), bounds[i_t], levels, b_low, b_step)
+                dequantize(b_code, b_u, S, b_low, b_step, b_kept[:n])
+            b_kept[n] = f32(0)
+            values = target(out[first:last], kind, b_x[: last - first])
+            expand(b_kept, flags, tiniest, values)
+            from_float(values, kind, out[first:last])

@@ -1,0 +1,133 @@
+"""Every operation once: its schema, its fake, and which backend serves it.
+
+    op                                                    out
+    pack_bits(x)                                          bits
+    unpack_bits(bits, value, out!)
+    narrow(x, dtype)                                      x in a smaller integer, how many values did not fit
+    group_quantize(x, seed, levels, group_size)           codes, scale, low
+    dither_quantize(x, seed, levels, group_size)          codes, ranges, bounds
+    nonzero_quantize(x, seed, levels, group_size)         bits, payload, bounds      size depends on data
+    fp8_quantize(x, group_size, fmt)                      codes, scale
+    affine(x!, scale, shift, inner, bits)                 x * scale + shift by channel, 0 where no bit is set
+
+and a `_dequantize` for each `_quantize`, which writes its last argument, `out`: the caller owns the memory of what is
+restored and may reuse it (fresh pages cost more than decoding: docs/log.md). ! marks what an op writes. Tensors are flat and contiguous; x is float32, bfloat16 or float16.
+
+Each is a `torch.library` op defined by `define` + `impl`: 6 us a call where `custom_op` takes 27 us (CPU, torch 2.13;
+benchmarks/kernels.py). On a CPU numba serves, on CUDA Triton; what a backend cannot serve, for a reason that it gives
+and that is logged once, the reference serves.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from elbowroom.kernels import reference
+from elbowroom.kernels.layout import groups, packed_nbytes, tiles
+
+_log = logging.getLogger("elbowroom.kernels")
+_library = torch.library.Library("elbowroom", "DEF")
+
+_SCHEMAS = {
+    "pack_bits": "(Tensor x) -> Tensor",
+    "unpack_bits": "(Tensor bits, float value, Tensor(a!) out) -> ()",
+    "narrow": "(Tensor x, ScalarType dtype) -> (Tensor, Tensor)",
+    "group_quantize": "(Tensor x, int seed, int levels, int group_size) -> (Tensor, Tensor, Tensor)",
+    "group_dequantize": "(Tensor codes, Tensor scale, Tensor low, int levels, int group_size, Tensor(a!) out) -> ()",
+    "dither_quantize": "(Tensor x, int seed, int levels, int group_size) -> (Tensor, Tensor, Tensor)",
+    "dither_dequantize": "(Tensor codes, Tensor ranges, Tensor bounds, int seed, int levels, int group_size, "
+    "Tensor(a!) out) -> ()",
+    "nonzero_quantize": "(Tensor x, int seed, int levels, int group_size) -> (Tensor, Tensor, Tensor)",
+    "nonzero_dequantize": "(Tensor bits, Tensor payload, Tensor bounds, int seed, int levels, int group_size, "
+    "Tensor(a!) out) -> ()",
+    "fp8_quantize": "(Tensor x, int group_size, str fmt) -> (Tensor, Tensor)",
+    "fp8_dequantize": "(Tensor codes, Tensor scale, int group_size, str fmt, Tensor(a!) out) -> ()",
+    "affine": "(Tensor(a!) x, Tensor scale, Tensor shift, int inner, Tensor? bits) -> ()",
+}
+
+
+@cache
+def _backend(name: str) -> ModuleType | None:
+    """`elbowroom.kernels.<name>`, or None, logged once, where it cannot be imported."""
+    try:
+        return importlib.import_module(f"elbowroom.kernels.{name}")
+    except ImportError as error:
+        _log.warning("backend %s is not available (%s); the plain torch reference serves instead", name, error)
+        return None
+
+
+@cache
+def _implementation(op: str, backend: str) -> Callable[..., Any]:
+    found = getattr(_backend(backend), op, None)
+    return cast(Callable[..., Any], found or getattr(reference, op))
+
+
+def _serve(op: str, backend: str) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return _implementation(op, backend)(*args)
+
+    return call
+
+
+def _fake_codes(x: Tensor, levels: int) -> Tensor:
+    return x.new_empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8)
+
+
+def _fake_group(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    scale = x.new_empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
+    return _fake_codes(x, levels), scale, torch.empty_like(scale)
+
+
+def _fake_dither(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    ranges = x.new_empty(groups(x.numel(), group_size), 2, dtype=torch.uint8)
+    return _fake_codes(x, levels), ranges, x.new_empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
+
+
+def _fake_nonzero(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size()
+    bits = x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
+    return bits, x.new_empty(size, dtype=torch.uint8), x.new_empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
+
+
+def _fake_fp8(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
+    scale = x.new_empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
+    return torch.empty_like(x, dtype=torch.uint8), scale
+
+
+_FAKES: dict[str, Callable[..., Any]] = {  # an op that writes `out` returns nothing, and its fake does nothing
+    "pack_bits": lambda x: x.new_empty(-(-x.numel() // 8), dtype=torch.uint8),
+    "narrow": lambda x, dtype: (torch.empty_like(x, dtype=dtype), x.new_empty((), dtype=torch.int64)),
+    "group_quantize": _fake_group,
+    "dither_quantize": _fake_dither,
+    "nonzero_quantize": _fake_nonzero,
+    "fp8_quantize": _fake_fp8,
+}
+
+for _op, _schema in _SCHEMAS.items():
+    _library.define(_op + _schema)
+    _library.impl(_op, getattr(reference, _op), "CompositeExplicitAutograd")
+    _library.impl(_op, _serve(_op, "numba"), "CPU")
+    _library.impl(_op, _serve(_op, "triton"), "CUDA")
+    torch.library.register_fake(f"elbowroom::{_op}", _FAKES.get(_op, lambda *_: None), lib=_library)
+
+# The overload, not the packet: 2 us less a call. Untyped in torch.
+_calls = torch.ops.elbowroom
+pack_bits = cast(Callable[..., Tensor], _calls.pack_bits.default)
+unpack_bits = cast(Callable[..., None], _calls.unpack_bits.default)
+narrow = cast(Callable[..., tuple[Tensor, Tensor]], _calls.narrow.default)
+group_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.group_quantize.default)
+group_dequantize = cast(Callable[..., None], _calls.group_dequantize.default)
+dither_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.dither_quantize.default)
+dither_dequantize = cast(Callable[..., None], _calls.dither_dequantize.default)
+nonzero_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.nonzero_quantize.default)
+nonzero_dequantize = cast(Callable[..., None], _calls.nonzero_dequantize.default)
+fp8_quantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.fp8_quantize.default)
+fp8_dequantize = cast(Callable[..., None], _calls.fp8_dequantize.default)
+affine = cast(Callable[..., None], _calls.affine.default)
+NAMES = tuple(_SCHEMAS)

@@ -1,0 +1,14 @@
+"""The specification: each op in plain torch, short enough to be believed by eye, on any device, never fast."""
+
+from elbowroom.kernels.reference.affine import affine as affine
+from elbowroom.kernels.reference.bits import pack_bits as pack_bits
+from elbowroom.kernels.reference.bits import unpack_bits as unpack_bits
+from elbowroom.kernels.reference.dither import dither_dequantize as dither_dequantize
+from elbowroom.kernels.reference.dither import dither_quantize as dither_quantize
+from elbowroom.kernels.reference.fp8 import fp8_dequantize as fp8_dequantize
+from elbowroom.kernels.reference.fp8 import fp8_quantize as fp8_quantize
+from elbowroom.kernels.reference.group import group_dequantize as group_dequantize
+from elbowroom.kernels.reference.group import group_quantize as group_quantize
+from elbowroom.kernels.reference.narrow import narrow as narrow
+from elbowroom.kernels.reference.nonzero import nonzero_dequantize as nonzero_dequantize
+from elbowroom.kernels.reference.nonzero import nonzero_quantize as nonzero_quantize

@@ -1,0 +1,17 @@
+"""The ops on a GPU, compiled by Triton: same names, signatures and bits as the reference.
+
+Under TRITON_INTERPRET=1, set before this package is imported, they run on CPU tensors: slow, for tests.
+"""
+
+from elbowroom.kernels.triton.affine import affine as affine
+from elbowroom.kernels.triton.bits import pack_bits as pack_bits
+from elbowroom.kernels.triton.bits import unpack_bits as unpack_bits
+from elbowroom.kernels.triton.dither import dither_dequantize as dither_dequantize
+from elbowroom.kernels.triton.dither import dither_quantize as dither_quantize
+from elbowroom.kernels.triton.fp8 import fp8_dequantize as fp8_dequantize
+from elbowroom.kernels.triton.fp8 import fp8_quantize as fp8_quantize
+from elbowroom.kernels.triton.group import group_dequantize as group_dequantize
+from elbowroom.kernels.triton.group import group_quantize as group_quantize
+from elbowroom.kernels.triton.narrow import narrow as narrow
+from elbowroom.kernels.triton.nonzero import nonzero_dequantize as nonzero_dequantize
+from elbowroom.kernels.triton.nonzero import nonzero_quantize as nonzero_quantize

@@ -1,0 +1,101 @@
+"""Groups with their own range and stochastic rounding (specification: `reference/group.py`)."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from elbowroom.kernels.layout import groups, packed_nbytes, tiles
+from elbowroom.kernels.triton.device import (
+    NAN_BF16,
+    TILE,
+    bf16_directed,
+    bf16_value,
+    codes_nbytes,
+    extremes,
+    group_elements,
+    inverse,
+    load_float,
+    pack,
+    program_tiles,
+    store_float,
+    tile_key,
+    unpack,
+)
+from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
+
+
+def group_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8, device=x.device)
+    scale = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16, device=x.device)
+    low = torch.empty_like(scale)
+    source, kind = words(x)
+    args = source, codes, patterns(scale), patterns(low), x.numel(), *split_seed(seed)
+    launch(_quantize, tiles(x.numel()), *args, LEVELS=levels, S=group_size, KIND=kind)
+    return codes, scale, low
+
+
+def group_dequantize(codes: Tensor, scale: Tensor, low: Tensor, levels: int, group_size: int, out: Tensor) -> None:
+    target, kind = words(out)
+    args = codes, patterns(scale), patterns(low), target, out.numel()
+    launch(_dequantize, tiles(out.numel()), *args, LEVELS=levels, S=group_size, KIND=kind)
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+def _quantize(
+    p_x,
+    p_codes,
+    p_scale,
+    p_low,
+    N,
+    seed_low,
+    seed_high,
+    LEVELS: tl.constexpr,
+    S: tl.constexpr,
+    KIND: tl.constexpr,
+    R: tl.constexpr,
+):
+    G: tl.constexpr = TILE // S
+    i_t, n = program_tiles(N, R)
+    o_e = group_elements(S)
+    m_e = o_e < n[:, None, None]  # [R, G, S]
+    b_x = load_float(p_x + (i_t * TILE)[:, None, None] + o_e, m_e, KIND)
+    b_least, b_most, m_usable = extremes(b_x, m_e)  # [R, G]
+    b_lows = bf16_directed(b_least, UP=False)
+    b_low = bf16_value(b_lows)
+    b_scales = bf16_directed((b_most - b_low) * (1 / (LEVELS - 1)), UP=True)
+    b_scale = tl.where(m_usable, inverse(bf16_value(b_scales)), 0.0)
+
+    o_g = tl.arange(0, G)[None, :]
+    m_g = o_g * S < n[:, None]
+    tl.store(p_low + (i_t * G)[:, None] + o_g, b_lows.to(tl.int16), mask=m_g)
+    tl.store(p_scale + (i_t * G)[:, None] + o_g, tl.where(m_usable, b_scales, NAN_BF16).to(tl.int16), mask=m_g)
+    p_x += (i_t * TILE)[:, None]
+    p_codes += (i_t * codes_nbytes(LEVELS, TILE))[:, None]
+    b_key = tile_key(i_t, seed_low, seed_high)[:, None]
+    pack(p_x, p_codes, n[:, None], b_key, b_low, b_scale, None, LEVELS, S, KIND)
+
+
+@triton.jit
+def _dequantize(
+    p_codes,
+    p_scale,
+    p_low,
+    p_out,
+    N,
+    LEVELS: tl.constexpr,
+    S: tl.constexpr,
+    KIND: tl.constexpr,
+    R: tl.constexpr,
+):
+    G: tl.constexpr = TILE // S
+    i_t, n = program_tiles(N, R)
+    i_t, n = i_t[:, None, None], n[:, None, None]
+    o_e = group_elements(S)
+    m_e = o_e < n
+    o_g = tl.arange(0, G)[None, :, None]
+    m_g = o_g * S < n
+    b_low = bf16_value(tl.load(p_low + i_t * G + o_g, mask=m_g, other=0))  # [R, G, 1]
+    b_scale = bf16_value(tl.load(p_scale + i_t * G + o_g, mask=m_g, other=0))
+    b_code = unpack(p_codes + i_t * codes_nbytes(LEVELS, TILE), n, o_e, m_e, LEVELS)
+    store_float(p_out + i_t * TILE + o_e, b_low + b_scale * b_code.to(tl.float32), m_e, KIND)

@@ -1,0 +1,43 @@
+"""Starting a kernel: on the right device, over so many tiles, without fused multiply-adds.
+
+A fused multiply-add rounds once where the reference rounds twice: a value at a rounding boundary would get another code.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+_FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def launch(kernel: Any, tiles: int, *args: Any, R: int | None = None, **constants: Any) -> None:
+    """Run `kernel` over `tiles` tiles, R of them in each program. The first argument tells the device.
+
+    A GPU has programs enough with one tile each; the interpreter takes 4 ms a program, whatever is in it (triton 3.7,
+    a busy CPU), and so gets two.
+    """
+    if tiles == 0:
+        return
+    if R is None:
+        R = 1 if args[0].is_cuda else triton.next_power_of_2(triton.cdiv(tiles, 2))
+    with torch.cuda.device_of(args[0]):
+        kernel[(triton.cdiv(tiles, R),)](*args, R=R, enable_fp_fusion=False, **constants)
+
+
+def words(x: Tensor) -> tuple[Tensor, int]:
+    """A float tensor as kernels take it, and its KIND for `load_float` and `store_float`: bf16 goes as its bits."""
+    kind = _FLOATS[x.dtype]
+    return (x.view(torch.int16) if kind == 1 else x), kind
+
+
+def patterns(x: Tensor) -> Tensor:
+    """A bf16 tensor as int16."""
+    return x.view(torch.int16)
+
+
+def split_seed(seed: int) -> tuple[int, int]:
+    """The two halves of a 64-bit seed, as signed 32-bit integers: an argument keeps its type whatever the seed is."""
+    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    return low - (low >> 31 << 32), high - (high >> 31 << 32)

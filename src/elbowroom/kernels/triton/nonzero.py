@@ -1,0 +1,135 @@
+"""Dither for the non-zeros (specification: `reference/nonzero.py`).
+
+Bits and the size of each tile's payload come first; the sum of the sizes is read by the host, which waits for it.
+Where the j-th non-zero of a tile lies is the number of elements whose inclusive count of non-zeros is at most j: a
+histogram of the counts, summed up. One tile a program.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from elbowroom.kernels.layout import tiles
+from elbowroom.kernels.triton.bits import pack_bits
+from elbowroom.kernels.triton.device import (
+    TILE,
+    load_float,
+    pack,
+    parts,
+    per_byte,
+    program_tiles,
+    store_float,
+    tile_key,
+    uniform,
+    unpack,
+)
+from elbowroom.kernels.triton.dither import load_grid, store_ranges
+from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
+
+
+def nonzero_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    bits = pack_bits(x)
+    starts = _starts(bits, x.numel(), levels, group_size)
+    payload = torch.empty(int(starts[-1]), dtype=torch.uint8, device=x.device)  # the host waits
+    bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
+    source, kind = words(x)
+    args = source, starts, payload, patterns(bounds), x.numel(), *split_seed(seed)
+    launch(_quantize, tiles(x.numel()), *args, LEVELS=levels, S=group_size, KIND=kind, R=1)
+    return bits, payload, bounds
+
+
+def nonzero_dequantize(
+    bits: Tensor, payload: Tensor, bounds: Tensor, seed: int, levels: int, group_size: int, out: Tensor
+) -> None:
+    starts = _starts(bits, out.numel(), levels, group_size)
+    target, kind = words(out)
+    tiniest = max(2.0**-126, torch.finfo(out.dtype).tiny)
+    args = bits, starts, payload, patterns(bounds), target, out.numel(), tiniest, *split_seed(seed)
+    launch(_dequantize, tiles(out.numel()), *args, LEVELS=levels, S=group_size, KIND=kind, R=1)
+
+
+def _starts(bits: Tensor, numel: int, levels: int, group_size: int) -> Tensor:
+    """Where each tile's payload starts, and the end of the last: [tiles + 1] int64."""
+    starts = torch.zeros(tiles(numel) + 1, dtype=torch.int64, device=bits.device)
+    launch(_sizes, tiles(numel), bits, starts, bits.numel(), LEVELS=levels, S=group_size)
+    return starts.cumsum_(dim=0)
+
+
+@triton.jit
+def _sizes(p_bits, p_starts, N_BYTES, LEVELS: tl.constexpr, S: tl.constexpr, R: tl.constexpr):
+    i_t, _ = program_tiles(0, R)
+    o_b = i_t[:, None] * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]  # [R, TILE / 8]
+    b_b = tl.load(p_bits + o_b, mask=o_b < N_BYTES, other=0).to(tl.int32)
+    b_b = (b_b & 0x55) + ((b_b >> 1) & 0x55)
+    b_b = (b_b & 0x33) + ((b_b >> 2) & 0x33)
+    n = tl.sum((b_b & 0x0F) + (b_b >> 4), axis=1)  # [R]
+    b_size = 2 * ((n + S - 1) // S)
+    for part in tl.static_range(parts(LEVELS)):
+        b_size += (n + per_byte(LEVELS, part) - 1) // per_byte(LEVELS, part)
+    tl.store(p_starts + 1 + i_t, b_size.to(tl.int64), mask=i_t * (TILE // 8) < N_BYTES)
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+def _quantize(
+    p_x,
+    p_starts,
+    p_payload,
+    p_bounds,
+    N,
+    seed_low,
+    seed_high,
+    LEVELS: tl.constexpr,
+    S: tl.constexpr,
+    KIND: tl.constexpr,
+    R: tl.constexpr,
+):
+    G: tl.constexpr = TILE // S
+    i_t = tl.program_id(0).to(tl.int64)
+    p_x += i_t * TILE
+    o_e = tl.arange(0, TILE)
+    b_count = tl.cumsum((load_float(p_x + o_e, i_t * TILE + o_e < N, KIND) != 0).to(tl.int32), axis=0)  # [TILE]
+    n = tl.max(b_count, axis=0)
+    b_place = tl.cumsum(tl.histogram(b_count, TILE, mask=b_count < TILE), axis=0)
+    b_x = load_float(p_x + b_place, o_e < n, KIND)  # the non-zeros, in order
+
+    tl.store(p_bounds + 2 * i_t + tl.arange(0, 2), tl.zeros([2], tl.int16), mask=n == 0)
+    p_payload += tl.load(p_starts + i_t)
+    p_ranges = p_payload + 2 * tl.arange(0, G)[None, :]
+    b_x, m_e = tl.reshape(b_x, [1, G, S]), tl.reshape(o_e < n, [1, G, S])
+    b_low, b_scale = store_ranges(p_ranges, p_bounds + 2 * i_t + tl.zeros([1], tl.int32), b_x, m_e, LEVELS)
+    p_codes = p_payload + 2 * ((n + S - 1) // S) + tl.zeros([1, 1], tl.int32)
+    b_key = tile_key(i_t, seed_low, seed_high)
+    pack(p_x, p_codes, n, b_key, b_low, b_scale, b_place[None, :], LEVELS, S, KIND)
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+def _dequantize(
+    p_bits,
+    p_starts,
+    p_payload,
+    p_bounds,
+    p_out,
+    N,
+    tiniest,
+    seed_low,
+    seed_high,
+    LEVELS: tl.constexpr,
+    S: tl.constexpr,
+    KIND: tl.constexpr,
+    R: tl.constexpr,
+):
+    i_t = tl.program_id(0).to(tl.int64)
+    o_x = tl.arange(0, TILE)
+    m_x = i_t * TILE + o_x < N
+    b_bit = tl.load(p_bits + i_t * (TILE // 8) + o_x // 8, mask=m_x, other=0).to(tl.int32) >> (o_x % 8) & 1
+    b_count = tl.cumsum(b_bit, axis=0)
+    n = tl.max(b_count, axis=0)
+    m_e = b_bit != 0
+    o_e = tl.where(m_e, b_count - 1, 0)  # place among the non-zeros
+    p_payload += tl.load(p_starts + i_t)
+    b_low, b_step = load_grid(p_payload + 2 * (o_e // S), p_bounds + 2 * i_t, m_e, n > 0, LEVELS)
+    b_code = unpack(p_payload + 2 * ((n + S - 1) // S), n, o_e, m_e, LEVELS)
+    b_x = b_low + b_step * (b_code.to(tl.float32) - uniform(tile_key(i_t, seed_low, seed_high), o_e))
+    b_x = tl.where(tl.abs(b_x) < tiniest, tiniest, b_x)
+    store_float(p_out + i_t * TILE + o_x, tl.where(m_e, b_x, 0.0), m_x, KIND)

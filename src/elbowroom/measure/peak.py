@@ -1,0 +1,142 @@
+"""How many bytes one step holds at its worst, as the allocator saw it.
+
+    level(t) = sizes allocated up to t, less those freed up to t     above what stood before
+    peak     = max over t of level(t)
+
+On a CPU the events come from PyTorch's own profiler: every allocation and release of a tensor,
+temporaries inside an operator included. Against an interposed malloc that was 352.30 of 352.38 MiB
+on a conv net and 81.75 of 82.00 on a transformer; resident memory (RSS) said anything from 0 to 192
+for the same step, because freed memory stays with the process. Three things escape: buffers that
+NumPy or numba allocate by themselves (ours come from torch); what was held before the step began,
+such as a cache that an earlier step left behind; and, on a CPU, the release of what was held
+before, so let the step before drop its gradients, or they count twice. On CUDA the peak is the
+counter of the caching allocator, whose requests are rounded up to 512 bytes.
+
+Run the step twice before measuring: the first one creates optimizer states.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol, cast
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_MARK = "elbowroom.mark."
+
+
+class _Event(Protocol):
+    """What we use of a profiler event; times in nanoseconds, sizes in bytes (negative: freed)."""
+
+    def name(self) -> str: ...
+    def start_ns(self) -> int: ...
+    def nbytes(self) -> int: ...
+    def device_type(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Bytes above the level before the step, after each allocation or release.
+
+    `times_s` counts from the first of them; `nbytes[i]` holds from `times_s[i]` on. `marks` are the
+    moments that the step named with `mark`, as (name, seconds).
+    """
+
+    times_s: tuple[float, ...]
+    nbytes: tuple[int, ...]
+    marks: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The highest level, in bytes; 0 for a step that allocated nothing."""
+        return max(0, *self.nbytes, 0)
+
+    @property
+    def end_nbytes(self) -> int:
+        """What the step left behind (gradients, states), in bytes above the level before it."""
+        return self.nbytes[-1] if self.nbytes else 0
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first event or mark to the last, with the profiler's own cost inside."""
+        return max(self.times_s + tuple(at_s for _, at_s in self.marks), default=0.0)
+
+
+def mark(name: str) -> None:
+    """Name this moment of a step, for `memory_curve`: `mark("backward")`. Costs microseconds."""
+    with record_function(_MARK + name):
+        pass
+
+
+def peak(step: Callable[[], object], *, device: torch.device | str | None = None) -> int:
+    """Bytes that `step()` allocates above the level before it, at the worst moment.
+
+    `device=None` is the current CUDA device if CUDA is in use in this process, else the CPU.
+
+    >>> peak(lambda: torch.zeros(1000, dtype=torch.uint8))
+    1000
+    """
+    device = _device(device)
+    if device.type != "cuda":
+        return memory_curve(step, device=device).peak_nbytes
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before_nbytes = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return max(0, torch.cuda.max_memory_allocated(device) - before_nbytes)
+
+
+def memory_curve(
+    step: Callable[[], object], *, device: torch.device | str | None = None
+) -> MemoryCurve:
+    """Every change of the allocated bytes on one device while `step()` runs, with its time."""
+    device = _device(device)
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.synchronize(device)
+    with profile(activities=activities, profile_memory=True) as profiler:
+        result = step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    del result  # held until here, as the caller of an ordinary step would
+    return _curve(_events(profiler), device.type)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return torch.device("cuda" if in_use else "cpu")
+    return torch.device(device)
+
+
+def _events(profiler: profile) -> Iterable[_Event]:
+    """The profiler's raw events. Private in torch 2.13: public ones give an allocation no time."""
+    try:
+        results = cast(Any, profiler).profiler.kineto_results
+        return cast(Iterable[_Event], results.events())
+    except AttributeError as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} keeps the profiler's memory events elsewhere than 2.11 to "
+            "2.13 do, so elbowroom cannot measure a peak on this CPU; use one of those versions"
+        ) from error
+
+
+def _curve(events: Iterable[_Event], device_type: str) -> MemoryCurve:
+    changes: list[tuple[int, int]] = []  # (nanoseconds, bytes)
+    marks: list[tuple[int, str]] = []
+    for event in events:
+        if event.name() == "[memory]":
+            if event.device_type().name.lower() == device_type:
+                changes.append((event.start_ns(), event.nbytes()))
+        elif event.name().startswith(_MARK):
+            marks.append((event.start_ns(), event.name().removeprefix(_MARK)))
+    changes.sort(key=lambda change: change[0])  # stable: events of one nanosecond keep their order
+    start_ns = min((at_ns for at_ns, _ in changes + marks), default=0)
+    return MemoryCurve(
+        times_s=tuple((at_ns - start_ns) / 1e9 for at_ns, _ in changes),
+        nbytes=tuple(accumulate(nbytes for _, nbytes in changes)),
+        marks=tuple((name, (at_ns - start_ns) / 1e9) for at_ns, name in sorted(marks)),
+    )

@@ -1,0 +1,103 @@
+"""Which of two steps is faster, and by how much, on a machine that is never quiet.
+
+    pair i = (a_i, b_i), run one right after the other, the order swapped from pair to pair
+    ratio  = median of b_i / a_i,   spread = its quartiles
+
+A clock drifts, a neighbour wakes up: both hit the two halves of a pair alike, so the ratio of a
+pair is far steadier than the quotient of two averages taken minutes apart. Swapping the order
+cancels what a first run leaves warm.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Seconds of step a and step b, pair by pair."""
+
+    a_s: tuple[float, ...]
+    b_s: tuple[float, ...]
+
+    @property
+    def n(self) -> int:
+        """The number of pairs."""
+        return len(self.a_s)
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Per pair b / a: above 1, b is slower."""
+        return tuple(b_s / a_s for a_s, b_s in zip(self.a_s, self.b_s, strict=True))
+
+    @property
+    def ratio(self) -> float:
+        """The median of the ratios."""
+        return statistics.median(self.ratios)
+
+    @property
+    def ratio_iqr(self) -> tuple[float, float]:
+        """The lower and upper quartile of the ratios."""
+        if self.n < 2:
+            return self.ratio, self.ratio
+        lower, _, upper = statistics.quantiles(self.ratios, n=4, method="inclusive")
+        return lower, upper
+
+    @property
+    def median_a_s(self) -> float:
+        """The median of a, in seconds."""
+        return statistics.median(self.a_s)
+
+    @property
+    def median_b_s(self) -> float:
+        """The median of b, in seconds."""
+        return statistics.median(self.b_s)
+
+
+def paired(
+    a: Callable[[], object],
+    b: Callable[[], object],
+    *,
+    pairs: int = 10,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    on_pair: Callable[[int], object] | None = None,
+) -> Paired:
+    """Time a and b in `pairs` interleaved pairs, after `warmup` untimed runs of each.
+
+    `on_pair` is called after each pair with the number of pairs done, for a progress bar.
+    """
+    if pairs < 1 or warmup < 0:
+        raise ValueError(f"paired needs pairs >= 1 and warmup >= 0; got {pairs} and {warmup}")
+    for _ in range(warmup):
+        a()
+        b()
+    a_s: list[float] = []
+    b_s: list[float] = []
+    for pair in range(pairs):
+        if pair % 2 == 0:
+            a_s.append(_seconds(a, clock))
+            b_s.append(_seconds(b, clock))
+        else:
+            b_s.append(_seconds(b, clock))
+            a_s.append(_seconds(a, clock))
+        if on_pair is not None:
+            on_pair(pair + 1)
+    return Paired(tuple(a_s), tuple(b_s))
+
+
+def _seconds(step: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Seconds that one run takes, until the device is done if one is in use."""
+    _wait()
+    start_s = clock()
+    step()
+    _wait()
+    return clock() - start_s
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()

@@ -1,0 +1,13 @@
+"""DECISION: pure data and arithmetic. A `Site` goes in, an `Action` comes out; no CUDA, no autograd, no clock."""
+
+from elbowroom.plan.action import Action as Action
+from elbowroom.plan.action import Encode as Encode
+from elbowroom.plan.action import Keep as Keep
+from elbowroom.plan.action import Rebuild as Rebuild
+from elbowroom.plan.policy import Exact as Exact
+from elbowroom.plan.policy import KeepAll as KeepAll
+from elbowroom.plan.policy import Lossy as Lossy
+from elbowroom.plan.policy import Policy as Policy
+from elbowroom.plan.site import Need as Need
+from elbowroom.plan.site import Rebuildable as Rebuildable
+from elbowroom.plan.site import Site as Site

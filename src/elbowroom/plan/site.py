@@ -1,0 +1,43 @@
+"""A site is a place in the step where a tensor is saved: what is known of it without looking at a value."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from elbowroom.codecs import Facts
+
+
+class Need(Enum):
+    """What the backward of the op that saves a tensor asks of it."""
+
+    EXACT = "exact"  # its value, bit for bit: the op is not known to tolerate an error
+    LOSSY = "lossy"  # its value; an unbiased error only adds noise to a gradient
+    MASK = "mask"  # where it is positive, nothing else (ReLU)
+
+
+class Rebuildable(Enum):
+    """Whether the tensor can be made again from what its producer saves anyway."""
+
+    NO = "no"
+    LOSSY = "lossy"  # yes, but what it is made from is held by a lossy code
+    EXACT = "exact"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Facts of one save.
+
+    why says, where `need` is EXACT, which rule made it so; the ledger shows it.
+    """
+
+    module: str
+    consumer: str
+    producer: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    need: Need
+    rebuildable: Rebuildable = Rebuildable.NO
+    facts: Facts = field(default_factory=Facts)
+    why: str = ""

@@ -1,0 +1,39 @@
+"""A page as one HTML file: no script, no font, no image and no address outside of it.
+
+Everything that comes from data is escaped by the template engine; the chart escapes its own names.
+"""
+
+import os
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from elbowroom.report.page import Page
+from elbowroom.report.svg import chart
+
+_TEMPLATES = Environment(
+    loader=PackageLoader("elbowroom.report", "."),
+    autoescape=True,
+    undefined=StrictUndefined,
+    keep_trailing_newline=True,
+)
+
+
+def render(page: Page) -> str:
+    """The page as HTML text."""
+    drawn = Markup(chart(page.curves)) if page.curves else ""
+    return _TEMPLATES.get_template("page.html.j2").render(page=page, chart=drawn)
+
+
+def write(page: Page, path: Path) -> None:
+    """Write the page so that `path` is always the old file or the whole new one, never a part."""
+    text = render(page)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

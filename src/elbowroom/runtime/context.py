@@ -1,0 +1,66 @@
+"""What outlives one forward: the seed, the count of steps, and what was learned about sites. Nothing else keeps these.
+
+Every encoded tensor gets a seed of its own, a hash of (base seed, rank, count): noise never repeats between tensors,
+steps or micro-batches, the user's RNG is untouched, and a run with the same base seed draws the same noise.
+"""
+
+import threading
+from typing import Any
+
+import torch
+
+_MASK = (1 << 64) - 1
+SiteKey = tuple[str, str, tuple[int, ...], torch.dtype]
+
+
+class Context:
+    """Seed, steps and the plan cache of one model's training (or of the process, for plain `er.saving`)."""
+
+    def __init__(self, seed: int = 0, *, learns: bool = True) -> None:
+        self.seed = seed
+        self.count = 0
+        self.step = 0
+        self.learns = learns
+        self._kept: set[SiteKey] = set()
+        self._lock = threading.Lock()
+
+    def next_seed(self) -> int:
+        """A fresh 64-bit seed."""
+        with self._lock:
+            self.count += 1
+            return _mix(_mix(self.seed ^ (_rank() << 40)) + self.count)
+
+    def begin_step(self) -> None:
+        """A training step begins."""
+        self.step += 1
+
+    def learn_keep(self, key: SiteKey) -> None:
+        """Somebody else held this site's tensor until backward: encoding it frees nothing."""
+        if self.learns:
+            self._kept.add(key)
+
+    def keeps(self, key: SiteKey) -> bool:
+        return key in self._kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on with the same noise."""
+        return {"seed": self.seed, "count": self.count, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seed, self.count, self.step = state["seed"], state["count"], state["step"]
+
+
+def _mix(x: int) -> int:
+    """A bijective hash of 64 bits (multiply and xor-shift, twice)."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (x ^ (x >> 31)) & (_MASK >> 1)  # op schemas take a signed 64-bit int
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+PROCESS = Context(learns=False)

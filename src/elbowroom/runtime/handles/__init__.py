@@ -1,0 +1,12 @@
+"""What is held instead of a saved tensor. Every handle can `restore` the whole storage, any number of times.
+
+    handle          holds                                   restore()
+    KeepHandle      the tensor itself                       the tensor, after a version check
+    EncodeHandle    an `Encoded`                            decodes (or the original, if somebody else keeps it alive)
+    RebuildHandle   a recipe and the handles it starts at   runs the recipe
+"""
+
+from elbowroom.runtime.handles.base import Handle as Handle
+from elbowroom.runtime.handles.encode import EncodeHandle as EncodeHandle
+from elbowroom.runtime.handles.keep import KeepHandle as KeepHandle
+from elbowroom.runtime.handles.rebuild import RebuildHandle as RebuildHandle

@@ -1,0 +1,79 @@
+"""Encode: an `Encoded` is held, and decoded when backward asks.
+
+Encoding frees bytes only if nobody else holds the storage, which cannot be known when it is saved. So a weak reference
+stays: if the storage is still there at restore, and unchanged, it is given back as it is, exactly and for nothing, and
+`on_outlived` is told, so that the site is kept next time.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs import Encoded
+from elbowroom.runtime.arena import ARENA
+from elbowroom.runtime.handles.keep import version_of
+from elbowroom.runtime.weak import WeakStorage
+
+
+class EncodeHandle:
+    """Holds the code of one dense tensor `base`."""
+
+    __slots__ = ("_encoded", "_offset", "_original", "_restored", "_version", "_witness", "on_outlived")
+
+    def __init__(self, encoded: Encoded, base: Tensor, on_outlived: Callable[[], None] | None = None) -> None:
+        self._encoded = encoded
+        self._offset = base.storage_offset()
+        self._original = WeakStorage(base)
+        self._witness = _witness(base)
+        self._version = version_of(base)
+        self._restored: WeakStorage | None = None
+        self.on_outlived = on_outlived
+
+    @property
+    def nbytes(self) -> int:
+        return self._encoded.nbytes
+
+    @property
+    def exact(self) -> bool:
+        return self._encoded.codec.lossless or self._encoded.raw
+
+    @property
+    def label(self) -> str:
+        return "raw" if self._encoded.raw else self._encoded.codec.id
+
+    @property
+    def bitmap(self) -> Tensor | None:
+        """The bits of what is not zero, where the code holds them."""
+        return self._encoded.bitmap
+
+    def restore(self, *, private: bool = False) -> Tensor:
+        """The tensor with base's shape and strides."""
+        if not private:
+            seen = self._still_there()
+            if seen is not None:
+                return seen
+        encoded = self._encoded
+        flat = ARENA.take(encoded.numel, encoded.dtype, encoded.buffers[0].device)
+        x = encoded.decode(flat)
+        if not private and not ARENA.owns(flat):
+            self._restored = WeakStorage(x)
+        return x
+
+    def _still_there(self) -> Tensor | None:
+        """The original, unchanged, or a decoded tensor that another reader of this backward still holds."""
+        if self._witness._version == self._version:
+            original = self._original.tensor(self._encoded.dtype)
+            if original is not None:
+                if self.on_outlived is not None:
+                    self.on_outlived()
+                return original.as_strided(self._encoded.shape, self._encoded.stride, self._offset)
+        restored = None if self._restored is None else self._restored.tensor(self._encoded.dtype)
+        return None if restored is None else restored.as_strided(self._encoded.shape, self._encoded.stride, 0)
+
+
+def _witness(x: Tensor) -> Tensor:
+    """A tensor without memory that shares x's version counter: it sees in-place changes, and keeps nothing alive."""
+    witness = x.detach()
+    witness.data = torch.empty(0, dtype=x.dtype, device=x.device)
+    return witness

@@ -1,0 +1,59 @@
+"""Keep: the tensor stays. What plain autograd does, with the check that hooks switch off.
+
+1. `x.detach()` is held, never x: x -> its node -> this handle -> x would never die.
+2. Saved-tensor hooks disable autograd's in-place check (a changed tensor gives a wrong gradient without a word), so the
+   version is stored here and compared on every restore.
+"""
+
+from torch import Tensor
+
+from elbowroom.errors import RestoreError
+
+
+class KeepHandle:
+    """Holds one tensor of any kind."""
+
+    __slots__ = ("_tensor", "_version", "why")
+
+    exact = True
+
+    def __init__(self, x: Tensor, why: str) -> None:
+        self._tensor = x.detach()
+        self._version = version_of(x)
+        self.why = why
+
+    @property
+    def nbytes(self) -> int:
+        return storage_nbytes(self._tensor)
+
+    @property
+    def label(self) -> str:
+        return "keep"
+
+    def restore(self, *, private: bool = False) -> Tensor:
+        check_version(self._tensor, self._version)
+        return self._tensor.clone() if private else self._tensor
+
+
+def check_version(x: Tensor, version: int) -> None:
+    """Raise RestoreError if x was changed in place since `version`."""
+    now = version_of(x)
+    if now != version:
+        raise RestoreError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} was saved at version {version} and is at version "
+            f"{now} now. Change a clone of it, or call backward() first."
+        )
+
+
+def version_of(x: Tensor) -> int:
+    """The version counter; tensors made in inference mode have none, and never change."""
+    return 0 if x.is_inference() else x._version
+
+
+def storage_nbytes(x: Tensor) -> int:
+    """Bytes of the whole storage that x keeps alive; 0 for a tensor that has none (sparse, wrapper subclass)."""
+    try:
+        return x.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return 0

@@ -1,0 +1,185 @@
+"""The main path: autograd saves x -> `_pack` -> a `View`; backward asks -> `_unpack` -> x again.
+
+    x -> ours to touch? -> seen before? -> what does the saving op need? -> policy -> perform -> slot -> View
+                  identity.py                consumers.py               plan/     perform.py   slot.py
+
+Everything is decided from metadata; no value is read. What cannot be touched is kept, with the version check that
+hooks switch off, and the ledger says why. State belongs to the views that autograd holds, never to "the step":
+unpack may come twice, in any order, on another thread, or never.
+"""
+
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from elbowroom.errors import CodecError, ElbowroomError, RestoreError
+from elbowroom.plan import Action, Encode, Keep, Need, Policy, Rebuild, Rebuildable, Site
+from elbowroom.runtime.consumers import Call, Consumers, facts_of, is_argument, need_of
+from elbowroom.runtime.context import PROCESS, Context
+from elbowroom.runtime.handles import KeepHandle
+from elbowroom.runtime.handles.keep import storage_nbytes
+from elbowroom.runtime.identity import Identity, dense_base, is_parameter, untouchable
+from elbowroom.runtime.ledger import Ledger
+from elbowroom.runtime.modules import ModuleStack
+from elbowroom.runtime.perform import mask_bits, perform
+from elbowroom.runtime.producers import note_origin
+from elbowroom.runtime.recipes import Ready
+from elbowroom.runtime.slot import Lone, Slot, View
+
+_HARD_MIN_NBYTES = 16  # scalars gain nothing
+
+
+class Saving:
+    """Context manager: what autograd saves inside goes through `policy`. Backward may run inside or after it.
+
+    policy      site facts -> action
+    min_nbytes  storages smaller than this stay as they are
+    context     where seeds come from and what is learned goes to
+    ledger      the count of bytes, filled as forward runs
+    """
+
+    def __init__(self, policy: Policy, *, min_nbytes: int = 65536, context: Context = PROCESS) -> None:
+        self.policy = policy
+        self.min_nbytes = min_nbytes
+        self.context = context
+        self.ledger = Ledger()
+        self._identity = Identity()
+        self._consumers: Consumers | None = None
+        self._modules: ModuleStack | None = None
+        self._hooks: Any = None
+
+    def __enter__(self) -> Self:
+        if self._hooks is not None:
+            raise RuntimeError("this saving context is open already; make another one for a nested or second use")
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._modules = ModuleStack()
+        self._consumers = Consumers(self._finished)
+        self._modules.open()
+        self._hooks.__enter__()
+        self._consumers.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._consumers is not None
+        assert self._modules is not None
+        self._consumers.__exit__(kind, error, trace)
+        self._hooks.__exit__(kind, error, trace)
+        self._modules.close()
+        self._hooks = self._modules = self._consumers = None
+        self._identity.clear()
+
+    def _finished(self, call: Call, out: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            note_origin(call, out, self._identity)
+
+    def _pack(self, x: Tensor) -> View | Lone | KeepHandle:
+        with torch._C.DisableTorchFunction():
+            return self._packed(x)
+
+    def _packed(self, x: Tensor) -> View | Lone | KeepHandle:
+        why = untouchable(x)
+        if why:
+            entry = self.ledger.open(self._module, self._consumer, str(x.dtype), storage_nbytes(x))
+            return Lone(KeepHandle(x, why), entry)
+        slot = self._identity.slot(x)
+        if slot is None:
+            if is_parameter(x):
+                return KeepHandle(x, "a parameter")
+            slot = self._new_slot(x)
+        call = None if self._consumers is None else self._consumers.call
+        need, why = need_of(x, call)
+        if not slot.serves(need):
+            self._serve(slot, x, call, need, why)
+        if call is not None:
+            call.note_saved(slot, x)
+        return View(slot, x, need)
+
+    def _new_slot(self, x: Tensor) -> Slot:
+        base = dense_base(x)
+        entry = self.ledger.open(self._module, self._consumer, str(x.dtype).removeprefix("torch."), storage_nbytes(x))
+        slot = Slot(x if base is None else base, entry)
+        self._identity.remember(x, slot)
+        return slot
+
+    def _serve(self, slot: Slot, x: Tensor, call: Call | None, need: Need, why: str) -> None:
+        """Make the slot hold what this op needs."""
+        origin = self._identity.origin(x)
+        ready = None if origin is None or origin.recipe is None else origin.recipe.ready()
+        site = self._site(slot, x, call, need, why, ready)
+        key = (site.module, site.consumer, site.shape, site.dtype)
+        base = dense_base(x)
+        whole = x if base is None else base
+        left_alone = left_alone_because(x, site, call, self.min_nbytes, is_window=base is None)
+        if not left_alone and self.context.keeps(key):
+            left_alone = "somebody else held it until backward"
+        action = Keep(left_alone) if left_alone else self._decide(site, ready)
+        slot.entry.why = action.why if isinstance(action, Keep) else ""
+        seed = self.context.next_seed() if isinstance(action, Encode) else 0
+        try:
+            if need is Need.MASK and isinstance(action, Encode):
+                slot.hold_bits(mask_bits(action, whole, site.consumer))
+                return
+            handle = perform(action, whole, need, ready, seed, lambda: self.context.learn_keep(key))
+        except CodecError as error:
+            where = f"saving {site.dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
+            raise CodecError(f"{error} ({where})") from error
+        slot.hold(handle)
+
+    def _decide(self, site: Site, ready: Ready | None) -> Action:
+        action = self.policy(site)
+        if isinstance(action, Rebuild) and ready is None:
+            return Keep("the policy asked to rebuild what cannot be rebuilt")
+        return action
+
+    def _site(self, slot: Slot, x: Tensor, call: Call | None, need: Need, why: str, ready: Ready | None) -> Site:
+        origin = self._identity.origin(x)
+        facts = facts_of(x, call)
+        if origin is not None and origin.has_zeros and x.is_floating_point():
+            facts = replace(facts, has_zeros=True)
+        rebuildable = Rebuildable.NO if ready is None else Rebuildable.EXACT if ready.exact else Rebuildable.LOSSY
+        return Site(
+            module=self._module,
+            consumer=self._consumer,
+            producer="" if origin is None else origin.op,
+            shape=slot.base.shape,
+            dtype=x.dtype,
+            nbytes=storage_nbytes(x),
+            need=need,
+            rebuildable=rebuildable,
+            facts=facts,
+            why=why,
+        )
+
+    @property
+    def _module(self) -> str:
+        return "" if self._modules is None else self._modules.name
+
+    @property
+    def _consumer(self) -> str:
+        call = None if self._consumers is None else self._consumers.call
+        return "" if call is None else call.name
+
+
+def left_alone_because(x: Tensor, site: Site, call: Call | None, min_nbytes: int, *, is_window: bool) -> str:
+    """Why this storage is kept whatever the policy says, or ""."""
+    if site.nbytes < max(min_nbytes, _HARD_MIN_NBYTES):
+        return "small"
+    if is_window:
+        return "a window onto a larger storage"
+    if x.grad_fn is None and x.dtype is not torch.bool and (site.need is Need.LOSSY or is_argument(x, call)):
+        return "an input: its owner holds it"
+    return ""
+
+
+def _unpack(held: View | Lone | KeepHandle) -> Tensor:
+    try:
+        return held.restore()
+    except ElbowroomError:
+        raise
+    except Exception as error:
+        raise RestoreError(f"a saved tensor could not be given back to backward: {error}") from error

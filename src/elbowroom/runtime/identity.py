@@ -1,0 +1,153 @@
+"""Is it ours to touch, and have we seen it before?
+
+1. Identity is (storage, version). A tensor is packed once by every op that saves it, often as a view: all of these find
+   one `Slot`. Addresses are compared under a weak reference, so that one is never taken for another that died.
+2. Parameters are left alone: leaves that require grad, whatever shares their storage, and whatever a graph makes from
+   nothing else (autocast's bf16 copy of a weight, weight_norm's product).
+3. A slot stands for a dense tensor that covers its storage: x, the base that x is a view of, or the storage as a flat
+   run. A small window onto a large storage is kept: what plain autograd would do too.
+4. What an op made, and whether it has exact zeros, is remembered as an `Origin` until the context ends.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from elbowroom.runtime.handles.keep import storage_nbytes, version_of
+from elbowroom.runtime.recipes import Recipe
+from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.weak import WeakStorage
+
+_WINDOW = 4  # a view of less than a fourth of its storage is a window
+_DEEPEST_PARAMETER_GRAPH = 16
+_PLAIN = (Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The op that made a tensor, whether exact zeros matter in it, and how it could be made again."""
+
+    op: str
+    has_zeros: bool = False
+    recipe: Recipe | None = None
+
+
+class _Storage:
+    """What is known of one live storage: slots and origins by version."""
+
+    __slots__ = ("origins", "slots", "weak")
+
+    def __init__(self, x: Tensor) -> None:
+        import weakref
+
+        self.weak = WeakStorage(x)
+        self.slots: weakref.WeakValueDictionary[tuple[int, torch.dtype], Slot] = weakref.WeakValueDictionary()
+        self.origins: dict[int, Origin] = {}
+
+
+class Identity:
+    """The storages that one context has seen."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, _Storage] = {}
+        self._purge_at = 256
+
+    def slot(self, x: Tensor) -> Slot | None:
+        """The slot of x's storage at its version, if some op has saved it already."""
+        known = self._known(x)
+        return None if known is None else known.slots.get((version_of(x), x.dtype))
+
+    def remember(self, x: Tensor, slot: Slot) -> None:
+        self._storage(x).slots[version_of(x), x.dtype] = slot
+
+    def origin(self, x: Tensor, version: int | None = None) -> Origin | None:
+        """What made x's storage, at this version (default: x's own)."""
+        known = self._known(x)
+        return None if known is None else known.origins.get(version_of(x) if version is None else version)
+
+    def made(self, x: Tensor, origin: Origin) -> None:
+        """Remember what made x."""
+        self._storage(x).origins[version_of(x)] = origin
+
+    def clear(self) -> None:
+        self._storages.clear()
+
+    def _known(self, x: Tensor) -> _Storage | None:
+        address = x.untyped_storage()._cdata
+        known = self._storages.get(address)
+        if known is not None and known.weak.expired():
+            del self._storages[address]
+            return None
+        return known
+
+    def _storage(self, x: Tensor) -> _Storage:
+        known = self._known(x)
+        if known is None:
+            self._purge()
+            known = self._storages[x.untyped_storage()._cdata] = _Storage(x)
+        return known
+
+    def _purge(self) -> None:
+        """Forget dead storages now and then, so that a context around a whole training does not grow."""
+        if len(self._storages) >= self._purge_at:
+            self._storages = {at: known for at, known in self._storages.items() if not known.weak.expired()}
+            self._purge_at = max(256, 2 * len(self._storages))
+
+
+def untouchable(x: Tensor) -> str:
+    """Why x must be kept as it is, or "" if it is a plain dense tensor."""
+    if type(x) not in _PLAIN:
+        return f"tensor subclass {type(x).__name__}"
+    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+        return f"layout {str(x.layout).removeprefix('torch.')}"
+    if x.device.type not in ("cpu", "cuda"):
+        return f"device {x.device.type}"
+    if x.is_conj() or x.is_neg():
+        return "a lazy conjugate or negative view"
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return "inside a torch.func transform"
+    return ""
+
+
+def is_parameter(x: Tensor) -> bool:
+    """Whether x is a trainable leaf, a view of one, or made of nothing but trainable leaves."""
+    if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
+        return True
+    if x.grad_fn is None:
+        return x.requires_grad
+    return _reaches_only_parameters(x.grad_fn)
+
+
+def _reaches_only_parameters(node: torch.autograd.graph.Node) -> bool:
+    """Whether every path ends in an AccumulateGrad. An edge to nowhere is data: a convolution of the input has one."""
+    waiting, seen = [node], 0
+    while waiting:
+        node = waiting.pop()
+        seen += 1
+        if seen > _DEEPEST_PARAMETER_GRAPH:
+            return False
+        if node.name() == "torch::autograd::AccumulateGrad":
+            continue
+        edges = node.next_functions
+        if not edges or any(below is None for below, _ in edges):
+            return False
+        waiting += [below for below, _ in edges if below is not None]
+    return True
+
+
+def dense_base(x: Tensor) -> Tensor | None:
+    """A dense tensor that covers x's storage, or None if x is a window onto a much larger storage."""
+    nbytes = storage_nbytes(x)
+    for candidate in (x, x._base):
+        if (
+            candidate is not None
+            and candidate.dtype is x.dtype
+            and candidate.numel() * candidate.element_size() == nbytes
+            and torch.ops.aten.is_non_overlapping_and_dense(candidate)
+        ):
+            return candidate
+    n = nbytes // x.element_size()
+    if n * x.element_size() != nbytes or x.numel() * _WINDOW < n:
+        return None
+    return x.detach().as_strided((n,), (1,), 0)

@@ -1,0 +1,161 @@
+"""Our own count of bytes: what autograd would hold, what we hold instead, and why.
+
+Every saved storage that is not a parameter has one `Entry`, from the first op that saves it to the last that lets go.
+The figures are those of the fullest moment: when the entries alive would take most bytes in plain autograd, which is
+just before backward. Parameters are not counted; scalars and small tensors are.
+"""
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from elbowroom.units import show_nbytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sums over the saved tensors that share module, consumer, dtype and fate."""
+
+    module: str
+    consumer: str
+    dtype: str
+    action: str
+    why: str
+    count: int
+    before_nbytes: int
+    after_nbytes: int
+
+
+class Entry:
+    """One storage: its bytes in plain autograd, and what is held for it now."""
+
+    __slots__ = ("action", "after_nbytes", "before_nbytes", "born", "consumer", "died", "dtype", "ledger", "module", "why")
+
+    def __init__(self, ledger: "Ledger", module: str, consumer: str, dtype: str, before_nbytes: int) -> None:
+        self.ledger = ledger
+        self.module, self.consumer, self.dtype = module, consumer, dtype
+        self.before_nbytes = before_nbytes
+        self.after_nbytes = 0
+        self.action, self.why = "", ""
+        self.born = self.died = 0
+
+    def hold(self, nbytes: int) -> None:
+        self.ledger._change(self, nbytes)
+
+    def close(self) -> None:
+        self.ledger._close(self)
+
+
+class Ledger:
+    """Counts of one `saving` context. `before_nbytes` and `after_nbytes` are the two to compare."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # an entry may be closed by the garbage collector inside any of our own lines
+        self._entries: dict[int, Entry] = {}
+        self._clock = 0
+        self._plain_nbytes = 0
+        self._fullest = 0
+        self._dead = 0
+        self.held_nbytes = 0
+        self.before_nbytes = 0
+        self.after_nbytes = 0
+        self.parameter_nbytes = 0
+
+    def open(self, module: str, consumer: str, dtype: str, before_nbytes: int) -> Entry:
+        """A new entry for a storage of `before_nbytes`."""
+        entry = Entry(self, module, consumer, dtype, before_nbytes)
+        with self._lock:
+            self._clock += 1
+            entry.born = self._clock
+            self._entries[entry.born] = entry
+            self._plain_nbytes += before_nbytes
+            self._note_fullest()
+        return entry
+
+    @property
+    def rows(self) -> list[Row]:
+        """The saved tensors of the fullest moment, summed by module, consumer, dtype and fate, in order of saving."""
+        groups: dict[tuple[str, ...], list[Entry]] = defaultdict(list)
+        with self._lock:
+            for entry in self._entries.values():
+                if entry.born <= self._fullest and not 0 < entry.died <= self._fullest:
+                    groups[entry.module, entry.consumer, entry.dtype, entry.action, entry.why].append(entry)
+        return [
+            Row(*key, len(part), sum(e.before_nbytes for e in part), sum(e.after_nbytes for e in part))  # type: ignore[arg-type]
+            for key, part in groups.items()
+        ]
+
+    def totals(self, by: str) -> dict[str, tuple[int, int]]:
+        """(before, after) bytes by one of the fields of a row: "action", "module", "dtype", "consumer" or "why"."""
+        sums: dict[str, tuple[int, int]] = {}
+        for row in self.rows:
+            before, after = sums.get(getattr(row, by), (0, 0))
+            sums[getattr(row, by)] = before + row.before_nbytes, after + row.after_nbytes
+        return sums
+
+    def __str__(self) -> str:
+        return _render(self)
+
+    def __repr__(self) -> str:
+        return f"Ledger({show_nbytes(self.before_nbytes)} -> {show_nbytes(self.after_nbytes)})"
+
+    def _change(self, entry: Entry, nbytes: int) -> None:
+        with self._lock:
+            if entry.died:
+                return
+            difference = nbytes - entry.after_nbytes
+            entry.after_nbytes = nbytes
+            self.held_nbytes += difference
+            if entry.born <= self._fullest and self._plain_nbytes == self.before_nbytes:
+                self.after_nbytes = self.held_nbytes
+
+    def _close(self, entry: Entry) -> None:
+        with self._lock:
+            if entry.died:
+                return
+            self._clock += 1
+            entry.died = self._clock
+            self.held_nbytes -= entry.after_nbytes
+            self._plain_nbytes -= entry.before_nbytes
+            if entry.born > self._fullest:
+                del self._entries[entry.born]
+            else:
+                self._dead += 1
+
+    def _note_fullest(self) -> None:
+        if self._plain_nbytes <= self.before_nbytes:
+            return
+        if self._dead:
+            self._entries = {born: entry for born, entry in self._entries.items() if not entry.died}
+            self._dead = 0
+        self._fullest = self._clock
+        self.before_nbytes = self._plain_nbytes
+        self.after_nbytes = self.held_nbytes
+
+
+def _render(ledger: Ledger) -> str:
+    table = Table(title=f"saved tensors: {show_nbytes(ledger.before_nbytes)} -> {show_nbytes(ledger.after_nbytes)}")
+    for name in ("module", "saved by", "dtype", "action", "n"):
+        table.add_column(name, justify="right" if name == "n" else "left")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    table.add_column("left alone because")
+    for row in sorted(ledger.rows, key=lambda row: -row.before_nbytes):
+        sizes = show_nbytes(row.before_nbytes), show_nbytes(row.after_nbytes)
+        table.add_row(row.module, row.consumer, row.dtype, row.action, str(row.count), *sizes, row.why)
+    console = Console(width=140, record=True, file=_Nowhere())
+    console.print(table)
+    return console.export_text()
+
+
+class _Nowhere:
+    """A file that forgets."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass

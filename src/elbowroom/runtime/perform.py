@@ -1,0 +1,40 @@
+"""An action becomes a handle: the only place that matches on actions."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from elbowroom.plan import Action, Encode, Keep, Need, Rebuild
+from elbowroom.runtime.consumers import MASKED_OUTPUT
+from elbowroom.runtime.handles import EncodeHandle, Handle, KeepHandle, RebuildHandle
+from elbowroom.runtime.recipes import Ready
+
+
+def perform(
+    action: Action,
+    base: Tensor,
+    need: Need,
+    ready: Ready | None,
+    seed: int,
+    on_outlived: Callable[[], None] | None = None,
+) -> Handle:
+    """Do to `base`, a tensor that covers its storage, what was decided. `ready` is its recipe, if it has one."""
+    match action:
+        case Keep(why):
+            return KeepHandle(base, why)
+        case Encode(codec, facts):
+            return EncodeHandle(codec.encode(base, seed, facts), base, on_outlived)
+        case Rebuild():
+            assert ready is not None
+            if need is Need.EXACT or not ready.works_lossy:
+                ready.pin()
+            return RebuildHandle(ready, base)
+
+
+def mask_bits(action: Encode, base: Tensor, consumer: str) -> Tensor:
+    """Where `base` is positive, one bit an element. ReLU's output is never negative, so there != 0 says it too.
+
+    (A NaN counts as positive for ReLU, whose backward lets its gradient pass, and not for leaky_relu, which scales it.)
+    """
+    x = base if consumer in MASKED_OUTPUT else base > 0
+    return action.codec.encode(x, facts=action.facts).buffers[0]

@@ -1,0 +1,215 @@
+"""Which ops have a recipe, read off their calls (formulas and why they are right: `recipes.py`)."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from elbowroom.kernels import ops
+from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.handles.keep import version_of
+from elbowroom.runtime.identity import Identity, Origin
+from elbowroom.runtime.recipes import Affine, Op, Recipe
+from elbowroom.runtime.slot import Slot
+
+
+def note_origin(call: Call, out: Any, identity: Identity) -> None:
+    """If the op that has just ended can run again, remember how, under its output's identity."""
+    maker = _MAKERS.get(call.name)
+    if maker is None or not isinstance(out, Tensor) or not out.requires_grad or type(out) is not Tensor:
+        return
+    if not torch.ops.aten.is_non_overlapping_and_dense(out) or out.storage_offset():
+        return
+    origin = maker(call, out, identity)
+    if origin is not None:
+        identity.made(out, origin)
+
+
+def _source(call: Call, identity: Identity) -> Slot | Recipe | None:
+    """What the op can be run on again: its input as it saved it, the recipe of its input, or what an earlier op saved."""
+    x = call.arg(0, "input")
+    held = identity.slot(x) if version_of(x) == call.version else None
+    if held is not None and held in call.saved and held.value is not None:
+        return held
+    copies = [slot for slot in call.saved if slot.base.shape == tuple(x.shape) and slot.dtype is not x.dtype]
+    if copies and torch.is_autocast_enabled(x.device.type):
+        return copies[0]
+    origin = identity.origin(x, call.version)
+    if origin is not None and origin.recipe is not None:
+        return origin.recipe
+    return held if held is not None and held.value is not None else None
+
+
+def _make(call: Call, out: Tensor, identity: Identity, op: Op | None, *, has_zeros: bool = False) -> Origin:
+    source = None if op is None else _source(call, identity)
+    recipe = None
+    if op is not None and source is not None:
+        recipe = Recipe.of(op, source, identity.slot(out))
+    return Origin(call.name, has_zeros, recipe)
+
+
+def _relu(call: Call, out: Tensor, identity: Identity) -> Origin:
+    source = _source(call, identity)
+    if isinstance(source, Recipe) and source.op.affine is not None:
+        op, source = _relu_of_affine(source.op, source.op.affine), source.source
+    else:
+        op = Op(lambda x, private: x.relu_() if private else x.relu(), _masked, needs_bits=True)
+    if isinstance(source, weakref.ref):
+        source = source()
+    recipe = None if source is None else Recipe.of(op, source, identity.slot(out))
+    return Origin(call.name, has_zeros=True, recipe=recipe)
+
+
+def _relu_of_affine(below: Op, affine: Callable[[], Affine]) -> Op:
+    """ReLU after a norm: one pass instead of two over a decoded tensor."""
+
+    def lossy(x: Tensor, bits: Tensor | None) -> Tensor:
+        ops.affine(flat_of(x), *affine(), bits)
+        return x
+
+    return Op(lambda x, private: below.exact(x, private).relu_(), lossy, needs_bits=True, fixed=below.fixed)
+
+
+def _masked(x: Tensor, bits: Tensor | None) -> Tensor:
+    ones = torch.ones(1, device=x.device)
+    ops.affine(flat_of(x), ones, torch.zeros_like(ones), 1, bits)
+    return x
+
+
+def _scaled(affine: Callable[[], Affine]) -> Callable[[Tensor, Tensor | None], Tensor]:
+    def lossy(x: Tensor, _: Tensor | None) -> Tensor:
+        ops.affine(flat_of(x), *affine(), None)
+        return x
+
+    return lossy
+
+
+def _gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
+    approximate = call.arg(1, "approximate", "none")
+    op = Op(lambda x, _: F.gelu(x, approximate=approximate), lambda x, _: F.gelu(x, approximate=approximate))
+    return _make(call, out, identity, op)
+
+
+def _silu(call: Call, out: Tensor, identity: Identity) -> Origin:
+    return _make(call, out, identity, Op(lambda x, _: F.silu(x), lambda x, _: F.silu(x)))
+
+
+def _dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    noise = [slot for slot in call.saved if slot.base.shape == tuple(out.shape) and slot.dtype is out.dtype]
+    before = identity.origin(call.arg(0, "input"), call.version)
+    has_zeros = before is not None and before.has_zeros
+    if len(noise) != 1:
+        return Origin(call.name, has_zeros)
+    op = Op(lambda x, _: x, lambda x, _: x, noise=weakref.ref(noise[0]))
+    call.saved.remove(noise[0])
+    return _make(call, out, identity, op, has_zeros=has_zeros)
+
+
+def _layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
+    shape, weight, bias = call.arg(1, "normalized_shape"), call.arg(2, "weight"), call.arg(3, "bias")
+    eps = call.arg(4, "eps", 1e-5)
+    statistics = _statistics(call, 2)
+    lossy: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    if statistics is not None:
+        mean, rstd = statistics
+
+        def lossy(x: Tensor, _: Tensor | None) -> Tensor:
+            x.sub_(mean).mul_(rstd)
+            if weight is not None:
+                x.mul_(weight)
+            return x if bias is None else x.add_(bias)
+
+    op = Op(lambda x, _: F.layer_norm(x, shape, weight, bias, eps), lossy, fixed=_given(weight, bias))
+    return _make(call, out, identity, op)
+
+
+def _group_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
+    x, groups, weight, bias = call.arg(0, "input"), call.arg(1, "num_groups"), call.arg(2, "weight"), call.arg(3, "bias")
+    eps = call.arg(4, "eps", 1e-5)
+    statistics = _statistics(call, 2)
+    affine: Callable[[], Affine] | None = None
+    if statistics is not None and x.is_contiguous():
+        mean, rstd = (part.float().reshape(x.shape[0], groups, 1) for part in statistics)
+        n, channels = x.shape[:2]
+        inner = x[0, 0].numel()
+
+        def affine() -> Affine:
+            scale = rstd.expand(n, groups, channels // groups).reshape(n, channels)
+            scale = scale if weight is None else scale * weight.float()
+            shift = -mean.expand(n, groups, channels // groups).reshape(n, channels) * scale
+            shift = shift if bias is None else shift + bias.float()
+            return scale.reshape(-1), shift.reshape(-1), inner
+
+    lossy = None if affine is None else _scaled(affine)
+    op = Op(lambda x, _: F.group_norm(x, groups, weight, bias, eps), lossy, fixed=_given(weight, bias), affine=affine)
+    return _make(call, out, identity, op)
+
+
+def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    if call.func is not F.batch_norm:
+        return None
+    x, weight, bias = call.arg(0, "input"), call.arg(3, "weight"), call.arg(4, "bias")
+    training, eps = call.arg(5, "training", False), call.arg(7, "eps", 1e-5)
+    if training:
+        statistics = _statistics(call, 2)
+        used: tuple[Tensor | None, Tensor | None] = (None, None)  # its own statistics; the running ones are not updated
+    else:
+        used = call.arg(1, "running_mean").clone(), call.arg(2, "running_var").clone()
+        statistics = used[0], (used[1] + eps).rsqrt()  # type: ignore[operator, assignment]
+    inner = _channel_run(x)
+    affine: Callable[[], Affine] | None = None
+    if statistics is not None and inner is not None:
+        mean, rstd = (part.float() for part in statistics)
+
+        def affine() -> Affine:
+            scale = rstd if weight is None else rstd * weight.float()
+            shift = -mean * scale if bias is None else bias.float() - mean * scale
+            return scale, shift, inner
+
+    cudnn = torch.backends.cudnn.enabled
+    op = Op(
+        lambda x, _: torch.batch_norm(x, weight, bias, *used, training, 0.0, eps, cudnn),
+        None if affine is None else _scaled(affine),
+        fixed=_given(weight, bias),
+        affine=affine,
+    )
+    return _make(call, out, identity, op)
+
+
+def _statistics(call: Call, count: int) -> tuple[Tensor, ...] | None:
+    """The last `count` float tensors that the op saved and that carry no gradient: mean and rstd."""
+    return tuple(call.small[-count:]) if len(call.small) >= count else None
+
+
+def _channel_run(x: Tensor) -> int | None:
+    """How many elements of one channel lie next to each other in memory order; None for other layouts."""
+    if x.is_contiguous():
+        return x[0, 0].numel() if x.dim() > 2 else 1
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]):
+        return 1
+    return None
+
+
+def flat_of(x: Tensor) -> Tensor:
+    """A dense tensor as a flat view in memory order."""
+    return x.as_strided((x.numel(),), (1,))
+
+
+def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(tensor.detach() for tensor in tensors if tensor is not None)
+
+
+_MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {
+    "relu": _relu,
+    "relu_": _relu,
+    "gelu": _gelu,
+    "silu": _silu,
+    "dropout": _dropout,
+    "layer_norm": _layer_norm,
+    "group_norm": _group_norm,
+    "batch_norm": _batch_norm,
+}

@@ -1,0 +1,135 @@
+"""How the output of an op can be made again from what the op saves anyway.
+
+    op                  saved anyway                 exact source x            encoded source x~
+    ReLU                bits of its output           relu(x)                   x~ where the bit is set, else 0
+    GELU, SiLU          x                            the same op               the same op
+    LayerNorm           x, mean, rstd                the same op               (x~ - mean) * rstd * weight + bias
+    GroupNorm           x, mean, rstd                the same op               x~ * scale + shift by (sample, channel)
+    BatchNorm           x, mean, rstd                the same op, own stats    x~ * scale + shift by channel
+    dropout             noise {0, 1 / (1 - p)}       x * noise                 x~ * noise
+
+With an exact source the op itself runs again: same kernel, same bits. With an encoded source the *saved* mean and rstd
+are used, never statistics of x~, and masks come from their own bitmap, never from the sign of x~: so the result is
+linear in x~ and unbiased where x~ is (GELU and SiLU excepted), and ReLU's and dropout's backward stay exact.
+
+Recipes chain: relu(batch_norm(x)), dropout(gelu(x)). A `Recipe` is made in forward and refers to its sources weakly; it
+becomes `Ready`, with strong references, only when some tensor is really dropped. Everything points upstream, as
+the graph's own edges do, so no cycle can form. (Facts: arXiv 2203.15980 for the idea of recomputing cheap ops.)
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from elbowroom.runtime.handles.keep import check_version, version_of
+from elbowroom.runtime.slot import Slot
+
+Affine = tuple[Tensor, Tensor, int]  # scale [C], shift [C], how many neighbours share a channel
+_DEEPEST = 4  # ops in a chain: all of them run at every restore
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op that can run again.
+
+    exact(x, private)   the op on an exact x; may overwrite x only if it is private
+    lossy(x, bits)      on a decoded x, which it may overwrite; bits [ceil(N / 8)] are those of the output's non-zeros
+    needs_bits          whether `lossy` needs them
+    fixed               parameters that both read: unchanged until backward, or RestoreError
+    noise               dropout's factor, a saved tensor of its own
+    affine()            scale, shift and run of a norm, so that an op above it can be done in the same pass
+    """
+
+    exact: Callable[[Tensor, bool], Tensor]
+    lossy: Callable[[Tensor, Tensor | None], Tensor] | None
+    needs_bits: bool = False
+    fixed: tuple[Tensor, ...] = ()
+    noise: "weakref.ref[Slot] | None" = None
+    affine: Callable[[], Affine] | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """op(source): the source is a saved tensor, or the output of another recipe. `output`: where its own bits lie."""
+
+    op: Op
+    source: "weakref.ref[Slot] | Recipe"
+    output: "weakref.ref[Slot] | None"
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, op: Op, source: "Slot | Recipe", output: Slot | None) -> "Recipe | None":
+        """None if the chain would be too long."""
+        if isinstance(source, Recipe) and source.depth >= _DEEPEST:
+            return None
+        link = source if isinstance(source, Recipe) else weakref.ref(source)
+        versions = tuple(version_of(tensor) for tensor in op.fixed)
+        return cls(op, link, None if output is None else weakref.ref(output), versions)
+
+    @property
+    def depth(self) -> int:
+        return 1 + (self.source.depth if isinstance(self.source, Recipe) else 0)
+
+    def ready(self) -> "Ready | None":
+        """With strong references; None if something that it needs is not held (any more)."""
+        source: Slot | Ready | None = self.source.ready() if isinstance(self.source, Recipe) else self.source()
+        if source is None or (isinstance(source, Slot) and source.value is None):
+            return None
+        noise = None if self.op.noise is None else self.op.noise()
+        if self.op.noise is not None and (noise is None or noise.value is None or not noise.value.exact):
+            return None
+        output = None if self.output is None else self.output()
+        bits = output.bits if output is not None and self.op.needs_bits else None
+        ready = Ready(self.op, source, self.versions, bits, noise)
+        return ready if ready.exact or ready.works_lossy else None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A recipe that holds all it needs."""
+
+    op: Op
+    source: "Slot | Ready"
+    versions: tuple[int, ...]
+    bits: Tensor | None
+    noise: Slot | None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the source is exact now. It may be encoded later, unless it is pinned."""
+        return self.source.exact
+
+    @property
+    def works_lossy(self) -> bool:
+        """Whether every op of the chain can also run on a decoded source."""
+        here = self.noise is not None or (
+            self.op.lossy is not None and (self.bits is not None or not self.op.needs_bits)
+        )
+        return here and (not isinstance(self.source, Ready) or self.source.works_lossy)
+
+    def pin(self) -> None:
+        """From now on the source must stay exact."""
+        if isinstance(self.source, Ready):
+            self.source.pin()
+        else:
+            self.source.pinned = True
+
+    def make(self) -> Tensor:
+        """The output, in memory that the caller may overwrite."""
+        for tensor, version in zip(self.op.fixed, self.versions, strict=True):
+            check_version(tensor, version)
+        exact = self.exact
+        if isinstance(self.source, Ready):
+            x, private = self.source.make(), True
+        else:
+            private = not exact
+            x = self.source.restore_value(private=private)
+        if self.noise is not None:
+            noise = self.noise.restore_value()
+            return x.mul_(noise) if private else x * noise
+        if exact:
+            return self.op.exact(x, private)
+        assert self.op.lossy is not None
+        return self.op.lossy(x, self.bits)

@@ -1,0 +1,128 @@
+"""One storage at one version: what is held for it, however many ops save it and through whatever views.
+
+A slot's `value` stands for the whole storage; its `bits` say where it is positive, for ReLU's backward, which needs no
+more. Each op that saves the storage gets a `View`: slot + geometry + what that op needs. The last view to die takes the
+slot with it, and the ledger hears of it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs import BitMask, Encoded, Facts
+from elbowroom.plan import Need
+from elbowroom.runtime.arena import ARENA
+from elbowroom.runtime.handles.base import Handle
+from elbowroom.runtime.handles.keep import KeepHandle
+from elbowroom.runtime.ledger import Entry
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where a tensor lies in its storage."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Geometry":
+        return cls(tuple(x.shape), x.stride(), x.storage_offset())
+
+
+class Slot:
+    """What is held for one storage at one version."""
+
+    __slots__ = ("__weakref__", "base", "bits", "dtype", "entry", "pinned", "value")
+
+    def __init__(self, base: Tensor, entry: Entry) -> None:
+        self.base = Geometry.of(base)
+        self.dtype = base.dtype
+        self.entry = entry
+        self.value: Handle | None = None
+        self.bits: Tensor | None = None
+        self.pinned = False
+
+    def __del__(self) -> None:
+        self.entry.close()
+
+    @property
+    def exact(self) -> bool:
+        return self.value is not None and self.value.exact
+
+    def serves(self, need: Need) -> bool:
+        """Whether what is held suffices for this need."""
+        if need is Need.MASK:
+            return self.bits is not None or self.exact
+        return self.value is not None if need is Need.LOSSY else self.exact
+
+    def hold(self, value: Handle) -> None:
+        """Take a value, in place of one that is there. Bits that it brings along replace ours."""
+        self.value = value
+        bitmap = getattr(value, "bitmap", None)
+        self.bits = self.bits if bitmap is None else bitmap
+        self.entry.action = value.label
+        self._tell()
+
+    def hold_bits(self, bits: Tensor) -> None:
+        """Take the bits of what is positive."""
+        self.bits = bits
+        self.entry.action = "bits" if self.value is None else self.value.label
+        self._tell()
+
+    def _tell(self) -> None:
+        nbytes = 0 if self.value is None else self.value.nbytes
+        if self.bits is not None and self.bits is not getattr(self.value, "bitmap", None):
+            nbytes += self.bits.numel()
+        self.entry.hold(nbytes)
+
+    def restore_value(self, *, private: bool = False) -> Tensor:
+        """The whole tensor that the slot was made from."""
+        assert self.value is not None
+        return self.value.restore(private=private)
+
+    def restore_mask(self) -> Tensor:
+        """1 where the tensor is positive, 0 elsewhere: all that ReLU's backward reads."""
+        if self.bits is None:
+            return self.restore_value()
+        shape, stride = self.base.shape, self.base.stride
+        encoded = Encoded(BitMask(), (self.bits,), shape, stride, self.dtype, facts=Facts(value=1.0))
+        return encoded.decode(ARENA.take(encoded.numel, self.dtype, self.bits.device))
+
+
+class View:
+    """What autograd holds: one op's view of a slot."""
+
+    __slots__ = ("geometry", "need", "slot")
+
+    def __init__(self, slot: Slot, x: Tensor, need: Need) -> None:
+        self.slot = slot
+        self.geometry = Geometry.of(x)
+        self.need = need
+
+    def restore(self) -> Tensor:
+        """The saved tensor again: same shape, dtype, device, strides."""
+        with torch.no_grad():
+            whole = self.slot.restore_mask() if self.need is Need.MASK else self.slot.restore_value()
+            if self.geometry == self.slot.base:
+                return whole
+            offset = self.geometry.offset - self.slot.base.offset + whole.storage_offset()
+            return whole.as_strided(self.geometry.shape, self.geometry.stride, offset)
+
+
+class Lone:
+    """A tensor without a storage of the common kind (subclass, sparse): kept and counted, and that is all."""
+
+    __slots__ = ("_entry", "_handle")
+
+    def __init__(self, handle: KeepHandle, entry: Entry) -> None:
+        self._handle, self._entry = handle, entry
+        entry.action, entry.why = handle.label, handle.why
+        entry.hold(handle.nbytes)
+
+    def __del__(self) -> None:
+        self._entry.close()
+
+    def restore(self) -> Tensor:
+        return self._handle.restore()

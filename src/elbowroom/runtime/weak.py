@@ -1,0 +1,24 @@
+"""A reference to a storage that does not keep it alive, and whose address is not reused while it exists."""
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class WeakStorage:
+    """Weak reference to the storage under a tensor."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, x: Tensor) -> None:
+        self._ref = StorageWeakRef(x.untyped_storage())
+
+    def expired(self) -> bool:
+        return bool(self._ref.expired())
+
+    def tensor(self, dtype: torch.dtype) -> Tensor | None:
+        """An empty tensor of `dtype` on the storage (use `as_strided`), or None if the storage is gone."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)  # type: ignore[call-overload]

@@ -1,0 +1,115 @@
+"""The command line: results on stdout, one line for a mistake, never a traceback."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import elbowroom as er
+from elbowroom.cli import app
+
+SMALL = ["demo", "--steps", "2", "--width", "4", "--batch", "16"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_help_names_every_command():
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("demo", "codecs", "doctor"):
+        assert command in result.stdout
+
+
+def test_demo_shows_the_four_figures_and_writes_its_page(tmp_path):
+    out = tmp_path / "page.html"
+    result = run(*SMALL, "--out", out)
+    assert result.exit_code == 0, result.output
+    for figure in ("saved bytes", "peak bytes", "seconds a step", "test accuracy"):
+        assert figure in result.stdout
+    assert str(out) in result.stderr.replace("\n", "")
+    assert "<svg" in out.read_text()
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_demo_json_is_all_there_is_on_stdout(tmp_path):
+    result = run(*SMALL, "--json", "--codec", "exact", "--out", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["saving"] == "er.saving()"
+    assert told["elbowroom"]["final_loss"] == told["plain"]["final_loss"]  # exact means exact
+    assert 0 < told["elbowroom"]["saved_nbytes"] <= told["plain"]["saved_nbytes"]
+    assert told["versions"]["torch"]
+
+
+def test_demo_trains_the_gpt_on_text(tmp_path):
+    arguments = ["--text", "--steps", "1", "--width", "32", "--batch", "4", "--json"]
+    result = run("demo", *arguments, "--out", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["task"] == "gpt"
+    assert "standard library" in told["data"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--codec", "dithr"], "dither"),
+        (["--codec", "exact", "--bits", "2"], "takes no --bits"),
+        (["--data", "/nowhere"], "no folder /nowhere"),
+        (["--text", "--data", "/nowhere"], "choose one"),
+        (["--text", "--width", "33"], "divides by 32"),
+        (["--batch", "0"], "batch is at least 1"),
+        (["--out", "/nowhere/page.html"], "cannot write --out"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = run("demo", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("elbowroom: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_no_page(tmp_path):
+    result = run("demo", "--out", tmp_path)
+    assert result.exit_code == 2
+    assert "is a folder; name a file in it" in result.stderr
+
+
+def test_being_stopped_is_no_traceback(tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["elbowroom.cli.demo"], "compare", stop)
+    result = run(*SMALL, "--out", tmp_path / "page.html")
+    assert result.exit_code == 130
+    assert "nothing was written" in result.stderr
+
+
+def test_codecs_lists_the_registry():
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["codecs"])
+    assert result.exit_code == 0, result.output
+    for name in er.codecs():
+        assert name in result.stdout
+
+
+def test_doctor_names_what_it_found():
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    for name in ("torch", "numba", "triton", "GPU", "threads", "memory"):
+        assert name in result.stdout
+
+
+def test_python_dash_m_works():
+    told = subprocess.run(
+        [sys.executable, "-m", "elbowroom", "--help"], capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0
+    assert "demo" in told.stdout
