@@ -1,7 +1,18 @@
-"""What all tests share: tests marked `gpu` are skipped where there is no CUDA device."""
+"""What all tests share.
+
+Tests marked `gpu` are skipped where there is no CUDA device; there Triton's interpreter runs its kernels on CPU
+tensors, which must be chosen before anything imports them.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -10,3 +21,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory is filled with byte 0xFF, so that an output left partly unwritten cannot pass.
+
+    That is NaN in all floats, -1 or 255 in integers.
+    """
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+    ):
+        monkeypatch.setattr(owner, name, _poisoning(getattr(owner, name)))
+    assert torch.empty(3).isnan().all()
+
+
+
+def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        x = make(*args, **kwargs)
+        if type(x) is torch.Tensor and not x.is_meta:
+            x.untyped_storage().fill_(0xFF)
+        return x
+
+    return poisoned

@@ -25,6 +25,8 @@ To follow one tensor: runtime/hooks.py `_pack` -> identity.py -> consumers.py ->
 """
 
 from elbowroom import errors as errors
+from elbowroom._api import fit as fit
+from elbowroom._api import release as release
 from elbowroom._api import saving as saving
 from elbowroom.codecs import Codec as Codec
 from elbowroom.codecs import Encoded as Encoded

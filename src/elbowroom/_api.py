@@ -1,14 +1,21 @@
 """The public verbs: `saving`, `fit`, `release`. Thin; the only file that knows all stages."""
 
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
 
 from elbowroom.codecs import Codec, codec, codecs
 from elbowroom.codecs.registry import nearest
-from elbowroom.errors import UnknownCodec, UnknownField
+from elbowroom.control import Fitting
+from elbowroom.errors import PlanError, UnknownCodec, UnknownField
 from elbowroom.plan import Exact, KeepAll, Lossy, Policy
+from elbowroom.runtime.attach import attach, detach
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
+from elbowroom.units import parse_nbytes
 
+M = TypeVar("M", bound=nn.Module)
 _POLICIES = ("exact", "keep")
 
 
@@ -60,3 +67,42 @@ def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str
     if not callable(policy):
         raise UnknownField(f"policy={policy!r} is not possible; it is an id, a codec, or a function of a Site")
     return policy
+
+
+def fit(
+    model: M,
+    *,
+    budget: int | str,
+    optimizer: Optimizer | None = None,
+    exact: bool | None = None,
+    min_nbytes: int = 65536,
+) -> M:
+    """Train `model` inside a budget of bytes: weights, gradients, optimizer states, saved tensors, workspaces.
+
+        model = er.fit(model, budget="6 GiB", optimizer=opt)
+
+    The same model comes back, unchanged: from now on each of its forwards that records gradients runs inside a
+    `saving` context whose setting is chosen by measurement (see `elbowroom.control.fitting`). It starts at the safest
+    setting and relaxes to the mildest that fits. A loss computed outside of `model` is not covered.
+
+    budget      an int of bytes, or "6 GiB"; "6 GB" is 6 * 10**9
+    optimizer   its states are counted, from before it makes them
+    exact       True: exact actions only, no bit of any gradient changes; None: exact first, lossy codecs only if the
+                budget needs them, said in one line by the logger "elbowroom"
+
+    Raises ValueError for a budget that cannot be read; forward raises BudgetTooSmall with the least budget that would
+    do. `er.release(model)` undoes it; a copied or pickled model is a plain one.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"fit takes a torch.nn.Module; got {type(model).__name__}. Pass the model itself.")
+    fitting = Fitting(
+        model, budget_nbytes=parse_nbytes(budget), optimizer=optimizer, exact=exact, min_nbytes=min_nbytes
+    )
+    attach(model, fitting.open)
+    return model
+
+
+def release(model: M) -> M:
+    """Undo `fit`: the model's forwards run plainly again. A model that was not fitted is left as it is."""
+    detach(model)
+    return model

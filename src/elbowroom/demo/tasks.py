@@ -192,7 +192,7 @@ class NextByte:
 
 
 FULL_WIDTHS = {"resnet18": 64, "unet": 64, "gpt": 256}
-_DEFAULTS = {"resnet18": (16, 128), "unet": (16, 64), "gpt": (128, 32)}  # width, batch; 2 CPU cores
+_DEFAULTS = {"resnet18": (32, 128), "unet": (16, 64), "gpt": (128, 32)}  # width, batch; 2 CPU cores
 
 
 def task(

@@ -5,7 +5,7 @@ A tile's codes are packed together, planar: with `k` codes in a byte, byte j of 
 j, j + n, j + 2n, ..., so that a vector unit packs and unpacks whole rows without a shuffle.
 
     levels      2    3    4    5,6    8       16   32      64      128         256
-    codes/byte  8    5    4    3      4 + 8   2    2 + 8   2 + 4   2 + 4 + 8   1     (a + b: two segments, low bits first)
+    codes/byte  8    5    4    3      4 + 8   2    2 + 8   2 + 4   2 + 4 + 8   1     (a + b: two segments, high bits first)
 
 Other numbers of levels take the width of the next power of two. 3 levels cost 1.6 bits where log2 3 is 1.585.
 """

@@ -102,7 +102,7 @@ def memory_curve(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     del result  # held until here, as the caller of an ordinary step would
-    return _curve(_events(profiler), device.type)
+    return curve_of(profiler, device.type)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -122,6 +122,11 @@ def _events(profiler: profile) -> Iterable[_Event]:
             f"torch {torch.__version__} keeps the profiler's memory events elsewhere than 2.11 to "
             "2.13 do, so elbowroom cannot measure a peak on this CPU; use one of those versions"
         ) from error
+
+
+def curve_of(profiler: profile, device_type: str) -> MemoryCurve:
+    """The memory events that a stopped profiler has seen on one type of device."""
+    return _curve(_events(profiler), device_type)
 
 
 def _curve(events: Iterable[_Event], device_type: str) -> MemoryCurve:

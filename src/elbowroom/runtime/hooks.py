@@ -19,7 +19,7 @@ from elbowroom.errors import CodecError, ElbowroomError, RestoreError
 from elbowroom.plan import Action, Encode, Keep, Need, Policy, Rebuild, Rebuildable, Site
 from elbowroom.runtime.consumers import Call, Consumers, facts_of, is_argument, need_of
 from elbowroom.runtime.context import PROCESS, Context
-from elbowroom.runtime.handles import KeepHandle
+from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.identity import Identity, dense_base, is_parameter, untouchable
 from elbowroom.runtime.ledger import Ledger
@@ -73,6 +73,22 @@ class Saving:
         self._hooks = self._modules = self._consumers = None
         self._identity.clear()
 
+    def tighten(self, policy: Policy) -> None:
+        """From now on use `policy`; encode what was kept so far and may carry an error, where the policy says so."""
+        for slot in self._identity.slots():
+            kept = slot.value
+            if isinstance(kept, KeepHandle) and slot.sites and not slot.pinned and slot.only_needs(Need.LOSSY):
+                action = policy(slot.sites[-1])
+                if isinstance(action, Encode):
+                    seed = self.context.next_seed()
+                    slot.hold(perform(action, kept.restore(), Need.LOSSY, None, seed))
+
+    def drop_everything(self) -> None:
+        """Let go of all that was decided on. The graph is useless after it; only the count goes on."""
+        for slot in self._identity.slots():
+            if slot.sites:
+                slot.hold(DropHandle())
+
     def _finished(self, call: Call, out: Any) -> None:
         with torch._C.DisableTorchFunction():
             note_origin(call, out, self._identity)
@@ -93,6 +109,7 @@ class Saving:
             slot = self._new_slot(x)
         call = None if self._consumers is None else self._consumers.call
         need, why = need_of(x, call)
+        slot.asked_exact |= need is Need.EXACT
         if not slot.serves(need):
             self._serve(slot, x, call, need, why)
         if call is not None:
@@ -117,6 +134,8 @@ class Saving:
         left_alone = left_alone_because(x, site, call, self.min_nbytes, is_window=base is None)
         if not left_alone and self.context.keeps(key):
             left_alone = "somebody else held it until backward"
+        if not left_alone:
+            slot.sites.append(site)
         action = Keep(left_alone) if left_alone else self._decide(site, ready)
         slot.entry.why = action.why if isinstance(action, Keep) else ""
         seed = self.context.next_seed() if isinstance(action, Encode) else 0

@@ -70,6 +70,10 @@ class Identity:
         """Remember what made x."""
         self._storage(x).origins[version_of(x)] = origin
 
+    def slots(self) -> list[Slot]:
+        """All slots that are alive."""
+        return [slot for known in self._storages.values() for slot in known.slots.values()]
+
     def clear(self) -> None:
         self._storages.clear()
 

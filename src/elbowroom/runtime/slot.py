@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import BitMask, Encoded, Facts
-from elbowroom.plan import Need
+from elbowroom.plan import Need, Site
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.base import Handle
 from elbowroom.runtime.handles.keep import KeepHandle
@@ -34,7 +34,7 @@ class Geometry:
 class Slot:
     """What is held for one storage at one version."""
 
-    __slots__ = ("__weakref__", "base", "bits", "dtype", "entry", "pinned", "value")
+    __slots__ = ("__weakref__", "asked_exact", "base", "bits", "dtype", "entry", "pinned", "sites", "value")
 
     def __init__(self, base: Tensor, entry: Entry) -> None:
         self.base = Geometry.of(base)
@@ -42,7 +42,9 @@ class Slot:
         self.entry = entry
         self.value: Handle | None = None
         self.bits: Tensor | None = None
-        self.pinned = False
+        self.asked_exact = False
+        self.pinned = False  # must stay exact: something exact is rebuilt from it
+        self.sites: list[Site] = []  # what was decided on; empty for what is left alone whatever the policy
 
     def __del__(self) -> None:
         self.entry.close()
@@ -56,6 +58,10 @@ class Slot:
         if need is Need.MASK:
             return self.bits is not None or self.exact
         return self.value is not None if need is Need.LOSSY else self.exact
+
+    def only_needs(self, need: Need) -> bool:
+        """Whether no op that saved it asked for more."""
+        return all(site.need in (need, Need.MASK) for site in self.sites) and not self.asked_exact
 
     def hold(self, value: Handle) -> None:
         """Take a value, in place of one that is there. Bits that it brings along replace ours."""

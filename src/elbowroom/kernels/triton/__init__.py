@@ -1,6 +1,7 @@
 """The ops on a GPU, compiled by Triton: same names, signatures and bits as the reference.
 
-Under TRITON_INTERPRET=1, set before this package is imported, they run on CPU tensors: slow, for tests.
+Under TRITON_INTERPRET=1, set before this package is imported, they run on CPU tensors: slow, for
+tests.
 """
 
 from elbowroom.kernels.triton.affine import affine as affine

@@ -15,8 +15,9 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def pack_bits(x: Tensor) -> Tensor:
     bits = torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
     words = x.view(_WORDS[x.element_size()])
-    above_sign = torch.iinfo(words.dtype).max if x.is_floating_point() else -1  # drops the sign: -0.0 is zero
-    launch(_pack, tiles(x.numel()), words, bits, x.numel(), MASK=above_sign)
+    # Without its sign bit, -0.0 is zero.
+    mask = torch.iinfo(words.dtype).max if x.is_floating_point() else -1
+    launch(_pack, tiles(x.numel()), words, bits, x.numel(), MASK=mask)
     return bits
 
 
@@ -38,8 +39,9 @@ def _pack(p_x, p_bits, N, MASK: tl.constexpr, R: tl.constexpr):
     i_t, _ = program_tiles(N, R)
     o_b, o_x = byte_elements(i_t)
     b_x = tl.load(p_x + o_x, mask=o_x < N, other=0)
-    b_flag = (b_x != 0).to(tl.int32) if MASK == -1 else ((b_x & MASK) != 0).to(tl.int32)
-    b_byte = tl.sum(b_flag << tl.arange(0, 8)[None, None, :], axis=2)
+    if MASK != -1:
+        b_x = b_x & MASK
+    b_byte = tl.sum((b_x != 0).to(tl.int32) << tl.arange(0, 8)[None, None, :], axis=2)
     tl.store(p_bits + o_b, b_byte.to(tl.uint8), mask=o_b * 8 < N)
 
 

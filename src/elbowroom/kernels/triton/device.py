@@ -1,10 +1,11 @@
 """The pieces that the kernels are made of.
 
-    R  tiles of a program      G  groups of a tile      S  elements of a group      N  elements of the tensor
+    R  tiles of a program   G  groups of a tile   S  elements of a group   N  elements of the tensor
     n  elements of a tile, TILE but for the last [R]    e  an element's place in its tile
 
-Two things are not left to the compiler. bf16 is read and written as its bits: directed rounding needs them anyway, and
-Triton's interpreter rounds wrongly (3.7). Division is `div_rn`: a plain `/` is approximate on NVIDIA.
+Two things are not left to the compiler. bf16 is read and written as its bits: directed rounding
+needs them anyway, and Triton's interpreter rounds wrongly (3.7). Division is `div_rn`: a plain `/`
+is approximate on NVIDIA.
 """
 
 import triton
@@ -27,7 +28,7 @@ def program_tiles(N, R: tl.constexpr):
 
 @triton.jit
 def group_elements(S: tl.constexpr):
-    """e by group: [1, G, S]"""
+    """e by group: [1, G, S]."""
     G: tl.constexpr = TILE // S
     return (tl.arange(0, G)[:, None] * S + tl.arange(0, S)[None, :])[None, :, :]
 
@@ -75,7 +76,7 @@ def bf16_nearest(b_x):
 
 @triton.jit
 def bf16_directed(b_x, UP: tl.constexpr):
-    """float32 (finite) -> int32 holding the bits of the next bf16 at or beyond it in one direction."""
+    """float32 (finite) -> int32 holding the bits of the next bf16 at or above, or at or below."""
     b_bits = b_x.to(tl.int32, bitcast=True)
     away = (b_bits >= 0) if UP else (b_bits < 0)
     return (b_bits >> 16) + (away & ((b_bits & 0xFFFF) != 0)).to(tl.int32)
@@ -88,7 +89,7 @@ def inverse(b_x):
 
 @triton.jit
 def load_float(p, m, KIND: tl.constexpr):
-    """float32 from pointers of a float32 (KIND 0), bfloat16 (1, as int16) or float16 (2) tensor, 0 where masked."""
+    """float32 from a float32 (KIND 0), bfloat16 (1, as int16) or float16 (2) tensor, masked 0."""
     b_x = tl.load(p, mask=m, other=0)
     if KIND == 1:
         b_x = bf16_value(b_x)
@@ -104,23 +105,22 @@ def store_float(p, b_x, m, KIND: tl.constexpr):
 
 @triton.jit
 def extremes(b_x, m_e):
-    """The smallest and the largest of each group, 0 and 0 if one is not usable, and whether all are: [R, G] each."""
+    """Least and most of each group, and whether all are usable (else 0 and 0): [R, G] each."""
     m_g = tl.max((m_e & ~(tl.abs(b_x) < LARGEST)).to(tl.int32), axis=2) == 0
     b_least = tl.min(tl.where(m_e, b_x, float("inf")), axis=2)
     b_most = tl.max(tl.where(m_e, b_x, float("-inf")), axis=2)
     return tl.where(m_g, b_least, 0.0), tl.where(m_g, b_most, 0.0), m_g
 
 
-# --- codes (reference/codes.py): byte j of a part holds the codes of e = j, j + n_bytes, j + 2 n_bytes ... ---
-
-
-# Arithmetic on constants. It repeats `layout.py`, which compiled code cannot call; tests/contract/test_kernels.py
-# compares the two.
+# --- codes (reference/codes.py): byte j of a part holds those of e = j, j + n_bytes, ... ---
+#
+# The arithmetic on constants repeats `layout.py`, which compiled code cannot call;
+# tests/contract/test_kernels.py compares the two.
 
 
 @triton.constexpr_function
 def widths(levels):
-    """How many bits of a code each run of bytes holds, lowest bits last; 0 where a byte is a number in base `levels`."""
+    """Bits of a code in each run of bytes, lowest last; 0: a byte is a number in base `levels`."""
     bits = max(1, (levels - 1).bit_length())
     return (0,) if levels in (3, 5, 6) else tuple(width for width in (8, 4, 2, 1) if bits & width)
 
@@ -168,8 +168,19 @@ def bytes_block(levels, part, n):
 
 
 @triton.jit
-def pack(p_x, p_codes, n, b_key, b_low, b_scale, b_place, LEVELS: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr):
-    """Code and store whole tiles: p_x, p_codes, n, b_key [R, 1]; b_low and b_scale (1 / step) [R, G].
+def pack(
+    p_x,
+    p_codes,
+    n,
+    b_key,
+    b_low,
+    b_scale,
+    b_place,
+    LEVELS: tl.constexpr,
+    S: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Code whole tiles: p_x, p_codes, n, b_key [R, 1]; b_low, b_scale (1 / step) [R, G].
 
     Element e is read from p_x + e, or, where b_place [R, TILE] is given, from p_x + b_place[e].
     """
@@ -192,7 +203,7 @@ def pack_part(
     S: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """One run of bytes. Each byte reads just the elements that it holds: a second time, but they are in the cache."""
+    """One run of bytes. Each reads the elements it holds: a second time, but from the cache."""
     PER: tl.constexpr = per_byte(LEVELS, PART)
     BASE: tl.constexpr = base(LEVELS, PART)
     n_bytes = (n + PER - 1) // PER  # [R, 1]
@@ -208,7 +219,16 @@ def pack_part(
 
 @triton.jit
 def code_at(
-    p_x, o_e, m_e, b_key, b_low, b_scale, b_place, LEVELS: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr
+    p_x,
+    o_e,
+    m_e,
+    b_key,
+    b_low,
+    b_scale,
+    b_place,
+    LEVELS: tl.constexpr,
+    S: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """clamp(floor((x - low) * scale + u), 0, LEVELS - 1) as int32, and 0 where masked or NaN."""
     o_real = tl.where(m_e, o_e, 0)
@@ -222,7 +242,10 @@ def code_at(
 
 @triton.jit
 def pick(b_table, o_at):
-    """b_table [R, G] at places o_at [R, B] of its rows. Flat: 3.7 fails to compile a gather along a short second axis."""
+    """b_table [R, G] at places o_at [R, B] of its rows.
+
+    Flat, because Triton 3.7 cannot compile a gather along a short second axis (R = 1, G = 8).
+    """
     R: tl.constexpr = b_table.shape[0]
     G: tl.constexpr = b_table.shape[1]
     B: tl.constexpr = o_at.shape[1]

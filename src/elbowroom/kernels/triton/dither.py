@@ -26,7 +26,9 @@ from elbowroom.kernels.triton.device import (
 from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
 
 
-def dither_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def dither_quantize(
+    x: Tensor, seed: int, levels: int, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8, device=x.device)
     ranges = torch.empty(groups(x.numel(), group_size), 2, dtype=torch.uint8, device=x.device)
     bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
@@ -37,7 +39,13 @@ def dither_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple
 
 
 def dither_dequantize(
-    codes: Tensor, ranges: Tensor, bounds: Tensor, seed: int, levels: int, group_size: int, out: Tensor
+    codes: Tensor,
+    ranges: Tensor,
+    bounds: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    out: Tensor,
 ) -> None:
     target, kind = words(out)
     args = codes, ranges, patterns(bounds), target, out.numel(), *split_seed(seed)
@@ -46,7 +54,10 @@ def dither_dequantize(
 
 @triton.jit
 def whole(b_v, UP: tl.constexpr):
-    """floor or ceil of a value that is not NaN, within 0..255. `tl.ceil` takes subnormals for 0 on NVIDIA (3.7)."""
+    """floor or ceil of a value that is not NaN, within 0..255.
+
+    `tl.ceil` takes subnormals for 0 on NVIDIA (3.7).
+    """
     b_v = tl.minimum(tl.maximum(b_v, 0.0), 255.0)
     b_whole = b_v.to(tl.int32).to(tl.float32)
     return b_whole + (b_v > b_whole).to(tl.float32) if UP else b_whole
@@ -54,9 +65,10 @@ def whole(b_v, UP: tl.constexpr):
 
 @triton.jit
 def store_ranges(p_ranges, p_bounds, b_x, m_e, LEVELS: tl.constexpr):
-    """Store bounds and ranges of tiles b_x [R, G, S] at p_bounds [R], p_ranges [R, G]; return low and 1 / step [R, G].
+    """Store the metadata of tiles b_x [R, G, S]; return low and 1 / step [R, G].
 
-    m_e [R, G, S] tells which elements exist. A tile without any stores bounds of 0.
+    They go to p_bounds [R] and p_ranges [R, G], and the place behind each. m_e [R, G, S] tells
+    which elements exist. Nothing is stored for a tile or a group without any.
     """
     b_least, b_most, m_usable = extremes(b_x, m_e)  # [R, G]
     m_g = tl.max(m_e.to(tl.int32), axis=2) != 0
@@ -82,7 +94,7 @@ def store_ranges(p_ranges, p_bounds, b_x, m_e, LEVELS: tl.constexpr):
 
 @triton.jit
 def load_grid(p_ranges, p_bounds, m_g, m_t, LEVELS: tl.constexpr):
-    """Where code 0 decodes to before the dither is taken off, and the step, of groups at p_ranges."""
+    """Where code 0 decodes to before the dither is taken off, and the step, of each group."""
     b_lo = bf16_value(tl.load(p_bounds, mask=m_t, other=0))
     b_hi = bf16_value(tl.load(p_bounds + 1, mask=m_t, other=0))
     b_unit = b_hi * (1 / 255) - b_lo * (1 / 255)

@@ -1,7 +1,10 @@
 """Eight-bit floats with a scale a group (specification: `reference/fp8.py`).
 
-Rounded and read by integer arithmetic, not by the hardware's own conversion: that begins with compute capability 8.9.
+Rounded and read by integer arithmetic, not by the hardware's own conversion: that begins with
+compute capability 8.9.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +26,9 @@ from elbowroom.kernels.triton.device import (
 )
 from elbowroom.kernels.triton.launch import launch, patterns, words
 
-FORMATS = {  # bits of fraction, exponent bias, largest value, first code that is not finite
+FORMATS: dict[
+    str, dict[str, Any]
+] = {  # bits of fraction, exponent bias, largest value, first code that is not finite
     "e4m3": {"FRACTION": 3, "BIAS": 7, "MOST": 448.0, "INFINITE": 0x7F},
     "e5m2": {"FRACTION": 2, "BIAS": 15, "MOST": 57344.0, "INFINITE": 0x7C},
 }
@@ -33,29 +38,30 @@ def fp8_quantize(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
     scale = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16, device=x.device)
     source, kind = words(x)
-    launch(
-        _quantize, tiles(x.numel()), source, codes, patterns(scale), x.numel(), **FORMATS[fmt], S=group_size, KIND=kind
-    )
+    args = source, codes, patterns(scale), x.numel()
+    launch(_quantize, tiles(x.numel()), *args, S=group_size, KIND=kind, **FORMATS[fmt])
     return codes, scale
 
 
 def fp8_dequantize(codes: Tensor, scale: Tensor, group_size: int, fmt: str, out: Tensor) -> None:
     target, kind = words(out)
     args = codes, patterns(scale), target, out.numel()
-    launch(_dequantize, tiles(out.numel()), *args, **FORMATS[fmt], S=group_size, KIND=kind)
+    launch(_dequantize, tiles(out.numel()), *args, S=group_size, KIND=kind, **FORMATS[fmt])
 
 
 @triton.jit
 def float8_bits(b_x, FRACTION: tl.constexpr, BIAS: tl.constexpr):
-    """float32 within the format's range -> int32 holding the bits of the nearest float8, ties to even."""
+    """float32 in the format's range -> int32 holding the nearest float8, ties to even."""
     DROP: tl.constexpr = 23 - FRACTION
-    MAGIC: tl.constexpr = 2.0 ** (1 - BIAS + DROP)  # adding it rounds to the step of subnormals, 2^(1 - BIAS - FRACTION)
+    STEP: tl.constexpr = 2.0 ** (1 - BIAS - FRACTION)  # of subnormals
+    MAGIC: tl.constexpr = STEP * 2.0**23  # adding it rounds to STEP
     b_bits = b_x.to(tl.int32, bitcast=True)
     b_sign = (b_bits >> 24) & 0x80
     b_bits = b_bits & 0x7FFFFFFF
     b_magnitude = b_bits.to(tl.float32, bitcast=True)
-    b_small = ((b_magnitude + MAGIC) - MAGIC) * 2.0 ** (BIAS - 1 + FRACTION)
-    b_normal = (b_bits - ((127 - BIAS) << 23) + ((1 << (DROP - 1)) - 1) + ((b_bits >> DROP) & 1)) >> DROP
+    b_small = ((b_magnitude + MAGIC) - MAGIC) * (1 / STEP)
+    b_even = (1 << (DROP - 1)) - 1 + ((b_bits >> DROP) & 1)
+    b_normal = (b_bits - ((127 - BIAS) << 23) + b_even) >> DROP
     return tl.where(b_magnitude < 2.0 ** (1 - BIAS), b_small.to(tl.int32), b_normal) | b_sign
 
 
@@ -94,7 +100,8 @@ def _quantize(
     b_scales = bf16_directed(b_absmax * (1 / MOST), UP=True)
     b_scaled = b_x * inverse(bf16_value(b_scales))[:, :, None]
     b_scaled = tl.where(m_usable[:, :, None], tl.minimum(tl.maximum(b_scaled, -MOST), MOST), 0.0)
-    tl.store(p_codes + i_t * TILE + o_e, float8_bits(b_scaled, FRACTION, BIAS).to(tl.uint8), mask=m_e)
+    b_code = float8_bits(b_scaled, FRACTION, BIAS).to(tl.uint8)
+    tl.store(p_codes + i_t * TILE + o_e, b_code, mask=m_e)
     o_g = tl.arange(0, G)[None, :, None]
     b_scales = tl.where(m_usable, b_scales, NAN_BF16).to(tl.int16)[:, :, None]
     tl.store(p_scale + i_t * G + o_g, b_scales, mask=o_g * S < n)
@@ -122,4 +129,5 @@ def _dequantize(
     o_g = tl.arange(0, G)[None, :, None]
     b_scale = bf16_value(tl.load(p_scale + i_t * G + o_g, mask=o_g * S < n, other=0))  # [R, G, 1]
     b_code = tl.load(p_codes + i_t * TILE + o_e, mask=m_e, other=0).to(tl.int32)
-    store_float(p_out + i_t * TILE + o_e, float8_value(b_code, FRACTION, BIAS, INFINITE) * b_scale, m_e, KIND)
+    b_x = float8_value(b_code, FRACTION, BIAS, INFINITE) * b_scale
+    store_float(p_out + i_t * TILE + o_e, b_x, m_e, KIND)

@@ -25,7 +25,9 @@ from elbowroom.kernels.triton.device import (
 from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
 
 
-def group_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def group_quantize(
+    x: Tensor, seed: int, levels: int, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8, device=x.device)
     scale = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16, device=x.device)
     low = torch.empty_like(scale)
@@ -35,7 +37,9 @@ def group_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[
     return codes, scale, low
 
 
-def group_dequantize(codes: Tensor, scale: Tensor, low: Tensor, levels: int, group_size: int, out: Tensor) -> None:
+def group_dequantize(
+    codes: Tensor, scale: Tensor, low: Tensor, levels: int, group_size: int, out: Tensor
+) -> None:
     target, kind = words(out)
     args = codes, patterns(scale), patterns(low), target, out.numel()
     launch(_dequantize, tiles(out.numel()), *args, LEVELS=levels, S=group_size, KIND=kind)
@@ -68,8 +72,9 @@ def _quantize(
 
     o_g = tl.arange(0, G)[None, :]
     m_g = o_g * S < n[:, None]
-    tl.store(p_low + (i_t * G)[:, None] + o_g, b_lows.to(tl.int16), mask=m_g)
-    tl.store(p_scale + (i_t * G)[:, None] + o_g, tl.where(m_usable, b_scales, NAN_BF16).to(tl.int16), mask=m_g)
+    o_out = (i_t * G)[:, None] + o_g
+    tl.store(p_low + o_out, b_lows.to(tl.int16), mask=m_g)
+    tl.store(p_scale + o_out, tl.where(m_usable, b_scales, NAN_BF16).to(tl.int16), mask=m_g)
     p_x += (i_t * TILE)[:, None]
     p_codes += (i_t * codes_nbytes(LEVELS, TILE))[:, None]
     b_key = tile_key(i_t, seed_low, seed_high)[:, None]

@@ -1,6 +1,7 @@
 """Starting a kernel: on the right device, over so many tiles, without fused multiply-adds.
 
-A fused multiply-add rounds once where the reference rounds twice: a value at a rounding boundary would get another code.
+A fused multiply-add rounds once where the reference rounds twice: a value at a rounding boundary
+would get another code.
 """
 
 from typing import Any
@@ -13,10 +14,10 @@ _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def launch(kernel: Any, tiles: int, *args: Any, R: int | None = None, **constants: Any) -> None:
-    """Run `kernel` over `tiles` tiles, R of them in each program. The first argument tells the device.
+    """Run `kernel` over `tiles` tiles, R of them a program, on the device of the first argument.
 
-    A GPU has programs enough with one tile each; the interpreter takes 4 ms a program, whatever is in it (triton 3.7,
-    a busy CPU), and so gets two.
+    A GPU has programs enough with one tile each; the interpreter takes 4 ms a program, whatever is
+    in it (triton 3.7, a busy CPU), and so gets two.
     """
     if tiles == 0:
         return
@@ -27,7 +28,7 @@ def launch(kernel: Any, tiles: int, *args: Any, R: int | None = None, **constant
 
 
 def words(x: Tensor) -> tuple[Tensor, int]:
-    """A float tensor as kernels take it, and its KIND for `load_float` and `store_float`: bf16 goes as its bits."""
+    """A float tensor as kernels take it, bf16 as its bits, and its KIND for `load_float`."""
     kind = _FLOATS[x.dtype]
     return (x.view(torch.int16) if kind == 1 else x), kind
 
@@ -38,6 +39,6 @@ def patterns(x: Tensor) -> Tensor:
 
 
 def split_seed(seed: int) -> tuple[int, int]:
-    """The two halves of a 64-bit seed, as signed 32-bit integers: an argument keeps its type whatever the seed is."""
+    """The two halves of a 64-bit seed, signed, so that an argument has one type for all seeds."""
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     return low - (low >> 31 << 32), high - (high >> 31 << 32)

@@ -1,4 +1,4 @@
-"""Smaller integers (specification: `reference/narrow.py`), in one pass and without its temporaries."""
+"""Smaller integers (specification: `reference/narrow.py`), in one pass, without temporaries."""
 
 import torch
 import triton

@@ -1,8 +1,9 @@
 """Dither for the non-zeros (specification: `reference/nonzero.py`).
 
-Bits and the size of each tile's payload come first; the sum of the sizes is read by the host, which waits for it.
-Where the j-th non-zero of a tile lies is the number of elements whose inclusive count of non-zeros is at most j: a
-histogram of the counts, summed up. One tile a program.
+Bits and the size of each tile's payload come first; the sum of the sizes is read by the host,
+which waits for it. Where the j-th non-zero of a tile lies is the number of elements whose
+inclusive count of non-zeros is at most j: a histogram of the counts, summed up. One tile a
+program.
 """
 
 import torch
@@ -28,7 +29,9 @@ from elbowroom.kernels.triton.dither import load_grid, store_ranges
 from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
 
 
-def nonzero_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def nonzero_quantize(
+    x: Tensor, seed: int, levels: int, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     bits = pack_bits(x)
     starts = _starts(bits, x.numel(), levels, group_size)
     payload = torch.empty(int(starts[-1]), dtype=torch.uint8, device=x.device)  # the host waits
@@ -40,7 +43,13 @@ def nonzero_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tupl
 
 
 def nonzero_dequantize(
-    bits: Tensor, payload: Tensor, bounds: Tensor, seed: int, levels: int, group_size: int, out: Tensor
+    bits: Tensor,
+    payload: Tensor,
+    bounds: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    out: Tensor,
 ) -> None:
     starts = _starts(bits, out.numel(), levels, group_size)
     target, kind = words(out)
@@ -88,16 +97,19 @@ def _quantize(
     i_t = tl.program_id(0).to(tl.int64)
     p_x += i_t * TILE
     o_e = tl.arange(0, TILE)
-    b_count = tl.cumsum((load_float(p_x + o_e, i_t * TILE + o_e < N, KIND) != 0).to(tl.int32), axis=0)  # [TILE]
+    b_x = load_float(p_x + o_e, i_t * TILE + o_e < N, KIND)  # [TILE]
+    b_count = tl.cumsum((b_x != 0).to(tl.int32), axis=0)
     n = tl.max(b_count, axis=0)
     b_place = tl.cumsum(tl.histogram(b_count, TILE, mask=b_count < TILE), axis=0)
     b_x = load_float(p_x + b_place, o_e < n, KIND)  # the non-zeros, in order
 
-    tl.store(p_bounds + 2 * i_t + tl.arange(0, 2), tl.zeros([2], tl.int16), mask=n == 0)
+    p_zero = p_bounds + 2 * i_t + tl.arange(0, 2)
+    tl.store(p_zero, tl.zeros([2], tl.int16), mask=n == 0)
     p_payload += tl.load(p_starts + i_t)
     p_ranges = p_payload + 2 * tl.arange(0, G)[None, :]
+    p_bounds += 2 * i_t + tl.zeros([1], tl.int32)
     b_x, m_e = tl.reshape(b_x, [1, G, S]), tl.reshape(o_e < n, [1, G, S])
-    b_low, b_scale = store_ranges(p_ranges, p_bounds + 2 * i_t + tl.zeros([1], tl.int32), b_x, m_e, LEVELS)
+    b_low, b_scale = store_ranges(p_ranges, p_bounds, b_x, m_e, LEVELS)
     p_codes = p_payload + 2 * ((n + S - 1) // S) + tl.zeros([1, 1], tl.int32)
     b_key = tile_key(i_t, seed_low, seed_high)
     pack(p_x, p_codes, n, b_key, b_low, b_scale, b_place[None, :], LEVELS, S, KIND)
@@ -122,14 +134,15 @@ def _dequantize(
     i_t = tl.program_id(0).to(tl.int64)
     o_x = tl.arange(0, TILE)
     m_x = i_t * TILE + o_x < N
-    b_bit = tl.load(p_bits + i_t * (TILE // 8) + o_x // 8, mask=m_x, other=0).to(tl.int32) >> (o_x % 8) & 1
-    b_count = tl.cumsum(b_bit, axis=0)
+    b_byte = tl.load(p_bits + i_t * (TILE // 8) + o_x // 8, mask=m_x, other=0).to(tl.int32)
+    m_e = ((b_byte >> (o_x % 8)) & 1) != 0
+    b_count = tl.cumsum(m_e.to(tl.int32), axis=0)
     n = tl.max(b_count, axis=0)
-    m_e = b_bit != 0
     o_e = tl.where(m_e, b_count - 1, 0)  # place among the non-zeros
     p_payload += tl.load(p_starts + i_t)
     b_low, b_step = load_grid(p_payload + 2 * (o_e // S), p_bounds + 2 * i_t, m_e, n > 0, LEVELS)
     b_code = unpack(p_payload + 2 * ((n + S - 1) // S), n, o_e, m_e, LEVELS)
-    b_x = b_low + b_step * (b_code.to(tl.float32) - uniform(tile_key(i_t, seed_low, seed_high), o_e))
+    b_u = uniform(tile_key(i_t, seed_low, seed_high), o_e)
+    b_x = b_low + b_step * (b_code.to(tl.float32) - b_u)
     b_x = tl.where(tl.abs(b_x) < tiniest, tiniest, b_x)
     store_float(p_out + i_t * TILE + o_x, tl.where(m_e, b_x, 0.0), m_x, KIND)

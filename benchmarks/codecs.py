@@ -1,0 +1,100 @@
+"""The table under "Measured" in a codec's card: bits a value, error, and speed against a copy.
+
+    python benchmarks/codecs.py [ID ...]
+
+Data are synthetic: x normal, its ReLU (half zeros), a mask, indices below 1000. 64 MiB of float32 (or as many elements
+of another dtype), 2 threads, ops warm. Speed: `torch.Tensor.copy_` of x into a warm buffer takes as long as 1 / speed
+encodes (or decodes into a warm `out`); median of 11 interleaved pairs, quartiles in brackets. rel-MSE is
+sum (x~ - x)^2 / sum x^2.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs import Codec, Facts, codec, codecs
+from elbowroom.measure.timing import Paired, paired
+
+N = 16 * 2**20
+ZEROS = Facts(has_zeros=True)
+
+
+class Row(NamedTuple):
+    codec: Codec
+    data: str
+    facts: Facts = Facts()
+
+
+def data(name: str) -> Tensor:
+    x = torch.randn(N, generator=torch.Generator().manual_seed(0))
+    return {
+        "normal": lambda: x,
+        "ReLU": lambda: x.relu_(),
+        "mask": lambda: x > 0,
+        "dropout": lambda: (x > 0).float() * 2,
+        "indices": lambda: (x.abs_() * 1000).long() % 1000,
+    }[name]()
+
+
+def rows(id: str) -> Iterator[Row]:
+    """The settings that a card shows."""
+    if id == "bitmask":
+        yield Row(codec(id), "mask", Facts(value=1.0))
+        yield Row(codec(id), "dropout", Facts(value=2.0))
+        yield Row(codec(id), "dropout")
+    elif id == "narrow":
+        yield Row(codec(id), "indices", Facts(smallest=0, largest=999))
+        yield Row(codec(id), "indices")
+    elif id == "sparse_lossless":
+        yield Row(codec(id), "ReLU")
+    elif id == "cast":
+        yield from (Row(codec(id, to=to), "normal") for to in ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2"))
+    elif id == "group":
+        yield from (Row(codec(id, bits=bits), "normal") for bits in (1, 2, 4, 8))
+        yield Row(codec(id, group_size=64), "normal")
+        yield Row(codec(id), "ReLU")
+    elif id == "dither":
+        yield from (Row(codec(id, levels=levels), "normal") for levels in (2, 3, 4, 16, 256))
+        yield Row(codec(id, group_size=256), "normal")
+        yield Row(codec(id), "ReLU")
+        yield from (Row(codec(id, levels=levels), "ReLU", ZEROS) for levels in (3, 4))
+    else:
+        yield Row(codec(id), "normal")
+
+
+def measured(row: Row) -> str:
+    x = data(row.data)
+    room, out = torch.empty_like(x), torch.empty_like(x)
+    encoded = row.codec.encode(x, facts=row.facts)
+    y = encoded.decode()
+    error = float((y.double() - x.double()).square().sum() / x.double().square().sum())
+    encode = paired(lambda: row.codec.encode(x, facts=row.facts), lambda: room.copy_(x), pairs=11)
+    decode = paired(lambda: encoded.decode(out=out), lambda: room.copy_(x), pairs=11)
+    fields = ", ".join(str(v) for k, v in row.codec.config().items() if k != "id") or "-"
+    known = ", ".join(f"{k}={v}" for k, v in vars(row.facts).items() if v not in (None, False)) or "-"
+    ratio = x.element_size() * N / encoded.nbytes
+    bits = 8 * encoded.nbytes / N
+    shown = "0" if error == 0 else f"{error:.2g}"
+    return f"| {fields} | {row.data} | {known} | {bits:.3f} | {ratio:.1f} | {shown} | {speed(encode)} | {speed(decode)} |"
+
+
+def speed(pairs: Paired) -> str:
+    low, high = pairs.ratio_iqr
+    return f"{pairs.ratio:.2f} ({low:.2f}..{high:.2f})"
+
+
+def main() -> None:
+    torch.set_num_threads(2)
+    for id in sys.argv[1:] or codecs():
+        print(f"\n{id}, torch {torch.__version__}, {N} elements\n")
+        print("| fields | data | facts | bits a value | ratio | rel-MSE | encode | decode |")
+        print("|---|---|---|--:|--:|--:|--:|--:|")
+        for row in rows(id):
+            print(measured(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Keeping a model's training under a budget of bytes: start safe, measure, relax, watch.
+
+    held before a step     weights, buffers, gradients that persist, optimizer states        counted
+  + saved for backward     what the ledger holds                                             counted, chosen
+  + transients             workspaces, restored tensors, fresh gradients                     measured: peak - the others
+  <= budget
+
+1. The first forward starts at the safest exact rung of the ladder (`plan/ladder.py`) with a guessed reserve for
+   transients and the optimizer's states to come. If what is held comes too close to the budget, forward climbs to a
+   stricter rung on the spot, and encodes what it has kept so far: lossy codes only where the budget needs them.
+2. The second step is measured by the allocator. With its transients known, the mildest rung that fits is taken, and
+   measured again; if that was too hopeful, the next stricter one is taken for good.
+3. From then on every forward is watched in the same way: a larger batch than before climbs for that step.
+
+A budget that no allowed rung meets raises BudgetTooSmall with the least that would do. That forward then counts only:
+nothing is held, and its graph is useless, which is why the error comes from forward.
+"""
+
+import logging
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.measure.interval import Interval
+from elbowroom.plan.action import Action
+from elbowroom.plan.ladder import EXACT_RUNGS, LOSSY_RUNGS, Rung, SavedStorage, choose, held_nbytes
+from elbowroom.plan.site import Site
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.hooks import Saving
+from elbowroom.units import show_nbytes
+
+_log = logging.getLogger("elbowroom")
+_RESERVE = 4  # the first forward sets this many times the largest saved tensor aside for transients
+_SAFEST_EXACT = 1  # index of "exact" in every ladder
+
+
+class Fitting:
+    """The controller of one fitted model. `open` is called at every forward."""
+
+    def __init__(
+        self, model: nn.Module, *, budget_nbytes: int, optimizer: Optimizer | None, exact: bool | None, min_nbytes: int
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self.budget_nbytes = budget_nbytes
+        self.min_nbytes = min_nbytes
+        self.rungs: tuple[Rung, ...] = EXACT_RUNGS if exact else EXACT_RUNGS + LOSSY_RUNGS
+        self.rung = _SAFEST_EXACT
+        self.static_nbytes = 0  # held before this step: weights, buffers, gradients, optimizer states
+        self.context = Context()
+        self.peak_nbytes: int | None = None  # of the last measured step, everything included
+        self._transient_nbytes: int | None = None
+        self._interval: Interval | None = None
+        self._settled = False
+        self._said = -1
+        self._last: FittedSaving | None = None
+
+    def open(self) -> "FittedSaving":
+        """A context for the forward that begins now."""
+        self.context.begin_step()
+        self.static_nbytes = storage_nbytes(self._static())
+        self._learn()
+        return FittedSaving(self)
+
+    def allowed_nbytes(self, largest_nbytes: int) -> int:
+        """What may be held for backward. Before anything was measured: with a guess for all else."""
+        free = self.budget_nbytes - self.static_nbytes
+        if self._transient_nbytes is not None:
+            return free - self._transient_nbytes
+        return free - self._unborn_nbytes() - _RESERVE * largest_nbytes
+
+    def forward_ended(self, saving: "FittedSaving") -> None:
+        """Note what this forward saved; say what was chosen; refuse a budget that cannot be met."""
+        if saving.impossible:
+            self._refuse(saving)
+        self._last = saving
+        self.rung = saving.rung if self._transient_nbytes is None else self.rung
+        self._say(saving.rung)
+
+    def _learn(self) -> None:
+        """At the beginning of a step: what did the last one need?"""
+        last, self._last = self._last, None
+        if last is None or self._settled:
+            return
+        if self._interval is None:  # the first step has made the optimizer's states: measure the second
+            self._interval = Interval.start(self.static_nbytes, self._device())
+            return
+        peak = self._interval.stop()
+        self._interval = None
+        if peak is None:  # another profiler runs: stay at the safe rung
+            self._settled = True
+            return
+        self._relax(last, peak)
+
+    def _relax(self, last: "FittedSaving", peak_nbytes: int) -> None:
+        first = self._transient_nbytes is None
+        self.peak_nbytes = peak_nbytes
+        self._transient_nbytes = max(0, peak_nbytes - self.static_nbytes - last.ledger.after_nbytes)
+        step = last.storages
+        found = choose(self.rungs, step, self.allowed_nbytes(0))
+        if found is None:
+            self._refuse(last)
+            return
+        self.rung = found if first else max(found, self.rung)
+        self._settled = not first or found == last.rung
+        if not self._settled:
+            self._interval = Interval.start(self.static_nbytes, self._device())
+
+    def _refuse(self, saving: "FittedSaving") -> None:
+        step = saving.storages
+        saved = held_nbytes(self.rungs[-1], step)
+        other = self.budget_nbytes - self.allowed_nbytes(saving.largest_nbytes) - self.static_nbytes
+        least = self.static_nbytes + saved + other
+        parts = ", ".join(f"{name} {show_nbytes(size)}" for name, size in self._parts(saved, other) if size)
+        more = "" if len(self.rungs) > len(EXACT_RUNGS) else "Allow lossy codes with exact=None, or "
+        raise BudgetTooSmall(
+            f"budget {show_nbytes(self.budget_nbytes)} is below the {show_nbytes(least)} that this step needs at rung "
+            f"'{self.rungs[-1].name}': {parts}. {more}{'h' if more else 'H'}alve the batch, or give budget={least}.",
+            least_nbytes=least,
+        )
+
+    def _parts(self, saved_nbytes: int, other_nbytes: int) -> list[tuple[str, int]]:
+        model = self._model()
+        weights = [] if model is None else [*model.parameters(), *model.buffers()]
+        weight_nbytes = storage_nbytes(weights)
+        rest = self.static_nbytes - weight_nbytes
+        return [
+            ("weights", weight_nbytes),
+            ("gradients and optimizer states", rest),
+            ("saved for backward", saved_nbytes),
+            ("transients and what the first step will create", other_nbytes),
+        ]
+
+    def _static(self) -> list[Tensor]:
+        model = self._model()
+        optimizer = None if self._optimizer is None else self._optimizer()
+        parameters = [] if model is None else list(model.parameters())
+        tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+        tensors += [] if model is None else list(model.buffers())
+        states = [] if optimizer is None else list(optimizer.state.values())
+        return tensors + [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+    def _unborn_nbytes(self) -> int:
+        """Gradients and optimizer states that the first step will create: two fp32 states unless the class says less."""
+        model = self._model()
+        trainable = [] if model is None else [p for p in model.parameters() if p.requires_grad]
+        gradients = sum(p.numel() * p.element_size() for p in trainable if p.grad is None)
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is None or optimizer.state:
+            return gradients
+        momentum_free = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults.get("momentum")
+        states = 0 if momentum_free else 1 if isinstance(optimizer, torch.optim.SGD) else 2
+        return gradients + states * sum(4 * p.numel() for p in trainable)
+
+    def _device(self) -> torch.device:
+        model = self._model()
+        first = None if model is None else next(iter(model.parameters()), None)
+        return torch.device("cpu") if first is None else first.device
+
+    def _say(self, rung: int) -> None:
+        """One line when the rung changes; at WARNING, which Python shows by default, when it is lossy."""
+        if rung == self._said:
+            return
+        self._said = rung
+        chosen = self.rungs[rung]
+        kind = "exact" if chosen.exact else "lossy, because the exact rungs do not fit"
+        level = logging.INFO if chosen.exact else logging.WARNING
+        _log.log(level, "budget %s: saved tensors at rung '%s' (%s)", show_nbytes(self.budget_nbytes), chosen.name, kind)
+
+
+class FittedSaving(Saving):
+    """One forward of a fitted model: climbs the ladder while it runs, if it must."""
+
+    def __init__(self, fitting: Fitting) -> None:
+        super().__init__(self._decide_site, min_nbytes=fitting.min_nbytes, context=fitting.context)
+        self.rung = fitting.rung
+        self.impossible = False
+        self.largest_nbytes = 0
+        self.storages: list[SavedStorage] = []
+        self._fitting = fitting
+
+    def __exit__(self, *error: Any) -> None:
+        self.storages = [
+            SavedStorage(slot.entry.before_nbytes, tuple(slot.sites), fixed=not slot.sites or slot.asked_exact)
+            for slot in self._identity.slots()
+        ]
+        super().__exit__(*error)
+        self._fitting.forward_ended(self)
+
+    def _decide_site(self, site: Site) -> Action:
+        self.largest_nbytes = max(self.largest_nbytes, site.nbytes)
+        allowed = self._fitting.allowed_nbytes(self.largest_nbytes)
+        while self.ledger.held_nbytes + site.nbytes > allowed and self.rung < len(self._fitting.rungs) - 1:
+            self.rung += 1
+            self.tighten(self._fitting.rungs[self.rung].policy)
+        if self.impossible or self.ledger.held_nbytes > allowed:
+            self.impossible = True
+            self.drop_everything()
+        return self._fitting.rungs[self.rung].policy(site)
+
+
+def storage_nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages under these tensors, each counted once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided}
+    return sum(storages.values())

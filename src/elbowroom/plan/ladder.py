@@ -1,0 +1,66 @@
+"""A ladder of uniform settings, from the mildest to the one that needs the fewest bytes, and what each would hold.
+
+    keep -> exact -> dither, 256 levels -> 16 -> 8 -> 4
+
+The first form of a planner: one rung for all sites. A planner that decides for each site alone replaces `choose`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from elbowroom.codecs import Dither
+from elbowroom.plan.action import Encode, Keep
+from elbowroom.plan.policy import Exact, KeepAll, Lossy, Policy
+from elbowroom.plan.site import Need, Rebuildable, Site
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One uniform setting. exact: no bit of any gradient changes."""
+
+    name: str
+    policy: Policy
+    exact: bool
+
+
+EXACT_RUNGS = (Rung("keep", KeepAll(), True), Rung("exact", Exact(), True))
+LOSSY_RUNGS = tuple(
+    Rung(f"dither, {levels} levels", Lossy(Dither(levels=levels)), False) for levels in (256, 16, 8, 4)
+)
+
+
+@dataclass(frozen=True)
+class SavedStorage:
+    """One storage of a step: its bytes in plain autograd, and the sites that its ops made. Fixed ones stay as they are."""
+
+    nbytes: int
+    sites: tuple[Site, ...]
+    fixed: bool
+
+
+def held_nbytes(rung: Rung, step: Sequence[SavedStorage]) -> int:
+    """Bytes held before backward if this rung had decided; an upper bound where a size depends on the data."""
+    return sum(storage.nbytes if storage.fixed else _held(rung, storage) for storage in step)
+
+
+def choose(rungs: Sequence[Rung], step: Sequence[SavedStorage], allowed_nbytes: int) -> int | None:
+    """The index of the mildest rung that holds at most `allowed_nbytes` before backward; None if none does."""
+    for index, rung in enumerate(rungs):
+        if held_nbytes(rung, step) <= allowed_nbytes:
+            return index
+    return None
+
+
+def _held(rung: Rung, storage: SavedStorage) -> int:
+    total = 0
+    for site in storage.sites:
+        if rung.exact and site.rebuildable is Rebuildable.LOSSY:  # its source would be kept at this rung
+            site = replace(site, rebuildable=Rebuildable.EXACT)
+        match rung.policy(site):
+            case Keep():
+                return storage.nbytes
+            case Encode(codec, facts):
+                bits = site.need is Need.MASK
+                total += -(-prod(site.shape) // 8) if bits else codec.encoded_nbytes(site.shape, site.dtype, facts)
+    return min(total, storage.nbytes)

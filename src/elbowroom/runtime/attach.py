@@ -1,0 +1,70 @@
+"""A context around every forward of a model, without changing the model.
+
+Global module hooks look the called module up in a weak table: no attribute, no wrapper, no subclass. So `state_dict`,
+`type(model)`, pickles and deep copies are those of the plain model (a copy is not in the table), and detaching leaves
+nothing behind. The hooks exist only while some model is attached.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+Opener = Callable[[], AbstractContextManager[Any]]
+
+_attached: "weakref.WeakKeyDictionary[nn.Module, Opener]" = weakref.WeakKeyDictionary()
+_hooks: list[Any] = []
+_lock = threading.Lock()
+
+
+class _Thread(threading.local):
+    """The contexts open on this thread, innermost last, each with the module that it belongs to."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
+
+
+_thread = _Thread()
+
+
+def attach(model: nn.Module, opener: Opener) -> None:
+    """From now on every call of `model` that records gradients runs inside `opener()`."""
+    with _lock:
+        _attached[model] = opener
+        if not _hooks:
+            _hooks.append(register_module_forward_pre_hook(_enter))
+            _hooks.append(register_module_forward_hook(_leave, always_call=True))
+
+
+def detach(model: nn.Module) -> bool:
+    """Undo `attach`. Returns whether there was anything to undo."""
+    with _lock:
+        found = _attached.pop(model, None) is not None
+        if not _attached:
+            while _hooks:
+                _hooks.pop().remove()
+        return found
+
+
+def opener_of(model: nn.Module) -> Opener | None:
+    """What `attach` was given for this model, if anything."""
+    return _attached.get(model)
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    opener = _attached.get(module)
+    if opener is None or not torch.is_grad_enabled():
+        return
+    context = opener()
+    context.__enter__()
+    _thread.open.append((module, context))
+
+
+def _leave(module: nn.Module, args: Any, out: Any) -> None:
+    if _thread.open and _thread.open[-1][0] is module:
+        _thread.open.pop()[1].__exit__(None, None, None)

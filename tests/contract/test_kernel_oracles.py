@@ -1,0 +1,165 @@
+"""The kernels against searches and loops written from the documents, which share no idea with the code.
+
+The reference alone cannot prove a format: what it gets wrong, its twins repeat.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from elbowroom.kernels import layout, numba, reference
+
+BACKENDS = {"reference": reference, "numba": numba}
+SIZES = (1, 2, 9, 63, 2048, 2048 + 1000)
+
+
+@pytest.fixture(params=[*BACKENDS, "triton"])
+def backend(request):
+    if request.param != "triton":
+        return BACKENDS[request.param]
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("test_kernels.py compares it with the reference on the device")
+    from elbowroom.kernels import triton
+
+    return triton
+
+
+# The table of layout.py's docstring: levels -> codes in a byte, for each run of bytes.
+CODES_A_BYTE = {2: [8], 4: [4], 8: [4, 8], 16: [2], 32: [2, 8], 64: [2, 4], 128: [2, 4, 8], 256: [1]}
+IN_BASE = {3: 5, 5: 3, 6: 3}
+
+
+def packed(codes: list[int], levels: int) -> list[int]:
+    """Codes to bytes, one byte at a time."""
+    out: list[int] = []
+    for start in range(0, len(codes), 2048):
+        tile = codes[start : start + 2048]
+        if levels in IN_BASE:
+            out += digits_to_bytes(tile, IN_BASE[levels], levels)
+            continue
+        power = min(p for p in CODES_A_BYTE if p >= levels)
+        left = power.bit_length() - 1  # bits of a code not stored yet, the highest first
+        for per in CODES_A_BYTE[power]:
+            left -= 8 // per
+            out += digits_to_bytes([(code >> left) % 2 ** (8 // per) for code in tile], per, 2 ** (8 // per))
+        assert left == 0
+    return out
+
+
+def digits_to_bytes(digits: list[int], per: int, base: int) -> list[int]:
+    n = -(-len(digits) // per)
+    out = []
+    for j in range(n):
+        byte = 0
+        for k in reversed(range(per)):
+            byte = byte * base + (digits[j + k * n] if j + k * n < len(digits) else 0)
+        out.append(byte)
+    return out
+
+
+@pytest.mark.parametrize("levels", (2, 3, 4, 5, 6, 7, 8, 16, 17, 32, 64, 100, 128, 200, 256))
+def test_codes_lie_where_the_layout_says(backend, levels):
+    """With low 0 and scale 1 an integer is its own code."""
+    for n in SIZES:
+        x = torch.randint(0, levels, (n,), generator=torch.Generator().manual_seed(n))
+        x[0::32], x[1::32] = 0, levels - 1  # each group spans 0..levels-1
+        codes, scale, low = backend.group_quantize(x.float(), 1, levels, 32)
+        spanned = scale[: (n + 30) // 32].float()
+        assert low.eq(0).all()
+        assert spanned.eq(1).all()
+        assert codes.tolist() == packed(x.tolist(), levels)
+        assert len(codes) == layout.packed_nbytes(levels, n)
+
+        out = torch.empty(n)
+        backend.group_dequantize(codes, scale, low, levels, 32, out)
+        assert torch.equal(out, x.float())
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "most"), (("e4m3", torch.float8_e4m3fn, 448.0), ("e5m2", torch.float8_e5m2, 57344.0))
+)
+def test_float8_is_the_nearest_code(backend, fmt, dtype, most):
+    """Every finite bf16 in range, and every midpoint of two codes with its neighbours, against all 256 codes."""
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    codes = values.isfinite().nonzero().view(-1)
+    grid = values[codes].sort().values.unique()
+    middle = ((grid[1:] + grid[:-1]) / 2).float()
+    x = torch.cat([torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float(), middle])
+    x = torch.cat([x, middle.nextafter(torch.tensor(9e9)), middle.nextafter(torch.tensor(-9e9))])
+    x = x[x.abs() <= most]
+    x = torch.nn.functional.pad(x, (0, -len(x) % 31)).view(-1, 31)
+    x = torch.nn.functional.pad(x, (1, 0), value=most).flatten()  # absmax of each group: the scale is 1
+    if backend.__name__.endswith("triton"):
+        x = x[: 2048 * 12]
+    got, scale = backend.fp8_quantize(x, 32, fmt)
+    assert scale.float().eq(1).all()
+    assert same_or_tie(got, x, codes, values)
+    out = torch.empty_like(x)
+    backend.fp8_dequantize(got, scale, 32, fmt, out)
+    assert torch.equal(out.double(), values[got.long()])
+
+
+def same_or_tie(got: Tensor, x: Tensor, codes: Tensor, values: Tensor) -> bool:
+    """No code is nearer than the one chosen, and of two equally near ones it is the even one."""
+    distances = (x.double()[:, None] - values[codes][None, :]).abs()  # [N, codes]
+    least = distances.min(dim=1).values
+    assert torch.equal((x.double() - values[got.long()]).abs(), least)
+    nearest = distances == least[:, None]
+    nearest &= (values[codes] != 0) | (codes == 0)  # +0 and -0 are one value
+    tie = nearest.sum(dim=1) == 2
+    assert tie.any()
+    return bool((got[tie] % 2 == 0).all())
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("factor", (1.0, 1 / 3, 2.0**-9, 2.0**9))
+def test_all_halves_convert(backend, dtype, factor):
+    """All 65536 patterns into float32, times a factor, and back, as NumPy or an integer formula does it."""
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+    y = x.clone()
+    backend.affine(y, torch.tensor([factor]), torch.tensor([0.0]), 1, None)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype is torch.float16:
+            exact = x.numpy().astype(np.float32) * np.float32(factor) + np.float32(0)
+            expected = torch.from_numpy(exact.astype(np.float16))
+        else:
+            exact = (x.view(torch.int16).numpy().astype(np.uint32) << 16).view(np.float32) * np.float32(factor)
+            expected = torch.from_numpy(nearest_bf16(exact + np.float32(0))).view(torch.bfloat16)
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert torch.equal(y[~y.isnan()], expected[~y.isnan()])
+
+
+def nearest_bf16(x: np.ndarray) -> np.ndarray:
+    """Of the two bf16 around x, the nearer; of two equally near ones the even one: [N] float32 -> int16 bits."""
+    bits = x.view(np.uint32)
+    below, above = bits >> 16, (bits >> 16) + 1  # towards zero, away from it
+    rest = (bits & 0xFFFF).astype(np.int64)
+    up = (rest > 0x8000) | ((rest == 0x8000) & (below % 2 == 1))
+    chosen = np.where(np.isfinite(x) & up, above, below)
+    return np.where(np.isnan(x), 0x7FC0, chosen).astype(np.uint16).view(np.int16)
+
+
+@pytest.mark.parametrize("density", (0.0, 0.3, 1.0))
+def test_bits_lie_where_the_document_says(backend, density):
+    for n in (1, 8, 9, 2500):
+        chosen = torch.rand(n, generator=torch.Generator().manual_seed(n)) < density
+        bits = backend.pack_bits(chosen).tolist()
+        assert bits == [
+            sum(2**k for k in range(8) if 8 * j + k < n and chosen[8 * j + k]) for j in range(-(-n // 8))
+        ]
+
+
+def test_narrow_counts_what_does_not_fit(backend):
+    x = torch.tensor([0, 127, 128, -128, -129, 10**12])
+    y, lost = backend.narrow(x, torch.int8)
+    assert int(lost) == 3
+    assert y[[0, 1, 3]].tolist() == [0, 127, -128]
+    assert not backend.narrow(x, torch.int64)[1]
+
+
+def test_affine_by_hand(backend):
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])  # channels 0 0 1 1 0 0 1
+    backend.affine(x, torch.tensor([10.0, 100.0]), torch.tensor([1.0, 2.0]), 2, torch.tensor([0b1111101], dtype=torch.uint8))
+    assert x.tolist() == [11, 0, 302, 402, 51, 61, 702]

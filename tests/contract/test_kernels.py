@@ -1,0 +1,320 @@
+"""Every backend equals the reference, on every output, to the last bit (a NaN is a NaN, and -0.0 is 0.0).
+
+A tile is short, a group constant, a value not finite: each case is one that a fast kernel treats apart from the rest.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from elbowroom.kernels import layout, numba, ops, reference
+
+LEVELS = (2, 3, 4, 5, 6, 7, 8, 16, 17, 64, 200, 256)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SEED = -0x1234_5678_9ABC_DEF0  # both halves have their top bit set
+QUANTIZERS = ("group", "dither", "nonzero")
+
+
+class Backend(NamedTuple):
+    module: ModuleType  # has the ops as functions
+    device: str
+    sizes: tuple[int, ...]  # Triton's interpreter takes about 50 ms a call
+
+
+def triton_backend() -> Backend:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        return Backend(ops, "cuda", BACKENDS["numba"]().sizes)
+    from elbowroom.kernels import triton
+
+    return Backend(triton, "cpu", (0, 63, 2049, 5000))
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "numba": lambda: Backend(numba, "cpu", (0, 1, 7, 63, 2047, 2048, 2049, 5000)),
+    "triton": triton_backend,
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return BACKENDS[request.param]()
+
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+# --- calling an op on a backend and on the reference ---
+
+
+def run(where: Any, device: str, op: str, *args: Any) -> tuple[Tensor, ...]:
+    """What `op` returns, then what it wrote; inputs that it may not write are checked to be untouched."""
+    moved = [arg.to(device, copy=True) if isinstance(arg, Tensor) else arg for arg in args]
+    returned = getattr(where, op)(*moved)
+    written = WRITES.get(op)
+    for i, (before, after) in enumerate(zip(args, moved, strict=True)):
+        if isinstance(before, Tensor) and i != written:
+            assert same_bits(after.cpu(), before), f"{op} changed its argument {i}"
+    outputs = () if returned is None else returned if isinstance(returned, tuple) else (returned,)
+    if written is not None:
+        outputs += (moved[written],)
+    return tuple(output.cpu() for output in outputs)
+
+
+WRITES = {
+    "unpack_bits": 2,
+    "group_dequantize": 5,
+    "dither_dequantize": 6,
+    "nonzero_dequantize": 6,
+    "fp8_dequantize": 4,
+    "affine": 0,
+}
+
+
+def assert_equal(backend: Backend, op: str, *args: Any) -> tuple[Tensor, ...]:
+    """Run `op` on both; return the outputs."""
+    expected = run(reference, "cpu", op, *args)
+    got = run(backend.module, backend.device, op, *args)
+    assert len(got) == len(expected)
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        wrong = ~((a == b) | (a != a) & (b != b))
+        assert not wrong.any(), f"output {i} at {wrong.nonzero()[:5].tolist()}: {a[wrong][:5]} {b[wrong][:5]}"
+    return expected
+
+
+def assert_round_trip(
+    backend: Backend, kind: str, x: Tensor, levels: int, group_size: int
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Quantize and dequantize on both; return what is stored and what is restored."""
+    stored = assert_equal(backend, f"{kind}_quantize", x, SEED, levels, group_size)
+    noise = () if kind == "group" else (SEED,)
+    (restored,) = assert_equal(
+        backend, f"{kind}_dequantize", *stored, *noise, levels, group_size, torch.empty_like(x)
+    )
+    return stored, restored
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+# --- the cases ---
+
+
+def normal(n: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+
+
+def thinned(x: Tensor, density: float) -> Tensor:
+    chosen = torch.rand(x.numel(), generator=torch.Generator().manual_seed(1)) < density
+    return torch.where(chosen, x, torch.zeros_like(x))
+
+
+def cases(backend: Backend, levels: int) -> Iterator[tuple[int, torch.dtype, int]]:
+    """Every size with every dtype (with one, in Triton's interpreter); the group sizes take turns."""
+    offset = LEVELS.index(levels)
+    for i, n in enumerate(backend.sizes):
+        for k, dtype in enumerate(DTYPES):
+            if backend.sizes[1] == 1 or (i + k + offset) % 3 == 0:
+                yield n, dtype, layout.GROUP_SIZES[(i + k + offset) % 4]
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_equals_the_reference(backend, kind, levels):
+    for n, dtype, group_size in cases(backend, levels):
+        x = normal(n, dtype)
+        x = thinned(x, 0.4) if kind == "nonzero" else x
+        stored, restored = assert_round_trip(backend, kind, x, levels, group_size)
+        if kind != "nonzero":
+            assert stored[0].numel() == layout.packed_nbytes(levels, n)
+        assert restored.isfinite().all()
+
+
+def awkward(name: str, dtype: torch.dtype) -> Tensor:
+    """2200 finite values: one full tile and a short one."""
+    x = normal(2200, torch.float32)
+    steps = torch.arange(2200)
+    largest = min(torch.finfo(dtype).max, 2.0**125) * 0.99
+    made = {
+        "constant": torch.full_like(x, 0.3),
+        "constant by group": (steps // 32).float() * 0.7 - 3,
+        "zeros": torch.zeros_like(x),
+        "negative zeros": torch.full_like(x, -0.0),
+        "both zeros": torch.where(x > 0, 0.0, -0.0),
+        "sorted": x.sort().values,
+        "ascending integers": steps.float(),
+        "one outlier": torch.where(steps == 77, 1e4, x),
+        "huge": x.clamp(-1, 1) * largest,
+        "tiny": x * 1e-37,
+        "subnormal": x * 3e-40,
+        "smallest subnormal": torch.where(x > 0, 1.4e-45, -1.4e-45),
+        "wide": x.sign() * torch.logspace(-37, 3, 2200),
+        "below the smallest step": 1.0 + x * 1e-38,
+    }
+    return made[name].to(dtype)
+
+
+AWKWARD = (
+    "constant",
+    "constant by group",
+    "zeros",
+    "negative zeros",
+    "both zeros",
+    "sorted",
+    "ascending integers",
+    "one outlier",
+    "huge",
+    "tiny",
+    "subnormal",
+    "smallest subnormal",
+    "wide",
+    "below the smallest step",
+)
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+@pytest.mark.parametrize("kind", (*QUANTIZERS, "e4m3", "e5m2"))
+def test_awkward_values(backend, kind, name):
+    for dtype in DTYPES:
+        x = awkward(name, dtype)
+        if kind in QUANTIZERS:
+            _, restored = assert_round_trip(backend, kind, x, 4, 64)
+        else:
+            stored = assert_equal(backend, "fp8_quantize", x, 64, kind)
+            (restored,) = assert_equal(
+                backend, "fp8_dequantize", *stored, 64, kind, torch.empty_like(x)
+            )
+        assert restored.isfinite().all()
+        if kind == "nonzero":
+            assert torch.equal(restored == 0, x == 0)
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf"), -float("inf"), 2.0**126, -(2.0**127)))
+@pytest.mark.parametrize("kind", (*QUANTIZERS, "e4m3", "e5m2"))
+def test_what_is_not_finite_poisons_its_range(backend, kind, bad):
+    """The group (the tile, with dither) restores to NaN throughout, and nothing else is touched."""
+    for dtype in (torch.float32, torch.float16):
+        x = normal(6000, torch.float32).to(dtype)
+        clean = x.clone()
+        x[2048 + 100] = bad  # infinite in float16
+        x[5999] = bad
+        reach = layout.TILE if kind in ("dither", "nonzero") else 64
+        poisoned = torch.zeros(6000, dtype=torch.bool)
+        for i in (2148, 5999):
+            poisoned[i // reach * reach : (i // reach + 1) * reach] = True
+        if kind in QUANTIZERS:
+            _, restored = assert_round_trip(backend, kind, x, 4, 64)
+            _, expected = assert_round_trip(backend, kind, clean, 4, 64)
+        else:
+            restored, expected = (float8_round_trip(backend, y, kind) for y in (x, clean))
+        assert restored[poisoned].isnan().all()
+        assert torch.equal(restored[~poisoned], expected[~poisoned])
+
+
+def float8_round_trip(backend: Backend, x: Tensor, fmt: str) -> Tensor:
+    stored = assert_equal(backend, "fp8_quantize", x, 64, fmt)
+    return assert_equal(backend, "fp8_dequantize", *stored, 64, fmt, torch.empty_like(x))[0]
+
+
+@pytest.mark.parametrize("density", (0.0, 0.001, 0.5, 1.0))
+@pytest.mark.parametrize("levels", (3, 4, 7))
+def test_nonzero_at_every_density(backend, levels, density):
+    for dtype in DTYPES:
+        x = thinned(normal(5000, dtype), density)
+        (bits, _, _), restored = assert_round_trip(backend, "nonzero", x, levels, 32)
+        assert torch.equal(restored != 0, x != 0)
+        assert torch.equal(bits, reference.pack_bits(x))
+
+
+@pytest.mark.parametrize("fmt", ("e4m3", "e5m2"))
+@pytest.mark.parametrize("group_size", layout.GROUP_SIZES)
+def test_fp8_equals_the_reference(backend, fmt, group_size):
+    for n, dtype in itertools.product(backend.sizes, DTYPES):
+        x = normal(n, dtype)
+        stored = assert_equal(backend, "fp8_quantize", x, group_size, fmt)
+        assert_equal(backend, "fp8_dequantize", *stored, group_size, fmt, torch.empty_like(x))
+
+
+@pytest.mark.parametrize("fmt", ("e4m3", "e5m2"))
+def test_fp8_restores_all_codes(backend, fmt):
+    """Also those that the quantizer never makes: Inf and NaN."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    scale = torch.full((8,), 0.75, dtype=torch.bfloat16)
+    for dtype in DTYPES:
+        assert_equal(backend, "fp8_dequantize", codes, scale, 32, fmt, torch.empty(256, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "dtype", (*DTYPES, torch.float64, torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64)
+)
+def test_bits_equal_the_reference(backend, dtype):
+    for n in backend.sizes:
+        x = (normal(n, torch.float32) * 2).to(dtype)
+        if dtype.is_floating_point and n:
+            x[::3] = 0.0
+            x[1::3] = -0.0
+            x[-1] = float("nan")  # not zero
+        (bits,) = assert_equal(backend, "pack_bits", x)
+        for value in (1.0, 1.25):
+            assert_equal(backend, "unpack_bits", bits, value, torch.empty_like(x))
+
+
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.int8, torch.int16, torch.int32))
+@pytest.mark.parametrize("source", (torch.int64, torch.int32, torch.int16))
+def test_narrow_equals_the_reference(backend, source, dtype):
+    info = torch.iinfo(source)
+    for n in backend.sizes:
+        x = torch.randint(-300, 300, (n,), generator=torch.Generator().manual_seed(n)).to(source)
+        x[: n // 2] %= 100
+        if n > 2:
+            x[0], x[1] = info.min, info.max
+        assert_equal(backend, "narrow", x, dtype)
+
+
+@pytest.mark.parametrize("inner", (1, 7, 4096))
+@pytest.mark.parametrize("masked", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_affine_equals_the_reference(backend, dtype, masked, inner):
+    scale, shift = normal(5, torch.float32), normal(6, torch.float32)[:5].contiguous()
+    for n in backend.sizes:
+        x = normal(n, dtype)
+        if n > 50:
+            x[40], x[41], x[42] = float("nan"), float("inf"), -0.0
+        bits = reference.pack_bits(normal(n + 1, torch.float32)[:n].relu()) if masked else None
+        assert_equal(backend, "affine", x, scale, shift, inner, bits)
+
+
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_the_seed_decides(backend, kind):
+    x = normal(3000, torch.float32)
+    seeds = (0, 1, -1, 2**32, 2**63 - 1, -(2**63))  # 1 << 32 differs from 0 in the upper half alone
+    bytes_of = {}
+    for seed in seeds:
+        stored = run(backend.module, backend.device, f"{kind}_quantize", x, seed, 4, 64)
+        again = run(backend.module, backend.device, f"{kind}_quantize", x, seed, 4, 64)
+        assert all(same_bits(a, b) for a, b in zip(stored, again, strict=True))
+        bytes_of[seed] = stored[1 if kind == "nonzero" else 0]
+    for a, b in itertools.combinations(seeds, 2):
+        assert not torch.equal(bytes_of[a], bytes_of[b]), (a, b)
+
+
+def test_triton_repeats_the_layout():
+    """What compiled code computes on constants is what `layout.py` says."""
+    pytest.importorskip("triton")
+    from elbowroom.kernels.triton import device
+
+    for levels in range(2, 257):
+        for n in (0, 1, 63, 2047, 2048):
+            assert device.codes_nbytes(levels, n) == layout.codes_nbytes(levels, n)
+        found = [(device.per_byte(levels, i), device.shift(levels, i)) for i in range(device.parts(levels))]
+        if levels in layout.RADIX:
+            assert found == [(layout.RADIX[levels], 0)]
+        else:
+            assert found == [(s.per, s.shift) for s in layout.segments(levels)]
