@@ -2,10 +2,10 @@
 
     python benchmarks/codecs.py [ID ...]
 
-Data are synthetic: x normal, its ReLU (half zeros), a mask, indices below 1000. 64 MiB of float32 (or as many elements
-of another dtype), 2 threads, ops warm. Speed: `torch.Tensor.copy_` of x into a warm buffer takes as long as 1 / speed
-encodes (or decodes into a warm `out`); median of 11 interleaved pairs, quartiles in brackets. rel-MSE is
-sum (x~ - x)^2 / sum x^2.
+Data are synthetic: x normal, its ReLU (half zeros), a mask, indices below 1000. 64 MiB of float32
+(or as many elements of another dtype), 2 threads, ops warm. Speed: time of `torch.Tensor.copy_` of
+x into a warm buffer / time of an encode (or of a decode into a warm `out`), median of 11 pairs run
+in turn, quartiles in brackets. rel-MSE is sum (x~ - x)^2 / sum x^2.
 """
 
 import sys
@@ -23,6 +23,8 @@ ZEROS = Facts(has_zeros=True)
 
 
 class Row(NamedTuple):
+    """One line of a table: a codec and what it is given."""
+
     codec: Codec
     data: str
     facts: Facts = Facts()
@@ -51,7 +53,9 @@ def rows(id: str) -> Iterator[Row]:
     elif id == "sparse_lossless":
         yield Row(codec(id), "ReLU")
     elif id == "cast":
-        yield from (Row(codec(id, to=to), "normal") for to in ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2"))
+        yield from (
+            Row(codec(id, to=to), "normal") for to in ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
+        )
     elif id == "group":
         yield from (Row(codec(id, bits=bits), "normal") for bits in (1, 2, 4, 8))
         yield Row(codec(id, group_size=64), "normal")
@@ -74,11 +78,13 @@ def measured(row: Row) -> str:
     encode = paired(lambda: row.codec.encode(x, facts=row.facts), lambda: room.copy_(x), pairs=11)
     decode = paired(lambda: encoded.decode(out=out), lambda: room.copy_(x), pairs=11)
     fields = ", ".join(str(v) for k, v in row.codec.config().items() if k != "id") or "-"
-    known = ", ".join(f"{k}={v}" for k, v in vars(row.facts).items() if v not in (None, False)) or "-"
+    facts = {k: v for k, v in vars(row.facts).items() if v is not None and v is not False}
+    known = ", ".join(f"{name}={value}" for name, value in facts.items()) or "-"
     ratio = x.element_size() * N / encoded.nbytes
     bits = 8 * encoded.nbytes / N
     shown = "0" if error == 0 else f"{error:.2g}"
-    return f"| {fields} | {row.data} | {known} | {bits:.3f} | {ratio:.1f} | {shown} | {speed(encode)} | {speed(decode)} |"
+    told = f"| {fields} | {row.data} | {known} | {bits:.3f} | {ratio:.1f} | {shown} |"
+    return f"{told} {speed(encode)} | {speed(decode)} |"
 
 
 def speed(pairs: Paired) -> str:

@@ -1,7 +1,7 @@
 """What all tests share.
 
-Tests marked `gpu` are skipped where there is no CUDA device; there Triton's interpreter runs its kernels on CPU
-tensors, which must be chosen before anything imports them.
+Tests marked `gpu` are skipped where there is no CUDA device. There, Triton's kernels run in its
+interpreter, on CPU tensors: that must be chosen before anything imports them.
 """
 
 import os
@@ -37,7 +37,6 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(owner, name, _poisoning(getattr(owner, name)))
     assert torch.empty(3).isnan().all()
-
 
 
 def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

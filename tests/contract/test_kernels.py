@@ -1,6 +1,6 @@
-"""Every backend equals the reference, on every output, to the last bit (a NaN is a NaN, and -0.0 is 0.0).
+"""Every backend equals the reference on every output, to the last bit (but -0.0 is 0.0).
 
-A tile is short, a group constant, a value not finite: each case is one that a fast kernel treats apart from the rest.
+A tile is short, a group constant, a value not finite: a fast kernel treats each apart.
 """
 
 import itertools
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def run(where: Any, device: str, op: str, *args: Any) -> tuple[Tensor, ...]:
-    """What `op` returns, then what it wrote; inputs that it may not write are checked to be untouched."""
+    """What `op` returns, then what it wrote; other inputs must be untouched."""
     moved = [arg.to(device, copy=True) if isinstance(arg, Tensor) else arg for arg in args]
     returned = getattr(where, op)(*moved)
     written = WRITES.get(op)
@@ -84,7 +84,8 @@ def assert_equal(backend: Backend, op: str, *args: Any) -> tuple[Tensor, ...]:
     for i, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         wrong = ~((a == b) | (a != a) & (b != b))
-        assert not wrong.any(), f"output {i} at {wrong.nonzero()[:5].tolist()}: {a[wrong][:5]} {b[wrong][:5]}"
+        places = wrong.nonzero()[:5].tolist()
+        assert not wrong.any(), f"output {i} at {places}: {a[wrong][:5]}, not {b[wrong][:5]}"
     return expected
 
 
@@ -117,7 +118,7 @@ def thinned(x: Tensor, density: float) -> Tensor:
 
 
 def cases(backend: Backend, levels: int) -> Iterator[tuple[int, torch.dtype, int]]:
-    """Every size with every dtype (with one, in Triton's interpreter); the group sizes take turns."""
+    """Every size with every dtype (one, in Triton's interpreter); group sizes take turns."""
     offset = LEVELS.index(levels)
     for i, n in enumerate(backend.sizes):
         for k, dtype in enumerate(DTYPES):
@@ -180,7 +181,7 @@ AWKWARD = (
 
 
 @pytest.mark.parametrize("name", AWKWARD)
-@pytest.mark.parametrize("kind", (*QUANTIZERS, "e4m3", "e5m2"))
+@pytest.mark.parametrize("kind", [*QUANTIZERS, "e4m3", "e5m2"])
 def test_awkward_values(backend, kind, name):
     for dtype in DTYPES:
         x = awkward(name, dtype)
@@ -196,8 +197,8 @@ def test_awkward_values(backend, kind, name):
             assert torch.equal(restored == 0, x == 0)
 
 
-@pytest.mark.parametrize("bad", (float("nan"), float("inf"), -float("inf"), 2.0**126, -(2.0**127)))
-@pytest.mark.parametrize("kind", (*QUANTIZERS, "e4m3", "e5m2"))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2.0**126, -(2.0**127)])
+@pytest.mark.parametrize("kind", [*QUANTIZERS, "e4m3", "e5m2"])
 def test_what_is_not_finite_poisons_its_range(backend, kind, bad):
     """The group (the tile, with dither) restores to NaN throughout, and nothing else is touched."""
     for dtype in (torch.float32, torch.float16):
@@ -223,8 +224,8 @@ def float8_round_trip(backend: Backend, x: Tensor, fmt: str) -> Tensor:
     return assert_equal(backend, "fp8_dequantize", *stored, 64, fmt, torch.empty_like(x))[0]
 
 
-@pytest.mark.parametrize("density", (0.0, 0.001, 0.5, 1.0))
-@pytest.mark.parametrize("levels", (3, 4, 7))
+@pytest.mark.parametrize("density", [0.0, 0.001, 0.5, 1.0])
+@pytest.mark.parametrize("levels", [3, 4, 7])
 def test_nonzero_at_every_density(backend, levels, density):
     for dtype in DTYPES:
         x = thinned(normal(5000, dtype), density)
@@ -233,7 +234,7 @@ def test_nonzero_at_every_density(backend, levels, density):
         assert torch.equal(bits, reference.pack_bits(x))
 
 
-@pytest.mark.parametrize("fmt", ("e4m3", "e5m2"))
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("group_size", layout.GROUP_SIZES)
 def test_fp8_equals_the_reference(backend, fmt, group_size):
     for n, dtype in itertools.product(backend.sizes, DTYPES):
@@ -242,17 +243,20 @@ def test_fp8_equals_the_reference(backend, fmt, group_size):
         assert_equal(backend, "fp8_dequantize", *stored, group_size, fmt, torch.empty_like(x))
 
 
-@pytest.mark.parametrize("fmt", ("e4m3", "e5m2"))
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_fp8_restores_all_codes(backend, fmt):
     """Also those that the quantizer never makes: Inf and NaN."""
     codes = torch.arange(256, dtype=torch.uint8)
     scale = torch.full((8,), 0.75, dtype=torch.bfloat16)
     for dtype in DTYPES:
-        assert_equal(backend, "fp8_dequantize", codes, scale, 32, fmt, torch.empty(256, dtype=dtype))
+        assert_equal(
+            backend, "fp8_dequantize", codes, scale, 32, fmt, torch.empty(256, dtype=dtype)
+        )
 
 
 @pytest.mark.parametrize(
-    "dtype", (*DTYPES, torch.float64, torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64)
+    "dtype",
+    [*DTYPES, torch.float64, torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64],
 )
 def test_bits_equal_the_reference(backend, dtype):
     for n in backend.sizes:
@@ -266,8 +270,8 @@ def test_bits_equal_the_reference(backend, dtype):
             assert_equal(backend, "unpack_bits", bits, value, torch.empty_like(x))
 
 
-@pytest.mark.parametrize("dtype", (torch.uint8, torch.int8, torch.int16, torch.int32))
-@pytest.mark.parametrize("source", (torch.int64, torch.int32, torch.int16))
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+@pytest.mark.parametrize("source", [torch.int64, torch.int32, torch.int16])
 def test_narrow_equals_the_reference(backend, source, dtype):
     info = torch.iinfo(source)
     for n in backend.sizes:
@@ -278,8 +282,8 @@ def test_narrow_equals_the_reference(backend, source, dtype):
         assert_equal(backend, "narrow", x, dtype)
 
 
-@pytest.mark.parametrize("inner", (1, 7, 4096))
-@pytest.mark.parametrize("masked", (False, True))
+@pytest.mark.parametrize("inner", [1, 7, 4096])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_affine_equals_the_reference(backend, dtype, masked, inner):
     scale, shift = normal(5, torch.float32), normal(6, torch.float32)[:5].contiguous()
@@ -313,7 +317,10 @@ def test_triton_repeats_the_layout():
     for levels in range(2, 257):
         for n in (0, 1, 63, 2047, 2048):
             assert device.codes_nbytes(levels, n) == layout.codes_nbytes(levels, n)
-        found = [(device.per_byte(levels, i), device.shift(levels, i)) for i in range(device.parts(levels))]
+        found = [
+            (device.per_byte(levels, i), device.shift(levels, i))
+            for i in range(device.parts(levels))
+        ]
         if levels in layout.RADIX:
             assert found == [(layout.RADIX[levels], 0)]
         else:

@@ -2,14 +2,15 @@
 
     python tests/golden/make.py
 
-A file holds what an `Encoded` holds, and what the plain torch reference decoded from it on that day:
+A file holds what an `Encoded` holds, and what the plain torch reference decoded from it that day:
 
-    <name>.v<format>.safetensors     buffer.0, buffer.1, ..., decoded      flat, in memory order
+    <name>.v<format>.safetensors    buffer.0, buffer.1, ..., decoded     flat, in memory order
     metadata "encoded"               JSON: config, facts, seed, raw, dtype, shape, stride
 
-SHA256SUMS lists every file; the test fails if one changes, is missing, or stands there unlisted. A codec that has to
-change its bytes gets a new `format` here and keeps reading the old files. (Until 0.1.0 is released nobody holds old
-bytes: a file may be deleted, with its line in SHA256SUMS, and made anew.)
+SHA256SUMS lists every file; the test fails if one changes, is missing, or stands there unlisted. A
+codec that has to change its bytes gets a new `format` here and keeps reading the old files. (Until
+0.1.0 is released nobody holds old bytes: a file may be deleted, with its line in SHA256SUMS, and
+made anew.)
 """
 
 import hashlib
@@ -25,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from elbowroom.codecs import Encoded, Facts, codec
+from elbowroom.codecs.facts import NOTHING
 from elbowroom.kernels import ops, reference
 
 HERE = Path(__file__).parent
@@ -38,7 +40,7 @@ class Golden:
     name: str
     settings: dict[str, Any]
     x: Tensor
-    facts: Facts = Facts()
+    facts: Facts = NOTHING
     seed: int = 0x9E3779B97F4A7C15
     format: int = 1
 
@@ -48,7 +50,7 @@ class Golden:
 
 
 def wave(scale: float = 1.0) -> Tensor:
-    """[50, 43], transposed in memory: two tiles, no multiple of a group; from arithmetic, not from a generator."""
+    """[50, 43], transposed in memory: two tiles, no multiple of a group; no generator behind it."""
     i = torch.arange(43 * 50, dtype=torch.float64)
     mixed = (i * 0.7391).sin() + 0.3 * (i * i * 0.0137).sin()
     return (mixed * scale * (1 + i / 1000)).float().view(43, 50).t()
@@ -73,7 +75,9 @@ def goldens() -> list[Golden]:
         Golden("dither", {"id": "dither"}, x),
         Golden("dither-zeros", {"id": "dither"}, x.relu(), zeros),
         Golden("dither-3-128", {"id": "dither", "levels": 3, "group_size": 128}, x.bfloat16()),
-        Golden("dither-3-128-zeros", {"id": "dither", "levels": 3, "group_size": 128}, x.relu(), zeros),
+        Golden(
+            "dither-3-128-zeros", {"id": "dither", "levels": 3, "group_size": 128}, x.relu(), zeros
+        ),
         Golden("dither-6-32", {"id": "dither", "levels": 6, "group_size": 32}, x.half()),
         Golden("dither-256-256", {"id": "dither", "bits": 8, "group_size": 256}, x),
         Golden("dither-raw", {"id": "dither"}, bad),
@@ -139,7 +143,7 @@ def main() -> None:
     for golden in goldens():
         if golden.path.name not in listed and not golden.path.exists():
             write(golden)
-            print("added", golden.path.name)
+            print("added", golden.path.name)  # noqa: T201  a script
 
 
 if __name__ == "__main__":

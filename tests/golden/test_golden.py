@@ -1,4 +1,4 @@
-"""Bytes of earlier versions decode to what they decoded to then: files are added (make.py), never rewritten."""
+"""Bytes of earlier versions decode as they did then: files are added (make.py), never rewritten."""
 
 import importlib.util
 import json
@@ -16,7 +16,9 @@ make = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make)
 
 FILES = sorted(HERE.glob("*.safetensors"))
-GOLDEN = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.removesuffix(".safetensors"))
+GOLDEN = pytest.mark.parametrize(
+    "path", FILES, ids=lambda path: path.name.removesuffix(".safetensors")
+)
 
 
 def load(path: Path, device: str = "cpu") -> tuple[Encoded, torch.Tensor]:
@@ -72,7 +74,7 @@ def close(encoded: Encoded, decoded: torch.Tensor) -> None:
     if encoded.codec.lossless or encoded.raw:
         assert same_bits(make.flat(y), decoded)
         return
-    # A kernel may fuse a multiplication and an addition: 2 roundings less, of numbers as large as the largest.
+    # A kernel may fuse a multiplication and an addition: a rounding less, of at most the largest.
     largest = float(decoded.abs().max())
     rounding = {torch.float32: 2**-22, torch.bfloat16: 2**-7, torch.float16: 2**-10}[decoded.dtype]
     assert float((make.flat(y).double() - decoded.double()).abs().max()) <= largest * rounding

@@ -1,4 +1,4 @@
-"""Statistics that the codecs promise: no bias over seeds, and a gradient error that is known beforehand.
+"""Statistics that the codecs promise: no bias over seeds, a gradient error known beforehand.
 
 Thresholds are derived, seeds are fixed, and beside each test stands a control that must fail it.
 """
@@ -34,7 +34,7 @@ def name(of: object) -> str | None:
 
 
 def steps(encoded: Encoded) -> Tensor:
-    """The step with which each element was coded, [N] float64; 0 for an exact zero. Read from the metadata."""
+    """The step of each element, [N] float64; 0 for exact zeros. From the metadata."""
     c, n = encoded.codec, encoded.numel
     if isinstance(c, Group):
         return encoded.buffers[1].double().repeat_interleave(c.group_size)[:n]
@@ -86,7 +86,7 @@ KINDS = ["normal", "relu", "heavy tail", "offset", "sorted", "two values"]
 
 
 def bias_and_limit(c: Codec, x: Tensor, facts: Facts, seeds: list[int]) -> tuple[Tensor, Tensor]:
-    """abs(mean - x), and what Hoeffding allows: every draw lies in an interval as wide as its step."""
+    """abs(mean - x), and what Hoeffding allows: a draw lies in an interval as wide as its step."""
     n, total = len(seeds), torch.zeros(x.numel(), dtype=torch.float64)
     for seed in seeds:
         encoded = c.encode(x, seed=seed, facts=facts)
@@ -119,7 +119,7 @@ def test_control_rounding_to_nearest_is_biased():
 # -- the error of a gradient ----------------------------------------------------------------------
 #
 #   y = x W^T,  dW = dy^T x;   x~ = x + e, e independent with variance s^2 / 12 at step s:
-#   E |dW~ - dW|^2 = sum_t |dy_t|^2 sum_(i in row t) s_i^2 / 12        (stochastic rounding: s^2 f (1 - f))
+#   E |dW~ - dW|^2 = sum_t |dy_t|^2 sum_(i in row t) s_i^2 / 12    (stochastic rounding: s^2 f(1-f))
 
 TOKENS, WIDTH, OUT = 96, 192, 24
 SEEDS = range(400)
@@ -153,12 +153,16 @@ class Problem:
         return self.gradient(pack, lambda encoded: encoded.decode())
 
     def measured(self) -> float:
-        errors = [float((self.encoded_gradient(s) - self.exact).double().square().sum()) for s in SEEDS]
+        errors = [
+            float((self.encoded_gradient(s) - self.exact).double().square().sum()) for s in SEEDS
+        ]
         return sum(errors) / len(errors)
 
     def predicted(self, variance_of_step: float) -> float:
         step = steps(self.c.encode(self.x, facts=self.facts)).view(TOKENS, WIDTH)
-        return float((self.dy.double().square().sum(1) * step.square().sum(1)).sum() * variance_of_step)
+        return float(
+            (self.dy.double().square().sum(1) * step.square().sum(1)).sum() * variance_of_step
+        )
 
 
 DITHERS = [
@@ -172,11 +176,13 @@ DITHERS = [
 
 @pytest.mark.parametrize(("c", "facts"), DITHERS, ids=name)
 def test_the_error_of_a_linear_layers_gradient_is_predicted(c, facts):
-    # |error|^2 sums OUT * WIDTH = 4608 terms and 400 seeds are averaged: its own spread is below 0.3 %
+    # |error|^2 sums OUT * WIDTH = 4608 terms and 400 seeds are averaged: its spread is below 0.3 %
     problem = Problem(c, facts)
     ratio = problem.measured() / problem.predicted(1 / 12)
     assert 0.95 <= ratio <= 1.05
-    control = problem.measured() / problem.predicted(1 / 6)  # what stochastic rounding has on average
+    control = problem.measured() / problem.predicted(
+        1 / 6
+    )  # what stochastic rounding has on average
     assert not 0.95 <= control <= 1.05
 
 
@@ -188,7 +194,7 @@ def test_stochastic_rounding_does_twice_as_much_harm():
 
 
 def test_what_dither_does_not_know_it_cannot_spare():
-    """The same 4 levels on a ReLU's output: without the bitmap the zeros, one half, are noisy too."""
+    """4 levels on a ReLU's output: without the bitmap the zeros, one half, are noisy too."""
     plain, aware = Problem(codec("dither"), ZEROS), Problem(codec("dither"), ZEROS)
     plain.facts = Facts()
     assert plain.measured() > 1.5 * aware.measured()  # 1.64: groups of non-zeros reach further

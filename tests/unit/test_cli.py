@@ -39,7 +39,7 @@ def test_demo_json_is_all_there_is_on_stdout(tmp_path):
     result = run(*SMALL, "--json", "--codec", "exact", "--out", tmp_path / "page.html")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
-    assert told["saving"] == "er.saving()"
+    assert told["saving"] == 'er.saving("exact")'
     assert told["elbowroom"]["final_loss"] == told["plain"]["final_loss"]  # exact means exact
     assert 0 < told["elbowroom"]["saved_nbytes"] <= told["plain"]["saved_nbytes"]
     assert told["versions"]["torch"]
@@ -58,7 +58,7 @@ def test_demo_trains_the_gpt_on_text(tmp_path):
     ("arguments", "message"),
     [
         (["--codec", "dithr"], "dither"),
-        (["--codec", "exact", "--bits", "2"], "takes no --bits"),
+        (["--codec", "exact", "--bits", "2"], "go with a codec id"),
         (["--data", "/nowhere"], "no folder /nowhere"),
         (["--text", "--data", "/nowhere"], "choose one"),
         (["--text", "--width", "33"], "divides by 32"),

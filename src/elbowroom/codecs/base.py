@@ -154,7 +154,7 @@ class Codec(ABC):
         return sum(prod(expected.shape) * expected.dtype.itemsize for expected in layout)
 
     def fixed_size(self, facts: Facts | None = None) -> bool:
-        """Whether `encoded_nbytes` is exact. (A tensor with NaN or Inf that is held raw has its own size.)"""
+        """Whether `encoded_nbytes` is exact. A tensor with NaN or Inf that is held raw has its own size."""
         return not any(expected.at_most for expected in self._layout(1, self.dtypes[0], facts or NOTHING))
 
     @abstractmethod

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from elbowroom.codecs._checks import one_of, restorable
+from elbowroom.codecs._checks import finite, one_of
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
 from elbowroom.codecs.facts import Facts
 from elbowroom.kernels import ops
@@ -24,7 +24,6 @@ from elbowroom.kernels.layout import GROUP_SIZES, groups
 
 _TARGETS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,9 @@ class Cast(Codec):
         on_cpu = flat.device.type == "cpu"
         if self.to in _HALVES:
             half = flat.to(_HALVES[self.to], copy=True)
-            reach = half.abs() if flat.dtype is torch.float16 else None
-            return None if on_cpu and not restorable(half, reach) else (half,)
+            return None if on_cpu and not finite(half, flat.dtype) else (half,)
         codes, scale = ops.fp8_quantize(flat, self.group_size, self.to.removeprefix("fp8_"))
-        reach = scale.float() * _LARGEST[self.to] if flat.dtype is torch.float16 else None
-        return None if on_cpu and not restorable(scale, reach) else (codes, scale)
+        return None if on_cpu and not finite(scale) else (codes, scale)
 
     def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
         if self.to in _HALVES:

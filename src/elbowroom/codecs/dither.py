@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from elbowroom.codecs._checks import one_of, restorable, within
+from elbowroom.codecs._checks import finite, one_of, within
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
 from elbowroom.codecs.facts import Facts
 from elbowroom.errors import UnknownField
@@ -29,9 +29,9 @@ from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes, tiles
 class Dither(Codec):
     """Lossy: 2 to 256 `levels` (or `bits`), subtractive dither, zero-aware where zeros are known. The flagship.
 
-    A tensor with a NaN, an Inf or a value beyond 2^125 is held raw on the CPU, and so is a float16 one that could decode
-    beyond 65504; on a GPU, where the check would be a sync, such tiles of 2048 elements decode to NaN, or to Inf where
-    float16 overflows. Differences below about 1e-36 are not coded.
+    A tensor with a NaN, an Inf or a value beyond 2^125 is held raw on the CPU; on a GPU, where the check would be a
+    sync, its tiles of 2048 elements decode to NaN. Differences below about 1e-36 are not coded, and no float16 decodes
+    beyond 65504.
     """
 
     id: ClassVar[str] = "dither"
@@ -62,17 +62,15 @@ class Dither(Codec):
     def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
         quantize = ops.nonzero_quantize if facts.has_zeros else ops.dither_quantize
         buffers = quantize(flat, seed, self.levels, self.group_size)
-        bounds, reach = buffers[2], None
-        if flat.dtype is torch.float16:
-            lo, hi = bounds.float().unbind(dim=1)
-            reach = torch.maximum(-lo, hi) + (hi - lo) / (2 * (self.levels - 1))
-        if flat.device.type == "cpu" and not restorable(bounds, reach):
-            return None
-        return buffers
+        bounds = buffers[2]
+        return None if flat.device.type == "cpu" and not finite(bounds) else buffers
 
     def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
         dequantize = ops.nonzero_dequantize if encoded.facts.has_zeros else ops.dither_dequantize
-        dequantize(*encoded.buffers, encoded.seed, self.levels, self.group_size, out)
+        try:
+            dequantize(*encoded.buffers, encoded.seed, self.levels, self.group_size, out)
+        except ValueError as error:
+            raise encoded.damaged(*str(error).removeprefix("expected ").split("; got ")) from None
 
     def _bitmap(self, encoded: Encoded) -> Tensor | None:
         return encoded.buffers[0] if encoded.facts.has_zeros else None

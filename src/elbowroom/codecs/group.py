@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from elbowroom.codecs._checks import one_of, restorable, within
+from elbowroom.codecs._checks import finite, one_of, within
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
 from elbowroom.codecs.facts import Facts
 from elbowroom.kernels import ops
@@ -23,8 +23,8 @@ from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes
 class Group(Codec):
     """Lossy: `bits` (1 to 8) an element, min and max a group, stochastic rounding. The ActNN / GACT baseline.
 
-    A tensor with a NaN, an Inf or a value beyond 2^125 is held raw on the CPU, and so is a float16 one that would decode
-    beyond 65504; on a GPU, where the check would be a sync, such groups decode to NaN or Inf.
+    A tensor with a NaN, an Inf or a value beyond 2^125 is held raw on the CPU; on a GPU, where the check would be a
+    sync, its groups decode to NaN.
     """
 
     id: ClassVar[str] = "group"
@@ -46,10 +46,7 @@ class Group(Codec):
     def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
         levels = 1 << self.bits
         codes, scale, low = ops.group_quantize(flat, seed, levels, self.group_size)
-        reach = None
-        if flat.dtype is torch.float16:
-            reach = low.float().abs() + scale.float() * (levels - 1)
-        if flat.device.type == "cpu" and not restorable(scale, reach):
+        if flat.device.type == "cpu" and not finite(scale):
             return None
         return codes, scale, low
 

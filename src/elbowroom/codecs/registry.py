@@ -67,5 +67,6 @@ def field_names(cls: type[Codec]) -> list[str]:
 
 
 def nearest(name: str, known: list[str]) -> str:
+    """What to add to an error: the known name that was perhaps meant."""
     near = get_close_matches(name, known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

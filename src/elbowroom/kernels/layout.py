@@ -12,6 +12,8 @@ Other numbers of levels take the width of the next power of two. 3 levels cost 1
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 TILE = 2048
 GROUP_SIZES = (32, 64, 128, 256)
 RADIX = {3: 5, 5: 3, 6: 3}  # levels -> codes in a byte, written in base `levels`
@@ -58,5 +60,11 @@ def groups(numel: int, group_size: int) -> int:
 
 def packed_nbytes(levels: int, numel: int) -> int:
     """Bytes of all packed codes of a flat tensor of `numel` elements."""
-    full, rest = divmod(numel, TILE)
+    full, rest = numel // TILE, numel % TILE  # not divmod: torch.compile passes a symbolic integer
     return full * codes_nbytes(levels, TILE) + codes_nbytes(levels, rest)
+
+
+def check_payload(payload: Tensor, nbytes: int) -> None:
+    """Raise ValueError unless a payload of variable size has the bytes that its bitmap calls for."""
+    if payload.numel() != nbytes:
+        raise ValueError(f"expected {nbytes} bytes of payload, as the bitmap says; got {payload.numel()}")

@@ -78,7 +78,7 @@ class _Block:
     __slots__ = ("address", "idle", "memory")
 
     def __init__(self, nbytes: int) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.address = self.memory.untyped_storage()._cdata
         self.idle = _use_count(self.address)
 

@@ -36,8 +36,15 @@ TOLERANT: dict[str, tuple[tuple[int, str], ...]] = {
     **dict.fromkeys(("gelu", "silu"), _CONV),
     "scaled_dot_product_attention": ((0, "query"), (1, "key"), (2, "value")),
 }
+_RUNNING = ((1, "running_mean"), (2, "running_var"))
+BUFFERS = dict.fromkeys(("batch_norm", "instance_norm"), _RUNNING)  # saved, but the module's own
 MASKED_OUTPUT = ("relu", "relu_")  # they save their output, and read only where it is positive
 MASKED_INPUT = ("leaky_relu",)  # saves its input, and reads only where it is positive
+_RESHAPES = (
+    *("ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Alias", "Expand", "Unsqueeze", "Squeeze"),
+    *("TBackward", "Transpose", "Permute"),
+)
+_MOST_RESHAPES = 8
 
 
 class Call:
@@ -103,12 +110,32 @@ def need_of(x: Tensor, call: Call | None) -> tuple[Need, str]:
 
 
 def _is(x: Tensor, argument: Any) -> bool:
-    """Whether x is this argument: the same storage, or the copy that autocast made of it."""
+    """Whether x is this argument: the same memory, or what the op made of it before its own work (a cast, a reshape)."""
     if not isinstance(argument, Tensor):
         return False
     if type(argument) is Tensor and argument.layout is torch.strided and x.data_ptr() == argument.data_ptr():
         return True
-    return torch.is_autocast_enabled(x.device.type) and x.dtype is not argument.dtype and x.shape == argument.shape
+    if x.grad_fn is None:
+        autocast = torch.is_autocast_enabled(x.device.type)
+        return autocast and x.dtype is not argument.dtype and x.shape == argument.shape
+    return argument.grad_fn is not None and _is_reshaped(x, argument)
+
+
+def _is_reshaped(x: Tensor, argument: Tensor) -> bool:
+    """Whether the graph has only casts, copies and reshapes between argument and x."""
+    node, output = x.grad_fn, x.output_nr
+    for _ in range(_MOST_RESHAPES):
+        if node is argument.grad_fn and output == argument.output_nr:
+            return True
+        if node is None or not node.name().startswith(_RESHAPES):
+            return False
+        node, output = node.next_functions[0]
+    return False
+
+
+def is_buffer(x: Tensor, call: Call | None) -> bool:
+    """Whether x is a running statistic: the module's, as its parameters are."""
+    return call is not None and any(_is(x, call.arg(*buffer)) for buffer in BUFFERS.get(call.name, ()))
 
 
 def is_argument(x: Tensor, call: Call | None) -> bool:
@@ -160,7 +187,7 @@ def _embedding_facts(call: Call) -> Facts:
 def _label_facts(call: Call) -> Facts:
     """Class numbers, and ignore_index, which may be negative."""
     classes = call.arg(0, "input").shape
-    ignore = int(call.kwargs.get("ignore_index", -100))
+    ignore = int(call.arg(4, "ignore_index", -100))
     return Facts(smallest=min(0, ignore), largest=max(classes[1 if len(classes) > 1 else 0] - 1, ignore))
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from elbowroom.errors import CodecError, ElbowroomError, RestoreError
 from elbowroom.plan import Action, Encode, Keep, Need, Policy, Rebuild, Rebuildable, Site
-from elbowroom.runtime.consumers import Call, Consumers, facts_of, is_argument, need_of
+from elbowroom.runtime.consumers import Call, Consumers, facts_of, is_argument, is_buffer, need_of
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
-from elbowroom.runtime.identity import Identity, dense_base, is_parameter, untouchable
+from elbowroom.runtime.identity import Identity, dense_base, is_made_of_parameters, is_parameter, untouchable
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.modules import ModuleStack
 from elbowroom.runtime.perform import mask_bits, perform
@@ -58,7 +58,12 @@ class Saving:
         self._modules = ModuleStack()
         self._consumers = Consumers(self._finished)
         self._modules.open()
-        self._hooks.__enter__()
+        try:
+            self._hooks.__enter__()
+        except BaseException:  # hooks are disabled here: inside torch.func, for one
+            self._modules.close()
+            self._hooks = self._modules = self._consumers = None
+            raise
         self._consumers.__enter__()
         return self
 
@@ -77,11 +82,15 @@ class Saving:
         """From now on use `policy`; encode what was kept so far and may carry an error, where the policy says so."""
         for slot in self._identity.slots():
             kept = slot.value
-            if isinstance(kept, KeepHandle) and slot.sites and not slot.pinned and slot.only_needs(Need.LOSSY):
-                action = policy(slot.sites[-1])
-                if isinstance(action, Encode):
-                    seed = self.context.next_seed()
-                    slot.hold(perform(action, kept.restore(), Need.LOSSY, None, seed))
+            if not isinstance(kept, KeepHandle) or not slot.sites or slot.pinned or kept.was_changed:
+                continue
+            # An op served by what was kept already left no site: ask for the most that any of them may need.
+            action = policy(replace(slot.sites[-1], need=Need.LOSSY))
+            if isinstance(action, Encode):
+                base = kept.restore()
+                if slot.mask_of:
+                    slot.hold_bits(mask_bits(base, slot.mask_of))
+                slot.hold(perform(action, base, Need.LOSSY, None, self.context.next_seed()))
 
     def drop_everything(self) -> None:
         """Let go of all that was decided on. The graph is useless after it; only the count goes on."""
@@ -103,15 +112,15 @@ class Saving:
             entry = self.ledger.open(self._module, self._consumer, str(x.dtype), storage_nbytes(x))
             return Lone(KeepHandle(x, why), entry)
         slot = self._identity.slot(x)
-        if slot is None:
-            if is_parameter(x):
-                return KeepHandle(x, "a parameter")
-            slot = self._new_slot(x)
         call = None if self._consumers is None else self._consumers.call
+        if slot is None:
+            if is_parameter(x) or is_buffer(x, call):
+                return KeepHandle(x, "a parameter or buffer")
+            slot = self._new_slot(x)
         need, why = need_of(x, call)
-        slot.asked_exact |= need is Need.EXACT
         if not slot.serves(need):
             self._serve(slot, x, call, need, why)
+        slot.promise(need, self._consumer)
         if call is not None:
             call.note_saved(slot, x)
         return View(slot, x, need)
@@ -129,9 +138,8 @@ class Saving:
         ready = None if origin is None or origin.recipe is None else origin.recipe.ready()
         site = self._site(slot, x, call, need, why, ready)
         key = (site.module, site.consumer, site.shape, site.dtype)
-        base = dense_base(x)
-        whole = x if base is None else base
-        left_alone = left_alone_because(x, site, call, self.min_nbytes, is_window=base is None)
+        whole = slot.base.on(x)
+        left_alone = left_alone_because(x, site, call, self.min_nbytes, is_window=dense_base(x) is None)
         if not left_alone and self.context.keeps(key):
             left_alone = "somebody else held it until backward"
         if not left_alone:
@@ -141,7 +149,7 @@ class Saving:
         seed = self.context.next_seed() if isinstance(action, Encode) else 0
         try:
             if need is Need.MASK and isinstance(action, Encode):
-                slot.hold_bits(mask_bits(action, whole, site.consumer))
+                slot.hold_bits(mask_bits(whole, site.consumer))
                 return
             handle = perform(action, whole, need, ready, seed, lambda: self.context.learn_keep(key))
         except CodecError as error:
@@ -190,6 +198,8 @@ def left_alone_because(x: Tensor, site: Site, call: Call | None, min_nbytes: int
         return "small"
     if is_window:
         return "a window onto a larger storage"
+    if is_made_of_parameters(x):
+        return "made of parameters only"
     if x.grad_fn is None and x.dtype is not torch.bool and (site.need is Need.LOSSY or is_argument(x, call)):
         return "an input: its owner holds it"
     return ""

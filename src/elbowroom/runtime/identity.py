@@ -2,8 +2,8 @@
 
 1. Identity is (storage, version). A tensor is packed once by every op that saves it, often as a view: all of these find
    one `Slot`. Addresses are compared under a weak reference, so that one is never taken for another that died.
-2. Parameters are left alone: leaves that require grad, whatever shares their storage, and whatever a graph makes from
-   nothing else (autocast's bf16 copy of a weight, weight_norm's product).
+2. Parameters are left alone: leaves that require grad, their views, and whatever a graph makes from nothing else
+   (autocast's bf16 copy of a weight, weight_norm's product, a pruned weight). The latter are memory, and are counted.
 3. A slot stands for a dense tensor that covers its storage: x, the base that x is a view of, or the storage as a flat
    run. A small window onto a large storage is kept: what plain autograd would do too.
 4. What an op made, and whether it has exact zeros, is remembered as an `Origin` until the context ends.
@@ -21,6 +21,8 @@ from elbowroom.runtime.weak import WeakStorage
 
 _WINDOW = 4  # a view of less than a fourth of its storage is a window
 _DEEPEST_PARAMETER_GRAPH = 16
+_PICKS = ("Embedding", "Index", "Gather", "Take")  # what these make of a parameter is data: indices chose it
+_SCALES = ("Mul", "Mv", "Vdot", "Dot")  # pruning masks and spectral_norm's vectors enter here
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -115,29 +117,38 @@ def untouchable(x: Tensor) -> str:
 
 
 def is_parameter(x: Tensor) -> bool:
-    """Whether x is a trainable leaf, a view of one, or made of nothing but trainable leaves."""
-    if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
-        return True
+    """Whether x is a parameter or another trainable leaf, or a view of one."""
+    owner = x if x._base is None else x._base
+    return isinstance(owner, nn.Parameter) or (owner.grad_fn is None and owner.requires_grad)
+
+
+def is_made_of_parameters(x: Tensor) -> bool:
+    """Whether every path of x's graph ends in a trainable leaf.
+
+    An edge to nowhere is data (a convolution of the input has one), except where it may be a constant that scales a
+    parameter of x's size: a pruning mask, or the vectors of spectral_norm.
+    """
     if x.grad_fn is None:
-        return x.requires_grad
-    return _reaches_only_parameters(x.grad_fn)
-
-
-def _reaches_only_parameters(node: torch.autograd.graph.Node) -> bool:
-    """Whether every path ends in an AccumulateGrad. An edge to nowhere is data: a convolution of the input has one."""
-    waiting, seen = [node], 0
+        return False
+    waiting, seen, scaled, sizes = [x.grad_fn], 0, False, set()
     while waiting:
         node = waiting.pop()
         seen += 1
         if seen > _DEEPEST_PARAMETER_GRAPH:
             return False
-        if node.name() == "torch::autograd::AccumulateGrad":
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            sizes.add(node.variable.numel())  # type: ignore[attr-defined]
             continue
-        edges = node.next_functions
-        if not edges or any(below is None for below, _ in edges):
+        edges = [below for below, _ in node.next_functions if below is not None]
+        if not edges or name.startswith(_PICKS):
             return False
-        waiting += [below for below, _ in edges if below is not None]
-    return True
+        if len(edges) < len(node.next_functions):
+            if not name.startswith(_SCALES):
+                return False
+            scaled = True
+        waiting += edges
+    return not scaled or x.numel() in sizes
 
 
 def dense_base(x: Tensor) -> Tensor | None:

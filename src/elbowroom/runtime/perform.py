@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from elbowroom.codecs import BitMask, Facts
 from elbowroom.plan import Action, Encode, Keep, Need, Rebuild
 from elbowroom.runtime.consumers import MASKED_OUTPUT
 from elbowroom.runtime.handles import EncodeHandle, Handle, KeepHandle, RebuildHandle
@@ -31,10 +32,12 @@ def perform(
             return RebuildHandle(ready, base)
 
 
-def mask_bits(action: Encode, base: Tensor, consumer: str) -> Tensor:
-    """Where `base` is positive, one bit an element. ReLU's output is never negative, so there != 0 says it too.
+def mask_bits(base: Tensor, consumer: str) -> Tensor:
+    """Where `base` is positive, one bit an element, whatever the codec: only a bit is needed, and it is exact.
+
+    ReLU's output is never negative, so there != 0 says it too.
 
     (A NaN counts as positive for ReLU, whose backward lets its gradient pass, and not for leaky_relu, which scales it.)
     """
     x = base if consumer in MASKED_OUTPUT else base > 0
-    return action.codec.encode(x, facts=action.facts).buffers[0]
+    return BitMask().encode(x, facts=Facts(value=1.0)).buffers[0]

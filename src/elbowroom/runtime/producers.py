@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,57 +11,76 @@ from torch.nn import functional as F
 
 from elbowroom.kernels import ops
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.handles.keep import version_of
-from elbowroom.runtime.identity import Identity, Origin
-from elbowroom.runtime.recipes import Affine, Op, Recipe
-from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.handles.keep import storage_nbytes, version_of
+from elbowroom.runtime.identity import Identity, Origin, untouchable
+from elbowroom.runtime.recipes import Affine, Op, Recipe, same_order
+from elbowroom.runtime.slot import Geometry, Slot
 
 
 def note_origin(call: Call, out: Any, identity: Identity) -> None:
     """If the op that has just ended can run again, remember how, under its output's identity."""
     maker = _MAKERS.get(call.name)
-    if maker is None or not isinstance(out, Tensor) or not out.requires_grad or type(out) is not Tensor:
+    if maker is None or not isinstance(out, Tensor) or not out.requires_grad or not out.numel():
         return
-    if not torch.ops.aten.is_non_overlapping_and_dense(out) or out.storage_offset():
+    x = call.arg(0, "input")
+    if untouchable(out) or not isinstance(x, Tensor) or untouchable(x):
         return
+    if out.numel() * out.element_size() != storage_nbytes(out) or not torch.ops.aten.is_non_overlapping_and_dense(out):
+        return
+    if version_of(out) == call.version and out.untyped_storage()._cdata == x.untyped_storage()._cdata:
+        return  # nothing was done: dropout in eval mode gives its input back
     origin = maker(call, out, identity)
     if origin is not None:
         identity.made(out, origin)
 
 
-def _source(call: Call, identity: Identity) -> Slot | Recipe | None:
-    """What the op can be run on again: its input as it saved it, the recipe of its input, or what an earlier op saved."""
+def _source(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geometry]:
+    """What the op can be run on again, and where in it the op's input lies.
+
+    It is the input as the op saved it, the recipe of its input, or what an earlier op saved.
+    """
     x = call.arg(0, "input")
+    seen = Geometry.of(x)
     held = identity.slot(x) if version_of(x) == call.version else None
     if held is not None and held in call.saved and held.value is not None:
-        return held
+        return held, seen
     copies = [slot for slot in call.saved if slot.base.shape == tuple(x.shape) and slot.dtype is not x.dtype]
     if copies and torch.is_autocast_enabled(x.device.type):
-        return copies[0]
+        return copies[0], copies[0].base
     origin = identity.origin(x, call.version)
     if origin is not None and origin.recipe is not None:
-        return origin.recipe
-    return held if held is not None and held.value is not None else None
+        return origin.recipe, seen
+    return (held if held is not None and held.value is not None else None), seen
 
 
 def _make(call: Call, out: Tensor, identity: Identity, op: Op | None, *, has_zeros: bool = False) -> Origin:
-    source = None if op is None else _source(call, identity)
     recipe = None
-    if op is not None and source is not None:
-        recipe = Recipe.of(op, source, identity.slot(out))
+    if op is not None:
+        source, seen = _source(call, identity)
+        if source is not None:
+            recipe = Recipe.of(_in_order(op, seen, out), source, seen, out, identity.slot(out))
     return Origin(call.name, has_zeros, recipe)
 
 
+def _in_order(op: Op, seen: Geometry, out: Tensor) -> Op:
+    """Without its lossy form, if that goes by memory order and the output's is not the input's."""
+    by_order = op.needs_bits or op.affine is not None
+    return replace(op, lossy=None) if by_order and not same_order(seen.shape, seen.stride, out.stride()) else op
+
+
 def _relu(call: Call, out: Tensor, identity: Identity) -> Origin:
-    source = _source(call, identity)
-    if isinstance(source, Recipe) and source.op.affine is not None:
-        op, source = _relu_of_affine(source.op, source.op.affine), source.source
-    else:
-        op = Op(lambda x, private: x.relu_() if private else x.relu(), _masked, needs_bits=True)
-    if isinstance(source, weakref.ref):
-        source = source()
-    recipe = None if source is None else Recipe.of(op, source, identity.slot(out))
-    return Origin(call.name, has_zeros=True, recipe=recipe)
+    source, seen = _source(call, identity)
+    if isinstance(source, Recipe) and source.op.affine is not None and seen == source.made:
+        op = _relu_of_affine(source.op, source.op.affine)
+        norm, source = source, source.source
+        if isinstance(source, weakref.ref):
+            source = source()
+        recipe = source and Recipe.of(
+            _in_order(op, norm.seen, out), source, norm.seen, out, identity.slot(out), norm.versions
+        )
+        return Origin(call.name, has_zeros=True, recipe=recipe)
+    op = Op(lambda x, private: x.relu_() if private else x.relu(), _masked, needs_bits=True)
+    return _make(call, out, identity, op, has_zeros=True)
 
 
 def _relu_of_affine(below: Op, affine: Callable[[], Affine]) -> Op:
@@ -109,8 +129,8 @@ def _dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 
 def _layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
-    shape, weight, bias = call.arg(1, "normalized_shape"), call.arg(2, "weight"), call.arg(3, "bias")
-    eps = call.arg(4, "eps", 1e-5)
+    shape, eps = call.arg(1, "normalized_shape"), call.arg(4, "eps", 1e-5)
+    weight, bias = _as_now(call.arg(2, "weight")), _as_now(call.arg(3, "bias"))
     statistics = _statistics(call, 2)
     lossy: Callable[[Tensor, Tensor | None], Tensor] | None = None
     if statistics is not None:
@@ -127,8 +147,8 @@ def _layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
 
 
 def _group_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
-    x, groups, weight, bias = call.arg(0, "input"), call.arg(1, "num_groups"), call.arg(2, "weight"), call.arg(3, "bias")
-    eps = call.arg(4, "eps", 1e-5)
+    x, groups, eps = call.arg(0, "input"), call.arg(1, "num_groups"), call.arg(4, "eps", 1e-5)
+    weight, bias = _as_now(call.arg(2, "weight")), _as_now(call.arg(3, "bias"))
     statistics = _statistics(call, 2)
     affine: Callable[[], Affine] | None = None
     if statistics is not None and x.is_contiguous():
@@ -151,7 +171,7 @@ def _group_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
 def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     if call.func is not F.batch_norm:
         return None
-    x, weight, bias = call.arg(0, "input"), call.arg(3, "weight"), call.arg(4, "bias")
+    x, weight, bias = call.arg(0, "input"), _as_now(call.arg(3, "weight")), _as_now(call.arg(4, "bias"))
     training, eps = call.arg(5, "training", False), call.arg(7, "eps", 1e-5)
     if training:
         statistics = _statistics(call, 2)
@@ -199,8 +219,13 @@ def flat_of(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
+def _as_now(parameter: Tensor | None) -> Tensor | None:
+    """A parameter's memory of this moment: `p.data = other` before backward does not reach it."""
+    return None if parameter is None else parameter.detach()
+
+
 def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(tensor.detach() for tensor in tensors if tensor is not None)
+    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 _MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {

@@ -21,10 +21,12 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from elbowroom.errors import RestoreError
 from elbowroom.runtime.handles.keep import check_version, version_of
-from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.slot import Geometry, Slot
 
 Affine = tuple[Tensor, Tensor, int]  # scale [C], shift [C], how many neighbours share a channel
 _DEEPEST = 4  # ops in a chain: all of them run at every restore
@@ -52,21 +54,38 @@ class Op:
 
 @dataclass(frozen=True)
 class Recipe:
-    """op(source): the source is a saved tensor, or the output of another recipe. `output`: where its own bits lie."""
+    """op(source): the source is a saved tensor, or the output of another recipe.
+
+    seen      where in the source the op's input lies: any view of it
+    made      the geometry of what comes out: dense, a whole storage
+    output    where its own bits lie
+    versions  of the fixed parameters when the op ran
+    """
 
     op: Op
     source: "weakref.ref[Slot] | Recipe"
+    seen: Geometry
+    made: Geometry
     output: "weakref.ref[Slot] | None"
     versions: tuple[int, ...]
 
     @classmethod
-    def of(cls, op: Op, source: "Slot | Recipe", output: Slot | None) -> "Recipe | None":
+    def of(
+        cls,
+        op: Op,
+        source: "Slot | Recipe",
+        seen: Geometry,
+        out: Tensor,
+        output: Slot | None,
+        versions: tuple[int, ...] | None = None,
+    ) -> "Recipe | None":
         """None if the chain would be too long."""
         if isinstance(source, Recipe) and source.depth >= _DEEPEST:
             return None
         link = source if isinstance(source, Recipe) else weakref.ref(source)
-        versions = tuple(version_of(tensor) for tensor in op.fixed)
-        return cls(op, link, None if output is None else weakref.ref(output), versions)
+        if versions is None:
+            versions = tuple(version_of(tensor) for tensor in op.fixed)
+        return cls(op, link, seen, Geometry.of(out), None if output is None else weakref.ref(output), versions)
 
     @property
     def depth(self) -> int:
@@ -82,7 +101,7 @@ class Recipe:
             return None
         output = None if self.output is None else self.output()
         bits = output.bits if output is not None and self.op.needs_bits else None
-        ready = Ready(self.op, source, self.versions, bits, noise)
+        ready = Ready(self.op, source, self.seen, self.made, self.versions, bits, noise)
         return ready if ready.exact or ready.works_lossy else None
 
 
@@ -92,6 +111,8 @@ class Ready:
 
     op: Op
     source: "Slot | Ready"
+    seen: Geometry
+    made: Geometry
     versions: tuple[int, ...]
     bits: Tensor | None
     noise: Slot | None
@@ -111,25 +132,55 @@ class Ready:
 
     def pin(self) -> None:
         """From now on the source must stay exact."""
-        if isinstance(self.source, Ready):
-            self.source.pin()
-        else:
-            self.source.pinned = True
+        self.source.pin()
 
     def make(self) -> Tensor:
-        """The output, in memory that the caller may overwrite."""
+        """The output with the geometry `made`, in memory that the caller may overwrite."""
         for tensor, version in zip(self.op.fixed, self.versions, strict=True):
             check_version(tensor, version)
+            if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
+                raise RestoreError(
+                    f"rebuilding needs a parameter of shape {tuple(tensor.shape)} whose memory was freed after forward "
+                    "(FSDP does so); use er.saving(..., rebuild=False)."
+                )
+        out = self._run()
+        if out.shape != self.made.shape:
+            raise RestoreError(
+                f"rebuilding gave shape {tuple(out.shape)} where {self.made.shape} was saved. "
+                "Please report it; er.saving(..., rebuild=False) avoids it."
+            )
+        if not same_order(self.made.shape, out.stride(), self.made.stride):
+            out = torch.empty_strided(self.made.shape, self.made.stride, dtype=out.dtype, device=out.device).copy_(out)
+        return out
+
+    def _run(self) -> Tensor:
         exact = self.exact
         if isinstance(self.source, Ready):
-            x, private = self.source.make(), True
+            x, private, base = self.source.make(), True, self.source.made
         else:
-            private = not exact
+            private, base = not exact, self.source.base
             x = self.source.restore_value(private=private)
+        if self.seen != base:
+            x = x.as_strided(self.seen.shape, self.seen.stride, self.seen.offset - base.offset + x.storage_offset())
+            if not torch.ops.aten.is_non_overlapping_and_dense(x):
+                # The very op on the very strides, for the same bits; but a copy of ours where the op overwrites.
+                x, private = (x, False) if exact else (x.contiguous(), True)
         if self.noise is not None:
-            noise = self.noise.restore_value()
+            noise = self._noise_like(x)
             return x.mul_(noise) if private else x * noise
         if exact:
             return self.op.exact(x, private)
         assert self.op.lossy is not None
         return self.op.lossy(x, self.bits)
+
+    def _noise_like(self, x: Tensor) -> Tensor:
+        assert self.noise is not None
+        noise = self.noise.restore_value()
+        if noise.shape != x.shape:
+            raise RestoreError("dropout's factor has another shape than its input; use er.saving(..., rebuild=False)")
+        return noise
+
+
+def same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether two strides order the elements of a shape alike (those of a length 1 do not matter)."""
+    return one == other or all(a == b for a, b, length in zip(one, other, shape, strict=True) if length > 1)

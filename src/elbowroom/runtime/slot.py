@@ -30,11 +30,15 @@ class Geometry:
     def of(cls, x: Tensor) -> "Geometry":
         return cls(tuple(x.shape), x.stride(), x.storage_offset())
 
+    def on(self, x: Tensor) -> Tensor:
+        """The tensor of this geometry on x's storage: x itself, if it has it."""
+        return x if Geometry.of(x) == self else x.detach().as_strided(self.shape, self.stride, self.offset)
+
 
 class Slot:
     """What is held for one storage at one version."""
 
-    __slots__ = ("__weakref__", "asked_exact", "base", "bits", "dtype", "entry", "pinned", "sites", "value")
+    __slots__ = ("__weakref__", "asked_exact", "base", "bits", "dtype", "entry", "mask_of", "pinned", "sites", "value")
 
     def __init__(self, base: Tensor, entry: Entry) -> None:
         self.base = Geometry.of(base)
@@ -43,6 +47,7 @@ class Slot:
         self.value: Handle | None = None
         self.bits: Tensor | None = None
         self.asked_exact = False
+        self.mask_of = ""  # the op that asked for the mask, if one did
         self.pinned = False  # must stay exact: something exact is rebuilt from it
         self.sites: list[Site] = []  # what was decided on; empty for what is left alone whatever the policy
 
@@ -59,9 +64,20 @@ class Slot:
             return self.bits is not None or self.exact
         return self.value is not None if need is Need.LOSSY else self.exact
 
-    def only_needs(self, need: Need) -> bool:
-        """Whether no op that saved it asked for more."""
-        return all(site.need in (need, Need.MASK) for site in self.sites) and not self.asked_exact
+    def promise(self, need: Need, consumer: str) -> None:
+        """Remember what an op was promised: it must hold however tight it becomes later."""
+        self.asked_exact |= need is Need.EXACT
+        if need is Need.MASK and (self.bits is not None or isinstance(self.value, KeepHandle)):
+            self.mask_of = consumer
+        elif need is not Need.LOSSY:
+            self.pin()
+
+    def pin(self) -> None:
+        """From now on the value must stay exact, and so must whatever it is rebuilt from."""
+        self.pinned = True
+        pin_sources = getattr(self.value, "pin", None)
+        if pin_sources is not None:
+            pin_sources()
 
     def hold(self, value: Handle) -> None:
         """Take a value, in place of one that is there. Bits that it brings along replace ours."""

@@ -5,7 +5,8 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from elbowroom.kernels.numba.device import CHUNK, TILE, f32, from_float, i32, jit, to_float
+from elbowroom.kernels.numba.bits import blank, unpack_flags
+from elbowroom.kernels.numba.device import CHUNK, TILE, f32, from_float, jit, to_float
 from elbowroom.kernels.numba.launch import parallel, words
 
 
@@ -24,20 +25,6 @@ def scale_run(values, scale, shift):
 def scale_each(values, scale, shift):
     for o in range(values.shape[0]):
         values[o] = values[o] * scale[o] + shift[o]
-
-
-@jit
-def blank(values, bits):
-    """values [n] <- +0 where a bit is not set: an `and` with all ones or all zeros, which is a vector instruction."""
-    words = values.view(np.int32)
-    whole = words.shape[0] // 8
-    for o in range(whole):
-        eight = words[8 * o : 8 * o + 8]
-        b = i32(bits[o])
-        for k in range(8):
-            eight[k] &= i32(0) - ((b >> i32(k)) & i32(1))
-    for o in range(8 * whole, words.shape[0]):
-        words[o] &= i32(0) - ((i32(bits[o >> 3]) >> i32(o & 7)) & i32(1))
 
 
 @jit
@@ -65,11 +52,12 @@ def _affine(x, kind, scale, shift, inner, bits, masked):
     N = x.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
-        b_x = np.empty(TILE, f32)
+        b_x, b_flag = np.empty(TILE, f32), np.empty(TILE, np.int8)
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
             values = to_float(x[first:last], kind, b_x[: last - first])
             channels(values, first, inner, scale, shift)
             if masked:
-                blank(values, bits[first // 8 : (last + 7) // 8])
+                unpack_flags(bits[first // 8 : (last + 7) // 8], b_flag)
+                blank(values, b_flag)
             from_float(values, kind, x[first:last])

@@ -10,7 +10,7 @@ from torch import Tensor
 from elbowroom.kernels.numba.device import CHUNK, TILE, i32, jit, u8
 from elbowroom.kernels.numba.launch import parallel
 
-_UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def pack_bits(x: Tensor) -> Tensor:
@@ -21,34 +21,35 @@ def pack_bits(x: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, value: float, out: Tensor) -> None:
-    words = _UNSIGNED[out.element_size()]
+    words = _WORDS[out.element_size()]
     one = torch.full((1,), value, dtype=out.dtype).view(words).numpy()[0]
     _unpack(bits.numpy(), one, out.view(words).numpy())
 
 
 def _magnitudes(x: Tensor) -> tuple[np.ndarray[Any, Any], Any]:
     """x as integers, and a mask that drops the sign of a float, so that -0.0 is zero."""
-    words = x.view(_UNSIGNED[x.element_size()]).numpy()
+    words = x.view(_WORDS[x.element_size()]).numpy()
     if x.is_floating_point():
-        return words, words.dtype.type(torch.iinfo(_UNSIGNED[x.element_size()]).max)
-    return words, words.dtype.type(255 if x.element_size() == 1 else -1)
+        return words, words.dtype.type(torch.iinfo(_WORDS[x.element_size()]).max)
+    return words, words.dtype.type(-1)
+
+
+_GATHER = np.uint64(0x0102040810204080)  # times eight bytes of 0 or 1: their bits, in order, in the top byte
+_SPREAD = np.array(  # a byte of bits -> eight bytes of 0x00 or 0xFF, in order
+    [sum(0xFF << (8 * k) for k in range(8) if byte >> k & 1) for byte in range(256)], dtype=np.uint64
+)
 
 
 @jit
-def pack_flags(x, mask, bits):
-    """bits [ceil(n / 8)] <- x [n] & mask != 0"""
-    whole = x.shape[0] // 8
-    for o in range(whole):
-        eight = x[8 * o : 8 * o + 8]
-        b = u8(0)
-        for k in range(8):
-            b |= u8((eight[k] & mask) != 0) << u8(k)
-        bits[o] = b
-    if bits.shape[0] > whole:
-        b = u8(0)
-        for k in range(x.shape[0] - 8 * whole):
-            b |= u8((x[8 * whole + k] & mask) != 0) << u8(k)
-        bits[whole] = b
+def pack_flags(x, mask, bits, spare):
+    """bits [ceil(n / 8)] <- x [n] & mask != 0, through spare [>= n rounded up to 8] uint8."""
+    n = x.shape[0]
+    for o in range(n):
+        spare[o] = (x[o] & mask) != 0
+    spare[n : 8 * bits.shape[0]] = 0
+    eights = spare.view(np.uint64)
+    for o in range(bits.shape[0]):
+        bits[o] = u8((eights[o] * _GATHER) >> np.uint64(56))
 
 
 @parallel
@@ -56,21 +57,26 @@ def _pack(x, mask, bits):
     N = x.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
-        first, last = i_c * CHUNK * TILE, min((i_c + 1) * CHUNK * TILE, N)
-        pack_flags(x[first:last], mask, bits[first // 8 : (last + 7) // 8])
+        b_flag = np.empty(TILE, u8)
+        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
+            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
+            pack_flags(x[first:last], mask, bits[first // 8 : (last + 7) // 8], b_flag)
 
 
 @jit
-def unpack_flags(bits, one, out):
-    whole = out.shape[0] // 8
-    zero = one ^ one
-    for o in range(whole):
-        eight = out[8 * o : 8 * o + 8]
-        b = bits[o]
-        for k in range(8):
-            eight[k] = one if (b >> u8(k)) & u8(1) else zero
-    for o in range(8 * whole, out.shape[0]):
-        out[o] = one if (bits[o >> 3] >> u8(o & 7)) & u8(1) else zero
+def unpack_flags(bits, flags):
+    """flags [8 * bytes] int8 <- -1 where a bit is set, 0 elsewhere: a mask of any width after sign extension."""
+    eights = flags.view(np.uint64)
+    for o in range(bits.shape[0]):
+        eights[o] = _SPREAD[bits[o]]
+
+
+@jit
+def blank(values, flags):
+    """values [n] <- +0 where flags [n] int8 is 0; elsewhere it is -1."""
+    words = values.view(np.int32)
+    for o in range(words.shape[0]):
+        words[o] &= i32(flags[o])
 
 
 @parallel
@@ -78,8 +84,13 @@ def _unpack(bits, one, out):
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
-        first, last = i_c * CHUNK * TILE, min((i_c + 1) * CHUNK * TILE, N)
-        unpack_flags(bits[first // 8 : (last + 7) // 8], one, out[first:last])
+        b_flag = np.empty(TILE, np.int8)
+        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
+            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
+            unpack_flags(bits[first // 8 : (last + 7) // 8], b_flag)
+            part = out[first:last]
+            for o in range(part.shape[0]):
+                part[o] = one & b_flag[o]
 
 
 def tile_counts(bits: Tensor, tiles: int) -> Tensor:

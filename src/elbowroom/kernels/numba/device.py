@@ -8,7 +8,7 @@ Slices, not offsets: numba checks an index that may be negative, and that check 
 import numba
 import numpy as np
 
-u8, u16, u32, i32, i64, f32 = np.uint8, np.uint16, np.uint32, np.int32, np.int64, np.float32
+u8, u16, u32, u64, i32, f32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.float32
 
 TILE = 2048
 SLACK = 16  # codes are packed in whole bytes: up to 7 elements beyond the last are read and written
@@ -146,6 +146,16 @@ def from_float(values, kind, out):
     elif kind == 2:
         for o in range(out.shape[0]):
             out[o] = half_nearest(values[o])
+
+
+@jit
+def from_restored(values, kind, out):
+    """`from_float`, but where float16's range ends, its largest number is stored, not Inf."""
+    from_float(values, kind, out)
+    if kind == 2:
+        for o in range(out.shape[0]):
+            word = i32(out[o])
+            out[o] = word - i32((word & i32(0x7FFF)) == i32(0x7C00))
 
 
 @jit

@@ -21,7 +21,7 @@ from elbowroom.kernels.numba.device import (
     extremes,
     f32,
     finite,
-    from_float,
+    from_restored,
     i32,
     inverse,
     jit,
@@ -128,4 +128,4 @@ def _dequantize(codes, ranges, bounds, seed_low, seed_high, levels, S, out, kind
             grid(ranges[start // S : start // S + (n + S - 1) // S], bounds[i_t], levels, b_low, b_step)
             values = target(out[start : start + n], kind, b_x[:n])
             dequantize(b_code, b_u, S, b_low, b_step, values)
-            from_float(values, kind, out[start : start + n])
+            from_restored(values, kind, out[start : start + n])

@@ -16,7 +16,7 @@ from elbowroom.kernels.numba.device import (
     bf16_directed,
     bf16_value,
     f32,
-    from_float,
+    from_restored,
     i32,
     inverse,
     jit,
@@ -112,4 +112,4 @@ def _dequantize(codes, scales, table, S, out, kind):
                 first, last = i_g * S, min(i_g * S + S, n)
                 scale = bf16_value(scales[start // S + i_g])
                 dequantize_fp8(codes[start + first : start + last], table, scale, values[first:last])
-            from_float(values, kind, out[start : start + n])
+            from_restored(values, kind, out[start : start + n])

@@ -19,7 +19,7 @@ from elbowroom.kernels.numba.device import (
     extremes,
     f32,
     finite,
-    from_float,
+    from_restored,
     i32,
     inverse,
     jit,
@@ -101,4 +101,4 @@ def _dequantize(codes, scales, lows, levels, S, out, kind):
                 b_low[i_g], b_step[i_g] = bf16_value(lows[start // S + i_g]), bf16_value(scales[start // S + i_g])
             values = target(out[start : start + n], kind, b_x[:n])
             dequantize(b_code, b_zero, S, b_low, b_step, values)
-            from_float(values, kind, out[start : start + n])
+            from_restored(values, kind, out[start : start + n])

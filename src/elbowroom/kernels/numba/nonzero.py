@@ -8,8 +8,8 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from elbowroom.kernels.layout import tiles
-from elbowroom.kernels.numba.bits import count, pack_bits, tile_counts
+from elbowroom.kernels.layout import check_payload, tiles
+from elbowroom.kernels.numba.bits import blank, count, pack_bits, tile_counts, unpack_flags
 from elbowroom.kernels.numba.device import (
     CHUNK,
     SLACK,
@@ -19,7 +19,7 @@ from elbowroom.kernels.numba.device import (
     draw,
     extremes,
     f32,
-    from_float,
+    from_restored,
     i32,
     jit,
     pack,
@@ -28,6 +28,7 @@ from elbowroom.kernels.numba.device import (
     tile_key,
     to_float,
     u8,
+    u64,
     unpack,
 )
 from elbowroom.kernels.numba.dither import grid, ranges_of
@@ -48,6 +49,7 @@ def nonzero_dequantize(
     bits: Tensor, payload: Tensor, bounds: Tensor, seed: int, levels: int, group_size: int, out: Tensor
 ) -> None:
     starts = _starts(bits, out.numel(), levels, group_size)
+    check_payload(payload, int(starts[-1]))
     source = bits.numpy(), starts.numpy(), payload.numpy(), patterns(bounds)
     tiniest = np.float32(max(2.0**-126, torch.finfo(out.dtype).tiny))
     _dequantize(*source, *split_seed(seed), levels, group_size, tiniest, *words(out))
@@ -79,15 +81,41 @@ def compact(values, kept):
 
 
 @jit
-def expand(kept, bits, tiniest, values):
-    """values [n] <- kept where a bit is set (never 0 there), exact zeros elsewhere."""
-    place = 0
-    for o in range(values.shape[0]):
-        flag = (bits[o >> 3] >> u8(o & 7)) & u8(1)
-        value = kept[place]
-        value = tiniest if abs(value) < tiniest else value
-        values[o] = value if flag else f32(0)
-        place += flag
+def lift(kept, tiniest):
+    """A decoded value that came out as (nearly) 0 becomes the smallest positive number: zeros are the bitmap's."""
+    for o in range(kept.shape[0]):
+        kept[o] = tiniest if abs(kept[o]) < tiniest else kept[o]
+
+
+_BELOW = np.array(  # a byte of bits -> in byte k of the result, how many bits are set below bit k
+    [sum((byte & ((1 << k) - 1)).bit_count() << (8 * k) for k in range(8)) for byte in range(256)],
+    dtype=np.uint64,
+)
+_COUNT = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint64)
+
+
+@jit
+def expand(kept, bits, flags, values):
+    """values [n] <- the next of kept where a bit is set, +0 elsewhere; flags [TILE] int8 is scratch.
+
+    A table gives the places of eight elements at once, so that they do not wait for each other. Zeros are put in by a
+    pass of their own: in one expression LLVM makes a branch of it, which random bits mispredict (3.1 ns an element
+    against 0.7 at density 0.5; one core, CPU with AVX-512).
+    """
+    place = u64(0)
+    whole = values.shape[0] // 8
+    for o in range(whole):
+        byte = bits[o]
+        below = _BELOW[byte]
+        eight = values[8 * o : 8 * o + 8]
+        for k in range(8):
+            eight[k] = kept[place + ((below >> u64(8 * k)) & u64(255))]
+        place += _COUNT[byte]
+    for o in range(8 * whole, values.shape[0]):
+        values[o] = kept[place]
+        place += (u64(bits[o >> 3]) >> u64(o & 7)) & u64(1)
+    unpack_flags(bits, flags)
+    blank(values, flags)
 
 
 @parallel
@@ -123,6 +151,7 @@ def _dequantize(bits, starts, payload, bounds, seed_low, seed_high, levels, S, t
         b_x, b_u, b_kept = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE + 1, f32)
         b_code = np.empty(TILE + SLACK, u8)
         b_low, b_step = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
+        b_flag = np.empty(TILE, np.int8)
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
             part = payload[starts[i_t] : starts[i_t + 1]]
@@ -134,7 +163,8 @@ def _dequantize(bits, starts, payload, bounds, seed_low, seed_high, levels, S, t
                 unpack(part[2 * G :], levels, b_code[: n + SLACK])
                 grid(part[: 2 * G].reshape(G, 2), bounds[i_t], levels, b_low, b_step)
                 dequantize(b_code, b_u, S, b_low, b_step, b_kept[:n])
+                lift(b_kept[:n], tiniest)
             b_kept[n] = f32(0)
             values = target(out[first:last], kind, b_x[: last - first])
-            expand(b_kept, flags, tiniest, values)
-            from_float(values, kind, out[first:last])
+            expand(b_kept, flags, b_flag, values)
+            from_restored(values, kind, out[first:last])

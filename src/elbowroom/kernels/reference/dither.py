@@ -18,7 +18,7 @@ from torch import Tensor
 from elbowroom.kernels.layout import TILE, groups, tiles
 from elbowroom.kernels.reference.codes import pack_codes, unpack_codes
 from elbowroom.kernels.reference.noise import uniform
-from elbowroom.kernels.reference.rounding import LARGEST, bf16_down, bf16_up, inverse, rows_of
+from elbowroom.kernels.reference.rounding import LARGEST, bf16_down, bf16_up, inverse, rows_of, store
 
 
 def dither_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +43,7 @@ def dither_dequantize(
     u = uniform(seed, 0, tiles(n), codes.device).view(-1)[:n]
     each = torch.arange(n, device=codes.device) // group_size
     q = unpack_codes(codes, n, levels).float()
-    out.copy_((low + step * 0.5)[each] + step[each] * (q - u))
+    store((low + step * 0.5)[each] + step[each] * (q - u), out)
 
 
 def grid(ranges: Tensor, bounds: Tensor, levels: int, group_size: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ gets scale = NaN and decodes to NaN throughout.
 import torch
 from torch import Tensor
 
-from elbowroom.kernels.reference.rounding import LARGEST, bf16_up, inverse, rows_of
+from elbowroom.kernels.reference.rounding import LARGEST, bf16_up, inverse, rows_of, store
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -30,4 +30,4 @@ def fp8_quantize(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
 def fp8_dequantize(codes: Tensor, scale: Tensor, group_size: int, fmt: str, out: Tensor) -> None:
     """The inverse: out [N] is written."""
     each = torch.arange(codes.numel(), device=codes.device) // group_size
-    out.copy_(codes.view(FORMATS[fmt]).float() * scale.float()[each])
+    store(codes.view(FORMATS[fmt]).float() * scale.float()[each], out)

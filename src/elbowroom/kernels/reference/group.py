@@ -14,7 +14,7 @@ from torch import Tensor
 from elbowroom.kernels.layout import tiles
 from elbowroom.kernels.reference.codes import pack_codes, unpack_codes
 from elbowroom.kernels.reference.noise import uniform
-from elbowroom.kernels.reference.rounding import LARGEST, bf16_down, bf16_up, inverse, rows_of
+from elbowroom.kernels.reference.rounding import LARGEST, bf16_down, bf16_up, inverse, rows_of, store
 
 
 def group_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,4 +36,4 @@ def group_dequantize(codes: Tensor, scale: Tensor, low: Tensor, levels: int, gro
     """The inverse: out [N] is written."""
     q = unpack_codes(codes, out.numel(), levels).float()
     each = torch.arange(out.numel(), device=codes.device) // group_size
-    out.copy_(low.float()[each] + scale.float()[each] * q)
+    store(low.float()[each] + scale.float()[each] * q, out)

@@ -11,12 +11,12 @@ each tile's payload starts is not stored: the popcount of its bitmap tells.
 import torch
 from torch import Tensor
 
-from elbowroom.kernels.layout import TILE, codes_nbytes, groups, tiles
+from elbowroom.kernels.layout import TILE, check_payload, codes_nbytes, groups, tiles
 from elbowroom.kernels.reference.bits import pack_bits, unpack_bits
 from elbowroom.kernels.reference.codes import pack_codes, unpack_codes
 from elbowroom.kernels.reference.dither import group_ranges, tile_bounds, grid
 from elbowroom.kernels.reference.noise import uniform
-from elbowroom.kernels.reference.rounding import inverse
+from elbowroom.kernels.reference.rounding import inverse, store
 
 TINIEST = 2.0**-126  # smallest normal float32 and bfloat16; float16's own is 2^-14, used where that is the dtype
 
@@ -46,9 +46,11 @@ def nonzero_dequantize(
     """The inverse: out [N] is written."""
     unpack_bits(bits, 1.0, out)
     tiniest = max(TINIEST, torch.finfo(out.dtype).tiny)
+    counts = [int((tile != 0).sum()) for tile in out.split(TILE)] if out.numel() else []
+    check_payload(payload, sum(2 * groups(n, group_size) + codes_nbytes(levels, n) for n in counts))
     start = 0
     for i, tile in enumerate(out.split(TILE) if out.numel() else ()):
-        n = int((tile != 0).sum())
+        n = counts[i]
         head = 2 * groups(n, group_size)
         size = head + codes_nbytes(levels, n)
         part, start = payload[start : start + size], start + size
@@ -58,4 +60,6 @@ def nonzero_dequantize(
         q = unpack_codes(part[head:], n, levels).float()
         values = (low + step * 0.5)[each] + step[each] * (q - u)
         values = torch.where(values.abs() < tiniest, tiniest, values)
-        tile[tile != 0] = values.to(out.dtype)  # `out` is written through its view
+        restored = torch.empty_like(values, dtype=out.dtype)
+        store(values, restored)
+        tile[tile != 0] = restored  # `out` is written through its view

@@ -34,6 +34,15 @@ def inverse(x: Tensor) -> Tensor:
     return torch.where(x < SMALLEST, torch.zeros_like(x), 1 / x)
 
 
+def store(values: Tensor, out: Tensor) -> None:
+    """out <- values, rounded to its dtype.
+
+    Where float16's range ends, its largest number is stored, not Inf: a grid over finite values may reach beyond them.
+    """
+    largest = torch.finfo(torch.float16).max
+    out.copy_(values.clamp(-largest, largest) if out.dtype is torch.float16 else values)
+
+
 def rows_of(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """x [N] -> rows [ceil(N / size), size], and a mask of the same shape that is False in the padding."""
     missing = -x.numel() % size

@@ -104,6 +104,14 @@ def store_float(p, b_x, m, KIND: tl.constexpr):
 
 
 @triton.jit
+def store_restored(p, b_x, m, KIND: tl.constexpr):
+    """`store_float`, but where float16's range ends, its largest number is stored, not Inf."""
+    if KIND == 2:
+        b_x = tl.where(b_x > 65504.0, 65504.0, tl.where(b_x < -65504.0, -65504.0, b_x))
+    store_float(p, b_x, m, KIND)
+
+
+@triton.jit
 def extremes(b_x, m_e):
     """Least and most of each group, and whether all are usable (else 0 and 0): [R, G] each."""
     m_g = tl.max((m_e & ~(tl.abs(b_x) < LARGEST)).to(tl.int32), axis=2) == 0

@@ -18,7 +18,7 @@ from elbowroom.kernels.triton.device import (
     load_float,
     pack,
     program_tiles,
-    store_float,
+    store_restored,
     tile_key,
     uniform,
     unpack,
@@ -156,4 +156,4 @@ def _dequantize(
     b_low, b_step = load_grid(p_ranges, p_bounds + 2 * i_t, o_g * S < n, n > 0, LEVELS)
     b_code = unpack(p_codes + i_t * codes_nbytes(LEVELS, TILE), n, o_e, m_e, LEVELS)
     b_x = b_low + b_step * (b_code.to(tl.float32) - uniform(b_key, o_e))
-    store_float(p_out + i_t * TILE + o_e, b_x, m_e, KIND)
+    store_restored(p_out + i_t * TILE + o_e, b_x, m_e, KIND)

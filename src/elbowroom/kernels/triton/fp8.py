@@ -22,7 +22,7 @@ from elbowroom.kernels.triton.device import (
     inverse,
     load_float,
     program_tiles,
-    store_float,
+    store_restored,
 )
 from elbowroom.kernels.triton.launch import launch, patterns, words
 
@@ -130,4 +130,4 @@ def _dequantize(
     b_scale = bf16_value(tl.load(p_scale + i_t * G + o_g, mask=o_g * S < n, other=0))  # [R, G, 1]
     b_code = tl.load(p_codes + i_t * TILE + o_e, mask=m_e, other=0).to(tl.int32)
     b_x = float8_value(b_code, FRACTION, BIAS, INFINITE) * b_scale
-    store_float(p_out + i_t * TILE + o_e, b_x, m_e, KIND)
+    store_restored(p_out + i_t * TILE + o_e, b_x, m_e, KIND)

@@ -18,7 +18,7 @@ from elbowroom.kernels.triton.device import (
     load_float,
     pack,
     program_tiles,
-    store_float,
+    store_restored,
     tile_key,
     unpack,
 )
@@ -103,4 +103,4 @@ def _dequantize(
     b_low = bf16_value(tl.load(p_low + i_t * G + o_g, mask=m_g, other=0))  # [R, G, 1]
     b_scale = bf16_value(tl.load(p_scale + i_t * G + o_g, mask=m_g, other=0))
     b_code = unpack(p_codes + i_t * codes_nbytes(LEVELS, TILE), n, o_e, m_e, LEVELS)
-    store_float(p_out + i_t * TILE + o_e, b_low + b_scale * b_code.to(tl.float32), m_e, KIND)
+    store_restored(p_out + i_t * TILE + o_e, b_low + b_scale * b_code.to(tl.float32), m_e, KIND)

@@ -20,7 +20,7 @@ from elbowroom.kernels.triton.device import (
     parts,
     per_byte,
     program_tiles,
-    store_float,
+    store_restored,
     tile_key,
     uniform,
     unpack,
@@ -145,4 +145,4 @@ def _dequantize(
     b_u = uniform(tile_key(i_t, seed_low, seed_high), o_e)
     b_x = b_low + b_step * (b_code.to(tl.float32) - b_u)
     b_x = tl.where(tl.abs(b_x) < tiniest, tiniest, b_x)
-    store_float(p_out + i_t * TILE + o_x, tl.where(m_e, b_x, 0.0), m_x, KIND)
+    store_restored(p_out + i_t * TILE + o_x, tl.where(m_e, b_x, 0.0), m_x, KIND)

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from elbowroom.codecs import Encoded
 from elbowroom.runtime.arena import ARENA
-from elbowroom.runtime.handles.keep import version_of
+from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.weak import WeakStorage
 
 
 class EncodeHandle:
     """Holds the code of one dense tensor `base`."""
 
-    __slots__ = ("_encoded", "_offset", "_original", "_restored", "_version", "_witness", "on_outlived")
+    __slots__ = ("_encoded", "_nbytes", "_offset", "_original", "_restored", "_version", "_witness", "on_outlived")
 
     def __init__(self, encoded: Encoded, base: Tensor, on_outlived: Callable[[], None] | None = None) -> None:
         self._encoded = encoded
@@ -27,7 +27,8 @@ class EncodeHandle:
         self._original = WeakStorage(base)
         self._witness = _witness(base)
         self._version = version_of(base)
-        self._restored: WeakStorage | None = None
+        self._nbytes = storage_nbytes(base)
+        self._restored: tuple[WeakStorage, Tensor, int] | None = None
         self.on_outlived = on_outlived
 
     @property
@@ -57,23 +58,32 @@ class EncodeHandle:
         flat = ARENA.take(encoded.numel, encoded.dtype, encoded.buffers[0].device)
         x = encoded.decode(flat)
         if not private and not ARENA.owns(flat):
-            self._restored = WeakStorage(x)
+            self._restored = WeakStorage(x), _witness(x), x._version
         return x
 
     def _still_there(self) -> Tensor | None:
         """The original, unchanged, or a decoded tensor that another reader of this backward still holds."""
+        encoded = self._encoded
         if self._witness._version == self._version:
-            original = self._original.tensor(self._encoded.dtype)
-            if original is not None:
+            original = self._original.tensor(encoded.dtype)
+            if original is not None and storage_nbytes(original) == self._nbytes:  # not freed by hand: resize_(0)
                 if self.on_outlived is not None:
                     self.on_outlived()
-                return original.as_strided(self._encoded.shape, self._encoded.stride, self._offset)
-        restored = None if self._restored is None else self._restored.tensor(self._encoded.dtype)
-        return None if restored is None else restored.as_strided(self._encoded.shape, self._encoded.stride, 0)
+                return _counted(self._witness, original.as_strided(encoded.shape, encoded.stride, self._offset))
+        if self._restored is None:
+            return None
+        storage, witness, version = self._restored
+        restored = storage.tensor(encoded.dtype) if witness._version == version else None
+        return None if restored is None else _counted(witness, restored.as_strided(encoded.shape, encoded.stride, 0))
 
 
 def _witness(x: Tensor) -> Tensor:
     """A tensor without memory that shares x's version counter: it sees in-place changes, and keeps nothing alive."""
-    witness = x.detach()
-    witness.data = torch.empty(0, dtype=x.dtype, device=x.device)
-    return witness
+    return _counted(x, torch.empty(0, dtype=x.dtype, device=x.device))
+
+
+def _counted(counter: Tensor, x: Tensor) -> Tensor:
+    """x with the version counter of another tensor, so that a backward in Python that overwrites x is seen."""
+    counted = counter.detach()
+    counted.data = x
+    return counted

@@ -30,6 +30,11 @@ class KeepHandle:
     def label(self) -> str:
         return "keep"
 
+    @property
+    def was_changed(self) -> bool:
+        """Whether it was changed in place since: it cannot be restored any more."""
+        return version_of(self._tensor) != self._version
+
     def restore(self, *, private: bool = False) -> Tensor:
         check_version(self._tensor, self._version)
         return self._tensor.clone() if private else self._tensor

@@ -5,12 +5,13 @@ from torch import Tensor
 
 from elbowroom.errors import RestoreError
 from elbowroom.runtime.recipes import Ready
+from elbowroom.runtime.slot import Geometry
 
 
 class RebuildHandle:
-    """Holds a ready recipe, and the geometry of what it must make."""
+    """Holds a ready recipe, and the geometry of `base`: a dense view of all that the recipe makes."""
 
-    __slots__ = ("_device_type", "_dtype", "_ready", "_shape", "_stride")
+    __slots__ = ("_base", "_device_type", "_dtype", "_ready")
 
     label = "rebuild"
     nbytes = 0
@@ -18,21 +19,24 @@ class RebuildHandle:
     def __init__(self, ready: Ready, base: Tensor) -> None:
         self._ready = ready
         self._device_type = base.device.type
-        self._shape, self._stride, self._dtype = base.shape, base.stride(), base.dtype
+        self._base, self._dtype = Geometry.of(base), base.dtype
 
     @property
     def exact(self) -> bool:
         return self._ready.exact
 
+    def pin(self) -> None:
+        """From now on the sources must stay exact."""
+        self._ready.pin()
+
     def restore(self, *, private: bool = False) -> Tensor:
         """Run the recipe. What it gives is always fresh memory, or memory that its caller may overwrite."""
         with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
             x = self._ready.make()
-        if x.dtype is not self._dtype or x.shape != self._shape:
+        if x.dtype is not self._dtype:
             raise RestoreError(
-                f"rebuilding gave {x.dtype} {tuple(x.shape)} where {self._dtype} {tuple(self._shape)} was saved. "
+                f"rebuilding gave {x.dtype} where {self._dtype} was saved. "
                 "Please report it; er.saving(..., rebuild=False) avoids it."
             )
-        if x.stride() != self._stride:
-            x = torch.empty_strided(self._shape, self._stride, dtype=x.dtype, device=x.device).copy_(x)
-        return x
+        base = self._base
+        return x.as_strided(base.shape, base.stride, base.offset + x.storage_offset())

@@ -1,0 +1,200 @@
+"""What surrounds the kernels: schemas, fakes, the choice of a backend, threads and forks."""
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+
+from elbowroom.kernels import ops, reference
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def arguments(op: str, device: str) -> tuple:
+    """A plausible call of `op`."""
+    x = torch.randn(3000, generator=torch.Generator().manual_seed(0)).to(device)
+    out = torch.empty_like(x)
+    bits = reference.pack_bits(x.relu())
+    return {
+        "pack_bits": lambda: (x,),
+        "unpack_bits": lambda: (bits, 1.0, out),
+        "narrow": lambda: (torch.arange(300, device=device), torch.uint8),
+        "group_quantize": lambda: (x, 1, 4, 64),
+        "group_dequantize": lambda: (*reference.group_quantize(x, 1, 4, 64), 4, 64, out),
+        "dither_quantize": lambda: (x, 1, 3, 64),
+        "dither_dequantize": lambda: (*reference.dither_quantize(x, 1, 3, 64), 1, 3, 64, out),
+        "nonzero_quantize": lambda: (x.relu(), 1, 4, 64),
+        "nonzero_dequantize": lambda: (
+            *reference.nonzero_quantize(x.relu(), 1, 4, 64),
+            *(1, 4, 64, out),
+        ),
+        "fp8_quantize": lambda: (x, 64, "e4m3"),
+        "fp8_dequantize": lambda: (*reference.fp8_quantize(x, 64, "e4m3"), 64, "e4m3", out),
+        "affine": lambda: (x, torch.ones(3, device=device), torch.ones(3, device=device), 5, bits),
+    }[op]()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", ops.NAMES)
+def test_schema_and_fake(op, device):
+    overload = getattr(torch.ops.elbowroom, op).default
+    torch.library.opcheck(overload, arguments(op, device))
+
+
+# --- the choice of a backend ---
+
+
+@pytest.fixture
+def fresh_choice():
+    """Forget which backends were found, before and after."""
+    for chosen in (ops._backend, ops._implementation):
+        chosen.cache_clear()
+    yield
+    for chosen in (ops._backend, ops._implementation):
+        chosen.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_choice")
+@pytest.mark.parametrize("backend", ["triton", "numba"])
+def test_a_missing_backend_is_replaced_and_logged_once(monkeypatch, caplog, backend):
+    def import_module(name):
+        raise ImportError(f"no {name} here")
+
+    monkeypatch.setattr(ops.importlib, "import_module", import_module)
+    with caplog.at_level(logging.WARNING, "elbowroom.kernels"):
+        for op in ops.NAMES:
+            assert ops._implementation(op, backend) is getattr(reference, op)
+    assert caplog.messages == [
+        f"backend {backend} is not available (no elbowroom.kernels.{backend} here); "
+        "the plain torch reference serves instead"
+    ]
+
+
+@pytest.mark.usefixtures("fresh_choice")
+@pytest.mark.parametrize("backend", ["triton", "numba"])
+def test_a_backend_serves_every_op(backend):
+    pytest.importorskip(backend)
+    for op in ops.NAMES:
+        home = ops._implementation(op, backend).__module__
+        assert home.startswith(f"elbowroom.kernels.{backend}."), op
+
+
+# --- threads and forks: launch.py's three rules ---
+
+SCENE = """
+import os, sys, threading, torch
+from elbowroom.kernels import ops, reference
+
+x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+expected = reference.dither_quantize(x, 5, 4, 256)
+
+restored = torch.empty_like(x)
+reference.dither_dequantize(*expected, 5, 4, 256, restored)
+
+def same(a, b):  # by NumPy: torch's own parallel loops hang in a forked child
+    return (a.view(torch.uint8).numpy() == b.view(torch.uint8).numpy()).all()
+
+def right():
+    got = ops.dither_quantize(x, 5, 4, 256)
+    out = torch.empty_like(x)
+    ops.dither_dequantize(*got, 5, 4, 256, out)
+    return all(map(same, got, expected)) and same(out, restored)
+
+torch.set_num_threads(2)
+assert right()
+"""
+
+FORK = """
+import warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Python 3.12 warns of any fork beside threads
+    child = os.fork()
+if child == 0:
+    os._exit(0 if right() and right() else 1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0, status
+assert right()
+"""
+
+THREADS = """
+wrong = []
+def work():
+    for _ in range(20):
+        if not right():
+            wrong.append(1)
+workers = [threading.Thread(target=work) for _ in range(3)]
+for worker in workers: worker.start()
+for worker in workers: worker.join()
+assert not wrong
+"""
+
+FORK_WHILE_LAUNCHING = (
+    """
+stop = threading.Event()
+def work():
+    while not stop.is_set():
+        right()
+worker = threading.Thread(target=work)
+worker.start()
+for _ in range(5):
+"""
+    + textwrap.indent(FORK, "    ")
+    + """
+stop.set()
+worker.join()
+"""
+)
+
+
+@pytest.mark.parametrize("layer", ["default", "workqueue"])
+@pytest.mark.parametrize(
+    "scene", [FORK, THREADS, FORK_WHILE_LAUNCHING], ids=["fork", "threads", "fork while launching"]
+)
+def test_threads_and_forks_do_not_kill_the_process(scene, layer):
+    """In a process of its own, because numba chooses its threading layer once for all."""
+    environment = {**ENVIRONMENT, "NUMBA_THREADING_LAYER": layer}
+    done = subprocess.run(
+        [sys.executable, "-c", SCENE + scene],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_thread_gives_the_same_bytes():
+    x = torch.randn(100_000)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append(ops.nonzero_quantize(x.relu(), 5, 4, 64))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, *results))
+
+
+def test_two_threads_at_once_in_this_process():
+    x = torch.randn(50_000)
+    expected = ops.group_quantize(x, 1, 3, 32)
+    wrong = []
+
+    def work():
+        for _ in range(20):
+            if not all(map(torch.equal, ops.group_quantize(x, 1, 3, 32), expected)):
+                wrong.append(1)
+
+    workers = [threading.Thread(target=work) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong

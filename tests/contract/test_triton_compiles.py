@@ -1,0 +1,116 @@
+"""Triton's kernels compile for a GPU, without one: to machine code, by the ptxas inside Triton.
+
+The interpreter knows neither the compiler's limits nor its liberties. Here: every kernel compiles,
+and nothing in it is fused, divided approximately or flushed to zero, for each would alter bits.
+
+    python tests/contract/test_triton_compiles.py 90       for compute capability 9.0, a line a kernel
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+DTYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+INEXACT = r"fma\.\S+|div\.(?:full|approx)\S+|\S+\.ftz\S*"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_kernel_compiles_and_keeps_its_bits(capability, tmp_path):
+    pytest.importorskip("triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, __file__, str(capability)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = done.stdout.splitlines()
+    assert {line.split()[0] for line in lines} == {
+        *("affine._affine", "bits._pack", "bits._unpack", "narrow._narrow", "nonzero._sizes"),
+        *(f"{op}._{verb}" for op in KINDS for verb in ("quantize", "dequantize")),
+    }
+    for line in lines:
+        assert line.endswith("inexact: []"), line
+
+
+KINDS = ("group", "dither", "nonzero", "fp8")
+
+
+def compiling(capability):
+    """A stand-in for `launch` that compiles the kernel for these arguments, and runs nothing."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    def launch(kernel, tiles, *args, R=None, **constants):
+        names = kernel.arg_names
+        signature, fixed, facts = {}, {}, {}
+        for i, (name, arg) in enumerate(zip(names, args, strict=False)):
+            if isinstance(arg, torch.Tensor):
+                signature[name] = DTYPES[arg.dtype]
+                facts[(i,)] = [["tt.divisibility", 16]]
+            elif arg is None:
+                signature[name], fixed[(i,)] = "constexpr", None
+            elif isinstance(arg, float):
+                signature[name] = "fp32"
+            else:
+                signature[name] = "i32" if -(2**31) <= arg < 2**31 else "i64"
+        for name, value in (constants | {"R": R or 1}).items():
+            signature[name], fixed[(names.index(name),)] = "constexpr", value
+        source = triton.compiler.ASTSource(kernel, signature, fixed, facts)
+        target = GPUTarget("cuda", capability, 32)
+        done = triton.compile(source, target=target, options={"enable_fp_fusion": False})
+        inexact = sorted(set(re.findall(INEXACT, done.asm["ptx"])))
+        home = kernel.__module__.split(".")[-1]
+        size = len(done.asm["cubin"])
+        line = f"{home}.{kernel.__name__} {constants} {size} bytes of cubin, inexact: {inexact}"
+        sys.stdout.write(line + "\n")
+
+    return launch
+
+
+def main(capability):
+    """Every kernel, in float32, and each other dtype and way of packing once."""
+    import importlib
+
+    from elbowroom.kernels import triton as kernels
+
+    for module in ("affine", "bits", "dither", "fp8", "group", "narrow", "nonzero"):
+        importlib.import_module(f"{kernels.__name__}.{module}").launch = compiling(capability)
+    for dtype, levels, group_size in (
+        (torch.float32, 4, 256),
+        (torch.float16, 3, 64),
+        (torch.bfloat16, 8, 32),
+    ):
+        x = torch.zeros(5000, dtype=dtype)
+        stored = kernels.group_quantize(x, 5, levels, group_size)
+        kernels.group_dequantize(*stored, levels, group_size, x)
+        stored = kernels.dither_quantize(x, 5, levels, group_size)
+        kernels.dither_dequantize(*stored, 5, levels, group_size, x)
+        stored = kernels.fp8_quantize(x, group_size, "e4m3")
+        kernels.fp8_dequantize(*stored, group_size, "e4m3", x)
+        bits = kernels.pack_bits(x)
+        kernels.unpack_bits(bits, 1.0, x)
+        kernels.affine(x, torch.zeros(3), torch.zeros(3), 7, bits)
+        kernels.affine(x, torch.zeros(3), torch.zeros(3), 1, None)
+    x = torch.zeros(5000)
+    stored = kernels.nonzero_quantize(x, 5, 4, 64)
+    kernels.nonzero_dequantize(*stored, 5, 4, 64, x)
+    kernels.narrow(torch.zeros(5000, dtype=torch.int64), torch.uint8)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
