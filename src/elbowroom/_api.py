@@ -95,14 +95,15 @@ def fit(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"fit takes a torch.nn.Module; got {type(model).__name__}. Pass the model itself.")
-    fitting = Fitting(
-        model, budget_nbytes=parse_nbytes(budget), optimizer=optimizer, exact=exact, min_nbytes=min_nbytes
-    )
-    attach(model, fitting.open)
+    budget_nbytes = parse_nbytes(budget)
+    release(model)
+    attach(model, Fitting(model, budget_nbytes, optimizer, exact=exact, min_nbytes=min_nbytes))
     return model
 
 
 def release(model: M) -> M:
     """Undo `fit`: the model's forwards run plainly again. A model that was not fitted is left as it is."""
-    detach(model)
+    fitting = detach(model)
+    if isinstance(fitting, Fitting):
+        fitting.close()
     return model

@@ -40,10 +40,16 @@ _SAFEST_EXACT = 1  # index of "exact" in every ladder
 
 
 class Fitting:
-    """The controller of one fitted model. `open` is called at every forward."""
+    """The controller of one fitted model. It is called at every forward."""
 
     def __init__(
-        self, model: nn.Module, *, budget_nbytes: int, optimizer: Optimizer | None, exact: bool | None, min_nbytes: int
+        self,
+        model: nn.Module,
+        budget_nbytes: int,
+        optimizer: Optimizer | None,
+        *,
+        exact: bool | None,
+        min_nbytes: int,
     ) -> None:
         self._model = weakref.ref(model)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
@@ -60,7 +66,7 @@ class Fitting:
         self._said = -1
         self._last: FittedSaving | None = None
 
-    def open(self) -> "FittedSaving":
+    def __call__(self) -> "FittedSaving":
         """A context for the forward that begins now."""
         self.context.begin_step()
         self.static_nbytes = storage_nbytes(self._static())
@@ -73,6 +79,11 @@ class Fitting:
         if self._transient_nbytes is not None:
             return free - self._transient_nbytes
         return free - self._unborn_nbytes() - _RESERVE * largest_nbytes
+
+    def surely_allowed_nbytes(self) -> int:
+        """The same without guesses: more than this cannot be held, or the optimizer's states would not fit."""
+        free = self.budget_nbytes - self.static_nbytes
+        return -1 if self._unborn_nbytes() > free else free - (self._transient_nbytes or 0)
 
     def forward_ended(self, saving: "FittedSaving") -> None:
         """Note what this forward saved; say what was chosen; refuse a budget that cannot be met."""
@@ -92,10 +103,14 @@ class Fitting:
             return
         peak = self._interval.stop()
         self._interval = None
-        if peak is None:  # another profiler runs: stay at the safe rung
-            self._settled = True
-            return
-        self._relax(last, peak)
+        if peak is not None:
+            self._relax(last, peak)
+
+    def close(self) -> None:
+        """End a measurement that runs. The model is not fitted any more."""
+        if self._interval is not None and self._interval.close():
+            self._interval = None
+        self._settled = True
 
     def _relax(self, last: "FittedSaving", peak_nbytes: int) -> None:
         first = self._transient_nbytes is None
@@ -114,8 +129,11 @@ class Fitting:
     def _refuse(self, saving: "FittedSaving") -> None:
         step = saving.storages
         saved = held_nbytes(self.rungs[-1], step)
-        other = self.budget_nbytes - self.allowed_nbytes(saving.largest_nbytes) - self.static_nbytes
+        other = self._transient_nbytes
+        if other is None:  # a guess must be named generously
+            other = self._unborn_nbytes() + 2 * _RESERVE * saving.largest_nbytes
         least = self.static_nbytes + saved + other
+        self.close()
         parts = ", ".join(f"{name} {show_nbytes(size)}" for name, size in self._parts(saved, other) if size)
         more = "" if len(self.rungs) > len(EXACT_RUNGS) else "Allow lossy codes with exact=None, or "
         raise BudgetTooSmall(
@@ -198,7 +216,7 @@ class FittedSaving(Saving):
         while self.ledger.held_nbytes + site.nbytes > allowed and self.rung < len(self._fitting.rungs) - 1:
             self.rung += 1
             self.tighten(self._fitting.rungs[self.rung].policy)
-        if self.impossible or self.ledger.held_nbytes > allowed:
+        if self.impossible or self.ledger.held_nbytes > self._fitting.surely_allowed_nbytes():
             self.impossible = True
             self.drop_everything()
         return self._fitting.rungs[self.rung].policy(site)

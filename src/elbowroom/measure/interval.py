@@ -1,10 +1,12 @@
 """The peak between two moments of somebody else's program: from one forward of a model to the next.
 
-Like `peak`, for code that is not ours to call: on a CPU the profiler's memory events, on CUDA the caching allocator's
-counter, which is reset at the start.
+Like `peak`, for code that is not ours to call. On CUDA: the caching allocator's counter, reset at the start. On a CPU:
+PyTorch's profiler, with its limits. It belongs to one thread and there is one in a process, so an interval runs only on
+the main thread, one at a time, and never beside a profiler of the user's: `start` then gives None, and one tries again
+later. An interval that is not needed any more must be closed.
 """
 
-from dataclasses import dataclass
+import threading
 from typing import Any
 
 import torch
@@ -13,30 +15,40 @@ from torch.profiler import ProfilerActivity, profile
 from elbowroom.measure.peak import curve_of
 
 
-@dataclass
 class Interval:
-    """Runs from `start` to `stop`."""
+    """Runs from `start` to `stop` or `close`."""
 
-    _base_nbytes: int
-    _device: torch.device
-    _profiler: Any
+    _running: "Interval | None" = None
+
+    def __init__(self, base_nbytes: int, device: torch.device, profiler: Any) -> None:
+        self._base_nbytes, self._device, self._profiler = base_nbytes, device, profiler
 
     @classmethod
-    def start(cls, base_nbytes: int, device: torch.device) -> "Interval":
-        """base_nbytes: what is held at this moment, in bytes; it is added to the peak of a CPU interval."""
-        profiler = None
+    def start(cls, base_nbytes: int, device: torch.device) -> "Interval | None":
+        """base_nbytes: what is held at this moment, in bytes; a CPU interval adds its own peak to it."""
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        elif not torch._C._autograd._profiler_enabled():
-            profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            profiler.start()
-        return cls(base_nbytes, device, profiler)
+            return cls(base_nbytes, device, None)
+        on_main = threading.current_thread() is threading.main_thread()
+        if not on_main or cls._running is not None or torch._C._autograd._profiler_enabled():
+            return None
+        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        profiler.start()
+        cls._running = cls(base_nbytes, device, profiler)
+        return cls._running
 
     def stop(self) -> int | None:
-        """The highest level since the start, in bytes; None if somebody else's profiler was in the way."""
+        """The highest level since the start, in bytes; None if that cannot be told from this thread."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        if self._profiler is None:
+        if not self.close():
             return None
-        self._profiler.stop()
         return self._base_nbytes + curve_of(self._profiler, self._device.type).peak_nbytes
+
+    def close(self) -> bool:
+        """Stop the profiler, if this is the thread that may. Returns whether it has been stopped by this call."""
+        if Interval._running is not self or threading.current_thread() is not threading.main_thread():
+            return False
+        Interval._running = None
+        self._profiler.stop()
+        return True

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from elbowroom.runtime import modules
+
 Opener = Callable[[], AbstractContextManager[Any]]
 
 _attached: "weakref.WeakKeyDictionary[nn.Module, Opener]" = weakref.WeakKeyDictionary()
@@ -37,15 +39,17 @@ def attach(model: nn.Module, opener: Opener) -> None:
     with _lock:
         _attached[model] = opener
         if not _hooks:
+            modules.watch()
             _hooks.append(register_module_forward_pre_hook(_enter))
             _hooks.append(register_module_forward_hook(_leave, always_call=True))
 
 
-def detach(model: nn.Module) -> bool:
-    """Undo `attach`. Returns whether there was anything to undo."""
+def detach(model: nn.Module) -> Opener | None:
+    """Undo `attach`. Returns the opener, if there was one."""
     with _lock:
-        found = _attached.pop(model, None) is not None
-        if not _attached:
+        found = _attached.pop(model, None)
+        if not _attached and _hooks:
+            modules.unwatch()
             while _hooks:
                 _hooks.pop().remove()
         return found

@@ -23,7 +23,7 @@ from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.identity import Identity, dense_base, is_made_of_parameters, is_parameter, untouchable
 from elbowroom.runtime.ledger import Ledger
-from elbowroom.runtime.modules import ModuleStack
+from elbowroom.runtime import modules
 from elbowroom.runtime.perform import mask_bits, perform
 from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
@@ -48,21 +48,19 @@ class Saving:
         self.ledger = Ledger()
         self._identity = Identity()
         self._consumers: Consumers | None = None
-        self._modules: ModuleStack | None = None
         self._hooks: Any = None
 
     def __enter__(self) -> Self:
         if self._hooks is not None:
             raise RuntimeError("this saving context is open already; make another one for a nested or second use")
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        self._modules = ModuleStack()
         self._consumers = Consumers(self._finished)
-        self._modules.open()
+        modules.watch()
         try:
             self._hooks.__enter__()
         except BaseException:  # hooks are disabled here: inside torch.func, for one
-            self._modules.close()
-            self._hooks = self._modules = self._consumers = None
+            modules.unwatch()
+            self._hooks = self._consumers = None
             raise
         self._consumers.__enter__()
         return self
@@ -71,11 +69,10 @@ class Saving:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._consumers is not None
-        assert self._modules is not None
         self._consumers.__exit__(kind, error, trace)
         self._hooks.__exit__(kind, error, trace)
-        self._modules.close()
-        self._hooks = self._modules = self._consumers = None
+        modules.unwatch()
+        self._hooks = self._consumers = None
         self._identity.clear()
 
     def tighten(self, policy: Policy) -> None:
@@ -184,7 +181,7 @@ class Saving:
 
     @property
     def _module(self) -> str:
-        return "" if self._modules is None else self._modules.name
+        return modules.current()
 
     @property
     def _consumer(self) -> str:

@@ -1,7 +1,7 @@
 """Which module runs now, by its name in the outermost module that was called. For the ledger's table.
 
-Global module hooks, so that no module is changed; they are there only while a context is open, and look away on
-other threads.
+Global module hooks, so that no module is changed. They are installed while some context is open or some model is
+fitted, and counted: a context that closes inside a hook must not change the table that PyTorch is walking through.
 """
 
 import threading
@@ -12,44 +12,60 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 _names: "weakref.WeakKeyDictionary[nn.Module, dict[int, str]]" = weakref.WeakKeyDictionary()
+_hooks: list[Any] = []
+_users = 0
+_lock = threading.Lock()
 
 
-class ModuleStack:
-    """The modules whose forward runs on this thread."""
+class _Thread(threading.local):
+    """The modules whose forward runs on this thread, innermost last."""
 
     def __init__(self) -> None:
-        self._thread = threading.get_ident()
-        self._running: list[nn.Module] = []
-        self._hooks: list[Any] = []
+        self.running: list[nn.Module] = []
 
-    def open(self) -> None:
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
 
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._running.clear()
+_thread = _Thread()
 
-    @property
-    def name(self) -> str:
-        """The innermost module's name, "layer1.0.conv2"; the class of a module that the outermost does not contain."""
-        if not self._running:
-            return ""
-        root, module = self._running[0], self._running[-1]
-        return _names_in(root).get(id(module)) or type(module).__name__
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == self._thread:
-            self._running.append(module)
+def watch() -> None:
+    """From now on know which module runs, until as many `unwatch` as `watch`."""
+    global _users  # noqa: PLW0603
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _hooks.append(register_module_forward_pre_hook(_enter))
+            _hooks.append(register_module_forward_hook(_leave, always_call=True))
 
-    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        # A module that raised is still on top of its callers' frames: cut down to the one that ends.
-        if threading.get_ident() == self._thread and module in self._running:
-            while self._running.pop() is not module:
-                pass
+
+def unwatch() -> None:
+    """The end of one `watch`."""
+    global _users  # noqa: PLW0603
+    with _lock:
+        _users -= 1
+        while _users == 0 and _hooks:
+            _hooks.pop().remove()
+    if _users == 0:
+        _thread.running.clear()
+
+
+def current() -> str:
+    """The innermost module, "layer1.0.conv2"; the class of one that the outermost does not contain; "" outside."""
+    if not _thread.running:
+        return ""
+    root, module = _thread.running[0], _thread.running[-1]
+    return _names_in(root).get(id(module)) or type(module).__name__
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    _thread.running.append(module)
+
+
+def _leave(module: nn.Module, args: Any, out: Any) -> None:
+    running = _thread.running
+    # A module that raised may still lie above its caller: cut down to the one that ends.
+    if any(other is module for other in running):
+        while running.pop() is not module:
+            pass
 
 
 def _names_in(root: nn.Module) -> dict[int, str]:
