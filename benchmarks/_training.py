@@ -10,7 +10,8 @@ optimizer runs at a learning rate of 0: the same work, no change), so that every
     peak         highest allocator level over the step (forward, backward, optimizer), plus what the arena held before
     time         median over pairs of (this step / a plain step right before or after it), with quartiles
     gErr2        E |g~ - g|^2 / |g|^2 over noise seeds, one a pair
-    bias^2       (|mean(g~ - g)|^2 - its sampling part) / |g|^2; around 0, either sign, where g~ is unbiased
+    bias^2       (|mean(g~ - g)|^2 - its sampling part) / |g|^2; around 0, either sign, where g~ is unbiased;
+                 the sampling part, variance / n, stands in brackets
 
 A row has a time only if its gradients passed in that run: bit-equal for the exact ones, finite and gErr2 < 1 for others.
 """
@@ -371,7 +372,7 @@ HEAD = (
     "below plain",
     "step time / plain",
     "gErr2",
-    "bias^2",
+    "bias^2 (sampling)",
     "meets all",
 )
 
@@ -396,7 +397,7 @@ def table(found: Findings, meets: Callable[[dict[str, Any]], bool]) -> list[list
                 f"{numbers['peak_ratio']:.2f}x",
                 times(row.pairs) if row.passed and row.pairs else "gradients differ",
                 _error_cell(row),
-                "0" if row.error.bit_equal else f"{row.error.bias2:.1e}",
+                _bias_cell(row),
                 "yes" if meets(numbers) else "",
             ]
         )
@@ -406,4 +407,10 @@ def table(found: Findings, meets: Callable[[dict[str, Any]], bool]) -> list[list
 def _error_cell(row: Row) -> str:
     if row.error.bit_equal:
         return "0 (bit-equal)"
-    return f"{row.error.gerr2:.4f} ± {row.error.gerr2_sd:.4f}"
+    return f"{row.error.gerr2:.3g} ± {row.error.gerr2_sd:.1g}"
+
+
+def _bias_cell(row: Row) -> str:
+    if row.error.bit_equal:
+        return "0"
+    return f"{row.error.bias2:.1e} ({row.error.sampling2:.1e})"

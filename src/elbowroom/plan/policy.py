@@ -36,6 +36,8 @@ class Exact:
     rebuild: bool = True
 
     def __call__(self, site: Site) -> Action:
+        if site.need is Need.SHAPE:
+            return Rebuild()
         if site.need is Need.MASK:
             return _MASK
         if site.dtype is torch.bool:

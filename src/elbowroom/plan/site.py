@@ -14,6 +14,7 @@ class Need(Enum):
     EXACT = "exact"  # its value, bit for bit: the op is not known to tolerate an error
     LOSSY = "lossy"  # its value; an unbiased error only adds noise to a gradient
     MASK = "mask"  # where it is positive, nothing else (ReLU)
+    SHAPE = "shape"  # its shape and strides, no value (pooling)
 
 
 class Rebuildable(Enum):

@@ -39,6 +39,12 @@ TOLERANT: dict[str, tuple[tuple[int, str], ...]] = {
 _RUNNING = ((1, "running_mean"), (2, "running_var"))
 BUFFERS = dict.fromkeys(("batch_norm", "instance_norm"), _RUNNING)  # saved, but the module's own
 MASKED_OUTPUT = ("relu", "relu_")  # they save their output, and read only where it is positive
+SHAPE_ONLY = tuple(  # their backward asks the input for its shape; max-pooling reads its saved indices
+    f"{kind}_pool{n}d{rest}"
+    for n in (1, 2, 3)
+    for kind in ("max", "avg", "adaptive_max", "adaptive_avg")
+    for rest in ("", "_with_indices")
+)
 MASKED_INPUT = ("leaky_relu",)  # saves its input, and reads only where it is positive
 _RESHAPES = (
     *("ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Alias", "Expand", "Unsqueeze", "Squeeze"),
@@ -99,6 +105,8 @@ def need_of(x: Tensor, call: Call | None) -> tuple[Need, str]:
         return Need.MASK, ""
     if call.name in MASKED_INPUT and not call.arg(2, "inplace", False) and x.is_floating_point():
         return Need.MASK, ""
+    if call.name in SHAPE_ONLY and x.is_floating_point() and _is(x, call.arg(0, "input")):
+        return Need.SHAPE, ""
     arguments = TOLERANT.get(call.name)
     if arguments is None:
         return Need.EXACT, f"'{call.name}' is not known to tolerate errors"

@@ -145,6 +145,9 @@ class Saving:
         slot.entry.why = action.why if isinstance(action, Keep) else ""
         seed = self.context.next_seed() if isinstance(action, Encode) else 0
         try:
+            if need is Need.SHAPE and isinstance(action, Rebuild):
+                slot.hold_shape()
+                return
             if need is Need.MASK and isinstance(action, Encode):
                 slot.hold_bits(mask_bits(whole, site.consumer))
                 return
@@ -156,7 +159,7 @@ class Saving:
 
     def _decide(self, site: Site, ready: Ready | None) -> Action:
         action = self.policy(site)
-        if isinstance(action, Rebuild) and ready is None:
+        if isinstance(action, Rebuild) and ready is None and site.need is not Need.SHAPE:
             return Keep("the policy asked to rebuild what cannot be rebuilt")
         return action
 

@@ -38,11 +38,12 @@ class Geometry:
 class Slot:
     """What is held for one storage at one version."""
 
-    __slots__ = ("__weakref__", "asked_exact", "base", "bits", "dtype", "entry", "mask_of", "pinned", "sites", "value")
+    __slots__ = ("__weakref__", "asked_exact", "base", "bits", "dtype", "entry", "device", "mask_of", "pinned", "shape_is_enough", "sites", "value")
 
     def __init__(self, base: Tensor, entry: Entry) -> None:
         self.base = Geometry.of(base)
-        self.dtype = base.dtype
+        self.dtype, self.device = base.dtype, base.device
+        self.shape_is_enough = False  # so far every op has asked for the geometry only
         self.entry = entry
         self.value: Handle | None = None
         self.bits: Tensor | None = None
@@ -60,12 +61,16 @@ class Slot:
 
     def serves(self, need: Need) -> bool:
         """Whether what is held suffices for this need."""
+        if need is Need.SHAPE:
+            return self.shape_is_enough or self.value is not None or self.bits is not None
         if need is Need.MASK:
             return self.bits is not None or self.exact
         return self.value is not None if need is Need.LOSSY else self.exact
 
     def promise(self, need: Need, consumer: str) -> None:
         """Remember what an op was promised: it must hold however tight it becomes later."""
+        if need is Need.SHAPE:
+            return
         self.asked_exact |= need is Need.EXACT
         if need is Need.MASK and (self.bits is not None or isinstance(self.value, KeepHandle)):
             self.mask_of = consumer
@@ -91,6 +96,12 @@ class Slot:
         """Take the bits of what is positive."""
         self.bits = bits
         self.entry.action = "bits" if self.value is None else self.value.label
+        self._tell()
+
+    def hold_shape(self) -> None:
+        """Hold nothing beyond the geometry: all that has been asked for."""
+        self.shape_is_enough = True
+        self.entry.action = self.entry.action or "shape"
         self._tell()
 
     def _tell(self) -> None:
@@ -126,11 +137,23 @@ class View:
     def restore(self) -> Tensor:
         """The saved tensor again: same shape, dtype, device, strides."""
         with torch.no_grad():
+            if self.need is Need.SHAPE and not isinstance(self.slot.value, KeepHandle):
+                return self._blank()
             whole = self.slot.restore_mask() if self.need is Need.MASK else self.slot.restore_value()
             if self.geometry == self.slot.base:
                 return whole
             offset = self.geometry.offset - self.slot.base.offset + whole.storage_offset()
             return whole.as_strided(self.geometry.shape, self.geometry.stride, offset)
+
+
+    def _blank(self) -> Tensor:
+        """A tensor of this geometry whose values mean nothing; without memory where its strides allow it."""
+        shape, stride = self.geometry.shape, self.geometry.stride
+        one = torch.zeros((), dtype=self.slot.dtype, device=self.slot.device)
+        expanded = one.expand(shape)
+        if torch.empty(shape, device="meta").stride() == stride:
+            return expanded
+        return torch.empty_strided(shape, stride, dtype=self.slot.dtype, device=self.slot.device)
 
 
 class Lone:

@@ -1,0 +1,188 @@
+"""Accuracy: trained through elbowroom, ResNet-18 is no more than half a point worse than trained plainly.
+
+    ./scripts/bench accuracy [--data DIR] [--width 16] [--steps 150] [--seeds 5] [--fresh] [--quick]
+
+    d_i   = accuracy(ours, seed i) - accuracy(plain, seed i)     one recipe, same weights, batches, learning rates
+    bound = mean(d) - t(0.95, n - 1) * sd(d) / sqrt(n)           one-sided: with 95 % confidence no worse than this
+
+The full test set decides: 10,000 images with `--data` (Fashion-MNIST's IDX files), else the 3,000 in the package. Width
+and steps are scaled down so that it runs in 10 to 15 minutes on two cores; both are in the result. After each training
+the file is replaced, and a run that was stopped goes on where it stood; `--fresh` begins anew.
+"""
+
+import argparse
+import json
+from contextlib import AbstractContextManager
+from itertools import count
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from _common import arguments, facts, finish, out_path, target, tell, write_json
+from _training import PLAIN, Way, saving
+from scipy.stats import t as student
+
+import torch
+from elbowroom.demo.data import load_images
+from elbowroom.demo.tasks import Clothing
+from elbowroom.demo.train import Run, score, train
+
+NAME = "accuracy"
+WORST_POINTS = -0.5
+ARMS = {
+    "plain": PLAIN,
+    "elbowroom": saving("dither", levels=6),
+    "group": saving("group", bits=2, group_size=256, rebuild=False),
+}
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(options.threads)
+    path, known = out_path(options, NAME), facts()
+    ways = {**ARMS, "elbowroom": _way(options.levels, options.group_size)}
+    task = Clothing(load_images(options.data), options.width, options.batch)
+    settings = _settings(options, task, ways)
+    scores = {} if options.fresh else _done(path, settings, known["versions"])
+    for seed in range(options.seeds):
+        for arm, way in ways.items():
+            if f"{arm} {seed}" not in scores:
+                scores[f"{arm} {seed}"] = _trained(task, way, options.steps, seed)
+                tell(f"seed {seed}, {arm}: {scores[f'{arm} {seed}']:.2%}")
+                write_json(path, _result(scores, ways, settings, known))
+    finish(_result(scores, ways, settings, known), path)
+
+
+def _options() -> argparse.Namespace:
+    parser = arguments(__doc__)
+    parser.add_argument("--data", type=Path, help="folder with the IDX files of the full set")
+    parser.add_argument("--width", type=int, default=16, help="channels; the full width is 64 (16)")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=150, help="training steps (150)")
+    parser.add_argument("--seeds", type=int, default=5, help="paired seeds (5)")
+    parser.add_argument("--levels", type=int, default=6, help="of the dithered code (6)")
+    parser.add_argument("--group-size", type=int, help="of the dithered code (its default)")
+    parser.add_argument("--fresh", action="store_true", help="forget what an earlier run has done")
+    options = parser.parse_args()
+    if options.quick:
+        options.width, options.steps, options.seeds = 8, 10, 2
+    if options.seeds < 2:
+        parser.error(f"--seeds {options.seeds} has no spread; give 2 or more")
+    return options
+
+
+def _way(levels: int, group_size: int | None) -> Way:
+    fields = {"levels": levels} if group_size is None else {"levels": levels, "group_size": group_size}
+    return saving("dither", **fields)
+
+
+def _settings(options: argparse.Namespace, task: Clothing, ways: dict[str, Way]) -> dict[str, Any]:
+    return {
+        "model": f"ResNet-18 (CIFAR form), width {options.width} (full: 64)",
+        "data": task.origin,
+        "test images": len(task.images.test),
+        "batch": options.batch,
+        "steps": options.steps,
+        "recipe": "SGD, Nesterov momentum 0.9, weight decay 5e-4, one cycle to 0.05",
+        "threads": options.threads,
+        **{arm: way.name for arm, way in ways.items()},
+    }
+
+
+def _trained(task: Clothing, way: Way, steps: int, seed: int) -> float:
+    """The share of test images named right at the end. Noise differs between steps, and repeats between runs."""
+    seeds = count(1_000_000 * (seed + 1))
+
+    def context() -> AbstractContextManager[Any]:
+        return way.context(next(seeds))
+
+    run = Run(task, context, steps, seed)
+    for _ in train(run):
+        pass
+    return score(run)
+
+
+def _done(path: Path, settings: dict[str, Any], versions: dict[str, Any]) -> dict[str, float]:
+    """The accuracies of an earlier run with the same settings and versions."""
+    if not path.exists():
+        return {}
+    try:
+        earlier = json.loads(path.read_text())
+        differing = _differing(earlier["settings"], settings) + _differing(earlier["versions"], versions)
+        scores = earlier["scores"]
+    except (ValueError, KeyError) as error:
+        raise SystemExit(f"cannot read {path}: {error!r}; remove it, or use --fresh") from error
+    if differing:
+        raise SystemExit(
+            f"{path} was made with other {', '.join(differing)}; --fresh begins anew, --out FILE writes elsewhere"
+        )
+    if scores:
+        tell(f"{len(scores)} trainings are done already")
+    return scores
+
+
+def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    return [name for name in {**a, **b} if a.get(name) != b.get(name)]
+
+
+def _result(
+    scores: dict[str, float], ways: dict[str, Way], settings: dict[str, Any], known: dict[str, Any]
+) -> dict[str, Any]:
+    rows = [_row(arm, way, scores) for arm, way in ways.items()]
+    ours = next(row for row in rows if row["arm"] == "elbowroom")
+    n = ours["n"]
+    bound = ours.get("bound_points")
+    return {
+        "name": NAME,
+        "claim": __doc__.splitlines()[0],
+        **known,
+        "n": f"{n} paired seeds",
+        "settings": settings,
+        "scores": scores,
+        "rows": rows,
+        "table": {"head": _HEAD, "rows": [_cells(row) for row in rows]},
+        "targets": [
+            target(
+                f"accuracy at most {-WORST_POINTS:g} points below plain, one-sided 95 % bound over >= 5 seeds",
+                "too few seeds" if bound is None else f"bound {bound:+.2f} points, n = {n}",
+                bound is not None and n >= 5 and bound >= WORST_POINTS,
+            )
+        ],
+        "notes": ["Width and steps are scaled down; see the settings."],
+    }
+
+
+def _row(arm: str, way: Way, scores: dict[str, float]) -> dict[str, Any]:
+    """One arm, over the seeds that both it and the plain arm have finished."""
+    seeds = [key.split()[1] for key in scores if key.startswith(f"{arm} ")]
+    seeds = [seed for seed in seeds if f"plain {seed}" in scores]
+    row: dict[str, Any] = {"arm": arm, "way": way.name, "n": len(seeds)}
+    if seeds:
+        row["accuracy"] = mean(scores[f"{arm} {seed}"] for seed in seeds)
+    if arm != "plain" and len(seeds) > 1:
+        points = [100 * (scores[f"{arm} {seed}"] - scores[f"plain {seed}"]) for seed in seeds]
+        row.update(points=points, **paired_bound(points))
+    return row
+
+
+def paired_bound(points: list[float]) -> dict[str, float]:
+    """Mean, spread, and the one-sided 95 % lower bound of the mean (Student's t)."""
+    n, spread = len(points), stdev(points)
+    margin = float(student.ppf(0.95, n - 1)) * spread / n**0.5
+    return {"mean_points": mean(points), "sd_points": spread, "bound_points": mean(points) - margin}
+
+
+_HEAD = ["training", "test accuracy", "mean difference", "sd", "95 % bound", "seeds"]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    accuracy = f"{row['accuracy']:.2%}" if "accuracy" in row else ""
+    points = [f"{row[key]:{form}}" if key in row else "" for key, form in _POINTS.items()]
+    return [f"{row['arm']}: {row['way']}", accuracy, *points, str(row["n"])]
+
+
+_POINTS = {"mean_points": "+.2f", "sd_points": ".2f", "bound_points": "+.2f"}
+
+
+if __name__ == "__main__":
+    main()

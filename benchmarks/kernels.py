@@ -1,0 +1,253 @@
+"""How fast the kernels are, next to a plain copy of the same tensor.
+
+    ./scripts/bench kernels [--device cuda] [--quick]
+
+x is 128 MiB: normal float32 (half of it zero for nonzero), int64 below 100 for narrow. Speed is GB/s
+of x, in 1e9 bytes; "of a copy" is the time of `torch.Tensor.copy_` of x into a warm buffer over that
+of the op, run in turn: 1 means as fast as a copy. Quantizers allocate what they return, as in use.
+Dequantizers write into a warm buffer; "fresh" ones allocate `out` each time. On CUDA, events take the
+times. Nothing is timed unless every op equals the reference on this device.
+
+The last rows are the price of a call: what an op costs beyond calling its function, made by
+`Library.define` + `impl` as ours are, and by `torch.library.custom_op`.
+"""
+
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from _common import arguments, facts, finish, out_path, paired_dict, tell, times
+from torch import Tensor
+
+from elbowroom.kernels import ops, reference
+from elbowroom.measure.timing import Paired, paired
+
+SEED = 12345
+Step = Callable[[], object]
+
+
+class Row(NamedTuple):
+    """One timed deed: what a table calls it, the deed, and the tensor that a copy would move."""
+
+    name: str
+    step: Step
+    x: Tensor
+
+
+def rows(n: int, device: str) -> Iterator[Row]:
+    """All deeds on `n` float32, each with its own data and a warm `out`."""
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(device)
+    out = torch.zeros_like(x)
+    for group_size in (256, 64):
+        for kind, stored_noise in (("group", ()), ("dither", (SEED,))):
+            settings = (4, group_size)
+            name = f"{kind} 2 bits G={group_size}"
+            yield from both(kind, name, x, (SEED, *settings), (*stored_noise, *settings), out)
+    settings = (SEED, 4, 256)
+    yield from both("nonzero", "nonzero 2 bits G=256", x.relu(), settings, settings, out)
+    for fmt in ("e4m3", "e5m2"):
+        yield from both("fp8", f"fp8 {fmt} G=256", x, (256, fmt), (256, fmt), out)
+    yield from bits(x, out)
+    yield from narrow(n // 2, device)
+    yield from affine(x, out)
+
+
+def both(
+    kind: str, name: str, x: Tensor, encode: tuple[Any, ...], decode: tuple[Any, ...], out: Tensor
+) -> Iterator[Row]:
+    """Quantize, and dequantize into a warm and into a fresh `out`."""
+    quantize, dequantize = getattr(ops, f"{kind}_quantize"), getattr(ops, f"{kind}_dequantize")
+    yield Row(f"{name} quantize", lambda: quantize(x, *encode), x)
+    stored = quantize(x, *encode)
+    yield Row(f"{name} dequantize", lambda: dequantize(*stored, *decode, out), x)
+    fresh = lambda: dequantize(*stored, *decode, torch.empty_like(x))  # noqa: E731
+    yield Row(f"{name} dequantize, fresh", fresh, x)
+
+
+def bits(x: Tensor, out: Tensor) -> Iterator[Row]:
+    packed = ops.pack_bits(x)
+    yield Row("pack_bits float32", lambda: ops.pack_bits(x), x)
+    yield Row("unpack_bits float32", lambda: ops.unpack_bits(packed, 1.0, out), x)
+    yield Row(
+        "unpack_bits float32, fresh",
+        lambda: ops.unpack_bits(packed, 1.0, torch.empty_like(x)),
+        x,
+    )
+    mask = x > 0
+    yield Row("pack_bits bool", lambda: ops.pack_bits(mask), mask)
+
+
+def narrow(n: int, device: str) -> Iterator[Row]:
+    x = torch.randint(100, (n,), generator=torch.Generator().manual_seed(0)).to(device)
+    yield Row("narrow int64 -> uint8", lambda: ops.narrow(x, torch.uint8), x)
+
+
+def affine(x: Tensor, out: Tensor) -> Iterator[Row]:
+    """In place, with the values of a 64 x 56 x 56 image; x stays bounded."""
+    scale = torch.ones(64, device=x.device)
+    shift = torch.zeros(64, device=x.device)
+    packed = ops.pack_bits(x)
+    y = out.copy_(x)
+    yield Row("affine", lambda: ops.affine(y, scale, shift, 3136, None), x)
+    yield Row("affine, masked", lambda: ops.affine(y, scale, shift, 3136, packed), x)
+
+
+# --- timing ---
+
+
+def against_copy(row: Row, pairs: int) -> Paired:
+    """The deed (a) and a copy of its tensor (b), in turn."""
+    room = torch.zeros_like(row.x)
+    if not row.x.is_cuda:
+        return paired(row.step, lambda: room.copy_(row.x), pairs=pairs)
+    steps = (row.step, lambda: room.copy_(row.x))
+    for step in steps:
+        by_events(step)  # warm: compiled
+    taken = [(by_events(steps[0]), by_events(steps[1])) for _ in range(pairs)]
+    return Paired(tuple(a for a, _ in taken), tuple(b for _, b in taken))
+
+
+def by_events(step: Step) -> float:
+    """Seconds on the device."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def price_of_a_call(device: str, calls: int = 2000) -> dict[str, float]:
+    """Microseconds a call beyond the function's own, median of 11 rounds run in turn."""
+    x = torch.zeros(8, device=device)
+    kinds = {"direct": _one, "library": _by_library(), "custom_op": _by_custom_op()}
+    rounds: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(11):
+        for name, function in kinds.items():
+            start_s = time.perf_counter()
+            for _ in range(calls):
+                function(x)
+            rounds[name].append((time.perf_counter() - start_s) / calls * 1e6)
+    medians = {name: statistics.median(took) for name, took in rounds.items()}
+    return {name: medians[name] - medians["direct"] for name in ("library", "custom_op")}
+
+
+def _one(x: Tensor) -> Tensor:
+    return torch.empty(1)
+
+
+_library = torch.library.Library("elbowroom_bench", "FRAGMENT")
+
+
+def _by_library() -> Callable[[Tensor], Tensor]:
+    _library.define("by_library(Tensor x) -> Tensor")
+    _library.impl("by_library", _one, "CompositeExplicitAutograd")
+    return torch.ops.elbowroom_bench.by_library.default
+
+
+def _by_custom_op() -> Callable[[Tensor], Tensor]:
+    return torch.library.custom_op("elbowroom_bench::by_custom_op", _one, mutates_args=())
+
+
+# --- the gate ---
+
+
+def unequal(device: str) -> list[str]:
+    """The ops that do not equal the reference on this device, on a small tensor."""
+    wrong = []
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    for kind, settings in (
+        ("group", (SEED, 4, 64)),
+        ("dither", (SEED, 4, 64)),
+        ("nonzero", (SEED, 4, 64)),
+        ("fp8", (64, "e4m3")),
+    ):
+        given = x.relu() if kind == "nonzero" else x
+        noise = settings[1:] if kind == "group" else settings
+        results = []
+        for where, home in ((ops, device), (reference, "cpu")):
+            stored = getattr(where, f"{kind}_quantize")(given.to(home), *settings)
+            out = torch.empty_like(x, device=home)
+            getattr(where, f"{kind}_dequantize")(*stored, *noise, out)
+            results.append([*stored, out])
+        wrong += [kind for a, b in zip(*results, strict=True) if not torch.equal(a.cpu(), b)]
+    packed = ops.pack_bits(x.relu().to(device))
+    if not torch.equal(packed.cpu(), reference.pack_bits(x.relu())):
+        wrong.append("pack_bits")
+    results = []
+    for where, home in ((ops, device), (reference, "cpu")):
+        y, unpacked = x.to(home, copy=True), torch.empty_like(x, device=home)
+        channels = torch.arange(1.0, 4.0, device=home)
+        where.affine(y, channels, channels, 7, packed.to(home))
+        where.unpack_bits(packed.to(home), 1.5, unpacked)
+        small, lost = where.narrow((x * 200).long().to(home), torch.int8)
+        results.append([y, unpacked, small, lost])
+    names = ("affine", "unpack_bits", "narrow", "narrow")
+    same = (torch.equal(a.cpu(), b) for a, b in zip(*results, strict=True))
+    return wrong + [name for name, equal in zip(names, same, strict=True) if not equal]
+
+
+# --- the report ---
+
+
+def slug(device: str) -> str:
+    name = torch.cuda.get_device_name() if device == "cuda" else f"cpu-{platform.machine()}"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=best)
+    parser.add_argument("--pairs", type=int, default=11, help="runs of each deed (11)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if wrong := unequal(options.device):
+        raise SystemExit(f"not timed: {', '.join(wrong)} differ from the reference; see the tests")
+    n = 2**20 if options.quick else 32 * 2**20
+    pairs = 3 if options.quick else options.pairs
+    found = []
+    for row in rows(n, options.device):
+        tell(row.name)
+        found.append((row, against_copy(row, pairs)))
+    price = price_of_a_call(options.device, 100 if options.quick else 2000)
+    finish(result(options, found, price, n), out_path(options, f"kernels-{slug(options.device)}"))
+
+
+def result(
+    options: Any, found: list[tuple[Row, Paired]], price: dict[str, float], n: int
+) -> dict[str, Any]:
+    table = [
+        [row.name, rate(row.x, took.median_a_s), rate(row.x, took.median_b_s), times(took)]
+        for row, took in found
+    ]
+    table += [[f"call of an op by {kind}", f"+{us:.1f} us", "-", "-"] for kind, us in price.items()]
+    known = facts()
+    if options.device == "cuda":
+        known["device"]["gpu"] = torch.cuda.get_device_name()
+    return {
+        "name": f"kernels-{slug(options.device)}",
+        "claim": "the kernels run at the speed of memory",
+        **known,
+        "n": found[0][1].n,
+        "settings": {"elements": n, "levels": 4, "device": options.device},
+        "rows": [
+            {"deed": row.name, "x_nbytes": row.x.nbytes, **paired_dict(took)} for row, took in found
+        ],
+        "price_of_a_call_us": price,
+        "table": {"head": ["deed", "GB/s", "copy GB/s", "of a copy"], "rows": table},
+        "targets": [],
+        "notes": ["quantizers allocate their outputs; medians and quartiles of pairs run in turn"],
+    }
+
+
+def rate(x: Tensor, seconds: float) -> str:
+    return f"{x.nbytes / seconds / 1e9:.2f}"
+
+
+if __name__ == "__main__":
+    main()
