@@ -94,8 +94,12 @@ def _commit() -> str:
     """The commit, with "+" if files differ from it; "unknown" outside of a checkout."""
     git = ["git", "-C", str(RESULTS.parent)]
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-        changes = subprocess.run([*git, "status", "--porcelain", "../src", "."], capture_output=True, text=True)
+        commit = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        )
+        changes = subprocess.run(
+            [*git, "status", "--porcelain", "../src", "."], capture_output=True, text=True
+        )
     except OSError:
         return "unknown"
     if commit.returncode != 0:
@@ -135,7 +139,9 @@ def show(result: dict[str, Any]) -> None:
     print(f"\n{result['name']}: {result['claim']}\n")
     print(markdown(result["table"]["head"], result["table"]["rows"]))
     for line in result["targets"]:
-        print(f"\n{'met    ' if line['met'] else 'NOT MET'}  {line['target']}\n         {line['measured']}")
+        print(
+            f"\n{'met    ' if line['met'] else 'NOT MET'}  {line['target']}\n         {line['measured']}"
+        )
 
 
 def finish(result: dict[str, Any], path: Path) -> None:

@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import torch
 from _common import arguments, facts, finish, out_path, target, tell, write_json
 from _training import PLAIN, Way, saving
 from scipy.stats import t as student
 
-import torch
 from elbowroom.demo.data import load_images
 from elbowroom.demo.tasks import Clothing
 from elbowroom.demo.train import Run, score, train
@@ -72,7 +72,9 @@ def _options() -> argparse.Namespace:
 
 
 def _way(levels: int, group_size: int | None) -> Way:
-    fields = {"levels": levels} if group_size is None else {"levels": levels, "group_size": group_size}
+    fields = (
+        {"levels": levels} if group_size is None else {"levels": levels, "group_size": group_size}
+    )
     return saving("dither", **fields)
 
 
@@ -108,7 +110,9 @@ def _done(path: Path, settings: dict[str, Any], versions: dict[str, Any]) -> dic
         return {}
     try:
         earlier = json.loads(path.read_text())
-        differing = _differing(earlier["settings"], settings) + _differing(earlier["versions"], versions)
+        differing = _differing(earlier["settings"], settings) + _differing(
+            earlier["versions"], versions
+        )
         scores = earlier["scores"]
     except (ValueError, KeyError) as error:
         raise SystemExit(f"cannot read {path}: {error!r}; remove it, or use --fresh") from error

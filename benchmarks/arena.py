@@ -15,19 +15,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from _common import arguments, facts, finish, mib, out_path, paired_dict, target, tell, times
-from _training import Bench, Way, memory, saving
-from training_gpt import DeepNextByte
-
 import torch
 import torch.nn.functional as F
+from _common import arguments, facts, finish, mib, out_path, paired_dict, target, tell, times
+from _training import Bench, Way, memory, saving
+from torch import Tensor
+from training_gpt import DeepNextByte
+
 from elbowroom.codecs import codec
 from elbowroom.demo.data import load_images
 from elbowroom.demo.tasks import Clothing, Task
 from elbowroom.demo.text import load_text
 from elbowroom.measure import Paired, paired
 from elbowroom.runtime.arena import ARENA
-from torch import Tensor
 
 NAME = "arena"
 CHAIN = 8
@@ -73,7 +73,10 @@ def _tasks(quick: bool) -> list[tuple[str, Task]]:
 
 def _steps(name: str, bench: Bench, way: Way, pairs: int) -> dict[str, Any]:
     """Gradients, then bytes, then time, with and without."""
-    off, on = _with(False, lambda: bench.grads(way, seed=1)), _with(True, lambda: bench.grads(way, seed=1))
+    off, on = (
+        _with(False, lambda: bench.grads(way, seed=1)),
+        _with(True, lambda: bench.grads(way, seed=1)),
+    )
     if not all(map(torch.equal, off, on)):
         raise AssertionError(f"{name}, {way.name}: the arena changed a gradient")
     del off, on
@@ -198,7 +201,16 @@ class _Chain:
 
 
 def _result(rows: list[dict[str, Any]], pairs: int, known: dict[str, Any]) -> dict[str, Any]:
-    head = ["what", "forward inside", "time on / off", "off", "on", "peak off", "peak on", "most held"]
+    head = [
+        "what",
+        "forward inside",
+        "time on / off",
+        "off",
+        "on",
+        "peak off",
+        "peak on",
+        "most held",
+    ]
     lines = [
         [
             row["what"],

@@ -12,11 +12,11 @@ On a CPU save_on_cpu has nowhere to move a tensor to: it stays in the table as t
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from _common import arguments, facts, finish, out_path, target, tell
 from _training import HEAD, ON_CPU, Bench, Findings, checkpointed, measure, saving, table
 from torch import nn
 
-import torch
 from elbowroom.demo.models import GPT, GPTBlock
 from elbowroom.demo.tasks import NextByte
 from elbowroom.demo.text import load_text
@@ -102,7 +102,12 @@ def attention(task: NextByte) -> str:
 
 def meets(row: dict[str, Any]) -> bool:
     """Whether one of our rows keeps the promise that is made for its kind."""
-    if not row["ours"] or row["way"] == GROUP.name or row["time"] is None or row["time"]["ratio"] > TIME:
+    if (
+        not row["ours"]
+        or row["way"] == GROUP.name
+        or row["time"] is None
+        or row["time"]["ratio"] > TIME
+    ):
         return False
     return row["peak_ratio"] >= 1 / (1 - PEAK_OFF) if row["exact"] else row["saved_ratio"] >= SAVED
 
@@ -110,8 +115,12 @@ def meets(row: dict[str, Any]) -> bool:
 def _exact_goal(rows: list[dict[str, Any]]) -> dict[str, Any]:
     row = next(row for row in rows if row["way"] == EXACT.name)
     ratio = row["time"]["ratio"]
-    shown = f"{1 - 1 / row['peak_ratio']:.1%} off the peak at {ratio:.3f}x time, gradients bit-equal"
-    return target(f"exact mode: >= {PEAK_OFF:.0%} off the peak at <= {TIME}x time", shown, meets(row))
+    shown = (
+        f"{1 - 1 / row['peak_ratio']:.1%} off the peak at {ratio:.3f}x time, gradients bit-equal"
+    )
+    return target(
+        f"exact mode: >= {PEAK_OFF:.0%} off the peak at <= {TIME}x time", shown, meets(row)
+    )
 
 
 def _lossy_goal(rows: list[dict[str, Any]]) -> dict[str, Any]:

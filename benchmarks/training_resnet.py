@@ -12,10 +12,10 @@ On a CPU save_on_cpu has nowhere to move a tensor to: it stays in the table as t
 from pathlib import Path
 from typing import Any
 
+import torch
 from _common import arguments, facts, finish, out_path, target, tell
 from _training import HEAD, ON_CPU, Bench, Findings, checkpointed, measure, saving, table
 
-import torch
 from elbowroom.demo.data import load_images
 from elbowroom.demo.models import BasicBlock
 from elbowroom.demo.tasks import Clothing

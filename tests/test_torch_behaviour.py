@@ -102,7 +102,9 @@ def test_an_unpacked_tensor_shares_its_version_counter():
     with saved_tensors_hooks(pack, lambda held: held):
         y = Overwrites.apply(x)
     y.sum().backward()
-    assert seen[0]._version == 1  # so a second restore can notice that a backward in Python overwrote it
+    assert (
+        seen[0]._version == 1
+    )  # so a second restore can notice that a backward in Python overwrote it
 
 
 def test_returning_the_output_itself_from_pack_leaks():
@@ -140,7 +142,10 @@ def test_one_pack_a_save_not_a_tensor():
     x = torch.ones(3, requires_grad=True) * 1
     with Packed() as packed:
         x * x
-    assert [saved is x for saved in packed.seen] == [True, True]  # so a storage is decided on once, in a slot
+    assert [saved is x for saved in packed.seen] == [
+        True,
+        True,
+    ]  # so a storage is decided on once, in a slot
 
 
 def test_a_witness_shares_the_version_counter_and_no_memory():
@@ -159,7 +164,9 @@ def test_a_witness_shares_the_version_counter_and_no_memory():
 def test_data_has_a_version_counter_of_its_own():
     x = torch.ones(3)
     x.data.add_(1)
-    assert x._version == 0  # a write through .data cannot be seen; plain autograd does not see it either
+    assert (
+        x._version == 0
+    )  # a write through .data cannot be seen; plain autograd does not see it either
     x.detach().add_(1)
     assert x._version == 1
 
@@ -168,7 +175,9 @@ def test_an_update_of_running_statistics_is_not_a_version():
     norm = nn.BatchNorm1d(3)
     before = norm.running_mean._version
     norm(torch.randn(4, 3))
-    assert norm.running_mean._version == before  # so two forwards before one backward are not an error
+    assert (
+        norm.running_mean._version == before
+    )  # so two forwards before one backward are not an error
 
 
 def test_use_counts_of_a_storage():

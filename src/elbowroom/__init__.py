@@ -20,8 +20,9 @@ The map, from the top down; imports point down only:
     kernels/               NUMBERS: reference (the specification), numba (CPU), triton (GPU)
     errors.py  units.py
 
-To follow one tensor: runtime/hooks.py `_pack` -> identity.py -> consumers.py -> plan/policy.py -> runtime/perform.py
--> codecs/dither.py -> kernels/ops.py -> kernels/numba/dither.py, and back through runtime/slot.py `View.restore`.
+To follow one tensor: runtime/hooks.py `_pack` -> identity.py -> consumers.py -> plan/policy.py ->
+runtime/perform.py -> codecs/dither.py -> kernels/ops.py -> kernels/numba/dither.py, and back
+through runtime/slot.py `View.restore`.
 """
 
 from elbowroom import errors as errors

@@ -35,17 +35,19 @@ def saving(
         print(saved.ledger)
 
     policy      None or "exact": exact actions only (no bit of any gradient changes); "keep": change nothing, count;
-                a codec id with its fields as keywords, or a codec: that codec wherever the saving op tolerates an
-                error; or any function of a `Site` that returns an action
+                a codec id with its fields as keywords, or a codec: that codec wherever the saving
+                op tolerates an error; or any function of a `Site` that returns an action
     min_nbytes  storages below this size, in bytes, are left alone; 0: none are
     rebuild     whether outputs of norms, activations and dropout may be made again from what their op saves
     seed        where the noise of lossy codes starts; None: one sequence for the whole process
 
-    Raises UnknownCodec or UnknownField, which list what exists. Tensors that cannot be touched are kept; `.ledger`
-    says which and why.
+    Raises UnknownCodec or UnknownField, which list what exists. Tensors that cannot be touched are
+    kept; `.ledger` says which and why.
     """
     if not isinstance(min_nbytes, int) or min_nbytes < 0:
-        raise UnknownField(f"min_nbytes={min_nbytes!r} is not possible; it is an int of bytes, 0 or more")
+        raise UnknownField(
+            f"min_nbytes={min_nbytes!r} is not possible; it is an int of bytes, 0 or more"
+        )
     context = PROCESS if seed is None else Context(seed, learns=False)
     return Saving(_policy(policy, rebuild, fields), min_nbytes=min_nbytes, context=context)
 
@@ -54,10 +56,14 @@ def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str
     if isinstance(policy, str) and policy not in _POLICIES:
         if policy not in codecs():
             known = [*_POLICIES, *codecs()]
-            raise UnknownCodec(f"no policy or codec {policy!r}; there are {', '.join(known)}.{nearest(policy, known)}")
+            raise UnknownCodec(
+                f"no policy or codec {policy!r}; there are {', '.join(known)}.{nearest(policy, known)}"
+            )
         return Lossy(codec(policy, **fields), rebuild)
     if fields:
-        raise UnknownField(f"{', '.join(fields)}: fields go with a codec id, as in saving('dither', bits=2)")
+        raise UnknownField(
+            f"{', '.join(fields)}: fields go with a codec id, as in saving('dither', bits=2)"
+        )
     if isinstance(policy, Codec):
         return Lossy(policy, rebuild)
     if policy is None or policy == "exact":
@@ -65,7 +71,9 @@ def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str
     if policy == "keep":
         return KeepAll()
     if not callable(policy):
-        raise UnknownField(f"policy={policy!r} is not possible; it is an id, a codec, or a function of a Site")
+        raise UnknownField(
+            f"policy={policy!r} is not possible; it is an id, a codec, or a function of a Site"
+        )
     return policy
 
 
@@ -81,20 +89,23 @@ def fit(
 
         model = er.fit(model, budget="6 GiB", optimizer=opt)
 
-    The same model comes back, unchanged: from now on each of its forwards that records gradients runs inside a
-    `saving` context whose setting is chosen by measurement (see `elbowroom.control.fitting`). It starts at the safest
-    setting and relaxes to the mildest that fits. A loss computed outside of `model` is not covered.
+    The same model comes back, unchanged: from now on each of its forwards that records gradients
+    runs inside a `saving` context whose setting is chosen by measurement (see
+    `elbowroom.control.fitting`). It starts at the safest setting and relaxes to the mildest that
+    fits. A loss computed outside of `model` is not covered.
 
     budget      an int of bytes, or "6 GiB"; "6 GB" is 6 * 10**9
     optimizer   its states are counted, from before it makes them
     exact       True: exact actions only, no bit of any gradient changes; None: exact first, lossy codecs only if the
                 budget needs them, said in one line by the logger "elbowroom"
 
-    Raises ValueError for a budget that cannot be read; forward raises BudgetTooSmall with the least budget that would
-    do. `er.release(model)` undoes it; a copied or pickled model is a plain one.
+    Raises ValueError for a budget that cannot be read; forward raises BudgetTooSmall with the least
+    budget that would do. `er.release(model)` undoes it; a copied or pickled model is a plain one.
     """
     if not isinstance(model, nn.Module):
-        raise PlanError(f"fit takes a torch.nn.Module; got {type(model).__name__}. Pass the model itself.")
+        raise PlanError(
+            f"fit takes a torch.nn.Module; got {type(model).__name__}. Pass the model itself."
+        )
     budget_nbytes = parse_nbytes(budget)
     release(model)
     attach(model, Fitting(model, budget_nbytes, optimizer, exact=exact, min_nbytes=min_nbytes))

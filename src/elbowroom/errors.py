@@ -11,8 +11,8 @@
     |-- RestoreError                   a saved tensor cannot be given back       (also a RuntimeError)
     `-- DataError                      a file is missing or is not what it says  (also an OSError)
 
-A message says what was asked, what was found, and what to type next. Broken invariants, which only our own
-code can cause, are asserts and are not listed here.
+A message says what was asked, what was found, and what to type next. Broken invariants, which only
+our own code can cause, are asserts and are not listed here.
 """
 
 

@@ -1,7 +1,7 @@
 """Bytes and seconds, for people: "6 GiB" becomes an int, an int becomes "6.00 GiB".
 
-"GB" is 10**9 and "GiB" is 2**30: the smaller reading is the safe one for a budget. Output is always in
-powers of 1024, with the unit that says so.
+"GB" is 10**9 and "GiB" is 2**30: the smaller reading is the safe one for a budget. Output is always
+in powers of 1024, with the unit that says so.
 """
 
 import math
@@ -9,7 +9,9 @@ import re
 
 _POWERS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY = {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
-_NBYTES = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([kmgt]i?)?(?:b|bytes?)?\s*", re.IGNORECASE)
+_NBYTES = re.compile(
+    r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([kmgt]i?)?(?:b|bytes?)?\s*", re.IGNORECASE
+)
 
 
 def parse_nbytes(size: int | str) -> int:
@@ -23,11 +25,15 @@ def parse_nbytes(size: int | str) -> int:
         return size
     match = _NBYTES.fullmatch(size) if isinstance(size, str) else None
     if match is None:
-        raise ValueError(f'cannot read {size!r} as a size; write an int of bytes, or a string such as "6 GiB"')
+        raise ValueError(
+            f'cannot read {size!r} as a size; write an int of bytes, or a string such as "6 GiB"'
+        )
     unit = (match[2] or "").lower()
     nbytes = float(match[1]) * (_BINARY[unit] if unit in _BINARY else _POWERS[unit])
     if not math.isfinite(nbytes) or nbytes < 1:
-        raise ValueError(f'{size!r} is no usable size; write an int of bytes, or a string such as "6 GiB"')
+        raise ValueError(
+            f'{size!r} is no usable size; write an int of bytes, or a string such as "6 GiB"'
+        )
     return int(nbytes)
 
 

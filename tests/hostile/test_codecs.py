@@ -40,6 +40,7 @@ DAMAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "one shorter": lambda b: b[:-1].clone(),
 }
 
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

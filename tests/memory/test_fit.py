@@ -52,7 +52,9 @@ def step(model, optimizer, seed=0):
 
 
 def static_nbytes(model, optimizer):
-    states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    states = [
+        v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)
+    ]
     tensors = [*model.parameters(), *model.buffers(), *states]
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
@@ -91,7 +93,9 @@ def test_a_generous_budget_ends_at_keep_and_never_changes_a_bit():
     losses, fitting = train(model, optimizer)
     assert fitting.rungs[fitting.rung].name == "keep"
     assert torch.equal(torch.stack(plain), torch.stack(losses))
-    assert all(torch.equal(a, b) for a, b in zip(plain_model.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain_model.parameters(), model.parameters(), strict=True)
+    )
     er.release(model)
 
 
@@ -139,7 +143,9 @@ def test_an_exact_budget_between_exact_and_plain_stays_exact():
 def test_an_impossible_budget_names_the_least(exact):
     model, optimizer = make()
     er.fit(model, budget="700 KiB", optimizer=optimizer, exact=exact)
-    with pytest.raises(BudgetTooSmall, match=r"budget 700 KiB is below the .* that this step needs") as error:
+    with pytest.raises(
+        BudgetTooSmall, match=r"budget 700 KiB is below the .* that this step needs"
+    ) as error:
         step(model, optimizer)
     assert "weights" in str(error.value)
     assert f"budget={error.value.least_nbytes}" in str(error.value)

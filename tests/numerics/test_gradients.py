@@ -56,7 +56,9 @@ class GatedViews(nn.Module):
         x = self.square(self.norm(F.silu(x).t()[:, :8].repeat(1, 2)))
         y = self.square(F.relu(self.norm(x).view(4, 4, 16)))
         top, bottom = F.silu(y).chunk(2)
-        return self.square(F.leaky_relu(top)) + F.relu(bottom) @ self.norm(x).t() @ self.square.weight
+        return (
+            self.square(F.leaky_relu(top)) + F.relu(bottom) @ self.norm(x).t() @ self.square.weight
+        )
 
 
 class Blocks(nn.Module):
@@ -181,7 +183,9 @@ class Result:
 
     def error(self, exact: "Result") -> float:
         """Squared relative error of all gradients together."""
-        wrong = sum((g - exact.grads[name]).double().square().sum() for name, g in self.grads.items())
+        wrong = sum(
+            (g - exact.grads[name]).double().square().sum() for name, g in self.grads.items()
+        )
         return float(wrong / sum(g.double().square().sum() for g in exact.grads.values()))
 
 
@@ -196,7 +200,9 @@ def step(net: Net, context: contextlib.AbstractContextManager[Any], steps: int =
         cast = torch.autocast("cpu", torch.bfloat16) if net.autocast else contextlib.nullcontext()
         with context, cast:
             out = model(x).float()
-            loss = (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum() + out.square().sum()
+            loss = (
+                out * torch.linspace(-1, 1, out.numel()).view_as(out)
+            ).sum() + out.square().sum()
         rng = torch.get_rng_state()
         torch.rand(5)
         during = torch.get_rng_state()
@@ -245,7 +251,9 @@ def test_lossy_mode_is_really_lossy_and_smaller(name):
 
 def test_the_same_seed_gives_the_same_bits():
     settings = {"bits": 3, "min_nbytes": 0}
-    one, same, other = (step(NETS["blocks"], er.saving("dither", seed=s, **settings)) for s in (1, 1, 2))
+    one, same, other = (
+        step(NETS["blocks"], er.saving("dither", seed=s, **settings)) for s in (1, 1, 2)
+    )
     assert not one.differs(same)
     assert one.differs(other)
 
@@ -253,7 +261,9 @@ def test_the_same_seed_gives_the_same_bits():
 def test_several_steps_in_one_context_each():
     net = NETS["resnet"]
     plain = step(net, contextlib.nullcontext(), steps=3)
-    assert not step(net, er.saving(min_nbytes=0), steps=3).differs(plain)  # batch statistics updated once each
+    assert not step(net, er.saving(min_nbytes=0), steps=3).differs(
+        plain
+    )  # batch statistics updated once each
 
 
 def test_exact_mode_in_double_and_half():
@@ -309,7 +319,9 @@ MASKS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("codec", [{"policy": "dither", "bits": 1}, {"policy": "group", "bits": 1}], ids=str)
+@pytest.mark.parametrize(
+    "codec", [{"policy": "dither", "bits": 1}, {"policy": "group", "bits": 1}], ids=str
+)
 @pytest.mark.parametrize("masked", MASKS.values(), ids=MASKS.keys())
 def test_a_mask_is_exact_whatever_the_codec(masked, codec):
     start = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
@@ -327,7 +339,9 @@ def test_a_mask_is_exact_whatever_the_codec(masked, codec):
         return torch.autograd.grad(y, a, torch.randn(y.shape))[0]
 
     for settings in ({}, {"rebuild": False}):
-        assert torch.equal(grad(er.saving(**codec, **settings, min_nbytes=0)), grad(contextlib.nullcontext()))
+        assert torch.equal(
+            grad(er.saving(**codec, **settings, min_nbytes=0)), grad(contextlib.nullcontext())
+        )
 
 
 # --- What must not carry an error
@@ -384,7 +398,9 @@ def test_an_unknown_consumer_gets_the_exact_value(op):
         x = start.clone().requires_grad_()
         with context:
             h = x * 1
-            F.linear(h, weight.clone().requires_grad_())  # saved for an op that tolerates errors, first
+            F.linear(
+                h, weight.clone().requires_grad_()
+            )  # saved for an op that tolerates errors, first
             y = op(h)
             F.linear(h, weight.clone().requires_grad_())
         y.sum().backward()
@@ -506,7 +522,14 @@ def gradients(settings: dict[str, Any], n: int) -> tuple[Tensor, Tensor]:
     """(exact [P], lossy [n, P]) for a conv-BN-ReLU net, one row a seed."""
     torch.manual_seed(0)
     net = nn.Sequential(
-        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+        *(
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+        ),
         *(nn.Flatten(), nn.Linear(8 * 36, 4)),
     )
     x, y = torch.randn(16, 3, 10, 10), torch.randint(0, 4, (16,))
@@ -518,7 +541,9 @@ def gradients(settings: dict[str, Any], n: int) -> tuple[Tensor, Tensor]:
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
 
     exact = flat(contextlib.nullcontext())
-    return exact, torch.stack([flat(er.saving(min_nbytes=0, seed=seed, **settings)) for seed in range(n)])
+    return exact, torch.stack(
+        [flat(er.saving(min_nbytes=0, seed=seed, **settings)) for seed in range(n)]
+    )
 
 
 @pytest.mark.parametrize("codec", ["dither", "group"])
@@ -533,7 +558,9 @@ def test_the_mean_over_seeds_converges_to_the_exact_gradient(codec):
     assert one < 0.05 * exact.square().sum()
 
 
-@pytest.mark.parametrize("name", ["gpt", "encoder gelu", "unet", "blocks", "gated views", "unusual weights"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "encoder gelu", "unet", "blocks", "gated views", "unusual weights"]
+)
 def test_the_mean_over_seeds_converges_for_other_networks(name):
     n, net = 24, NETS[name]
 
@@ -545,7 +572,9 @@ def test_the_mean_over_seeds_converges_for_other_networks(name):
         [flat(step(net, er.saving("dither", bits=6, min_nbytes=0, seed=seed))) for seed in range(n)]
     )
     one = (lossy - exact).square().sum(dim=1).mean()
-    assert 0 < n * (lossy.mean(dim=0) - exact).square().sum() / one < 2  # measured with n = 48: 0.86 to 1.26
+    assert (
+        0 < n * (lossy.mean(dim=0) - exact).square().sum() / one < 2
+    )  # measured with n = 48: 0.86 to 1.26
     assert one < 0.01 * exact.square().sum()
 
 
@@ -563,4 +592,7 @@ def test_more_levels_mean_less_error():
         exact, lossy = gradients({"policy": "dither", "bits": bits}, 3)
         errors.append(float((lossy - exact).square().sum() / 3 / exact.square().sum()))
     # 4 times the levels: a sixteenth of the variance, were it not for the ReLU masks, which are exact.
-    assert all(math.log2(a / b) == pytest.approx(4, abs=1.2) for a, b in zip(errors, errors[1:], strict=False))
+    assert all(
+        math.log2(a / b) == pytest.approx(4, abs=1.2)
+        for a, b in zip(errors, errors[1:], strict=False)
+    )

@@ -47,7 +47,11 @@ def test_a_pooled_tensor_that_another_op_needs_is_still_there():
     def loss(context=None):
         def forward():
             h = x * 2
-            return nn.functional.max_pool2d(h, 2).sum() + (h / y).sum() + nn.functional.avg_pool2d(h, 2).sum()
+            return (
+                nn.functional.max_pool2d(h, 2).sum()
+                + (h / y).sum()
+                + nn.functional.avg_pool2d(h, 2).sum()
+            )
 
         if context is None:
             return forward()

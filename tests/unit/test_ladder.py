@@ -12,7 +12,9 @@ NBYTES = 4 * 64 * 2048
 
 
 def site(need: Need, rebuildable: Rebuildable = Rebuildable.NO, facts: Facts | None = None) -> Site:
-    return Site("m", "conv2d", "", SHAPE, torch.float32, NBYTES, need, rebuildable, facts or Facts())
+    return Site(
+        "m", "conv2d", "", SHAPE, torch.float32, NBYTES, need, rebuildable, facts or Facts()
+    )
 
 
 DENSE = SavedStorage(NBYTES, (site(Need.LOSSY),), fixed=False)

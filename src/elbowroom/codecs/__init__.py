@@ -1,7 +1,8 @@
 """HOW BYTES SHRINK: tensor -> `Encoded` -> tensor. Knows no autograd and no plan.
 
-One codec a file, registered here by one visible line each; `base.py` holds what all share, `registry.py` finds them by
-id, `facts.py` is what a caller may tell a codec so that no value needs to be scanned.
+One codec a file, registered here by one visible line each; `base.py` holds what all share,
+`registry.py` finds them by id, `facts.py` is what a caller may tell a codec so that no value needs
+to be scanned.
 """
 
 from elbowroom.codecs.base import Codec as Codec

@@ -1,16 +1,19 @@
 """What every codec is: a frozen object whose fields are its configuration, with `encode` and `decode`.
 
-    x --encode--> Encoded(buffers, shape, stride, dtype, seed, codec) --decode--> x~ of the same shape, dtype, strides
+    x --encode--> Encoded(buffers, shape, stride, dtype, seed, codec) --decode--> x~ of the same
+    shape, dtype, strides
 
-An `Encoded` carries all that undoes it, so a codec reads no global state. A codec sees a tensor as a flat run in memory
-order: a channels_last tensor is not copied, and comes back channels_last. What has gaps or overlaps in memory is made
-contiguous first, and comes back contiguous.
+An `Encoded` carries all that undoes it, so a codec reads no global state. A codec sees a tensor as
+a flat run in memory order: a channels_last tensor is not copied, and comes back channels_last. What
+has gaps or overlaps in memory is made contiguous first, and comes back contiguous.
 
-A new codec is one file: a frozen dataclass with `id`, `lossless`, `dtypes`, its fields, `_layout`, `_encode` and
-`_decode_into`; one line in `codecs/__init__.py`; golden bytes; one card in `docs/codecs/`.
+A new codec is one file: a frozen dataclass with `id`, `lossless`, `dtypes`, its fields, `_layout`,
+`_encode` and `_decode_into`; one line in `codecs/__init__.py`; golden bytes; one card in
+`docs/codecs/`.
 
-`_layout` says the dtype and size of every buffer once: `encoded_nbytes` adds it up, and `decode` holds the buffers
-against it (3 to 7 us, no value is read), so that no kernel reads or writes outside of them.
+`_layout` says the dtype and size of every buffer once: `encoded_nbytes` adds it up, and `decode`
+holds the buffers against it (3 to 7 us, no value is read), so that no kernel reads or writes
+outside of them.
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +41,9 @@ class Expected(NamedTuple):
     def fits(self, buffer: Tensor) -> bool:
         if buffer.dtype is not self.dtype or not buffer.is_contiguous():
             return False
-        return buffer.shape == self.shape or (self.at_most and buffer.dim() == 1 and len(buffer) < self.shape[0])
+        return buffer.shape == self.shape or (
+            self.at_most and buffer.dim() == 1 and len(buffer) < self.shape[0]
+        )
 
     def __str__(self) -> str:
         return f"{_name(self.dtype)} of shape {self.shape}{' or less' if self.at_most else ''}"
@@ -77,8 +82,9 @@ class Encoded:
     def decode(self, out: Tensor | None = None) -> Tensor:
         """The tensor again: same shape, dtype, device and strides.
 
-        out: a flat contiguous tensor [numel] of this dtype whose memory the result takes (it is overwritten).
-        Raises CodecError if the buffers do not belong to this codec, shape and dtype, or `out` does not.
+        out: a flat contiguous tensor [numel] of this dtype whose memory the result takes (it is
+        overwritten). Raises CodecError if the buffers do not belong to this codec, shape and dtype,
+        or `out` does not.
         """
         self._check_buffers()
         if out is None:
@@ -93,21 +99,31 @@ class Encoded:
 
     def _check_buffers(self) -> None:
         n = self.numel
-        layout = (Expected(self.dtype, (n,)),) if self.raw else self.codec._layout(n, self.dtype, self.facts)
+        layout = (
+            (Expected(self.dtype, (n,)),)
+            if self.raw
+            else self.codec._layout(n, self.dtype, self.facts)
+        )
         if len(self.buffers) != len(layout):
             raise self.damaged(f"{len(layout)} buffers", str(len(self.buffers)))
         device = self.buffers[0].device
         for i, (buffer, expected) in enumerate(zip(self.buffers, layout, strict=True)):
             if not expected.fits(buffer) or buffer.device != device:
-                raise self.damaged(f"buffer {i} to be {expected}, contiguous, on {device}", show(buffer))
+                raise self.damaged(
+                    f"buffer {i} to be {expected}, contiguous, on {device}", show(buffer)
+                )
         if not is_dense(self.shape, self.stride):
-            raise self.damaged(f"strides that order the elements of {self.shape} without gaps", str(self.stride))
+            raise self.damaged(
+                f"strides that order the elements of {self.shape} without gaps", str(self.stride)
+            )
 
     def _check_out(self, out: Tensor) -> None:
         fits = out.dtype is self.dtype and out.shape == (self.numel,) and out.is_contiguous()
         if not fits or out.device != self.buffers[0].device:
             expected = f"out of shape ({self.numel},), {_name(self.dtype)}, contiguous, on {self.buffers[0].device}"
-            raise CodecError(f"codec '{self.codec.id}' decodes into {expected}; got {show(out)}. Or pass out=None.")
+            raise CodecError(
+                f"codec '{self.codec.id}' decodes into {expected}; got {show(out)}. Or pass out=None."
+            )
 
     def damaged(self, expected: str, got: str) -> CodecError:
         """The error for buffers that are not those of `encode`."""
@@ -129,8 +145,9 @@ class Codec(ABC):
     def encode(self, x: Tensor, seed: int = 0, facts: Facts | None = None) -> Encoded:
         """x of any shape -> `Encoded`. x is neither changed nor aliased.
 
-        seed: 64 bits; same seed, same bits. facts: what is known of x (see `Facts`), so that no value is scanned.
-        Raises UnsupportedTensor for a dtype, layout or content that this codec does not take.
+        seed: 64 bits; same seed, same bits. facts: what is known of x (see `Facts`), so that no
+        value is scanned. Raises UnsupportedTensor for a dtype, layout or content that this codec
+        does not take.
         """
         self.check(x)
         x = x.detach().resolve_neg()
@@ -142,20 +159,26 @@ class Codec(ABC):
             facts = self._complete(flat, facts)
             buffers = self._encode(flat, seed, facts)
         raw = buffers is None
-        return Encoded(self, buffers or (flat.clone(),), tuple(x.shape), stride, x.dtype, seed, facts, raw)
+        return Encoded(
+            self, buffers or (flat.clone(),), tuple(x.shape), stride, x.dtype, seed, facts, raw
+        )
 
     def decode(self, encoded: Encoded) -> Tensor:
         """The tensor again. The same as `encoded.decode()`."""
         return encoded.decode()
 
-    def encoded_nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, facts: Facts | None = None) -> int:
+    def encoded_nbytes(
+        self, shape: tuple[int, ...], dtype: torch.dtype, facts: Facts | None = None
+    ) -> int:
         """Bytes that `encode` will hold: exactly, or at most where `fixed_size` is False."""
         layout = self._layout(prod(shape), dtype, facts or NOTHING)
         return sum(prod(expected.shape) * expected.dtype.itemsize for expected in layout)
 
     def fixed_size(self, facts: Facts | None = None) -> bool:
         """Whether `encoded_nbytes` is exact. A tensor with NaN or Inf that is held raw has its own size."""
-        return not any(expected.at_most for expected in self._layout(1, self.dtypes[0], facts or NOTHING))
+        return not any(
+            expected.at_most for expected in self._layout(1, self.dtypes[0], facts or NOTHING)
+        )
 
     @abstractmethod
     def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
@@ -187,7 +210,9 @@ class Codec(ABC):
             taken = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             raise UnsupportedTensor(f"codec '{self.id}' takes {taken}; got {show(x)}. {_remedy(x)}")
         if x.layout is not torch.strided or x.is_nested:
-            raise UnsupportedTensor(f"codec '{self.id}' takes dense tensors; got {show(x)}. {_remedy(x)}")
+            raise UnsupportedTensor(
+                f"codec '{self.id}' takes dense tensors; got {show(x)}. {_remedy(x)}"
+            )
 
 
 def memory_order(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -23,8 +23,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 class BitMask(Codec):
     """Exact, 1 bit an element: bool masks, 0/1 tensors and dropout's {0, c}.
 
-    `facts.value` names the value that is not 0. Without it x is scanned, which costs a pass and, on a GPU, a sync;
-    a tensor with a third value (or a -0.0) is then refused.
+    `facts.value` names the value that is not 0. Without it x is scanned, which costs a pass and, on
+    a GPU, a sync; a tensor with a third value (or a -0.0) is then refused.
     """
 
     id: ClassVar[str] = "bitmask"

@@ -6,8 +6,8 @@
     fp8_e4m3      8 + 16 / group_size   2^-4, down to 2^-14 of its group's largest
     fp8_e5m2      8 + 16 / group_size   2^-3, down to 2^-29 of its group's largest
 
-Rounding to nearest, ties to even: biased for one value, by at most half a step. What an 8-bit float decodes to is
-rounded once more where x itself is bf16 or fp16.
+Rounding to nearest, ties to even: biased for one value, by at most half a step. What an 8-bit float
+decodes to is rounded once more where x itself is bf16 or fp16.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,9 @@ _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Cast(Codec):
     """Lossy: bf16, fp16, or fp8 with a scale a group (`to` is bf16, fp16, fp8_e4m3 or fp8_e5m2).
 
-    A tensor with a NaN, an Inf or a value that would decode to one is held raw on the CPU; on a GPU, where the check would
-    be a sync, its group (fp8) or element (bf16, fp16) decodes to NaN or Inf.
+    A tensor with a NaN, an Inf or a value that would decode to one is held raw on the CPU; on a
+    GPU, where the check would be a sync, its group (fp8) or element (bf16, fp16) decodes to NaN or
+    Inf.
     """
 
     id: ClassVar[str] = "cast"

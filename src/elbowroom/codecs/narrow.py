@@ -1,7 +1,7 @@
 """Integers in as few bytes as hold them: max-pool indices, labels, embedding ids.
 
-int64 -> int8, uint8, int16 or int32. Lossless. The width comes from `facts.smallest` and `facts.largest` (what the
-indices index has a size); without them x is scanned.
+int64 -> int8, uint8, int16 or int32. Lossless. The width comes from `facts.smallest` and
+`facts.largest` (what the indices index has a size); without them x is scanned.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ _TARGETS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 class Narrow(Codec):
     """Exact, integers in the smallest dtype that holds `facts.smallest` to `facts.largest`.
 
-    A tensor that breaks the promise is held raw on the CPU, where the check is free. On a GPU the check would be a
-    sync, and the facts are trusted.
+    A tensor that breaks the promise is held raw on the CPU, where the check is free. On a GPU the
+    check would be a sync, and the facts are trusted.
     """
 
     id: ClassVar[str] = "narrow"

@@ -15,11 +15,19 @@ _registered: dict[str, type[Codec]] = {}
 
 def register(cls: type[Codec]) -> type[Codec]:
     """Make a codec known by its id. An id registered twice is an error (CodecError), never a silent replacement."""
-    if not (isinstance(cls, type) and issubclass(cls, Codec) and isinstance(getattr(cls, "id", None), str)):
-        raise CodecError(f"cannot register {cls!r}: a codec is a subclass of elbowroom.codecs.Codec with an id")
+    if not (
+        isinstance(cls, type)
+        and issubclass(cls, Codec)
+        and isinstance(getattr(cls, "id", None), str)
+    ):
+        raise CodecError(
+            f"cannot register {cls!r}: a codec is a subclass of elbowroom.codecs.Codec with an id"
+        )
     known = _registered.setdefault(cls.id, cls)
     if known is not cls:
-        raise CodecError(f"codec id '{cls.id}' belongs to {known.__qualname__}; give {cls.__qualname__} another id")
+        raise CodecError(
+            f"codec id '{cls.id}' belongs to {known.__qualname__}; give {cls.__qualname__} another id"
+        )
     return cls
 
 
@@ -43,14 +51,17 @@ def codecs() -> list[str]:
 def codec_class(id: str) -> type[Codec]:
     """The class behind an id. Raises UnknownCodec, which lists what exists and the nearest name."""
     if id not in codecs():
-        raise UnknownCodec(f"no codec {id!r}; there are {', '.join(codecs())}.{nearest(id, codecs())}")
+        raise UnknownCodec(
+            f"no codec {id!r}; there are {', '.join(codecs())}.{nearest(id, codecs())}"
+        )
     return _registered[id]
 
 
 def codec(id: str, **settings: Any) -> Codec:
     """A codec by its id, with its fields as keywords: codec("dither", bits=2).
 
-    Raises UnknownCodec, or UnknownField for a field that it does not have or a value that the field does not take.
+    Raises UnknownCodec, or UnknownField for a field that it does not have or a value that the field
+    does not take.
     """
     cls = codec_class(id)
     known = list(signature(cls).parameters)

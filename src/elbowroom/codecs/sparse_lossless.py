@@ -2,8 +2,8 @@
 
     x [N] --> bits [ceil(N / 8)] uint8, kept [nnz] of x's dtype        1/32 + density of float32's size
 
-Lossless, NaN and -0.0 included (-0.0 counts as not zero). The size depends on the data, and reading it stops a GPU:
-for the CPU and for offline use.
+Lossless, NaN and -0.0 included (-0.0 counts as not zero). The size depends on the data, and reading
+it stops a GPU: for the CPU and for offline use.
 """
 
 from dataclasses import dataclass

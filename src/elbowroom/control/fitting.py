@@ -5,15 +5,20 @@
   + transients             workspaces, restored tensors, fresh gradients                     measured: peak - the others
   <= budget
 
-1. The first forward starts at the safest exact rung of the ladder (`plan/ladder.py`) with a guessed reserve for
-   transients and the optimizer's states to come. If what is held comes too close to the budget, forward climbs to a
-   stricter rung on the spot, and encodes what it has kept so far: lossy codes only where the budget needs them.
-2. The second step is measured by the allocator. With its transients known, the mildest rung that fits is taken, and
+1. The first forward starts at the safest exact rung of the ladder (`plan/ladder.py`) with a guessed
+reserve for
+   transients and the optimizer's states to come. If what is held comes too close to the budget,
+   forward climbs to a stricter rung on the spot, and encodes what it has kept so far: lossy codes
+   only where the budget needs them.
+2. The second step is measured by the allocator. With its transients known, the mildest rung that
+fits is taken, and
    measured again; if that was too hopeful, the next stricter one is taken for good.
-3. From then on every forward is watched in the same way: a larger batch than before climbs for that step.
+3. From then on every forward is watched in the same way: a larger batch than before climbs for that
+step.
 
-A budget that no allowed rung meets raises BudgetTooSmall with the least that would do. That forward then counts only:
-nothing is held, and its graph is useless, which is why the error comes from forward.
+A budget that no allowed rung meets raises BudgetTooSmall with the least that would do. That forward
+then counts only: nothing is held, and its graph is useless, which is why the error comes from
+forward.
 """
 
 import logging
@@ -57,7 +62,9 @@ class Fitting:
         self.min_nbytes = min_nbytes
         self.rungs: tuple[Rung, ...] = EXACT_RUNGS if exact else EXACT_RUNGS + LOSSY_RUNGS
         self.rung = _SAFEST_EXACT
-        self.static_nbytes = 0  # held before this step: weights, buffers, gradients, optimizer states
+        self.static_nbytes = (
+            0  # held before this step: weights, buffers, gradients, optimizer states
+        )
         self.context = Context()
         self.peak_nbytes: int | None = None  # of the last measured step, everything included
         self._transient_nbytes: int | None = None
@@ -98,7 +105,9 @@ class Fitting:
         last, self._last = self._last, None
         if last is None or self._settled:
             return
-        if self._interval is None:  # the first step has made the optimizer's states: measure the second
+        if (
+            self._interval is None
+        ):  # the first step has made the optimizer's states: measure the second
             self._interval = Interval.start(self.static_nbytes, self._device())
             return
         peak = self._interval.stop()
@@ -134,8 +143,12 @@ class Fitting:
             other = self._unborn_nbytes() + 2 * _RESERVE * saving.largest_nbytes
         least = self.static_nbytes + saved + other
         self.close()
-        parts = ", ".join(f"{name} {show_nbytes(size)}" for name, size in self._parts(saved, other) if size)
-        more = "" if len(self.rungs) > len(EXACT_RUNGS) else "Allow lossy codes with exact=None, or "
+        parts = ", ".join(
+            f"{name} {show_nbytes(size)}" for name, size in self._parts(saved, other) if size
+        )
+        more = (
+            "" if len(self.rungs) > len(EXACT_RUNGS) else "Allow lossy codes with exact=None, or "
+        )
         raise BudgetTooSmall(
             f"budget {show_nbytes(self.budget_nbytes)} is below the {show_nbytes(least)} that this step needs at rung "
             f"'{self.rungs[-1].name}': {parts}. {more}{'h' if more else 'H'}alve the batch, or give budget={least}.",
@@ -161,7 +174,9 @@ class Fitting:
         tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
         tensors += [] if model is None else list(model.buffers())
         states = [] if optimizer is None else list(optimizer.state.values())
-        return tensors + [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return tensors + [
+            value for state in states for value in state.values() if isinstance(value, Tensor)
+        ]
 
     def _unborn_nbytes(self) -> int:
         """Gradients and optimizer states that the first step will create: two fp32 states unless the class says less."""
@@ -171,7 +186,9 @@ class Fitting:
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is None or optimizer.state:
             return gradients
-        momentum_free = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults.get("momentum")
+        momentum_free = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults.get(
+            "momentum"
+        )
         states = 0 if momentum_free else 1 if isinstance(optimizer, torch.optim.SGD) else 2
         return gradients + states * sum(4 * p.numel() for p in trainable)
 
@@ -188,7 +205,13 @@ class Fitting:
         chosen = self.rungs[rung]
         kind = "exact" if chosen.exact else "lossy, because the exact rungs do not fit"
         level = logging.INFO if chosen.exact else logging.WARNING
-        _log.log(level, "budget %s: saved tensors at rung '%s' (%s)", show_nbytes(self.budget_nbytes), chosen.name, kind)
+        _log.log(
+            level,
+            "budget %s: saved tensors at rung '%s' (%s)",
+            show_nbytes(self.budget_nbytes),
+            chosen.name,
+            kind,
+        )
 
 
 class FittedSaving(Saving):
@@ -204,7 +227,11 @@ class FittedSaving(Saving):
 
     def __exit__(self, *error: Any) -> None:
         self.storages = [
-            SavedStorage(slot.entry.before_nbytes, tuple(slot.sites), fixed=not slot.sites or slot.asked_exact)
+            SavedStorage(
+                slot.entry.before_nbytes,
+                tuple(slot.sites),
+                fixed=not slot.sites or slot.asked_exact,
+            )
             for slot in self._identity.slots()
         ]
         super().__exit__(*error)
@@ -213,7 +240,10 @@ class FittedSaving(Saving):
     def _decide_site(self, site: Site) -> Action:
         self.largest_nbytes = max(self.largest_nbytes, site.nbytes)
         allowed = self._fitting.allowed_nbytes(self.largest_nbytes)
-        while self.ledger.held_nbytes + site.nbytes > allowed and self.rung < len(self._fitting.rungs) - 1:
+        while (
+            self.ledger.held_nbytes + site.nbytes > allowed
+            and self.rung < len(self._fitting.rungs) - 1
+        ):
             self.rung += 1
             self.tighten(self._fitting.rungs[self.rung].policy)
         if self.impossible or self.ledger.held_nbytes > self._fitting.surely_allowed_nbytes():
@@ -224,5 +254,9 @@ class FittedSaving(Saving):
 
 def storage_nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages under these tensors, each counted once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided}
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in tensors
+        if t.layout is torch.strided
+    }
     return sum(storages.values())

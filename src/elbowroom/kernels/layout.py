@@ -1,13 +1,15 @@
 """Where a code lies: arithmetic that all backends share, on plain ints.
 
-A flat tensor is cut into *tiles* of 2048 elements (the last one shorter), a tile into *groups* of `group_size`.
-A tile's codes are packed together, planar: with `k` codes in a byte, byte j of n holds the codes of elements
-j, j + n, j + 2n, ..., so that a vector unit packs and unpacks whole rows without a shuffle.
+A flat tensor is cut into *tiles* of 2048 elements (the last one shorter), a tile into *groups* of
+`group_size`. A tile's codes are packed together, planar: with `k` codes in a byte, byte j of n
+holds the codes of elements j, j + n, j + 2n, ..., so that a vector unit packs and unpacks whole
+rows without a shuffle.
 
     levels      2    3    4    5,6    8       16   32      64      128         256
     codes/byte  8    5    4    3      4 + 8   2    2 + 8   2 + 4   2 + 4 + 8   1     (a + b: two segments, high bits first)
 
-Other numbers of levels take the width of the next power of two. 3 levels cost 1.6 bits where log2 3 is 1.585.
+Other numbers of levels take the width of the next power of two. 3 levels cost 1.6 bits where log2 3
+is 1.585.
 """
 
 from typing import NamedTuple
@@ -67,4 +69,6 @@ def packed_nbytes(levels: int, numel: int) -> int:
 def check_payload(payload: Tensor, nbytes: int) -> None:
     """Raise ValueError unless a payload of variable size has the bytes that its bitmap calls for."""
     if payload.numel() != nbytes:
-        raise ValueError(f"expected {nbytes} bytes of payload, as the bitmap says; got {payload.numel()}")
+        raise ValueError(
+            f"expected {nbytes} bytes of payload, as the bitmap says; got {payload.numel()}"
+        )

@@ -10,12 +10,13 @@
     fp8_quantize(x, group_size, fmt)                      codes, scale
     affine(x!, scale, shift, inner, bits)                 x * scale + shift by channel, 0 where no bit is set
 
-and a `_dequantize` for each `_quantize`, which writes its last argument, `out`: the caller owns the memory of what is
-restored and may reuse it (fresh pages cost more than decoding: docs/log.md). ! marks what an op writes. Tensors are flat and contiguous; x is float32, bfloat16 or float16.
+and a `_dequantize` for each `_quantize`, which writes its last argument, `out`: the caller owns the
+memory of what is restored and may reuse it (fresh pages cost more than decoding: docs/log.md). !
+marks what an op writes. Tensors are flat and contiguous; x is float32, bfloat16 or float16.
 
-Each is a `torch.library` op defined by `define` + `impl`: 6 us a call where `custom_op` takes 27 us (CPU, torch 2.13;
-benchmarks/kernels.py). On a CPU numba serves, on CUDA Triton; what a backend cannot serve, for a reason that it gives
-and that is logged once, the reference serves.
+Each is a `torch.library` op defined by `define` + `impl`: 6 us a call where `custom_op` takes 27 us
+(CPU, torch 2.13; benchmarks/kernels.py). On a CPU numba serves, on CUDA Triton; what a backend
+cannot serve, for a reason that it gives and that is logged once, the reference serves.
 """
 
 import importlib
@@ -58,7 +59,11 @@ def _backend(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(f"elbowroom.kernels.{name}")
     except ImportError as error:
-        _log.warning("backend %s is not available (%s); the plain torch reference serves instead", name, error)
+        _log.warning(
+            "backend %s is not available (%s); the plain torch reference serves instead",
+            name,
+            error,
+        )
         return None
 
 
@@ -79,20 +84,30 @@ def _fake_codes(x: Tensor, levels: int) -> Tensor:
     return x.new_empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8)
 
 
-def _fake_group(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_group(
+    x: Tensor, seed: int, levels: int, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     scale = x.new_empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
     return _fake_codes(x, levels), scale, torch.empty_like(scale)
 
 
-def _fake_dither(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_dither(
+    x: Tensor, seed: int, levels: int, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     ranges = x.new_empty(groups(x.numel(), group_size), 2, dtype=torch.uint8)
     return _fake_codes(x, levels), ranges, x.new_empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
 
 
-def _fake_nonzero(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_nonzero(
+    x: Tensor, seed: int, levels: int, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     size = torch.library.get_ctx().new_dynamic_size()
     bits = x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
-    return bits, x.new_empty(size, dtype=torch.uint8), x.new_empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
+    return (
+        bits,
+        x.new_empty(size, dtype=torch.uint8),
+        x.new_empty(tiles(x.numel()), 2, dtype=torch.bfloat16),
+    )
 
 
 def _fake_fp8(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
@@ -100,9 +115,14 @@ def _fake_fp8(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.uint8), scale
 
 
-_FAKES: dict[str, Callable[..., Any]] = {  # an op that writes `out` returns nothing, and its fake does nothing
+_FAKES: dict[
+    str, Callable[..., Any]
+] = {  # an op that writes `out` returns nothing, and its fake does nothing
     "pack_bits": lambda x: x.new_empty(-(-x.numel() // 8), dtype=torch.uint8),
-    "narrow": lambda x, dtype: (torch.empty_like(x, dtype=dtype), x.new_empty((), dtype=torch.int64)),
+    "narrow": lambda x, dtype: (
+        torch.empty_like(x, dtype=dtype),
+        x.new_empty((), dtype=torch.int64),
+    ),
     "group_quantize": _fake_group,
     "dither_quantize": _fake_dither,
     "nonzero_quantize": _fake_nonzero,
@@ -125,7 +145,9 @@ group_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.group
 group_dequantize = cast(Callable[..., None], _calls.group_dequantize.default)
 dither_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.dither_quantize.default)
 dither_dequantize = cast(Callable[..., None], _calls.dither_dequantize.default)
-nonzero_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.nonzero_quantize.default)
+nonzero_quantize = cast(
+    Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.nonzero_quantize.default
+)
 nonzero_dequantize = cast(Callable[..., None], _calls.nonzero_dequantize.default)
 fp8_quantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.fp8_quantize.default)
 fp8_dequantize = cast(Callable[..., None], _calls.fp8_dequantize.default)

@@ -1,9 +1,10 @@
 """The peak between two moments of somebody else's program: from one forward of a model to the next.
 
-Like `peak`, for code that is not ours to call. On CUDA: the caching allocator's counter, reset at the start. On a CPU:
-PyTorch's profiler, with its limits. It belongs to one thread and there is one in a process, so an interval runs only on
-the main thread, one at a time, and never beside a profiler of the user's: `start` then gives None, and one tries again
-later. An interval that is not needed any more must be closed.
+Like `peak`, for code that is not ours to call. On CUDA: the caching allocator's counter, reset at
+the start. On a CPU: PyTorch's profiler, with its limits. It belongs to one thread and there is one
+in a process, so an interval runs only on the main thread, one at a time, and never beside a
+profiler of the user's: `start` then gives None, and one tries again later. An interval that is not
+needed any more must be closed.
 """
 
 import threading
@@ -47,7 +48,10 @@ class Interval:
 
     def close(self) -> bool:
         """Stop the profiler, if this is the thread that may. Returns whether it has been stopped by this call."""
-        if Interval._running is not self or threading.current_thread() is not threading.main_thread():
+        if (
+            Interval._running is not self
+            or threading.current_thread() is not threading.main_thread()
+        ):
             return False
         Interval._running = None
         self._profiler.stop()

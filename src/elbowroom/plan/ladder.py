@@ -2,7 +2,8 @@
 
     keep -> exact -> dither, 256 levels -> 16 -> 8 -> 4
 
-The first form of a planner: one rung for all sites. A planner that decides for each site alone replaces `choose`.
+The first form of a planner: one rung for all sites. A planner that decides for each site alone
+replaces `choose`.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ class Rung:
 
 EXACT_RUNGS = (Rung("keep", KeepAll(), True), Rung("exact", Exact(), True))
 LOSSY_RUNGS = tuple(
-    Rung(f"dither, {levels} levels", Lossy(Dither(levels=levels)), False) for levels in (256, 16, 8, 4)
+    Rung(f"dither, {levels} levels", Lossy(Dither(levels=levels)), False)
+    for levels in (256, 16, 8, 4)
 )
 
 
@@ -55,12 +57,18 @@ def choose(rungs: Sequence[Rung], step: Sequence[SavedStorage], allowed_nbytes: 
 def _held(rung: Rung, storage: SavedStorage) -> int:
     total = 0
     for site in storage.sites:
-        if rung.exact and site.rebuildable is Rebuildable.LOSSY:  # its source would be kept at this rung
+        if (
+            rung.exact and site.rebuildable is Rebuildable.LOSSY
+        ):  # its source would be kept at this rung
             site = replace(site, rebuildable=Rebuildable.EXACT)
         match rung.policy(site):
             case Keep():
                 return storage.nbytes
             case Encode(codec, facts):
                 bits = site.need is Need.MASK
-                total += -(-prod(site.shape) // 8) if bits else codec.encoded_nbytes(site.shape, site.dtype, facts)
+                total += (
+                    -(-prod(site.shape) // 8)
+                    if bits
+                    else codec.encoded_nbytes(site.shape, site.dtype, facts)
+                )
     return min(total, storage.nbytes)

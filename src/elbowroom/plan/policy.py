@@ -4,7 +4,8 @@
     Exact       masks, indices and rebuilding only: no bit of any gradient changes
     Lossy       Exact first; then one codec wherever the consumer tolerates an error
 
-A policy may assume nothing beyond the site, so that it can be saved, compared and tested without a model.
+A policy may assume nothing beyond the site, so that it can be saved, compared and tested without a
+model.
 """
 
 from collections.abc import Callable
@@ -65,5 +66,7 @@ class Lossy:
         if self.rebuild and site.rebuildable is not Rebuildable.NO:
             return Rebuild()
         if site.dtype not in self.codec.dtypes:
-            return Keep(f"codec '{self.codec.id}' does not take {str(site.dtype).removeprefix('torch.')}")
+            return Keep(
+                f"codec '{self.codec.id}' does not take {str(site.dtype).removeprefix('torch.')}"
+            )
         return Encode(self.codec, site.facts)

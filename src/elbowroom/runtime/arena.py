@@ -1,9 +1,10 @@
 """Memory that restored tensors take turns in, during one backward.
 
-A restored tensor lives for one op. On a CPU its pages come fresh from the kernel each time, at about 2.5 GB/s where
-decoding runs at 30: the arena gives the next restored tensor the block of the last one. A block is reused only when
-the use count of its storage shows that nobody outside holds it. All blocks are dropped when backward ends, so nothing
-is held between steps and the forward peak is not raised. Measured: docs/log.md, "arena".
+A restored tensor lives for one op. On a CPU its pages come fresh from the kernel each time, at
+about 2.5 GB/s where decoding runs at 30: the arena gives the next restored tensor the block of the
+last one. A block is reused only when the use count of its storage shows that nobody outside holds
+it. All blocks are dropped when backward ends, so nothing is held between steps and the forward peak
+is not raised. Measured: docs/log.md, "arena".
 
 On a GPU torch's caching allocator does this already, and the arena steps aside.
 """
@@ -34,7 +35,12 @@ class Arena:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat tensor [numel] with any content: a block that nobody uses, or fresh memory."""
         nbytes = numel * dtype.itemsize
-        if not self.enabled or device.type != "cpu" or nbytes < _SMALLEST_NBYTES or not self._backward_runs():
+        if (
+            not self.enabled
+            or device.type != "cpu"
+            or nbytes < _SMALLEST_NBYTES
+            or not self._backward_runs()
+        ):
             return torch.empty(numel, dtype=dtype, device=device)
         with self._lock:
             return self._block(nbytes).memory[:nbytes].view(dtype)

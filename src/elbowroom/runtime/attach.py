@@ -1,8 +1,9 @@
 """A context around every forward of a model, without changing the model.
 
-Global module hooks look the called module up in a weak table: no attribute, no wrapper, no subclass. So `state_dict`,
-`type(model)`, pickles and deep copies are those of the plain model (a copy is not in the table), and detaching leaves
-nothing behind. The hooks exist only while some model is attached.
+Global module hooks look the called module up in a weak table: no attribute, no wrapper, no
+subclass. So `state_dict`, `type(model)`, pickles and deep copies are those of the plain model (a
+copy is not in the table), and detaching leaves nothing behind. The hooks exist only while some
+model is attached.
 """
 
 import threading

@@ -1,12 +1,13 @@
 """Which op is saving, what its backward needs, and how its output could be made again.
 
-Pack is not told who saves. A TorchFunctionMode is: it sees each call from Python to torch, and what is packed during a
-call is saved by it (about 3 us a call; CPU, torch 2.13). Calls that torch makes inside a Python function of its own
-(multi_head_attention_forward) or in C++ (lstm) are seen as that function.
+Pack is not told who saves. A TorchFunctionMode is: it sees each call from Python to torch, and what
+is packed during a call is saved by it (about 3 us a call; CPU, torch 2.13). Calls that torch makes
+inside a Python function of its own (multi_head_attention_forward) or in C++ (lstm) are seen as that
+function.
 
-Lossy only for known consumers. An op that is not in the table needs its tensors exactly: a 4-level code under `div`,
-`log` or `sqrt` gave gradients wrong by factors of 8 to 13,000. Of a known op only the arguments named here may carry an
-error, never its weights or statistics.
+Lossy only for known consumers. An op that is not in the table needs its tensors exactly: a 4-level
+code under `div`, `log` or `sqrt` gave gradients wrong by factors of 8 to 13,000. Of a known op only
+the arguments named here may carry an error, never its weights or statistics.
 """
 
 from collections.abc import Callable
@@ -21,14 +22,17 @@ from elbowroom.plan import Need
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.slot import Slot
 
-# op -> the arguments (position, name) in which its gradients are linear, or smooth enough: see docs/log.md
+# op -> the arguments (position, name) in which its gradients are linear, or smooth enough: see
+# docs/log.md
 _CONV = ((0, "input"),)
 _TWO = ((0, "input"), (1, "mat2"))
 TOLERANT: dict[str, tuple[tuple[int, str], ...]] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _CONV),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _CONV),
     "linear": _CONV,
-    **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__", "mm"), ((0, "input"), (1, "other"), (1, "mat2"))),
+    **dict.fromkeys(
+        ("matmul", "__matmul__", "__rmatmul__", "mm"), ((0, "input"), (1, "other"), (1, "mat2"))
+    ),
     "bmm": _TWO,
     "addmm": ((1, "mat1"), (2, "mat2")),
     "baddbmm": ((1, "batch1"), (2, "batch2")),
@@ -39,15 +43,27 @@ TOLERANT: dict[str, tuple[tuple[int, str], ...]] = {
 _RUNNING = ((1, "running_mean"), (2, "running_var"))
 BUFFERS = dict.fromkeys(("batch_norm", "instance_norm"), _RUNNING)  # saved, but the module's own
 MASKED_OUTPUT = ("relu", "relu_")  # they save their output, and read only where it is positive
-SHAPE_ONLY = tuple(  # their backward asks the input for its shape; max-pooling reads its saved indices
-    f"{kind}_pool{n}d{rest}"
-    for n in (1, 2, 3)
-    for kind in ("max", "avg", "adaptive_max", "adaptive_avg")
-    for rest in ("", "_with_indices")
+SHAPE_ONLY = (
+    tuple(  # their backward asks the input for its shape; max-pooling reads its saved indices
+        f"{kind}_pool{n}d{rest}"
+        for n in (1, 2, 3)
+        for kind in ("max", "avg", "adaptive_max", "adaptive_avg")
+        for rest in ("", "_with_indices")
+    )
 )
 MASKED_INPUT = ("leaky_relu",)  # saves its input, and reads only where it is positive
 _RESHAPES = (
-    *("ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Alias", "Expand", "Unsqueeze", "Squeeze"),
+    *(
+        "ToCopy",
+        "Clone",
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Alias",
+        "Expand",
+        "Unsqueeze",
+        "Squeeze",
+    ),
     *("TBackward", "Transpose", "Permute"),
 )
 _MOST_RESHAPES = 8
@@ -58,7 +74,9 @@ class Call:
 
     __slots__ = ("args", "func", "kwargs", "name", "saved", "small", "version")
 
-    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.name: str = getattr(func, "__name__", "")
         self.saved: list[Slot] = []  # what it has saved so far
@@ -73,7 +91,12 @@ class Call:
     def note_saved(self, slot: Slot, x: Tensor) -> None:
         """The call has saved x."""
         self.saved.append(slot)
-        if x.grad_fn is None and not x.requires_grad and x.is_floating_point() and slot.value is not None:
+        if (
+            x.grad_fn is None
+            and not x.requires_grad
+            and x.is_floating_point()
+            and slot.value is not None
+        ):
             self.small.append(x.detach())
 
 
@@ -86,7 +109,11 @@ class Consumers(TorchFunctionMode):
         self._finished = finished
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         outer, self.call = self.call, Call(func, args, kwargs or {})
         try:
@@ -121,7 +148,11 @@ def _is(x: Tensor, argument: Any) -> bool:
     """Whether x is this argument: the same memory, or what the op made of it before its own work (a cast, a reshape)."""
     if not isinstance(argument, Tensor):
         return False
-    if type(argument) is Tensor and argument.layout is torch.strided and x.data_ptr() == argument.data_ptr():
+    if (
+        type(argument) is Tensor
+        and argument.layout is torch.strided
+        and x.data_ptr() == argument.data_ptr()
+    ):
         return True
     if x.grad_fn is None:
         autocast = torch.is_autocast_enabled(x.device.type)
@@ -143,12 +174,16 @@ def _is_reshaped(x: Tensor, argument: Tensor) -> bool:
 
 def is_buffer(x: Tensor, call: Call | None) -> bool:
     """Whether x is a running statistic: the module's, as its parameters are."""
-    return call is not None and any(_is(x, call.arg(*buffer)) for buffer in BUFFERS.get(call.name, ()))
+    return call is not None and any(
+        _is(x, call.arg(*buffer)) for buffer in BUFFERS.get(call.name, ())
+    )
 
 
 def is_argument(x: Tensor, call: Call | None) -> bool:
     """Whether x was handed to the op, rather than made by it."""
-    return call is not None and any(_is(x, argument) for argument in (*call.args, *call.kwargs.values()))
+    return call is not None and any(
+        _is(x, argument) for argument in (*call.args, *call.kwargs.values())
+    )
 
 
 def _is_attention_output(x: Tensor, call: Call) -> bool:
@@ -196,7 +231,9 @@ def _label_facts(call: Call) -> Facts:
     """Class numbers, and ignore_index, which may be negative."""
     classes = call.arg(0, "input").shape
     ignore = int(call.arg(4, "ignore_index", -100))
-    return Facts(smallest=min(0, ignore), largest=max(classes[1 if len(classes) > 1 else 0] - 1, ignore))
+    return Facts(
+        smallest=min(0, ignore), largest=max(classes[1 if len(classes) > 1 else 0] - 1, ignore)
+    )
 
 
 _INDEX_FACTS: dict[str, Callable[[Call], Facts]] = {

@@ -1,7 +1,8 @@
 """What outlives one forward: the seed, the count of steps, and what was learned about sites. Nothing else keeps these.
 
-Every encoded tensor gets a seed of its own, a hash of (base seed, rank, count): noise never repeats between tensors,
-steps or micro-batches, the user's RNG is untouched, and a run with the same base seed draws the same noise.
+Every encoded tensor gets a seed of its own, a hash of (base seed, rank, count): noise never repeats
+between tensors, steps or micro-batches, the user's RNG is untouched, and a run with the same base
+seed draws the same noise.
 """
 
 import threading
@@ -60,7 +61,9 @@ def _mix(x: int) -> int:
 
 def _rank() -> int:
     distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    return (
+        distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    )
 
 
 PROCESS = Context(learns=False)

@@ -1,11 +1,13 @@
 """The main path: autograd saves x -> `_pack` -> a `View`; backward asks -> `_unpack` -> x again.
 
-    x -> ours to touch? -> seen before? -> what does the saving op need? -> policy -> perform -> slot -> View
+    x -> ours to touch? -> seen before? -> what does the saving op need? -> policy -> perform ->
+    slot -> View
                   identity.py                consumers.py               plan/     perform.py   slot.py
 
-Everything is decided from metadata; no value is read. What cannot be touched is kept, with the version check that
-hooks switch off, and the ledger says why. State belongs to the views that autograd holds, never to "the step":
-unpack may come twice, in any order, on another thread, or never.
+Everything is decided from metadata; no value is read. What cannot be touched is kept, with the
+version check that hooks switch off, and the ledger says why. State belongs to the views that
+autograd holds, never to "the step": unpack may come twice, in any order, on another thread, or
+never.
 """
 
 from dataclasses import replace
@@ -17,13 +19,19 @@ from torch import Tensor
 
 from elbowroom.errors import CodecError, ElbowroomError, RestoreError
 from elbowroom.plan import Action, Encode, Keep, Need, Policy, Rebuild, Rebuildable, Site
+from elbowroom.runtime import modules
 from elbowroom.runtime.consumers import Call, Consumers, facts_of, is_argument, is_buffer, need_of
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
-from elbowroom.runtime.identity import Identity, dense_base, is_made_of_parameters, is_parameter, untouchable
+from elbowroom.runtime.identity import (
+    Identity,
+    dense_base,
+    is_made_of_parameters,
+    is_parameter,
+    untouchable,
+)
 from elbowroom.runtime.ledger import Ledger
-from elbowroom.runtime import modules
 from elbowroom.runtime.perform import mask_bits, perform
 from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
@@ -41,7 +49,9 @@ class Saving:
     ledger      the count of bytes, filled as forward runs
     """
 
-    def __init__(self, policy: Policy, *, min_nbytes: int = 65536, context: Context = PROCESS) -> None:
+    def __init__(
+        self, policy: Policy, *, min_nbytes: int = 65536, context: Context = PROCESS
+    ) -> None:
         self.policy = policy
         self.min_nbytes = min_nbytes
         self.context = context
@@ -52,7 +62,9 @@ class Saving:
 
     def __enter__(self) -> Self:
         if self._hooks is not None:
-            raise RuntimeError("this saving context is open already; make another one for a nested or second use")
+            raise RuntimeError(
+                "this saving context is open already; make another one for a nested or second use"
+            )
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._consumers = Consumers(self._finished)
         modules.watch()
@@ -66,7 +78,10 @@ class Saving:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._consumers is not None
         self._consumers.__exit__(kind, error, trace)
@@ -79,9 +94,15 @@ class Saving:
         """From now on use `policy`; encode what was kept so far and may carry an error, where the policy says so."""
         for slot in self._identity.slots():
             kept = slot.value
-            if not isinstance(kept, KeepHandle) or not slot.sites or slot.pinned or kept.was_changed:
+            if (
+                not isinstance(kept, KeepHandle)
+                or not slot.sites
+                or slot.pinned
+                or kept.was_changed
+            ):
                 continue
-            # An op served by what was kept already left no site: ask for the most that any of them may need.
+            # An op served by what was kept already left no site: ask for the most that any of them
+            # may need.
             action = policy(replace(slot.sites[-1], need=Need.LOSSY))
             if isinstance(action, Encode):
                 base = kept.restore()
@@ -124,7 +145,9 @@ class Saving:
 
     def _new_slot(self, x: Tensor) -> Slot:
         base = dense_base(x)
-        entry = self.ledger.open(self._module, self._consumer, str(x.dtype).removeprefix("torch."), storage_nbytes(x))
+        entry = self.ledger.open(
+            self._module, self._consumer, str(x.dtype).removeprefix("torch."), storage_nbytes(x)
+        )
         slot = Slot(x if base is None else base, entry)
         self._identity.remember(x, slot)
         return slot
@@ -136,7 +159,9 @@ class Saving:
         site = self._site(slot, x, call, need, why, ready)
         key = (site.module, site.consumer, site.shape, site.dtype)
         whole = slot.base.on(x)
-        left_alone = left_alone_because(x, site, call, self.min_nbytes, is_window=dense_base(x) is None)
+        left_alone = left_alone_because(
+            x, site, call, self.min_nbytes, is_window=dense_base(x) is None
+        )
         if not left_alone and self.context.keeps(key):
             left_alone = "somebody else held it until backward"
         if not left_alone:
@@ -163,12 +188,20 @@ class Saving:
             return Keep("the policy asked to rebuild what cannot be rebuilt")
         return action
 
-    def _site(self, slot: Slot, x: Tensor, call: Call | None, need: Need, why: str, ready: Ready | None) -> Site:
+    def _site(
+        self, slot: Slot, x: Tensor, call: Call | None, need: Need, why: str, ready: Ready | None
+    ) -> Site:
         origin = self._identity.origin(x)
         facts = facts_of(x, call)
         if origin is not None and origin.has_zeros and x.is_floating_point():
             facts = replace(facts, has_zeros=True)
-        rebuildable = Rebuildable.NO if ready is None else Rebuildable.EXACT if ready.exact else Rebuildable.LOSSY
+        rebuildable = (
+            Rebuildable.NO
+            if ready is None
+            else Rebuildable.EXACT
+            if ready.exact
+            else Rebuildable.LOSSY
+        )
         return Site(
             module=self._module,
             consumer=self._consumer,
@@ -192,7 +225,9 @@ class Saving:
         return "" if call is None else call.name
 
 
-def left_alone_because(x: Tensor, site: Site, call: Call | None, min_nbytes: int, *, is_window: bool) -> str:
+def left_alone_because(
+    x: Tensor, site: Site, call: Call | None, min_nbytes: int, *, is_window: bool
+) -> str:
     """Why this storage is kept whatever the policy says, or ""."""
     if site.nbytes < max(min_nbytes, _HARD_MIN_NBYTES):
         return "small"
@@ -200,7 +235,11 @@ def left_alone_because(x: Tensor, site: Site, call: Call | None, min_nbytes: int
         return "a window onto a larger storage"
     if is_made_of_parameters(x):
         return "made of parameters only"
-    if x.grad_fn is None and x.dtype is not torch.bool and (site.need is Need.LOSSY or is_argument(x, call)):
+    if (
+        x.grad_fn is None
+        and x.dtype is not torch.bool
+        and (site.need is Need.LOSSY or is_argument(x, call))
+    ):
         return "an input: its owner holds it"
     return ""
 
@@ -211,4 +250,6 @@ def _unpack(held: View | Lone | KeepHandle) -> Tensor:
     except ElbowroomError:
         raise
     except Exception as error:
-        raise RestoreError(f"a saved tensor could not be given back to backward: {error}") from error
+        raise RestoreError(
+            f"a saved tensor could not be given back to backward: {error}"
+        ) from error

@@ -1,12 +1,18 @@
 """Is it ours to touch, and have we seen it before?
 
-1. Identity is (storage, version). A tensor is packed once by every op that saves it, often as a view: all of these find
-   one `Slot`. Addresses are compared under a weak reference, so that one is never taken for another that died.
-2. Parameters are left alone: leaves that require grad, their views, and whatever a graph makes from nothing else
-   (autocast's bf16 copy of a weight, weight_norm's product, a pruned weight). The latter are memory, and are counted.
-3. A slot stands for a dense tensor that covers its storage: x, the base that x is a view of, or the storage as a flat
+1. Identity is (storage, version). A tensor is packed once by every op that saves it, often as a
+view: all of these find
+   one `Slot`. Addresses are compared under a weak reference, so that one is never taken for another
+   that died.
+2. Parameters are left alone: leaves that require grad, their views, and whatever a graph makes from
+nothing else
+   (autocast's bf16 copy of a weight, weight_norm's product, a pruned weight). The latter are
+   memory, and are counted.
+3. A slot stands for a dense tensor that covers its storage: x, the base that x is a view of, or the
+storage as a flat
    run. A small window onto a large storage is kept: what plain autograd would do too.
-4. What an op made, and whether it has exact zeros, is remembered as an `Origin` until the context ends.
+4. What an op made, and whether it has exact zeros, is remembered as an `Origin` until the context
+ends.
 """
 
 from dataclasses import dataclass
@@ -21,7 +27,12 @@ from elbowroom.runtime.weak import WeakStorage
 
 _WINDOW = 4  # a view of less than a fourth of its storage is a window
 _DEEPEST_PARAMETER_GRAPH = 16
-_PICKS = ("Embedding", "Index", "Gather", "Take")  # what these make of a parameter is data: indices chose it
+_PICKS = (
+    "Embedding",
+    "Index",
+    "Gather",
+    "Take",
+)  # what these make of a parameter is data: indices chose it
 _SCALES = ("Mul", "Mv", "Vdot", "Dot")  # pruning masks and spectral_norm's vectors enter here
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -44,7 +55,9 @@ class _Storage:
         import weakref
 
         self.weak = WeakStorage(x)
-        self.slots: weakref.WeakValueDictionary[tuple[int, torch.dtype], Slot] = weakref.WeakValueDictionary()
+        self.slots: weakref.WeakValueDictionary[tuple[int, torch.dtype], Slot] = (
+            weakref.WeakValueDictionary()
+        )
         self.origins: dict[int, Origin] = {}
 
 
@@ -66,7 +79,11 @@ class Identity:
     def origin(self, x: Tensor, version: int | None = None) -> Origin | None:
         """What made x's storage, at this version (default: x's own)."""
         known = self._known(x)
-        return None if known is None else known.origins.get(version_of(x) if version is None else version)
+        return (
+            None
+            if known is None
+            else known.origins.get(version_of(x) if version is None else version)
+        )
 
     def made(self, x: Tensor, origin: Origin) -> None:
         """Remember what made x."""
@@ -97,7 +114,9 @@ class Identity:
     def _purge(self) -> None:
         """Forget dead storages now and then, so that a context around a whole training does not grow."""
         if len(self._storages) >= self._purge_at:
-            self._storages = {at: known for at, known in self._storages.items() if not known.weak.expired()}
+            self._storages = {
+                at: known for at, known in self._storages.items() if not known.weak.expired()
+            }
             self._purge_at = max(256, 2 * len(self._storages))
 
 
@@ -125,8 +144,8 @@ def is_parameter(x: Tensor) -> bool:
 def is_made_of_parameters(x: Tensor) -> bool:
     """Whether every path of x's graph ends in a trainable leaf.
 
-    An edge to nowhere is data (a convolution of the input has one), except where it may be a constant that scales a
-    parameter of x's size: a pruning mask, or the vectors of spectral_norm.
+    An edge to nowhere is data (a convolution of the input has one), except where it may be a
+    constant that scales a parameter of x's size: a pruning mask, or the vectors of spectral_norm.
     """
     if x.grad_fn is None:
         return False

@@ -1,8 +1,9 @@
 """Our own count of bytes: what autograd would hold, what we hold instead, and why.
 
-Every saved storage that is not a parameter has one `Entry`, from the first op that saves it to the last that lets go.
-The figures are those of the fullest moment: when the entries alive would take most bytes in plain autograd, which is
-just before backward. Parameters are not counted; scalars and small tensors are.
+Every saved storage that is not a parameter has one `Entry`, from the first op that saves it to the
+last that lets go. The figures are those of the fullest moment: when the entries alive would take
+most bytes in plain autograd, which is just before backward. Parameters are not counted; scalars and
+small tensors are.
 """
 
 import threading
@@ -32,9 +33,22 @@ class Row:
 class Entry:
     """One storage: its bytes in plain autograd, and what is held for it now."""
 
-    __slots__ = ("action", "after_nbytes", "before_nbytes", "born", "consumer", "died", "dtype", "ledger", "module", "why")
+    __slots__ = (
+        "action",
+        "after_nbytes",
+        "before_nbytes",
+        "born",
+        "consumer",
+        "died",
+        "dtype",
+        "ledger",
+        "module",
+        "why",
+    )
 
-    def __init__(self, ledger: "Ledger", module: str, consumer: str, dtype: str, before_nbytes: int) -> None:
+    def __init__(
+        self, ledger: "Ledger", module: str, consumer: str, dtype: str, before_nbytes: int
+    ) -> None:
         self.ledger = ledger
         self.module, self.consumer, self.dtype = module, consumer, dtype
         self.before_nbytes = before_nbytes
@@ -53,7 +67,9 @@ class Ledger:
     """Counts of one `saving` context. `before_nbytes` and `after_nbytes` are the two to compare."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # an entry may be closed by the garbage collector inside any of our own lines
+        self._lock = (
+            threading.RLock()
+        )  # an entry may be closed by the garbage collector inside any of our own lines
         self._entries: dict[int, Entry] = {}
         self._clock = 0
         self._plain_nbytes = 0
@@ -82,9 +98,16 @@ class Ledger:
         with self._lock:
             for entry in self._entries.values():
                 if entry.born <= self._fullest and not 0 < entry.died <= self._fullest:
-                    groups[entry.module, entry.consumer, entry.dtype, entry.action, entry.why].append(entry)
+                    groups[
+                        entry.module, entry.consumer, entry.dtype, entry.action, entry.why
+                    ].append(entry)
         return [
-            Row(*key, len(part), sum(e.before_nbytes for e in part), sum(e.after_nbytes for e in part))  # type: ignore[arg-type]
+            Row(
+                *key,
+                len(part),
+                sum(e.before_nbytes for e in part),
+                sum(e.after_nbytes for e in part),
+            )  # type: ignore[arg-type]
             for key, part in groups.items()
         ]
 
@@ -137,7 +160,9 @@ class Ledger:
 
 
 def _render(ledger: Ledger) -> str:
-    table = Table(title=f"saved tensors: {show_nbytes(ledger.before_nbytes)} -> {show_nbytes(ledger.after_nbytes)}")
+    table = Table(
+        title=f"saved tensors: {show_nbytes(ledger.before_nbytes)} -> {show_nbytes(ledger.after_nbytes)}"
+    )
     for name in ("module", "saved by", "dtype", "action", "n"):
         table.add_column(name, justify="right" if name == "n" else "left")
     table.add_column("before", justify="right")
@@ -145,7 +170,9 @@ def _render(ledger: Ledger) -> str:
     table.add_column("left alone because")
     for row in sorted(ledger.rows, key=lambda row: -row.before_nbytes):
         sizes = show_nbytes(row.before_nbytes), show_nbytes(row.after_nbytes)
-        table.add_row(row.module, row.consumer, row.dtype, row.action, str(row.count), *sizes, row.why)
+        table.add_row(
+            row.module, row.consumer, row.dtype, row.action, str(row.count), *sizes, row.why
+        )
     console = Console(width=140, record=True, file=_Nowhere())
     console.print(table)
     return console.export_text()

@@ -1,7 +1,8 @@
 """Which module runs now, by its name in the outermost module that was called. For the ledger's table.
 
-Global module hooks, so that no module is changed. They are installed while some context is open or some model is
-fitted, and counted: a context that closes inside a hook must not change the table that PyTorch is walking through.
+Global module hooks, so that no module is changed. They are installed while some context is open or
+some model is fitted, and counted: a context that closes inside a hook must not change the table
+that PyTorch is walking through.
 """
 
 import threading
@@ -29,7 +30,7 @@ _thread = _Thread()
 
 def watch() -> None:
     """From now on know which module runs, until as many `unwatch` as `watch`."""
-    global _users  # noqa: PLW0603
+    global _users
     with _lock:
         _users += 1
         if _users == 1:
@@ -39,7 +40,7 @@ def watch() -> None:
 
 def unwatch() -> None:
     """The end of one `watch`."""
-    global _users  # noqa: PLW0603
+    global _users
     with _lock:
         _users -= 1
         while _users == 0 and _hooks:

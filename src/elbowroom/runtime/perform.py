@@ -37,7 +37,8 @@ def mask_bits(base: Tensor, consumer: str) -> Tensor:
 
     ReLU's output is never negative, so there != 0 says it too.
 
-    (A NaN counts as positive for ReLU, whose backward lets its gradient pass, and not for leaky_relu, which scales it.)
+    (A NaN counts as positive for ReLU, whose backward lets its gradient pass, and not for
+    leaky_relu, which scales it.)
     """
     x = base if consumer in MASKED_OUTPUT else base > 0
     return BitMask().encode(x, facts=Facts(value=1.0)).buffers[0]

@@ -25,9 +25,14 @@ def note_origin(call: Call, out: Any, identity: Identity) -> None:
     x = call.arg(0, "input")
     if untouchable(out) or not isinstance(x, Tensor) or untouchable(x):
         return
-    if out.numel() * out.element_size() != storage_nbytes(out) or not torch.ops.aten.is_non_overlapping_and_dense(out):
+    if out.numel() * out.element_size() != storage_nbytes(
+        out
+    ) or not torch.ops.aten.is_non_overlapping_and_dense(out):
         return
-    if version_of(out) == call.version and out.untyped_storage()._cdata == x.untyped_storage()._cdata:
+    if (
+        version_of(out) == call.version
+        and out.untyped_storage()._cdata == x.untyped_storage()._cdata
+    ):
         return  # nothing was done: dropout in eval mode gives its input back
     origin = maker(call, out, identity)
     if origin is not None:
@@ -44,7 +49,11 @@ def _source(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geome
     held = identity.slot(x) if version_of(x) == call.version else None
     if held is not None and held in call.saved and held.value is not None:
         return held, seen
-    copies = [slot for slot in call.saved if slot.base.shape == tuple(x.shape) and slot.dtype is not x.dtype]
+    copies = [
+        slot
+        for slot in call.saved
+        if slot.base.shape == tuple(x.shape) and slot.dtype is not x.dtype
+    ]
     if copies and torch.is_autocast_enabled(x.device.type):
         return copies[0], copies[0].base
     origin = identity.origin(x, call.version)
@@ -53,7 +62,9 @@ def _source(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geome
     return (held if held is not None and held.value is not None else None), seen
 
 
-def _make(call: Call, out: Tensor, identity: Identity, op: Op | None, *, has_zeros: bool = False) -> Origin:
+def _make(
+    call: Call, out: Tensor, identity: Identity, op: Op | None, *, has_zeros: bool = False
+) -> Origin:
     recipe = None
     if op is not None:
         source, seen = _source(call, identity)
@@ -65,7 +76,11 @@ def _make(call: Call, out: Tensor, identity: Identity, op: Op | None, *, has_zer
 def _in_order(op: Op, seen: Geometry, out: Tensor) -> Op:
     """Without its lossy form, if that goes by memory order and the output's is not the input's."""
     by_order = op.needs_bits or op.affine is not None
-    return replace(op, lossy=None) if by_order and not same_order(seen.shape, seen.stride, out.stride()) else op
+    return (
+        replace(op, lossy=None)
+        if by_order and not same_order(seen.shape, seen.stride, out.stride())
+        else op
+    )
 
 
 def _relu(call: Call, out: Tensor, identity: Identity) -> Origin:
@@ -90,7 +105,12 @@ def _relu_of_affine(below: Op, affine: Callable[[], Affine]) -> Op:
         ops.affine(flat_of(x), *affine(), bits)
         return x
 
-    return Op(lambda x, private: below.exact(x, private).relu_(), lossy, needs_bits=True, fixed=below.fixed)
+    return Op(
+        lambda x, private: below.exact(x, private).relu_(),
+        lossy,
+        needs_bits=True,
+        fixed=below.fixed,
+    )
 
 
 def _masked(x: Tensor, bits: Tensor | None) -> Tensor:
@@ -109,7 +129,10 @@ def _scaled(affine: Callable[[], Affine]) -> Callable[[Tensor, Tensor | None], T
 
 def _gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
     approximate = call.arg(1, "approximate", "none")
-    op = Op(lambda x, _: F.gelu(x, approximate=approximate), lambda x, _: F.gelu(x, approximate=approximate))
+    op = Op(
+        lambda x, _: F.gelu(x, approximate=approximate),
+        lambda x, _: F.gelu(x, approximate=approximate),
+    )
     return _make(call, out, identity, op)
 
 
@@ -118,7 +141,11 @@ def _silu(call: Call, out: Tensor, identity: Identity) -> Origin:
 
 
 def _dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:
-    noise = [slot for slot in call.saved if slot.base.shape == tuple(out.shape) and slot.dtype is out.dtype]
+    noise = [
+        slot
+        for slot in call.saved
+        if slot.base.shape == tuple(out.shape) and slot.dtype is out.dtype
+    ]
     before = identity.origin(call.arg(0, "input"), call.version)
     has_zeros = before is not None and before.has_zeros
     if len(noise) != 1:
@@ -142,7 +169,9 @@ def _layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
                 x.mul_(weight)
             return x if bias is None else x.add_(bias)
 
-    op = Op(lambda x, _: F.layer_norm(x, shape, weight, bias, eps), lossy, fixed=_given(weight, bias))
+    op = Op(
+        lambda x, _: F.layer_norm(x, shape, weight, bias, eps), lossy, fixed=_given(weight, bias)
+    )
     return _make(call, out, identity, op)
 
 
@@ -164,18 +193,30 @@ def _group_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
             return scale.reshape(-1), shift.reshape(-1), inner
 
     lossy = None if affine is None else _scaled(affine)
-    op = Op(lambda x, _: F.group_norm(x, groups, weight, bias, eps), lossy, fixed=_given(weight, bias), affine=affine)
+    op = Op(
+        lambda x, _: F.group_norm(x, groups, weight, bias, eps),
+        lossy,
+        fixed=_given(weight, bias),
+        affine=affine,
+    )
     return _make(call, out, identity, op)
 
 
 def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     if call.func is not F.batch_norm:
         return None
-    x, weight, bias = call.arg(0, "input"), _as_now(call.arg(3, "weight")), _as_now(call.arg(4, "bias"))
+    x, weight, bias = (
+        call.arg(0, "input"),
+        _as_now(call.arg(3, "weight")),
+        _as_now(call.arg(4, "bias")),
+    )
     training, eps = call.arg(5, "training", False), call.arg(7, "eps", 1e-5)
     if training:
         statistics = _statistics(call, 2)
-        used: tuple[Tensor | None, Tensor | None] = (None, None)  # its own statistics; the running ones are not updated
+        used: tuple[Tensor | None, Tensor | None] = (
+            None,
+            None,
+        )  # its own statistics; the running ones are not updated
     else:
         used = call.arg(1, "running_mean").clone(), call.arg(2, "running_var").clone()
         statistics = used[0], (used[1] + eps).rsqrt()  # type: ignore[operator, assignment]

@@ -8,13 +8,15 @@
     BatchNorm           x, mean, rstd                the same op, own stats    x~ * scale + shift by channel
     dropout             noise {0, 1 / (1 - p)}       x * noise                 x~ * noise
 
-With an exact source the op itself runs again: same kernel, same bits. With an encoded source the *saved* mean and rstd
-are used, never statistics of x~, and masks come from their own bitmap, never from the sign of x~: so the result is
-linear in x~ and unbiased where x~ is (GELU and SiLU excepted), and ReLU's and dropout's backward stay exact.
+With an exact source the op itself runs again: same kernel, same bits. With an encoded source the
+*saved* mean and rstd are used, never statistics of x~, and masks come from their own bitmap, never
+from the sign of x~: so the result is linear in x~ and unbiased where x~ is (GELU and SiLU
+excepted), and ReLU's and dropout's backward stay exact.
 
-Recipes chain: relu(batch_norm(x)), dropout(gelu(x)). A `Recipe` is made in forward and refers to its sources weakly; it
-becomes `Ready`, with strong references, only when some tensor is really dropped. Everything points upstream, as
-the graph's own edges do, so no cycle can form. (Facts: arXiv 2203.15980 for the idea of recomputing cheap ops.)
+Recipes chain: relu(batch_norm(x)), dropout(gelu(x)). A `Recipe` is made in forward and refers to
+its sources weakly; it becomes `Ready`, with strong references, only when some tensor is really
+dropped. Everything points upstream, as the graph's own edges do, so no cycle can form. (Facts:
+arXiv 2203.15980 for the idea of recomputing cheap ops.)
 """
 
 import weakref
@@ -85,7 +87,14 @@ class Recipe:
         link = source if isinstance(source, Recipe) else weakref.ref(source)
         if versions is None:
             versions = tuple(version_of(tensor) for tensor in op.fixed)
-        return cls(op, link, seen, Geometry.of(out), None if output is None else weakref.ref(output), versions)
+        return cls(
+            op,
+            link,
+            seen,
+            Geometry.of(out),
+            None if output is None else weakref.ref(output),
+            versions,
+        )
 
     @property
     def depth(self) -> int:
@@ -93,11 +102,15 @@ class Recipe:
 
     def ready(self) -> "Ready | None":
         """With strong references; None if something that it needs is not held (any more)."""
-        source: Slot | Ready | None = self.source.ready() if isinstance(self.source, Recipe) else self.source()
+        source: Slot | Ready | None = (
+            self.source.ready() if isinstance(self.source, Recipe) else self.source()
+        )
         if source is None or (isinstance(source, Slot) and source.value is None):
             return None
         noise = None if self.op.noise is None else self.op.noise()
-        if self.op.noise is not None and (noise is None or noise.value is None or not noise.value.exact):
+        if self.op.noise is not None and (
+            noise is None or noise.value is None or not noise.value.exact
+        ):
             return None
         output = None if self.output is None else self.output()
         bits = output.bits if output is not None and self.op.needs_bits else None
@@ -150,7 +163,9 @@ class Ready:
                 "Please report it; er.saving(..., rebuild=False) avoids it."
             )
         if not same_order(self.made.shape, out.stride(), self.made.stride):
-            out = torch.empty_strided(self.made.shape, self.made.stride, dtype=out.dtype, device=out.device).copy_(out)
+            out = torch.empty_strided(
+                self.made.shape, self.made.stride, dtype=out.dtype, device=out.device
+            ).copy_(out)
         return out
 
     def _run(self) -> Tensor:
@@ -161,9 +176,14 @@ class Ready:
             private, base = not exact, self.source.base
             x = self.source.restore_value(private=private)
         if self.seen != base:
-            x = x.as_strided(self.seen.shape, self.seen.stride, self.seen.offset - base.offset + x.storage_offset())
+            x = x.as_strided(
+                self.seen.shape,
+                self.seen.stride,
+                self.seen.offset - base.offset + x.storage_offset(),
+            )
             if not torch.ops.aten.is_non_overlapping_and_dense(x):
-                # The very op on the very strides, for the same bits; but a copy of ours where the op overwrites.
+                # The very op on the very strides, for the same bits; but a copy of ours where the
+                # op overwrites.
                 x, private = (x, False) if exact else (x.contiguous(), True)
         if self.noise is not None:
             noise = self._noise_like(x)
@@ -177,10 +197,14 @@ class Ready:
         assert self.noise is not None
         noise = self.noise.restore_value()
         if noise.shape != x.shape:
-            raise RestoreError("dropout's factor has another shape than its input; use er.saving(..., rebuild=False)")
+            raise RestoreError(
+                "dropout's factor has another shape than its input; use er.saving(..., rebuild=False)"
+            )
         return noise
 
 
 def same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Whether two strides order the elements of a shape alike (those of a length 1 do not matter)."""
-    return one == other or all(a == b for a, b, length in zip(one, other, shape, strict=True) if length > 1)
+    return one == other or all(
+        a == b for a, b, length in zip(one, other, shape, strict=True) if length > 1
+    )

@@ -1,8 +1,8 @@
 """One storage at one version: what is held for it, however many ops save it and through whatever views.
 
-A slot's `value` stands for the whole storage; its `bits` say where it is positive, for ReLU's backward, which needs no
-more. Each op that saves the storage gets a `View`: slot + geometry + what that op needs. The last view to die takes the
-slot with it, and the ledger hears of it.
+A slot's `value` stands for the whole storage; its `bits` say where it is positive, for ReLU's
+backward, which needs no more. Each op that saves the storage gets a `View`: slot + geometry + what
+that op needs. The last view to die takes the slot with it, and the ledger hears of it.
 """
 
 from dataclasses import dataclass
@@ -32,13 +32,30 @@ class Geometry:
 
     def on(self, x: Tensor) -> Tensor:
         """The tensor of this geometry on x's storage: x itself, if it has it."""
-        return x if Geometry.of(x) == self else x.detach().as_strided(self.shape, self.stride, self.offset)
+        return (
+            x
+            if Geometry.of(x) == self
+            else x.detach().as_strided(self.shape, self.stride, self.offset)
+        )
 
 
 class Slot:
     """What is held for one storage at one version."""
 
-    __slots__ = ("__weakref__", "asked_exact", "base", "bits", "dtype", "entry", "device", "mask_of", "pinned", "shape_is_enough", "sites", "value")
+    __slots__ = (
+        "__weakref__",
+        "asked_exact",
+        "base",
+        "bits",
+        "device",
+        "dtype",
+        "entry",
+        "mask_of",
+        "pinned",
+        "shape_is_enough",
+        "sites",
+        "value",
+    )
 
     def __init__(self, base: Tensor, entry: Entry) -> None:
         self.base = Geometry.of(base)
@@ -50,7 +67,9 @@ class Slot:
         self.asked_exact = False
         self.mask_of = ""  # the op that asked for the mask, if one did
         self.pinned = False  # must stay exact: something exact is rebuilt from it
-        self.sites: list[Site] = []  # what was decided on; empty for what is left alone whatever the policy
+        self.sites: list[
+            Site
+        ] = []  # what was decided on; empty for what is left alone whatever the policy
 
     def __del__(self) -> None:
         self.entry.close()
@@ -120,7 +139,9 @@ class Slot:
         if self.bits is None:
             return self.restore_value()
         shape, stride = self.base.shape, self.base.stride
-        encoded = Encoded(BitMask(), (self.bits,), shape, stride, self.dtype, facts=Facts(value=1.0))
+        encoded = Encoded(
+            BitMask(), (self.bits,), shape, stride, self.dtype, facts=Facts(value=1.0)
+        )
         return encoded.decode(ARENA.take(encoded.numel, self.dtype, self.bits.device))
 
 
@@ -139,12 +160,13 @@ class View:
         with torch.no_grad():
             if self.need is Need.SHAPE and not isinstance(self.slot.value, KeepHandle):
                 return self._blank()
-            whole = self.slot.restore_mask() if self.need is Need.MASK else self.slot.restore_value()
+            whole = (
+                self.slot.restore_mask() if self.need is Need.MASK else self.slot.restore_value()
+            )
             if self.geometry == self.slot.base:
                 return whole
             offset = self.geometry.offset - self.slot.base.offset + whole.storage_offset()
             return whole.as_strided(self.geometry.shape, self.geometry.stride, offset)
-
 
     def _blank(self) -> Tensor:
         """A tensor of this geometry whose values mean nothing; without memory where its strides allow it."""

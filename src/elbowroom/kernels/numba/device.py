@@ -1,8 +1,9 @@
 """The pieces that the loops are made of. Each works on one short slice, in a loop that LLVM can vectorize.
 
-Floats are compared as integers (`order`): an integer minimum is a vector instruction without fastmath, and NaN and
-Inf sort outside all finite numbers, so one comparison at the end tells whether a slice held any.
-Slices, not offsets: numba checks an index that may be negative, and that check keeps a loop scalar.
+Floats are compared as integers (`order`): an integer minimum is a vector instruction without
+fastmath, and NaN and Inf sort outside all finite numbers, so one comparison at the end tells
+whether a slice held any. Slices, not offsets: numba checks an index that may be negative, and that
+check keeps a loop scalar.
 """
 
 import numba
@@ -93,7 +94,9 @@ def half_value(pattern):
     """int16 bits of a float16 -> float32."""
     bits = i32(pattern) & i32(0x7FFF)
     sign = (i32(pattern) & i32(0x8000)) << i32(16)
-    magnitude = as_float(bits << i32(13)) * f32(2.0**112)  # rebias the exponent; exact for subnormals too
+    magnitude = as_float(bits << i32(13)) * f32(
+        2.0**112
+    )  # rebias the exponent; exact for subnormals too
     magnitude_bits = as_bits(magnitude)
     if bits >= i32(0x7C00):  # Inf, NaN
         magnitude_bits = (bits << i32(13)) | i32(0x7F800000)
@@ -106,7 +109,9 @@ def half_nearest(value):
     bits = as_bits(value)
     sign = (bits >> i32(16)) & i32(0x8000)
     bits = bits & TOP
-    small = as_bits(as_float(bits) + f32(0.5)) - i32(0x3F000000)  # the adder rounds: below 2^-14 a step is 2^-24
+    small = as_bits(as_float(bits) + f32(0.5)) - i32(
+        0x3F000000
+    )  # the adder rounds: below 2^-14 a step is 2^-24
     normal = (bits - i32(0x38000000) + i32(0xFFF) + ((bits >> i32(13)) & i32(1))) >> i32(13)
     result = small if bits < i32(0x38800000) else normal
     if bits >= i32(0x477FF000):  # rounds to 65536 or more
@@ -201,7 +206,11 @@ def quantize(values, u, S, low, scale, top, codes):
     """
     n = values.shape[0]
     whole = n - n % S
-    b_x, b_u, b_code = values[:whole].reshape(n // S, S), u[:whole].reshape(n // S, S), codes[:whole].reshape(n // S, S)
+    b_x, b_u, b_code = (
+        values[:whole].reshape(n // S, S),
+        u[:whole].reshape(n // S, S),
+        codes[:whole].reshape(n // S, S),
+    )
     for i_g in range(n // S):
         g_low, g_scale = low[i_g], scale[i_g]
         for o in range(S):
@@ -216,7 +225,11 @@ def dequantize(codes, u, S, low, step, out):
     """out [n] float32 <- low + step * (codes - u), with low and step [groups]."""
     n = out.shape[0]
     whole = n - n % S
-    b_x, b_u, b_code = out[:whole].reshape(n // S, S), u[:whole].reshape(n // S, S), codes[:whole].reshape(n // S, S)
+    b_x, b_u, b_code = (
+        out[:whole].reshape(n // S, S),
+        u[:whole].reshape(n // S, S),
+        codes[:whole].reshape(n // S, S),
+    )
     for i_g in range(n // S):
         g_low, g_step = low[i_g], step[i_g]
         for o in range(S):
@@ -237,7 +250,8 @@ def code_bits(levels):
 def pack(codes, n, levels, spare, out):
     """out [codes_nbytes] <- codes [n]; codes and spare have SLACK entries more, those of codes 0 beyond n.
 
-    The widths are written out: with constant shifts a loop is one vector pass (6x a loop over runtime shifts).
+    The widths are written out: with constant shifts a loop is one vector pass (6x a loop over
+    runtime shifts).
     """
     if levels == 3:
         pack_radix(codes, levels, 5, out)
@@ -278,7 +292,12 @@ def pack_width(codes, width, out):
         a, b, c, d = codes[:n], codes[n : 2 * n], codes[2 * n : 3 * n], codes[3 * n : 4 * n]
         for o in range(n):
             out[o] = a[o] | b[o] << u8(1) | c[o] << u8(2) | d[o] << u8(3)
-        a, b, c, d = codes[4 * n : 5 * n], codes[5 * n : 6 * n], codes[6 * n : 7 * n], codes[7 * n : 8 * n]
+        a, b, c, d = (
+            codes[4 * n : 5 * n],
+            codes[5 * n : 6 * n],
+            codes[6 * n : 7 * n],
+            codes[7 * n : 8 * n],
+        )
         for o in range(n):
             out[o] |= a[o] << u8(4) | b[o] << u8(5) | c[o] << u8(6) | d[o] << u8(7)
 
@@ -347,7 +366,11 @@ def unpack_width(packed, width, shift, fresh, codes):
 @inlined
 def divided(x, levels):
     """x // levels for a byte x, by multiplication: exact for 3, 5 and 6 (all 256 values tested)."""
-    return u8((u16(x) * u16(205)) >> u16(10)) if levels == 5 else u8((u16(x) * u16(171)) >> u16(9 if levels == 3 else 10))
+    return (
+        u8((u16(x) * u16(205)) >> u16(10))
+        if levels == 5
+        else u8((u16(x) * u16(171)) >> u16(9 if levels == 3 else 10))
+    )
 
 
 @jit

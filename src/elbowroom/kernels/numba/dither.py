@@ -37,7 +37,9 @@ from elbowroom.kernels.numba.device import (
 from elbowroom.kernels.numba.launch import parallel, patterns, split_seed, words
 
 
-def dither_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def dither_quantize(
+    x: Tensor, seed: int, levels: int, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8)
     ranges = torch.empty(groups(x.numel(), group_size), 2, dtype=torch.uint8)
     bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
@@ -47,7 +49,13 @@ def dither_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple
 
 
 def dither_dequantize(
-    codes: Tensor, ranges: Tensor, bounds: Tensor, seed: int, levels: int, group_size: int, out: Tensor
+    codes: Tensor,
+    ranges: Tensor,
+    bounds: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    out: Tensor,
 ) -> None:
     source = codes.numpy(), ranges.numpy(), patterns(bounds)
     _dequantize(*source, *split_seed(seed), levels, group_size, *words(out))
@@ -125,7 +133,13 @@ def _dequantize(codes, ranges, bounds, seed_low, seed_high, levels, S, out, kind
             n = min(TILE, N - start)
             draw(tile_key(i_t, seed_low, seed_high), b_u)
             unpack(codes[i_t * P : i_t * P + codes_nbytes(levels, n)], levels, b_code[: n + SLACK])
-            grid(ranges[start // S : start // S + (n + S - 1) // S], bounds[i_t], levels, b_low, b_step)
+            grid(
+                ranges[start // S : start // S + (n + S - 1) // S],
+                bounds[i_t],
+                levels,
+                b_low,
+                b_step,
+            )
             values = target(out[start : start + n], kind, b_x[:n])
             dequantize(b_code, b_u, S, b_low, b_step, values)
             from_restored(values, kind, out[start : start + n])

@@ -26,19 +26,26 @@ from elbowroom.kernels.numba.device import (
 )
 from elbowroom.kernels.numba.launch import parallel, patterns, words
 
-FORMATS = {"e4m3": (3, 7, 448.0), "e5m2": (2, 15, 57344.0)}  # bits of fraction, exponent bias, largest
+FORMATS = {
+    "e4m3": (3, 7, 448.0),
+    "e5m2": (2, 15, 57344.0),
+}  # bits of fraction, exponent bias, largest
 
 
 def fp8_quantize(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.numel(), dtype=torch.uint8)
     scale = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
     fraction, bias, largest = FORMATS[fmt]
-    _quantize(*words(x), group_size, fraction, bias, np.float32(largest), codes.numpy(), patterns(scale))
+    _quantize(
+        *words(x), group_size, fraction, bias, np.float32(largest), codes.numpy(), patterns(scale)
+    )
     return codes, scale
 
 
 def fp8_dequantize(codes: Tensor, scale: Tensor, group_size: int, fmt: str, out: Tensor) -> None:
-    table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn if fmt == "e4m3" else torch.float8_e5m2)
+    table = torch.arange(256, dtype=torch.uint8).view(
+        torch.float8_e4m3fn if fmt == "e4m3" else torch.float8_e5m2
+    )
     _dequantize(codes.numpy(), patterns(scale), table.float().numpy(), group_size, *words(out))
 
 
@@ -48,14 +55,18 @@ def quantize_fp8(values, scale, fraction, bias, largest, codes):
     drop = i32(23 - fraction)
     rebias = i32((127 - bias) << 23)
     least_normal = i32((127 - bias + 1) << 23)
-    magic = as_float(i32((127 - bias + 1 + 23 - fraction) << 23))  # adding it rounds to the subnormal step
+    magic = as_float(
+        i32((127 - bias + 1 + 23 - fraction) << 23)
+    )  # adding it rounds to the subnormal step
     for o in range(values.shape[0]):
         scaled = min(max(values[o] * scale, -largest), largest)
         bits = as_bits(scaled)
         sign = (bits >> i32(24)) & i32(0x80)
         bits = bits & TOP
         small = as_bits(as_float(bits) + magic) - as_bits(magic)
-        normal = (bits - rebias + (i32(1) << (drop - i32(1))) - i32(1) + ((bits >> drop) & i32(1))) >> drop
+        normal = (
+            bits - rebias + (i32(1) << (drop - i32(1))) - i32(1) + ((bits >> drop) & i32(1))
+        ) >> drop
         codes[o] = u8((small if bits < least_normal else normal) | sign)
 
 
@@ -89,7 +100,14 @@ def _quantize(x, kind, S, fraction, bias, largest, codes, scales):
                     continue
                 scales[g] = bf16_directed(as_float(most) * f32(f32(1) / largest), True)
                 factor = inverse(bf16_value(scales[g]))
-                quantize_fp8(values[first:last], factor, fraction, bias, largest, codes[start + first : start + last])
+                quantize_fp8(
+                    values[first:last],
+                    factor,
+                    fraction,
+                    bias,
+                    largest,
+                    codes[start + first : start + last],
+                )
 
 
 @jit
@@ -111,5 +129,7 @@ def _dequantize(codes, scales, table, S, out, kind):
             for i_g in range((n + S - 1) // S):
                 first, last = i_g * S, min(i_g * S + S, n)
                 scale = bf16_value(scales[start // S + i_g])
-                dequantize_fp8(codes[start + first : start + last], table, scale, values[first:last])
+                dequantize_fp8(
+                    codes[start + first : start + last], table, scale, values[first:last]
+                )
             from_restored(values, kind, out[start : start + n])

@@ -35,7 +35,9 @@ from elbowroom.kernels.numba.device import (
 from elbowroom.kernels.numba.launch import parallel, patterns, split_seed, words
 
 
-def group_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def group_quantize(
+    x: Tensor, seed: int, levels: int, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8)
     scale = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
     low = torch.empty_like(scale)
@@ -44,7 +46,9 @@ def group_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[
     return codes, scale, low
 
 
-def group_dequantize(codes: Tensor, scale: Tensor, low: Tensor, levels: int, group_size: int, out: Tensor) -> None:
+def group_dequantize(
+    codes: Tensor, scale: Tensor, low: Tensor, levels: int, group_size: int, out: Tensor
+) -> None:
     _dequantize(codes.numpy(), patterns(scale), patterns(low), levels, group_size, *words(out))
 
 
@@ -98,7 +102,10 @@ def _dequantize(codes, scales, lows, levels, S, out, kind):
             n = min(TILE, N - start)
             unpack(codes[i_t * P : i_t * P + codes_nbytes(levels, n)], levels, b_code[: n + SLACK])
             for i_g in range((n + S - 1) // S):
-                b_low[i_g], b_step[i_g] = bf16_value(lows[start // S + i_g]), bf16_value(scales[start // S + i_g])
+                b_low[i_g], b_step[i_g] = (
+                    bf16_value(lows[start // S + i_g]),
+                    bf16_value(scales[start // S + i_g]),
+                )
             values = target(out[start : start + n], kind, b_x[:n])
             dequantize(b_code, b_zero, S, b_low, b_step, values)
             from_restored(values, kind, out[start : start + n])

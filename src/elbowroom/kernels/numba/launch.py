@@ -1,8 +1,9 @@
 """Starting compiled loops without killing the process.
 
-1. numba's threads follow torch.get_num_threads(): two pools that each take all cores are slower than one.
-2. numba's `workqueue` layer (no OpenMP, no TBB) aborts when two Python threads launch at once: one lock then.
-3. A forked child must not start a parallel loop (GNU OpenMP aborts it): there the serial twin runs.
+1. numba's threads follow torch.get_num_threads(): two pools that each take all cores are slower
+than one. 2. numba's `workqueue` layer (no OpenMP, no TBB) aborts when two Python threads launch at
+once: one lock then. 3. A forked child must not start a parallel loop (GNU OpenMP aborts it): there
+the serial twin runs.
 """
 
 import os
@@ -17,11 +18,13 @@ from torch import Tensor
 
 _lock = threading.Lock()
 _forked = False
-_safe_layer: bool | None = None  # None until the first parallel loop has run: numba chooses its layer then
+_safe_layer: bool | None = (
+    None  # None until the first parallel loop has run: numba chooses its layer then
+)
 
 
 def _after_fork() -> None:
-    global _forked, _lock  # noqa: PLW0603  the child's copy of the lock may be held by a thread that is not there
+    global _forked, _lock
     _forked, _lock = True, threading.Lock()
 
 
@@ -49,7 +52,7 @@ def parallel(loop: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _launch_locked(threaded: Callable[..., None], args: tuple[Any, ...]) -> None:
-    global _safe_layer  # noqa: PLW0603
+    global _safe_layer
     with _lock:
         threaded(*args)
         _safe_layer = numba.threading_layer() != "workqueue"
@@ -59,7 +62,9 @@ def _renamed(loop: Callable[..., Any]) -> Callable[..., Any]:
     """A copy under another name: numba's disk cache is keyed by the name, not by the options."""
     import types
 
-    copy = types.FunctionType(loop.__code__, loop.__globals__, loop.__name__ + "_serial", loop.__defaults__)
+    copy = types.FunctionType(
+        loop.__code__, loop.__globals__, loop.__name__ + "_serial", loop.__defaults__
+    )
     copy.__qualname__ = loop.__qualname__ + "_serial"
     copy.__module__ = loop.__module__
     return copy

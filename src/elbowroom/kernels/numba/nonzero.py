@@ -35,7 +35,9 @@ from elbowroom.kernels.numba.dither import grid, ranges_of
 from elbowroom.kernels.numba.launch import parallel, patterns, split_seed, words
 
 
-def nonzero_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def nonzero_quantize(
+    x: Tensor, seed: int, levels: int, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     bits = pack_bits(x)
     starts = _starts(bits, x.numel(), levels, group_size)
     payload = torch.empty(int(starts[-1]), dtype=torch.uint8)
@@ -46,7 +48,13 @@ def nonzero_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tupl
 
 
 def nonzero_dequantize(
-    bits: Tensor, payload: Tensor, bounds: Tensor, seed: int, levels: int, group_size: int, out: Tensor
+    bits: Tensor,
+    payload: Tensor,
+    bounds: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    out: Tensor,
 ) -> None:
     starts = _starts(bits, out.numel(), levels, group_size)
     check_payload(payload, int(starts[-1]))
@@ -98,9 +106,10 @@ _COUNT = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint64)
 def expand(kept, bits, flags, values):
     """values [n] <- the next of kept where a bit is set, +0 elsewhere; flags [TILE] int8 is scratch.
 
-    A table gives the places of eight elements at once, so that they do not wait for each other. Zeros are put in by a
-    pass of their own: in one expression LLVM makes a branch of it, which random bits mispredict (3.1 ns an element
-    against 0.7 at density 0.5; one core, CPU with AVX-512).
+    A table gives the places of eight elements at once, so that they do not wait for each other.
+    Zeros are put in by a pass of their own: in one expression LLVM makes a branch of it, which
+    random bits mispredict (3.1 ns an element against 0.7 at density 0.5; one core, CPU with
+    AVX-512).
     """
     place = u64(0)
     whole = values.shape[0] // 8
@@ -138,7 +147,9 @@ def _quantize(x, kind, seed_low, seed_high, levels, S, starts, payload, bounds):
             part = payload[starts[i_t] : starts[i_t + 1]]
             draw(tile_key(i_t, seed_low, seed_high), b_u)
             extremes(b_kept[:n], S, b_least, b_most)
-            ranges_of(b_least, b_most, levels, part[: 2 * G].reshape(G, 2), bounds[i_t], b_low, b_scale)
+            ranges_of(
+                b_least, b_most, levels, part[: 2 * G].reshape(G, 2), bounds[i_t], b_low, b_scale
+            )
             quantize(b_kept[:n], b_u, S, b_low, b_scale, i32(levels - 1), b_code)
             pack(b_code, n, levels, b_spare, part[2 * G :])
 

@@ -6,10 +6,11 @@
     encode   code     = clamp(floor((x - low) / step + u), 0, levels - 1)      u uniform in (0, 1)
     decode   x~       = low + step * (code - u + 1/2)                          the same u, drawn again
 
-code - u + 1/2 = v + 1/2 - frac(v + u) with v = (x - low) / step, and frac(v + u) is uniform whatever v is: the error is
-uniform in +-step/2, its variance step^2 / 12 for every x. Metadata are rounded outwards before they are used, so that
-no value leaves the range. A tile with a NaN, an Inf, or a value beyond 2^125 gets lo = hi = NaN and decodes to NaN
-throughout. Origin: subtractive dither (Schuchman 1964); its use on saved activations is ours.
+code - u + 1/2 = v + 1/2 - frac(v + u) with v = (x - low) / step, and frac(v + u) is uniform
+whatever v is: the error is uniform in +-step/2, its variance step^2 / 12 for every x. Metadata are
+rounded outwards before they are used, so that no value leaves the range. A tile with a NaN, an Inf,
+or a value beyond 2^125 gets lo = hi = NaN and decodes to NaN throughout. Origin: subtractive dither
+(Schuchman 1964); its use on saved activations is ours.
 """
 
 import torch
@@ -18,10 +19,19 @@ from torch import Tensor
 from elbowroom.kernels.layout import TILE, groups, tiles
 from elbowroom.kernels.reference.codes import pack_codes, unpack_codes
 from elbowroom.kernels.reference.noise import uniform
-from elbowroom.kernels.reference.rounding import LARGEST, bf16_down, bf16_up, inverse, rows_of, store
+from elbowroom.kernels.reference.rounding import (
+    LARGEST,
+    bf16_down,
+    bf16_up,
+    inverse,
+    rows_of,
+    store,
+)
 
 
-def dither_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def dither_quantize(
+    x: Tensor, seed: int, levels: int, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [N] -> codes [packed] uint8, ranges [G, 2] uint8 (a, b), bounds [tiles, 2] bf16 (lo, hi)."""
     n, x = x.numel(), x.float()
     bounds = tile_bounds(x)  # [tiles, 2]
@@ -35,7 +45,13 @@ def dither_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple
 
 
 def dither_dequantize(
-    codes: Tensor, ranges: Tensor, bounds: Tensor, seed: int, levels: int, group_size: int, out: Tensor
+    codes: Tensor,
+    ranges: Tensor,
+    bounds: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    out: Tensor,
 ) -> None:
     """The inverse: out [N] is written."""
     n = out.numel()
@@ -48,7 +64,9 @@ def dither_dequantize(
 
 def grid(ranges: Tensor, bounds: Tensor, levels: int, group_size: int) -> tuple[Tensor, Tensor]:
     """low [G] and step [G], float32, as encoder and decoder both compute them."""
-    lo, hi = bounds.float().repeat_interleave(TILE // group_size, dim=0)[: len(ranges)].unbind(dim=1)
+    lo, hi = (
+        bounds.float().repeat_interleave(TILE // group_size, dim=0)[: len(ranges)].unbind(dim=1)
+    )
     unit = hi * (1 / 255) - lo * (1 / 255)
     a, b = ranges.float().unbind(dim=1)
     return lo + a * unit, (b - a) * unit * (1 / (levels - 1))

@@ -2,8 +2,8 @@
 
     scale = absmax / largest, rounded up to bf16;   code = x / scale rounded to the nearest, ties to even;   x~ = code * scale
 
-Relative error at most 2^-4 (e4m3) or 2^-3 (e5m2) for normal codes. A group with a NaN, an Inf, or a value beyond 2^125
-gets scale = NaN and decodes to NaN throughout.
+Relative error at most 2^-4 (e4m3) or 2^-3 (e5m2) for normal codes. A group with a NaN, an Inf, or a
+value beyond 2^125 gets scale = NaN and decodes to NaN throughout.
 """
 
 import torch

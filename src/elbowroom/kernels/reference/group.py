@@ -4,8 +4,9 @@
     code = clamp(floor((x - low) / scale + u), 0, levels - 1)        u uniform in (0, 1)
     x~   = low + scale * code
 
-Unbiased; variance scale^2 f (1 - f) at remainder f, scale^2 / 6 on average (arXiv 2104.14129, eq. 3).
-A group with a NaN, an Inf, or a value beyond 2^125 gets scale = NaN and decodes to NaN throughout.
+Unbiased; variance scale^2 f (1 - f) at remainder f, scale^2 / 6 on average (arXiv 2104.14129, eq.
+3). A group with a NaN, an Inf, or a value beyond 2^125 gets scale = NaN and decodes to NaN
+throughout.
 """
 
 import torch
@@ -14,10 +15,19 @@ from torch import Tensor
 from elbowroom.kernels.layout import tiles
 from elbowroom.kernels.reference.codes import pack_codes, unpack_codes
 from elbowroom.kernels.reference.noise import uniform
-from elbowroom.kernels.reference.rounding import LARGEST, bf16_down, bf16_up, inverse, rows_of, store
+from elbowroom.kernels.reference.rounding import (
+    LARGEST,
+    bf16_down,
+    bf16_up,
+    inverse,
+    rows_of,
+    store,
+)
 
 
-def group_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def group_quantize(
+    x: Tensor, seed: int, levels: int, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [N] -> codes [packed] uint8, scale [G] bf16, low [G] bf16."""
     rows, real = rows_of(x.float(), group_size)  # [G, S], True where an element exists
     smallest = rows.masked_fill(~real, float("inf")).amin(dim=1)  # [G]
@@ -32,7 +42,9 @@ def group_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[
     return pack_codes(codes, levels), scale, low
 
 
-def group_dequantize(codes: Tensor, scale: Tensor, low: Tensor, levels: int, group_size: int, out: Tensor) -> None:
+def group_dequantize(
+    codes: Tensor, scale: Tensor, low: Tensor, levels: int, group_size: int, out: Tensor
+) -> None:
     """The inverse: out [N] is written."""
     q = unpack_codes(codes, out.numel(), levels).float()
     each = torch.arange(out.numel(), device=codes.device) // group_size

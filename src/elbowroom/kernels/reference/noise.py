@@ -4,8 +4,8 @@
     word(j)   = mix(key + j * 0x9E3779B9)   j in 0..1023           one 32-bit word for two elements
     u[j], u[j + 1024] = (low 16 bits + 1/2) / 65536, (high 16 bits + 1/2) / 65536      in (0, 1)
 
-`mix` is a bijective 32-bit finalizer of the xor-shift-multiply kind. Nothing is stored and torch's own generators
-are not touched. A grid of 65536 biases a rounding by at most 2^-17 of a step.
+`mix` is a bijective 32-bit finalizer of the xor-shift-multiply kind. Nothing is stored and torch's
+own generators are not touched. A grid of 65536 biases a rounding by at most 2^-17 of a step.
 """
 
 import torch
@@ -28,7 +28,9 @@ def mix(x: Tensor) -> Tensor:
 def uniform(seed: int, first_tile: int, tiles: int, device: torch.device) -> Tensor:
     """u in (0, 1) for `tiles` whole tiles, [tiles, TILE] float32."""
     low, high = seed & _MASK, (seed >> 32) & _MASK
-    key = mix(mix(torch.arange(first_tile, first_tile + tiles, device=device) ^ low) ^ high)  # [tiles]
+    key = mix(
+        mix(torch.arange(first_tile, first_tile + tiles, device=device) ^ low) ^ high
+    )  # [tiles]
     step = torch.arange(TILE // 2, device=device) * 0x9E3779B9  # [TILE / 2]
     word = mix((key[:, None] + step) & _MASK)  # [tiles, TILE / 2]
     halves = torch.cat([word & 0xFFFF, word >> 16], dim=1)  # [tiles, TILE]

@@ -3,9 +3,10 @@
     tile      bits [256] bytes: bit i is set where x_i is not zero;   the n values left are a short tile of their own
     payload   per tile, one after the other: ranges [ceil(n / group_size), 2], then the n packed codes of `dither`
 
-Zeros decode to exactly 0 and nothing else does (a decoded 0 becomes the smallest positive normal number), so the
-bitmap is also ReLU's mask. The size of the payload depends on the data: reading it makes the host wait on a GPU. Where
-each tile's payload starts is not stored: the popcount of its bitmap tells.
+Zeros decode to exactly 0 and nothing else does (a decoded 0 becomes the smallest positive normal
+number), so the bitmap is also ReLU's mask. The size of the payload depends on the data: reading it
+makes the host wait on a GPU. Where each tile's payload starts is not stored: the popcount of its
+bitmap tells.
 """
 
 import torch
@@ -14,14 +15,18 @@ from torch import Tensor
 from elbowroom.kernels.layout import TILE, check_payload, codes_nbytes, groups, tiles
 from elbowroom.kernels.reference.bits import pack_bits, unpack_bits
 from elbowroom.kernels.reference.codes import pack_codes, unpack_codes
-from elbowroom.kernels.reference.dither import group_ranges, tile_bounds, grid
+from elbowroom.kernels.reference.dither import grid, group_ranges, tile_bounds
 from elbowroom.kernels.reference.noise import uniform
 from elbowroom.kernels.reference.rounding import inverse, store
 
-TINIEST = 2.0**-126  # smallest normal float32 and bfloat16; float16's own is 2^-14, used where that is the dtype
+TINIEST = (
+    2.0**-126
+)  # smallest normal float32 and bfloat16; float16's own is 2^-14, used where that is the dtype
 
 
-def nonzero_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def nonzero_quantize(
+    x: Tensor, seed: int, levels: int, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [N] -> bits [ceil(N / 8)] uint8, payload [variable] uint8, bounds [tiles, 2] bf16."""
     bounds = torch.zeros(tiles(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
     payload = [torch.empty(0, dtype=torch.uint8, device=x.device)]
@@ -41,7 +46,13 @@ def nonzero_quantize(x: Tensor, seed: int, levels: int, group_size: int) -> tupl
 
 
 def nonzero_dequantize(
-    bits: Tensor, payload: Tensor, bounds: Tensor, seed: int, levels: int, group_size: int, out: Tensor
+    bits: Tensor,
+    payload: Tensor,
+    bounds: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    out: Tensor,
 ) -> None:
     """The inverse: out [N] is written."""
     unpack_bits(bits, 1.0, out)

@@ -37,7 +37,8 @@ def inverse(x: Tensor) -> Tensor:
 def store(values: Tensor, out: Tensor) -> None:
     """out <- values, rounded to its dtype.
 
-    Where float16's range ends, its largest number is stored, not Inf: a grid over finite values may reach beyond them.
+    Where float16's range ends, its largest number is stored, not Inf: a grid over finite values may
+    reach beyond them.
     """
     largest = torch.finfo(torch.float16).max
     out.copy_(values.clamp(-largest, largest) if out.dtype is torch.float16 else values)

@@ -15,4 +15,6 @@ class DropHandle:
     label = "drop"
 
     def restore(self, *, private: bool = False) -> Tensor:
-        raise RestoreError("this forward was only counted, because the budget is too small; its graph cannot run backward")
+        raise RestoreError(
+            "this forward was only counted, because the budget is too small; its graph cannot run backward"
+        )

@@ -1,8 +1,8 @@
 """Encode: an `Encoded` is held, and decoded when backward asks.
 
-Encoding frees bytes only if nobody else holds the storage, which cannot be known when it is saved. So a weak reference
-stays: if the storage is still there at restore, and unchanged, it is given back as it is, exactly and for nothing, and
-`on_outlived` is told, so that the site is kept next time.
+Encoding frees bytes only if nobody else holds the storage, which cannot be known when it is saved.
+So a weak reference stays: if the storage is still there at restore, and unchanged, it is given back
+as it is, exactly and for nothing, and `on_outlived` is told, so that the site is kept next time.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,20 @@ from elbowroom.runtime.weak import WeakStorage
 class EncodeHandle:
     """Holds the code of one dense tensor `base`."""
 
-    __slots__ = ("_encoded", "_nbytes", "_offset", "_original", "_restored", "_version", "_witness", "on_outlived")
+    __slots__ = (
+        "_encoded",
+        "_nbytes",
+        "_offset",
+        "_original",
+        "_restored",
+        "_version",
+        "_witness",
+        "on_outlived",
+    )
 
-    def __init__(self, encoded: Encoded, base: Tensor, on_outlived: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, encoded: Encoded, base: Tensor, on_outlived: Callable[[], None] | None = None
+    ) -> None:
         self._encoded = encoded
         self._offset = base.storage_offset()
         self._original = WeakStorage(base)
@@ -66,15 +77,23 @@ class EncodeHandle:
         encoded = self._encoded
         if self._witness._version == self._version:
             original = self._original.tensor(encoded.dtype)
-            if original is not None and storage_nbytes(original) == self._nbytes:  # not freed by hand: resize_(0)
+            if (
+                original is not None and storage_nbytes(original) == self._nbytes
+            ):  # not freed by hand: resize_(0)
                 if self.on_outlived is not None:
                     self.on_outlived()
-                return _counted(self._witness, original.as_strided(encoded.shape, encoded.stride, self._offset))
+                return _counted(
+                    self._witness, original.as_strided(encoded.shape, encoded.stride, self._offset)
+                )
         if self._restored is None:
             return None
         storage, witness, version = self._restored
         restored = storage.tensor(encoded.dtype) if witness._version == version else None
-        return None if restored is None else _counted(witness, restored.as_strided(encoded.shape, encoded.stride, 0))
+        return (
+            None
+            if restored is None
+            else _counted(witness, restored.as_strided(encoded.shape, encoded.stride, 0))
+        )
 
 
 def _witness(x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Keep: the tensor stays. What plain autograd does, with the check that hooks switch off.
 
-1. `x.detach()` is held, never x: x -> its node -> this handle -> x would never die.
-2. Saved-tensor hooks disable autograd's in-place check (a changed tensor gives a wrong gradient without a word), so the
+1. `x.detach()` is held, never x: x -> its node -> this handle -> x would never die. 2. Saved-tensor
+hooks disable autograd's in-place check (a changed tensor gives a wrong gradient without a word), so
+the
    version is stored here and compared on every restore.
 """
 
