@@ -1,11 +1,15 @@
 """What every benchmark shares: its arguments, its facts, its result as JSON and as a table.
 
     result = {name, claim, command, date, n, settings, device, versions, environment,
-              rows: raw numbers,   table: {head, rows} as printed,   targets: [{target, measured, met}],   notes}
+              rows: raw numbers,
+              table: {head, rows} as printed,
+              targets: [{target, measured, met}],
+              notes}
 
-`report.py` writes benchmarks/results/README.md from these files and nothing else, so what is printed, stored and
-published is one thing. A file is replaced whole or not at all. A run with `--quick` proves that a script works; its
-numbers mean nothing, and go to benchmarks/results/quick/, which git ignores.
+`report.py` writes benchmarks/results/README.md from these files and nothing else, so what is
+printed, stored and published is one thing. A file is replaced whole or not at all. A run with
+`--quick` proves that a script works; its numbers mean nothing, and go to benchmarks/results/quick/,
+which git ignores. No script sets OMP_WAIT_POLICY or its like; what is set stands in `environment`.
 """
 
 import argparse
@@ -139,9 +143,8 @@ def show(result: dict[str, Any]) -> None:
     print(f"\n{result['name']}: {result['claim']}\n")
     print(markdown(result["table"]["head"], result["table"]["rows"]))
     for line in result["targets"]:
-        print(
-            f"\n{'met    ' if line['met'] else 'NOT MET'}  {line['target']}\n         {line['measured']}"
-        )
+        print(f"\n{'met    ' if line['met'] else 'NOT MET'}  {line['target']}")
+        print(f"         {line['measured']}")
 
 
 def finish(result: dict[str, Any], path: Path) -> None:

@@ -1,35 +1,38 @@
 """Ways to hold what autograd saves, measured side by side on one trained net and one batch.
 
-All rows share one process, one model object, its weights, one batch and one dropout seed. The weights come from a
-short training, because gradients at random weights are unlike those of a training; they stay what they are (the
-optimizer runs at a learning rate of 0: the same work, no change), so that every step has the same true gradient g.
+All rows share one process, one model object, its weights, one batch and one dropout seed. The
+weights come from a short training, because gradients at random weights are unlike those of a
+training. They stay what they are: the optimizer runs at a learning rate of 0 (the same work, no
+change), so that every step has the same true gradient g.
 
-    saved bytes  allocator level when backward begins, above the level before the step, less the loss
-    ledger       the same by our own count (less the inputs, which their owner holds); within 1 %, or the run fails
-    bits         8 x saved bytes / elements that plain autograd saves: codes, scales, masks, statistics, all of it
-    peak         highest allocator level over the step (forward, backward, optimizer), plus what the arena held before
-    time         median over pairs of (this step / a plain step right before or after it), with quartiles
-    gErr2        E |g~ - g|^2 / |g|^2 over noise seeds, one a pair
-    bias^2       (|mean(g~ - g)|^2 - its sampling part) / |g|^2; around 0, either sign, where g~ is unbiased;
-                 the sampling part, variance / n, stands in brackets
+    saved bytes  allocator level when backward begins, above that before the step, less the loss
+    ledger       our own count of them, less the inputs, which their owner holds; shown is how far
+                 it is off; more than 1 % fails the run
+    bits         8 x saved bytes / elements that plain autograd saves: codes, scales, masks,
+                 statistics, all of it
+    peak         highest allocator level over the step (forward, backward, optimizer), plus what
+                 the arena held before
+    time         median over pairs of (this step / a plain step right before or after it)
+    gErr2        E |g~ - g|^2 / |g|^2 over noise seeds, one a pair and one before
+    bias^2       see benchmarks/_gradient.py; in brackets, what that many seeds would leave anyway
 
-A row has a time only if its gradients passed in that run: bit-equal for the exact ones, finite and gErr2 < 1 for others.
+A row has a time only if its gradients passed in that run: bit-equal for the exact ones, finite and
+gErr2 < 1 for the others.
 """
 
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from math import isfinite, sqrt
+from math import isfinite
 from typing import Any
 
 import torch
 from _common import mib, paired_dict, tell, times
-from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from _gradient import GradientError, Grads
+from _ways import PLAIN, Way
+from torch import nn
 
 import elbowroom as er
 from elbowroom.demo.tasks import Batch, Task
@@ -37,56 +40,12 @@ from elbowroom.demo.train import Run, train
 from elbowroom.measure import MemoryCurve, Paired, mark, memory_curve
 from elbowroom.runtime.arena import ARENA
 
-Grads = list[Tensor]
 _DROPOUT_SEED = 1234
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to run forward: `context(seed)` goes around it, and `seed` is where its noise starts."""
-
-    name: str
-    context: Callable[[int], AbstractContextManager[Any]]
-    exact: bool = True
-    ours: bool = False
-
-
-PLAIN = Way("plain fp32", lambda seed: nullcontext())
-ON_CPU = Way("torch.autograd.graph.save_on_cpu()", lambda seed: save_on_cpu())
-
-
-def saving(policy: str | None = None, **fields: Any) -> Way:
-    """`er.saving(...)` as a way, named as one would type it."""
-    given = [] if policy is None else [f'"{policy}"']
-    given += [f"{name}={value}" for name, value in fields.items()]
-    return Way(
-        f"er.saving({', '.join(given)})",
-        lambda seed: er.saving(policy, seed=seed, **fields),
-        exact=policy in (None, "exact", "keep"),
-        ours=True,
-    )
-
-
-def checkpointed(blocks: Iterable[nn.Module]) -> Way:
-    """Each block inside torch.utils.checkpoint, the way its documentation recommends."""
-    blocks = list(blocks)
-
-    @contextmanager
-    def context(seed: int) -> Iterator[None]:
-        for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            for block in blocks:
-                del block.forward
-
-    return Way("torch.utils.checkpoint, per block", context)
 
 
 @dataclass
 class Bench:
-    """A model with weights of a real training, a batch, and an optimizer that works and changes nothing."""
+    """A model with trained weights, a batch, and an optimizer that works and changes nothing."""
 
     task: Task
     model: nn.Module
@@ -100,7 +59,7 @@ class Bench:
 
     @classmethod
     def trained(cls, task: Any, *, steps: int, batch: int, seed: int = 0) -> "Bench":
-        """Train for `steps` on batches of `batch`, which may be smaller than those that are measured."""
+        """Train for `steps` on batches of `batch`, smaller than the measured one to save time."""
         run = Run(replace(task, batch=batch), nullcontext, steps, seed)
         for fact in train(run):
             if (fact.step + 1) % 16 == 0:
@@ -113,7 +72,7 @@ class Bench:
         with way.context(seed) as saved:
             loss = self.task.loss(self.model(inputs), targets)
         mark("backward")
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         mark("optimizer")
         self.optimizer.step()
         return saved
@@ -194,54 +153,7 @@ def saved_elements(bench: Bench) -> int:
 
 
 def _itemsize(dtype: str) -> int:
-    return getattr(torch, dtype.removeprefix("torch.")).itemsize
-
-
-class GradientError:
-    """g~ against g over noise seeds, summed up as it comes."""
-
-    def __init__(self, g: Grads) -> None:
-        self._g = g
-        self._norm2 = _norm2(g)
-        self._sum = [torch.zeros_like(part) for part in g]
-        self.errors2: list[float] = []
-        self.bit_equal = True
-
-    def add(self, grads: Grads) -> None:
-        differences = [new - true for new, true in zip(grads, self._g, strict=True)]
-        self.bit_equal &= all(
-            torch.equal(new, true) for new, true in zip(grads, self._g, strict=True)
-        )
-        self.errors2.append(_norm2(differences) / self._norm2)
-        torch._foreach_add_(self._sum, differences)
-
-    @property
-    def gerr2(self) -> float:
-        return sum(self.errors2) / len(self.errors2)
-
-    @property
-    def gerr2_sd(self) -> float:
-        """Standard deviation from seed to seed."""
-        n = len(self.errors2)
-        return sqrt(sum((e - self.gerr2) ** 2 for e in self.errors2) / (n - 1)) if n > 1 else 0.0
-
-    @property
-    def sampling2(self) -> float:
-        """What |mean error|^2 is expected to be from n seeds alone: variance / n."""
-        n = len(self.errors2)
-        return (self.gerr2 - self._mean2) / (n - 1) if n > 1 else self.gerr2
-
-    @property
-    def bias2(self) -> float:
-        return self._mean2 - self.sampling2
-
-    @property
-    def _mean2(self) -> float:
-        return _norm2(self._sum) / len(self.errors2) ** 2 / self._norm2
-
-
-def _norm2(parts: Grads) -> float:
-    return sum(float(part.double().square().sum()) for part in parts)
+    return int(getattr(torch, dtype.removeprefix("torch.")).itemsize)
 
 
 @dataclass
@@ -295,7 +207,7 @@ class Findings:
 
 
 def measure(bench: Bench, ways: Sequence[Way], *, pairs: int) -> Findings:
-    """Gradients first, then bytes, then time. Raises AssertionError if our own promises do not hold."""
+    """Gradients, then bytes, then time. Raises AssertionError if our own promises do not hold."""
     bench.grads(PLAIN)  # makes the optimizer's states
     g = bench.grads(PLAIN)
     errors = [GradientError(g) for _ in ways]
@@ -329,7 +241,8 @@ def _round(
 ) -> Iterator[tuple[int, float, float]]:
     """(way, plain seconds, its seconds): each way runs next to a plain step, which two ways share.
 
-    P a b P c d P e ..., reversed in every other round, so that each way comes as often before its plain step as after.
+    P a b P c d P e ..., reversed in every other round, so that each way comes as often before its
+    plain step as after it.
     """
     order: list[int | None] = []  # None is a plain step
     for i in range(len(ways)):
@@ -377,8 +290,8 @@ HEAD = (
 )
 
 
-def table(found: Findings, meets: Callable[[dict[str, Any]], bool]) -> list[list[str]]:
-    """The rows as printed; `meets` says of a row's numbers whether it keeps the promise."""
+def table(found: Findings, verdict: Callable[[dict[str, Any]], str]) -> list[list[str]]:
+    """The rows as printed; `verdict` says of a row's numbers whether it keeps the promise."""
     plain = found.plain
     bits = f"{8 * plain.saved_nbytes / found.elements:.2f}"
     first = [PLAIN.name, mib(plain.saved_nbytes), "1.00x", "", bits, mib(plain.peak_nbytes)]
@@ -398,7 +311,7 @@ def table(found: Findings, meets: Callable[[dict[str, Any]], bool]) -> list[list
                 times(row.pairs) if row.passed and row.pairs else "gradients differ",
                 _error_cell(row),
                 _bias_cell(row),
-                "yes" if meets(numbers) else "",
+                verdict(numbers),
             ]
         )
     return lines

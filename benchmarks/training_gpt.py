@@ -1,12 +1,14 @@
-"""GPT: exact mode takes 25 % off the peak, lossy 4x off the saved bytes, at no more than 10 % of time.
+"""GPT: exact mode takes 25 % off the peak, lossy 4x off the saved bytes, each at <= 10 % more time.
 
     ./scripts/bench training_gpt [--quick]
 
-The demo's byte-level GPT on the sources of Python's standard library: pre-norm, GELU, fused (flash) attention without
-dropout, residual dropout 0.1. Rivals: plain fp32, save_on_cpu, per-block torch.utils.checkpoint, and `group` 4-bit with
-rebuild=False. What each column means: benchmarks/_training.py.
+The demo's byte-level GPT on the sources of Python's standard library: pre-norm, GELU, fused (flash)
+attention without dropout, residual dropout 0.1. Rivals: plain fp32, save_on_cpu, per-block
+torch.utils.checkpoint, and `group` 4-bit with rebuild=False. What each column means:
+benchmarks/_training.py.
 
-On a CPU save_on_cpu has nowhere to move a tensor to: it stays in the table as the row that changes nothing.
+On a CPU save_on_cpu has nowhere to move a tensor to: it stays in the table as the row that changes
+nothing.
 """
 
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ from typing import Any
 
 import torch
 from _common import arguments, facts, finish, out_path, target, tell
-from _training import HEAD, ON_CPU, Bench, Findings, checkpointed, measure, saving, table
+from _training import HEAD, Bench, Findings, measure, table
+from _ways import ON_CPU, checkpointed, saving
 from torch import nn
 
 from elbowroom.demo.models import GPT, GPTBlock
@@ -83,11 +86,11 @@ def _result(
         },
         "plain": {**vars(found.plain), "step_s": found.plain_s},
         "rows": rows,
-        "table": {"head": list(HEAD), "rows": table(found, meets)},
+        "table": {"head": list(HEAD), "rows": table(found, _verdict)},
         "targets": [_exact_goal(rows), _lossy_goal(rows)],
         "notes": [
-            "Peak counts what the step allocates, gradients included; weights and optimizer states are held before "
-            "and are not in it.",
+            "Peak: what the step allocates, gradients included; weights and optimizer states are "
+            "held before it and are not counted.",
             "save_on_cpu has nowhere to move a tensor to on a CPU.",
         ],
     }
@@ -100,38 +103,40 @@ def attention(task: NextByte) -> str:
     return {0: "math", 1: "flash", 2: "memory-efficient"}.get(int(choice), str(choice))
 
 
-def meets(row: dict[str, Any]) -> bool:
-    """Whether one of our rows keeps the promise that is made for its kind."""
-    if (
-        not row["ours"]
-        or row["way"] == GROUP.name
-        or row["time"] is None
-        or row["time"]["ratio"] > TIME
-    ):
-        return False
-    return row["peak_ratio"] >= 1 / (1 - PEAK_OFF) if row["exact"] else row["saved_ratio"] >= SAVED
+def _missed(row: dict[str, Any]) -> list[str]:
+    """The clauses that a row of ours misses, of the promise made for its kind."""
+    off = row["peak_ratio"] >= 1 / (1 - PEAK_OFF)
+    size = ("peak", off) if row["exact"] else ("saved", row["saved_ratio"] >= SAVED)
+    clauses = [size, ("time", row["time"] is not None and row["time"]["ratio"] <= TIME)]
+    return [name for name, met in clauses if not met]
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    """What the last column says of a row; nothing of rivals."""
+    if not row["ours"] or row["way"] == GROUP.name:
+        return ""
+    missed = _missed(row)
+    return f"no: {', '.join(missed)}" if missed else "yes"
 
 
 def _exact_goal(rows: list[dict[str, Any]]) -> dict[str, Any]:
     row = next(row for row in rows if row["way"] == EXACT.name)
-    ratio = row["time"]["ratio"]
-    shown = (
-        f"{1 - 1 / row['peak_ratio']:.1%} off the peak at {ratio:.3f}x time, gradients bit-equal"
-    )
-    return target(
-        f"exact mode: >= {PEAK_OFF:.0%} off the peak at <= {TIME}x time", shown, meets(row)
-    )
+    ratio = row["time"]["ratio"]  # our rows have one, or `measure` has raised
+    shown = f"{1 - 1 / row['peak_ratio']:.1%} off the peak at {ratio:.3f}x time, bit-equal"
+    text = f"exact mode alone: >= {PEAK_OFF:.0%} off the peak at <= {TIME:.2f}x time"
+    return target(text, shown, not _missed(row))
 
 
 def _lossy_goal(rows: list[dict[str, Any]]) -> dict[str, Any]:
     names = [way.name for way in LOSSY]
     lossy = [row for row in rows if row["way"] in names]
     shown = [
-        f"{row['way']}: {row['saved_ratio']:.1f}x at {row['time']['ratio']:.3f}x time, gErr2 {row['gerr2']:.1e}"
+        f"{row['way']}: {row['saved_ratio']:.1f}x at {row['time']['ratio']:.3f}x time, "
+        f"gErr2 {row['gerr2']:.2g}"
         for row in lossy
     ]
-    text = f"lossy: saved bytes >= {SAVED:g}x below plain at <= {TIME}x time"
-    return target(text, "; ".join(shown), any(map(meets, lossy)))
+    text = f"lossy: saved bytes >= {SAVED:g}x below plain at <= {TIME:.2f}x time"
+    return target(text, "; ".join(shown), any(not _missed(row) for row in lossy))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""ResNet-18: a setting that saves 12x, costs at most 5 % of time, and halves the error of 2-bit groups.
+"""ResNet-18: one setting saves 12x, costs at most 5 % of time, halves the error of 2-bit groups.
 
     ./scripts/bench training_resnet [--all] [--quick]
 
-The demo's ResNet-18 (CIFAR form) on Fashion-MNIST, full width 64, batch 128. Rivals: plain fp32, save_on_cpu, per-block
-torch.utils.checkpoint, and `group` 2-bit with rebuild=False: every saved tensor its own code and ReLU's masks as bits,
-the way of ActNN. `--all` adds the lossy settings without rebuilding. What each column means: benchmarks/_training.py.
+The demo's ResNet-18 (CIFAR form) on Fashion-MNIST, full width 64, batch 128. Rivals: plain fp32,
+save_on_cpu, per-block torch.utils.checkpoint, and `group` 2-bit with rebuild=False: every saved
+tensor its own code and ReLU's masks as bits, the way of ActNN. `--all` adds the lossy settings
+without rebuilding. What each column means: benchmarks/_training.py.
 
-On a CPU save_on_cpu has nowhere to move a tensor to: it stays in the table as the row that changes nothing.
+On a CPU save_on_cpu has nowhere to move a tensor to: it stays in the table as the row that changes
+nothing.
 """
 
 from pathlib import Path
@@ -14,7 +16,8 @@ from typing import Any
 
 import torch
 from _common import arguments, facts, finish, out_path, target, tell
-from _training import HEAD, ON_CPU, Bench, Findings, checkpointed, measure, saving, table
+from _training import HEAD, Bench, Findings, measure, table
+from _ways import ON_CPU, checkpointed, saving
 
 from elbowroom.demo.data import load_images
 from elbowroom.demo.models import BasicBlock
@@ -63,8 +66,8 @@ def _result(found: Findings, options: Any, origin: str, known: dict[str, Any]) -
     rows = [row.as_dict(found.plain, found.elements) for row in found.rows]
     group = next(row for row in rows if row["way"] == GROUP.name)
 
-    def meets(row: dict[str, Any]) -> bool:
-        return row["ours"] and row["way"] != GROUP.name and all(clauses(row, group).values())
+    def verdict(row: dict[str, Any]) -> str:
+        return _verdict(row, group)
 
     return {
         "name": NAME,
@@ -80,11 +83,11 @@ def _result(found: Findings, options: Any, origin: str, known: dict[str, Any]) -
         },
         "plain": {**vars(found.plain), "step_s": found.plain_s},
         "rows": rows,
-        "table": {"head": list(HEAD), "rows": table(found, meets)},
-        "targets": [_goal(rows, group, meets), _peak_goal(rows, meets)],
+        "table": {"head": list(HEAD), "rows": table(found, verdict)},
+        "targets": [_goal(rows, group), _peak_goal(rows, group)],
         "notes": [
-            "Peak counts what the step allocates, gradients included; weights and optimizer states are held before "
-            "and are not in it.",
+            "Peak: what the step allocates, gradients included; weights and optimizer states are "
+            "held before it and are not counted.",
             "save_on_cpu has nowhere to move a tensor to on a CPU.",
         ],
     }
@@ -100,30 +103,49 @@ def clauses(row: dict[str, Any], group: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def _goal(rows: list[dict[str, Any]], group: dict[str, Any], meets: Any) -> dict[str, Any]:
-    good = [row for row in rows if meets(row)]
-    lossy = [row for row in rows if row["ours"] and not row["exact"] and row is not group]
-    shown = [f"{row['way']}: {_shown(row, group)}" for row in good or lossy]
+def _missed(row: dict[str, Any], group: dict[str, Any]) -> list[str]:
+    return [name for name, met in clauses(row, group).items() if not met]
+
+
+def _verdict(row: dict[str, Any], group: dict[str, Any]) -> str:
+    """What the last column says of a row; nothing of rivals."""
+    if not _competes(row):
+        return ""
+    missed = _missed(row, group)
+    return f"no: {', '.join(missed)}" if missed else "yes"
+
+
+def _competes(row: dict[str, Any]) -> bool:
+    return row["ours"] and not row["exact"] and row["way"] != GROUP.name
+
+
+def _goal(rows: list[dict[str, Any]], group: dict[str, Any]) -> dict[str, Any]:
+    """Met by the rows that miss no clause; else the closest is shown."""
+    ours = [row for row in rows if _competes(row)]
+    least = min(len(_missed(row, group)) for row in ours)
+    best = [row for row in ours if len(_missed(row, group)) == least]
     text = (
-        f"one setting with saved bytes >= {SAVED:g}x below plain, step time <= {TIME}x plain, and gErr2 <= {ERROR:g}x "
-        "that of 2-bit groups at equal or fewer bits"
+        f"one setting with saved bytes >= {SAVED:g}x below plain, step time <= {TIME}x plain, "
+        f"gErr2 <= {ERROR:g}x that of 2-bit groups at equal or fewer bits"
     )
-    return target(text, "; ".join(shown), bool(good))
+    shown = "; ".join(_shown(row, group) for row in (best if least == 0 else best[:1]))
+    return target(text, shown, least == 0)
 
 
 def _shown(row: dict[str, Any], group: dict[str, Any]) -> str:
-    missed = [name for name, met in clauses(row, group).items() if not met]
     ratio = f"{row['time']['ratio']:.3f}x time" if row["time"] else "no time"
+    missed = _missed(row, group)
     return (
-        f"{row['saved_ratio']:.1f}x saved, {ratio}, {row['gerr2'] / group['gerr2']:.2f}x the error at "
-        f"{row['bits_per_element']:.2f} of {group['bits_per_element']:.2f} bits"
-        + (f" (misses: {', '.join(missed)})" if missed else "")
+        f"{row['way']}: {row['saved_ratio']:.1f}x saved, {ratio}, "
+        f"{row['gerr2'] / group['gerr2']:.2f}x the error at {row['bits_per_element']:.2f} against "
+        f"{group['bits_per_element']:.2f} bits" + (f" (misses {', '.join(missed)})" * bool(missed))
     )
 
 
-def _peak_goal(rows: list[dict[str, Any]], meets: Any) -> dict[str, Any]:
-    ours = [row for row in rows if row["ours"] and not row["exact"] and row["way"] != GROUP.name]
-    best = max([row for row in ours if meets(row)] or ours, key=lambda row: row["peak_ratio"])
+def _peak_goal(rows: list[dict[str, Any]], group: dict[str, Any]) -> dict[str, Any]:
+    ours = [row for row in rows if _competes(row)]
+    ours = [row for row in ours if not _missed(row, group)] or ours
+    best = max(ours, key=lambda row: row["peak_ratio"])
     shown = f"{best['peak_ratio']:.2f}x by {best['way']}"
     return target("goal: peak 3x below plain, by such a setting", shown, best["peak_ratio"] >= 3)
 

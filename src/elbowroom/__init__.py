@@ -1,12 +1,14 @@
 """elbowroom: the training of any PyTorch model inside a memory budget.
 
     import elbowroom as er
-    with er.saving("dither", bits=2) as saved:          # by hand: what autograd saves, in a tenth of the bytes
+    # By hand: what autograd saves, in a tenth of the bytes.
+    with er.saving("dither", bits=2) as saved:
         loss = loss_fn(model(x), y)
     loss.backward()
-    print(saved.ledger)                                 # bytes before and after, and why what was left alone was
+    print(saved.ledger)    # bytes before and after, and why what was left alone was
 
-    model = er.fit(model, budget="6 GiB", optimizer=opt)   # one line: the mildest setting that fits the budget
+    # One line: the mildest setting that fits the budget.
+    model = er.fit(model, budget="6 GiB", optimizer=opt)
 
 The map, from the top down; imports point down only:
 

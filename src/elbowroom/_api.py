@@ -34,11 +34,14 @@ def saving(
         loss.backward()
         print(saved.ledger)
 
-    policy      None or "exact": exact actions only (no bit of any gradient changes); "keep": change nothing, count;
+    policy      None or "exact": exact actions only (no bit of any gradient changes);
+                "keep": change nothing, count;
                 a codec id with its fields as keywords, or a codec: that codec wherever the saving
-                op tolerates an error; or any function of a `Site` that returns an action
+                op tolerates an error;
+                or any function of a `Site` that returns an action
     min_nbytes  storages below this size, in bytes, are left alone; 0: none are
-    rebuild     whether outputs of norms, activations and dropout may be made again from what their op saves
+    rebuild     whether outputs of norms, activations and dropout may be made again from what
+                their op saves
     seed        where the noise of lossy codes starts; None: one sequence for the whole process
 
     Raises UnknownCodec or UnknownField, which list what exists. Tensors that cannot be touched are
@@ -57,7 +60,8 @@ def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str
         if policy not in codecs():
             known = [*_POLICIES, *codecs()]
             raise UnknownCodec(
-                f"no policy or codec {policy!r}; there are {', '.join(known)}.{nearest(policy, known)}"
+                f"no policy or codec {policy!r}; there are {', '.join(known)}."
+                f"{nearest(policy, known)}"
             )
         return Lossy(codec(policy, **fields), rebuild)
     if fields:
@@ -85,19 +89,20 @@ def fit(
     exact: bool | None = None,
     min_nbytes: int = 65536,
 ) -> M:
-    """Train `model` inside a budget of bytes: weights, gradients, optimizer states, saved tensors, workspaces.
+    """Train `model` inside a budget of bytes.
 
         model = er.fit(model, budget="6 GiB", optimizer=opt)
 
-    The same model comes back, unchanged: from now on each of its forwards that records gradients
-    runs inside a `saving` context whose setting is chosen by measurement (see
+    The budget covers weights, gradients, optimizer states, saved tensors and workspaces. The same
+    model comes back, unchanged: from now on each of its forwards that records gradients runs
+    inside a `saving` context whose setting is chosen by measurement (see
     `elbowroom.control.fitting`). It starts at the safest setting and relaxes to the mildest that
     fits. A loss computed outside of `model` is not covered.
 
     budget      an int of bytes, or "6 GiB"; "6 GB" is 6 * 10**9
     optimizer   its states are counted, from before it makes them
-    exact       True: exact actions only, no bit of any gradient changes; None: exact first, lossy codecs only if the
-                budget needs them, said in one line by the logger "elbowroom"
+    exact       True: exact actions only, no bit of any gradient changes; None: exact first, lossy
+                codecs only if the budget needs them, said in one line by the logger "elbowroom"
 
     Raises ValueError for a budget that cannot be read; forward raises BudgetTooSmall with the least
     budget that would do. `er.release(model)` undoes it; a copied or pickled model is a plain one.
@@ -113,7 +118,7 @@ def fit(
 
 
 def release(model: M) -> M:
-    """Undo `fit`: the model's forwards run plainly again. A model that was not fitted is left as it is."""
+    """Undo `fit`: the model's forwards run plainly again. One that was not fitted stays as is."""
     fitting = detach(model)
     if isinstance(fitting, Fitting):
         fitting.close()

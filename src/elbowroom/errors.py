@@ -1,15 +1,16 @@
 """Every error that a user of elbowroom can cause, in one tree.
 
     ElbowroomError
-    |-- PlanError                      a plan cannot be made or followed
-    |   |-- BudgetTooSmall             ... because the bytes do not suffice      (also a ValueError)
-    |   `-- SiteMismatch               ... because the step saved something else
-    |-- CodecError                     a codec cannot do what was asked
-    |   |-- UnknownCodec               no such id                                (also a KeyError)
-    |   |-- UnknownField               no such setting, or a value out of range  (also a TypeError, ValueError)
-    |   `-- UnsupportedTensor          this dtype, layout or content             (also a TypeError)
-    |-- RestoreError                   a saved tensor cannot be given back       (also a RuntimeError)
-    `-- DataError                      a file is missing or is not what it says  (also an OSError)
+    |-- PlanError                  a plan cannot be made or followed
+    |   |-- BudgetTooSmall         ... because the bytes do not suffice      (also a ValueError)
+    |   `-- SiteMismatch           ... because the step saved something else
+    |-- CodecError                 a codec cannot do what was asked
+    |   |-- UnknownCodec           no such id                                (also a KeyError)
+    |   |-- UnknownField           no such setting, or a value out of range  (also a TypeError and
+    |   |                                                                     a ValueError)
+    |   `-- UnsupportedTensor      this dtype, layout or content             (also a TypeError)
+    |-- RestoreError               a saved tensor cannot be given back       (also a RuntimeError)
+    `-- DataError                  a file is missing or is not what it says  (also an OSError)
 
 A message says what was asked, what was found, and what to type next. Broken invariants, which only
 our own code can cause, are asserts and are not listed here.
@@ -25,7 +26,7 @@ class PlanError(ElbowroomError):
 
 
 class BudgetTooSmall(PlanError, ValueError):
-    """No allowed set of actions fits the budget. `least_nbytes` is the smallest budget that would."""
+    """No allowed set of actions fits the budget; `least_nbytes` is the smallest that would do."""
 
     def __init__(self, message: str, *, least_nbytes: int) -> None:
         super().__init__(message)

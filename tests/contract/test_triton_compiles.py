@@ -3,7 +3,7 @@
 The interpreter knows neither the compiler's limits nor its liberties. Here: every kernel compiles,
 and nothing in it is fused, divided approximately or flushed to zero, for each would alter bits.
 
-    python tests/contract/test_triton_compiles.py 90       for compute capability 9.0, a line a kernel
+    python tests/contract/test_triton_compiles.py 90     for compute capability 9.0, a line a kernel
 """
 
 import os

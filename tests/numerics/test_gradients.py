@@ -1,6 +1,7 @@
 """Gradients through `er.saving`: bit-equal in exact mode, unbiased and near in lossy mode, masks always exact."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,15 @@ from torch.nn.utils import parametrizations, prune
 import elbowroom as er
 from elbowroom.demo.models import GPT, ResNet18
 from elbowroom.plan import Encode, Exact, KeepAll, Lossy
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The networks are too small for more, and other processes may run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class GroupNormUNet(nn.Module):
@@ -234,14 +244,14 @@ def test_exact_mode_without_rebuilding_changes_no_bit(net):
 @pytest.mark.parametrize("codec", ["dither", "group"])
 def test_lossy_mode_changes_gradients_a_little_and_nothing_else(net, codec):
     plain = step(net, contextlib.nullcontext())
-    for settings in ({"bits": 8}, {"bits": 8, "rebuild": False}, {"bits": 3}):
+    for settings in ({"bits": 8}, {"bits": 5, "rebuild": False}):
         lossy = step(net, er.saving(codec, min_nbytes=0, seed=1, **settings))
         assert not {name for name in lossy.differs(plain) if name not in plain.grads}
-        # The step of a code is range / (levels - 1): 0.4 % at 8 bits, 14 % at 3, of a range of about 5 sigma.
-        assert lossy.error(plain) < (0.02 if settings["bits"] == 8 else 0.5)
+        # A code's step is range / (levels - 1): 0.4 % at 8 bits, 3 % at 5.
+        assert lossy.error(plain) < (0.02 if settings["bits"] == 8 else 0.4)
 
 
-@pytest.mark.parametrize("name", ["resnet", "blocks", "gpt", "encoder", "unet", "gated views"])
+@pytest.mark.parametrize("name", ["resnet", "blocks", "gpt", "encoder", "unet"])
 def test_lossy_mode_is_really_lossy_and_smaller(name):
     plain = step(NETS[name], contextlib.nullcontext())
     saved = er.saving("dither", bits=2, min_nbytes=0, seed=0)
@@ -549,7 +559,7 @@ def gradients(settings: dict[str, Any], n: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("codec", ["dither", "group"])
 def test_the_mean_over_seeds_converges_to_the_exact_gradient(codec):
     """|mean - g|^2 = variance / n + bias^2, where variance is the squared error of one draw."""
-    n = 64
+    n = 40
     exact, lossy = gradients({"policy": codec, "bits": 4}, n)
     one = (lossy - exact).square().sum(dim=1).mean()
     mean = (lossy.mean(dim=0) - exact).square().sum()
@@ -562,7 +572,7 @@ def test_the_mean_over_seeds_converges_to_the_exact_gradient(codec):
     "name", ["gpt", "encoder gelu", "unet", "blocks", "gated views", "unusual weights"]
 )
 def test_the_mean_over_seeds_converges_for_other_networks(name):
-    n, net = 24, NETS[name]
+    n, net = 12, NETS[name]
 
     def flat(result: Result) -> Tensor:
         return torch.cat([g.flatten() for g in result.grads.values()])
@@ -594,5 +604,5 @@ def test_more_levels_mean_less_error():
     # 4 times the levels: a sixteenth of the variance, were it not for the ReLU masks, which are exact.
     assert all(
         math.log2(a / b) == pytest.approx(4, abs=1.2)
-        for a, b in zip(errors, errors[1:], strict=False)
+        for a, b in itertools.pairwise(errors)
     )

@@ -19,12 +19,13 @@ def one_of(codec_id: str, name: str, value: Any, allowed: tuple[Any, ...]) -> No
 def within(codec_id: str, name: str, value: Any, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise UnknownField(
-            f"codec '{codec_id}': {name}={value!r} is not possible; {name} is an int from {least} to {most}"
+            f"codec '{codec_id}': {name}={value!r} is not possible; "
+            f"{name} is an int from {least} to {most}"
         )
 
 
 def finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether all values [n], n > 0, are finite, and stay so as `dtype`. Reads them: on a GPU a sync."""
+    """Whether all values [n], n > 0, are finite, and stay so as `dtype`. Reads them: a GPU syncs."""
     # aminmax keeps NaN, and is 35x faster than isfinite on bf16 (16 M elements, 2 CPU threads,
     # torch 2.13)
     return bool(torch.stack(torch.aminmax(values)).to(dtype or values.dtype).isfinite().all())

@@ -1,4 +1,4 @@
-"""What every codec is: a frozen object whose fields are its configuration, with `encode` and `decode`.
+"""What every codec is: a frozen object with `encode` and `decode`; its fields configure it.
 
     x --encode--> Encoded(buffers, shape, stride, dtype, seed, codec) --decode--> x~ of the same
     shape, dtype, strides
@@ -32,7 +32,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Expected(NamedTuple):
-    """What `_layout` says of one buffer. `at_most`: how many there are depends on the values, `shape` is a bound."""
+    """What `_layout` says of one buffer.
+
+    at_most  how many elements there are depends on the values; `shape` is a bound
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -54,7 +57,10 @@ Layout = tuple[Expected, ...]
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """What a codec made of a tensor. `raw` means that it gave up and holds the elements themselves, exactly."""
+    """What a codec made of a tensor.
+
+    raw  the codec gave up, and the buffer holds the elements themselves, exactly
+    """
 
     codec: "Codec"
     buffers: Buffers
@@ -76,7 +82,7 @@ class Encoded:
 
     @property
     def bitmap(self) -> Tensor | None:
-        """The bits of what is not zero [ceil(N / 8)], where the code holds them exactly; else None."""
+        """The bits of what is not zero [ceil(N / 8)] if the code holds them exactly, else None."""
         return None if self.raw else self.codec._bitmap(self)
 
     def decode(self, out: Tensor | None = None) -> Tensor:
@@ -120,9 +126,10 @@ class Encoded:
     def _check_out(self, out: Tensor) -> None:
         fits = out.dtype is self.dtype and out.shape == (self.numel,) and out.is_contiguous()
         if not fits or out.device != self.buffers[0].device:
-            expected = f"out of shape ({self.numel},), {_name(self.dtype)}, contiguous, on {self.buffers[0].device}"
             raise CodecError(
-                f"codec '{self.codec.id}' decodes into {expected}; got {show(out)}. Or pass out=None."
+                f"codec '{self.codec.id}' decodes into out of shape ({self.numel},), "
+                f"{_name(self.dtype)}, contiguous, on {self.buffers[0].device}; got {show(out)}. "
+                "Or pass out=None."
             )
 
     def damaged(self, expected: str, got: str) -> CodecError:
@@ -136,7 +143,10 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """Base of all codecs. Subclasses are frozen dataclasses; equality, repr and configuration come from their fields."""
+    """Base of all codecs.
+
+    Subclasses are frozen dataclasses; equality, repr and configuration come from their fields.
+    """
 
     id: ClassVar[str]
     lossless: ClassVar[bool]
@@ -175,7 +185,10 @@ class Codec(ABC):
         return sum(prod(expected.shape) * expected.dtype.itemsize for expected in layout)
 
     def fixed_size(self, facts: Facts | None = None) -> bool:
-        """Whether `encoded_nbytes` is exact. A tensor with NaN or Inf that is held raw has its own size."""
+        """Whether `encoded_nbytes` is exact.
+
+        A tensor that is held raw, because of a NaN or an Inf, has its own size all the same.
+        """
         return not any(
             expected.at_most for expected in self._layout(1, self.dtypes[0], facts or NOTHING)
         )
@@ -185,7 +198,10 @@ class Codec(ABC):
         """What `_encode` makes of n elements: dtype and shape of each buffer."""
 
     def _complete(self, flat: Tensor, facts: Facts) -> Facts:
-        """The facts that `_encode` and `_decode_into` need. A codec that must scan for what it was not told does it here."""
+        """The facts that `_encode` and `_decode_into` need.
+
+        A codec that must scan for what it was not told does it here.
+        """
         return facts
 
     @abstractmethod
@@ -201,11 +217,11 @@ class Codec(ABC):
         return None
 
     def config(self) -> dict[str, Any]:
-        """The id and all fields, as JSON takes them. `elbowroom.codec(**config)` gives an equal codec."""
+        """The id and all fields, as JSON takes them; `codec(**config)` gives an equal codec."""
         return {"id": self.id, **asdict(self)}
 
     def check(self, x: Tensor) -> None:
-        """Raise UnsupportedTensor unless x is a plain strided tensor of a dtype that this codec takes."""
+        """Raise UnsupportedTensor unless x is a plain strided tensor of a dtype that is taken."""
         if x.dtype not in self.dtypes:
             taken = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             raise UnsupportedTensor(f"codec '{self.id}' takes {taken}; got {show(x)}. {_remedy(x)}")
@@ -216,7 +232,10 @@ class Codec(ABC):
 
 
 def memory_order(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """x as a flat contiguous tensor, and the strides that its restored twin gets. A copy only where x has gaps."""
+    """x as a flat contiguous tensor, and the strides that its restored twin gets.
+
+    A copy only where x has gaps or overlaps.
+    """
     if torch.ops.aten.is_non_overlapping_and_dense(x):
         return x.as_strided((x.numel(),), (1,)), tuple(x.stride())
     x = x.contiguous()

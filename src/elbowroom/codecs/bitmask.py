@@ -1,8 +1,9 @@
-"""One bit an element, for tensors that hold 0 and one other value: masks, and what dropout multiplies with.
+"""One bit an element, for tensors that hold 0 and one other value.
 
     x [N] --> bits [ceil(N / 8)] uint8        element i is bit i % 8 of byte i // 8
 
-Lossless: 8x smaller than a bool mask, 32x smaller than dropout's float32 {0, 1 / (1 - p)}.
+Such are masks, and what dropout multiplies with. Lossless: 8x smaller than a bool mask, 32x smaller
+than dropout's float32 {0, 1 / (1 - p)}.
 """
 
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ class BitMask(Codec):
         ops.unpack_bits(ops.pack_bits(flat), facts.value, again)
         if not torch.equal(again.view(torch.uint8), flat.view(torch.uint8)):
             raise UnsupportedTensor(
-                f"codec 'bitmask' takes tensors with one value besides 0; this one of shape {tuple(flat.shape)} has "
-                "others. Use 'sparse_lossless' or 'narrow' to stay exact."
+                "codec 'bitmask' takes tensors with one value besides 0; this one of shape "
+                f"{tuple(flat.shape)} has others. Use 'sparse_lossless' or 'narrow' to stay exact."
             )
         return facts
 

@@ -1,10 +1,12 @@
-"""Subtractive dither: any number of levels, an error independent of the data, half the variance of stochastic rounding.
+"""Subtractive dither: any number of levels, half the variance of stochastic rounding.
 
-    code = floor((x - low) / step + u);  x~ = low + step * (code - u + 1/2)        the decoder draws the same u again
+    code = floor((x - low) / step + u)
+    x~   = low + step * (code - u + 1/2)        the decoder draws the same u again
 
-Error uniform in +-step/2, unbiased, variance step^2 / 12 for every x (stochastic rounding: step^2 /
-6 on average), so its effect on a gradient can be predicted. 16 bits of metadata a group and 32 for
-2048 elements: at 4 levels and groups of 64, 2.27 bits an element.
+The error is independent of the data: uniform in +-step/2, unbiased, of variance step^2 / 12 for
+every x (stochastic rounding: step^2 / 6 on average), so its effect on a gradient can be predicted.
+16 bits of metadata a group and 32 for 2048 elements: at 4 levels and groups of 64, 2.27 bits an
+element.
 
 Zero-aware: where the site knows of exact zeros (`facts.has_zeros`), a bitmap holds them and only
 the other values are coded: 1 + density * (log2 levels + 16 / group_size) bits, zeros exact, and the
@@ -27,11 +29,11 @@ from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes, tiles
 
 @dataclass(frozen=True)
 class Dither(Codec):
-    """Lossy: 2 to 256 `levels` (or `bits`), subtractive dither, zero-aware where zeros are known. The flagship.
+    """Lossy: 2 to 256 `levels` (or `bits`), subtractive dither, zero-aware where zeros are known.
 
-    A tensor with a NaN, an Inf or a value beyond 2^125 is held raw on the CPU; on a GPU, where the
-    check would be a sync, its tiles of 2048 elements decode to NaN. Differences below about 1e-36
-    are not coded, and no float16 decodes beyond 65504.
+    The flagship. A tensor with a NaN, an Inf or a value beyond 2^125 is held raw on the CPU; on a
+    GPU, where the check would be a sync, its tiles of 2048 elements decode to NaN. Differences
+    below about 1e-36 are not coded, and no float16 decodes beyond 65504.
     """
 
     id: ClassVar[str] = "dither"
@@ -47,7 +49,8 @@ class Dither(Codec):
             within(self.id, "bits", bits, 1, 8)
             if self.levels not in (4, 1 << bits):
                 raise UnknownField(
-                    f"codec 'dither': bits={bits} means levels={1 << bits}; got levels={self.levels} too"
+                    f"codec 'dither': bits={bits} means levels={1 << bits}; "
+                    f"got levels={self.levels} too"
                 )
             object.__setattr__(self, "levels", 1 << bits)
         within(self.id, "levels", self.levels, 2, 256)

@@ -1,11 +1,14 @@
-"""Group quantization with stochastic rounding: what ActNN (arXiv 2104.14129) and GACT (arXiv 2206.11357) do; our baseline.
+"""Group quantization with stochastic rounding, our baseline.
 
-    per group of `group_size`: low, scale in bf16;  code = floor((x - low) / scale + u);  x~ = low +
-    scale * code
+It is what ActNN (arXiv 2104.14129) and GACT (arXiv 2206.11357) do. Per group of `group_size`, with
+low and scale in bf16:
+
+    code = floor((x - low) / scale + u)
+    x~   = low + scale * code
 
 Unbiased; variance scale^2 f (1 - f) at remainder f, scale^2 / 6 on average. Exact zeros become
-noisy zeros: a tensor that also serves ReLU's backward needs a bitmap beside it. bits + 32 /
-group_size bits an element.
+noisy zeros: a tensor that also serves ReLU's backward needs a bitmap beside it. It takes
+bits + 32 / group_size bits an element.
 """
 
 from dataclasses import dataclass
@@ -23,10 +26,10 @@ from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes
 
 @dataclass(frozen=True)
 class Group(Codec):
-    """Lossy: `bits` (1 to 8) an element, min and max a group, stochastic rounding. The ActNN / GACT baseline.
+    """Lossy: `bits` (1 to 8) an element, min and max a group, stochastic rounding.
 
-    A tensor with a NaN, an Inf or a value beyond 2^125 is held raw on the CPU; on a GPU, where the
-    check would be a sync, its groups decode to NaN.
+    The ActNN / GACT baseline. A tensor with a NaN, an Inf or a value beyond 2^125 is held raw on
+    the CPU; on a GPU, where the check would be a sync, its groups decode to NaN.
     """
 
     id: ClassVar[str] = "group"

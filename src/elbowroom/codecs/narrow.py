@@ -52,7 +52,7 @@ class Narrow(Codec):
 
 
 def _target(dtype: torch.dtype, facts: Facts) -> torch.dtype | None:
-    """The smallest dtype that holds the promised range, or None if it is not smaller than `dtype`."""
+    """The smallest dtype that holds the promised range; None if it is not smaller than `dtype`."""
     if facts.largest is None:
         return None
     smallest = 0 if facts.smallest is None else facts.smallest

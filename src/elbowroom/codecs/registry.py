@@ -1,4 +1,7 @@
-"""From an id to a codec. Codecs of other packages come through the entry-point group `elbowroom.codecs`."""
+"""From an id to a codec.
+
+Codecs of other packages come through the entry-point group `elbowroom.codecs`.
+"""
 
 from dataclasses import fields
 from difflib import get_close_matches
@@ -14,7 +17,10 @@ _registered: dict[str, type[Codec]] = {}
 
 
 def register(cls: type[Codec]) -> type[Codec]:
-    """Make a codec known by its id. An id registered twice is an error (CodecError), never a silent replacement."""
+    """Make a codec known by its id.
+
+    An id registered twice is an error (CodecError), never a silent replacement.
+    """
     if not (
         isinstance(cls, type)
         and issubclass(cls, Codec)
@@ -26,7 +32,8 @@ def register(cls: type[Codec]) -> type[Codec]:
     known = _registered.setdefault(cls.id, cls)
     if known is not cls:
         raise CodecError(
-            f"codec id '{cls.id}' belongs to {known.__qualname__}; give {cls.__qualname__} another id"
+            f"codec id '{cls.id}' belongs to {known.__qualname__}; "
+            f"give {cls.__qualname__} another id"
         )
     return cls
 
@@ -38,7 +45,8 @@ def _load_plugins() -> None:
             register(point.load())
         except Exception as error:
             raise CodecError(
-                f"cannot load codec '{point.name}' from {point.value}: {error}. Repair or uninstall its package."
+                f"cannot load codec '{point.name}' from {point.value}: {error}. "
+                "Repair or uninstall its package."
             ) from error
 
 

@@ -1,6 +1,6 @@
 """A bitmap, and the elements that are not zero, untouched.
 
-    x [N] --> bits [ceil(N / 8)] uint8, kept [nnz] of x's dtype        1/32 + density of float32's size
+    x [N] --> bits [ceil(N / 8)] uint8, kept [nnz] of x's dtype     1/32 + density of float32's size
 
 Lossless, NaN and -0.0 included (-0.0 counts as not zero). The size depends on the data, and reading
 it stops a GPU: for the CPU and for offline use.
@@ -21,7 +21,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class SparseLossless(Codec):
-    """Exact: a bitmap and the non-zeros. Pays below a density of 97 % (float32); CPU and offline use."""
+    """Exact: a bitmap and the non-zeros. Pays below 97 % density (float32); CPU and offline use."""
 
     id: ClassVar[str] = "sparse_lossless"
     lossless: ClassVar[bool] = True

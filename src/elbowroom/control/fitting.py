@@ -1,20 +1,19 @@
 """Keeping a model's training under a budget of bytes: start safe, measure, relax, watch.
 
-    held before a step     weights, buffers, gradients that persist, optimizer states        counted
-  + saved for backward     what the ledger holds                                             counted, chosen
-  + transients             workspaces, restored tensors, fresh gradients                     measured: peak - the others
-  <= budget
+    held before a step   weights, buffers, persistent gradients, optimizer states   counted
+  + saved for backward   what the ledger holds                                      counted, chosen
+  + transients           workspaces, restored tensors, fresh gradients              measured:
+  <= budget                                                                         peak - the rest
 
-1. The first forward starts at the safest exact rung of the ladder (`plan/ladder.py`) with a guessed
-reserve for
-   transients and the optimizer's states to come. If what is held comes too close to the budget,
-   forward climbs to a stricter rung on the spot, and encodes what it has kept so far: lossy codes
-   only where the budget needs them.
+1. The first forward starts at the safest exact rung of the ladder (`plan/ladder.py`) with a
+   guessed reserve for transients and the optimizer's states to come. If what is held comes too
+   close to the budget, forward climbs to a stricter rung on the spot, and encodes what it has kept
+   so far: lossy codes only where the budget needs them.
 2. The second step is measured by the allocator. With its transients known, the mildest rung that
-fits is taken, and
-   measured again; if that was too hopeful, the next stricter one is taken for good.
-3. From then on every forward is watched in the same way: a larger batch than before climbs for that
-step.
+   fits is taken, and measured again; if that was too hopeful, the next stricter one is taken for
+   good.
+3. From then on every forward is watched in the same way: a larger batch than before climbs for
+   that step.
 
 A budget that no allowed rung meets raises BudgetTooSmall with the least that would do. That forward
 then counts only: nothing is held, and its graph is useless, which is why the error comes from
@@ -81,14 +80,17 @@ class Fitting:
         return FittedSaving(self)
 
     def allowed_nbytes(self, largest_nbytes: int) -> int:
-        """What may be held for backward. Before anything was measured: with a guess for all else."""
+        """What may be held for backward; as long as nothing is measured, a guess for the rest."""
         free = self.budget_nbytes - self.static_nbytes
         if self._transient_nbytes is not None:
             return free - self._transient_nbytes
         return free - self._unborn_nbytes() - _RESERVE * largest_nbytes
 
     def surely_allowed_nbytes(self) -> int:
-        """The same without guesses: more than this cannot be held, or the optimizer's states would not fit."""
+        """The same without guesses.
+
+        More than this cannot be held, or the optimizer's states would not fit.
+        """
         free = self.budget_nbytes - self.static_nbytes
         return -1 if self._unborn_nbytes() > free else free - (self._transient_nbytes or 0)
 
@@ -150,8 +152,9 @@ class Fitting:
             "" if len(self.rungs) > len(EXACT_RUNGS) else "Allow lossy codes with exact=None, or "
         )
         raise BudgetTooSmall(
-            f"budget {show_nbytes(self.budget_nbytes)} is below the {show_nbytes(least)} that this step needs at rung "
-            f"'{self.rungs[-1].name}': {parts}. {more}{'h' if more else 'H'}alve the batch, or give budget={least}.",
+            f"budget {show_nbytes(self.budget_nbytes)} is below the {show_nbytes(least)} that this "
+            f"step needs at rung '{self.rungs[-1].name}': {parts}. "
+            f"{more}{'h' if more else 'H'}alve the batch, or give budget={least}.",
             least_nbytes=least,
         )
 
@@ -179,7 +182,10 @@ class Fitting:
         ]
 
     def _unborn_nbytes(self) -> int:
-        """Gradients and optimizer states that the first step will create: two fp32 states unless the class says less."""
+        """Bytes of the gradients and optimizer states that the first step will create.
+
+        Two fp32 states a parameter, unless the class says less.
+        """
         model = self._model()
         trainable = [] if model is None else [p for p in model.parameters() if p.requires_grad]
         gradients = sum(p.numel() * p.element_size() for p in trainable if p.grad is None)
@@ -198,7 +204,10 @@ class Fitting:
         return torch.device("cpu") if first is None else first.device
 
     def _say(self, rung: int) -> None:
-        """One line when the rung changes; at WARNING, which Python shows by default, when it is lossy."""
+        """One line when the rung changes.
+
+        At WARNING, which Python shows by default, when it is lossy.
+        """
         if rung == self._said:
             return
         self._said = rung

@@ -6,10 +6,10 @@ holds the codes of elements j, j + n, j + 2n, ..., so that a vector unit packs a
 rows without a shuffle.
 
     levels      2    3    4    5,6    8       16   32      64      128         256
-    codes/byte  8    5    4    3      4 + 8   2    2 + 8   2 + 4   2 + 4 + 8   1     (a + b: two segments, high bits first)
+    codes/byte  8    5    4    3      4 + 8   2    2 + 8   2 + 4   2 + 4 + 8   1
 
-Other numbers of levels take the width of the next power of two. 3 levels cost 1.6 bits where log2 3
-is 1.585.
+a + b means two segments, high bits first. Other numbers of levels take the width of the next power
+of two. 3 levels cost 1.6 bits where log2 3 is 1.585.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,10 @@ RADIX = {3: 5, 5: 3, 6: 3}  # levels -> codes in a byte, written in base `levels
 
 
 class Segment(NamedTuple):
-    """One run of packed bytes: `per` codes in a byte, each `width` bits wide, taken from bit `shift` of the code."""
+    """One run of packed bytes.
+
+    `per` codes in a byte, each `width` bits wide, taken from bit `shift` of the code.
+    """
 
     per: int
     width: int
@@ -35,7 +38,10 @@ def code_bits(levels: int) -> int:
 
 
 def segments(levels: int) -> tuple[Segment, ...]:
-    """The segments of a code that is not in RADIX, low bits last: 8 levels -> 2 bits (shift 1), then 1 bit (shift 0)."""
+    """The segments of a code that is not in RADIX, low bits last.
+
+    8 levels -> 2 bits (shift 1), then 1 bit (shift 0).
+    """
     bits, found = code_bits(levels), []
     for width in (8, 4, 2, 1):
         if bits >= width:
@@ -52,6 +58,7 @@ def codes_nbytes(levels: int, n: int) -> int:
 
 
 def tiles(numel: int) -> int:
+    """Tiles of a flat tensor."""
     return -(-numel // TILE)
 
 
@@ -67,7 +74,7 @@ def packed_nbytes(levels: int, numel: int) -> int:
 
 
 def check_payload(payload: Tensor, nbytes: int) -> None:
-    """Raise ValueError unless a payload of variable size has the bytes that its bitmap calls for."""
+    """Raise ValueError unless a payload of variable size is as long as its bitmap calls for."""
     if payload.numel() != nbytes:
         raise ValueError(
             f"expected {nbytes} bytes of payload, as the bitmap says; got {payload.numel()}"

@@ -3,12 +3,12 @@
     op                                                    out
     pack_bits(x)                                          bits
     unpack_bits(bits, value, out!)
-    narrow(x, dtype)                                      x in a smaller integer, how many values did not fit
+    narrow(x, dtype)                                      x as smaller integers; how many do not fit
     group_quantize(x, seed, levels, group_size)           codes, scale, low
     dither_quantize(x, seed, levels, group_size)          codes, ranges, bounds
-    nonzero_quantize(x, seed, levels, group_size)         bits, payload, bounds      size depends on data
+    nonzero_quantize(x, seed, levels, group_size)         bits, payload (size depends on x), bounds
     fp8_quantize(x, group_size, fmt)                      codes, scale
-    affine(x!, scale, shift, inner, bits)                 x * scale + shift by channel, 0 where no bit is set
+    affine(x!, scale, shift, inner, bits)                 x * scale + shift by channel; 0 for bit 0
 
 and a `_dequantize` for each `_quantize`, which writes its last argument, `out`: the caller owns the
 memory of what is restored and may reuse it (fresh pages cost more than decoding: docs/log.md). !
@@ -35,18 +35,26 @@ from elbowroom.kernels.layout import groups, packed_nbytes, tiles
 _log = logging.getLogger("elbowroom.kernels")
 _library = torch.library.Library("elbowroom", "DEF")
 
+_QUANTIZE = "(Tensor x, int seed, int levels, int group_size) -> (Tensor, Tensor, Tensor)"
 _SCHEMAS = {
     "pack_bits": "(Tensor x) -> Tensor",
     "unpack_bits": "(Tensor bits, float value, Tensor(a!) out) -> ()",
     "narrow": "(Tensor x, ScalarType dtype) -> (Tensor, Tensor)",
-    "group_quantize": "(Tensor x, int seed, int levels, int group_size) -> (Tensor, Tensor, Tensor)",
-    "group_dequantize": "(Tensor codes, Tensor scale, Tensor low, int levels, int group_size, Tensor(a!) out) -> ()",
-    "dither_quantize": "(Tensor x, int seed, int levels, int group_size) -> (Tensor, Tensor, Tensor)",
-    "dither_dequantize": "(Tensor codes, Tensor ranges, Tensor bounds, int seed, int levels, int group_size, "
-    "Tensor(a!) out) -> ()",
-    "nonzero_quantize": "(Tensor x, int seed, int levels, int group_size) -> (Tensor, Tensor, Tensor)",
-    "nonzero_dequantize": "(Tensor bits, Tensor payload, Tensor bounds, int seed, int levels, int group_size, "
-    "Tensor(a!) out) -> ()",
+    "group_quantize": _QUANTIZE,
+    "group_dequantize": (
+        "(Tensor codes, Tensor scale, Tensor low, int levels, int group_size, "
+        "Tensor(a!) out) -> ()"
+    ),
+    "dither_quantize": _QUANTIZE,
+    "dither_dequantize": (
+        "(Tensor codes, Tensor ranges, Tensor bounds, int seed, int levels, int group_size, "
+        "Tensor(a!) out) -> ()"
+    ),
+    "nonzero_quantize": _QUANTIZE,
+    "nonzero_dequantize": (
+        "(Tensor bits, Tensor payload, Tensor bounds, int seed, int levels, int group_size, "
+        "Tensor(a!) out) -> ()"
+    ),
     "fp8_quantize": "(Tensor x, int group_size, str fmt) -> (Tensor, Tensor)",
     "fp8_dequantize": "(Tensor codes, Tensor scale, int group_size, str fmt, Tensor(a!) out) -> ()",
     "affine": "(Tensor(a!) x, Tensor scale, Tensor shift, int inner, Tensor? bits) -> ()",
@@ -115,9 +123,8 @@ def _fake_fp8(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.uint8), scale
 
 
-_FAKES: dict[
-    str, Callable[..., Any]
-] = {  # an op that writes `out` returns nothing, and its fake does nothing
+# An op that writes `out` returns nothing, and its fake does nothing.
+_FAKES: dict[str, Callable[..., Any]] = {
     "pack_bits": lambda x: x.new_empty(-(-x.numel() // 8), dtype=torch.uint8),
     "narrow": lambda x, dtype: (
         torch.empty_like(x, dtype=dtype),

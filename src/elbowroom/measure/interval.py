@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from elbowroom.measure.peak import curve_of
+from elbowroom.measure.peak import curve_of, quiet_profiler
 
 
 class Interval:
@@ -26,20 +26,21 @@ class Interval:
 
     @classmethod
     def start(cls, base_nbytes: int, device: torch.device) -> "Interval | None":
-        """base_nbytes: what is held at this moment, in bytes; a CPU interval adds its own peak to it."""
+        """base_nbytes: what is held at this moment; a CPU interval adds its own peak to it."""
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return cls(base_nbytes, device, None)
         on_main = threading.current_thread() is threading.main_thread()
         if not on_main or cls._running is not None or torch._C._autograd._profiler_enabled():
             return None
+        quiet_profiler()
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         profiler.start()
         cls._running = cls(base_nbytes, device, profiler)
         return cls._running
 
     def stop(self) -> int | None:
-        """The highest level since the start, in bytes; None if that cannot be told from this thread."""
+        """The highest level since the start, in bytes; None if this thread cannot tell it."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         if not self.close():
@@ -47,7 +48,7 @@ class Interval:
         return self._base_nbytes + curve_of(self._profiler, self._device.type).peak_nbytes
 
     def close(self) -> bool:
-        """Stop the profiler, if this is the thread that may. Returns whether it has been stopped by this call."""
+        """Stop the profiler, if this is the thread that may. Whether this call stopped it."""
         if (
             Interval._running is not self
             or threading.current_thread() is not threading.main_thread()

@@ -15,6 +15,7 @@ counter of the caching allocator, whose requests are rounded up to 512 bytes.
 Run the step twice before measuring: the first one creates optimizer states.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -93,6 +94,7 @@ def memory_curve(
 ) -> MemoryCurve:
     """Every change of the allocated bytes on one device while `step()` runs, with its time."""
     device = _device(device)
+    quiet_profiler()
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -103,6 +105,11 @@ def memory_curve(
             torch.cuda.synchronize(device)
     del result  # held until here, as the caller of an ordinary step would
     return curve_of(profiler, device.type)
+
+
+def quiet_profiler() -> None:
+    """Keep the profiler's own log lines ("USDT: ... profiler_start", torch 2.13) off stderr."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def _device(device: torch.device | str | None) -> torch.device:

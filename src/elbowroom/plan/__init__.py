@@ -1,4 +1,7 @@
-"""DECISION: pure data and arithmetic. A `Site` goes in, an `Action` comes out; no CUDA, no autograd, no clock."""
+"""DECISION: pure data and arithmetic.
+
+A `Site` goes in, an `Action` comes out; no CUDA, no autograd, no clock.
+"""
 
 from elbowroom.plan.action import Action as Action
 from elbowroom.plan.action import Encode as Encode

@@ -1,9 +1,9 @@
-"""A ladder of uniform settings, from the mildest to the one that needs the fewest bytes, and what each would hold.
+"""A ladder of uniform settings, from the mildest to the one that needs the fewest bytes.
 
     keep -> exact -> dither, 256 levels -> 16 -> 8 -> 4
 
-The first form of a planner: one rung for all sites. A planner that decides for each site alone
-replaces `choose`.
+With what each rung would hold. The first form of a planner: one rung for all sites. A planner that
+decides for each site alone replaces `choose`.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,10 @@ LOSSY_RUNGS = tuple(
 
 @dataclass(frozen=True)
 class SavedStorage:
-    """One storage of a step: its bytes in plain autograd, and the sites that its ops made. Fixed ones stay as they are."""
+    """One storage of a step: its bytes in plain autograd, and the sites that its ops made.
+
+    fixed  it stays as it is
+    """
 
     nbytes: int
     sites: tuple[Site, ...]
@@ -42,12 +45,18 @@ class SavedStorage:
 
 
 def held_nbytes(rung: Rung, step: Sequence[SavedStorage]) -> int:
-    """Bytes held before backward if this rung had decided; an upper bound where a size depends on the data."""
+    """Bytes held before backward if this rung had decided.
+
+    An upper bound where a size depends on the data.
+    """
     return sum(storage.nbytes if storage.fixed else _held(rung, storage) for storage in step)
 
 
 def choose(rungs: Sequence[Rung], step: Sequence[SavedStorage], allowed_nbytes: int) -> int | None:
-    """The index of the mildest rung that holds at most `allowed_nbytes` before backward; None if none does."""
+    """The index of the mildest rung that holds at most `allowed_nbytes` before backward.
+
+    None if none does.
+    """
     for index, rung in enumerate(rungs):
         if held_nbytes(rung, step) <= allowed_nbytes:
             return index

@@ -1,4 +1,6 @@
-"""A policy maps site facts to an action. These three are uniform: one rule for all sites, no budget.
+"""A policy maps site facts to an action.
+
+These three are uniform: one rule for all sites, no budget.
 
     KeepAll     measures, changes nothing
     Exact       masks, indices and rebuilding only: no bit of any gradient changes
@@ -54,7 +56,10 @@ class Exact:
 
 @dataclass(frozen=True)
 class Lossy:
-    """Exact actions where they apply, rebuilding from encoded sources, `codec` for the rest that tolerates an error."""
+    """Exact actions where they apply, and `codec` for the rest that tolerates an error.
+
+    rebuild  outputs may be made again from encoded sources
+    """
 
     codec: Codec
     rebuild: bool = True

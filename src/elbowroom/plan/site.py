@@ -1,4 +1,7 @@
-"""A site is a place in the step where a tensor is saved: what is known of it without looking at a value."""
+"""A site is a place in the step where a tensor is saved.
+
+What is known of it is known without looking at a value.
+"""
 
 from dataclasses import dataclass, field
 from enum import Enum

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from elbowroom.runtime import modules
+from elbowroom.runtime.compiler import original, say_eager
 
 Opener = Callable[[], AbstractContextManager[Any]]
 
@@ -62,12 +63,16 @@ def opener_of(model: nn.Module) -> Opener | None:
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    opener = _attached.get(module)
+    model = original(module)
+    opener = _attached.get(module) or _attached.get(model)
     if opener is None or not torch.is_grad_enabled():
         return
+    if _thread.open and original(_thread.open[-1][0]) is model and _thread.open[-1][0] is not module:
+        return  # the compiled wrapper of this model has opened it already
     context = opener()
     context.__enter__()
     _thread.open.append((module, context))
+    say_eager(module)
 
 
 def _leave(module: nn.Module, args: Any, out: Any) -> None:

@@ -10,6 +10,7 @@ autograd holds, never to "the step": unpack may come twice, in any order, on ano
 never.
 """
 
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,7 @@ from torch import Tensor
 from elbowroom.errors import CodecError, ElbowroomError, RestoreError
 from elbowroom.plan import Action, Encode, Keep, Need, Policy, Rebuild, Rebuildable, Site
 from elbowroom.runtime import modules
+from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import Call, Consumers, facts_of, is_argument, is_buffer, need_of
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.handles import DropHandle, KeepHandle
@@ -58,23 +60,21 @@ class Saving:
         self.ledger = Ledger()
         self._identity = Identity()
         self._consumers: Consumers | None = None
-        self._hooks: Any = None
+        self._open: ExitStack | None = None
 
     def __enter__(self) -> Self:
-        if self._hooks is not None:
+        if self._open is not None:
             raise RuntimeError(
                 "this saving context is open already; make another one for a nested or second use"
             )
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        self._consumers = Consumers(self._finished)
-        modules.watch()
-        try:
-            self._hooks.__enter__()
-        except BaseException:  # hooks are disabled here: inside torch.func, for one
-            modules.unwatch()
-            self._hooks = self._consumers = None
-            raise
-        self._consumers.__enter__()
+        with ExitStack() as opening:  # undone if a later part fails: inside torch.func, for one
+            opening.enter_context(eagerly())
+            modules.watch()
+            opening.callback(modules.unwatch)
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+            opening.enter_context(hooks)
+            self._consumers = opening.enter_context(Consumers(self._finished))
+            self._open = opening.pop_all()
         return self
 
     def __exit__(
@@ -83,11 +83,9 @@ class Saving:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._consumers is not None
-        self._consumers.__exit__(kind, error, trace)
-        self._hooks.__exit__(kind, error, trace)
-        modules.unwatch()
-        self._hooks = self._consumers = None
+        assert self._open is not None
+        self._open.close()
+        self._open = self._consumers = None
         self._identity.clear()
 
     def tighten(self, policy: Policy) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from elbowroom.runtime.compiler import original, say_eager
+
 _names: "weakref.WeakKeyDictionary[nn.Module, dict[int, str]]" = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 _users = 0
@@ -58,6 +60,7 @@ def current() -> str:
 
 
 def _enter(module: nn.Module, args: Any) -> None:
+    say_eager(module)
     _thread.running.append(module)
 
 
@@ -72,5 +75,6 @@ def _leave(module: nn.Module, args: Any, out: Any) -> None:
 def _names_in(root: nn.Module) -> dict[int, str]:
     names = _names.get(root)
     if names is None:
-        names = _names[root] = {id(module): name for name, module in root.named_modules()}
+        named = original(root).named_modules()
+        names = _names[root] = {id(module): name for name, module in named}
     return names

@@ -68,7 +68,10 @@ def _pack(x, mask, bits):
 
 @jit
 def unpack_flags(bits, flags):
-    """flags [8 * bytes] int8 <- -1 where a bit is set, 0 elsewhere: a mask of any width after sign extension."""
+    """flags [8 * bytes] int8 <- -1 where a bit is set, 0 elsewhere.
+
+    After sign extension that is a mask of any width.
+    """
     eights = flags.view(np.uint64)
     for o in range(bits.shape[0]):
         eights[o] = _SPREAD[bits[o]]

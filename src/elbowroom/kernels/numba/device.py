@@ -1,4 +1,6 @@
-"""The pieces that the loops are made of. Each works on one short slice, in a loop that LLVM can vectorize.
+"""The pieces that the loops are made of.
+
+Each works on one short slice, in a loop that LLVM can vectorize.
 
 Floats are compared as integers (`order`): an integer minimum is a vector instruction without
 fastmath, and NaN and Inf sort outside all finite numbers, so one comparison at the end tells
@@ -138,13 +140,19 @@ def to_float(source, kind, spare):
 
 @jit
 def target(out, kind, spare):
-    """Where float32 values for `out` are written: out itself if it is float32, else spare, for `from_float`."""
+    """Where float32 values for `out` are written: out itself if it is float32, else spare.
+
+    `from_float` takes them from spare.
+    """
     return out.view(np.float32) if kind == 0 else spare
 
 
 @jit
 def from_float(values, kind, out):
-    """out [n], words of the kind's dtype <- values [n] float32, rounded to nearest even; nothing for kind 0."""
+    """out [n], words of the kind's dtype <- values [n] float32, rounded to nearest even.
+
+    Nothing is done for kind 0.
+    """
     if kind == 1:
         for o in range(out.shape[0]):
             out[o] = bf16_nearest(values[o])
@@ -165,7 +173,10 @@ def from_restored(values, kind, out):
 
 @jit
 def extremes(values, S, least, most):
-    """least, most [groups] <- the smallest and the largest of each group of S values [n], as `order` integers."""
+    """least, most [groups] <- the smallest and the largest of each group of S values [n].
+
+    Both as `order` integers.
+    """
     n = values.shape[0]
     patterns = values.view(np.int32)
     rows = patterns[: n - n % S].reshape(n // S, S)
@@ -248,7 +259,9 @@ def code_bits(levels):
 
 @jit
 def pack(codes, n, levels, spare, out):
-    """out [codes_nbytes] <- codes [n]; codes and spare have SLACK entries more, those of codes 0 beyond n.
+    """out [codes_nbytes] <- codes [n].
+
+    Codes and spare have SLACK entries more; those of codes are 0 beyond n.
 
     The widths are written out: with constant shifts a loop is one vector pass (6x a loop over
     runtime shifts).
@@ -317,7 +330,10 @@ def pack_radix(codes, levels, per, out):
 
 @jit
 def unpack(packed, levels, codes):
-    """codes [n] <- packed [codes_nbytes(levels, n)]; codes has SLACK entries more, left with anything."""
+    """codes [n] <- packed [codes_nbytes(levels, n)].
+
+    Codes has SLACK entries more, which are left with anything.
+    """
     if levels == 3:
         unpack_radix(packed, 3, 5, codes)
         return

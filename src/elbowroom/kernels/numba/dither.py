@@ -88,7 +88,7 @@ def ranges_of(least, most, levels, ranges, bounds, b_low, b_scale):
 
 @jit
 def grid(ranges, bounds, levels, b_low, b_step):
-    """b_low, b_step [groups] <- where code 0 decodes to before the dither is taken off, and the step."""
+    """b_low, b_step [groups] <- what code 0 decodes to before the dither is taken off; the step."""
     lo = bf16_value(bounds[0])
     unit = bf16_value(bounds[1]) * f32(1 / 255) - lo * f32(1 / 255)
     for i_g in range(ranges.shape[0]):

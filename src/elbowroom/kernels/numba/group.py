@@ -54,7 +54,7 @@ def group_dequantize(
 
 @jit
 def ranges_of(least, most, levels, lows, scales, b_low, b_scale):
-    """Per group: what is stored (lows, scales: bf16 bits) and what it stands for (b_low, 1 / scale)."""
+    """Per group: what is stored (lows, scales: bf16 bits) and what it means (b_low, 1 / scale)."""
     for i_g in range(lows.shape[0]):
         lows[i_g], scales[i_g] = 0, 0x7FC0  # NaN
         b_low[i_g], b_scale[i_g] = f32(0), f32(0)

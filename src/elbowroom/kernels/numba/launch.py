@@ -74,7 +74,10 @@ _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def words(x: Tensor) -> tuple[np.ndarray[Any, Any], int]:
-    """A flat contiguous float tensor as integers of its own width (numpy has no bf16), and its kind for `to_float`."""
+    """A flat contiguous float tensor as integers of its own width, and its kind for `to_float`.
+
+    Integers, because numpy has no bf16.
+    """
     kind = _FLOATS[x.dtype]
     return x.view(torch.int32 if kind == 0 else torch.int16).numpy(), kind
 

@@ -80,7 +80,10 @@ def _sizes(counts, levels, S, starts):
 
 @jit
 def compact(values, kept):
-    """kept [n] <- the non-zeros of values in order; returns n. Branchless: zeros are written too, then overwritten."""
+    """kept [n] <- the non-zeros of values in order; returns n.
+
+    Branchless: zeros are written too, then overwritten.
+    """
     n = 0
     for o in range(values.shape[0]):
         kept[n] = values[o]
@@ -90,7 +93,10 @@ def compact(values, kept):
 
 @jit
 def lift(kept, tiniest):
-    """A decoded value that came out as (nearly) 0 becomes the smallest positive number: zeros are the bitmap's."""
+    """A decoded value that came out as (nearly) 0 becomes the smallest positive number.
+
+    Zeros are the bitmap's.
+    """
     for o in range(kept.shape[0]):
         kept[o] = tiniest if abs(kept[o]) < tiniest else kept[o]
 
@@ -104,7 +110,7 @@ _COUNT = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint64)
 
 @jit
 def expand(kept, bits, flags, values):
-    """values [n] <- the next of kept where a bit is set, +0 elsewhere; flags [TILE] int8 is scratch.
+    """values [n] <- the next of kept where a bit is set, else +0; flags [TILE] int8 is scratch.
 
     A table gives the places of eight elements at once, so that they do not wait for each other.
     Zeros are put in by a pass of their own: in one expression LLVM makes a branch of it, which

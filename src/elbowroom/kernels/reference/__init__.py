@@ -1,4 +1,7 @@
-"""The specification: each op in plain torch, short enough to be believed by eye, on any device, never fast."""
+"""The specification: each op in plain torch, on any device, never fast.
+
+Short enough to be believed by eye.
+"""
 
 from elbowroom.kernels.reference.affine import affine as affine
 from elbowroom.kernels.reference.bits import pack_bits as pack_bits

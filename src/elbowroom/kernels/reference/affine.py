@@ -1,4 +1,7 @@
-"""x <- x * scale + shift by channel, and exactly 0 where a bitmap says so: the output of BatchNorm and ReLU, remade."""
+"""x <- x * scale + shift by channel, and exactly 0 where a bitmap says so.
+
+This is the output of BatchNorm and ReLU, remade.
+"""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""One bit an element: bit i % 8 of byte i // 8 tells whether element i is not zero (NaN is not zero)."""
+"""One bit an element: bit i % 8 of byte i // 8 tells whether element i is not zero (NaN is not)."""
 
 import torch
 from torch import Tensor

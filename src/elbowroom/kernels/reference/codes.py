@@ -9,7 +9,7 @@ from elbowroom.kernels.layout import RADIX, TILE, codes_nbytes, segments
 
 def pack_codes(codes: Tensor, levels: int) -> Tensor:
     """codes [N] uint8, each below `levels` -> [packed_nbytes] uint8."""
-    parts = [_pack_tile(tile, levels) for tile in codes.split(TILE)] if codes.numel() else []
+    parts = [_pack_tile(tile, levels) for tile in torch.split(codes, TILE)] if codes.numel() else []
     return torch.cat([codes.new_empty(0), *parts])
 
 
@@ -24,7 +24,7 @@ def unpack_codes(packed: Tensor, numel: int, levels: int) -> Tensor:
 
 
 def _pack_tile(codes: Tensor, levels: int) -> Tensor:
-    """[n] -> [codes_nbytes(levels, n)]"""
+    """[n] -> [codes_nbytes(levels, n)]."""
     if levels in RADIX:
         planes = _planes(codes, RADIX[levels])  # [per, bytes]
         place = levels ** torch.arange(len(planes), device=codes.device)
@@ -44,7 +44,7 @@ def _planes(codes: Tensor, per: int) -> Tensor:
 
 
 def _unpack_tile(packed: Tensor, n: int, levels: int) -> Tensor:
-    """[codes_nbytes(levels, n)] -> [n]"""
+    """[codes_nbytes(levels, n)] -> [n]."""
     if levels in RADIX:
         place = levels ** torch.arange(RADIX[levels], device=packed.device)
         return (packed.long() // place[:, None] % levels).to(torch.uint8).view(-1)[:n]

@@ -1,10 +1,13 @@
-"""Subtractive dither: an error that is uniform, unbiased and independent of the data, at 16 bits of metadata a group.
+"""Subtractive dither: an error that is uniform, unbiased and independent of the data.
 
-    tile     lo, hi   = min rounded down, max rounded up to bf16;        unit = hi / 255 - lo / 255
-    group    a, b     = floor((min - lo) / unit), ceil((max - lo) / unit)      uint8 each
+    tile     lo, hi   = min rounded down, max rounded up to bf16
+             unit     = hi / 255 - lo / 255
+    group    a, b     = floor((min - lo) / unit), ceil((max - lo) / unit)    uint8 each
              low      = lo + a * unit;   step = (b - a) * unit / (levels - 1)
-    encode   code     = clamp(floor((x - low) / step + u), 0, levels - 1)      u uniform in (0, 1)
-    decode   x~       = low + step * (code - u + 1/2)                          the same u, drawn again
+    encode   code     = clamp(floor((x - low) / step + u), 0, levels - 1)    u uniform in (0, 1)
+    decode   x~       = low + step * (code - u + 1/2)                        the same u, drawn again
+
+Metadata: 16 bits a group, 32 a tile.
 
 code - u + 1/2 = v + 1/2 - frac(v + u) with v = (x - low) / step, and frac(v + u) is uniform
 whatever v is: the error is uniform in +-step/2, its variance step^2 / 12 for every x. Metadata are
@@ -32,7 +35,7 @@ from elbowroom.kernels.reference.rounding import (
 def dither_quantize(
     x: Tensor, seed: int, levels: int, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [N] -> codes [packed] uint8, ranges [G, 2] uint8 (a, b), bounds [tiles, 2] bf16 (lo, hi)."""
+    """x [N] -> codes [packed] uint8, ranges [G, 2] uint8: a, b; bounds [tiles, 2] bf16: lo, hi."""
     n, x = x.numel(), x.float()
     bounds = tile_bounds(x)  # [tiles, 2]
     ranges = group_ranges(x, bounds, group_size)  # [G, 2]
@@ -73,6 +76,7 @@ def grid(ranges: Tensor, bounds: Tensor, levels: int, group_size: int) -> tuple[
 
 
 def tile_bounds(x: Tensor) -> Tensor:
+    """x [N] float32 -> lo, hi of each tile [tiles, 2] bf16; NaN where a value is not usable."""
     rows, real = rows_of(x, TILE)
     smallest = rows.masked_fill(~real, float("inf")).amin(dim=1)
     largest = rows.masked_fill(~real, float("-inf")).amax(dim=1)
@@ -82,6 +86,7 @@ def tile_bounds(x: Tensor) -> Tensor:
 
 
 def group_ranges(x: Tensor, bounds: Tensor, group_size: int) -> Tensor:
+    """x [N] float32, bounds [tiles, 2] -> a, b of each group [G, 2] uint8."""
     rows, real = rows_of(x, group_size)
     smallest = rows.masked_fill(~real, float("inf")).amin(dim=1)
     largest = rows.masked_fill(~real, float("-inf")).amax(dim=1)

@@ -1,7 +1,10 @@
-"""Eight-bit floats with a scale a group: e4m3 (3 bits of fraction, up to 448) or e5m2 (2 bits, up to 57344).
+"""Eight-bit floats with a scale a group.
 
-    scale = absmax / largest, rounded up to bf16;   code = x / scale rounded to the nearest, ties to even;   x~ = code * scale
+    scale = absmax / largest    rounded up to bf16
+    code  = x / scale           rounded to the nearest, ties to even
+    x~    = code * scale
 
+e4m3 has 3 bits of fraction and reaches up to 448, e5m2 has 2 bits and reaches up to 57344.
 Relative error at most 2^-4 (e4m3) or 2^-3 (e5m2) for normal codes. A group with a NaN, an Inf, or a
 value beyond 2^125 gets scale = NaN and decodes to NaN throughout.
 """

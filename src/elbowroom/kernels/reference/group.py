@@ -1,12 +1,13 @@
 """Groups with their own range and stochastic rounding: the code of ActNN and GACT, our baseline.
 
-    low  = min rounded down to bf16;  scale = (max - low) / (levels - 1) rounded up to bf16   # as stored, then used
-    code = clamp(floor((x - low) / scale + u), 0, levels - 1)        u uniform in (0, 1)
-    x~   = low + scale * code
+    low   = min                           rounded down to bf16
+    scale = (max - low) / (levels - 1)    rounded up to bf16
+    code  = clamp(floor((x - low) / scale + u), 0, levels - 1)        u uniform in (0, 1)
+    x~    = low + scale * code
 
-Unbiased; variance scale^2 f (1 - f) at remainder f, scale^2 / 6 on average (arXiv 2104.14129, eq.
-3). A group with a NaN, an Inf, or a value beyond 2^125 gets scale = NaN and decodes to NaN
-throughout.
+Low and scale are used as they are stored. Unbiased; variance scale^2 f (1 - f) at remainder f,
+scale^2 / 6 on average (arXiv 2104.14129, eq. 3). A group with a NaN, an Inf, or a value beyond
+2^125 gets scale = NaN and decodes to NaN throughout.
 """
 
 import torch

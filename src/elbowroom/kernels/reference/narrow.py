@@ -5,6 +5,6 @@ from torch import Tensor
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [N] integer -> [N] of the smaller integer `dtype`, and how many values did not survive, [] int64."""
+    """x [N] integer -> [N] of the smaller integer `dtype`; how many did not survive, [] int64."""
     y = x.to(dtype)
     return y, (y.to(x.dtype) != x).sum()

@@ -1,7 +1,9 @@
-"""Dither for tensors with exact zeros: a bitmap says where they are, only the other values are coded.
+"""Dither for tensors with exact zeros: a bitmap says where, only the other values are coded.
 
-    tile      bits [256] bytes: bit i is set where x_i is not zero;   the n values left are a short tile of their own
-    payload   per tile, one after the other: ranges [ceil(n / group_size), 2], then the n packed codes of `dither`
+    tile      bits [256] bytes: bit i is set where x_i is not zero;
+              the n values left are a short tile of their own
+    payload   per tile, one after the other: ranges [ceil(n / group_size), 2],
+              then the n packed codes of `dither`
 
 Zeros decode to exactly 0 and nothing else does (a decoded 0 becomes the smallest positive normal
 number), so the bitmap is also ReLU's mask. The size of the payload depends on the data: reading it
@@ -19,9 +21,8 @@ from elbowroom.kernels.reference.dither import grid, group_ranges, tile_bounds
 from elbowroom.kernels.reference.noise import uniform
 from elbowroom.kernels.reference.rounding import inverse, store
 
-TINIEST = (
-    2.0**-126
-)  # smallest normal float32 and bfloat16; float16's own is 2^-14, used where that is the dtype
+# The smallest normal float32 and bfloat16; float16's own is 2^-14, used where that is the dtype.
+TINIEST = 2.0**-126
 
 
 def nonzero_quantize(
@@ -30,7 +31,7 @@ def nonzero_quantize(
     """x [N] -> bits [ceil(N / 8)] uint8, payload [variable] uint8, bounds [tiles, 2] bf16."""
     bounds = torch.zeros(tiles(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
     payload = [torch.empty(0, dtype=torch.uint8, device=x.device)]
-    for i, tile in enumerate(x.float().split(TILE) if x.numel() else ()):
+    for i, tile in enumerate(torch.split(x.float(), TILE) if x.numel() else ()):
         values = tile[tile != 0]  # [n]
         if values.numel() == 0:
             continue
@@ -57,10 +58,10 @@ def nonzero_dequantize(
     """The inverse: out [N] is written."""
     unpack_bits(bits, 1.0, out)
     tiniest = max(TINIEST, torch.finfo(out.dtype).tiny)
-    counts = [int((tile != 0).sum()) for tile in out.split(TILE)] if out.numel() else []
+    counts = [int((tile != 0).sum()) for tile in torch.split(out, TILE)] if out.numel() else []
     check_payload(payload, sum(2 * groups(n, group_size) + codes_nbytes(levels, n) for n in counts))
     start = 0
-    for i, tile in enumerate(out.split(TILE) if out.numel() else ()):
+    for i, tile in enumerate(torch.split(out, TILE) if out.numel() else ()):
         n = counts[i]
         head = 2 * groups(n, group_size)
         size = head + codes_nbytes(levels, n)

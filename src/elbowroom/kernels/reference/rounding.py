@@ -1,4 +1,4 @@
-"""Directed rounding to bf16, cutting into rows, and an inverse that is 0 where there is nothing to divide by."""
+"""Directed rounding to bf16, cutting into rows, and an inverse that is 0 for what is near 0."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def bf16_up(x: Tensor) -> Tensor:
 
 
 def _next(x: Tensor, *, up: bool) -> Tensor:
-    """The bf16 neighbour of x: its bit pattern plus or minus one, with the step across zero taken by hand."""
+    """The bf16 neighbour of x: its bit pattern plus or minus one; the step across 0 by hand."""
     pattern = x.view(torch.int16)
     away = (x > 0) if up else (x < 0)
     smallest = torch.tensor(1 if up else -32767, dtype=torch.int16, device=x.device)  # +-9e-41
@@ -45,7 +45,7 @@ def store(values: Tensor, out: Tensor) -> None:
 
 
 def rows_of(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """x [N] -> rows [ceil(N / size), size], and a mask of the same shape that is False in the padding."""
+    """x [N] -> rows [ceil(N / size), size], and a mask like it that is False in the padding."""
     missing = -x.numel() % size
     real = pad(torch.ones_like(x, dtype=torch.bool), (0, missing), value=False).view(-1, size)
     return pad(x, (0, missing)).view(-1, size), real
