@@ -63,6 +63,8 @@ def opener_of(model: nn.Module) -> Opener | None:
 
 
 def _enter(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():  # inside somebody's larger compiled region: not covered
+        return
     model = original(module)
     opener = _attached.get(module) or _attached.get(model)
     if opener is None or not torch.is_grad_enabled():
@@ -76,5 +78,7 @@ def _enter(module: nn.Module, args: Any) -> None:
 
 
 def _leave(module: nn.Module, args: Any, out: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     if _thread.open and _thread.open[-1][0] is module:
         _thread.open.pop()[1].__exit__(None, None, None)

@@ -3,7 +3,7 @@
 A compiled region hands what it saves to the hooks all at once, after its forward, without the ops that saved it: nothing
 could be gained there. Worse, Dynamo would try to compile the hooks themselves, and all that they call. So a context sets
 the stance "force_eager" while it is open, and says so once when it sees a compiled module. Dynamo is asked only if
-somebody has imported it: the import takes seconds.
+somebody has imported it: the import takes seconds. A fitted model that is a part of a larger compiled region is not covered.
 """
 
 import sys

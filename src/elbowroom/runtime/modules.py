@@ -9,6 +9,7 @@ import threading
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -60,11 +61,15 @@ def current() -> str:
 
 
 def _enter(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     say_eager(module)
     _thread.running.append(module)
 
 
 def _leave(module: nn.Module, args: Any, out: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     running = _thread.running
     # A module that raised may still lie above its caller: cut down to the one that ends.
     if any(other is module for other in running):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from elbowroom.codecs import BitMask, Facts
+from elbowroom.errors import PlanError
 from elbowroom.plan import Action, Encode, Keep, Need, Rebuild
 from elbowroom.runtime.consumers import MASKED_OUTPUT
 from elbowroom.runtime.handles import EncodeHandle, Handle, KeepHandle, RebuildHandle
@@ -30,6 +31,11 @@ def perform(
             if need is Need.EXACT or not ready.works_lossy:
                 ready.pin()
             return RebuildHandle(ready, base)
+        case _:
+            raise PlanError(
+                f"a policy returns Keep, Encode or Rebuild; got {action!r}. "
+                "Import them from elbowroom.plan, and return one for every site."
+            )
 
 
 def mask_bits(base: Tensor, consumer: str) -> Tensor:

@@ -35,8 +35,12 @@ class RebuildHandle:
             x = self._ready.make()
         if x.dtype is not self._dtype:
             raise RestoreError(
-                f"rebuilding gave {x.dtype} where {self._dtype} was saved. "
+                f"rebuilding gave {_name(x.dtype)} where {_name(self._dtype)} was saved. "
                 "Please report it; er.saving(..., rebuild=False) avoids it."
             )
         base = self._base
         return x.as_strided(base.shape, base.stride, base.offset + x.storage_offset())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
