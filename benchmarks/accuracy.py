@@ -22,7 +22,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from _common import arguments, facts, finish, out_path, target, tell, write_json
+from _common import arguments, facts, out_path, show, target, tell, write_json
 from _ways import PLAIN, Way, saving
 from scipy.stats import t as student
 
@@ -44,13 +44,13 @@ def main() -> None:
     task = Clothing(load_images(options.data), options.width, options.batch)
     settings = _settings(options, task, ways)
     scores = {} if options.fresh else _done(path, settings, known["versions"])
-    for seed in range(options.seeds):
-        for arm, way in ways.items():
-            if f"{arm} {seed}" not in scores:
-                scores[f"{arm} {seed}"] = _trained(task, way, options.steps, seed)
-                tell(f"seed {seed}, {arm}: {scores[f'{arm} {seed}']:.2%}")
-                write_json(path, _result(scores, ways, settings, known))
-    finish(_result(scores, ways, settings, known), path)
+    wanted = [(seed, arm) for seed in range(options.seeds) for arm in ways]
+    missing = [(seed, arm) for seed, arm in wanted if f"{arm} {seed}" not in scores]
+    for seed, arm in missing:
+        scores[f"{arm} {seed}"] = _trained(task, ways[arm], options.steps, seed)
+        tell(f"seed {seed}, {arm}: {scores[f'{arm} {seed}']:.2%}")
+        write_json(path, _result(scores, ways, settings, known))
+    show(json.loads(path.read_text()))  # if nothing was missing, the file and its date stay
 
 
 def _options() -> argparse.Namespace:

@@ -4,9 +4,9 @@
 
 x is 128 MiB: normal float32 (half of it zero for nonzero), int64 below 100 for narrow. Speed is
 GB/s of x, in 1e9 bytes; "of a copy" is the time of `torch.Tensor.copy_` of x into a warm buffer
-over that of the op, run in turn: 1 means as fast as a copy. Quantizers allocate what they return, as
-in use. Dequantizers write into a warm buffer; "fresh" ones allocate `out` each time. On CUDA, events
-take the times. Nothing is timed unless every op equals the reference on this device.
+over that of the op, run in turn: 1 means as fast as a copy. Quantizers allocate what they return,
+as in use. Dequantizers write into a warm buffer; "fresh" ones allocate `out` each time. On CUDA,
+events take the times. Nothing is timed unless every op equals the reference on this device.
 
 The last rows are the price of a call: what an op costs beyond calling its function, made by
 `Library.define` + `impl` as ours are, and by `torch.library.custom_op`.

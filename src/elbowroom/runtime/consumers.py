@@ -68,6 +68,8 @@ _RESHAPES = (
 )
 _MOST_RESHAPES = 8
 
+is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # inside vmap: no memory
+
 
 class Call:
     """One call from Python to a torch function, while it runs."""
@@ -82,7 +84,8 @@ class Call:
         self.saved: list[Slot] = []  # what it has saved so far
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
         first = args[0] if args else kwargs.get("input")
-        self.version = version_of(first) if isinstance(first, Tensor) else 0
+        # A subclass may answer any question with an error (an uninitialized parameter does).
+        self.version = version_of(first) if type(first) is Tensor else 0
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument, however it was passed."""
@@ -146,7 +149,7 @@ def need_of(x: Tensor, call: Call | None) -> tuple[Need, str]:
 
 def _is(x: Tensor, argument: Any) -> bool:
     """Whether x is this argument: the same memory, or what the op made of it before its own work (a cast, a reshape)."""
-    if not isinstance(argument, Tensor):
+    if not isinstance(argument, Tensor) or is_functorch_wrapped(argument):
         return False
     if (
         type(argument) is Tensor
