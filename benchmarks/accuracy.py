@@ -118,7 +118,7 @@ def _done(path: Path, settings: dict[str, Any], versions: dict[str, Any]) -> dic
         raise SystemExit(f"cannot read {path}: {error!r}; remove it, or use --fresh") from error
     if differing:
         raise SystemExit(
-            f"{path} was made with other {', '.join(differing)}; --fresh begins anew, "
+            f"{path} was made otherwise ({'; '.join(differing)}): --fresh begins anew, "
             "--out FILE writes elsewhere"
         )
     if scores:
@@ -127,9 +127,9 @@ def _done(path: Path, settings: dict[str, Any], versions: dict[str, Any]) -> dic
 
 
 def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Names with other values; the commit may differ, and is the last one's."""
-    names = {**a, **b}.keys() - {"commit"}
-    return sorted(name for name in names if a.get(name) != b.get(name))
+    """Where b, of now, is not a; the commit may differ, and is the last one's."""
+    names = sorted({**a, **b}.keys() - {"commit"})
+    return [f"{n}: {a.get(n)}, now {b.get(n)}" for n in names if a.get(n) != b.get(n)]
 
 
 def _result(

@@ -22,7 +22,8 @@ def main() -> None:
     again = aware.decode()
     print(
         f"zero-aware: {8 * aware.nbytes / x.numel():.2f} bits a value, "
-        f"rms error {(again - x).square().mean().sqrt():.4f}, zeros exact: {torch.equal(again == 0, x == 0)}"
+        f"rms error {(again - x).square().mean().sqrt():.4f}, "
+        f"zeros exact: {torch.equal(again == 0, x == 0)}"
     )
 
 

@@ -1,4 +1,7 @@
-"""Hold what autograd saves in a tenth of the bytes, and read the ledger. Ends in a few seconds on a CPU."""
+"""Hold what autograd saves in a tenth of the bytes, and read the ledger.
+
+Ends in a few seconds on a CPU.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,7 @@
-"""PyTorch's behaviour that the runtime stands on. A failure here after an upgrade says which rule to think over again.
+"""PyTorch's behaviour that the runtime stands on.
 
-Rules: DESIGN.md, section 4. Each test names, in its last line or so, what would break.
+A failure here after an upgrade says which rule to think over again. Rules: DESIGN.md, section 4.
+Each test names, in its last line or so, what would break.
 """
 
 import gc

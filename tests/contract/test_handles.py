@@ -1,4 +1,7 @@
-"""What every handle promises: see `runtime/handles/base.py`, and rules 1, 2, 4 and 9 of DESIGN, section 4."""
+"""What every handle promises.
+
+See `runtime/handles/base.py`, and rules 1, 2, 4 and 9 of DESIGN, section 4.
+"""
 
 import gc
 from collections.abc import Callable
@@ -32,7 +35,7 @@ def encoded(codec: Codec) -> Callable[[Tensor], Handle]:
 
 
 def rebuilt(source: Callable[[Tensor], Handle]) -> Callable[[Tensor], Handle]:
-    """A handle that makes x again as relu(x + 1) - 1 for x > -1, so that source and result differ."""
+    """A handle that makes x again as relu(x + 1) - 1 for x > -1: source and result differ."""
 
     def make(x: Tensor) -> Handle:
         below = x - 1
@@ -62,7 +65,9 @@ GEOMETRIES: dict[str, Callable[[], Tensor]] = {
     "0-d": lambda: torch.tensor(3.0),
     "odd": lambda: torch.arange(77.0).view(7, 11),
     "transposed": lambda: torch.arange(77.0).view(7, 11).t(),
-    "channels_last": lambda: torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "channels_last": lambda: (
+        torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    ),
 }
 
 
@@ -121,7 +126,9 @@ def test_a_change_in_place_is_refused_or_harmless(make):
     before = handle.restore().clone()
     x[3:].zero_()
     if isinstance(handle, KeepHandle):
-        with pytest.raises(RestoreError, match=r"modified by an inplace operation.*saved at version 0 .* 1"):
+        with pytest.raises(
+            RestoreError, match=r"modified by an inplace operation.*saved at version 0 .* 1"
+        ):
             handle.restore()
     elif handle.exact:
         assert torch.equal(handle.restore(), before)
@@ -131,7 +138,7 @@ def test_a_change_in_place_is_refused_or_harmless(make):
 
 @EVERY_HANDLE
 def test_what_was_restored_may_be_changed_and_that_is_noticed(make):
-    """A custom Function's backward may write into what it gets; the next reader must not see that."""
+    """A custom Function's backward may write into what it gets; the next reader must not see it."""
     for alive in (False, True):
         x = torch.arange(77.0).view(7, 11)
         handle = make(x)

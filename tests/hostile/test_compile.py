@@ -1,4 +1,7 @@
-"""torch.compile beside us: compiled code runs eagerly inside a context, says so, and gets the same gradients."""
+"""torch.compile beside us.
+
+Compiled code runs eagerly inside a context, says so, and gets the same gradients.
+"""
 
 import pytest
 import torch

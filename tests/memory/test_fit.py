@@ -1,4 +1,7 @@
-"""fit: the budget holds on the way and at the end, exact settings come first, and impossible budgets are named."""
+"""fit: the budget holds on the way and at the end, exact settings come first.
+
+And impossible budgets are named.
+"""
 
 import copy
 import io
@@ -107,7 +110,8 @@ def test_a_tight_budget_is_met_at_every_step_and_said_in_one_line(caplog):
     er.fit(model, budget=budget, optimizer=optimizer, min_nbytes=4096)
     with caplog.at_level(logging.WARNING, logger="elbowroom"):
         step(model, optimizer)
-        # From the second step on the optimizer's states are static; fit's own profiler measures steps 2 and 3.
+        # From the second step on the optimizer's states are static; fit's own profiler measures
+        # steps 2 and 3.
         for _ in range(3):
             step(model, optimizer)
         optimizer.zero_grad(set_to_none=True)

@@ -1,4 +1,7 @@
-"""Gradients through `er.saving`: bit-equal in exact mode, unbiased and near in lossy mode, masks always exact."""
+"""Gradients through `er.saving`.
+
+Bit-equal in exact mode, unbiased and near in lossy mode, masks always exact.
+"""
 
 import contextlib
 import itertools
@@ -563,7 +566,8 @@ def test_the_mean_over_seeds_converges_to_the_exact_gradient(codec):
     exact, lossy = gradients({"policy": codec, "bits": 4}, n)
     one = (lossy - exact).square().sum(dim=1).mean()
     mean = (lossy.mean(dim=0) - exact).square().sum()
-    # E[n * mean / one] = 1 without bias. The norms' backward is quadratic in x~, so a little bias is allowed.
+    # E[n * mean / one] = 1 without bias. The norms' backward is quadratic in x~, so a little bias
+    # is allowed.
     assert n * mean / one < 2
     assert one < 0.05 * exact.square().sum()
 
@@ -589,7 +593,7 @@ def test_the_mean_over_seeds_converges_for_other_networks(name):
 
 
 def test_rounding_to_nearest_is_the_biased_control():
-    """The same measure must see a biased codec: a deterministic one has no noise to average away."""
+    """The same measure must see a biased codec: a deterministic one has no noise to average out."""
     exact, lossy = gradients({"policy": "cast", "to": "fp8_e5m2"}, 4)
     one = (lossy - exact).square().sum(dim=1).mean()
     mean = (lossy.mean(dim=0) - exact).square().sum()
@@ -601,8 +605,6 @@ def test_more_levels_mean_less_error():
     for bits in (2, 4, 6, 8):
         exact, lossy = gradients({"policy": "dither", "bits": bits}, 3)
         errors.append(float((lossy - exact).square().sum() / 3 / exact.square().sum()))
-    # 4 times the levels: a sixteenth of the variance, were it not for the ReLU masks, which are exact.
-    assert all(
-        math.log2(a / b) == pytest.approx(4, abs=1.2)
-        for a, b in itertools.pairwise(errors)
-    )
+    # 4 times the levels: a sixteenth of the variance, were it not for the ReLU masks, which are
+    # exact.
+    assert all(math.log2(a / b) == pytest.approx(4, abs=1.2) for a, b in itertools.pairwise(errors))

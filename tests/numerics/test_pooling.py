@@ -1,4 +1,4 @@
-"""Pooling asks its input for a shape only: nothing is held for it, and no bit of a gradient changes."""
+"""Pooling asks its input for a shape only: nothing is held, and no bit of a gradient changes."""
 
 import pytest
 import torch

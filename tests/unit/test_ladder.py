@@ -27,7 +27,8 @@ def test_bytes_of_each_rung() -> None:
     keep, exact = EXACT_RUNGS
     step = [DENSE, MASK, MADE_AGAIN, FIXED]
     assert held_nbytes(keep, step) == 4 * NBYTES
-    # Exact: the mask in bits, the output rebuilt (its source would be kept at this rung), the rest whole.
+    # Exact: the mask in bits, the output rebuilt (its source would be kept at this rung), the rest
+    # whole.
     assert held_nbytes(exact, step) == 2 * NBYTES + NBYTES // 32
     codes = 64 * 2048 // 4 + 2 * (64 * 2048 // 64) + 4 * 64  # 2 bits, 2 bytes a group, 4 a tile
     assert held_nbytes(RUNGS[-1], step) == codes + NBYTES // 32 + NBYTES

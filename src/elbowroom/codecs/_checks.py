@@ -25,7 +25,7 @@ def within(codec_id: str, name: str, value: Any, least: int, most: int) -> None:
 
 
 def finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether all values [n], n > 0, are finite, and stay so as `dtype`. Reads them: a GPU syncs."""
+    """Whether all values [n], n > 0, are finite, and stay so as `dtype`. Reads them: a GPU sync."""
     # aminmax keeps NaN, and is 35x faster than isfinite on bf16 (16 M elements, 2 CPU threads,
     # torch 2.13)
     return bool(torch.stack(torch.aminmax(values)).to(dtype or values.dtype).isfinite().all())

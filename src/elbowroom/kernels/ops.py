@@ -33,7 +33,8 @@ from elbowroom.kernels import reference
 from elbowroom.kernels.layout import groups, packed_nbytes, tiles
 
 _log = logging.getLogger("elbowroom.kernels")
-_library = torch.library.Library("elbowroom", "DEF")
+# Any: neither `Library` nor its methods have types.
+_library: Any = torch.library.Library("elbowroom", "DEF")  # type: ignore[no-untyped-call]
 
 _QUANTIZE = "(Tensor x, int seed, int levels, int group_size) -> (Tensor, Tensor, Tensor)"
 _SCHEMAS = {
@@ -42,8 +43,7 @@ _SCHEMAS = {
     "narrow": "(Tensor x, ScalarType dtype) -> (Tensor, Tensor)",
     "group_quantize": _QUANTIZE,
     "group_dequantize": (
-        "(Tensor codes, Tensor scale, Tensor low, int levels, int group_size, "
-        "Tensor(a!) out) -> ()"
+        "(Tensor codes, Tensor scale, Tensor low, int levels, int group_size, Tensor(a!) out) -> ()"
     ),
     "dither_quantize": _QUANTIZE,
     "dither_dequantize": (

@@ -57,7 +57,10 @@ class Arena:
             self._task = -1
 
     def _block(self, nbytes: int) -> "_Block":
-        """The smallest free block that is large enough; else a new one, in place of free ones that are too small."""
+        """The smallest free block that is large enough.
+
+        Else a new one, in place of free ones that are too small.
+        """
         free = [block for block in self._blocks if block.is_free()]
         fitting = [block for block in free if block.memory.numel() >= nbytes]
         if fitting:
@@ -68,12 +71,15 @@ class Arena:
         return self._blocks[-1]
 
     def _backward_runs(self) -> bool:
-        """Whether a backward runs; if so, the engine is asked, once for each, to call `clear` when it ends."""
+        """Whether a backward runs.
+
+        If so, the engine is asked, once for each, to call `clear` when it ends.
+        """
         task = torch._C._current_graph_task_id()
         if task == -1:
             return False
         if task != self._task:
-            torch.autograd.Variable._execution_engine.queue_callback(self.clear)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.clear)
             self._task = task
         return True
 

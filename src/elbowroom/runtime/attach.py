@@ -69,7 +69,8 @@ def _enter(module: nn.Module, args: Any) -> None:
     opener = _attached.get(module) or _attached.get(model)
     if opener is None or not torch.is_grad_enabled():
         return
-    if _thread.open and original(_thread.open[-1][0]) is model and _thread.open[-1][0] is not module:
+    outer = _thread.open[-1][0] if _thread.open else None
+    if outer is not None and outer is not module and original(outer) is model:
         return  # the compiled wrapper of this model has opened it already
     context = opener()
     context.__enter__()

@@ -1,9 +1,10 @@
 """Beside torch.compile: inside a context, compiled code runs eagerly.
 
-A compiled region hands what it saves to the hooks all at once, after its forward, without the ops that saved it: nothing
-could be gained there. Worse, Dynamo would try to compile the hooks themselves, and all that they call. So a context sets
-the stance "force_eager" while it is open, and says so once when it sees a compiled module. Dynamo is asked only if
-somebody has imported it: the import takes seconds. A fitted model that is a part of a larger compiled region is not covered.
+A compiled region hands what it saves to the hooks all at once, after its forward, without the ops
+that saved it: nothing could be gained there. Worse, Dynamo would try to compile the hooks
+themselves, and all that they call. So a context sets the stance "force_eager" while it is open, and
+says so once when it sees a compiled module. Dynamo is asked only if somebody has imported it: the
+import takes seconds. A fitted model that is a part of a larger compiled region is not covered.
 """
 
 import sys
@@ -49,7 +50,7 @@ def original(module: nn.Module) -> nn.Module:
 
 def say_eager(module: nn.Module) -> None:
     """Warn, once, if a compiled module is called while a context is open."""
-    global _said  # noqa: PLW0603
+    global _said
     if _said or not _thread.depth or original(module) is module:
         return
     _said = True

@@ -104,7 +104,7 @@ class Call:
 
 
 class Consumers(TorchFunctionMode):
-    """Keeps `call` at the torch function that runs now, and reports each that has ended to `finished`."""
+    """Keeps `call` at the torch function that runs now, and reports to `finished` what ended."""
 
     def __init__(self, finished: Callable[[Call, Any], None]) -> None:
         super().__init__()
@@ -148,7 +148,10 @@ def need_of(x: Tensor, call: Call | None) -> tuple[Need, str]:
 
 
 def _is(x: Tensor, argument: Any) -> bool:
-    """Whether x is this argument: the same memory, or what the op made of it before its own work (a cast, a reshape)."""
+    """Whether x is this argument.
+
+    Either the same memory, or what the op made of it before its own work (a cast, a reshape).
+    """
     if not isinstance(argument, Tensor) or is_functorch_wrapped(argument):
         return False
     if (
@@ -199,13 +202,13 @@ def _is_attention_output(x: Tensor, call: Call) -> bool:
 
 
 def facts_of(x: Tensor, call: Call | None) -> Facts:
-    """What the saving op tells of x: the range of its indices, or the one value that its mask takes."""
+    """What the saving op tells of x: the range of its indices, or the one value of its mask."""
     if call is None:
         return Facts()
     if call.name == "dropout" and x.grad_fn is None and x.is_floating_point():
         return Facts(value=_dropout_scale(call, x.dtype))
-    if x.dtype is torch.int64:
-        return _INDEX_FACTS.get(call.name, lambda call: Facts())(call)
+    if x.dtype is torch.int64 and call.name in _INDEX_FACTS:
+        return _INDEX_FACTS[call.name](call)
     return Facts()
 
 

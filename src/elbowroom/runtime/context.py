@@ -1,8 +1,8 @@
-"""What outlives one forward: the seed, the count of steps, and what was learned about sites. Nothing else keeps these.
+"""What outlives one forward: the seed, the count of steps, and what was learned about sites.
 
-Every encoded tensor gets a seed of its own, a hash of (base seed, rank, count): noise never repeats
-between tensors, steps or micro-batches, the user's RNG is untouched, and a run with the same base
-seed draws the same noise.
+Nothing else keeps these. Every encoded tensor gets a seed of its own, a hash of (base seed, rank,
+count): noise never repeats between tensors, steps or micro-batches, the user's RNG is untouched,
+and a run with the same base seed draws the same noise.
 """
 
 import threading
@@ -15,7 +15,10 @@ SiteKey = tuple[str, str, tuple[int, ...], torch.dtype]
 
 
 class Context:
-    """Seed, steps and the plan cache of one model's training (or of the process, for plain `er.saving`)."""
+    """Seed, steps and the plan cache of one model's training.
+
+    Or those of the process, for plain `er.saving`.
+    """
 
     def __init__(self, seed: int = 0, *, learns: bool = True) -> None:
         self.seed = seed

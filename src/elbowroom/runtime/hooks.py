@@ -1,8 +1,10 @@
 """The main path: autograd saves x -> `_pack` -> a `View`; backward asks -> `_unpack` -> x again.
 
-    x -> ours to touch? -> seen before? -> what does the saving op need? -> policy -> perform ->
-    slot -> View
-                  identity.py                consumers.py               plan/     perform.py   slot.py
+    x -> ours to touch? -> seen before?       identity.py
+      -> what does the saving op need?        consumers.py
+      -> policy                               plan/
+      -> perform                              perform.py
+      -> slot -> View                         slot.py
 
 Everything is decided from metadata; no value is read. What cannot be touched is kept, with the
 version check that hooks switch off, and the ledger says why. State belongs to the views that
@@ -43,7 +45,9 @@ _HARD_MIN_NBYTES = 16  # scalars gain nothing
 
 
 class Saving:
-    """Context manager: what autograd saves inside goes through `policy`. Backward may run inside or after it.
+    """Context manager: what autograd saves inside goes through `policy`.
+
+    Backward may run inside or after it.
 
     policy      site facts -> action
     min_nbytes  storages smaller than this stay as they are
@@ -63,6 +67,8 @@ class Saving:
         self._open: ExitStack | None = None
 
     def __enter__(self) -> Self:
+        if torch.compiler.is_compiling():
+            return self  # part of somebody's compiled region: not covered
         if self._open is not None:
             raise RuntimeError(
                 "this saving context is open already; make another one for a nested or second use"
@@ -83,13 +89,17 @@ class Saving:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._open is not None
+        if self._open is None:
+            return
         self._open.close()
         self._open = self._consumers = None
         self._identity.clear()
 
     def tighten(self, policy: Policy) -> None:
-        """From now on use `policy`; encode what was kept so far and may carry an error, where the policy says so."""
+        """From now on use `policy`.
+
+        What was kept so far and may carry an error is encoded, where the policy says so.
+        """
         for slot in self._identity.slots():
             kept = slot.value
             if (
@@ -109,7 +119,7 @@ class Saving:
                 slot.hold(perform(action, base, Need.LOSSY, None, self.context.next_seed()))
 
     def drop_everything(self) -> None:
-        """Let go of all that was decided on. The graph is useless after it; only the count goes on."""
+        """Let go of all that was decided on. The graph is useless then; only the count goes on."""
         for slot in self._identity.slots():
             if slot.sites:
                 slot.hold(DropHandle())
@@ -176,7 +186,8 @@ class Saving:
                 return
             handle = perform(action, whole, need, ready, seed, lambda: self.context.learn_keep(key))
         except CodecError as error:
-            where = f"saving {site.dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
+            dtype = str(site.dtype).removeprefix("torch.")
+            where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
             raise CodecError(f"{error} ({where})") from error
         slot.hold(handle)
 

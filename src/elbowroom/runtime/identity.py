@@ -39,7 +39,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 @dataclass(frozen=True)
 class Origin:
-    """The op that made a tensor, whether exact zeros matter in it, and how it could be made again."""
+    """The op that made a tensor, whether exact zeros matter in it, how it could be made again."""
 
     op: str
     has_zeros: bool = False
@@ -112,7 +112,7 @@ class Identity:
         return known
 
     def _purge(self) -> None:
-        """Forget dead storages now and then, so that a context around a whole training does not grow."""
+        """Forget dead storages now and then: a context around a whole training must not grow."""
         if len(self._storages) >= self._purge_at:
             self._storages = {
                 at: known for at, known in self._storages.items() if not known.weak.expired()
@@ -171,7 +171,7 @@ def is_made_of_parameters(x: Tensor) -> bool:
 
 
 def dense_base(x: Tensor) -> Tensor | None:
-    """A dense tensor that covers x's storage, or None if x is a window onto a much larger storage."""
+    """A dense tensor that covers x's storage; None if x is a window onto a much larger storage."""
     nbytes = storage_nbytes(x)
     for candidate in (x, x._base):
         if (

@@ -6,6 +6,7 @@ most bytes in plain autograd, which is just before backward. Parameters are not 
 small tensors are.
 """
 
+import io
 import threading
 from collections import defaultdict
 from dataclasses import dataclass
@@ -67,9 +68,8 @@ class Ledger:
     """Counts of one `saving` context. `before_nbytes` and `after_nbytes` are the two to compare."""
 
     def __init__(self) -> None:
-        self._lock = (
-            threading.RLock()
-        )  # an entry may be closed by the garbage collector inside any of our own lines
+        # Reentrant: the garbage collector may close an entry inside any of our own lines.
+        self._lock = threading.RLock()
         self._entries: dict[int, Entry] = {}
         self._clock = 0
         self._plain_nbytes = 0
@@ -93,8 +93,11 @@ class Ledger:
 
     @property
     def rows(self) -> list[Row]:
-        """The saved tensors of the fullest moment, summed by module, consumer, dtype and fate, in order of saving."""
-        groups: dict[tuple[str, ...], list[Entry]] = defaultdict(list)
+        """The saved tensors of the fullest moment, in order of saving.
+
+        They are summed by module, consumer, dtype and fate.
+        """
+        groups: dict[tuple[str, str, str, str, str], list[Entry]] = defaultdict(list)
         with self._lock:
             for entry in self._entries.values():
                 if entry.born <= self._fullest and not 0 < entry.died <= self._fullest:
@@ -107,12 +110,15 @@ class Ledger:
                 len(part),
                 sum(e.before_nbytes for e in part),
                 sum(e.after_nbytes for e in part),
-            )  # type: ignore[arg-type]
+            )
             for key, part in groups.items()
         ]
 
     def totals(self, by: str) -> dict[str, tuple[int, int]]:
-        """(before, after) bytes by one of the fields of a row: "action", "module", "dtype", "consumer" or "why"."""
+        """(before, after) bytes by one of the fields of a row.
+
+        That is "action", "module", "dtype", "consumer" or "why".
+        """
         sums: dict[str, tuple[int, int]] = {}
         for row in self.rows:
             before, after = sums.get(getattr(row, by), (0, 0))
@@ -160,9 +166,8 @@ class Ledger:
 
 
 def _render(ledger: Ledger) -> str:
-    table = Table(
-        title=f"saved tensors: {show_nbytes(ledger.before_nbytes)} -> {show_nbytes(ledger.after_nbytes)}"
-    )
+    before, after = show_nbytes(ledger.before_nbytes), show_nbytes(ledger.after_nbytes)
+    table = Table(title=f"saved tensors: {before} -> {after}")
     for name in ("module", "saved by", "dtype", "action", "n"):
         table.add_column(name, justify="right" if name == "n" else "left")
     table.add_column("before", justify="right")
@@ -173,16 +178,6 @@ def _render(ledger: Ledger) -> str:
         table.add_row(
             row.module, row.consumer, row.dtype, row.action, str(row.count), *sizes, row.why
         )
-    console = Console(width=140, record=True, file=_Nowhere())
+    console = Console(width=140, record=True, file=io.StringIO())
     console.print(table)
     return console.export_text()
-
-
-class _Nowhere:
-    """A file that forgets."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        pass

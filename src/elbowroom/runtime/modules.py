@@ -1,4 +1,4 @@
-"""Which module runs now, by its name in the outermost module that was called. For the ledger's table.
+"""Which module runs now, by its name in the outermost one that was called: for the ledger's table.
 
 Global module hooks, so that no module is changed. They are installed while some context is open or
 some model is fitted, and counted: a context that closes inside a hook must not change the table
@@ -53,7 +53,10 @@ def unwatch() -> None:
 
 
 def current() -> str:
-    """The innermost module, "layer1.0.conv2"; the class of one that the outermost does not contain; "" outside."""
+    """The innermost module, "layer1.0.conv2"; "" outside.
+
+    The class of one that the outermost does not contain.
+    """
     if not _thread.running:
         return ""
     root, module = _thread.running[0], _thread.running[-1]

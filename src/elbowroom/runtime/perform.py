@@ -20,7 +20,10 @@ def perform(
     seed: int,
     on_outlived: Callable[[], None] | None = None,
 ) -> Handle:
-    """Do to `base`, a tensor that covers its storage, what was decided. `ready` is its recipe, if it has one."""
+    """Do to `base`, a tensor that covers its storage, what was decided.
+
+    ready  its recipe, if it has one
+    """
     match action:
         case Keep(why):
             return KeepHandle(base, why)
@@ -39,11 +42,10 @@ def perform(
 
 
 def mask_bits(base: Tensor, consumer: str) -> Tensor:
-    """Where `base` is positive, one bit an element, whatever the codec: only a bit is needed, and it is exact.
+    """Where `base` is positive, one bit an element, whatever the codec.
 
-    ReLU's output is never negative, so there != 0 says it too.
-
-    (A NaN counts as positive for ReLU, whose backward lets its gradient pass, and not for
+    Only a bit is needed, and it is exact. ReLU's output is never negative, so there != 0 says it
+    too. (A NaN counts as positive for ReLU, whose backward lets its gradient pass, and not for
     leaky_relu, which scales it.)
     """
     x = base if consumer in MASKED_OUTPUT else base > 0

@@ -87,11 +87,11 @@ def _relu(call: Call, out: Tensor, identity: Identity) -> Origin:
     source, seen = _source(call, identity)
     if isinstance(source, Recipe) and source.op.affine is not None and seen == source.made:
         op = _relu_of_affine(source.op, source.op.affine)
-        norm, source = source, source.source
-        if isinstance(source, weakref.ref):
-            source = source()
-        recipe = source and Recipe.of(
-            _in_order(op, norm.seen, out), source, norm.seen, out, identity.slot(out), norm.versions
+        norm = source
+        below = norm.source() if isinstance(norm.source, weakref.ref) else norm.source
+        op, slot = _in_order(op, norm.seen, out), identity.slot(out)
+        recipe = (
+            None if below is None else Recipe.of(op, below, norm.seen, out, slot, norm.versions)
         )
         return Origin(call.name, has_zeros=True, recipe=recipe)
     op = Op(lambda x, private: x.relu_() if private else x.relu(), _masked, needs_bits=True)
@@ -211,15 +211,12 @@ def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         _as_now(call.arg(4, "bias")),
     )
     training, eps = call.arg(5, "training", False), call.arg(7, "eps", 1e-5)
-    if training:
+    used: tuple[Tensor | None, Tensor | None] = (None, None)
+    if training:  # its own statistics; the running ones are not updated
         statistics = _statistics(call, 2)
-        used: tuple[Tensor | None, Tensor | None] = (
-            None,
-            None,
-        )  # its own statistics; the running ones are not updated
     else:
-        used = call.arg(1, "running_mean").clone(), call.arg(2, "running_var").clone()
-        statistics = used[0], (used[1] + eps).rsqrt()  # type: ignore[operator, assignment]
+        now = call.arg(1, "running_mean").clone(), call.arg(2, "running_var").clone()
+        used, statistics = now, (now[0], (now[1] + eps).rsqrt())
     inner = _channel_run(x)
     affine: Callable[[], Affine] | None = None
     if statistics is not None and inner is not None:
@@ -241,12 +238,12 @@ def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 
 def _statistics(call: Call, count: int) -> tuple[Tensor, ...] | None:
-    """The last `count` float tensors that the op saved and that carry no gradient: mean and rstd."""
+    """The last `count` float tensors without a gradient that the op saved: mean and rstd."""
     return tuple(call.small[-count:]) if len(call.small) >= count else None
 
 
 def _channel_run(x: Tensor) -> int | None:
-    """How many elements of one channel lie next to each other in memory order; None for other layouts."""
+    """How many elements of one channel are neighbours in memory order; None for other layouts."""
     if x.is_contiguous():
         return x[0, 0].numel() if x.dim() > 2 else 1
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -1,12 +1,13 @@
 """How the output of an op can be made again from what the op saves anyway.
 
-    op                  saved anyway                 exact source x            encoded source x~
-    ReLU                bits of its output           relu(x)                   x~ where the bit is set, else 0
-    GELU, SiLU          x                            the same op               the same op
-    LayerNorm           x, mean, rstd                the same op               (x~ - mean) * rstd * weight + bias
-    GroupNorm           x, mean, rstd                the same op               x~ * scale + shift by (sample, channel)
-    BatchNorm           x, mean, rstd                the same op, own stats    x~ * scale + shift by channel
-    dropout             noise {0, 1 / (1 - p)}       x * noise                 x~ * noise
+    op          saved anyway             exact source x           encoded source x~
+    ReLU        bits of its output       relu(x)                  x~ where the bit is set, else 0
+    GELU, SiLU  x                        the same op              the same op
+    LayerNorm   x, mean, rstd            the same op              (x~ - mean) * rstd * weight + bias
+    GroupNorm   x, mean, rstd            the same op              x~ * scale + shift
+                                                                  by (sample, channel)
+    BatchNorm   x, mean, rstd            the same op, own stats   x~ * scale + shift by channel
+    dropout     noise {0, 1 / (1 - p)}   x * noise                x~ * noise
 
 With an exact source the op itself runs again: same kernel, same bits. With an encoded source the
 *saved* mean and rstd are used, never statistics of x~, and masks come from their own bitmap, never
@@ -39,11 +40,13 @@ class Op:
     """One op that can run again.
 
     exact(x, private)   the op on an exact x; may overwrite x only if it is private
-    lossy(x, bits)      on a decoded x, which it may overwrite; bits [ceil(N / 8)] are those of the output's non-zeros
+    lossy(x, bits)      on a decoded x, which it may overwrite; bits [ceil(N / 8)] are those of the
+                        output's non-zeros
     needs_bits          whether `lossy` needs them
     fixed               parameters that both read: unchanged until backward, or RestoreError
     noise               dropout's factor, a saved tensor of its own
-    affine()            scale, shift and run of a norm, so that an op above it can be done in the same pass
+    affine()            scale, shift and run of a norm, so that an op above it can be done in the
+                        same pass
     """
 
     exact: Callable[[Tensor, bool], Tensor]
@@ -153,8 +156,8 @@ class Ready:
             check_version(tensor, version)
             if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
                 raise RestoreError(
-                    f"rebuilding needs a parameter of shape {tuple(tensor.shape)} whose memory was freed after forward "
-                    "(FSDP does so); use er.saving(..., rebuild=False)."
+                    f"rebuilding needs a parameter of shape {tuple(tensor.shape)} whose memory was "
+                    "freed after forward (FSDP does so); use er.saving(..., rebuild=False)."
                 )
         out = self._run()
         if out.shape != self.made.shape:
@@ -198,13 +201,14 @@ class Ready:
         noise = self.noise.restore_value()
         if noise.shape != x.shape:
             raise RestoreError(
-                "dropout's factor has another shape than its input; use er.saving(..., rebuild=False)"
+                "dropout's factor has another shape than its input; "
+                "use er.saving(..., rebuild=False)"
             )
         return noise
 
 
 def same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether two strides order the elements of a shape alike (those of a length 1 do not matter)."""
+    """Whether two strides order the elements of a shape alike (those of length 1 do not matter)."""
     return one == other or all(
         a == b for a, b, length in zip(one, other, shape, strict=True) if length > 1
     )

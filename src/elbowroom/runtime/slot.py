@@ -1,4 +1,4 @@
-"""One storage at one version: what is held for it, however many ops save it and through whatever views.
+"""One storage at one version: what is held for it, through however many ops and views it is saved.
 
 A slot's `value` stands for the whole storage; its `bits` say where it is positive, for ReLU's
 backward, which needs no more. Each op that saves the storage gets a `View`: slot + geometry + what
@@ -28,7 +28,7 @@ class Geometry:
 
     @classmethod
     def of(cls, x: Tensor) -> "Geometry":
-        return cls(tuple(x.shape), x.stride(), x.storage_offset())
+        return cls(tuple(x.shape), x.stride(), int(x.storage_offset()))
 
     def on(self, x: Tensor) -> Tensor:
         """The tensor of this geometry on x's storage: x itself, if it has it."""
@@ -169,7 +169,10 @@ class View:
             return whole.as_strided(self.geometry.shape, self.geometry.stride, offset)
 
     def _blank(self) -> Tensor:
-        """A tensor of this geometry whose values mean nothing; without memory where its strides allow it."""
+        """A tensor of this geometry whose values mean nothing.
+
+        Without memory where its strides allow it.
+        """
         shape, stride = self.geometry.shape, self.geometry.stride
         one = torch.zeros((), dtype=self.slot.dtype, device=self.slot.device)
         expanded = one.expand(shape)
@@ -179,7 +182,7 @@ class View:
 
 
 class Lone:
-    """A tensor without a storage of the common kind (subclass, sparse): kept and counted, and that is all."""
+    """A tensor without a storage of the common kind (subclass, sparse): only kept and counted."""
 
     __slots__ = ("_entry", "_handle")
 

@@ -1,4 +1,9 @@
-"""A reference to a storage that does not keep it alive, and whose address is not reused while it exists."""
+"""A reference to a storage that does not keep it alive.
+
+The storage's address is not reused while the reference exists.
+"""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +16,14 @@ class WeakStorage:
     __slots__ = ("_ref",)
 
     def __init__(self, x: Tensor) -> None:
-        self._ref = StorageWeakRef(x.untyped_storage())
+        self._ref: Any = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
 
     def expired(self) -> bool:
         return bool(self._ref.expired())
 
     def tensor(self, dtype: torch.dtype) -> Tensor | None:
-        """An empty tensor of `dtype` on the storage (use `as_strided`), or None if the storage is gone."""
+        """An empty tensor of `dtype` on the storage (use `as_strided`); None if it is gone."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
         if storage is None:
             return None
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)

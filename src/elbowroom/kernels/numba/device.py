@@ -36,7 +36,7 @@ def mix(x):
 
 @inlined
 def tile_key(i_t, seed_low, seed_high):
-    return mix(u32(mix(u32(u32(i_t) ^ seed_low)) ^ seed_high))
+    return mix(u32(mix(u32(mix(u32(i_t)) ^ seed_low)) ^ seed_high))
 
 
 @jit

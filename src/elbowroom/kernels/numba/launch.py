@@ -1,14 +1,18 @@
 """Starting compiled loops without killing the process.
 
 1. numba's threads follow torch.get_num_threads(): two pools that each take all cores are slower
-than one. 2. numba's `workqueue` layer (no OpenMP, no TBB) aborts when two Python threads launch at
-once: one lock then. 3. A forked child must not start a parallel loop (GNU OpenMP aborts it): there
-the serial twin runs.
+   than one.
+2. numba's `workqueue` layer (no OpenMP, no TBB) aborts when two Python threads launch at once: one
+   lock then.
+3. A forked child must not start a parallel loop (GNU OpenMP aborts it): there the serial twin runs.
+4. numba's disk cache does not notice an edit of a function that is called: stale code is dropped.
 """
 
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -16,11 +20,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+
+def _drop_stale_machine_code() -> None:
+    """Delete our cached machine code if any of our sources is newer.
+
+    numba checks the file that a function is in, not those it calls into: after an edit of
+    device.py (or a `git pull`) its neighbours would go on running the old code.
+    """
+    here = Path(__file__).parent
+    newest = max(source.stat().st_mtime for source in here.glob("*.py"))
+    for cached in (here / "__pycache__").glob("*.nb?"):
+        with suppress(OSError):  # another process may be doing the same, or may not be allowed to
+            if cached.stat().st_mtime < newest:
+                cached.unlink()
+
+
+_drop_stale_machine_code()
 _lock = threading.Lock()
 _forked = False
-_safe_layer: bool | None = (
-    None  # None until the first parallel loop has run: numba chooses its layer then
-)
+_safe_layer: bool | None = None  # None until numba has chosen its layer, at the first parallel loop
 
 
 def _after_fork() -> None:

@@ -1,6 +1,6 @@
 """Uniform numbers from a counter: the same for (seed, element), whoever asks, in whatever order.
 
-    key(tile) = mix(mix(tile ^ seed_low) ^ seed_high)              one 32-bit key a tile
+    key(tile) = mix(mix(mix(tile) ^ seed_low) ^ seed_high)    one 32-bit key a tile
     word(j)   = mix(key + j * 0x9E3779B9)   j in 0..1023           one 32-bit word for two elements
     u[j], u[j + 1024] = (low 16 bits + 1/2) / 65536, (high 16 bits + 1/2) / 65536      in (0, 1)
 
@@ -28,9 +28,8 @@ def mix(x: Tensor) -> Tensor:
 def uniform(seed: int, first_tile: int, tiles: int, device: torch.device) -> Tensor:
     """u in (0, 1) for `tiles` whole tiles, [tiles, TILE] float32."""
     low, high = seed & _MASK, (seed >> 32) & _MASK
-    key = mix(
-        mix(torch.arange(first_tile, first_tile + tiles, device=device) ^ low) ^ high
-    )  # [tiles]
+    tile = torch.arange(first_tile, first_tile + tiles, device=device)
+    key = mix(mix(mix(tile) ^ low) ^ high)  # [tiles]
     step = torch.arange(TILE // 2, device=device) * 0x9E3779B9  # [TILE / 2]
     word = mix((key[:, None] + step) & _MASK)  # [tiles, TILE / 2]
     halves = torch.cat([word & 0xFFFF, word >> 16], dim=1)  # [tiles, TILE]

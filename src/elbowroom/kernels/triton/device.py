@@ -47,7 +47,7 @@ def mix(b_x):
 
 @triton.jit
 def tile_key(i_t, seed_low, seed_high):
-    return mix(mix(i_t.to(tl.uint32) ^ seed_low.to(tl.uint32)) ^ seed_high.to(tl.uint32))
+    return mix(mix(mix(i_t.to(tl.uint32)) ^ seed_low.to(tl.uint32)) ^ seed_high.to(tl.uint32))
 
 
 @triton.jit

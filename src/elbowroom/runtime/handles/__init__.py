@@ -1,8 +1,11 @@
-"""What is held instead of a saved tensor. Every handle can `restore` the whole storage, any number of times.
+"""What is held instead of a saved tensor.
+
+Every handle can `restore` the whole storage, any number of times.
 
 handle          holds                                   restore()
 KeepHandle      the tensor itself                       the tensor, after a version check
-EncodeHandle    an `Encoded`                            decodes (or the original, if somebody else keeps it alive)
+EncodeHandle    an `Encoded`                            decodes; or the original, if somebody else
+                                                        keeps it alive
 DropHandle      nothing                                 never: the forward only counted
 RebuildHandle   a recipe and the handles it starts at   runs the recipe
 """

@@ -1,4 +1,7 @@
-"""Drop: nothing is held. For a forward that goes on only to count what a budget would have to be."""
+"""Drop: nothing is held.
+
+For a forward that goes on only to count what a budget would have to be.
+"""
 
 from torch import Tensor
 
@@ -16,5 +19,6 @@ class DropHandle:
 
     def restore(self, *, private: bool = False) -> Tensor:
         raise RestoreError(
-            "this forward was only counted, because the budget is too small; its graph cannot run backward"
+            "this forward was only counted, because the budget is too small; "
+            "its graph cannot run backward"
         )

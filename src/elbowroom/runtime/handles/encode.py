@@ -73,7 +73,7 @@ class EncodeHandle:
         return x
 
     def _still_there(self) -> Tensor | None:
-        """The original, unchanged, or a decoded tensor that another reader of this backward still holds."""
+        """The original, unchanged, or a decoded tensor that a reader in this backward still holds."""
         encoded = self._encoded
         if self._witness._version == self._version:
             original = self._original.tensor(encoded.dtype)
@@ -97,12 +97,18 @@ class EncodeHandle:
 
 
 def _witness(x: Tensor) -> Tensor:
-    """A tensor without memory that shares x's version counter: it sees in-place changes, and keeps nothing alive."""
+    """A tensor without memory that shares x's version counter.
+
+    It sees in-place changes, and keeps nothing alive.
+    """
     return _counted(x, torch.empty(0, dtype=x.dtype, device=x.device))
 
 
 def _counted(counter: Tensor, x: Tensor) -> Tensor:
-    """x with the version counter of another tensor, so that a backward in Python that overwrites x is seen."""
+    """x with the version counter of another tensor.
+
+    So a backward in Python that overwrites x is seen.
+    """
     counted = counter.detach()
     counted.data = x
     return counted

@@ -1,9 +1,8 @@
 """Keep: the tensor stays. What plain autograd does, with the check that hooks switch off.
 
-1. `x.detach()` is held, never x: x -> its node -> this handle -> x would never die. 2. Saved-tensor
-hooks disable autograd's in-place check (a changed tensor gives a wrong gradient without a word), so
-the
-   version is stored here and compared on every restore.
+1. `x.detach()` is held, never x: x -> its node -> this handle -> x would never die.
+2. Saved-tensor hooks disable autograd's in-place check (a changed tensor gives a wrong gradient
+   without a word), so the version is stored here and compared on every restore.
 """
 
 from torch import Tensor
@@ -46,9 +45,10 @@ def check_version(x: Tensor, version: int) -> None:
     now = version_of(x)
     if now != version:
         raise RestoreError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} was saved at version {version} and is at version "
-            f"{now} now. Change a clone of it, or call backward() first."
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} was saved at "
+            f"version {version} and is at version {now} now. Change a clone of it, or call "
+            "backward() first."
         )
 
 
@@ -58,7 +58,10 @@ def version_of(x: Tensor) -> int:
 
 
 def storage_nbytes(x: Tensor) -> int:
-    """Bytes of the whole storage that x keeps alive; 0 for a tensor that has none (sparse, wrapper subclass)."""
+    """Bytes of the whole storage that x keeps alive.
+
+    0 for a tensor that has none (sparse, wrapper subclass).
+    """
     try:
         return x.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):

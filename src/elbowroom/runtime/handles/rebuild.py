@@ -9,7 +9,7 @@ from elbowroom.runtime.slot import Geometry
 
 
 class RebuildHandle:
-    """Holds a ready recipe, and the geometry of `base`: a dense view of all that the recipe makes."""
+    """Holds a ready recipe, and the geometry of `base`, a dense view of all the recipe makes."""
 
     __slots__ = ("_base", "_device_type", "_dtype", "_ready")
 
@@ -30,7 +30,7 @@ class RebuildHandle:
         self._ready.pin()
 
     def restore(self, *, private: bool = False) -> Tensor:
-        """Run the recipe. What it gives is always fresh memory, or memory that its caller may overwrite."""
+        """Run the recipe. It always gives fresh memory, or memory that its caller may overwrite."""
         with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
             x = self._ready.make()
         if x.dtype is not self._dtype:
