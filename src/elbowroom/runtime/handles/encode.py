@@ -73,7 +73,7 @@ class EncodeHandle:
         return x
 
     def _still_there(self) -> Tensor | None:
-        """The original, unchanged, or a decoded tensor that a reader in this backward still holds."""
+        """The original, unchanged, or a decoded tensor that a reader in backward still holds."""
         encoded = self._encoded
         if self._witness._version == self._version:
             original = self._original.tensor(encoded.dtype)
