@@ -1,6 +1,7 @@
-"""Everything that a training script may do to the runtime: each works exactly, or is refused with a clear sentence.
+"""Everything that a training script may do to the runtime.
 
-Never a silently wrong gradient: DESIGN, section 2 ("Bad input") and section 4.
+Each works exactly, or is refused with a clear sentence. Never a silently wrong gradient: DESIGN,
+section 2 ("Bad input") and section 4.
 """
 
 import contextlib
@@ -78,7 +79,9 @@ def grads_of(net: nn.Module) -> list[Tensor]:
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def x_of(n: int = 8) -> Tensor:
@@ -187,7 +190,7 @@ def test_a_changed_parameter_is_refused_or_harmless(which, mode):
 
 @EXACT_MODES
 def test_parameters_swapped_through_data(mode):
-    """`p.data = other` is seen by no version counter: what was saved in forward must not follow it."""
+    """`p.data = other` is seen by no version counter: what forward saved must not follow it."""
 
     def grads(context: Any, swap: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -229,7 +232,7 @@ def test_a_silent_change_between_producer_and_consumer(mode):
 
 @EXACT_MODES
 def test_a_parameter_changed_between_two_ops_of_a_chain(mode):
-    """BatchNorm, then its weight changes, then ReLU: the chain must not be rebuilt with the new weight."""
+    """BatchNorm, then its weight changes, then ReLU: the chain must not use the new weight."""
 
     def grads(context: Any) -> list[Tensor]:
         torch.manual_seed(0)
@@ -605,7 +608,8 @@ def test_vmap_and_functional_call(mode):
         y = torch.vmap(net)(x[:, None].expand(8, 3, 8))
         y = y + torch.func.functional_call(net, dict(net.named_parameters()), (x,))[:, None]
         target = torch.zeros(8, 3, dtype=torch.int64)
-        return torch.vmap(F.cross_entropy)(y, target).sum() + torch.vmap(F.max_pool1d, (0, None))(y, 2).sum()
+        pooled = torch.vmap(F.max_pool1d, (0, None))(y, 2)
+        return torch.vmap(F.cross_entropy)(y, target).sum() + pooled.sum()
 
     assert same(train(forward, mode()), train(forward, Nothing()))
 
@@ -649,7 +653,8 @@ def test_a_traced_model():
         loss.backward()
         return grads_of(net)
 
-    assert same(grads(er.saving("dither", bits=1, min_nbytes=0)), grads(Nothing()))  # nothing is known
+    # Nothing is known.
+    assert same(grads(er.saving("dither", bits=1, min_nbytes=0)), grads(Nothing()))
 
 
 # --- Unusual tensors
@@ -685,7 +690,10 @@ def _on(x: Tensor) -> Callable[[Tensor], Tensor]:
 
 HARD: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
     "float64": (lambda: _randn(8, 8, dtype=torch.float64), _on(_randn(5, 8, dtype=torch.float64))),
-    "bfloat16": (lambda: _randn(8, 8, dtype=torch.bfloat16), _on(_randn(5, 8, dtype=torch.bfloat16))),
+    "bfloat16": (
+        lambda: _randn(8, 8, dtype=torch.bfloat16),
+        _on(_randn(5, 8, dtype=torch.bfloat16)),
+    ),
     "float16": (lambda: _randn(8, 8, dtype=torch.float16), _on(_randn(5, 8, dtype=torch.float16))),
     "empty": (lambda: _randn(8, 8), _on(_randn(0, 8))),
     "0-d": (lambda: _randn(), lambda w: (w * 2).exp().relu().sqrt()),
@@ -695,7 +703,10 @@ HARD: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
     "tiny": (lambda: _randn(8, 8) * 1e-38, _on(_randn(5, 8))),
     "constant": (lambda: torch.ones(8, 8), _on(torch.ones(5, 8))),
     "transposed": (lambda: _randn(8, 8), lambda w: _chain(w.t() * 1, w)),
-    "non-contiguous": (lambda: _randn(8, 8), lambda w: _chain((_randn(9, 16) * w[0].repeat(2))[::2, ::2], w)),
+    "non-contiguous": (
+        lambda: _randn(8, 8),
+        lambda w: _chain((_randn(9, 16) * w[0].repeat(2))[::2, ::2], w),
+    ),
     "expanded": (lambda: _randn(8, 8), lambda w: _chain((w[:1] * 2).expand(9, 8), w)),
     "expanded from one": (lambda: _randn(8, 8), lambda w: F.gelu((w.sum() * 0.1).expand(4, 8)) @ w),
     "overlapping": (lambda: _randn(8, 8), lambda w: _chain((w * 2).flatten().unfold(0, 8, 3), w)),
@@ -713,7 +724,9 @@ HARD: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
     "channels_last 3-D": (
         lambda: _randn(4, 4, 1, 2, 2),
         lambda w: F.silu(
-            F.group_norm(F.conv3d(_randn(2, 4, 3, 5, 5).to(memory_format=torch.channels_last_3d), w), 2)
+            F.group_norm(
+                F.conv3d(_randn(2, 4, 3, 5, 5).to(memory_format=torch.channels_last_3d), w), 2
+            )
         ),
     ),
     "empty batch": (
@@ -744,7 +757,9 @@ HARD: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
     "jagged": (
         lambda: _randn(6, 6),
         lambda w: F.relu(
-            F.linear(torch.nested.nested_tensor([_randn(2, 6), _randn(3, 6)], layout=torch.jagged), w)
+            F.linear(
+                torch.nested.nested_tensor([_randn(2, 6), _randn(3, 6)], layout=torch.jagged), w
+            )
         ).values(),
     ),
     "subclass": (
@@ -753,9 +768,11 @@ HARD: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
     ),
     "integers": (
         lambda: _randn(10, 6),
-        lambda w: F.embedding(torch.tensor([[1, 2, 9], [0, 0, 9]]), w, padding_idx=0)
-        .gather(1, torch.tensor([[[1], [0]], [[2], [2]]]))
-        .index_select(0, torch.tensor([1, 0])),
+        lambda w: (
+            F.embedding(torch.tensor([[1, 2, 9], [0, 0, 9]]), w, padding_idx=0)
+            .gather(1, torch.tensor([[[1], [0]], [[2], [2]]]))
+            .index_select(0, torch.tensor([1, 0]))
+        ),
     ),
     "pooling indices": (
         lambda: _randn(2, 3, 9, 9),
@@ -763,17 +780,25 @@ HARD: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
     ),
     "adaptive pooling": (
         lambda: _randn(2, 3, 9, 9),
-        lambda w: F.adaptive_max_pool2d(F.adaptive_avg_pool2d(w * 1, 5), 3) + F.adaptive_avg_pool2d(w, 1),
+        lambda w: (
+            F.adaptive_max_pool2d(F.adaptive_avg_pool2d(w * 1, 5), 3) + F.adaptive_avg_pool2d(w, 1)
+        ),
     ),
     "ignored labels": (
         lambda: _randn(6, 6),
-        lambda w: F.cross_entropy(w * 1, torch.tensor([0, 255, 5, 3, 255, 1]), None, None, 255).view(1)
-        + F.cross_entropy((w * 1).view(1, 6, 6), torch.tensor([[0, -7, 5, 3, -7, 1]]), ignore_index=-7),
+        lambda w: (
+            F.cross_entropy(w * 1, torch.tensor([0, 255, 5, 3, 255, 1]), None, None, 255).view(1)
+            + F.cross_entropy(
+                (w * 1).view(1, 6, 6), torch.tensor([[0, -7, 5, 3, -7, 1]]), ignore_index=-7
+            )
+        ),
     ),
     "masks of the caller's own": (
         lambda: _randn(6, 6),
-        lambda w: (w * 1).masked_fill(torch.eye(6, dtype=torch.bool), 0.0)
-        + torch.where(torch.tril(torch.ones(6, 6)) > 0, w, -w),
+        lambda w: (
+            (w * 1).masked_fill(torch.eye(6, dtype=torch.bool), 0.0)
+            + torch.where(torch.tril(torch.ones(6, 6)) > 0, w, -w)
+        ),
     ),
     "attention with a mask": (
         lambda: _randn(2, 5, 8),
@@ -783,7 +808,9 @@ HARD: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
     ),
     "attention with dropout": (
         lambda: _randn(2, 5, 8),
-        lambda w: F.scaled_dot_product_attention(w * 2, w * 3, w * 4, dropout_p=0.3, is_causal=True),
+        lambda w: F.scaled_dot_product_attention(
+            w * 2, w * 3, w * 4, dropout_p=0.3, is_causal=True
+        ),
     ),
     "a view of a view in place": (
         lambda: _randn(6, 6),
@@ -802,7 +829,7 @@ HARD: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
         lambda w: F.gelu(F.linear((w * 1).half(), w.half()).float()) @ w.double().float(),
     ),
     "inference inputs": (lambda: _randn(6, 6), lambda w: F.gelu(w * 2).mul(_inference().clone())),
-}  # fmt: skip
+}
 
 
 def _slice_in_place(h: Tensor) -> Tensor:
@@ -907,7 +934,12 @@ def test_the_first_view_of_a_storage_does_not_decide_the_geometry_of_the_others(
         x = w.clone().requires_grad_()
         with context:
             h = x * 1
-            ops = [lambda: F.linear(h, w), lambda: h.t().pow(3), lambda: F.gelu(h.t()), lambda: h.log2()]
+            ops = [
+                lambda: F.linear(h, w),
+                lambda: h.t().pow(3),
+                lambda: F.gelu(h.t()),
+                lambda: h.log2(),
+            ]
             ops = ops[order:] + ops[:order]
             y = torch.stack([op() for op in ops]).nan_to_num()
         return torch.autograd.grad(y.square().sum(), x)
@@ -1013,7 +1045,9 @@ def test_forked_workers_encode_after_the_parent_did():
     expected = torch.stack([data[i] for i in range(4)])
     big = torch.randn(1 << 20)
     er.codec("dither", bits=2).encode(big).decode()  # the parent's thread pool runs
-    loader = DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60)
+    loader = DataLoader(
+        data, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60
+    )
     assert torch.equal(torch.cat(list(loader)), expected)
 
 
@@ -1023,16 +1057,36 @@ def test_forked_workers_encode_after_the_parent_did():
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"policy": "dihter"}, UnknownCodec, r"no policy or codec 'dihter'; there are exact, keep, .*Did you mean 'dither'"),
+        (
+            {"policy": "dihter"},
+            UnknownCodec,
+            r"no policy or codec 'dihter'; there are exact, keep, .*Did you mean 'dither'",
+        ),
         ({"policy": "dither", "bit": 2}, UnknownField, r"dither.*bit"),
-        ({"policy": "dither", "bits": 99}, UnknownField, "bits=99 is not possible; bits is an int from 1 to 8"),
-        ({"policy": "exact", "bits": 2}, UnknownField, r"bits: fields go with a codec id, as in saving\('dither', bits=2\)"),
+        (
+            {"policy": "dither", "bits": 99},
+            UnknownField,
+            "bits=99 is not possible; bits is an int from 1 to 8",
+        ),
+        (
+            {"policy": "exact", "bits": 2},
+            UnknownField,
+            r"bits: fields go with a codec id, as in saving\('dither', bits=2\)",
+        ),
         ({"bits": 2}, UnknownField, "fields go with a codec id"),
-        ({"policy": 7}, UnknownField, r"policy=7 is not possible; it is an id, a codec, or a function of a Site"),
-        ({"min_nbytes": -1}, UnknownField, r"min_nbytes=-1 is not possible; it is an int of bytes, 0 or more"),
+        (
+            {"policy": 7},
+            UnknownField,
+            r"policy=7 is not possible; it is an id, a codec, or a function of a Site",
+        ),
+        (
+            {"min_nbytes": -1},
+            UnknownField,
+            r"min_nbytes=-1 is not possible; it is an int of bytes, 0 or more",
+        ),
         ({"min_nbytes": "64 KiB"}, UnknownField, "min_nbytes='64 KiB' is not possible"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_answered_at_once(arguments, error, match):
     with pytest.raises(error, match=match) as raised:
         er.saving(**arguments)
@@ -1047,7 +1101,8 @@ def test_a_mistake_is_answered_at_once(arguments, error, match):
         (
             lambda site: Encode(er.codec("narrow")),
             CodecError,
-            r"codec 'narrow' takes int64.*got float32 .*saving float32 \(8, 16\) for 'layer_norm' in '1'",
+            r"codec 'narrow' takes int64.*got float32 "
+            r".*saving float32 \(8, 16\) for 'layer_norm' in '1'",
         ),
         (lambda site: 1 / 0, ZeroDivisionError, "division by zero"),
     ],

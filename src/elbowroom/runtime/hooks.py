@@ -36,7 +36,7 @@ from elbowroom.runtime.identity import (
     untouchable,
 )
 from elbowroom.runtime.ledger import Ledger
-from elbowroom.runtime.perform import mask_bits, perform
+from elbowroom.runtime.perform import differ_on_nan, mask_bits, perform
 from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.slot import Lone, Slot, View
@@ -144,6 +144,8 @@ class Saving:
                 return KeepHandle(x, "a parameter or buffer")
             slot = self._new_slot(x)
         need, why = need_of(x, call)
+        if need is Need.MASK and differ_on_nan(self._consumer, slot.mask_of):
+            need, why = Need.EXACT, f"'{slot.mask_of}' holds its mask, and takes NaN otherwise"
         if not slot.serves(need):
             self._serve(slot, x, call, need, why)
         slot.promise(need, self._consumer)
@@ -182,7 +184,8 @@ class Saving:
                 slot.hold_shape()
                 return
             if need is Need.MASK and isinstance(action, Encode):
-                slot.hold_bits(mask_bits(whole, site.consumer))
+                covers = x.numel() == whole.numel()
+                slot.hold_bits(mask_bits(whole, site.consumer, only_output=covers))
                 return
             handle = perform(action, whole, need, ready, seed, lambda: self.context.learn_keep(key))
         except CodecError as error:

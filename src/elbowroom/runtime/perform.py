@@ -41,12 +41,21 @@ def perform(
             )
 
 
-def mask_bits(base: Tensor, consumer: str) -> Tensor:
+def mask_bits(base: Tensor, consumer: str, *, only_output: bool = False) -> Tensor:
     """Where `base` is positive, one bit an element, whatever the codec.
 
     Only a bit is needed, and it is exact. ReLU's output is never negative, so there != 0 says it
-    too. (A NaN counts as positive for ReLU, whose backward lets its gradient pass, and not for
-    leaky_relu, which scales it.)
+    too, if `base` is `only_output`, and not a larger tensor that ReLU changed a part of. (A NaN
+    counts as positive for ReLU, whose backward lets its gradient pass, and not for leaky_relu,
+    which scales it.)
     """
-    x = base if consumer in MASKED_OUTPUT else base > 0
+    if consumer not in MASKED_OUTPUT:
+        x = base > 0
+    else:
+        x = base if only_output else ~(base <= 0)
     return BitMask().encode(x, facts=Facts(value=1.0)).buffers[0]
+
+
+def differ_on_nan(one: str, other: str) -> bool:
+    """Whether the masks of two ops, either of which may be none, are not the same for a NaN."""
+    return bool(one and other) and (one in MASKED_OUTPUT) != (other in MASKED_OUTPUT)
