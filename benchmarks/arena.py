@@ -6,12 +6,13 @@
     peak         allocator's highest level of one step, the arena's blocks among it, plus what it
                  held before
     most held    the arena's own bytes at their most
-    one tensor   a chain of SiLUs on [128, 64, 28, 28] (24.5 MiB): backward restores one after
-                 the other
+    one tensor   a chain of SiLUs on [128, 64, 28, 28] (24.5 MiB) or twice that: backward restores
+                 one after the other
 
-Memory that comes fresh from the kernel is paid for when it is first written; glibc hands out freed
-blocks of up to 32 MiB again, so that decoding is clocked on both sides of that size. Gradients with and without the arena must be bit-equal before anything is timed. Weights are
-random: they do not matter here.
+Memory that comes fresh from the kernel is paid for when it is first written. glibc hands out freed
+blocks of up to 32 MiB again, so single tensors are clocked on both sides of that size. Gradients
+with and without the arena must be bit-equal before anything is timed. Weights are random: they do
+not matter here.
 """
 
 from collections.abc import Callable
@@ -143,21 +144,25 @@ def _numbers(sides: list[Side], timing: Paired) -> dict[str, Any]:
 
 
 def _one_tensor(pairs: int, *, small: bool) -> list[dict[str, Any]]:
-    """One restored tensor at a time, 24.5 MiB each: inside a backward, and the decoding alone."""
+    """One restored tensor at a time: inside a backward, and the decoding alone."""
     shape = (8 if small else 128, 64, 28, 28)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    sizes = [x, torch.cat([x, x])]
+    return [_chained(x, pairs) for x in sizes] + [_decoding(x, pairs) for x in sizes]
+
+
+def _chained(x: Tensor, pairs: int) -> dict[str, Any]:
+    """Forward and backward of a chain whose backward restores CHAIN tensors."""
     chain = _Chain(x)
     off, on = _with(False, chain.gradient), _with(True, chain.gradient)
     if not torch.equal(off, on):
         raise AssertionError("SiLU chain: the arena changed a gradient")
     sides = [_with(enabled, chain.side) for enabled in (False, True)]
-    backward = paired(lambda: _with(False, chain.run), lambda: _with(True, chain.run), pairs=pairs)
-    row = {
+    return {
         "what": f"forward and backward of {CHAIN} SiLUs, {mib(x.nbytes)} MiB each",
         "way": 'er.saving("dither", levels=4, rebuild=False)',
-        **_numbers(sides, backward),
+        **_numbers(sides, _off_and_on(chain.run, pairs)),
     }
-    return [row, _decoding(x, pairs), _decoding(torch.cat([x, x]), pairs)]
 
 
 def _decoding(x: Tensor, pairs: int) -> dict[str, Any]:

@@ -104,11 +104,9 @@ def _facts(result: dict[str, Any]) -> str:
         f"device: {_device(device)}, {result.get('threads', '?')} threads",
         f"versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
     ]
-    if result.get("environment"):
-        switches = result["environment"].items()
-        lines.append("environment: " + ", ".join(f"`{name}={value}`" for name, value in switches))
     lines.append(f"date: {result['date']}")
-    lines.append(f"again: `{result['command']}`")
+    switches = [f"{name}={value} " for name, value in result.get("environment", {}).items()]
+    lines.append(f"again: `{''.join(switches)}{result['command']}`")
     return "\n".join(f"- {line}" for line in lines) + "\n"
 
 

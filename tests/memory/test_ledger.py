@@ -1,4 +1,4 @@
-"""The ledger equals the allocator: bytes allocated in forward and still held before backward, minus loss and outputs."""
+"""The ledger equals the allocator: bytes of forward still held before backward, less the loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ def one_thread():
 
 @dataclass(frozen=True)
 class Job:
-    """The data are made inside the step, and only autograd keeps them: so the allocator sees all that is counted."""
+    """Data are made inside the step, and only autograd keeps them: the allocator sees all."""
 
     model: Callable[[], nn.Module]
     data: Callable[[], Tensor]
@@ -205,12 +205,15 @@ class Roomy(torch.autograd.Function):
         (lambda w: F.linear((w * 2)[:4].clone(), w), "small"),
         (lambda w: F.linear(w.expand(2, 64, 64).sum(0), w), "made of parameters only"),
         (lambda w: (w * torch.randn(64, 64)).to_sparse().sum(), "layout sparse"),
-        (lambda w: F.linear((w @ torch.randn(64, 64)).double(), w.double()), "codec 'dither' does not take float64"),
+        (
+            lambda w: F.linear((w @ torch.randn(64, 64)).double(), w.double()),
+            "codec 'dither' does not take float64",
+        ),
         (lambda w: (w @ torch.randn(64, 64)).as_subclass(Sub) ** 2, "tensor subclass Sub"),
     ],
 )  # fmt: skip
 def test_each_reason_is_given(forward, why):
-    w = torch.randn(64, 64, requires_grad=True)
+    w = nn.Parameter(torch.randn(64, 64))
     with er.saving("dither", bits=2, min_nbytes=4096) as saved:
         y = forward(w)
     reasons = {row.why for row in saved.ledger.rows}

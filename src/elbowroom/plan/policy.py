@@ -45,7 +45,7 @@ class Exact:
             return _MASK
         if site.dtype is torch.bool:
             return Encode(BitMask(), Facts(value=1.0))
-        if site.facts.value is not None:
+        if site.facts.value is not None and site.dtype in BitMask.dtypes:
             return Encode(BitMask(), site.facts)
         if site.facts.largest is not None and site.dtype in Narrow.dtypes:
             return Encode(Narrow(), site.facts)

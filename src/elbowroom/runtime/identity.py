@@ -142,7 +142,7 @@ def is_parameter(x: Tensor) -> bool:
 
 
 def is_made_of_parameters(x: Tensor) -> bool:
-    """Whether every path of x's graph ends in a trainable leaf.
+    """Whether every path of x's graph ends in a trainable parameter.
 
     An edge to nowhere is data (a convolution of the input has one), except where it may be a
     constant that scales a parameter of x's size: a pruning mask, or the vectors of spectral_norm.
@@ -157,7 +157,10 @@ def is_made_of_parameters(x: Tensor) -> bool:
             return False
         name = node.name()
         if name == "torch::autograd::AccumulateGrad":
-            sizes.add(node.variable.numel())  # type: ignore[attr-defined]
+            leaf = node.variable  # type: ignore[attr-defined]
+            if not isinstance(leaf, nn.Parameter):
+                return False  # an input that wants a gradient
+            sizes.add(leaf.numel())
             continue
         edges = [below for below, _ in node.next_functions if below is not None]
         if not edges or name.startswith(_PICKS):

@@ -49,11 +49,11 @@ def mask_bits(base: Tensor, consumer: str, *, only_output: bool = False) -> Tens
     counts as positive for ReLU, whose backward lets its gradient pass, and not for leaky_relu,
     which scales it.)
     """
+    is_positive = Facts(value=1.0)
     if consumer not in MASKED_OUTPUT:
-        x = base > 0
-    else:
-        x = base if only_output else ~(base <= 0)
-    return BitMask().encode(x, facts=Facts(value=1.0)).buffers[0]
+        return BitMask().encode(base > 0, facts=is_positive).buffers[0]
+    x = base if only_output else ~(base <= 0)
+    return BitMask().encode(x, facts=is_positive).buffers[0]
 
 
 def differ_on_nan(one: str, other: str) -> bool:
