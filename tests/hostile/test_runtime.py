@@ -518,7 +518,7 @@ def test_nested_lossy_inside_exact_stays_exact_outside():
 
 def test_one_object_opened_twice():
     saved = er.saving(min_nbytes=0)
-    with saved, pytest.raises(RuntimeError, match="open already; make another one"), saved:
+    with saved, pytest.raises(PlanError, match="open already; make another one"), saved:
         pass
     assert nothing_is_left()
     for _ in range(2):  # one after the other is fine

@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from elbowroom.errors import CodecError, ElbowroomError, RestoreError
+from elbowroom.errors import CodecError, ElbowroomError, PlanError, RestoreError
 from elbowroom.plan import Action, Encode, Keep, Need, Policy, Rebuild, Rebuildable, Site
 from elbowroom.runtime import modules
 from elbowroom.runtime.compiler import eagerly
@@ -70,8 +70,9 @@ class Saving:
         if torch.compiler.is_compiling():
             return self  # part of somebody's compiled region: not covered
         if self._open is not None:
-            raise RuntimeError(
-                "this saving context is open already; make another one for a nested or second use"
+            raise PlanError(
+                "this saving context is open already; make another one for a nested or second use, "
+                "as in 'with er.saving(...)'"
             )
         with ExitStack() as opening:  # undone if a later part fails: inside torch.func, for one
             opening.enter_context(eagerly())
