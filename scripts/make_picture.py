@@ -1,7 +1,7 @@
 """The README's picture: the chart of a demo's page, as a file of its own.
 
-    ./scripts/demo --out demo.html
-    .venv/bin/python scripts/make_picture.py demo.html docs/memory.svg
+./scripts/demo --out demo.html
+.venv/bin/python scripts/make_picture.py demo.html docs/memory.svg
 """
 
 import re

@@ -47,12 +47,25 @@ def saving(
     Raises UnknownCodec or UnknownField, which list what exists. Tensors that cannot be touched are
     kept; `.ledger` says which and why.
     """
-    if not isinstance(min_nbytes, int) or min_nbytes < 0:
-        raise UnknownField(
-            f"min_nbytes={min_nbytes!r} is not possible; it is an int of bytes, 0 or more"
-        )
+    _check_min_nbytes(min_nbytes)
+    if not isinstance(rebuild, bool):
+        raise UnknownField(f"rebuild={rebuild!r} is not possible; it is True or False")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise UnknownField(f"seed={seed!r} is not possible; it is an int, or None")
     context = PROCESS if seed is None else Context(seed, learns=False)
     return Saving(_policy(policy, rebuild, fields), min_nbytes=min_nbytes, context=context)
+
+
+def _check_min_nbytes(min_nbytes: int) -> None:
+    if not isinstance(min_nbytes, int) or isinstance(min_nbytes, bool) or min_nbytes < 0:
+        raise UnknownField(f"min_nbytes={min_nbytes!r} is not possible; it is an int, 0 or more")
+
+
+def _check_model(model: nn.Module, verb: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"{verb} takes a torch.nn.Module; got {type(model).__name__}. Pass the model itself."
+        )
 
 
 def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str, Any]) -> Policy:
@@ -107,9 +120,14 @@ def fit(
     Raises ValueError for a budget that cannot be read; forward raises BudgetTooSmall with the least
     budget that would do. `er.release(model)` undoes it; a copied or pickled model is a plain one.
     """
-    if not isinstance(model, nn.Module):
+    _check_model(model, "fit")
+    _check_min_nbytes(min_nbytes)
+    if exact is not None and not isinstance(exact, bool):
+        raise UnknownField(f"exact={exact!r} is not possible; it is True, or None for exact first")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise PlanError(
-            f"fit takes a torch.nn.Module; got {type(model).__name__}. Pass the model itself."
+            f"fit takes a torch.optim.Optimizer; got {type(optimizer).__name__}. "
+            "Pass the optimizer itself, or leave it out."
         )
     budget_nbytes = parse_nbytes(budget)
     release(model)
@@ -119,6 +137,7 @@ def fit(
 
 def release(model: M) -> M:
     """Undo `fit`: the model's forwards run plainly again. One that was not fitted stays as is."""
+    _check_model(model, "release")
     fitting = detach(model)
     if isinstance(fitting, Fitting):
         fitting.close()

@@ -21,7 +21,9 @@ def parse_nbytes(size: int | str) -> int:
     """
     if isinstance(size, int) and not isinstance(size, bool):
         if size <= 0:
-            raise ValueError(f"a size in bytes is positive; got {size}")
+            raise ValueError(
+                f'a size in bytes is positive; got {size}. Write 6 * 2**30, or "6 GiB"'
+            )
         return size
     match = _NBYTES.fullmatch(size) if isinstance(size, str) else None
     if match is None:

@@ -17,10 +17,10 @@ def site(need: Need, rebuildable: Rebuildable = Rebuildable.NO, facts: Facts | N
     )
 
 
-DENSE = SavedStorage(NBYTES, (site(Need.LOSSY),), fixed=False)
-MASK = SavedStorage(NBYTES, (site(Need.MASK),), fixed=False)
-MADE_AGAIN = SavedStorage(NBYTES, (site(Need.LOSSY, Rebuildable.LOSSY),), fixed=False)
-FIXED = SavedStorage(NBYTES, (), fixed=True)
+DENSE = SavedStorage(NBYTES, (site(Need.LOSSY),))
+MASK = SavedStorage(NBYTES, (site(Need.MASK),))
+MADE_AGAIN = SavedStorage(NBYTES, (site(Need.LOSSY, Rebuildable.LOSSY),))
+FIXED = SavedStorage(NBYTES, ())
 
 
 def test_bytes_of_each_rung() -> None:
@@ -35,7 +35,7 @@ def test_bytes_of_each_rung() -> None:
 
 
 def test_a_storage_with_two_readers_counts_once() -> None:
-    both = SavedStorage(NBYTES, (site(Need.MASK), site(Need.LOSSY)), fixed=False)
+    both = SavedStorage(NBYTES, (site(Need.MASK), site(Need.LOSSY)))
     assert held_nbytes(EXACT_RUNGS[0], [both]) == NBYTES
     assert held_nbytes(EXACT_RUNGS[1], [both]) == NBYTES
     assert held_nbytes(RUNGS[-1], [both]) < NBYTES // 9

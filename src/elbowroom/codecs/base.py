@@ -222,6 +222,10 @@ class Codec(ABC):
 
     def check(self, x: Tensor) -> None:
         """Raise UnsupportedTensor unless x is a plain strided tensor of a dtype that is taken."""
+        if not isinstance(x, Tensor):
+            raise UnsupportedTensor(
+                f"codec '{self.id}' takes a tensor; got {type(x).__name__}. Use torch.as_tensor(x)."
+            )
         if x.dtype not in self.dtypes:
             taken = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             raise UnsupportedTensor(f"codec '{self.id}' takes {taken}; got {show(x)}. {_remedy(x)}")

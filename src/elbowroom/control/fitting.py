@@ -5,19 +5,18 @@
   + transients           workspaces, restored tensors, fresh gradients              measured:
   <= budget                                                                         peak - the rest
 
-1. The first forward starts at the safest exact rung of the ladder (`plan/ladder.py`) with a
-   guessed reserve for transients and the optimizer's states to come. If what is held comes too
-   close to the budget, forward climbs to a stricter rung on the spot, and encodes what it has kept
-   so far: lossy codes only where the budget needs them.
-2. The second step is measured by the allocator. With its transients known, the mildest rung that
-   fits is taken, and measured again; if that was too hopeful, the next stricter one is taken for
-   good.
+1. The first forward starts at the safest exact rung of the ladder (`plan/ladder.py`). Transients are
+   not known yet; one tensor of the largest size is set aside for them. If what is held comes
+   closer to the budget than that, forward climbs to a stricter rung on the spot, and encodes what
+   it has kept so far: lossy codes only where the budget needs them.
+2. That step is measured by the allocator. With its transients known, the mildest rung that fits is
+   taken, and measured again; if that was too hopeful, the next stricter one is taken for good.
 3. From then on every forward is watched in the same way: a larger batch than before climbs for
    that step.
 
-A budget that no allowed rung meets raises BudgetTooSmall with the least that would do. That forward
-then counts only: nothing is held, and its graph is useless, which is why the error comes from
-forward.
+A budget that no allowed rung meets raises BudgetTooSmall with the least that would do: in forward,
+as soon as it is certain, or at the beginning of the step after the one that was measured. A forward
+that is refused counts to its end without holding anything.
 """
 
 import logging
@@ -32,14 +31,24 @@ from torch.optim import Optimizer
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.interval import Interval
 from elbowroom.plan.action import Action
-from elbowroom.plan.ladder import EXACT_RUNGS, LOSSY_RUNGS, Rung, SavedStorage, choose, held_nbytes
+from elbowroom.plan.ladder import (
+    EXACT_RUNGS,
+    LOSSY_RUNGS,
+    Rung,
+    SavedStorage,
+    choose,
+    held_nbytes,
+    site_nbytes,
+)
 from elbowroom.plan.site import Site
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
-_RESERVE = 4  # the first forward sets this many times the largest saved tensor aside for transients
+_GENEROUS = (
+    12  # as many tensors of the largest size cover the transients of a step not yet measured
+)
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
 
 
@@ -55,19 +64,18 @@ class Fitting:
         exact: bool | None,
         min_nbytes: int,
     ) -> None:
+        self._interval: Interval | None = None
         self._model = weakref.ref(model)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self.budget_nbytes = budget_nbytes
         self.min_nbytes = min_nbytes
         self.rungs: tuple[Rung, ...] = EXACT_RUNGS if exact else EXACT_RUNGS + LOSSY_RUNGS
         self.rung = _SAFEST_EXACT
-        self.static_nbytes = (
-            0  # held before this step: weights, buffers, gradients, optimizer states
-        )
+        self.static_nbytes = 0  # held before this step
         self.context = Context()
         self.peak_nbytes: int | None = None  # of the last measured step, everything included
         self._transient_nbytes: int | None = None
-        self._interval: Interval | None = None
+        self._measured_from = 0  # static bytes when the interval began
         self._settled = False
         self._said = -1
         self._last: FittedSaving | None = None
@@ -77,14 +85,15 @@ class Fitting:
         self.context.begin_step()
         self.static_nbytes = storage_nbytes(self._static())
         self._learn()
+        if not self._settled and self._interval is None:
+            self._measured_from = self.static_nbytes
+            self._interval = Interval.start(self.static_nbytes, self._device())
         return FittedSaving(self)
 
     def allowed_nbytes(self, largest_nbytes: int) -> int:
         """What may be held for backward; as long as nothing is measured, a guess for the rest."""
         free = self.budget_nbytes - self.static_nbytes
-        if self._transient_nbytes is not None:
-            return free - self._transient_nbytes
-        return free - self._unborn_nbytes() - _RESERVE * largest_nbytes
+        return free - (largest_nbytes if self._transient_nbytes is None else self._transient_nbytes)
 
     def surely_allowed_nbytes(self) -> int:
         """The same without guesses.
@@ -102,59 +111,64 @@ class Fitting:
         self.rung = saving.rung if self._transient_nbytes is None else self.rung
         self._say(saving.rung)
 
-    def _learn(self) -> None:
-        """At the beginning of a step: what did the last one need?"""
-        last, self._last = self._last, None
-        if last is None or self._settled:
-            return
-        if (
-            self._interval is None
-        ):  # the first step has made the optimizer's states: measure the second
-            self._interval = Interval.start(self.static_nbytes, self._device())
-            return
-        peak = self._interval.stop()
-        self._interval = None
-        if peak is not None:
-            self._relax(last, peak)
-
     def close(self) -> None:
         """End a measurement that runs. The model is not fitted any more."""
         if self._interval is not None and self._interval.close():
             self._interval = None
         self._settled = True
 
+    def __del__(self) -> None:
+        self.close()  # the model died while a step was measured: the profiler must not run on
+
+    def _learn(self) -> None:
+        """At the beginning of a step: what did the last one need?"""
+        last, self._last = self._last, None
+        if last is None or self._settled or self._interval is None:
+            return
+        peak = self._interval.stop()
+        self._interval = None
+        if peak is not None:
+            self._relax(last, peak)
+
     def _relax(self, last: "FittedSaving", peak_nbytes: int) -> None:
         first = self._transient_nbytes is None
+        born_nbytes = max(0, self.static_nbytes - self._measured_from)  # the optimizer's states
         self.peak_nbytes = peak_nbytes
-        self._transient_nbytes = max(0, peak_nbytes - self.static_nbytes - last.ledger.after_nbytes)
-        step = last.storages
-        found = choose(self.rungs, step, self.allowed_nbytes(0))
-        if found is None:
+        self._transient_nbytes = max(
+            0, peak_nbytes - self._measured_from - last.ledger.after_nbytes
+        )
+        found = self._mildest(last, fits=peak_nbytes + born_nbytes <= self.budget_nbytes)
+        if found is None and (peak_nbytes > self.budget_nbytes or not born_nbytes):
             self._refuse(last)
             return
-        self.rung = found if first else max(found, self.rung)
-        self._settled = not first or found == last.rung
-        if not self._settled:
-            self._interval = Interval.start(self.static_nbytes, self._device())
+        # Not sure yet, because states were made in this step: the same rung again, measured.
+        self.rung = last.rung if found is None else found if first else max(found, self.rung)
+        self._settled = found is not None and (not first or found == last.rung) and not born_nbytes
+
+    def _mildest(self, last: "FittedSaving", *, fits: bool) -> int | None:
+        """The mildest rung by estimate, or that of the last step, which has been seen to fit."""
+        found = choose(self.rungs, last.storages, self.allowed_nbytes(0))
+        if fits and (found is None or found > last.rung):
+            return last.rung
+        return found
 
     def _refuse(self, saving: "FittedSaving") -> None:
         step = saving.storages
-        saved = held_nbytes(self.rungs[-1], step)
-        other = self._transient_nbytes
+        least_rung = min(self.rungs, key=lambda rung: held_nbytes(rung, step))
+        saved = held_nbytes(least_rung, step)
+        other, kind = self._transient_nbytes, "measured"
         if other is None:  # a guess must be named generously
-            other = self._unborn_nbytes() + 2 * _RESERVE * saving.largest_nbytes
+            other, kind = self._unborn_nbytes() + _GENEROUS * saving.largest_nbytes, "estimated"
         least = self.static_nbytes + saved + other
-        self.close()
         parts = ", ".join(
             f"{name} {show_nbytes(size)}" for name, size in self._parts(saved, other) if size
         )
-        more = (
-            "" if len(self.rungs) > len(EXACT_RUNGS) else "Allow lossy codes with exact=None, or "
-        )
+        lossy_helps = held_nbytes(LOSSY_RUNGS[-1], step) < saved
+        more = "Allow lossy codes with exact=None, or h" if lossy_helps else "H"
         raise BudgetTooSmall(
             f"budget {show_nbytes(self.budget_nbytes)} is below the {show_nbytes(least)} that this "
-            f"step needs at rung '{self.rungs[-1].name}': {parts}. "
-            f"{more}{'h' if more else 'H'}alve the batch, or give budget={least}.",
+            f"step needs at rung '{least_rung.name}' ({kind}): {parts}. "
+            f"{more}alve the batch, or give budget={least}.",
             least_nbytes=least,
         )
 
@@ -236,11 +250,7 @@ class FittedSaving(Saving):
 
     def __exit__(self, *error: Any) -> None:
         self.storages = [
-            SavedStorage(
-                slot.entry.before_nbytes,
-                tuple(slot.sites),
-                fixed=not slot.sites or slot.asked_exact,
-            )
+            SavedStorage(slot.entry.before_nbytes, tuple(slot.sites), slot.asked_exact)
             for slot in self._identity.slots()
         ]
         super().__exit__(*error)
@@ -249,16 +259,17 @@ class FittedSaving(Saving):
     def _decide_site(self, site: Site) -> Action:
         self.largest_nbytes = max(self.largest_nbytes, site.nbytes)
         allowed = self._fitting.allowed_nbytes(self.largest_nbytes)
+        rungs = self._fitting.rungs
         while (
-            self.ledger.held_nbytes + site.nbytes > allowed
-            and self.rung < len(self._fitting.rungs) - 1
+            self.rung < len(rungs) - 1
+            and self.ledger.held_nbytes + site_nbytes(rungs[self.rung], site) > allowed
         ):
             self.rung += 1
-            self.tighten(self._fitting.rungs[self.rung].policy)
+            self.tighten(rungs[self.rung].policy)
         if self.impossible or self.ledger.held_nbytes > self._fitting.surely_allowed_nbytes():
             self.impossible = True
             self.drop_everything()
-        return self._fitting.rungs[self.rung].policy(site)
+        return rungs[self.rung].policy(site)
 
 
 def storage_nbytes(tensors: Iterable[Tensor]) -> int:

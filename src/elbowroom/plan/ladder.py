@@ -36,12 +36,13 @@ LOSSY_RUNGS = tuple(
 class SavedStorage:
     """One storage of a step: its bytes in plain autograd, and the sites that its ops made.
 
-    fixed  it stays as it is
+    sites        empty: it is left alone whatever the rung
+    asked_exact  some op needs its value exactly
     """
 
     nbytes: int
     sites: tuple[Site, ...]
-    fixed: bool
+    asked_exact: bool = False
 
 
 def held_nbytes(rung: Rung, step: Sequence[SavedStorage]) -> int:
@@ -49,7 +50,7 @@ def held_nbytes(rung: Rung, step: Sequence[SavedStorage]) -> int:
 
     An upper bound where a size depends on the data.
     """
-    return sum(storage.nbytes if storage.fixed else _held(rung, storage) for storage in step)
+    return sum(_held(rung, storage) for storage in step)
 
 
 def choose(rungs: Sequence[Rung], step: Sequence[SavedStorage], allowed_nbytes: int) -> int | None:
@@ -63,21 +64,26 @@ def choose(rungs: Sequence[Rung], step: Sequence[SavedStorage], allowed_nbytes: 
     return None
 
 
+def site_nbytes(rung: Rung, site: Site) -> int:
+    """Bytes that this rung would hold for one site, or at most."""
+    if rung.exact and site.rebuildable is Rebuildable.LOSSY:
+        # Its source, encoded when this was noted, would be kept at this rung.
+        site = replace(site, rebuildable=Rebuildable.EXACT)
+    match rung.policy(site):
+        case Keep():
+            return site.nbytes
+        case Encode(codec, facts):
+            if site.need is Need.MASK:
+                return -(-prod(site.shape) // 8)
+            return min(site.nbytes, codec.encoded_nbytes(site.shape, site.dtype, facts))
+    return 0
+
+
 def _held(rung: Rung, storage: SavedStorage) -> int:
-    total = 0
-    for site in storage.sites:
-        if (
-            rung.exact and site.rebuildable is Rebuildable.LOSSY
-        ):  # its source would be kept at this rung
-            site = replace(site, rebuildable=Rebuildable.EXACT)
-        match rung.policy(site):
-            case Keep():
-                return storage.nbytes
-            case Encode(codec, facts):
-                bits = site.need is Need.MASK
-                total += (
-                    -(-prod(site.shape) // 8)
-                    if bits
-                    else codec.encoded_nbytes(site.shape, site.dtype, facts)
-                )
-    return min(total, storage.nbytes)
+    sites = storage.sites
+    if storage.asked_exact and not any(site.need is Need.EXACT for site in sites):
+        # What was held for a milder need served the exact one too, and may not at another rung.
+        sites = tuple(replace(site, need=Need.EXACT) for site in sites)
+    if not sites:
+        return storage.nbytes
+    return min(storage.nbytes, sum(site_nbytes(rung, site) for site in sites))

@@ -10,6 +10,7 @@ code under `div`, `log` or `sqrt` gave gradients wrong by factors of 8 to 13,000
 the arguments named here may carry an error, never its weights or statistics.
 """
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,15 @@ SHAPE_ONLY = (
         for rest in ("", "_with_indices")
     )
 )
+_METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
+_TENSOR_CLASSES = (Tensor, torch._C.TensorBase, object)
+_TORCH_MODULES = (
+    "torch",
+    "torch.functional",
+    "torch.nn.functional",
+    "torch._tensor",
+    "torch._C._nn",
+)
 MASKED_INPUT = ("leaky_relu",)  # saves its input, and reads only where it is positive
 _RESHAPES = (
     *(
@@ -80,7 +90,7 @@ class Call:
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.name: str = getattr(func, "__name__", "")
+        self.name = _name(func)
         self.saved: list[Slot] = []  # what it has saved so far
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
         first = args[0] if args else kwargs.get("input")
@@ -101,6 +111,18 @@ class Call:
             and slot.value is not None
         ):
             self.small.append(x.detach())
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """The name of one of torch's own functions; "mylib::relu" for anybody else's of that name.
+
+    A custom op may be called like one of torch's, and save something else.
+    """
+    name: str = getattr(func, "__name__", "")
+    if isinstance(func, _METHODS):
+        return name if func.__objclass__ in _TENSOR_CLASSES else f"?::{name}"
+    module = getattr(func, "__module__", None) or ""
+    return name if module in _TORCH_MODULES else f"{module.removeprefix('torch._ops.')}::{name}"
 
 
 class Consumers(TorchFunctionMode):

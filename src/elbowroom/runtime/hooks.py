@@ -37,7 +37,7 @@ from elbowroom.runtime.identity import (
 )
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.perform import differ_on_nan, mask_bits, perform
-from elbowroom.runtime.producers import note_origin
+from elbowroom.runtime.producers import mixes_channels_badly, note_origin
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.slot import Lone, Slot, View
 
@@ -127,7 +127,20 @@ class Saving:
 
     def _finished(self, call: Call, out: Any) -> None:
         with torch._C.DisableTorchFunction():
+            self._guard(call)
             note_origin(call, out, self._identity)
+
+    def _guard(self, call: Call) -> None:
+        """Keep the input of a norm, after all, where a lossy code of it would be worthless."""
+        if call.name != "batch_norm" or not any(
+            slot.value is not None and not slot.value.exact for slot in call.saved
+        ):
+            return
+        slot = self._identity.slot(call.arg(0, "input"))
+        if slot is not None and not slot.exact and mixes_channels_badly(call):
+            why = "its channels differ too much in scale or mean"
+            slot.hold(KeepHandle(slot.base.on(call.arg(0, "input")), why))
+            slot.entry.why = why
 
     def _pack(self, x: Tensor) -> View | Lone | KeepHandle:
         with torch._C.DisableTorchFunction():

@@ -17,6 +17,10 @@ from elbowroom.runtime.recipes import Affine, Op, Recipe, same_order
 from elbowroom.runtime.slot import Geometry, Slot
 
 
+_GROUP = 64  # the group size of most settings
+_WORST_GROWTH = 12.0  # of the error variance; ResNet-18 in training lies below 6 (docs/log.md)
+
+
 def note_origin(call: Call, out: Any, identity: Identity) -> None:
     """If the op that has just ended can run again, remember how, under its output's identity."""
     maker = _MAKERS.get(call.name)
@@ -235,6 +239,39 @@ def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         affine=affine,
     )
     return _make(call, out, identity, op)
+
+
+def mixes_channels_badly(call: Call) -> bool:
+    """Whether a group code would drown some channels of a BatchNorm's input in the noise of others.
+
+    A group's step follows its largest values, and backward multiplies by rstd, which follows each
+    channel's own: with channels of very different scale or mean in one group the error grows by
+        mean over channels of (extent of the neighbours / extent of the channel)^2 * share
+    where a share of the groups holds more than one channel. Read from the saved statistics; on a
+    GPU that would be a sync, and is not asked.
+    """
+    x, statistics = call.arg(0, "input"), _statistics(call, 2)
+    if call.name != "batch_norm" or statistics is None or x.device.type != "cpu" or x.dim() < 2:
+        return False
+    mean, rstd = (part.detach().double().flatten() for part in statistics)
+    if mean.numel() != x.shape[1] or not bool((rstd > 0).all()):
+        return False
+    run = _channel_run(x) or 1
+    deviation = 1 / rstd
+    high, low = mean + 2 * deviation, mean - 2 * deviation
+    if run >= _GROUP:  # only next neighbours share a group
+        extent = _neighbours(high) + _neighbours(-low)
+        share = _GROUP / run
+    else:
+        extent = (high.max() - low.min()).expand_as(high)
+        share = 1.0
+    return bool(share * (extent / (high - low)).square().mean() > _WORST_GROWTH)
+
+
+def _neighbours(values: Tensor) -> Tensor:
+    """The largest of each value and those next to it."""
+    padded = torch.nn.functional.pad(values[None, None], (1, 1), value=float("-inf"))
+    return torch.nn.functional.max_pool1d(padded, 3, stride=1)[0, 0]
 
 
 def _statistics(call: Call, count: int) -> tuple[Tensor, ...] | None:

@@ -1,0 +1,44 @@
+"""What a user can get wrong is answered with what was asked, what was found, and what to type."""
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom as er
+from elbowroom.errors import PlanError, UnknownField, UnsupportedTensor
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": "x"}, r"seed='x' is not possible; it is an int, or None"),
+        ({"seed": 1.5}, r"seed=1.5 is not possible"),
+        ({"rebuild": "no"}, r"rebuild='no' is not possible; it is True or False"),
+        ({"min_nbytes": True}, r"min_nbytes=True is not possible; it is an int, 0 or more"),
+        ({"min_nbytes": -1}, r"min_nbytes=-1 is not possible"),
+        ({"min_nbytes": "a"}, r"min_nbytes='a' is not possible"),
+    ],
+)
+def test_saving(settings, message):
+    with pytest.raises(UnknownField, match=message):
+        er.saving("dither", **settings)
+
+
+def test_fit_and_release():
+    model = nn.Linear(2, 2)
+    with pytest.raises(PlanError, match=r"fit takes a torch\.optim\.Optimizer; got str"):
+        er.fit(model, budget="1 GiB", optimizer="adam")
+    with pytest.raises(UnknownField, match="exact='yes' is not possible"):
+        er.fit(model, budget="1 GiB", exact="yes")
+    with pytest.raises(UnknownField, match="min_nbytes=-3 is not possible"):
+        er.fit(model, budget="1 GiB", min_nbytes=-3)
+    with pytest.raises(PlanError, match=r"release takes a torch\.nn\.Module; got int"):
+        er.release(3)
+    with pytest.raises(ValueError, match=r'positive; got 0\. Write 6 \* 2\*\*30, or "6 GiB"'):
+        er.fit(model, budget=0)
+
+
+def test_a_codec_takes_a_tensor():
+    with pytest.raises(UnsupportedTensor, match=r"takes a tensor; got list\. Use torch\.as_tensor"):
+        er.codec("dither").encode([1.0, 2.0])
+    assert torch.equal(er.codec("bitmask").encode(torch.ones(3)).decode(), torch.ones(3))
