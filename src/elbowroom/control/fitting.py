@@ -5,8 +5,8 @@
   + transients           workspaces, restored tensors, fresh gradients              measured:
   <= budget                                                                         peak - the rest
 
-1. The first forward starts at the safest exact rung of the ladder (`plan/ladder.py`). Transients are
-   not known yet; one tensor of the largest size is set aside for them. If what is held comes
+1. The first forward starts at the safest exact rung of the ladder (`plan/ladder.py`). Transients
+   are not known yet; one tensor of the largest size is set aside for them. If what is held comes
    closer to the budget than that, forward climbs to a stricter rung on the spot, and encodes what
    it has kept so far: lossy codes only where the budget needs them.
 2. That step is measured by the allocator. With its transients known, the mildest rung that fits is

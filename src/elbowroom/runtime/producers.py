@@ -16,7 +16,6 @@ from elbowroom.runtime.identity import Identity, Origin, untouchable
 from elbowroom.runtime.recipes import Affine, Op, Recipe, same_order
 from elbowroom.runtime.slot import Geometry, Slot
 
-
 _GROUP = 64  # the group size of most settings
 _WORST_GROWTH = 12.0  # of the error variance; ResNet-18 in training lies below 6 (docs/log.md)
 
