@@ -58,7 +58,9 @@ def saving(
 
 def _check_min_nbytes(min_nbytes: int) -> None:
     if not isinstance(min_nbytes, int) or isinstance(min_nbytes, bool) or min_nbytes < 0:
-        raise UnknownField(f"min_nbytes={min_nbytes!r} is not possible; it is an int, 0 or more")
+        raise UnknownField(
+            f"min_nbytes={min_nbytes!r} is not possible; it is an int of bytes, 0 or more"
+        )
 
 
 def _check_model(model: nn.Module, verb: str) -> None:

@@ -14,7 +14,10 @@ from elbowroom.errors import PlanError, UnknownField, UnsupportedTensor
         ({"seed": "x"}, r"seed='x' is not possible; it is an int, or None"),
         ({"seed": 1.5}, r"seed=1.5 is not possible"),
         ({"rebuild": "no"}, r"rebuild='no' is not possible; it is True or False"),
-        ({"min_nbytes": True}, r"min_nbytes=True is not possible; it is an int, 0 or more"),
+        (
+            {"min_nbytes": True},
+            r"min_nbytes=True is not possible; it is an int of bytes, 0 or more",
+        ),
         ({"min_nbytes": -1}, r"min_nbytes=-1 is not possible"),
         ({"min_nbytes": "a"}, r"min_nbytes='a' is not possible"),
     ],
