@@ -46,9 +46,7 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
-_GENEROUS = (
-    12  # as many tensors of the largest size cover the transients of a step not yet measured
-)
+_GENEROUS = 12  # so many largest tensors cover the transients of a step that was not measured yet
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
 
 
@@ -72,6 +70,7 @@ class Fitting:
         self.rungs: tuple[Rung, ...] = EXACT_RUNGS if exact else EXACT_RUNGS + LOSSY_RUNGS
         self.rung = _SAFEST_EXACT
         self.static_nbytes = 0  # held before this step
+        self._unborn_nbytes = 0  # gradients and optimizer states that it will create
         self.context = Context()
         self.peak_nbytes: int | None = None  # of the last measured step, everything included
         self._transient_nbytes: int | None = None
@@ -84,6 +83,7 @@ class Fitting:
         """A context for the forward that begins now."""
         self.context.begin_step()
         self.static_nbytes = storage_nbytes(self._static())
+        self._unborn_nbytes = self._count_unborn()
         self._learn()
         if not self._settled and self._interval is None:
             self._measured_from = self.static_nbytes
@@ -101,7 +101,7 @@ class Fitting:
         More than this cannot be held, or the optimizer's states would not fit.
         """
         free = self.budget_nbytes - self.static_nbytes
-        return -1 if self._unborn_nbytes() > free else free - (self._transient_nbytes or 0)
+        return -1 if self._unborn_nbytes > free else free - (self._transient_nbytes or 0)
 
     def forward_ended(self, saving: "FittedSaving") -> None:
         """Note what this forward saved; say what was chosen; refuse a budget that cannot be met."""
@@ -158,7 +158,7 @@ class Fitting:
         saved = held_nbytes(least_rung, step)
         other, kind = self._transient_nbytes, "measured"
         if other is None:  # a guess must be named generously
-            other, kind = self._unborn_nbytes() + _GENEROUS * saving.largest_nbytes, "estimated"
+            other, kind = self._unborn_nbytes + _GENEROUS * saving.largest_nbytes, "estimated"
         least = self.static_nbytes + saved + other
         parts = ", ".join(
             f"{name} {show_nbytes(size)}" for name, size in self._parts(saved, other) if size
@@ -195,7 +195,7 @@ class Fitting:
             value for state in states for value in state.values() if isinstance(value, Tensor)
         ]
 
-    def _unborn_nbytes(self) -> int:
+    def _count_unborn(self) -> int:
         """Bytes of the gradients and optimizer states that the first step will create.
 
         Two fp32 states a parameter, unless the class says less.

@@ -23,8 +23,8 @@ from elbowroom.plan import Need
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.slot import Slot
 
-# op -> the arguments (position, name) in which its gradients are linear, or smooth enough: see
-# docs/log.md
+# op -> the arguments (position, name) that may carry an error: its gradients are linear in them,
+# or, for norms, GELU, SiLU and attention, smooth, so that a small unbiased error stays small
 _CONV = ((0, "input"),)
 _TWO = ((0, "input"), (1, "mat2"))
 TOLERANT: dict[str, tuple[tuple[int, str], ...]] = {

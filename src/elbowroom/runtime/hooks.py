@@ -6,10 +6,11 @@
       -> perform                              perform.py
       -> slot -> View                         slot.py
 
-Everything is decided from metadata; no value is read. What cannot be touched is kept, with the
-version check that hooks switch off, and the ledger says why. State belongs to the views that
-autograd holds, never to "the step": unpack may come twice, in any order, on another thread, or
-never.
+Everything is decided from metadata; no value of a saved tensor is read. (One check reads the mean
+and rstd of a norm, on a CPU, where that is no sync: `Saving._guard`.) What cannot be touched is
+kept, with the version check that hooks switch off, and the ledger says why. State belongs to the
+views that autograd holds, never to "the step": unpack may come twice, in any order, on another
+thread, or never.
 """
 
 from contextlib import ExitStack

@@ -1,20 +1,19 @@
 """Is it ours to touch, and have we seen it before?
 
 1. Identity is (storage, version). A tensor is packed once by every op that saves it, often as a
-view: all of these find
-   one `Slot`. Addresses are compared under a weak reference, so that one is never taken for another
-   that died.
+   view: all of these find one `Slot`. Addresses are compared under a weak reference, so that one is
+   never taken for another that died.
 2. Parameters are left alone: leaves that require grad, their views, and whatever a graph makes from
-nothing else
-   (autocast's bf16 copy of a weight, weight_norm's product, a pruned weight). The latter are
-   memory, and are counted.
+   nothing else (autocast's bf16 copy of a weight, weight_norm's product, a pruned weight). The
+   latter are memory, and are counted.
 3. A slot stands for a dense tensor that covers its storage: x, the base that x is a view of, or the
-storage as a flat
-   run. A small window onto a large storage is kept: what plain autograd would do too.
+   storage as a flat run. A small window onto a large storage is kept: what plain autograd would do
+   too.
 4. What an op made, and whether it has exact zeros, is remembered as an `Origin` until the context
-ends.
+   ends.
 """
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +26,7 @@ from elbowroom.runtime.weak import WeakStorage
 
 _WINDOW = 4  # a view of less than a fourth of its storage is a window
 _DEEPEST_PARAMETER_GRAPH = 16
-_PICKS = (
-    "Embedding",
-    "Index",
-    "Gather",
-    "Take",
-)  # what these make of a parameter is data: indices chose it
+_PICKS = ("Embedding", "Index", "Gather", "Take")  # what these make of a parameter is data
 _SCALES = ("Mul", "Mv", "Vdot", "Dot")  # pruning masks and spectral_norm's vectors enter here
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -52,8 +46,6 @@ class _Storage:
     __slots__ = ("origins", "slots", "weak")
 
     def __init__(self, x: Tensor) -> None:
-        import weakref
-
         self.weak = WeakStorage(x)
         self.slots: weakref.WeakValueDictionary[tuple[int, torch.dtype], Slot] = (
             weakref.WeakValueDictionary()

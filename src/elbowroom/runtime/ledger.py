@@ -78,7 +78,6 @@ class Ledger:
         self.held_nbytes = 0
         self.before_nbytes = 0
         self.after_nbytes = 0
-        self.parameter_nbytes = 0
 
     def open(self, module: str, consumer: str, dtype: str, before_nbytes: int) -> Entry:
         """A new entry for a storage of `before_nbytes`."""
