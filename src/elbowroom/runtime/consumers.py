@@ -1,4 +1,4 @@
-"""Which op is saving, what its backward needs, and how its output could be made again.
+"""Which op is saving, and what its backward needs.
 
 Pack is not told who saves. A TorchFunctionMode is: it sees each call from Python to torch, and what
 is packed during a call is saved by it (about 3 us a call; CPU, torch 2.13). Calls that torch makes

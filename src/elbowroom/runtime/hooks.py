@@ -38,9 +38,10 @@ from elbowroom.runtime.identity import (
 )
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.perform import differ_on_nan, mask_bits, perform
-from elbowroom.runtime.producers import mixes_channels_badly, note_origin
+from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.slot import Lone, Slot, View
+from elbowroom.runtime.uneven import is_uneven
 
 _HARD_MIN_NBYTES = 16  # scalars gain nothing
 
@@ -138,7 +139,7 @@ class Saving:
         ):
             return
         slot = self._identity.slot(call.arg(0, "input"))
-        if slot is not None and not slot.exact and mixes_channels_badly(call):
+        if slot is not None and not slot.exact and is_uneven(call):
             why = "its channels differ too much in scale or mean"
             slot.hold(KeepHandle(slot.base.on(call.arg(0, "input")), why))
             slot.entry.why = why

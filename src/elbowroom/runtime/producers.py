@@ -16,9 +16,6 @@ from elbowroom.runtime.identity import Identity, Origin, untouchable
 from elbowroom.runtime.recipes import Affine, Op, Recipe, same_order
 from elbowroom.runtime.slot import Geometry, Slot
 
-_GROUP = 64  # the group size of most settings
-_WORST_GROWTH = 12.0  # of the error variance; ResNet-18 in training lies below 6 (docs/log.md)
-
 
 def note_origin(call: Call, out: Any, identity: Identity) -> None:
     """If the op that has just ended can run again, remember how, under its output's identity."""
@@ -161,7 +158,7 @@ def _dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 def _layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     shape, eps = call.arg(1, "normalized_shape"), call.arg(4, "eps", 1e-5)
     weight, bias = _as_now(call.arg(2, "weight")), _as_now(call.arg(3, "bias"))
-    statistics = _statistics(call, 2)
+    statistics = statistics_of(call, 2)
     lossy: Callable[[Tensor, Tensor | None], Tensor] | None = None
     if statistics is not None:
         mean, rstd = statistics
@@ -181,7 +178,7 @@ def _layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
 def _group_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     x, groups, eps = call.arg(0, "input"), call.arg(1, "num_groups"), call.arg(4, "eps", 1e-5)
     weight, bias = _as_now(call.arg(2, "weight")), _as_now(call.arg(3, "bias"))
-    statistics = _statistics(call, 2)
+    statistics = statistics_of(call, 2)
     affine: Callable[[], Affine] | None = None
     if statistics is not None and x.is_contiguous():
         mean, rstd = (part.float().reshape(x.shape[0], groups, 1) for part in statistics)
@@ -216,11 +213,11 @@ def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     training, eps = call.arg(5, "training", False), call.arg(7, "eps", 1e-5)
     used: tuple[Tensor | None, Tensor | None] = (None, None)
     if training:  # its own statistics; the running ones are not updated
-        statistics = _statistics(call, 2)
+        statistics = statistics_of(call, 2)
     else:
         now = call.arg(1, "running_mean").clone(), call.arg(2, "running_var").clone()
         used, statistics = now, (now[0], (now[1] + eps).rsqrt())
-    inner = _channel_run(x)
+    inner = channel_run(x)
     affine: Callable[[], Affine] | None = None
     if statistics is not None and inner is not None:
         mean, rstd = (part.float() for part in statistics)
@@ -240,45 +237,12 @@ def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     return _make(call, out, identity, op)
 
 
-def mixes_channels_badly(call: Call) -> bool:
-    """Whether a group code would drown some channels of a BatchNorm's input in the noise of others.
-
-    A group's step follows its largest values, and backward multiplies by rstd, which follows each
-    channel's own: with channels of very different scale or mean in one group the error grows by
-        mean over channels of (extent of the neighbours / extent of the channel)^2 * share
-    where a share of the groups holds more than one channel. Read from the saved statistics; on a
-    GPU that would be a sync, and is not asked.
-    """
-    x, statistics = call.arg(0, "input"), _statistics(call, 2)
-    if call.name != "batch_norm" or statistics is None or x.device.type != "cpu" or x.dim() < 2:
-        return False
-    mean, rstd = (part.detach().double().flatten() for part in statistics)
-    if mean.numel() != x.shape[1] or not bool((rstd > 0).all()):
-        return False
-    run = _channel_run(x) or 1
-    deviation = 1 / rstd
-    high, low = mean + 2 * deviation, mean - 2 * deviation
-    if run >= _GROUP:  # only next neighbours share a group
-        extent = _neighbours(high) + _neighbours(-low)
-        share = _GROUP / run
-    else:
-        extent = (high.max() - low.min()).expand_as(high)
-        share = 1.0
-    return bool(share * (extent / (high - low)).square().mean() > _WORST_GROWTH)
-
-
-def _neighbours(values: Tensor) -> Tensor:
-    """The largest of each value and those next to it."""
-    padded = torch.nn.functional.pad(values[None, None], (1, 1), value=float("-inf"))
-    return torch.nn.functional.max_pool1d(padded, 3, stride=1)[0, 0]
-
-
-def _statistics(call: Call, count: int) -> tuple[Tensor, ...] | None:
+def statistics_of(call: Call, count: int) -> tuple[Tensor, ...] | None:
     """The last `count` float tensors without a gradient that the op saved: mean and rstd."""
     return tuple(call.small[-count:]) if len(call.small) >= count else None
 
 
-def _channel_run(x: Tensor) -> int | None:
+def channel_run(x: Tensor) -> int | None:
     """How many elements of one channel are neighbours in memory order; None for other layouts."""
     if x.is_contiguous():
         return x[0, 0].numel() if x.dim() > 2 else 1
