@@ -163,7 +163,7 @@ class Codec(ABC):
         x = x.detach().resolve_neg()
         seed = (seed + 2**63) % 2**64 - 2**63  # an op takes a signed integer
         flat, stride = memory_order(x)
-        facts = facts or NOTHING
+        facts = self._seen(tuple(x.shape), stride, facts or NOTHING)
         buffers = None
         if flat.numel():
             facts = self._complete(flat, facts)
@@ -181,7 +181,9 @@ class Codec(ABC):
         self, shape: tuple[int, ...], dtype: torch.dtype, facts: Facts | None = None
     ) -> int:
         """Bytes that `encode` will hold: exactly, or at most where `fixed_size` is False."""
-        layout = self._layout(prod(shape), dtype, facts or NOTHING)
+        contiguous = torch.empty(shape, device="meta").stride()
+        facts = self._seen(shape, contiguous, facts or NOTHING)
+        layout = self._layout(prod(shape), dtype, facts)
         return sum(prod(expected.shape) * expected.dtype.itemsize for expected in layout)
 
     def fixed_size(self, facts: Facts | None = None) -> bool:
@@ -196,6 +198,10 @@ class Codec(ABC):
     @abstractmethod
     def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
         """What `_encode` makes of n elements: dtype and shape of each buffer."""
+
+    def _seen(self, shape: tuple[int, ...], stride: tuple[int, ...], facts: Facts) -> Facts:
+        """The facts with what shape and strides tell; `_layout` depends on it."""
+        return facts
 
     def _complete(self, flat: Tensor, facts: Facts) -> Facts:
         """The facts that `_encode` and `_decode_into` need.

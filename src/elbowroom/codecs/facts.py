@@ -4,6 +4,31 @@ It is known from the op that made the tensor and the op that saves it.
 """
 
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+
+class Maps(NamedTuple):
+    """Memory order as [outer, rows, columns, inner]: element (r, c) of a map has `inner` channels.
+
+    NCHW is [N * C, H, W, 1]; channels_last [N, H, W, C]; volumes are stacks of maps; tensors of
+    fewer than four dimensions are maps of one row. outer * rows * columns * inner is always N.
+    """
+
+    outer: int
+    rows: int
+    columns: int
+    inner: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], stride: tuple[int, ...]) -> "Maps":
+        """The maps of a dense tensor."""
+        if len(shape) < 4:
+            last = shape[-1] if shape and stride[-1] == 1 else prod(shape)
+            return cls(prod(shape) // max(last, 1), 1, last, 1)
+        inner = shape[1] if stride[1] == 1 else 1
+        rows, columns = shape[-2:] if stride[-2] >= stride[-1] else shape[:-3:-1]
+        return cls(prod(shape) // max(rows * columns * inner, 1), rows, columns, inner)
 
 
 @dataclass(frozen=True)
@@ -17,6 +42,7 @@ class Facts:
     smallest,
     largest      no integer lies outside (indices: 0 and the size of what they index, minus one)
     error_bound  an absolute error that a bounded codec must keep to
+    maps         how the elements lie in memory, for codecs of maps; `encode` reads it off the shape
     """
 
     has_zeros: bool = False
@@ -24,6 +50,7 @@ class Facts:
     smallest: int | None = None
     largest: int | None = None
     error_bound: float | None = None
+    maps: Maps | None = None
 
 
 NOTHING = Facts()
