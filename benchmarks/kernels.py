@@ -92,8 +92,8 @@ def affine(x: Tensor, out: Tensor) -> Iterator[Row]:
     shift = torch.zeros(64, device=x.device)
     packed = ops.pack_bits(x)
     y = out.copy_(x)
-    yield Row("affine", lambda: ops.affine(y, scale, shift, 3136, None), x)
-    yield Row("affine, masked", lambda: ops.affine(y, scale, shift, 3136, packed), x)
+    yield Row("affine", lambda: ops.affine(y, scale, shift, 3136, None, y), x)
+    yield Row("affine, masked", lambda: ops.affine(y, scale, shift, 3136, packed, y), x)
 
 
 # --- timing ---
@@ -182,7 +182,7 @@ def unequal(device: str) -> list[str]:
     for where, home in ((ops, device), (reference, "cpu")):
         y, unpacked = x.to(home, copy=True), torch.empty_like(x, device=home)
         channels = torch.arange(1.0, 4.0, device=home)
-        where.affine(y, channels, channels, 7, packed.to(home))
+        where.affine(y, channels, channels, 7, packed.to(home), y)
         where.unpack_bits(packed.to(home), 1.5, unpacked)
         small, lost = where.narrow((x * 200).long().to(home), torch.int8)
         results.append([y, unpacked, small, lost])

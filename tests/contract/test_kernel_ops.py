@@ -36,7 +36,7 @@ def arguments(op: str, device: str) -> tuple:
         ),
         "fp8_quantize": lambda: (x, 64, "e4m3"),
         "fp8_dequantize": lambda: (*reference.fp8_quantize(x, 64, "e4m3"), 64, "e4m3", out),
-        "affine": lambda: (x, torch.ones(3, device=device), torch.ones(3, device=device), 5, bits),
+        "affine": lambda: (x, *torch.ones(2, 3, device=device), 5, bits, out),
     }[op]()
 
 

@@ -130,7 +130,7 @@ def test_all_halves_convert(backend, dtype, factor):
     """All 65536 patterns to float32, times a factor, and back, as NumPy or an oracle does it."""
     x = all_patterns(dtype)
     y = x.clone()
-    backend.affine(y, torch.tensor([factor]), torch.tensor([0.0]), 1, None)
+    backend.affine(y, torch.tensor([factor]), torch.tensor([0.0]), 1, None, y)
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype is torch.float16:
             product = x.numpy().astype(np.float32) * np.float32(factor)
@@ -184,5 +184,6 @@ def test_affine_by_hand(backend):
         torch.tensor([1.0, 2.0]),
         2,
         torch.tensor([0b1111101], dtype=torch.uint8),
+        x,
     )
     assert x.tolist() == [11, 0, 302, 402, 51, 61, 702]

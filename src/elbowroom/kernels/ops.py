@@ -8,7 +8,7 @@
     dither_quantize(x, seed, levels, group_size)          codes, ranges, bounds
     nonzero_quantize(x, seed, levels, group_size)         bits, payload (size depends on x), bounds
     fp8_quantize(x, group_size, fmt)                      codes, scale
-    affine(x!, scale, shift, inner, bits)                 x * scale + shift by channel; 0 for bit 0
+    affine(x, scale, shift, inner, bits, out!)            x * scale + shift by channel; 0 for bit 0
 
 and a `_dequantize` for each `_quantize`, which writes its last argument, `out`: the caller owns the
 memory of what is restored and may reuse it (fresh pages cost more than decoding: docs/log.md). !
@@ -58,7 +58,9 @@ _SCHEMAS = {
     ),
     "fp8_quantize": "(Tensor x, int group_size, str fmt) -> (Tensor, Tensor)",
     "fp8_dequantize": "(Tensor codes, Tensor scale, int group_size, str fmt, Tensor(a!) out) -> ()",
-    "affine": "(Tensor(a!) x, Tensor scale, Tensor shift, int inner, Tensor? bits) -> ()",
+    "affine": (
+        "(Tensor x, Tensor scale, Tensor shift, int inner, Tensor? bits, Tensor(a!) out) -> ()"
+    ),
 }
 
 

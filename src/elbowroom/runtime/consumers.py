@@ -42,6 +42,8 @@ TOLERANT: dict[str, tuple[tuple[int, str], ...]] = {
     "scaled_dot_product_attention": ((0, "query"), (1, "key"), (2, "value")),
 }
 _RUNNING = ((1, "running_mean"), (2, "running_var"))
+NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm")
+_GROUP_NORM = "NativeGroupNormBackward0"
 BUFFERS = dict.fromkeys(("batch_norm", "instance_norm"), _RUNNING)  # saved, but the module's own
 MASKED_OUTPUT = ("relu", "relu_")  # they save their output, and read only where it is positive
 SHAPE_ONLY = (
@@ -84,7 +86,7 @@ is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # inside
 class Call:
     """One call from Python to a torch function, while it runs."""
 
-    __slots__ = ("args", "func", "kwargs", "name", "saved", "small", "version")
+    __slots__ = ("args", "at_end", "func", "kwargs", "name", "saved", "small", "version")
 
     def __init__(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -92,6 +94,7 @@ class Call:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.name = _name(func)
         self.saved: list[Slot] = []  # what it has saved so far
+        self.at_end: list[Callable[[Call], None]] = []  # what waits for its statistics
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
         first = args[0] if args else kwargs.get("input")
         # A subclass may answer any question with an error (an uninitialized parameter does).
@@ -104,12 +107,9 @@ class Call:
     def note_saved(self, slot: Slot, x: Tensor) -> None:
         """The call has saved x."""
         self.saved.append(slot)
-        if (
-            x.grad_fn is None
-            and not x.requires_grad
-            and x.is_floating_point()
-            and slot.value is not None
-        ):
+        # group_norm's statistics are outputs of its node; those of the others have none.
+        no_data = not x.requires_grad if x.grad_fn is None else x.grad_fn.name() == _GROUP_NORM
+        if no_data and x.is_floating_point() and slot.value is not None:
             self.small.append(x.detach())
 
 

@@ -6,8 +6,7 @@
       -> perform                              perform.py
       -> slot -> View                         slot.py
 
-Everything is decided from metadata; no value of a saved tensor is read. (One check reads the mean
-and rstd of a norm, on a CPU, where that is no sync: `Saving._guard`.) What cannot be touched is
+Everything is decided from metadata; no value of a saved tensor is read. What cannot be touched is
 kept, with the version check that hooks switch off, and the ledger says why. State belongs to the
 views that autograd holds, never to "the step": unpack may come twice, in any order, on another
 thread, or never.
@@ -25,7 +24,15 @@ from elbowroom.errors import CodecError, ElbowroomError, PlanError, RestoreError
 from elbowroom.plan import Action, Encode, Keep, Need, Policy, Rebuild, Rebuildable, Site
 from elbowroom.runtime import modules
 from elbowroom.runtime.compiler import eagerly
-from elbowroom.runtime.consumers import Call, Consumers, facts_of, is_argument, is_buffer, need_of
+from elbowroom.runtime.consumers import (
+    NORMS,
+    Call,
+    Consumers,
+    facts_of,
+    is_argument,
+    is_buffer,
+    need_of,
+)
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
@@ -41,7 +48,7 @@ from elbowroom.runtime.perform import differ_on_nan, mask_bits, perform
 from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.slot import Lone, Slot, View
-from elbowroom.runtime.uneven import is_uneven
+from elbowroom.runtime.statistics import statistics_of
 
 _HARD_MIN_NBYTES = 16  # scalars gain nothing
 
@@ -119,7 +126,8 @@ class Saving:
                 base = kept.restore()
                 if slot.mask_of:
                     slot.hold_bits(mask_bits(base, slot.mask_of))
-                slot.hold(perform(action, base, Need.LOSSY, None, self.context.next_seed()))
+                seed, known = self.context.next_seed(), slot.statistics
+                slot.hold(perform(action, base, Need.LOSSY, None, seed, statistics=known))
 
     def drop_everything(self) -> None:
         """Let go of all that was decided on. The graph is useless then; only the count goes on."""
@@ -129,20 +137,9 @@ class Saving:
 
     def _finished(self, call: Call, out: Any) -> None:
         with torch._C.DisableTorchFunction():
-            self._guard(call)
+            for finish in call.at_end:
+                finish(call)
             note_origin(call, out, self._identity)
-
-    def _guard(self, call: Call) -> None:
-        """Keep the input of a norm, after all, where a lossy code of it would be worthless."""
-        if call.name != "batch_norm" or not any(
-            slot.value is not None and not slot.value.exact for slot in call.saved
-        ):
-            return
-        slot = self._identity.slot(call.arg(0, "input"))
-        if slot is not None and not slot.exact and is_uneven(call):
-            why = "its channels differ too much in scale or mean"
-            slot.hold(KeepHandle(slot.base.on(call.arg(0, "input")), why))
-            slot.entry.why = why
 
     def _pack(self, x: Tensor) -> View | Lone | KeepHandle:
         with torch._C.DisableTorchFunction():
@@ -195,20 +192,37 @@ class Saving:
         action = Keep(left_alone) if left_alone else self._decide(site, ready)
         slot.entry.why = action.why if isinstance(action, Keep) else ""
         seed = self.context.next_seed() if isinstance(action, Encode) else 0
-        try:
-            if need is Need.SHAPE and isinstance(action, Rebuild):
-                slot.hold_shape()
-                return
-            if need is Need.MASK and isinstance(action, Encode):
-                covers = x.numel() == whole.numel()
-                slot.hold_bits(mask_bits(whole, site.consumer, only_output=covers))
-                return
-            handle = perform(action, whole, need, ready, seed, lambda: self.context.learn_keep(key))
-        except CodecError as error:
-            dtype = str(site.dtype).removeprefix("torch.")
-            where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
-            raise CodecError(f"{error} ({where})") from error
-        slot.hold(handle)
+        covers = x.numel() == whole.numel()
+
+        def hold() -> None:
+            if slot.pinned and isinstance(action, Encode):
+                return  # another op needs it exactly by now
+            known = slot.statistics
+            try:
+                slot.hold(perform(action, whole, need, ready, seed, outlived, known))
+            except CodecError as error:
+                dtype = str(site.dtype).removeprefix("torch.")
+                where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
+                raise CodecError(f"{error} ({where})") from error
+
+        def hold_normalized(norm: Call) -> None:
+            slot.statistics = statistics_of(norm)
+            if not isinstance(action, Keep):
+                hold()
+
+        def outlived() -> None:
+            self.context.learn_keep(key)
+
+        if need is Need.SHAPE and isinstance(action, Rebuild):
+            slot.hold_shape()
+        elif need is Need.MASK and isinstance(action, Encode):
+            slot.hold_bits(mask_bits(whole, site.consumer, only_output=covers))
+        elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
+            # Its statistics, which the code is better with, are known when it has ended.
+            slot.hold(KeepHandle(whole, slot.entry.why))
+            call.at_end.append(hold_normalized)
+        else:
+            hold()
 
     def _decide(self, site: Site, ready: Ready | None) -> Action:
         action = self.policy(site)
@@ -251,6 +265,12 @@ class Saving:
     def _consumer(self) -> str:
         call = None if self._consumers is None else self._consumers.call
         return "" if call is None else call.name
+
+
+def is_lossy(action: Action, need: Need) -> bool:
+    """Whether the tensor may be, or may become, a lossy code."""
+    at_once = isinstance(action, Encode) and action.codec.lossless
+    return need is Need.LOSSY and not at_once
 
 
 def left_alone_because(

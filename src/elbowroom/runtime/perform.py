@@ -1,6 +1,7 @@
 """An action becomes a handle: the only place that matches on actions."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -9,6 +10,7 @@ from elbowroom.errors import PlanError
 from elbowroom.plan import Action, Encode, Keep, Need, Rebuild
 from elbowroom.runtime.consumers import MASKED_OUTPUT
 from elbowroom.runtime.handles import EncodeHandle, Handle, KeepHandle, RebuildHandle
+from elbowroom.runtime.normal import Statistics
 from elbowroom.runtime.recipes import Ready
 
 
@@ -19,15 +21,24 @@ def perform(
     ready: Ready | None,
     seed: int,
     on_outlived: Callable[[], None] | None = None,
+    statistics: Statistics | None = None,
 ) -> Handle:
     """Do to `base`, a tensor that covers its storage, what was decided.
 
-    ready  its recipe, if it has one
+    ready       its recipe, if it has one
+    statistics  of the norm that it is the input of
     """
     match action:
         case Keep(why):
             return KeepHandle(base, why)
         case Encode(codec, facts):
+            if statistics is not None and not codec.lossless:
+                zeros = facts.has_zeros
+                y = statistics.normalize(base, keep_zeros=zeros)
+                encoded = codec.encode(y, seed, facts)
+                if not encoded.raw:
+                    undo = partial(statistics.undo, keep_zeros=zeros)
+                    return EncodeHandle(encoded, base, on_outlived, undo)
             return EncodeHandle(codec.encode(base, seed, facts), base, on_outlived)
         case Rebuild():
             assert ready is not None

@@ -13,8 +13,10 @@ from elbowroom.kernels import ops
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import Identity, Origin, untouchable
+from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.recipes import Affine, Op, Recipe, same_order
 from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.statistics import statistics_of
 
 
 def note_origin(call: Call, out: Any, identity: Identity) -> None:
@@ -102,7 +104,7 @@ def _relu_of_affine(below: Op, affine: Callable[[], Affine]) -> Op:
     """ReLU after a norm: one pass instead of two over a decoded tensor."""
 
     def lossy(x: Tensor, bits: Tensor | None) -> Tensor:
-        ops.affine(flat_of(x), *affine(), bits)
+        _in_place(x, affine(), bits)
         return x
 
     return Op(
@@ -115,16 +117,21 @@ def _relu_of_affine(below: Op, affine: Callable[[], Affine]) -> Op:
 
 def _masked(x: Tensor, bits: Tensor | None) -> Tensor:
     ones = torch.ones(1, device=x.device)
-    ops.affine(flat_of(x), ones, torch.zeros_like(ones), 1, bits)
+    _in_place(x, (ones, torch.zeros_like(ones), 1), bits)
     return x
 
 
 def _scaled(affine: Callable[[], Affine]) -> Callable[[Tensor, Tensor | None], Tensor]:
     def lossy(x: Tensor, _: Tensor | None) -> Tensor:
-        ops.affine(flat_of(x), *affine(), None)
+        _in_place(x, affine(), None)
         return x
 
     return lossy
+
+
+def _in_place(x: Tensor, affine: Affine, bits: Tensor | None) -> None:
+    flat = flat_of(x)
+    ops.affine(flat, *affine, bits, flat)
 
 
 def _gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
@@ -158,10 +165,11 @@ def _dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 def _layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     shape, eps = call.arg(1, "normalized_shape"), call.arg(4, "eps", 1e-5)
     weight, bias = _as_now(call.arg(2, "weight")), _as_now(call.arg(3, "bias"))
-    statistics = statistics_of(call, 2)
+    statistics = statistics_of(call)
     lossy: Callable[[Tensor, Tensor | None], Tensor] | None = None
     if statistics is not None:
-        mean, rstd = statistics
+        rows = (*out.shape[: out.dim() - len(shape)], *(1 for _ in shape))
+        mean, rstd = statistics.mean.view(rows), statistics.rstd.view(rows)
 
         def lossy(x: Tensor, _: Tensor | None) -> Tensor:
             x.sub_(mean).mul_(rstd)
@@ -178,10 +186,13 @@ def _layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
 def _group_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     x, groups, eps = call.arg(0, "input"), call.arg(1, "num_groups"), call.arg(4, "eps", 1e-5)
     weight, bias = _as_now(call.arg(2, "weight")), _as_now(call.arg(3, "bias"))
-    statistics = statistics_of(call, 2)
+    statistics = statistics_of(call)
     affine: Callable[[], Affine] | None = None
-    if statistics is not None and x.is_contiguous():
-        mean, rstd = (part.float().reshape(x.shape[0], groups, 1) for part in statistics)
+    if statistics is not None:
+        mean, rstd = (
+            part.float().reshape(x.shape[0], groups, 1)
+            for part in (statistics.mean, statistics.rstd)
+        )
         n, channels = x.shape[:2]
         inner = x[0, 0].numel()
 
@@ -205,22 +216,15 @@ def _group_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
 def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     if call.func is not F.batch_norm:
         return None
-    x, weight, bias = (
-        call.arg(0, "input"),
-        _as_now(call.arg(3, "weight")),
-        _as_now(call.arg(4, "bias")),
-    )
+    weight, bias = _as_now(call.arg(3, "weight")), _as_now(call.arg(4, "bias"))
     training, eps = call.arg(5, "training", False), call.arg(7, "eps", 1e-5)
     used: tuple[Tensor | None, Tensor | None] = (None, None)
-    if training:  # its own statistics; the running ones are not updated
-        statistics = statistics_of(call, 2)
-    else:
-        now = call.arg(1, "running_mean").clone(), call.arg(2, "running_var").clone()
-        used, statistics = now, (now[0], (now[1] + eps).rsqrt())
-    inner = channel_run(x)
+    if not training:  # else its own statistics; the running ones are not updated
+        used = call.arg(1, "running_mean").clone(), call.arg(2, "running_var").clone()
+    statistics = statistics_of(call)
     affine: Callable[[], Affine] | None = None
-    if statistics is not None and inner is not None:
-        mean, rstd = (part.float() for part in statistics)
+    if statistics is not None:
+        mean, rstd, inner = statistics.mean.float(), statistics.rstd.float(), statistics.inner
 
         def affine() -> Affine:
             scale = rstd if weight is None else rstd * weight.float()
@@ -235,26 +239,6 @@ def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         affine=affine,
     )
     return _make(call, out, identity, op)
-
-
-def statistics_of(call: Call, count: int) -> tuple[Tensor, ...] | None:
-    """The last `count` float tensors without a gradient that the op saved: mean and rstd."""
-    return tuple(call.small[-count:]) if len(call.small) >= count else None
-
-
-def channel_run(x: Tensor) -> int | None:
-    """How many elements of one channel are neighbours in memory order; None for other layouts."""
-    if x.is_contiguous():
-        return x[0, 0].numel() if x.dim() > 2 else 1
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]):
-        return 1
-    return None
-
-
-def flat_of(x: Tensor) -> Tensor:
-    """A dense tensor as a flat view in memory order."""
-    return x.as_strided((x.numel(),), (1,))
 
 
 def _as_now(parameter: Tensor | None) -> Tensor | None:

@@ -16,6 +16,7 @@ from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.base import Handle
 from elbowroom.runtime.handles.keep import KeepHandle
 from elbowroom.runtime.ledger import Entry
+from elbowroom.runtime.normal import Statistics
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Slot:
         "pinned",
         "shape_is_enough",
         "sites",
+        "statistics",
         "value",
     )
 
@@ -66,6 +68,7 @@ class Slot:
         self.bits: Tensor | None = None
         self.asked_exact = False
         self.mask_of = ""  # the op that asked for the mask, if one did
+        self.statistics: Statistics | None = None  # of the norm that it is the input of
         self.pinned = False  # must stay exact: something exact is rebuilt from it
         self.sites: list[
             Site

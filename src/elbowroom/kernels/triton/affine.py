@@ -10,10 +10,12 @@ from elbowroom.kernels.triton.device import TILE, load_float, program_tiles, sto
 from elbowroom.kernels.triton.launch import launch, words
 
 
-def affine(x: Tensor, scale: Tensor, shift: Tensor, inner: int, bits: Tensor | None) -> None:
+def affine(
+    x: Tensor, scale: Tensor, shift: Tensor, inner: int, bits: Tensor | None, out: Tensor
+) -> None:
     values, kind = words(x)
     period = inner * scale.numel()  # elements after which the channels repeat
-    args = values, scale, shift, bits, x.numel(), inner, scale.numel()
+    args = values, scale, shift, bits, words(out)[0], x.numel(), inner, scale.numel()
     launch(_affine, tiles(x.numel()), *args, SHORT=period < 2**31 - TILE_SIZE, KIND=kind)
 
 
@@ -23,6 +25,7 @@ def _affine(
     p_scale,
     p_shift,
     p_bits,
+    p_out,
     N,
     inner,
     C,
@@ -44,4 +47,4 @@ def _affine(
     if p_bits is not None:
         b_byte = tl.load(p_bits + (i_t * TILE + o_e) // 8, mask=m_e, other=0).to(tl.int32)
         b_y = tl.where((b_byte >> (o_e % 8)) & 1 != 0, b_y, 0.0)
-    store_float(p_x + i_t * TILE + o_e, b_y, m_e, KIND)
+    store_float(p_out + i_t * TILE + o_e, b_y, m_e, KIND)

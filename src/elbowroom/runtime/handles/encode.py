@@ -25,15 +25,22 @@ class EncodeHandle:
         "_offset",
         "_original",
         "_restored",
+        "_undo",
         "_version",
         "_witness",
         "on_outlived",
     )
 
     def __init__(
-        self, encoded: Encoded, base: Tensor, on_outlived: Callable[[], None] | None = None
+        self,
+        encoded: Encoded,
+        base: Tensor,
+        on_outlived: Callable[[], None] | None = None,
+        undo: Callable[[Tensor], None] | None = None,
     ) -> None:
+        """undo: what makes of the decoded tensor, in place, the one that was saved."""
         self._encoded = encoded
+        self._undo = undo
         self._offset = base.storage_offset()
         self._original = WeakStorage(base)
         self._witness = _witness(base)
@@ -68,6 +75,8 @@ class EncodeHandle:
         encoded = self._encoded
         flat = ARENA.take(encoded.numel, encoded.dtype, encoded.buffers[0].device)
         x = encoded.decode(flat)
+        if self._undo is not None:
+            self._undo(x)
         if not private and not ARENA.owns(flat):
             self._restored = WeakStorage(x), _witness(x), x._version
         return x

@@ -1,0 +1,157 @@
+"""Inputs of norms are normalized before they are encoded: no channel drowns another."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import elbowroom as er
+
+
+def network(layout, spread, offset=0.0):
+    torch.manual_seed(0)
+    if layout == "1d":
+        model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+        x = torch.randn(128, 32)
+    else:
+        conv = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU())
+        model = nn.Sequential(conv, nn.Flatten(), nn.Linear(64 * 100, 4))
+        x = torch.randn(8, 3, 12, 12)
+        if layout == "channels_last":
+            model, x = (
+                model.to(memory_format=torch.channels_last),
+                x.contiguous(memory_format=torch.channels_last),
+            )
+    first = model[0] if layout == "1d" else model[0][0]
+    with torch.no_grad():
+        first.weight[:8] *= spread
+        first.bias += offset * torch.randn(64)
+    return model, x
+
+
+def error(model, x, **settings):
+    """The relative error of the gradient of the first eight channels, which are the small ones."""
+    first = model[0] if isinstance(model[0], nn.Linear) else model[0][0]
+
+    def gradient(context=None):
+        model.zero_grad()
+        if context is None:
+            loss = F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.long))
+        else:
+            with context:
+                loss = F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.long))
+        loss.backward()
+        return first.weight.grad[:8].clone()
+
+    exact = gradient()
+    saved = er.saving("dither", min_nbytes=0, seed=1, **settings)
+    lossy = gradient(saved)
+    return float((lossy - exact).square().sum() / exact.square().sum()), saved.ledger
+
+
+@pytest.mark.parametrize("layout", ["1d", "nchw", "channels_last"])
+@pytest.mark.parametrize("spread", [0.1, 0.01, 0.001])
+def test_small_channels_are_not_drowned(layout, spread):
+    even, _ = error(*network(layout, 1.0), bits=4)
+    uneven, _ = error(*network(layout, spread), bits=4)
+    assert uneven < 2 * even
+
+
+@pytest.mark.parametrize("layout", ["1d", "nchw", "channels_last"])
+def test_channels_with_far_means_are_not_drowned(layout):
+    even, _ = error(*network(layout, 1.0), bits=4)
+    far, ledger = error(*network(layout, 1.0, offset=100.0), bits=4)
+    assert far < 2 * even
+    assert ("batch_norm", "dither") in {(row.consumer, row.action) for row in ledger.rows}
+
+
+NORMS = {
+    "batch_norm": lambda: nn.BatchNorm2d(16),
+    "batch_norm, eval": lambda: nn.BatchNorm2d(16).eval(),
+    "instance_norm": lambda: nn.InstanceNorm2d(16, affine=True),
+    "layer_norm": lambda: nn.LayerNorm((16, 10, 10)),
+    "group_norm": lambda: nn.GroupNorm(4, 16),
+}
+
+
+def held(norm, x, codec="dither", **fields):
+    """What backward is given for the norm's input, its ledger, and the exact input."""
+    y = x * 1.0  # the norm's input has a graph, and nobody else holds it
+    exact = y.detach().clone()
+    with er.saving(codec, min_nbytes=0, seed=1, **fields) as saved:
+        z = norm(y)
+    del y
+    return saved_input(z), saved.ledger, exact
+
+
+def saved_input(z):
+    node = z.grad_fn
+    while not hasattr(node, "_saved_input"):  # instance norm reshapes around its batch norm
+        node = node.next_functions[0][0]
+    return node._saved_input.view(z.shape)
+
+
+def scattered():
+    """Samples and channels of very different scale and mean."""
+    torch.manual_seed(0)
+    spread = 10 ** torch.linspace(-3, 3, 16).view(1, 16, 1, 1)
+    return (torch.randn(4, 16, 10, 10) * spread + 5 * spread).requires_grad_()
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("codec", ["dither", "group"])
+def test_the_error_follows_the_scale_that_the_norm_divides_by(name, codec):
+    norm, x = NORMS[name](), scattered()
+    if "eval" in name:
+        norm.running_mean.copy_(x.detach().mean(dim=(0, 2, 3)))
+        norm.running_var.copy_(x.detach().var(dim=(0, 2, 3)))
+    decoded, ledger, exact = held(norm, x, codec, bits=4)
+    assert ("batch_norm" if "batch" in name else name, codec) in {
+        (row.consumer, row.action) for row in ledger.rows
+    }
+    dims = {"instance_norm": (2, 3), "layer_norm": (1, 2, 3), "group_norm": (2, 3)}
+    shape = (4, 4, 4, 100) if name == "group_norm" else exact.shape
+    of = dims.get(name, (0, 2, 3))
+    error, spread = (decoded - exact).view(shape), exact.view(shape).std(dim=of, keepdim=True)
+    normalized = (error / spread).square().mean(dim=of)
+    assert normalized.max() < 0.5  # groups span several samples and channels of 5 sigma and more
+    assert normalized.mean() < 0.1
+
+
+def test_zeros_that_matter_stay_zeros():
+    norm, x = nn.BatchNorm2d(16), scattered()
+    with er.saving("dither", min_nbytes=0, seed=1, bits=4) as saved:
+        y = F.relu(x - 5 * x.detach().std())
+        exact = y.detach().clone()
+        z = norm(y)
+    del y
+    decoded = z.grad_fn._saved_input
+    assert {"dither"} == {row.action for row in saved.ledger.rows if row.before_nbytes > 20_000}
+    assert torch.equal(decoded != 0, exact != 0)
+    spread = exact.amax(dim=(0, 2, 3), keepdim=True).clamp_min(1e-30)
+    assert ((decoded - exact) / spread).square().mean() < 0.01
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_cannot_be_normalized_is_held_as_it_is(bad):
+    x = scattered()
+    with torch.no_grad():
+        x[0, 0, 0, 0] = bad
+    decoded, ledger, exact = held(nn.BatchNorm2d(16), x)
+    assert ("batch_norm", "raw") in {(row.consumer, row.action) for row in ledger.rows}
+    assert torch.equal(decoded.nan_to_num(7), exact.nan_to_num(7))
+
+
+def test_tightening_later_normalizes_too():
+    norm, x = nn.BatchNorm2d(16), scattered()
+    saving = er.saving("keep", min_nbytes=0)
+    with saving:
+        y = x * 1.0
+        exact = y.detach().clone()
+        z = norm(y)
+        del y
+        saving.tighten(er.saving("dither", bits=4).policy)
+    decoded = z.grad_fn._saved_input
+    assert not torch.equal(decoded, exact)
+    spread = exact.std(dim=(0, 2, 3), keepdim=True)
+    assert ((decoded - exact) / spread).square().mean(dim=(0, 2, 3)).max() < 0.1
