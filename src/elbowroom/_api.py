@@ -45,7 +45,7 @@ def saving(
     seed        where the noise of lossy codes starts; None: one sequence for the whole process
 
     Raises UnknownCodec or UnknownField, which list what exists. Tensors that cannot be touched are
-    kept; `.ledger` says which and why.
+    kept; `.ledger` says which and why. Warns if that is all there were, 1 MiB or more.
     """
     _check_min_nbytes(min_nbytes)
     if not isinstance(rebuild, bool):
@@ -53,7 +53,9 @@ def saving(
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise UnknownField(f"seed={seed!r} is not possible; it is an int, or None")
     context = PROCESS if seed is None else Context(seed, learns=False)
-    return Saving(_policy(policy, rebuild, fields), min_nbytes=min_nbytes, context=context)
+    return Saving(
+        _policy(policy, rebuild, fields), min_nbytes=min_nbytes, context=context, warns=True
+    )
 
 
 def _check_min_nbytes(min_nbytes: int) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from elbowroom.errors import CodecError, ElbowroomError, PlanError, RestoreError
 from elbowroom.plan import Action, Encode, Keep, Need, Policy, Rebuild, Rebuildable, Site
 from elbowroom.runtime import modules
+from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import (
     NORMS,
@@ -62,12 +63,19 @@ class Saving:
     min_nbytes  storages smaller than this stay as they are
     context     where seeds come from and what is learned goes to
     ledger      the count of bytes, filled as forward runs
+    warns       whether to say so if nothing could be changed
     """
 
     def __init__(
-        self, policy: Policy, *, min_nbytes: int = 65536, context: Context = PROCESS
+        self,
+        policy: Policy,
+        *,
+        min_nbytes: int = 65536,
+        context: Context = PROCESS,
+        warns: bool = False,
     ) -> None:
         self.policy = policy
+        self.warns = warns
         self.min_nbytes = min_nbytes
         self.context = context
         self.ledger = Ledger()
@@ -104,6 +112,8 @@ class Saving:
         self._open.close()
         self._open = self._consumers = None
         self._identity.clear()
+        if kind is None and self.warns:
+            warn_if_useless(self.ledger, self.policy, stacklevel=3)
 
     def tighten(self, policy: Policy) -> None:
         """From now on use `policy`.

@@ -165,6 +165,11 @@ class Ledger:
 
 
 def _render(ledger: Ledger) -> str:
+    if not ledger.before_nbytes:
+        return (
+            "saved tensors: none. Forward ran without gradients, inside a compiled function "
+            "(open the context around its call instead), or not at all.\n"
+        )
     before, after = show_nbytes(ledger.before_nbytes), show_nbytes(ledger.after_nbytes)
     table = Table(title=f"saved tensors: {before} -> {after}")
     for name in ("module", "saved by", "dtype", "action", "n"):
