@@ -6,8 +6,9 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.numba.bits import blank, unpack_flags
-from elbowroom.kernels.numba.device import CHUNK, TILE, f32, from_float, jit, target, to_float
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, jit
 from elbowroom.kernels.numba.launch import parallel, words
+from elbowroom.kernels.numba.rounding import from_float, target, to_float
 
 
 def affine(

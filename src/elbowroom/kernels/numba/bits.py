@@ -7,7 +7,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from elbowroom.kernels.numba.device import CHUNK, TILE, i32, jit, u8
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, i32, jit, u8
 from elbowroom.kernels.numba.launch import parallel
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

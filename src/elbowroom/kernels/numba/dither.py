@@ -6,35 +6,23 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.layout import groups, packed_nbytes, tiles
-from elbowroom.kernels.numba.device import (
+from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8
+from elbowroom.kernels.numba.grids import dequantize, extremes, finite, quantize
+from elbowroom.kernels.numba.launch import parallel, patterns, split_seed, words
+from elbowroom.kernels.numba.noise import draw, tile_key
+from elbowroom.kernels.numba.rounding import (
     BOTTOM,
-    CHUNK,
-    SLACK,
-    TILE,
     TOP,
     as_float,
     bf16_directed,
     bf16_value,
-    codes_nbytes,
-    dequantize,
-    draw,
-    extremes,
-    f32,
-    finite,
     from_restored,
-    i32,
     inverse,
-    jit,
     order,
-    pack,
-    quantize,
     target,
-    tile_key,
     to_float,
-    u8,
-    unpack,
 )
-from elbowroom.kernels.numba.launch import parallel, patterns, split_seed, words
 
 
 def dither_quantize(

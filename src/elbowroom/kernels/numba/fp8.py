@@ -6,25 +6,20 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.layout import groups
-from elbowroom.kernels.numba.device import (
-    CHUNK,
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8
+from elbowroom.kernels.numba.launch import parallel, patterns, words
+from elbowroom.kernels.numba.rounding import (
     HUGE,
-    TILE,
     TOP,
     as_bits,
     as_float,
     bf16_directed,
     bf16_value,
-    f32,
     from_restored,
-    i32,
     inverse,
-    jit,
     target,
     to_float,
-    u8,
 )
-from elbowroom.kernels.numba.launch import parallel, patterns, words
 
 FORMATS = {
     "e4m3": (3, 7, 448.0),

@@ -25,7 +25,7 @@ def _drop_stale_machine_code() -> None:
     """Delete our cached machine code if any of our sources is newer.
 
     numba checks the file that a function is in, not those it calls into: after an edit of
-    device.py (or a `git pull`) its neighbours would go on running the old code.
+    rounding.py (or a `git pull`) its neighbours would go on running the old code.
     """
     here = Path(__file__).parent
     newest = max(source.stat().st_mtime for source in here.glob("*.py"))

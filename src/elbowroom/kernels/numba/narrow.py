@@ -5,7 +5,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from elbowroom.kernels.numba.device import CHUNK, TILE, jit
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, jit
 from elbowroom.kernels.numba.launch import parallel
 
 

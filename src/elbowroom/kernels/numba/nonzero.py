@@ -10,29 +10,13 @@ from torch import Tensor
 
 from elbowroom.kernels.layout import check_payload, tiles
 from elbowroom.kernels.numba.bits import blank, count, pack_bits, tile_counts, unpack_flags
-from elbowroom.kernels.numba.device import (
-    CHUNK,
-    SLACK,
-    TILE,
-    codes_nbytes,
-    dequantize,
-    draw,
-    extremes,
-    f32,
-    from_restored,
-    i32,
-    jit,
-    pack,
-    quantize,
-    target,
-    tile_key,
-    to_float,
-    u8,
-    u64,
-    unpack,
-)
+from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8, u64
 from elbowroom.kernels.numba.dither import grid, ranges_of
+from elbowroom.kernels.numba.grids import dequantize, extremes, quantize
 from elbowroom.kernels.numba.launch import parallel, patterns, split_seed, words
+from elbowroom.kernels.numba.noise import draw, tile_key
+from elbowroom.kernels.numba.rounding import from_restored, target, to_float
 
 
 def nonzero_quantize(

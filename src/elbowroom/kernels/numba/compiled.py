@@ -1,0 +1,16 @@
+"""How the loops are compiled, and the types and sizes that all of them share.
+
+Each works on one short slice, in a loop that LLVM can vectorize. Slices, not offsets: numba checks
+an index that may be negative, and that check keeps a loop scalar.
+"""
+
+import numba
+import numpy as np
+
+u8, u16, u32, u64, i32, f32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.float32
+
+TILE = 2048
+CHUNK = 16  # tiles a work item of the parallel loop: scratch is allocated once for all of them
+
+jit = numba.njit(cache=True, error_model="numpy", nogil=True)
+inlined = numba.njit(inline="always", error_model="numpy")
