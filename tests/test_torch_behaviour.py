@@ -331,3 +331,10 @@ def test_nodes_are_the_same_objects_each_time_they_are_asked_for():
     assert y.grad_fn.name() == "ViewBackward0"
     assert x.grad_fn.next_functions[0][0].name() == "torch::autograd::AccumulateGrad"
     assert x.grad_fn.next_functions[0][0].variable.requires_grad
+
+
+def test_numpy_forbids_for_good_that_a_storage_is_resized():
+    x = torch.zeros(10)
+    x.numpy()
+    with pytest.raises(RuntimeError, match="not resizable"):  # if not: launch.py may use numpy()
+        x.untyped_storage().resize_(0)

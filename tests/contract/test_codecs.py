@@ -97,7 +97,8 @@ def noise_with_zeros(x: Tensor, facts: Facts) -> Tensor:
 
 
 def one_value(x: Tensor, facts: Facts) -> Tensor:
-    return (noise(x) > 0).to(x.dtype) * (1 if facts.value or x.dtype is torch.bool else 3)
+    one = 1 if facts.value or x.dtype is torch.bool else 3
+    return ((noise(x) > 0) * one).to(x.dtype)
 
 
 def indices(x: Tensor, facts: Facts) -> Tensor:
@@ -313,6 +314,18 @@ def test_x_is_neither_changed_nor_aliased(case):
         first = encoded.decode().clone()
         x.untyped_storage().fill_(1)
         assert same_bits(encoded.decode(), first), name
+
+
+@CASES
+def test_storages_can_be_resized_as_before(case):
+    """`Tensor.numpy()` would forbid it for good, and sharded training frees parameters that way."""
+    x = case.values(3, 100)
+    empty = case.values(0)
+    encoded, nothing = case.encode(x), case.encode(empty)
+    room = torch.empty(300, dtype=x.dtype)
+    held = [x, empty, *encoded.buffers, *nothing.buffers]
+    for y in (*held, encoded.decode(), encoded.decode(out=room), nothing.decode()):
+        y.untyped_storage().resize_(0)
 
 
 @CASES

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from elbowroom.kernels.numba.bits import blank, unpack_flags
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, jit
-from elbowroom.kernels.numba.launch import parallel, words
+from elbowroom.kernels.numba.launch import array, parallel, words
 from elbowroom.kernels.numba.rounding import from_float, target, to_float
 
 
@@ -15,8 +15,8 @@ def affine(
     x: Tensor, scale: Tensor, shift: Tensor, inner: int, bits: Tensor | None, out: Tensor
 ) -> None:
     flags = torch.empty(0, dtype=torch.uint8) if bits is None else bits
-    channels = scale.numpy(), shift.numpy(), inner
-    _affine(*words(x), *channels, flags.numpy(), bits is not None, words(out)[0])
+    channels = array(scale), array(shift), inner
+    _affine(*words(x), *channels, array(flags), bits is not None, words(out)[0])
 
 
 @jit

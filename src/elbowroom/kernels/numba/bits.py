@@ -8,7 +8,7 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, i32, jit, u8
-from elbowroom.kernels.numba.launch import parallel
+from elbowroom.kernels.numba.launch import array, parallel
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -16,19 +16,19 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def pack_bits(x: Tensor) -> Tensor:
     bits = torch.empty(-(-x.numel() // 8), dtype=torch.uint8)
     source, above_sign = _magnitudes(x)
-    _pack(source, above_sign, bits.numpy())
+    _pack(source, above_sign, array(bits))
     return bits
 
 
 def unpack_bits(bits: Tensor, value: float, out: Tensor) -> None:
     words = _WORDS[out.element_size()]
-    one = torch.full((1,), value, dtype=out.dtype).view(words).numpy()[0]
-    _unpack(bits.numpy(), one, out.view(words).numpy())
+    one = array(torch.full((1,), value, dtype=out.dtype), words)[0]
+    _unpack(array(bits), one, array(out, words))
 
 
 def _magnitudes(x: Tensor) -> tuple[np.ndarray[Any, Any], Any]:
     """x as integers, and a mask that drops the sign of a float, so that -0.0 is zero."""
-    words = x.view(_WORDS[x.element_size()]).numpy()
+    words = array(x, _WORDS[x.element_size()])
     if x.is_floating_point():
         return words, words.dtype.type(torch.iinfo(_WORDS[x.element_size()]).max)
     return words, words.dtype.type(-1)
@@ -102,7 +102,7 @@ def _unpack(bits, one, out):
 def tile_counts(bits: Tensor, tiles: int) -> Tensor:
     """How many bits are set in each tile: [tiles] int64."""
     counts = torch.empty(tiles, dtype=torch.int64)
-    _count(bits.numpy(), counts.numpy())
+    _count(array(bits), array(counts))
     return counts
 
 

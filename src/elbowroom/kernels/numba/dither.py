@@ -9,7 +9,7 @@ from elbowroom.kernels.layout import groups, packed_nbytes, tiles
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8
 from elbowroom.kernels.numba.grids import dequantize, extremes, finite, quantize
-from elbowroom.kernels.numba.launch import parallel, patterns, split_seed, words
+from elbowroom.kernels.numba.launch import array, parallel, patterns, split_seed, words
 from elbowroom.kernels.numba.noise import draw, tile_key
 from elbowroom.kernels.numba.rounding import (
     BOTTOM,
@@ -31,7 +31,7 @@ def dither_quantize(
     codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8)
     ranges = torch.empty(groups(x.numel(), group_size), 2, dtype=torch.uint8)
     bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
-    out = codes.numpy(), ranges.numpy(), patterns(bounds)
+    out = array(codes), array(ranges), patterns(bounds)
     _quantize(*words(x), *split_seed(seed), levels, group_size, *out)
     return codes, ranges, bounds
 
@@ -45,7 +45,7 @@ def dither_dequantize(
     group_size: int,
     out: Tensor,
 ) -> None:
-    source = codes.numpy(), ranges.numpy(), patterns(bounds)
+    source = array(codes), array(ranges), patterns(bounds)
     _dequantize(*source, *split_seed(seed), levels, group_size, *words(out))
 
 

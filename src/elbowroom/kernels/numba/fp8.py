@@ -7,7 +7,7 @@ from torch import Tensor
 
 from elbowroom.kernels.layout import groups
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8
-from elbowroom.kernels.numba.launch import parallel, patterns, words
+from elbowroom.kernels.numba.launch import array, parallel, patterns, words
 from elbowroom.kernels.numba.rounding import (
     HUGE,
     TOP,
@@ -32,7 +32,7 @@ def fp8_quantize(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
     scale = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
     fraction, bias, largest = FORMATS[fmt]
     _quantize(
-        *words(x), group_size, fraction, bias, np.float32(largest), codes.numpy(), patterns(scale)
+        *words(x), group_size, fraction, bias, np.float32(largest), array(codes), patterns(scale)
     )
     return codes, scale
 
@@ -41,7 +41,7 @@ def fp8_dequantize(codes: Tensor, scale: Tensor, group_size: int, fmt: str, out:
     table = torch.arange(256, dtype=torch.uint8).view(
         torch.float8_e4m3fn if fmt == "e4m3" else torch.float8_e5m2
     )
-    _dequantize(codes.numpy(), patterns(scale), table.float().numpy(), group_size, *words(out))
+    _dequantize(array(codes), patterns(scale), array(table.float()), group_size, *words(out))
 
 
 @jit

@@ -9,7 +9,7 @@ from elbowroom.kernels.layout import groups, packed_nbytes
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8
 from elbowroom.kernels.numba.grids import dequantize, extremes, finite, quantize
-from elbowroom.kernels.numba.launch import parallel, patterns, split_seed, words
+from elbowroom.kernels.numba.launch import array, parallel, patterns, split_seed, words
 from elbowroom.kernels.numba.noise import draw, tile_key
 from elbowroom.kernels.numba.rounding import (
     as_float,
@@ -29,7 +29,7 @@ def group_quantize(
     codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8)
     scale = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
     low = torch.empty_like(scale)
-    out = codes.numpy(), patterns(scale), patterns(low)
+    out = array(codes), patterns(scale), patterns(low)
     _quantize(*words(x), *split_seed(seed), levels, group_size, *out)
     return codes, scale, low
 
@@ -37,7 +37,7 @@ def group_quantize(
 def group_dequantize(
     codes: Tensor, scale: Tensor, low: Tensor, levels: int, group_size: int, out: Tensor
 ) -> None:
-    _dequantize(codes.numpy(), patterns(scale), patterns(low), levels, group_size, *words(out))
+    _dequantize(array(codes), patterns(scale), patterns(low), levels, group_size, *words(out))
 
 
 @jit

@@ -6,6 +6,8 @@
    lock then.
 3. A forked child must not start a parallel loop (GNU OpenMP aborts it): there the serial twin runs.
 4. numba's disk cache does not notice an edit of a function that is called: stale code is dropped.
+5. `Tensor.numpy()` forbids for good that the tensor's storage is resized, and the tensor is its
+   user's: an array is made over the address instead (`array`).
 """
 
 import os
@@ -88,6 +90,37 @@ def _renamed(loop: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
+_TYPES = {
+    getattr(torch, name): np.dtype(name).str
+    for name in ("float32", "bool", "uint8", "int8", "int16", "int32", "int64")
+}
+
+
+class _Memory:
+    """What NumPy reads to make an array; the array keeps it alive, and it the tensor."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, x: Tensor, typestr: str) -> None:
+        nbytes = x.element_size()
+        self.tensor = x
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": x.shape,
+            "strides": None if x.is_contiguous() else tuple(nbytes * s for s in x.stride()),
+            "typestr": typestr,
+            "data": (x.data_ptr(), False),  # 0 where x is empty
+        }
+
+
+def array(x: Tensor, dtype: torch.dtype | None = None) -> np.ndarray[Any, Any]:
+    """The memory of a tensor as an array of its own dtype, or of another that is as wide.
+
+    Unlike `x.numpy()`, which marks the storage as not resizable for as long as it lives.
+    """
+    return np.asarray(_Memory(x, _TYPES[dtype or x.dtype]))
+
+
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -97,12 +130,12 @@ def words(x: Tensor) -> tuple[np.ndarray[Any, Any], int]:
     Integers, because numpy has no bf16.
     """
     kind = _FLOATS[x.dtype]
-    return x.view(torch.int32 if kind == 0 else torch.int16).numpy(), kind
+    return array(x, torch.int32 if kind == 0 else torch.int16), kind
 
 
 def patterns(x: Tensor) -> np.ndarray[Any, Any]:
     """A bf16 tensor as int16."""
-    return x.view(torch.int16).numpy()
+    return array(x, torch.int16)
 
 
 def split_seed(seed: int) -> tuple[np.uint32, np.uint32]:

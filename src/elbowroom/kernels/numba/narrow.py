@@ -6,13 +6,13 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, jit
-from elbowroom.kernels.numba.launch import parallel
+from elbowroom.kernels.numba.launch import array, parallel
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     out = torch.empty(x.numel(), dtype=dtype)
     lost = torch.zeros(-(-x.numel() // (CHUNK * TILE)), dtype=torch.int64)
-    _narrow(x.numpy(), out.numpy(), lost.numpy())
+    _narrow(array(x), array(out), array(lost))
     return out, lost.sum()
 
 

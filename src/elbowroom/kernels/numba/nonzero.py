@@ -14,7 +14,7 @@ from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8, u64
 from elbowroom.kernels.numba.dither import grid, ranges_of
 from elbowroom.kernels.numba.grids import dequantize, extremes, quantize
-from elbowroom.kernels.numba.launch import parallel, patterns, split_seed, words
+from elbowroom.kernels.numba.launch import array, parallel, patterns, split_seed, words
 from elbowroom.kernels.numba.noise import draw, tile_key
 from elbowroom.kernels.numba.rounding import from_restored, target, to_float
 
@@ -26,7 +26,7 @@ def nonzero_quantize(
     starts = _starts(bits, x.numel(), levels, group_size)
     payload = torch.empty(int(starts[-1]), dtype=torch.uint8)
     bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
-    out = starts.numpy(), payload.numpy(), patterns(bounds)
+    out = array(starts), array(payload), patterns(bounds)
     _quantize(*words(x), *split_seed(seed), levels, group_size, *out)
     return bits, payload, bounds
 
@@ -42,7 +42,7 @@ def nonzero_dequantize(
 ) -> None:
     starts = _starts(bits, out.numel(), levels, group_size)
     check_payload(payload, int(starts[-1]))
-    source = bits.numpy(), starts.numpy(), payload.numpy(), patterns(bounds)
+    source = array(bits), array(starts), array(payload), patterns(bounds)
     tiniest = np.float32(max(2.0**-126, torch.finfo(out.dtype).tiny))
     _dequantize(*source, *split_seed(seed), levels, group_size, tiniest, *words(out))
 
@@ -51,7 +51,7 @@ def _starts(bits: Tensor, numel: int, levels: int, group_size: int) -> Tensor:
     """Where each tile's payload starts, and the end of the last: [tiles + 1] int64."""
     counts = tile_counts(bits, tiles(numel))
     starts = torch.zeros(counts.numel() + 1, dtype=torch.int64)
-    _sizes(counts.numpy(), levels, group_size, starts.numpy())
+    _sizes(array(counts), levels, group_size, array(starts))
     return starts
 
 
