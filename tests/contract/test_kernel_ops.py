@@ -16,15 +16,15 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def arguments(op: str, device: str) -> tuple:
+def arguments(op: str, device: str, n: int = 3000) -> tuple:
     """A plausible call of `op`."""
-    x = torch.randn(3000, generator=torch.Generator().manual_seed(0)).to(device)
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(device)
     out = torch.empty_like(x)
     bits = reference.pack_bits(x.relu())
     return {
         "pack_bits": lambda: (x,),
         "unpack_bits": lambda: (bits, 1.0, out),
-        "narrow": lambda: (torch.arange(300, device=device), torch.uint8),
+        "narrow": lambda: (torch.arange(n // 10, device=device), torch.uint8),
         "group_quantize": lambda: (x, 1, 4, 64),
         "group_dequantize": lambda: (*reference.group_quantize(x, 1, 4, 64), 4, 64, out),
         "dither_quantize": lambda: (x, 1, 3, 64),
@@ -85,7 +85,7 @@ def test_a_backend_serves_every_op(backend):
         assert home.startswith(f"elbowroom.kernels.{backend}."), op
 
 
-# --- threads and forks: launch.py's three rules ---
+# --- threads and forks: launch.py's rules ---
 
 SCENE = """
 import os, sys, threading, torch
@@ -182,8 +182,34 @@ def test_one_thread_gives_the_same_bytes():
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("op", ops.NAMES)
+def test_the_serial_and_the_threaded_twin_of_a_loop_give_the_same_bytes(monkeypatch, op):
+    from elbowroom.kernels.numba import launch
+
+    results = []
+    for longest in (-1, 10**9):
+        monkeypatch.setattr(launch, "SERIAL", longest)
+        args = arguments(op, "cpu", 70_000)
+        returned = getattr(ops, op)(*args)
+        outputs = returned if isinstance(returned, tuple) else (returned,)
+        results.append([t for t in (*args, *outputs) if isinstance(t, torch.Tensor)])
+    for threaded, serial in zip(*results, strict=True):
+        assert torch.equal(threaded, serial)
+
+
+def test_small_tensors_run_serially(monkeypatch):
+    from elbowroom.kernels.numba import launch
+
+    ran = []
+    monkeypatch.setattr(launch.torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(launch.numba, "set_num_threads", ran.append)  # a threaded loop asks for two
+    for n, expected in ((0, []), (11, []), (launch.SERIAL, []), (launch.SERIAL + 1, [2])):
+        ops.pack_bits(torch.ones(n))
+        assert ran == expected, n
+
+
 def test_two_threads_at_once_in_this_process():
-    x = torch.randn(50_000)
+    x = torch.randn(100_000)
     expected = ops.group_quantize(x, 1, 3, 32)
     wrong = []
 
