@@ -130,6 +130,7 @@ def test_an_unknown_field_is_answered_with_the_fields():
         ("dither", {"bits": 9}, "bits=9 is not possible; bits is an int from 1 to 8"),
         ("dither", {"bits": True}, "bits=True is not possible"),
         ("dither", {"bits": 3, "levels": 7}, "bits=3 means levels=8; got levels=7 too"),
+        ("dither", {"bits": 3, "levels": 4}, "bits=3 means levels=8; got levels=4 too"),
         ("dither", {"group_size": 48}, "group_size=48 is not possible; .* one of 32, 64, 128, 256"),
         ("dither", {"group_size": 64.0}, "group_size=64.0 is not possible"),
         ("group", {"bits": 0}, "bits=0 is not possible"),
@@ -151,6 +152,10 @@ def test_an_impossible_value_names_the_possible_ones(id, settings, message):
 def test_bits_are_sugar_for_levels():
     assert codec("dither", bits=3) == Dither(levels=8)
     assert codec("dither", bits=3).config() == {"id": "dither", "levels": 8, "group_size": 64}
+    assert codec("dither", bits=2, levels=4) == codec("dither") == Dither()
+    assert type(codec("dither").levels) is int
+    with pytest.raises(UnknownField, match="Give one of the two"):
+        er.saving("dither", bits=3, levels=4)
 
 
 def test_a_codec_cannot_be_changed():

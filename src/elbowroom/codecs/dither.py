@@ -27,6 +27,10 @@ from elbowroom.kernels import ops
 from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes, tiles
 
 
+class _Default(int):
+    """The value of a field that was not given: equal to its number, yet told from it."""
+
+
 @dataclass(frozen=True)
 class Dither(Codec):
     """Lossy: 2 to 256 `levels` (or `bits`), subtractive dither, zero-aware where zeros are known.
@@ -40,19 +44,21 @@ class Dither(Codec):
     lossless: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
 
-    levels: int = 4
+    levels: int = _Default(4)
     group_size: int = 64
     bits: InitVar[int | None] = None
 
     def __post_init__(self, bits: int | None) -> None:
         if bits is not None:
             within(self.id, "bits", bits, 1, 8)
-            if self.levels not in (4, 1 << bits):
+            if not isinstance(self.levels, _Default) and self.levels != 1 << bits:
                 raise UnknownField(
                     f"codec 'dither': bits={bits} means levels={1 << bits}; "
-                    f"got levels={self.levels} too"
+                    f"got levels={self.levels} too. Give one of the two."
                 )
             object.__setattr__(self, "levels", 1 << bits)
+        elif isinstance(self.levels, _Default):
+            object.__setattr__(self, "levels", int(self.levels))
         within(self.id, "levels", self.levels, 2, 256)
         one_of(self.id, "group_size", self.group_size, GROUP_SIZES)
 
