@@ -234,6 +234,34 @@ def test_nonzero_at_every_density(backend, levels, density):
         assert torch.equal(bits, reference.pack_bits(x))
 
 
+@pytest.mark.parametrize("missing", [1, 400, None])
+def test_triton_reads_nothing_beyond_a_short_payload(missing):
+    """The others raise; here the host would have to wait. What lies behind makes no difference."""
+    backend = triton_backend()
+    x = thinned(normal(5000, torch.float32), 0.5)  # three tiles
+    bits, payload, bounds = reference.nonzero_quantize(x, SEED, 4, 64)
+    tails = (SEED, 4, 64)
+    whole = torch.empty_like(x)
+    reference.nonzero_dequantize(bits, payload, bounds, *tails, whole)
+    n = 0 if missing is None else len(payload) - missing
+    restored = []
+    for behind in (0, 255):
+        memory = payload.clone()
+        memory[n:] = behind
+        short = memory.to(backend.device)[:n]
+        args = bits.to(backend.device), short, bounds.to(backend.device), *tails
+        out = torch.empty_like(x, device=backend.device)
+        backend.module.nonzero_dequantize(*args, out)
+        restored.append(out.cpu())
+    assert same_bits(*restored)
+    kept = {1: 4096, 400: 2048, None: 0}[missing]  # elements of the tiles that are not cut
+    assert torch.equal(restored[0][:kept], whole[:kept])
+    assert torch.equal(restored[0][kept:] == 0, x[kept:] == 0)
+    assert restored[0][kept:][x[kept:] != 0].isnan().all()
+    with pytest.raises(ValueError, match="bytes of payload"):
+        numba.nonzero_dequantize(bits, payload[:n], bounds, *tails, whole)
+
+
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("group_size", layout.GROUP_SIZES)
 def test_fp8_equals_the_reference(backend, fmt, group_size):

@@ -4,6 +4,9 @@ Bits and the size of each tile's payload come first; the sum of the sizes is rea
 which waits for it. Where the j-th non-zero of a tile lies is the number of elements whose
 inclusive count of non-zeros is at most j: a histogram of the counts, summed up. One tile a
 program.
+
+Whether a payload is as long as its bitmap calls for is not checked, for the host would wait: of
+one that is too short nothing beyond its end is read, and the tiles that it cuts restore to NaN.
 """
 
 import torch
@@ -54,7 +57,8 @@ def nonzero_dequantize(
     starts = _starts(bits, out.numel(), levels, group_size)
     target, kind = words(out)
     tiniest = max(2.0**-126, torch.finfo(out.dtype).tiny)
-    args = bits, starts, payload, patterns(bounds), target, out.numel(), tiniest, *split_seed(seed)
+    sizes = out.numel(), payload.numel(), tiniest
+    args = bits, starts, payload, patterns(bounds), target, *sizes, *split_seed(seed)
     launch(_dequantize, tiles(out.numel()), *args, LEVELS=levels, S=group_size, KIND=kind, R=1)
 
 
@@ -115,7 +119,7 @@ def _quantize(
     pack(p_x, p_codes, n, b_key, b_low, b_scale, b_place[None, :], LEVELS, S, KIND)
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["N_PAYLOAD", "seed_low", "seed_high"])
 def _dequantize(
     p_bits,
     p_starts,
@@ -123,6 +127,7 @@ def _dequantize(
     p_bounds,
     p_out,
     N,
+    N_PAYLOAD,
     tiniest,
     seed_low,
     seed_high,
@@ -139,10 +144,13 @@ def _dequantize(
     b_count = tl.cumsum(m_e.to(tl.int32), axis=0)
     n = tl.max(b_count, axis=0)
     o_e = tl.where(m_e, b_count - 1, 0)  # place among the non-zeros
+    m_t = tl.load(p_starts + i_t + 1) <= N_PAYLOAD  # all of the tile's payload is there
     p_payload += tl.load(p_starts + i_t)
-    b_low, b_step = load_grid(p_payload + 2 * (o_e // S), p_bounds + 2 * i_t, m_e, n > 0, LEVELS)
-    b_code = unpack(p_payload + 2 * ((n + S - 1) // S), n, o_e, m_e, LEVELS)
+    m_g = m_e & m_t
+    b_low, b_step = load_grid(p_payload + 2 * (o_e // S), p_bounds + 2 * i_t, m_g, n > 0, LEVELS)
+    b_code = unpack(p_payload + 2 * ((n + S - 1) // S), n, o_e, m_g, LEVELS)
     b_u = uniform(tile_key(i_t, seed_low, seed_high), o_e)
     b_x = b_low + b_step * (b_code.to(tl.float32) - b_u)
     b_x = tl.where(tl.abs(b_x) < tiniest, tiniest, b_x)
+    b_x = tl.where(m_t, b_x, float("nan"))
     store_restored(p_out + i_t * TILE + o_x, tl.where(m_e, b_x, 0.0), m_x, KIND)
