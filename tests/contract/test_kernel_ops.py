@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,12 +53,16 @@ def test_schema_and_fake(op, device):
 
 @pytest.fixture
 def fresh_choice():
-    """Forget which backends were found, before and after."""
-    for chosen in (ops._backend, ops._implementation):
-        chosen.cache_clear()
+    """Forget which backends were found, and which gave up, before and after."""
+
+    def forget():
+        ops._given_up.clear()
+        for chosen in (ops._backend, ops._implementation):
+            chosen.cache_clear()
+
+    forget()
     yield
-    for chosen in (ops._backend, ops._implementation):
-        chosen.cache_clear()
+    forget()
 
 
 @pytest.mark.usefixtures("fresh_choice")
@@ -83,6 +88,62 @@ def test_a_backend_serves_every_op(backend):
     for op in ops.NAMES:
         home = ops._implementation(op, backend).__module__
         assert home.startswith(f"elbowroom.kernels.{backend}."), op
+
+
+class CannotCompile(Exception):
+    """A failure as a backend declares it."""
+
+
+@pytest.fixture
+def failing(monkeypatch, fresh_choice):
+    """A backend whose `pack_bits` raises what `failing.error` holds, and counts its calls."""
+
+    def pack_bits(x):
+        fake.calls += 1
+        raise fake.error
+
+    fake = SimpleNamespace(
+        FAILURES=(CannotCompile,), pack_bits=pack_bits, narrow=reference.narrow, calls=0
+    )
+    monkeypatch.setattr(ops.importlib, "import_module", lambda name: fake)
+    return fake
+
+
+def test_a_kernel_that_fails_is_replaced_and_logged_once(failing, caplog):
+    failing.error = CannotCompile("out of registers")
+    x = torch.arange(100)
+    with caplog.at_level(logging.WARNING, "elbowroom.kernels"):
+        for _ in range(3):
+            assert torch.equal(ops._serve("pack_bits", "triton")(x), reference.pack_bits(x))
+    assert failing.calls == 1
+    assert caplog.messages == [
+        "backend triton cannot serve pack_bits (CannotCompile: out of registers); "
+        "the plain torch reference serves it from now on"
+    ]
+    assert ops._implementation("narrow", "triton") is failing.narrow  # the others stay
+
+
+@pytest.mark.parametrize("error", [ValueError("short"), TypeError("args"), RuntimeError("launch")])
+def test_other_errors_of_a_kernel_reach_the_caller(failing, caplog, error):
+    failing.error = error
+    for calls in (1, 2):
+        with pytest.raises(type(error), match=str(error)):
+            ops._serve("pack_bits", "triton")(torch.arange(100))
+        assert failing.calls == calls
+    assert not caplog.messages
+
+
+def test_triton_declares_what_its_compiler_raises_and_nothing_of_ours():
+    pytest.importorskip("triton")
+    from triton.compiler.errors import CompileTimeAssertionFailure
+    from triton.runtime.errors import InterpreterError, OutOfResources
+
+    failures = ops._failures("triton")
+    for error in (CompileTimeAssertionFailure, OutOfResources):
+        assert issubclass(error, failures)
+    for error in (InterpreterError, ValueError, TypeError, RuntimeError, torch.OutOfMemoryError):
+        assert not issubclass(error, failures)
+    assert ops._failures("numba") == ()
 
 
 # --- threads and forks: launch.py's rules ---

@@ -78,17 +78,44 @@ def _backend(name: str) -> ModuleType | None:
         return None
 
 
+_given_up: set[tuple[str, str]] = set()  # (op, backend) that failed once
+
+
 @cache
 def _implementation(op: str, backend: str) -> Callable[..., Any]:
-    found = getattr(_backend(backend), op, None)
+    found = None if (op, backend) in _given_up else getattr(_backend(backend), op, None)
     return cast(Callable[..., Any], found or getattr(reference, op))
 
 
 def _serve(op: str, backend: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        return _implementation(op, backend)(*args)
+        try:
+            return _implementation(op, backend)(*args)
+        except _failures(backend) as error:
+            _give_up(op, backend, error)
+        return getattr(reference, op)(*args)
 
     return call
+
+
+def _failures(backend: str) -> tuple[type[Exception], ...]:
+    """The errors by which a backend says, before a kernel has run, that it cannot serve.
+
+    Never those of wrong arguments: they go to the caller.
+    """
+    return getattr(_backend(backend), "FAILURES", ())
+
+
+def _give_up(op: str, backend: str, error: Exception) -> None:
+    """From now on the reference serves `op`: to fail again would mean to compile again."""
+    if (op, backend) not in _given_up:
+        _given_up.add((op, backend))
+        _implementation.cache_clear()
+        reason = f"{type(error).__name__}: {error}"
+        _log.warning(
+            "backend %s cannot serve %s (%s); the plain torch reference serves it from now on",
+            *(backend, op, reason),
+        )
 
 
 def _fake_codes(x: Tensor, levels: int) -> Tensor:

@@ -13,6 +13,7 @@ from elbowroom.kernels.triton.fp8 import fp8_dequantize as fp8_dequantize
 from elbowroom.kernels.triton.fp8 import fp8_quantize as fp8_quantize
 from elbowroom.kernels.triton.group import group_dequantize as group_dequantize
 from elbowroom.kernels.triton.group import group_quantize as group_quantize
+from elbowroom.kernels.triton.launch import FAILURES as FAILURES
 from elbowroom.kernels.triton.narrow import narrow as narrow
 from elbowroom.kernels.triton.nonzero import nonzero_dequantize as nonzero_dequantize
 from elbowroom.kernels.triton.nonzero import nonzero_quantize as nonzero_quantize

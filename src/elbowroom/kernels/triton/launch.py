@@ -9,6 +9,12 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
+# What a kernel raises, before it runs, where this GPU or this compiler cannot serve it. Not what
+# the interpreter raises, which wraps any error of ours.
+FAILURES = (CompilationError, OutOfResources, PTXASError)
 
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
