@@ -20,13 +20,20 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from _common import arguments, facts, finish, out_path, paired_dict, tell, times
+from _common import arguments, facts, finish, out_path, paired_dict, target, tell, times
 from torch import Tensor
 
 from elbowroom.kernels import ops, reference
 from elbowroom.measure.timing import Paired, paired
 
 SEED = 12345
+TARGETS = {  # on a CPU: the deed, and how fast it should be, where a copy is 1
+    "group 2 bits G=256 quantize": 0.35,
+    "group 2 bits G=256 dequantize": 1.0,
+    "dither 2 bits G=256 quantize": 0.3,
+    "dither 2 bits G=256 dequantize": 0.5,
+}
+TARGET_NBYTES, TARGET_THREADS = 100_000_000, 2
 Step = Callable[[], object]
 
 
@@ -226,6 +233,9 @@ def result(
         for row, took in found
     ]
     table += [[f"call of an op by {kind}", f"+{us:.1f} us", "-", "-"] for kind, us in price.items()]
+    deeds = [
+        {"deed": row.name, "x_nbytes": row.x.nbytes, **paired_dict(took)} for row, took in found
+    ]
     known = facts()
     if options.device == "cuda":
         known["device"]["gpu"] = torch.cuda.get_device_name()
@@ -235,14 +245,33 @@ def result(
         **known,
         "n": found[0][1].n,
         "settings": {"elements": n, "levels": 4, "device": options.device},
-        "rows": [
-            {"deed": row.name, "x_nbytes": row.x.nbytes, **paired_dict(took)} for row, took in found
-        ],
+        "rows": deeds,
         "price_of_a_call_us": price,
         "table": {"head": ["deed", "GB/s", "copy GB/s", "of a copy"], "rows": table},
-        "targets": [],
+        "targets": targets(deeds, known["threads"]) if options.device == "cpu" else [],
         "notes": ["quantizers allocate their outputs; medians and quartiles of pairs run in turn"],
     }
+
+
+def targets(deeds: list[dict[str, Any]], threads: int) -> list[dict[str, Any]]:
+    """Each target, and what came of it; a run that is too small or on other threads meets none."""
+    by_name = {deed["deed"]: deed for deed in deeds}
+    lines = []
+    for name, least in TARGETS.items():
+        deed = by_name[name]
+        low, high = deed["ratio_quartiles"]
+        lines.append(
+            target(
+                f"{name}, float32, at least {TARGET_NBYTES / 1e6:g} MB, {TARGET_THREADS} threads: "
+                f">= {least:g}x of a copy",
+                f"{deed['ratio']:.3f}x ({low:.3f}..{high:.3f}), {deed['x_nbytes'] / 1e6:.0f} MB, "
+                f"{threads} threads, n = {deed['pairs']}",
+                deed["ratio"] >= least
+                and deed["x_nbytes"] >= TARGET_NBYTES
+                and threads == TARGET_THREADS,
+            )
+        )
+    return lines
 
 
 def rate(x: Tensor, seconds: float) -> str:
