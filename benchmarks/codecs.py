@@ -2,10 +2,11 @@
 
     python benchmarks/codecs.py [ID ...]
 
-Data are synthetic: x normal, its ReLU (half zeros), a mask, indices below 1000. 64 MiB of float32
-(or as many elements of another dtype), 2 threads, ops warm. Speed: time of `torch.Tensor.copy_` of
-x into a warm buffer / time of an encode (or of a decode into a warm `out`), median of 11 pairs run
-in turn, quartiles in brackets. rel-MSE is sum (x~ - x)^2 / sum x^2.
+Data are synthetic: x normal, its ReLU (half zeros), a mask, indices below 1000, for division maps
+of 1 / f noise. 64 MiB of float32 (or as many elements of another dtype), 2 threads, ops warm.
+Speed: time of `torch.Tensor.copy_` of x into a warm buffer / time of an encode (or of a decode into
+a warm `out`), median of 11 pairs run in turn, quartiles in brackets. rel-MSE is
+sum (x~ - x)^2 / sum x^2.
 """
 
 import sys
@@ -28,6 +29,7 @@ class Row(NamedTuple):
     codec: Codec
     data: str
     facts: Facts = Facts()
+    shape: tuple[int, ...] = (N,)
 
 
 def data(name: str) -> Tensor:
@@ -39,6 +41,15 @@ def data(name: str) -> Tensor:
         "dropout": lambda: (x > 0).float() * 2,
         "indices": lambda: (x.abs_() * 1000).long() % 1000,
     }[name]()
+
+
+def smooth(row: Row) -> Tensor:
+    """Maps with the spectrum of photographs: amplitude 1 / frequency, phases at random."""
+    side = row.shape[-1]
+    f = torch.fft.fftfreq(side).square()[:, None] + torch.fft.rfftfreq(side).square()
+    spectrum = torch.fft.rfft2(data("normal").view(row.shape)) / (f + side**-2).sqrt()
+    x = torch.fft.irfft2(spectrum, s=row.shape[-2:])
+    return x.to(memory_format=torch.channels_last) if "last" in row.data else x
 
 
 def rows(id: str) -> Iterator[Row]:
@@ -65,13 +76,22 @@ def rows(id: str) -> Iterator[Row]:
         yield Row(codec(id, group_size=256), "normal")
         yield Row(codec(id), "ReLU")
         yield from (Row(codec(id, levels=levels), "ReLU", ZEROS) for levels in (3, 4))
+    elif id == "division":
+        maps = N // 2**20, 64, 128, 128
+        for chosen in (
+            *({"bits": bits} for bits in (1, 2, 4, 8)),
+            *({"rounding": "dither", "range_blocks": side} for side in (0, 1, 2)),
+        ):
+            yield Row(codec(id, **chosen), "smooth maps", shape=maps)
+        yield Row(codec(id), "normal", shape=maps)
+        yield Row(codec(id), "smooth channels_last", shape=maps)
     else:
         yield Row(codec(id), "normal")
 
 
 def measured(row: Row) -> str:
-    x = data(row.data)
-    room, out = torch.empty_like(x), torch.empty_like(x)
+    x = data(row.data).view(row.shape) if "smooth" not in row.data else smooth(row)
+    room, out = torch.empty_like(x), torch.empty(N, dtype=x.dtype)
     encoded = row.codec.encode(x, facts=row.facts)
     y = encoded.decode()
     error = float((y.double() - x.double()).square().sum() / x.double().square().sum())

@@ -2,7 +2,8 @@
 
     ./scripts/bench kernels [--device cuda] [--quick]
 
-x is 128 MiB: normal float32 (half of it zero for nonzero), int64 below 100 for narrow. Speed is
+x is 128 MiB: normal float32 (half of it zero for nonzero; maps of 64 x 64, or 64 channels of them,
+for division), int64 below 100 for narrow. Speed is
 GB/s of x, in 1e9 bytes; "of a copy" is the time of `torch.Tensor.copy_` of x into a warm buffer
 over that of the op, run in turn: 1 means as fast as a copy. Quantizers allocate what they return,
 as in use. Dequantizers write into a warm buffer; "fresh" ones allocate `out` each time. On CUDA,
@@ -56,6 +57,10 @@ def rows(n: int, device: str) -> Iterator[Row]:
             yield from both(kind, name, x, (SEED, *settings), (*stored_noise, *settings), out)
     settings = (SEED, 4, 256)
     yield from both("nonzero", "nonzero 2 bits G=256", x.relu(), settings, settings, out)
+    for layout in ("", " channels_last"):
+        how = 4, 8, 0, [n // 2**18, 64, 64, 64] if layout else [n // 4096, 64, 64, 1]
+        name = f"division 2 bits{layout}"
+        yield from both("division", name, x, (SEED, *how), (SEED, *how, True), out)
     for fmt in ("e4m3", "e5m2"):
         yield from both("fp8", f"fp8 {fmt} G=256", x, (256, fmt), (256, fmt), out)
     yield from bits(x, out)
@@ -171,6 +176,7 @@ def unequal(device: str) -> list[str]:
         ("group", (SEED, 4, 64)),
         ("dither", (SEED, 4, 64)),
         ("nonzero", (SEED, 4, 64)),
+        ("division", (SEED, 4, 8, 0, [2, 50, 50, 1])),
         ("fp8", (64, "e4m3")),
     ):
         given = x.relu() if kind == "nonzero" else x
@@ -179,7 +185,8 @@ def unequal(device: str) -> list[str]:
         for where, home in ((ops, device), (reference, "cpu")):
             stored = getattr(where, f"{kind}_quantize")(given.to(home), *settings)
             out = torch.empty_like(x, device=home)
-            getattr(where, f"{kind}_dequantize")(*stored, *noise, out)
+            last = (True, out) if kind == "division" else (out,)
+            getattr(where, f"{kind}_dequantize")(*stored, *noise, *last)
             results.append([*stored, out])
         wrong += [kind for a, b in zip(*results, strict=True) if not torch.equal(a.cpu(), b)]
     packed = ops.pack_bits(x.relu().to(device))

@@ -10,6 +10,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elbowroom.codecs import Cast, Codec, Dither, Encoded, Facts, Group, codec, codecs
+from elbowroom.codecs import Cast, Codec, Dither, Division, Encoded, Facts, Group, codec, codecs
 from elbowroom.codecs.base import memory_order
+from elbowroom.codecs.division import _maps
 from elbowroom.errors import CodecError, UnsupportedTensor
 from elbowroom.kernels.layout import TILE
 
@@ -43,8 +45,14 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"levels": 100},
         {"bits": 8, "group_size": 256},
     ],
+    "division": [
+        {},
+        {"rounding": "dither"},
+        {"bits": 1, "block": 4, "range_blocks": 1},
+        {"bits": 8, "block": 16, "range_blocks": 2, "rounding": "dither"},
+    ],
 }
-STOCHASTIC = {"group", "dither"}
+STOCHASTIC = {"group", "dither", "division"}
 FACTS = {
     "bitmask": [Facts(), Facts(value=1.0)],
     "narrow": [Facts(), Facts(smallest=-3, largest=250), Facts(largest=2**62)],
@@ -112,6 +120,7 @@ VALUES: dict[str, Callable[[Tensor, Facts], Tensor]] = {
     "cast": noise_with_zeros,
     "group": noise_with_zeros,
     "dither": noise_with_zeros,
+    "division": noise_with_zeros,
 }
 
 Fill = Callable[..., Tensor]
@@ -124,6 +133,10 @@ GEOMETRIES: dict[str, Callable[[Fill], Tensor]] = {
     "one tile": lambda fill: fill(TILE),
     "three tiles and a bit": lambda fill: fill(3 * TILE + 77),
     "5-D": lambda fill: fill(2, 3, 4, 3, 5),
+    "maps": lambda fill: fill(2, 3, 21, 30),
+    "maps of one element": lambda fill: fill(9, 70, 1, 1),
+    "columns": lambda fill: fill(3, 2, 90, 1),
+    "transposed maps": lambda fill: fill(2, 3, 9, 34).transpose(2, 3),
     "channels last": lambda fill: fill(2, 5, 6, 7).to(memory_format=torch.channels_last),
     "channels last 3-D": lambda fill: fill(2, 3, 4, 5, 2).to(memory_format=torch.channels_last_3d),
     "transposed": lambda fill: fill(33, 65).t(),
@@ -215,6 +228,33 @@ def half_steps(c: Dither, x: Tensor) -> Tensor:
     return step * 0.5 + ARITHMETIC * reach + UNCODED
 
 
+def division_bound(c: Codec, x: Tensor, facts: Facts) -> Tensor:
+    """From the maps alone: the most that x - mean can span in a range, mean and range rounded."""
+    assert isinstance(c, Division)
+    outer, rows, columns, inner = _maps(len(x), facts)
+    x = x.view(outer, rows, columns, inner)
+    high, wide = (1, c.block**2) if rows == 1 else (c.block, c.block)
+    tall, broad = high * c.range_blocks, wide * c.range_blocks
+    if not c.range_blocks:
+        tall, broad = rows, columns
+    elif rows == 1:
+        tall, broad = 1, wide * c.range_blocks**2
+    mean, bound = torch.empty_like(x), torch.empty_like(x)
+    for r, k in product(range(0, rows, high), range(0, columns, wide)):
+        block = x[:, r : r + high, k : k + wide]
+        mean[:, r : r + high, k : k + wide] = block.mean(dim=(1, 2), keepdim=True)
+    for r, k in product(range(0, rows, tall), range(0, columns, broad)):
+        part = slice(None), slice(r, r + tall), slice(k, k + broad)
+        h, shift = x[part] - mean[part], mean[part].abs().amax(dim=(1, 2), keepdim=True) * 2**-8
+        least, most = h.amin(dim=(1, 2), keepdim=True), h.amax(dim=(1, 2), keepdim=True)
+        width = most - least + 2 * shift + (least.abs() + shift) * 2**-7
+        step = width / ((1 << c.bits) - 1) * (1 + 2**-7)
+        largest = x[part].abs().amax(dim=(1, 2), keepdim=True)
+        half = 0.5 if c.rounding == "dither" else 1.0
+        bound[part] = step * half + 4 * ARITHMETIC * largest + UNCODED
+    return bound.view(-1)
+
+
 def cast_bound(c: Codec, x: Tensor, facts: Facts) -> Tensor:
     assert isinstance(c, Cast)
     if c.to == "bf16":
@@ -233,15 +273,17 @@ BOUNDS: dict[str, Callable[[Codec, Tensor, Facts], Tensor]] = {
     "cast": cast_bound,
     "group": group_bound,
     "dither": dither_bound,
+    "division": division_bound,
 }
 
 
 def excess(case: Case, x: Tensor, y: Tensor) -> float:
     """By how much y, decoded from x, is beyond the promise: at most 0."""
-    x, y = memory_order(x)[0].double(), memory_order(y)[0].double()
+    shape, (x, stride), y = tuple(x.shape), memory_order(x), memory_order(y)[0].double()
     if not len(x):
         return 0.0
-    bound = BOUNDS[case.codec.id](case.codec, x, case.facts)
+    x, facts = x.double(), case.codec._seen(shape, stride, case.facts)
+    bound = BOUNDS[case.codec.id](case.codec, x, facts)
     bound = bound + (x.abs() + bound) * COARSEST[case.dtype] + SUBNORMAL[case.dtype]
     if case.facts.has_zeros:  # a value that is not zero is lifted off it
         bound = torch.where(x == 0, 0.0, bound + 2 * torch.finfo(case.dtype).tiny)
@@ -527,7 +569,7 @@ def test_constants_and_the_very_small(case):
 def test_the_bound_is_not_vacuous(case):
     """The negative control: bits of another seed, or of another tensor, must break the promise."""
     x = case.values(5000)
-    if case.codec.id == "dither":
+    if "dither" in case.codec.config().values():
         encoded = case.encode(x, seed=1)
         assert excess(case, x, replace(encoded, seed=2).decode()) > 0
     assert excess(case, x, case.encode(x.flip(0)).decode()) > 0

@@ -22,6 +22,7 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
     x = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(device)
     out = torch.empty_like(x)
     bits = reference.pack_bits(x.relu())
+    maps = [2, 50, n // 100, 1]
     return {
         "pack_bits": lambda: (x,),
         "unpack_bits": lambda: (bits, 1.0, out),
@@ -34,6 +35,11 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
         "nonzero_dequantize": lambda: (
             *reference.nonzero_quantize(x.relu(), 1, 4, 64),
             *(1, 4, 64, out),
+        ),
+        "division_quantize": lambda: (x, 1, 4, 8, 0, maps),
+        "division_dequantize": lambda: (
+            *reference.division_quantize(x, 1, 4, 8, 0, maps),
+            *(1, 4, 8, 0, maps, True, out),
         ),
         "fp8_quantize": lambda: (x, 64, "e4m3"),
         "fp8_dequantize": lambda: (*reference.fp8_quantize(x, 64, "e4m3"), 64, "e4m3", out),

@@ -4,6 +4,7 @@ A tile is short, a group constant, a value not finite: a fast kernel treats each
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -71,6 +72,7 @@ WRITES = {
     "group_dequantize": 5,
     "dither_dequantize": 6,
     "nonzero_dequantize": 6,
+    "division_dequantize": 10,
     "fp8_dequantize": 4,
     "affine": 5,
 }
@@ -262,6 +264,73 @@ def test_triton_reads_nothing_beyond_a_short_payload(missing):
         numba.nonzero_dequantize(bits, payload[:n], bounds, *tails, whole)
 
 
+MAPS = (  # outer, rows, columns, inner
+    (0, 5, 7, 1),
+    (2, 16, 24, 1),
+    (3, 7, 7, 1),
+    (2, 17, 41, 1),
+    (1, 1, 5000, 1),
+    (3, 1, 333, 1),
+    (2, 5, 14, 9),
+    (1, 30, 21, 3),
+    (1, 9, 3, 130),
+    (2, 1, 70, 5),
+    (4, 1, 1, 300),
+)
+
+
+def assert_maps(
+    backend: Backend, x: Tensor, levels: int, block: int, reach: int, maps: tuple[int, ...]
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Quantize and dequantize maps on both; return what is stored, and what either way restores."""
+    how = levels, block, reach, list(maps)
+    stored = assert_equal(backend, "division_quantize", x, SEED, *how)
+    restored = []
+    for dither in (False, True):
+        out = torch.empty_like(x)
+        restored += assert_equal(backend, "division_dequantize", *stored, SEED, *how, dither, out)
+    return stored, restored
+
+
+@pytest.mark.parametrize("maps", MAPS)
+def test_division_equals_the_reference(backend, maps):
+    n = math.prod(maps)
+    for i, dtype in enumerate(DTYPES):
+        for block, reach, levels in (((8, 0, 4),), ((4, 1, 8), (16, 0, 2)), ((8, 2, 256),))[i]:
+            stored, restored = assert_maps(backend, normal(n, dtype), levels, block, reach, maps)
+            assert stored[0].numel() == layout.packed_nbytes(levels, n)
+            assert all(y.isfinite().all() for y in restored)
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_division_with_awkward_values(backend, name):
+    geometries = ((1, 44, 50, 1), (2, 10, 11, 10), (1, 1, 2200, 1))
+    for maps, dtype in zip(geometries, DTYPES, strict=True):
+        _, restored = assert_maps(backend, awkward(name, dtype), 4, 8, 0, maps)
+        assert all(y.isfinite().all() for y in restored)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2.0**126, -(2.0**127)])
+def test_what_is_not_finite_poisons_its_map(backend, bad):
+    """Or its range; in channels_last too, where maps lie between each other."""
+    for maps, reach in (((3, 40, 50, 1), 0), ((3, 40, 50, 1), 1), ((1, 40, 50, 3), 0)):
+        for dtype in (torch.float32, torch.float16):
+            x = normal(6000, torch.float32).to(dtype)
+            clean = x.clone()
+            poisoned = torch.zeros(maps, dtype=torch.bool)
+            for o, r, c, i in ((0, 0, 0, 0), (maps[0] - 1, 39, 49, maps[3] - 1)):
+                x.view(maps)[o, r, c, i] = bad  # infinite in float16
+                top, left = (r // 8 * 8, c // 8 * 8) if reach else (0, 0)
+                high, wide = (8, 8) if reach else (40, 50)
+                poisoned[o, top : top + high, left : left + wide, i] = True
+            poisoned = poisoned.view(-1)
+            _, restored = assert_maps(backend, x, 4, 8, reach, maps)
+            _, expected = assert_maps(backend, clean, 4, 8, reach, maps)
+            for y, z in zip(restored, expected, strict=True):
+                assert y[poisoned].isnan().all()
+                assert torch.equal(y[~poisoned], z[~poisoned])
+
+
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("group_size", layout.GROUP_SIZES)
 def test_fp8_equals_the_reference(backend, fmt, group_size):
@@ -323,14 +392,15 @@ def test_affine_equals_the_reference(backend, dtype, masked, inner):
         assert_equal(backend, "affine", x, scale, shift, inner, bits, torch.empty_like(x))
 
 
-@pytest.mark.parametrize("kind", QUANTIZERS)
+@pytest.mark.parametrize("kind", [*QUANTIZERS, "division"])
 def test_the_seed_decides(backend, kind):
     x = normal(3000, torch.float32)
+    how = (4, 8, 0, [1, 50, 60, 1]) if kind == "division" else (4, 64)
     seeds = (0, 1, -1, 2**32, 2**63 - 1, -(2**63))  # 1 << 32 differs from 0 in the upper half alone
     bytes_of = {}
     for seed in seeds:
-        stored = run(backend.module, backend.device, f"{kind}_quantize", x, seed, 4, 64)
-        again = run(backend.module, backend.device, f"{kind}_quantize", x, seed, 4, 64)
+        stored = run(backend.module, backend.device, f"{kind}_quantize", x, seed, *how)
+        again = run(backend.module, backend.device, f"{kind}_quantize", x, seed, *how)
         assert all(same_bits(a, b) for a, b in zip(stored, again, strict=True))
         bytes_of[seed] = stored[1 if kind == "nonzero" else 0]
     for a, b in itertools.combinations(seeds, 2):

@@ -41,13 +41,14 @@ def test_every_kernel_compiles_and_keeps_its_bits(capability, tmp_path):
     lines = done.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {
         *("affine._affine", "bits._pack", "bits._unpack", "narrow._narrow", "nonzero._sizes"),
+        *("maps.sum_blocks", "maps.finish_ranges"),
         *(f"{op}._{verb}" for op in KINDS for verb in ("quantize", "dequantize")),
     }
     for line in lines:
         assert line.endswith("inexact: []"), line
 
 
-KINDS = ("group", "dither", "nonzero", "fp8")
+KINDS = ("group", "dither", "nonzero", "division", "fp8")
 
 
 def compiling(capability):
@@ -88,7 +89,7 @@ def main(capability):
 
     from elbowroom.kernels import triton as kernels
 
-    for module in ("affine", "bits", "dither", "fp8", "group", "narrow", "nonzero"):
+    for module in ("affine", "bits", "dither", "division", "fp8", "group", "narrow", "nonzero"):
         importlib.import_module(f"{kernels.__name__}.{module}").launch = compiling(capability)
     for dtype, levels, group_size in (
         (torch.float32, 4, 256),
@@ -100,6 +101,9 @@ def main(capability):
         kernels.group_dequantize(*stored, levels, group_size, x)
         stored = kernels.dither_quantize(x, 5, levels, group_size)
         kernels.dither_dequantize(*stored, 5, levels, group_size, x)
+        for maps in ([8, 25, 25, 1], [8, 5, 5, 25], [5, 1, 1000, 1]):
+            stored = kernels.division_quantize(x, 5, levels, 8, 0, maps)
+            kernels.division_dequantize(*stored, 5, levels, 8, 0, maps, True, x)
         stored = kernels.fp8_quantize(x, group_size, "e4m3")
         kernels.fp8_dequantize(*stored, group_size, "e4m3", x)
         bits = kernels.pack_bits(x)

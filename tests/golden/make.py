@@ -60,6 +60,10 @@ def goldens() -> list[Golden]:
     x, zeros = wave(), Facts(has_zeros=True)
     bad = wave()
     bad[7, 3] = float("nan")
+    maps = torch.stack([wave(), wave(3).flip(0), wave() + 5]).view(1, 3, 50, 43)
+    last = maps.to(memory_format=torch.channels_last)
+    division = {"id": "division"}
+    ranged = {"bits": 3, "block": 4, "rounding": "dither", "range_blocks": 2}
     return [
         Golden("bitmask", {"id": "bitmask"}, x > 0),
         Golden("bitmask-dropout", {"id": "bitmask"}, (x > 0).float() / 0.9),
@@ -80,6 +84,10 @@ def goldens() -> list[Golden]:
         ),
         Golden("dither-6-32", {"id": "dither", "levels": 6, "group_size": 32}, x.half()),
         Golden("dither-256-256", {"id": "dither", "bits": 8, "group_size": 256}, x),
+        Golden("division", division, maps),
+        Golden("division-dither", division | {"rounding": "dither"}, last),
+        Golden("division-3-4-2", division | ranged, last.half()),
+        Golden("division-rows", division | {"block": 4}, x),
         Golden("dither-raw", {"id": "dither"}, bad),
     ]
 

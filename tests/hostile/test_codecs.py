@@ -25,6 +25,7 @@ SAMPLES: dict[str, Callable[[], Encoded]] = {
     "dither": lambda: codec("dither").encode(NOISE),
     "dither 3 levels": lambda: codec("dither", levels=3).encode(NOISE),
     "dither zeros": lambda: codec("dither").encode(NOISE.relu(), facts=ZEROS),
+    "division": lambda: codec("division", rounding="dither").encode(NOISE),
     "raw": lambda: codec("dither").encode(NOISE / 0),
 }
 DAMAGES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -10,6 +10,7 @@ from elbowroom.codecs.base import Encoded as Encoded
 from elbowroom.codecs.bitmask import BitMask as BitMask
 from elbowroom.codecs.cast import Cast as Cast
 from elbowroom.codecs.dither import Dither as Dither
+from elbowroom.codecs.division import Division as Division
 from elbowroom.codecs.facts import Facts as Facts
 from elbowroom.codecs.group import Group as Group
 from elbowroom.codecs.narrow import Narrow as Narrow
@@ -25,3 +26,4 @@ register(SparseLossless)
 register(Cast)
 register(Group)
 register(Dither)
+register(Division)

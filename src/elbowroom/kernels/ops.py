@@ -7,6 +7,7 @@
     group_quantize(x, seed, levels, group_size)           codes, scale, low
     dither_quantize(x, seed, levels, group_size)          codes, ranges, bounds
     nonzero_quantize(x, seed, levels, group_size)         bits, payload (size depends on x), bounds
+    division_quantize(x, seed, levels, block, reach, maps)    codes, mean, scale, low
     fp8_quantize(x, group_size, fmt)                      codes, scale
     affine(x, scale, shift, inner, bits, out!)            x * scale + shift by channel; 0 for bit 0
 
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from elbowroom.kernels import reference
 from elbowroom.kernels.layout import groups, packed_nbytes, tiles
+from elbowroom.kernels.maps import blocks, ranges
 
 _log = logging.getLogger("elbowroom.kernels")
 # Any: neither `Library` nor its methods have types.
@@ -55,6 +57,14 @@ _SCHEMAS = {
     "nonzero_dequantize": (
         "(Tensor bits, Tensor payload, Tensor bounds, int seed, int levels, int group_size, "
         "Tensor(a!) out) -> ()"
+    ),
+    "division_quantize": (
+        "(Tensor x, int seed, int levels, int block, int reach, int[] maps) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "division_dequantize": (
+        "(Tensor codes, Tensor mean, Tensor scale, Tensor low, int seed, int levels, int block, "
+        "int reach, int[] maps, bool dither, Tensor(a!) out) -> ()"
     ),
     "fp8_quantize": "(Tensor x, int group_size, str fmt) -> (Tensor, Tensor)",
     "fp8_dequantize": "(Tensor codes, Tensor scale, int group_size, str fmt, Tensor(a!) out) -> ()",
@@ -148,6 +158,14 @@ def _fake_nonzero(
     )
 
 
+def _fake_division(
+    x: Tensor, seed: int, levels: int, block: int, reach: int, maps: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mean = x.new_empty(blocks(maps, block).entries, dtype=torch.bfloat16)
+    scale = x.new_empty(ranges(maps, block, reach).entries, dtype=torch.bfloat16)
+    return _fake_codes(x, levels), mean, scale, torch.empty_like(scale)
+
+
 def _fake_fp8(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
     scale = x.new_empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
     return torch.empty_like(x, dtype=torch.uint8), scale
@@ -163,6 +181,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "group_quantize": _fake_group,
     "dither_quantize": _fake_dither,
     "nonzero_quantize": _fake_nonzero,
+    "division_quantize": _fake_division,
     "fp8_quantize": _fake_fp8,
 }
 
@@ -186,6 +205,10 @@ nonzero_quantize = cast(
     Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.nonzero_quantize.default
 )
 nonzero_dequantize = cast(Callable[..., None], _calls.nonzero_dequantize.default)
+division_quantize = cast(
+    Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], _calls.division_quantize.default
+)
+division_dequantize = cast(Callable[..., None], _calls.division_dequantize.default)
 fp8_quantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.fp8_quantize.default)
 fp8_dequantize = cast(Callable[..., None], _calls.fp8_dequantize.default)
 affine = cast(Callable[..., None], _calls.affine.default)

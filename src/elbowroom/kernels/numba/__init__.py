@@ -8,6 +8,8 @@ from elbowroom.kernels.numba.bits import pack_bits as pack_bits
 from elbowroom.kernels.numba.bits import unpack_bits as unpack_bits
 from elbowroom.kernels.numba.dither import dither_dequantize as dither_dequantize
 from elbowroom.kernels.numba.dither import dither_quantize as dither_quantize
+from elbowroom.kernels.numba.division import division_dequantize as division_dequantize
+from elbowroom.kernels.numba.division import division_quantize as division_quantize
 from elbowroom.kernels.numba.fp8 import fp8_dequantize as fp8_dequantize
 from elbowroom.kernels.numba.fp8 import fp8_quantize as fp8_quantize
 from elbowroom.kernels.numba.group import group_dequantize as group_dequantize

@@ -9,6 +9,8 @@ from elbowroom.kernels.triton.bits import pack_bits as pack_bits
 from elbowroom.kernels.triton.bits import unpack_bits as unpack_bits
 from elbowroom.kernels.triton.dither import dither_dequantize as dither_dequantize
 from elbowroom.kernels.triton.dither import dither_quantize as dither_quantize
+from elbowroom.kernels.triton.division import division_dequantize as division_dequantize
+from elbowroom.kernels.triton.division import division_quantize as division_quantize
 from elbowroom.kernels.triton.fp8 import fp8_dequantize as fp8_dequantize
 from elbowroom.kernels.triton.fp8 import fp8_quantize as fp8_quantize
 from elbowroom.kernels.triton.group import group_dequantize as group_dequantize

@@ -1,0 +1,93 @@
+"""DIVISION: block averages in bf16 and a low-bit code of what is left.
+
+Per map, one channel of one sample, with blocks of `block` x `block` elements:
+
+    mean  average of a block, bf16
+    h     x - mean                                          the mean as it is stored
+    code  clamp(floor((h - low) / scale + u), 0, 2^bits - 1)
+    x~    mean + low + scale * code                         rounding="stochastic"
+    x~    mean + low + scale * (code - u + 1/2)             rounding="dither": u drawn again
+
+low and scale come from min and max of h over the map, as in the paper, or over squares of
+`range_blocks` x `range_blocks` blocks. Unbiased; variance scale^2 / 6 on average, with dither
+scale^2 / 12. It takes bits + 16 / block^2 + 32 / (elements of a range) bits an element. The paper
+is arXiv 2208.04187; the faults of its code are not here: kernels/reference/division.py.
+"""
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs._checks import finite, one_of, within
+from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
+from elbowroom.codecs.facts import Facts, Maps
+from elbowroom.kernels import maps, ops
+from elbowroom.kernels.layout import packed_nbytes
+
+
+@dataclass(frozen=True)
+class Division(Codec):
+    """Lossy: block averages, and `bits` (1 to 8) an element for the rest.
+
+    Any H x W; channels_last is read as it lies. A tensor of fewer than four dimensions is maps of
+    one row, with block^2 elements a block. A tensor with a NaN, an Inf or a value beyond 2^125 is
+    held raw on the CPU; on a GPU, where the check would be a sync, its ranges decode to NaN.
+    """
+
+    id: ClassVar[str] = "division"
+    lossless: ClassVar[bool] = False
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
+
+    bits: int = 2
+    block: int = 8
+    rounding: str = "stochastic"
+    range_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        within(self.id, "bits", self.bits, 1, 8)
+        one_of(self.id, "block", self.block, (4, 8, 16))
+        one_of(self.id, "rounding", self.rounding, ("stochastic", "dither"))
+        within(self.id, "range_blocks", self.range_blocks, 0, 64)
+
+    def _seen(self, shape: tuple[int, ...], stride: tuple[int, ...], facts: Facts) -> Facts:
+        # Below four dimensions runs as long as the last one, whatever the strides: the size then
+        # follows from the shape.
+        last = shape[-1] if shape else 1
+        rows = Maps(prod(shape) // max(last, 1), 1, last, 1)
+        return replace(facts, maps=rows if len(shape) < 4 else Maps.of(shape, stride))
+
+    def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
+        found = _maps(n, facts)
+        means = maps.blocks(found, self.block).entries
+        ranges = maps.ranges(found, self.block, self.range_blocks).entries
+        each = Expected(torch.bfloat16, (ranges,))
+        codes = Expected(torch.uint8, (packed_nbytes(1 << self.bits, n),))
+        return codes, Expected(torch.bfloat16, (means,)), each, each
+
+    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+        how = 1 << self.bits, self.block, self.range_blocks, _maps(flat.numel(), facts)
+        codes, mean, scale, low = ops.division_quantize(flat, seed, *how)
+        if flat.device.type == "cpu" and not finite(scale):
+            return None
+        return codes, mean, scale, low
+
+    def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
+        how = 1 << self.bits, self.block, self.range_blocks, _maps(out.numel(), encoded.facts)
+        dither = self.rounding == "dither"
+        ops.division_dequantize(*encoded.buffers, encoded.seed, *how, dither, out)
+
+
+def _maps(n: int, facts: Facts) -> list[int]:
+    """The maps as the kernels take them; n elements in one row where none are known.
+
+    A column is a row. Maps of a single element are none: their channels are the row.
+    """
+    outer, rows, columns, inner = facts.maps or (1, 1, n, 1)
+    if outer * rows * columns * inner != n:
+        return [1, 1, n, 1]
+    if rows * columns == 1:
+        return [outer, 1, inner, 1] if inner > 1 else [1, 1, n, 1]
+    return [outer, 1, rows, inner] if columns == 1 else [outer, rows, columns, inner]
