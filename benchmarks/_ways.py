@@ -30,13 +30,18 @@ ON_CPU = Way("torch.autograd.graph.save_on_cpu()", lambda seed: save_on_cpu())
 def saving(policy: str | None = None, **fields: Any) -> Way:
     """`er.saving(...)` as a way, named as one would type it."""
     given = [] if policy is None else [f'"{policy}"']
-    given += [f"{name}={value}" for name, value in fields.items()]
+    given += [f"{name}={typed(value)}" for name, value in fields.items()]
     return Way(
         f"er.saving({', '.join(given)})",
         lambda seed: er.saving(policy, seed=seed, **fields),
         exact=policy in (None, "exact", "keep"),
         ours=True,
     )
+
+
+def typed(value: Any) -> str:
+    """A setting as one would type it."""
+    return f'"{value}"' if isinstance(value, str) else f"{value}"
 
 
 def checkpointed(blocks: Iterable[nn.Module]) -> Way:

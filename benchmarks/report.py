@@ -13,11 +13,12 @@ from typing import Any
 
 from _common import RESULTS, arguments, markdown
 
-_FIRST = ("training-resnet18", "training-gpt", "accuracy", "arena", "kernels")
+_FIRST = ("training-resnet18", "training-gpt", "accuracy", "rate-distortion", "arena", "kernels")
 _EXPECTED = {
     "training-resnet18": "training_resnet",
     "training-gpt": "training_gpt",
     "accuracy": "accuracy",
+    "rate-distortion": "rate_distortion",
     "arena": "arena",
     "kernels": "kernels",
 }
@@ -89,7 +90,10 @@ def _section(result: dict[str, Any]) -> str:
     head, rows = result["table"]["head"], result["table"]["rows"]
     notes = "".join(f"\n{note}\n" for note in result.get("notes", []))
     table = markdown(list(map(_cell, head)), [list(map(_cell, row)) for row in rows])
-    return f"## {result['name']}\n\n{result['claim']}\n\n{table}\n{notes}\n{_facts(result)}"
+    picture = f"![{result['claim']}]({result['plot']})\n\n" if "plot" in result else ""
+    return (
+        f"## {result['name']}\n\n{result['claim']}\n\n{picture}{table}\n{notes}\n{_facts(result)}"
+    )
 
 
 def _cell(text: str) -> str:
