@@ -1,6 +1,6 @@
 """gErr2 against bits an element, a line a family, as `rate_distortion.py` draws it.
 
-    python benchmarks/_plot.py FILE.json        draws FILE.png again from a result
+    ./scripts/bench _plot FILE.json        draws FILE.png again from a result
 
 Needs matplotlib (pip install -e '.[bench]'); without it there is no picture. A label stands at the
 end of its line, moved up or down until none lies on another. Rows that change no gradient have no
@@ -19,6 +19,7 @@ _OURS = ("#c8102e", "#f28e2b", "#7b2cbf", "#8c564b", "#e377c2", "#c9a000", "#5f0
 _BASELINES = ("#1f5f8b", "#2a9d8f", "#3c78d8", "#52796f")
 _PEERS = ("#7a7a7a", "#9a9a9a", "#5c5c5c", "#b0a08a", "#8a8f98")
 _COLORS = {"ours": _OURS, "baseline": _BASELINES, "peer": _PEERS}
+_LEADER = {"arrowstyle": "-", "lw": 0.5, "alpha": 0.55, "relpos": (0, 0.5), "shrinkA": 2}
 _STYLES = {"ours": "-", "baseline": "--", "peer": ":"}
 
 
@@ -51,8 +52,11 @@ def draw(result: dict[str, Any], path: Path) -> Path | None:
         ends.append((name, color, points[-1]))
     _front(axes, result["rows"])
     _label(figure, axes, ends)
-    figure.savefig(path, dpi=100, pil_kwargs={"optimize": True})
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
+    from PIL import Image  # comes with matplotlib
+
+    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)  # a third of the bytes
     return path
 
 
@@ -129,7 +133,7 @@ def _label(figure: Any, axes: Any, ends: Sequence[tuple[str, str, tuple[float, f
             fontsize=9,
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.5, "alpha": 0.55},
+            arrowprops={"color": color, **_LEADER},
         )
 
 

@@ -1,6 +1,7 @@
 """Accuracy: ResNet-18 trained through elbowroom is at most half a point worse than plainly.
 
-    ./scripts/bench accuracy [--data DIR] [--width 16] [--steps 150] [--seeds 5] [--fresh] [--quick]
+    ./scripts/bench accuracy [--data DIR] [--width 16] [--steps 150] [--seeds 5] [--arms plain,ours]
+                             [--fresh] [--quick]
 
     d_i   = accuracy(ours, seed i) - accuracy(plain, seed i)
     bound = mean(d) - t(0.95, n - 1) * sd(d) / sqrt(n)
@@ -11,6 +12,10 @@ images with `--data` (Fashion-MNIST's IDX files), else the 3,000 in the package.
 scaled down so that it runs in 10 to 15 minutes on two cores; both are in the result. After each
 training the file is replaced, and a run that was stopped goes on where it stood; `--fresh` begins
 anew.
+
+`--arms` trains other arms than the three of the claim (benchmarks/_arms.py), into a file of their
+own. Bytes and seconds are those of one step on the weights that the first training of an arm ended
+with, as in benchmarks/_training.py; the seconds are of that step and of a plain one right before.
 """
 
 import argparse
@@ -22,7 +27,9 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from _common import arguments, facts, out_path, show, target, tell, write_json
+from _arms import ARMS, Costs, cost, ways
+from _common import arguments, facts, mib, out_path, show, target, tell, write_json
+from _training import Bench
 from _ways import PLAIN, Way, saving
 from scipy.stats import t as student
 
@@ -38,18 +45,20 @@ GROUP = saving("group", bits=2, group_size=256, rebuild=False)
 def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
-    path, known = out_path(options, NAME), facts()
-    ours = _ours(options.levels, options.group_size)
-    ways = {"plain": PLAIN, "elbowroom": ours, "group": GROUP}
+    path, known = out_path(options, f"{NAME}-arms" if options.arms else NAME), facts()
+    arms = options.arms or {"plain": PLAIN, "elbowroom": _ours(options), "group": GROUP}
     task = Clothing(load_images(options.data), options.width, options.batch)
-    settings = _settings(options, task, ways)
-    scores = {} if options.fresh else _done(path, settings, known["versions"])
-    wanted = [(seed, arm) for seed in range(options.seeds) for arm in ways]
+    settings = _settings(options, task, arms)
+    scores, costs = ({}, {}) if options.fresh else _done(path, settings, known["versions"])
+    wanted = [(seed, arm) for seed in range(options.seeds) for arm in arms]
     missing = [(seed, arm) for seed, arm in wanted if f"{arm} {seed}" not in scores]
     for seed, arm in missing:
-        scores[f"{arm} {seed}"] = _trained(task, ways[arm], options.steps, seed)
+        run = _trained(task, arms[arm], options.steps, seed)
+        scores[f"{arm} {seed}"] = score(run)
+        if arm not in costs:
+            costs[arm] = cost(Bench(task, run.model, next(task.batches(seed))), arms[arm])
         tell(f"seed {seed}, {arm}: {scores[f'{arm} {seed}']:.2%}")
-        write_json(path, _result(scores, ways, settings, known))
+        write_json(path, _result(scores, costs, arms, settings, known))
     show(json.loads(path.read_text()))  # if nothing was missing, the file and its date stay
 
 
@@ -60,25 +69,31 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--steps", type=int, default=150, help="training steps (150)")
     parser.add_argument("--seeds", type=int, default=5, help="paired seeds (5)")
-    parser.add_argument("--levels", type=int, default=6, help="of the dithered code (6)")
+    parser.add_argument("--levels", type=int, help="of the dithered code (6)")
     parser.add_argument("--group-size", type=int, help="of the dithered code (its default)")
+    parser.add_argument("--arms", help=f"other arms, with commas: {', '.join(ARMS)}")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier run has done")
     options = parser.parse_args()
     if options.quick:
         options.width, options.steps, options.seeds = 8, 10, 2
     if options.seeds < 2:
         parser.error(f"--seeds {options.seeds} has no spread; give 2 or more")
+    if options.arms and (options.levels or options.group_size):
+        parser.error("--levels and --group-size go without --arms, whose settings are fixed")
+    if options.arms:
+        try:
+            options.arms = ways([name.strip() for name in options.arms.split(",")])
+        except ValueError as error:
+            parser.error(f"--arms: {error}")
     return options
 
 
-def _ours(levels: int, group_size: int | None) -> Way:
-    fields = (
-        {"levels": levels} if group_size is None else {"levels": levels, "group_size": group_size}
-    )
-    return saving("dither", **fields)
+def _ours(options: argparse.Namespace) -> Way:
+    given = {"levels": options.levels or 6, "group_size": options.group_size}
+    return saving("dither", **{name: value for name, value in given.items() if value is not None})
 
 
-def _settings(options: argparse.Namespace, task: Clothing, ways: dict[str, Way]) -> dict[str, Any]:
+def _settings(options: argparse.Namespace, task: Clothing, arms: dict[str, Way]) -> dict[str, Any]:
     return {
         "model": f"ResNet-18 (CIFAR form), width {options.width} (full: 64)",
         "data": task.origin,
@@ -87,12 +102,12 @@ def _settings(options: argparse.Namespace, task: Clothing, ways: dict[str, Way])
         "steps": options.steps,
         "recipe": "SGD, Nesterov momentum 0.9, weight decay 5e-4, one cycle to 0.05",
         "threads": options.threads,
-        **{arm: way.name for arm, way in ways.items()},
+        **{arm: way.name for arm, way in arms.items()},
     }
 
 
-def _trained(task: Clothing, way: Way, steps: int, seed: int) -> float:
-    """The share of test images named right. Noise differs between steps and repeats in a rerun."""
+def _trained(task: Clothing, way: Way, steps: int, seed: int) -> Run:
+    """The end of a training. Noise differs between steps and repeats in a rerun."""
     seeds = count(1_000_000 * (seed + 1))
 
     def context() -> AbstractContextManager[Any]:
@@ -101,19 +116,22 @@ def _trained(task: Clothing, way: Way, steps: int, seed: int) -> float:
     run = Run(task, context, steps, seed)
     for _ in train(run):
         pass
-    return score(run)
+    return run
 
 
-def _done(path: Path, settings: dict[str, Any], versions: dict[str, Any]) -> dict[str, float]:
-    """The accuracies of an earlier run with the same settings and versions."""
+def _done(
+    path: Path, settings: dict[str, Any], versions: dict[str, Any]
+) -> tuple[dict[str, float], Costs]:
+    """Accuracies and costs of an earlier run with the same settings and versions."""
     if not path.exists():
-        return {}
+        return {}, {}
     try:
         earlier = json.loads(path.read_text())
         differing = _differing(earlier["settings"], settings) + _differing(
             earlier["versions"], versions
         )
         scores: dict[str, float] = earlier["scores"]
+        costs: Costs = earlier.get("costs", {})  # older files have none
     except (ValueError, KeyError) as error:
         raise SystemExit(f"cannot read {path}: {error!r}; remove it, or use --fresh") from error
     if differing:
@@ -123,7 +141,7 @@ def _done(path: Path, settings: dict[str, Any], versions: dict[str, Any]) -> dic
         )
     if scores:
         tell(f"{len(scores)} trainings are done already")
-    return scores
+    return scores, costs
 
 
 def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -133,38 +151,51 @@ def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def _result(
-    scores: dict[str, float], ways: dict[str, Way], settings: dict[str, Any], known: dict[str, Any]
+    scores: dict[str, float],
+    costs: Costs,
+    arms: dict[str, Way],
+    settings: dict[str, Any],
+    known: dict[str, Any],
 ) -> dict[str, Any]:
-    rows = [_row(arm, way, scores) for arm, way in ways.items()]
-    ours = next(row for row in rows if row["arm"] == "elbowroom")
-    n = ours["n"]
-    bound = ours.get("bound_points")
+    rows = [_row(arm, way, scores, costs) for arm, way in arms.items()]
+    others = [row for row in rows if row["arm"] != "plain"]
+    ours = [row for row in others if _is_promised(row["arm"])]
     return {
-        "name": NAME,
+        "name": f"{NAME}-arms" if "elbowroom" not in arms else NAME,
         "claim": __doc__.splitlines()[0],
         **known,
-        "n": f"{n} paired seeds",
+        "n": f"{min((row['n'] for row in ours or others), default=0)} paired seeds",
         "settings": settings,
         "scores": scores,
+        "costs": costs,
         "rows": rows,
-        "table": {"head": _HEAD, "rows": [_cells(row) for row in rows]},
-        "targets": [
-            target(
-                f"accuracy at most {-WORST_POINTS:g} points below plain, one-sided 95 % bound over "
-                "at least 5 seeds",
-                "too few seeds" if bound is None else f"bound {bound:+.2f} points, n = {n}",
-                bound is not None and n >= 5 and bound >= WORST_POINTS,
-            )
-        ],
+        "table": {"head": _HEAD, "rows": [_cells(row, costs.get("plain")) for row in rows]},
+        "targets": [_goal(row) for row in ours],
         "notes": ["Width and steps are scaled down; see the settings."],
     }
 
 
-def _row(arm: str, way: Way, scores: dict[str, float]) -> dict[str, Any]:
+def _is_promised(arm: str) -> bool:
+    """Whether an arm must be as good as plain: rivals need not."""
+    return arm == "elbowroom" or arm.startswith("ours-")
+
+
+def _goal(row: dict[str, Any]) -> dict[str, Any]:
+    n, bound = row["n"], row.get("bound_points")
+    arm = "" if row["arm"] == "elbowroom" else f"{row['arm']}: "
+    return target(
+        f"{arm}accuracy at most {-WORST_POINTS:g} points below plain, one-sided 95 % bound over "
+        "at least 5 seeds",
+        "too few seeds" if bound is None else f"bound {bound:+.2f} points, n = {n}",
+        bound is not None and n >= 5 and bound >= WORST_POINTS,
+    )
+
+
+def _row(arm: str, way: Way, scores: dict[str, float], costs: Costs) -> dict[str, Any]:
     """One arm, over the seeds that both it and the plain arm have finished."""
     seeds = [key.split()[1] for key in scores if key.startswith(f"{arm} ")]
     seeds = [seed for seed in seeds if f"plain {seed}" in scores]
-    row: dict[str, Any] = {"arm": arm, "way": way.name, "n": len(seeds)}
+    row: dict[str, Any] = {"arm": arm, "way": way.name, "n": len(seeds), **costs.get(arm, {})}
     if seeds:
         row["accuracy"] = mean(scores[f"{arm} {seed}"] for seed in seeds)
     if arm != "plain" and len(seeds) > 1:
@@ -180,13 +211,25 @@ def paired_bound(points: list[float]) -> dict[str, float]:
     return {"mean_points": mean(points), "sd_points": spread, "bound_points": mean(points) - margin}
 
 
-_HEAD = ["training", "test accuracy", "mean difference", "sd", "95 % bound", "seeds"]
+_HEAD = [
+    *("training", "test accuracy", "mean difference", "sd", "95 % bound", "seeds"),
+    *("saved MiB", "peak MiB", "step s (plain)"),
+]
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], plain: dict[str, float] | None) -> list[str]:
     accuracy = f"{row['accuracy']:.2%}" if "accuracy" in row else ""
     points = [f"{row[key]:{form}}" if key in row else "" for key, form in _POINTS.items()]
-    return [f"{row['arm']}: {row['way']}", accuracy, *points, str(row["n"])]
+    costs = ["", "", ""]
+    if "step_s" in row:
+        costs = [_bytes(row, plain, key) for key in ("saved_nbytes", "peak_nbytes")]
+        costs.append(f"{row['step_s']:.2f} ({row['plain_step_s']:.2f})")
+    return [f"{row['arm']}: {row['way']}", accuracy, *points, str(row["n"]), *costs]
+
+
+def _bytes(row: dict[str, Any], plain: dict[str, float] | None, key: str) -> str:
+    below = f" ({plain[key] / row[key]:.2f}x below)" if plain and row["arm"] != "plain" else ""
+    return mib(row[key]) + below
 
 
 _POINTS = {"mean_points": "+.2f", "sd_points": ".2f", "bound_points": "+.2f"}

@@ -1,0 +1,73 @@
+"""The arms that `accuracy.py --arms` can train: a method, at a low and at a high rate each.
+
+    plain     as it is; every difference is to it
+    group     2 and 4 bits a value, the way of ActNN and GACT
+    division  2 and 4 bits beside block averages
+    fdsr      its default, which is biased; all bands dithered, about 2.3 bits
+    comet     a tenth and three hundredths of the value range as the error bound
+    ours      dither with 4 and with 8 levels, and outputs made again
+
+All but ours hold each saved tensor as a code of its own (rebuild=False).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from _training import Bench, memory
+from _ways import PLAIN, Way, saving
+
+from elbowroom.codecs.registry import codecs, nearest
+
+Costs = dict[str, dict[str, float]]  # by arm
+_Rates = dict[str, dict[str, Any]]
+_RATES: dict[str, tuple[str, _Rates]] = {  # arm -> codec id, its two settings
+    "group": ("group", {"low": {"bits": 2}, "high": {"bits": 4}}),
+    "division": ("division", {"low": {"bits": 2}, "high": {"bits": 4}}),
+    "fdsr": ("fdsr", {"low": {}, "high": {"bands": "5/2", "rounding": "dither"}}),
+    "comet": ("comet", {"low": {"bound": 1e-1}, "high": {"bound": 3e-2}}),
+    "ours": ("dither", {"low": {"levels": 4}, "high": {"levels": 8}}),
+}
+ARMS = ("plain", *_RATES)
+
+
+def ways(names: Sequence[str]) -> dict[str, Way]:
+    """The chosen arms in their order, by label: plain, group-low, group-high, ...
+
+    Raises ValueError for an arm that there is not, for a codec that is not registered, and without
+    "plain".
+    """
+    found: dict[str, Way] = {}
+    for name in names:
+        if name not in ARMS:
+            raise ValueError(
+                f"no arm {name!r}; there are {', '.join(ARMS)}.{nearest(name, list(ARMS))}"
+            )
+        if name == "plain":
+            found["plain"] = PLAIN
+            continue
+        id, rates = _RATES[name]
+        if id not in codecs():
+            raise ValueError(
+                f"arm {name!r} needs the codec {id!r}, which is not registered; there are "
+                f"{', '.join(codecs())}. Leave the arm out."
+            )
+        how = {} if name == "ours" else {"rebuild": False}
+        for rate, fields in rates.items():
+            found[f"{name}-{rate}"] = saving(id, **fields, **how)
+    if "plain" not in found:
+        raise ValueError(f"every difference is to plain: add it, as in --arms plain,{names[0]}")
+    return found
+
+
+def cost(bench: Bench, way: Way) -> dict[str, float]:
+    """Bytes and seconds of one warm step; `plain_step_s` is the plain step right before it."""
+    bench.grads(PLAIN)  # makes the optimizer's states
+    bench.grads(way)
+    held = memory(bench, way)
+    plain_s, step_s = bench.seconds(PLAIN, seed=0), bench.seconds(way, seed=0)
+    return {
+        "saved_nbytes": held.saved_nbytes,
+        "peak_nbytes": held.peak_nbytes,
+        "step_s": step_s,
+        "plain_step_s": plain_s,
+    }
