@@ -2,11 +2,11 @@
 
     python benchmarks/codecs.py [ID ...]
 
-Data are synthetic: x normal, its ReLU (half zeros), a mask, indices below 1000, for division maps
-of 1 / f noise. 64 MiB of float32 (or as many elements of another dtype), 2 threads, ops warm.
-Speed: time of `torch.Tensor.copy_` of x into a warm buffer / time of an encode (or of a decode into
-a warm `out`), median of 11 pairs run in turn, quartiles in brackets. rel-MSE is
-sum (x~ - x)^2 / sum x^2.
+Data are synthetic: x normal, its ReLU (half zeros), a mask, indices below 1000, for the codecs of
+maps smooth ones (spectrum 1 / f; smoother: 1 / f^1.5). 64 MiB of float32 (or as many elements of
+another dtype), 2 threads, ops warm. Speed: time of `torch.Tensor.copy_` of x into a warm buffer /
+time of an encode (or of a decode into a warm `out`), median of 11 pairs run in turn, quartiles in
+brackets. rel-MSE is sum (x~ - x)^2 / sum x^2.
 """
 
 import sys
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import Codec, Facts, codec, codecs
+from elbowroom.codecs.fdsr import RUNGS
 from elbowroom.measure.timing import Paired, paired
 
 N = 16 * 2**20
@@ -44,11 +45,13 @@ def data(name: str) -> Tensor:
 
 
 def smooth(row: Row) -> Tensor:
-    """Maps with the spectrum of photographs: amplitude 1 / frequency, phases at random."""
+    """Maps of variance 1 with the spectrum of photographs: amplitude 1 / f, phases at random."""
     side = row.shape[-1]
     f = torch.fft.fftfreq(side).square()[:, None] + torch.fft.rfftfreq(side).square()
-    spectrum = torch.fft.rfft2(data("normal").view(row.shape)) / (f + side**-2).sqrt()
+    fall = (f + side**-2).sqrt() ** (1.5 if "smoother" in row.data else 1.0)
+    spectrum = torch.fft.rfft2(data("normal").view(row.shape)) / fall
     x = torch.fft.irfft2(spectrum, s=row.shape[-2:])
+    x /= x.std()
     return x.to(memory_format=torch.channels_last) if "last" in row.data else x
 
 
@@ -85,6 +88,11 @@ def rows(id: str) -> Iterator[Row]:
             yield Row(codec(id, **chosen), "smooth maps", shape=maps)
         yield Row(codec(id), "normal", shape=maps)
         yield Row(codec(id), "smooth channels_last", shape=maps)
+    elif id == "fdsr":
+        maps = N // 2**20, 64, 128, 128
+        yield from (Row(rung, "smoother maps", shape=maps) for rung in RUNGS)
+        for levels in (3, 4):
+            yield Row(codec("dither", levels=levels), "smoother maps", shape=maps)
     else:
         yield Row(codec(id), "normal")
 

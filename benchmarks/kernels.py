@@ -35,6 +35,11 @@ TARGETS = {  # on a CPU: the deed, and how fast it should be, where a copy is 1
     "dither 2 bits G=256 dequantize": 0.5,
 }
 TARGET_NBYTES, TARGET_THREADS = 100_000_000, 2
+FDSR = (  # bands, levels, tiles of 32 with reuse, dither
+    ("6/4/3/1.6/1.6/1.6/0", (63, 15, 7, 3, 3, 3, 0), 0, False),
+    ("4/1.6 dither", (16, 3), 0, True),
+    ("6/4/3/1.6/1.6/0 reuse", (63, 15, 7, 3, 3, 0), 16, False),
+)
 Step = Callable[[], object]
 
 
@@ -63,6 +68,10 @@ def rows(n: int, device: str) -> Iterator[Row]:
         yield from both("division", name, x, (SEED, *how), (SEED, *how, True), out)
     for fmt in ("e4m3", "e5m2"):
         yield from both("fp8", f"fp8 {fmt} G=256", x, (256, fmt), (256, fmt), out)
+    maps = (n // 16384, 128, 128, 1)
+    for name, levels, kept, dither in FDSR:
+        settings = (SEED, maps, 8, levels, kept, dither)
+        yield from both("fdsr", f"fdsr {name}", x, settings, settings, out)
     yield from bits(x, out)
     yield from narrow(n // 2, device)
     yield from affine(x, out)
@@ -178,6 +187,7 @@ def unequal(device: str) -> list[str]:
         ("nonzero", (SEED, 4, 64)),
         ("division", (SEED, 4, 8, 0, [2, 50, 50, 1])),
         ("fp8", (64, "e4m3")),
+        ("fdsr", (SEED, (8, 25, 25, 1), 8, (32, 8, 3, 0), 16, True)),
     ):
         given = x.relu() if kind == "nonzero" else x
         noise = settings[1:] if kind == "group" else settings

@@ -56,6 +56,13 @@ def wave(scale: float = 1.0) -> Tensor:
     return (mixed * scale * (1 + i / 1000)).float().view(43, 50).t()
 
 
+def small_maps(rows: int, columns: int) -> Tensor:
+    """[2, 5, rows, columns] out of the same waves."""
+    i = torch.arange(10 * rows * columns, dtype=torch.float64)
+    y = (i * 0.0839).sin() + 0.4 * (i * i * 0.000137).sin()
+    return (y * (1 + i / 1000)).float().view(2, 5, rows, columns)
+
+
 def goldens() -> list[Golden]:
     x, zeros = wave(), Facts(has_zeros=True)
     bad = wave()
@@ -88,6 +95,17 @@ def goldens() -> list[Golden]:
         Golden("division-dither", division | {"rounding": "dither"}, last),
         Golden("division-3-4-2", division | ranged, last.half()),
         Golden("division-rows", division | {"block": 4}, x),
+        Golden("fdsr", {"id": "fdsr", "min_numel": 0}, small_maps(24, 19)),
+        Golden(
+            "fdsr-dither",
+            {"id": "fdsr", "min_numel": 0, "bands": "5/2/1.6", "rounding": "dither"},
+            small_maps(14, 14).bfloat16().to(memory_format=torch.channels_last),
+        ),
+        Golden(
+            "fdsr-reuse",
+            {"id": "fdsr", "min_numel": 0, "bands": "6/4/0", "reuse": True, "rho": 0.5, "block": 8},
+            small_maps(24, 16).half(),
+        ),
         Golden("dither-raw", {"id": "dither"}, bad),
     ]
 

@@ -20,7 +20,8 @@ PACKAGE = importlib.import_module("elbowroom.codecs")  # the name `elbowroom.cod
 SAVING = inspect.signature(er.saving).parameters  # in one name space with the fields of a codec
 
 
-KNOWN = sorted(("bitmask", "cast", "dither", "division", "group", "narrow", "sparse_lossless"))
+FLOATING = ("cast", "dither", "division", "fdsr", "group")
+KNOWN = sorted((*FLOATING, "bitmask", "narrow", "sparse_lossless"))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from elbowroom.codecs.cast import Cast as Cast
 from elbowroom.codecs.dither import Dither as Dither
 from elbowroom.codecs.division import Division as Division
 from elbowroom.codecs.facts import Facts as Facts
+from elbowroom.codecs.fdsr import Fdsr as Fdsr
 from elbowroom.codecs.group import Group as Group
 from elbowroom.codecs.narrow import Narrow as Narrow
 from elbowroom.codecs.registry import codec as codec
@@ -27,3 +28,4 @@ register(Cast)
 register(Group)
 register(Dither)
 register(Division)
+register(Fdsr)

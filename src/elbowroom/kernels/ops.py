@@ -9,6 +9,7 @@
     nonzero_quantize(x, seed, levels, group_size)         bits, payload (size depends on x), bounds
     division_quantize(x, seed, levels, block, reach, maps)    codes, mean, scale, low
     fp8_quantize(x, group_size, fmt)                      codes, scale
+    fdsr_quantize(x, seed, maps, block, levels, kept, dither)     payload, scales, codebook
     affine(x, scale, shift, inner, bits, out!)            x * scale + shift by channel; 0 for bit 0
 
 and a `_dequantize` for each `_quantize`, which writes its last argument, `out`: the caller owns the
@@ -23,7 +24,7 @@ reference serves.
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any, cast
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.kernels import reference
+from elbowroom.kernels.bands import WORDS, bands_of, tiles_of
 from elbowroom.kernels.layout import groups, packed_nbytes, tiles
 from elbowroom.kernels.maps import blocks, ranges
 
@@ -40,6 +42,7 @@ _log = logging.getLogger("elbowroom.kernels")
 _library: Any = torch.library.Library("elbowroom", "DEF")  # type: ignore[no-untyped-call]
 
 _QUANTIZE = "(Tensor x, int seed, int levels, int group_size) -> (Tensor, Tensor, Tensor)"
+_FDSR = "int seed, int[] maps, int block, int[] levels, int kept, bool dither"
 _SCHEMAS = {
     "pack_bits": "(Tensor x) -> Tensor",
     "unpack_bits": "(Tensor bits, float value, Tensor(a!) out) -> ()",
@@ -70,6 +73,10 @@ _SCHEMAS = {
     "fp8_dequantize": "(Tensor codes, Tensor scale, int group_size, str fmt, Tensor(a!) out) -> ()",
     "affine": (
         "(Tensor x, Tensor scale, Tensor shift, int inner, Tensor? bits, Tensor(a!) out) -> ()"
+    ),
+    "fdsr_quantize": f"(Tensor x, {_FDSR}) -> (Tensor, Tensor, Tensor)",
+    "fdsr_dequantize": (
+        f"(Tensor payload, Tensor scales, Tensor codebook, {_FDSR}, Tensor(a!) out) -> ()"
     ),
 }
 
@@ -171,6 +178,24 @@ def _fake_fp8(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.uint8), scale
 
 
+def _fake_fdsr(
+    x: Tensor,
+    seed: int,
+    maps: Sequence[int],
+    block: int,
+    levels: Sequence[int],
+    kept: int,
+    dither: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    b = bands_of(block, tuple(levels))
+    groups = -(-tiles_of(maps, block) // b.lanes)
+    return (
+        x.new_empty(groups, b.nbytes(kept), dtype=torch.uint8),
+        x.new_empty(groups, b.scales(kept), dtype=torch.bfloat16),
+        x.new_empty(WORDS if kept else 0, b.rest, dtype=torch.int8),
+    )
+
+
 # An op that writes `out` returns nothing, and its fake does nothing.
 _FAKES: dict[str, Callable[..., Any]] = {
     "pack_bits": lambda x: x.new_empty(-(-x.numel() // 8), dtype=torch.uint8),
@@ -183,6 +208,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "nonzero_quantize": _fake_nonzero,
     "division_quantize": _fake_division,
     "fp8_quantize": _fake_fp8,
+    "fdsr_quantize": _fake_fdsr,
 }
 
 for _op, _schema in _SCHEMAS.items():
@@ -211,5 +237,7 @@ division_quantize = cast(
 division_dequantize = cast(Callable[..., None], _calls.division_dequantize.default)
 fp8_quantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.fp8_quantize.default)
 fp8_dequantize = cast(Callable[..., None], _calls.fp8_dequantize.default)
+fdsr_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.fdsr_quantize.default)
+fdsr_dequantize = cast(Callable[..., None], _calls.fdsr_dequantize.default)
 affine = cast(Callable[..., None], _calls.affine.default)
 NAMES = tuple(_SCHEMAS)
