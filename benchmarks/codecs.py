@@ -3,10 +3,10 @@
     python benchmarks/codecs.py [ID ...]
 
 Data are synthetic: x normal, its ReLU (half zeros), a mask, indices below 1000, for the codecs of
-maps smooth ones (spectrum 1 / f; smoother: 1 / f^1.5). 64 MiB of float32 (or as many elements of
-another dtype), 2 threads, ops warm. Speed: time of `torch.Tensor.copy_` of x into a warm buffer /
-time of an encode (or of a decode into a warm `out`), median of 11 pairs run in turn, quartiles in
-brackets. rel-MSE is sum (x~ - x)^2 / sum x^2.
+maps smooth ones (spectrum 1 / f; smoother: 1 / f^1.5; blurred: 8 x 8 normal numbers, interpolated
+to 64 x 64). 64 MiB of float32 (or as many elements of another dtype), 2 threads, ops warm. Speed:
+time of `torch.Tensor.copy_` of x into a warm buffer / time of an encode (or of a decode into a warm
+`out`), median of 11 pairs run in turn, quartiles in brackets. rel-MSE is sum (x~ - x)^2 / sum x^2.
 """
 
 import sys
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from elbowroom.codecs import Codec, Facts, codec, codecs
 from elbowroom.codecs.fdsr import RUNGS
@@ -38,6 +39,7 @@ def data(name: str) -> Tensor:
     return {
         "normal": lambda: x,
         "ReLU": lambda: x.relu_(),
+        "blurred": lambda: interpolate(x[: N // 64].view(-1, 64, 8, 8), 64, mode="bicubic"),
         "mask": lambda: x > 0,
         "dropout": lambda: (x > 0).float() * 2,
         "indices": lambda: (x.abs_() * 1000).long() % 1000,
@@ -93,18 +95,25 @@ def rows(id: str) -> Iterator[Row]:
         yield from (Row(rung, "smoother maps", shape=maps) for rung in RUNGS)
         for levels in (3, 4):
             yield Row(codec("dither", levels=levels), "smoother maps", shape=maps)
+    elif id == "comet":
+        for name, facts in (("normal", Facts()), ("ReLU", Facts()), ("ReLU", ZEROS)):
+            yield from (Row(codec(id, bound=bound), name, facts) for bound in (1e-1, 1e-2, 1e-3))
+        for rounding in ("stochastic", "nearest"):
+            yield Row(codec(id, rounding=rounding), "ReLU")
+        for prediction in ("none", "1d", "2d"):
+            yield Row(codec(id, prediction=prediction), "blurred", shape=(N // 2**18, 64, 64, 64))
     else:
         yield Row(codec(id), "normal")
 
 
 def measured(row: Row) -> str:
-    x = data(row.data).view(row.shape) if "smooth" not in row.data else smooth(row)
+    x = smooth(row) if "smooth" in row.data else data(row.data).view(row.shape)
     room, out = torch.empty_like(x), torch.empty(N, dtype=x.dtype)
     encoded = row.codec.encode(x, facts=row.facts)
     y = encoded.decode()
     error = float((y.double() - x.double()).square().sum() / x.double().square().sum())
     encode = paired(lambda: row.codec.encode(x, facts=row.facts), lambda: room.copy_(x), pairs=11)
-    decode = paired(lambda: encoded.decode(out=out), lambda: room.copy_(x), pairs=11)
+    decode = paired(lambda: encoded.decode(out=out.view(-1)), lambda: room.copy_(x), pairs=11)
     fields = ", ".join(str(v) for k, v in row.codec.config().items() if k != "id") or "-"
     facts = {k: v for k, v in vars(row.facts).items() if v is not None and v is not False}
     known = ", ".join(f"{name}={value}" for name, value in facts.items()) or "-"

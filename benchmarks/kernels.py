@@ -66,6 +66,7 @@ def rows(n: int, device: str) -> Iterator[Row]:
         how = 4, 8, 0, [n // 2**18, 64, 64, 64] if layout else [n // 4096, 64, 64, 1]
         name = f"division 2 bits{layout}"
         yield from both("division", name, x, (SEED, *how), (SEED, *how, True), out)
+    yield from comet(x.relu(), out)
     for fmt in ("e4m3", "e5m2"):
         yield from both("fp8", f"fp8 {fmt} G=256", x, (256, fmt), (256, fmt), out)
     maps = (n // 16384, 128, 128, 1)
@@ -87,6 +88,14 @@ def both(
     yield Row(f"{name} dequantize", lambda: dequantize(*stored, *decode, out), x)
     fresh = lambda: dequantize(*stored, *decode, torch.empty_like(x))  # noqa: E731
     yield Row(f"{name} dequantize, fresh", fresh, x)
+
+
+def comet(x: Tensor, out: Tensor) -> Iterator[Row]:
+    """A bound of 1 % of the range, about 3.8 bits a value; once more with 2-D prediction."""
+    grid = torch.tensor([0.05, 0.0999, 1 / 0.0999], device=x.device)
+    for name, maps in (("comet", (0, 0, 0)), ("comet 2d", (64, 64, 1))):
+        encode, decode = (grid, SEED, "dither", False, *maps), (grid, SEED, "dither", *maps)
+        yield from both("comet", name, x, encode, decode, out)
 
 
 def bits(x: Tensor, out: Tensor) -> Iterator[Row]:
@@ -199,6 +208,15 @@ def unequal(device: str) -> list[str]:
             getattr(where, f"{kind}_dequantize")(*stored, *noise, *last)
             results.append([*stored, out])
         wrong += [kind for a, b in zip(*results, strict=True) if not torch.equal(a.cpu(), b)]
+    grid = torch.tensor([0.05, 0.0999, 1 / 0.0999])
+    results = []
+    for where, home in ((ops, device), (reference, "cpu")):
+        settings = (grid.to(home), SEED, "dither")
+        stored = where.comet_quantize(x.relu().to(home), *settings, False, 5, 10, 1)
+        out = torch.empty_like(x, device=home)
+        where.comet_dequantize(*stored, *settings, 5, 10, 1, out)
+        results.append([*stored, out])
+    wrong += ["comet" for a, b in zip(*results, strict=True) if not torch.equal(a.cpu(), b)]
     packed = ops.pack_bits(x.relu().to(device))
     if not torch.equal(packed.cpu(), reference.pack_bits(x.relu())):
         wrong.append("pack_bits")

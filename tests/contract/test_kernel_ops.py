@@ -25,6 +25,7 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
     bits = reference.pack_bits(x.relu())
     maps = [2, 50, n // 100, 1]
     bands = 1, maps, 8, (32, 8, 3, 0), 16, True  # seed, maps, block, levels, kept, dither
+    grid = torch.tensor([0.05, 0.099, 1 / 0.099], device=device)
     return {
         "pack_bits": lambda: (x,),
         "unpack_bits": lambda: (bits, 1.0, out),
@@ -48,6 +49,11 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
         "affine": lambda: (x, *torch.ones(2, 3, device=device), 5, bits, out),
         "fdsr_quantize": lambda: (x, *bands),
         "fdsr_dequantize": lambda: (*reference.fdsr_quantize(x, *bands), *bands, out),
+        "comet_quantize": lambda: (x, grid, 1, "dither", True, 0, 0, 0),
+        "comet_dequantize": lambda: (
+            *reference.comet_quantize(x, grid, 1, "dither", True, 0, 0, 0),
+            *(grid, 1, "dither", 0, 0, 0, out),
+        ),
     }[op]()
 
 

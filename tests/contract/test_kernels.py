@@ -74,6 +74,7 @@ WRITES = {
     "nonzero_dequantize": 6,
     "division_dequantize": 10,
     "fp8_dequantize": 4,
+    "comet_dequantize": 10,
     "affine": 5,
 }
 
@@ -390,6 +391,97 @@ def test_affine_equals_the_reference(backend, dtype, masked, inner):
             x[40], x[41], x[42] = float("nan"), float("inf"), -0.0
         bits = reference.pack_bits(normal(n + 1, torch.float32)[:n].relu()) if masked else None
         assert_equal(backend, "affine", x, scale, shift, inner, bits, torch.empty_like(x))
+
+
+def bounded(bound: float, rounding: str = "dither") -> Tensor:
+    """A grid of `comet`: bound, step, 1 / step."""
+    step = bound * (1 if rounding == "stochastic" else 2) * 0.999
+    return torch.tensor([bound * (1 - 2**-22), step, 1 / step])
+
+
+PREDICTED = [(0, 0, 0), (1, layout.TILE, 1), (5, 7, 1), (4, 6, 3)]
+
+
+def assert_bounded(backend, x, bound, rounding="dither", aware=False, maps=(0, 0, 0)):
+    """Quantize and dequantize on both: equal, within the bound, zeros and no others exact."""
+    settings, grid = (SEED, rounding), bounded(bound, rounding)
+    stored = assert_equal(backend, "comet_quantize", x, grid, *settings, aware, *maps)
+    out = torch.empty_like(x)
+    (restored,) = assert_equal(backend, "comet_dequantize", *stored, grid, *settings, *maps, out)
+    error = (restored.double() - x.double()).abs()
+    assert bool((error[x.isfinite()] <= bound).all())
+    assert torch.equal(restored[~x.isfinite()].isnan(), x[~x.isfinite()].isnan())
+    assert torch.equal(restored != 0, x != 0)
+    return stored[1]
+
+
+def forms(headers: Tensor) -> set[str]:
+    """Which forms of a block occur: see the reference."""
+    found = set()
+    for header in headers.tolist():
+        special = {0: "zeros", 0x20: "all 0", 0x40: "masked, all 0", 0x80: "raw"}
+        kind = "masked" if header & 0x40 else "filled" if header & 0x80 else "full"
+        found.add(special.get(header, kind + " zigzag" * bool(header & 0x20)))
+    return found
+
+
+@pytest.mark.parametrize("maps", PREDICTED, ids=str)
+@pytest.mark.parametrize("rounding", ["dither", "stochastic", "nearest"])
+def test_comet_equals_the_reference(backend, rounding, maps):
+    for i, n in enumerate(backend.sizes):
+        whole = n if maps[0] < 2 else n // (maps[0] * maps[1] * maps[2]) * maps[0] * maps[1]
+        whole = whole * (maps[2] if maps[0] > 1 else 1)
+        for k, dtype in enumerate(DTYPES):
+            if backend.sizes[1] == 1 or (i + k) % 3 == 0:
+                x = thinned(normal(whole, dtype), (0.4, 0.97)[i % 2])
+                assert_bounded(backend, x, (0.03, 0.3)[(i + k) % 2], rounding, i % 2 == 0, maps)
+
+
+def mixed(dtype: torch.dtype) -> Tensor:
+    """[2100] with blocks of every form."""
+    x = normal(2100, torch.float32).abs() * 0.3 + 0.01
+    x[:64] = 0
+    x[64:96] *= 1e-5  # all q = 0
+    x[96:128] *= 1e-5
+    x[96:112] = 0
+    x[128:256:2] = 0
+    x[192:256] *= -1
+    x[300], x[330] = 0, 0
+    x[352:384] *= -1
+    x[360] = 0
+    x[400:420] *= -1
+    x[512], x[545], x[600] = float("nan"), float("inf"), 4e4
+    x[700:900] = 0
+    x[888] = 3e-5
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("aware", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_comet_in_every_form_of_a_block(backend, dtype, aware):
+    found = set()
+    for maps in ((0, 0, 0), (7, 100, 3)):
+        found |= forms(assert_bounded(backend, mixed(dtype), 0.02, "dither", aware, maps))
+    wanted = {"zeros", "all 0", "masked", "masked zigzag", "full", "full zigzag", "raw"}
+    wanted |= {"masked, all 0"} if aware else {"filled", "filled zigzag"}
+    assert found == wanted
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_comet_on_awkward_values(backend, name):
+    for k, dtype in enumerate(DTYPES):
+        if backend.sizes[1] == 1 or (AWKWARD.index(name) + k) % 3 == 0:
+            x = awkward(name, dtype)
+            for bound in (1e-3, float(x.double().abs().max()) * 1e-4 + 1e-30):
+                assert_bounded(backend, x, bound, maps=PREDICTED[k])
+
+
+def test_comet_with_wide_codes(backend):
+    """Codes of 8 bits and more: bytes first, then what is left."""
+    x = normal(2048, torch.float32)
+    for bound in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
+        headers = assert_bounded(backend, x, bound)
+        assert bool((headers == 0x80).any()) == (bound <= 1e-5)
 
 
 @pytest.mark.parametrize("kind", [*QUANTIZERS, "division"])

@@ -42,6 +42,7 @@ def test_every_kernel_compiles_and_keeps_its_bits(capability, tmp_path):
     assert {line.split()[0] for line in lines} == {
         *("affine._affine", "bits._pack", "bits._unpack", "narrow._narrow", "nonzero._sizes"),
         *("maps.sum_blocks", "maps.finish_ranges"),
+        *(f"comet._{name}" for name in ("measure", "encode", "decode", "restore")),
         *(f"{op}._{verb}" for op in KINDS for verb in ("quantize", "dequantize")),
     }
     for line in lines:
@@ -89,7 +90,17 @@ def main(capability):
 
     from elbowroom.kernels import triton as kernels
 
-    for module in ("affine", "bits", "dither", "division", "fp8", "group", "narrow", "nonzero"):
+    for module in (
+        "affine",
+        "bits",
+        "comet",
+        "dither",
+        "division",
+        "fp8",
+        "group",
+        "narrow",
+        "nonzero",
+    ):
         importlib.import_module(f"{kernels.__name__}.{module}").launch = compiling(capability)
     for dtype, levels, group_size in (
         (torch.float32, 4, 256),
@@ -110,6 +121,10 @@ def main(capability):
         kernels.unpack_bits(bits, 1.0, x)
         kernels.affine(x, torch.zeros(3), torch.zeros(3), 7, bits, x)
         kernels.affine(x, torch.zeros(3), torch.zeros(3), 1, None, x)
+        for rounding, aware, maps in (("dither", False, (0, 0, 0)), ("nearest", True, (5, 10, 4))):
+            settings = torch.zeros(3), 5, rounding
+            stored = kernels.comet_quantize(x, *settings, aware, *maps)
+            kernels.comet_dequantize(*stored, *settings, *maps, x)
     x = torch.zeros(5000)
     stored = kernels.nonzero_quantize(x, 5, 4, 64)
     kernels.nonzero_dequantize(*stored, 5, 4, 64, x)

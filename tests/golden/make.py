@@ -107,6 +107,15 @@ def goldens() -> list[Golden]:
             small_maps(24, 16).half(),
         ),
         Golden("dither-raw", {"id": "dither"}, bad),
+        Golden("comet", {"id": "comet"}, x),
+        Golden("comet-zeros", {"id": "comet", "bound": 0.1}, x.relu().bfloat16(), zeros),
+        Golden(
+            "comet-stochastic-1d",
+            {"id": "comet", "bound": 0.01, "relative": False}
+            | {"rounding": "stochastic", "prediction": "1d"},
+            x.half(),
+        ),
+        Golden("comet-2d", {"id": "comet", "prediction": "2d"}, x.t().reshape(2, 5, 5, 43).relu()),
     ]
 
 

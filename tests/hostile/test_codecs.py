@@ -26,6 +26,9 @@ SAMPLES: dict[str, Callable[[], Encoded]] = {
     "dither 3 levels": lambda: codec("dither", levels=3).encode(NOISE),
     "dither zeros": lambda: codec("dither").encode(NOISE.relu(), facts=ZEROS),
     "division": lambda: codec("division", rounding="dither").encode(NOISE),
+    "comet": lambda: codec("comet").encode(NOISE),
+    "comet zeros": lambda: codec("comet").encode(NOISE.relu(), facts=ZEROS),
+    "comet 1d": lambda: codec("comet", prediction="1d").encode(NOISE),
     "raw": lambda: codec("dither").encode(NOISE / 0),
 }
 DAMAGES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -34,6 +37,8 @@ DAMAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "another dtype": lambda b: b.double(),
     "same bytes, other dtype": lambda b: b.view(
         {1: torch.bool, 2: torch.int16, 4: torch.int32}[b.element_size()]
+        if b.dtype is not torch.int16
+        else torch.float16
     ),
     "another rank": lambda b: b[None],
     "not contiguous": lambda b: torch.stack([b, b], dim=-1)[..., 0],
@@ -159,8 +164,9 @@ def test_altered_bytes_of_the_right_size_decode_to_something(name, seed, where):
         torch.uint8
     )
     room = torch.zeros(3700, dtype=encoded.dtype)
-    y = other(encoded, place, random.view(buffer.dtype).view(buffer.shape)).decode(
-        out=room[100:3600]
-    )
-    assert y.shape == (5, 700)
+    hurt = other(encoded, place, random.view(buffer.dtype).view(buffer.shape))
+    try:
+        assert hurt.decode(out=room[100:3600]).shape == (5, 700)
+    except CodecError:
+        assert name.startswith("comet")  # whose headers, sizes and payload know of each other
     assert not bool(room[:100].any() | room[3600:].any())

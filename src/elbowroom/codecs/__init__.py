@@ -9,6 +9,7 @@ from elbowroom.codecs.base import Codec as Codec
 from elbowroom.codecs.base import Encoded as Encoded
 from elbowroom.codecs.bitmask import BitMask as BitMask
 from elbowroom.codecs.cast import Cast as Cast
+from elbowroom.codecs.comet import Comet as Comet
 from elbowroom.codecs.dither import Dither as Dither
 from elbowroom.codecs.division import Division as Division
 from elbowroom.codecs.facts import Facts as Facts
@@ -29,3 +30,4 @@ register(Group)
 register(Dither)
 register(Division)
 register(Fdsr)
+register(Comet)

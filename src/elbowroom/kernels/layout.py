@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 TILE = 2048
+BLOCK = 32  # of `comet`: elements that share a width
 GROUP_SIZES = (32, 64, 128, 256)
 RADIX = {3: 5, 5: 3, 6: 3}  # levels -> codes in a byte, written in base `levels`
 
@@ -65,6 +66,16 @@ def tiles(numel: int) -> int:
 def groups(numel: int, group_size: int) -> int:
     """Groups of a flat tensor; no group crosses a tile because every group size divides TILE."""
     return -(-numel // group_size)
+
+
+def blocks(numel: int) -> int:
+    """Blocks of a flat tensor."""
+    return -(-numel // BLOCK)
+
+
+def width_nbytes(k: int, width: int) -> int:
+    """Bytes of k codes of `width` bits each."""
+    return -(-k * width // 8)
 
 
 def packed_nbytes(levels: int, numel: int) -> int:

@@ -10,6 +10,8 @@
     division_quantize(x, seed, levels, block, reach, maps)    codes, mean, scale, low
     fp8_quantize(x, group_size, fmt)                      codes, scale
     fdsr_quantize(x, seed, maps, block, levels, kept, dither)     payload, scales, codebook
+    comet_quantize(x, grid, seed, rounding, aware, rows, columns, inner)
+                                                          bits, headers, sizes, payload (depends)
     affine(x, scale, shift, inner, bits, out!)            x * scale + shift by channel; 0 for bit 0
 
 and a `_dequantize` for each `_quantize`, which writes its last argument, `out`: the caller owns the
@@ -34,6 +36,7 @@ from torch import Tensor
 
 from elbowroom.kernels import reference
 from elbowroom.kernels.bands import WORDS, bands_of, tiles_of
+from elbowroom.kernels.layout import blocks as runs
 from elbowroom.kernels.layout import groups, packed_nbytes, tiles
 from elbowroom.kernels.maps import blocks, ranges
 
@@ -77,6 +80,14 @@ _SCHEMAS = {
     "fdsr_quantize": f"(Tensor x, {_FDSR}) -> (Tensor, Tensor, Tensor)",
     "fdsr_dequantize": (
         f"(Tensor payload, Tensor scales, Tensor codebook, {_FDSR}, Tensor(a!) out) -> ()"
+    ),
+    "comet_quantize": (
+        "(Tensor x, Tensor grid, int seed, str rounding, bool aware, int rows, int columns, "
+        "int inner) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "comet_dequantize": (
+        "(Tensor bits, Tensor headers, Tensor sizes, Tensor payload, Tensor grid, int seed, "
+        "str rounding, int rows, int columns, int inner, Tensor(a!) out) -> ()"
     ),
 }
 
@@ -196,6 +207,18 @@ def _fake_fdsr(
     )
 
 
+def _fake_comet(
+    x: Tensor, grid: Tensor, seed: int, rounding: str, aware: bool, *maps: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size()
+    return (
+        x.new_empty(-(-x.numel() // 8) if aware else 0, dtype=torch.uint8),
+        x.new_empty(runs(x.numel()), dtype=torch.uint8),
+        x.new_empty(tiles(x.numel()), dtype=torch.int16),
+        x.new_empty(size, dtype=torch.uint8),
+    )
+
+
 # An op that writes `out` returns nothing, and its fake does nothing.
 _FAKES: dict[str, Callable[..., Any]] = {
     "pack_bits": lambda x: x.new_empty(-(-x.numel() // 8), dtype=torch.uint8),
@@ -209,6 +232,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "division_quantize": _fake_division,
     "fp8_quantize": _fake_fp8,
     "fdsr_quantize": _fake_fdsr,
+    "comet_quantize": _fake_comet,
 }
 
 for _op, _schema in _SCHEMAS.items():
@@ -239,5 +263,9 @@ fp8_quantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.fp8_quantize.de
 fp8_dequantize = cast(Callable[..., None], _calls.fp8_dequantize.default)
 fdsr_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.fdsr_quantize.default)
 fdsr_dequantize = cast(Callable[..., None], _calls.fdsr_dequantize.default)
+comet_quantize = cast(
+    Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], _calls.comet_quantize.default
+)
+comet_dequantize = cast(Callable[..., None], _calls.comet_dequantize.default)
 affine = cast(Callable[..., None], _calls.affine.default)
 NAMES = tuple(_SCHEMAS)

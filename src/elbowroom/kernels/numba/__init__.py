@@ -6,6 +6,8 @@ Compiled functions are cached on disk by numba; `launch.py` keeps its threads in
 from elbowroom.kernels.numba.affine import affine as affine
 from elbowroom.kernels.numba.bits import pack_bits as pack_bits
 from elbowroom.kernels.numba.bits import unpack_bits as unpack_bits
+from elbowroom.kernels.numba.comet import comet_dequantize as comet_dequantize
+from elbowroom.kernels.numba.comet import comet_quantize as comet_quantize
 from elbowroom.kernels.numba.dither import dither_dequantize as dither_dequantize
 from elbowroom.kernels.numba.dither import dither_quantize as dither_quantize
 from elbowroom.kernels.numba.division import division_dequantize as division_dequantize

@@ -6,6 +6,8 @@ Short enough to be believed by eye.
 from elbowroom.kernels.reference.affine import affine as affine
 from elbowroom.kernels.reference.bits import pack_bits as pack_bits
 from elbowroom.kernels.reference.bits import unpack_bits as unpack_bits
+from elbowroom.kernels.reference.comet import comet_dequantize as comet_dequantize
+from elbowroom.kernels.reference.comet import comet_quantize as comet_quantize
 from elbowroom.kernels.reference.dither import dither_dequantize as dither_dequantize
 from elbowroom.kernels.reference.dither import dither_quantize as dither_quantize
 from elbowroom.kernels.reference.division import division_dequantize as division_dequantize

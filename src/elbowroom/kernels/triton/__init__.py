@@ -7,6 +7,8 @@ tests.
 from elbowroom.kernels.triton.affine import affine as affine
 from elbowroom.kernels.triton.bits import pack_bits as pack_bits
 from elbowroom.kernels.triton.bits import unpack_bits as unpack_bits
+from elbowroom.kernels.triton.comet import comet_dequantize as comet_dequantize
+from elbowroom.kernels.triton.comet import comet_quantize as comet_quantize
 from elbowroom.kernels.triton.dither import dither_dequantize as dither_dequantize
 from elbowroom.kernels.triton.dither import dither_quantize as dither_quantize
 from elbowroom.kernels.triton.division import division_dequantize as division_dequantize

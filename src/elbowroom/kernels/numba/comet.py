@@ -1,0 +1,244 @@
+"""Error-bounded codes (specification: `reference/comet.py`).
+
+Two passes over x, because where a tile's payload starts is the sum of the sizes before it: one for
+headers and sizes, one for the codes. Both quantize; keeping the integers would take as much memory
+as x. The neighbours that a prediction looks back to are quantized once more a work item.
+"""
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from elbowroom.kernels.layout import blocks, check_payload, tiles
+from elbowroom.kernels.numba.bits import pack_bits, pack_flags
+from elbowroom.kernels.numba.blocks import (
+    RAW,
+    SCRATCH,
+    integers,
+    measure,
+    read_tile,
+    restore_values,
+    write_tile,
+)
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8, u32, u64
+from elbowroom.kernels.numba.launch import parallel, split_seed, words
+from elbowroom.kernels.numba.predict import lines_of, residuals, restore
+from elbowroom.kernels.numba.rounding import from_restored, target, to_float
+from elbowroom.kernels.numba.widths import ROOM
+
+BLOCKS = TILE // 32  # of a tile
+
+
+def comet_quantize(
+    x: Tensor,
+    grid: Tensor,
+    seed: int,
+    rounding: str,
+    aware: bool,
+    rows: int,
+    columns: int,
+    inner: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n = x.numel()
+    bits = pack_bits(x) if aware else torch.empty(0, dtype=torch.uint8)
+    headers = torch.empty(blocks(n), dtype=torch.uint8)
+    starts = torch.zeros(tiles(n) + 1, dtype=torch.int64)
+    key, back = _noise(seed, rounding)
+    source = *words(x), x.view(torch.uint8).numpy(), grid.numpy(), key, back
+    settings = aware, rows, columns, inner, headers.numpy()
+    _encode(*source, *settings, starts[1:].numpy(), np.empty(0, np.uint8), False)
+    sizes = starts[1:].to(torch.int16)
+    starts.cumsum_(dim=0)
+    payload = torch.empty(int(starts[-1]), dtype=torch.uint8)
+    _encode(*source, *settings, starts.numpy(), payload.numpy(), True)
+    return bits, headers, sizes, payload
+
+
+def comet_dequantize(
+    bits: Tensor,
+    headers: Tensor,
+    sizes: Tensor,
+    payload: Tensor,
+    grid: Tensor,
+    seed: int,
+    rounding: str,
+    rows: int,
+    columns: int,
+    inner: int,
+    out: Tensor,
+) -> None:
+    starts = torch.zeros(len(sizes) + 1, dtype=torch.int64)
+    torch.cumsum(sizes.clamp(min=0), dim=0, out=starts[1:])  # damaged ones may be anything
+    check_payload(payload, int(starts[-1]))
+    wrong = np.full(1, -1, np.int64)
+    source = bits.numpy(), headers.numpy(), starts.numpy(), payload.numpy(), grid.numpy()
+    settings = *_noise(seed, rounding), *words(out), out.view(torch.uint8).numpy(), wrong
+    if rows:
+        _decode_maps(*source, rows, columns, inner, *settings)
+    else:
+        _decode(*source, *settings)
+    if wrong[0] >= 0:
+        size = int(sizes[wrong[0]])
+        raise ValueError(f"expected headers that call for the {size} bytes of a tile; got others")
+
+
+def _noise(seed: int, rounding: str) -> tuple[np.ndarray, bool]:
+    """The seed and whether the encoder draws noise [3] uint32; whether the decoder does."""
+    key = np.array([*split_seed(seed), rounding != "nearest"], np.uint32)
+    return key, rounding == "dither"
+
+
+@parallel
+def _encode(
+    x, kind, source, grid, key, back, aware, rows, columns, inner, headers, starts, payload, final
+):
+    """Headers and sizes (into starts); or, with headers and starts in place, the payload."""
+    N = x.shape[0]
+    T = (N + TILE - 1) // TILE
+    itemsize = 4 if kind == 0 else 2
+    reach = (columns + 1) * inner if rows > 1 else inner * min(rows, 1)
+    for i_c in prange((T + CHUNK - 1) // CHUNK):
+        start, stop = i_c * CHUNK * TILE, min((i_c + 1) * CHUNK * TILE, N)
+        begin = max(start - reach, 0) // TILE * TILE
+        b_q, b_bad, b_flag = np.empty(stop - begin, i32), np.empty(TILE, u8), np.empty(TILE, u8)
+        b_x, b_u, b_back = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE, f32)
+        b_r, b_kept, b_spare = np.empty(TILE, i32), np.empty(33, i32), np.empty(32, u8)
+        b_part, b_even = np.empty(SCRATCH, u8), np.empty(TILE, u8)
+        b_block, b_wrong = b_r.reshape(BLOCKS, 32), b_bad.view(u64).reshape(BLOCKS, 4)
+        b_set = b_flag.reshape(BLOCKS, 32)
+        b_bit = np.zeros(TILE // 8, u8)
+        for first in range(begin, stop, TILE):
+            last, i_t = min(first + TILE, N), first // TILE
+            n = last - first
+            values = to_float(x[first:last], kind, b_x[:n])
+            q = b_q[first - begin : last - begin]
+            integers(values, kind, i_t, key, back, grid, b_u, b_back, q, b_flag, b_bad)
+            if first < start:
+                continue
+            b_r[n:], b_bad[n:], b_flag[n:] = 0, 0, 0
+            if rows:
+                residuals(b_q[: last - begin], first, rows, columns, inner, b_r[:n])
+                for o in range(TILE):
+                    b_r[o] &= -i32(b_flag[o])
+            else:
+                b_r[:n] = q
+            pack_flags(b_flag, u8(255), b_bit, b_even)
+            each, masks = headers[first // 32 : (last + 31) // 32], b_bit.view(u32)
+            if final:
+                bytes_of = source[first * itemsize : last * itemsize]
+                write_tile(bytes_of, b_block, b_set, masks, n, each, aware, b_kept, b_spare, b_part)
+                payload[starts[i_t] : starts[i_t + 1]] = b_part[: starts[i_t + 1] - starts[i_t]]
+            else:
+                starts[i_t] = measure(b_block, b_wrong, masks, n, itemsize, aware, each)
+
+
+@parallel
+def _decode(bits, headers, starts, payload, grid, key, back, out, kind, raw, wrong):
+    N = out.shape[0]
+    T = (N + TILE - 1) // TILE
+    itemsize = 4 if kind == 0 else 2
+    for i_c in prange((T + CHUNK - 1) // CHUNK):
+        b_x, b_u, b_code = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE, i32)
+        b_spare, b_kept, b_part = (
+            np.empty(32, u8),
+            np.empty((BLOCKS, 32), i32),
+            np.empty(SCRATCH, u8),
+        )
+        b_mask, b_flag = np.empty(BLOCKS, u32), np.empty(TILE, np.int8)
+        b_block = b_code.reshape(BLOCKS, 32)
+        b_raw = np.empty(TILE * itemsize, u8)
+        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
+            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
+            n = last - first
+            part = payload[starts[i_t] : starts[i_t + 1]]
+            length = min(part.shape[0], SCRATCH - ROOM)  # damaged sizes may be anything
+            b_part[:length] = part[:length]
+            each, own = headers[first // 32 : (last + 31) // 32], bits[first // 8 : (last + 7) // 8]
+            if not read_tile(
+                b_part, part.shape[0], each, own, n, itemsize,
+                b_spare, b_kept, b_mask, b_flag, b_block, b_raw,
+            ):  # fmt: skip
+                wrong[0] = i_t
+                break
+            values = target(out[first:last], kind, b_x[:n])
+            restore_values(b_code, b_flag, i_t, key, back, grid[1], kind, b_u, values)
+            from_restored(values, kind, out[first:last])
+            copy_raw(each, b_raw, raw[first * itemsize : last * itemsize], itemsize)
+
+
+@jit
+def copy_raw(headers, source, out, itemsize):
+    """The raw blocks of a tile, as bytes."""
+    size = 32 * itemsize
+    for i_b in range(headers.shape[0]):
+        if headers[i_b] == RAW:
+            end = min(i_b * size + size, out.shape[0])
+            out[i_b * size : end] = source[i_b * size : end]
+
+
+@parallel
+def _decode_maps(
+    bits, headers, starts, payload, grid, rows, columns, inner, key, back, out, kind, raw, wrong
+):
+    """Maps are restored one after the other: a work item takes whole ones.
+
+    A tile that two items share is read by both.
+    """
+    N = out.shape[0]
+    size = rows * columns * inner
+    M = (N + size - 1) // size
+    each_item = max(CHUNK * TILE // size, 1)
+    itemsize = 4 if kind == 0 else 2
+    for i_c in prange((M + each_item - 1) // each_item):
+        b_x, b_u, b_code = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE, i32)
+        b_spare, b_kept, b_part = (
+            np.empty(32, u8),
+            np.empty((BLOCKS, 32), i32),
+            np.empty(SCRATCH, u8),
+        )
+        b_mask, b_flag = np.empty(BLOCKS, u32), np.empty(TILE, np.int8)
+        b_block = b_code.reshape(BLOCKS, 32)
+        b_raw, b_word = np.empty(TILE * itemsize, u8), np.empty(TILE, out.dtype)
+        b_q, b_some, b_bad = np.empty(TILE, i32), np.empty(TILE, u8), np.empty(TILE, u8)
+        b_back, b_line = np.empty(TILE, f32), lines_of(columns, inner)
+        start, stop = i_c * each_item * size, min((i_c + 1) * each_item * size, N)
+        for i_t in range(start // TILE, (stop + TILE - 1) // TILE):
+            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
+            n = last - first
+            part = payload[starts[i_t] : starts[i_t + 1]]
+            length = min(part.shape[0], SCRATCH - ROOM)  # damaged sizes may be anything
+            b_part[:length] = part[:length]
+            each, own = headers[first // 32 : (last + 31) // 32], bits[first // 8 : (last + 7) // 8]
+            if not read_tile(
+                b_part, part.shape[0], each, own, n, itemsize,
+                b_spare, b_kept, b_mask, b_flag, b_block, b_raw,
+            ):  # fmt: skip
+                wrong[0] = i_t
+                break
+            for o in range(n):
+                b_code[o] &= i32(b_flag[o])
+            if has_raw(each):
+                values = to_float(b_raw.view(out.dtype)[:n], kind, b_x[:n])
+                integers(values, kind, i_t, key, back, grid, b_u, b_back, b_q[:n], b_some, b_bad)
+                for i_b in range(each.shape[0]):
+                    if each[i_b] == RAW:
+                        for o in range(32 * i_b, min(32 * i_b + 32, n)):
+                            b_code[o] = b_q[o]
+            a, b = max(start, first), min(stop, last)
+            o_a, o_b = a - first, b - first
+            restore(b_code[o_a:o_b], b_flag[o_a:o_b], a % size, rows, columns, inner, b_line)
+            restore_values(b_code, b_flag, i_t, key, back, grid[1], kind, b_u, b_x[:n])
+            if kind == 0:
+                b_word[:n] = b_x[:n].view(out.dtype)
+            from_restored(b_x[:n], kind, b_word[:n])
+            copy_raw(each, b_raw, b_word[:n].view(u8), itemsize)
+            out[a:b] = b_word[o_a:o_b]
+
+
+@jit
+def has_raw(headers):
+    found = False
+    for i_b in range(headers.shape[0]):
+        found |= headers[i_b] == RAW
+    return found
