@@ -102,6 +102,9 @@ def rows(id: str) -> Iterator[Row]:
             yield Row(codec(id, rounding=rounding), "ReLU")
         for prediction in ("none", "1d", "2d"):
             yield Row(codec(id, prediction=prediction), "blurred", shape=(N // 2**18, 64, 64, 64))
+    elif id == "sided":
+        for upper, lower in ((4, 2), (4, 4), (8, 2), (16, 16)):
+            yield Row(codec(id, upper=upper, lower=lower), "normal")
     else:
         yield Row(codec(id), "normal")
 

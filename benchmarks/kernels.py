@@ -2,15 +2,12 @@
 
     ./scripts/bench kernels [--device cuda] [--quick]
 
-x is 128 MiB: normal float32 (half of it zero for nonzero; maps of 64 x 64, or 64 channels of them,
-for division), int64 below 100 for narrow. Speed is
-GB/s of x, in 1e9 bytes; "of a copy" is the time of `torch.Tensor.copy_` of x into a warm buffer
-over that of the op, run in turn: 1 means as fast as a copy. Quantizers allocate what they return,
-as in use. Dequantizers write into a warm buffer; "fresh" ones allocate `out` each time. On CUDA,
-events take the times. Nothing is timed unless every op equals the reference on this device.
-
-The last rows are the price of a call: what an op costs beyond calling its function, made by
-`Library.define` + `impl` as ours are, and by `torch.library.custom_op`.
+x is 128 MiB: normal float32 (half of it zero for nonzero, on either side for sided; maps of 64 x
+64, or 64 channels of them, for division), int64 below 100 for narrow. Speed is GB/s of x, in 1e9
+bytes; "of a copy" is the time of `torch.Tensor.copy_` of x into a warm buffer over that of the op,
+run in turn: 1 means as fast as a copy. Quantizers allocate what they return. Dequantizers
+write into a warm buffer; "fresh" ones allocate `out` each time. On CUDA, events take the times.
+Nothing is timed unless every op equals the reference on this device.
 """
 
 import platform
@@ -33,6 +30,8 @@ TARGETS = {  # on a CPU: the deed, and how fast it should be, where a copy is 1
     "group 2 bits G=256 dequantize": 1.0,
     "dither 2 bits G=256 quantize": 0.3,
     "dither 2 bits G=256 dequantize": 0.5,
+    "sided 4 + 2 levels G=64 quantize": 0.15,
+    "sided 4 + 2 levels G=64 dequantize": 0.3,
 }
 TARGET_NBYTES, TARGET_THREADS = 100_000_000, 2
 FDSR = (  # bands, levels, tiles of 32 with reuse, dither
@@ -67,6 +66,7 @@ def rows(n: int, device: str) -> Iterator[Row]:
         name = f"division 2 bits{layout}"
         yield from both("division", name, x, (SEED, *how), (SEED, *how, True), out)
     yield from comet(x.relu(), out)
+    yield from sided(x, out)
     for fmt in ("e4m3", "e5m2"):
         yield from both("fp8", f"fp8 {fmt} G=256", x, (256, fmt), (256, fmt), out)
     maps = (n // 16384, 128, 128, 1)
@@ -96,6 +96,16 @@ def comet(x: Tensor, out: Tensor) -> Iterator[Row]:
     for name, maps in (("comet", (0, 0, 0)), ("comet 2d", (64, 64, 1))):
         encode, decode = (grid, SEED, "dither", False, *maps), (grid, SEED, "dither", *maps)
         yield from both("comet", name, x, encode, decode, out)
+
+
+def sided(x: Tensor, out: Tensor) -> Iterator[Row]:
+    """The bitmap is there before: a ReLU's."""
+    name, settings, mask = "sided 4 + 2 levels G=64", (SEED, 4, 2, 64), ops.pack_bits(x.relu())
+    yield Row(f"{name} quantize", lambda: ops.sided_quantize(x, mask, *settings), x)
+    stored = (mask, *ops.sided_quantize(x, mask, *settings), *settings)
+    yield Row(f"{name} dequantize", lambda: ops.sided_dequantize(*stored, out), x)
+    fresh = lambda: ops.sided_dequantize(*stored, torch.empty_like(x))  # noqa: E731
+    yield Row(f"{name} dequantize, fresh", fresh, x)
 
 
 def bits(x: Tensor, out: Tensor) -> Iterator[Row]:
@@ -220,6 +230,13 @@ def unequal(device: str) -> list[str]:
     packed = ops.pack_bits(x.relu().to(device))
     if not torch.equal(packed.cpu(), reference.pack_bits(x.relu())):
         wrong.append("pack_bits")
+    results = []
+    for where, home in ((ops, device), (reference, "cpu")):
+        y, mask = torch.empty_like(x, device=home), packed.to(home)
+        stored = where.sided_quantize(x.to(home), mask, SEED, 4, 2, 64)
+        where.sided_dequantize(mask, *stored, SEED, 4, 2, 64, y)
+        results.append([*stored, y])
+    wrong += ["sided" for a, b in zip(*results, strict=True) if not torch.equal(a.cpu(), b)]
     results = []
     for where, home in ((ops, device), (reference, "cpu")):
         y, unpacked = x.to(home, copy=True), torch.empty_like(x, device=home)

@@ -1,5 +1,6 @@
 """The public verbs: `saving`, `fit`, `release`. Thin; the only file that knows all stages."""
 
+import dataclasses
 from typing import Any, TypeVar
 
 from torch import nn
@@ -9,14 +10,14 @@ from elbowroom.codecs import Codec, codec, codecs
 from elbowroom.codecs.registry import nearest
 from elbowroom.control import Fitting
 from elbowroom.errors import PlanError, UnknownCodec, UnknownField
-from elbowroom.plan import Exact, KeepAll, Lossy, Policy
+from elbowroom.plan import Exact, KeepAll, Lean, Lossy, Policy
 from elbowroom.runtime.attach import attach, detach
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.units import parse_nbytes
 
 M = TypeVar("M", bound=nn.Module)
-_POLICIES = ("exact", "keep")
+_POLICIES = ("exact", "keep", "lean")
 
 
 def saving(
@@ -36,6 +37,8 @@ def saving(
 
     policy      None or "exact": exact actions only (no bit of any gradient changes);
                 "keep": change nothing, count;
+                "lean", with upper, lower, plain and group_size: the fewest bits, for
+                convolutions (see `elbowroom.plan.Lean`);
                 a codec id with its fields as keywords, or a codec: that codec wherever the saving
                 op tolerates an error;
                 or any function of a `Site` that returns an action
@@ -81,6 +84,8 @@ def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str
                 f"{nearest(policy, known)}"
             )
         return Lossy(codec(policy, **fields), rebuild)
+    if policy == "lean":
+        return _lean(rebuild, fields)
     if fields:
         raise UnknownField(
             f"{', '.join(fields)}: fields go with a codec id, as in saving('dither', bits=2)"
@@ -96,6 +101,17 @@ def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str
             f"policy={policy!r} is not possible; it is an id, a codec, or a function of a Site"
         )
     return policy
+
+
+def _lean(rebuild: bool, fields: dict[str, Any]) -> Lean:
+    known = [field.name for field in dataclasses.fields(Lean) if field.name != "rebuild"]
+    for name in fields:
+        if name not in known:
+            raise UnknownField(
+                f"policy 'lean' has no field {name!r}; it has {', '.join(known)}."
+                f"{nearest(name, known)}"
+            )
+    return Lean(**fields, rebuild=rebuild)
 
 
 def fit(

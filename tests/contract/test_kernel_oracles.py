@@ -168,6 +168,54 @@ def test_bits_lie_where_the_document_says(backend, density):
         ]
 
 
+@pytest.mark.parametrize("n", [1, 9, 2048, 2048 + 300])
+@pytest.mark.parametrize(("upper", "lower"), [(4, 2), (3, 16), (8, 5)])
+def test_two_sides_are_two_tiles_of_dither(backend, upper, lower, n):
+    """The chosen values of a tile, in order, then the others: each as `dither` stores a tile."""
+    draw = torch.Generator().manual_seed(n)
+    x, chosen = torch.randn(n, generator=draw), torch.rand(n, generator=draw) < 0.4
+    bits = backend.pack_bits(chosen)
+    payload, bounds = backend.sided_quantize(x, bits, 5, upper, lower, 32)
+    start = 0
+    for i in range(0, n, 2048):
+        for side, levels in ((True, upper), (False, lower)):
+            ours = [j for j in range(i, min(i + 2048, n)) if bool(chosen[j]) == side]
+            ranges = payload[start : start + 2 * -(-len(ours) // 32)].view(-1, 2).tolist()
+            start += 2 * len(ranges)
+            lo, hi = bounds[2 * (i // 2048) + (not side)].double().tolist()
+            for g, (a, b) in enumerate(ranges):
+                low, high = (lo + end * (hi - lo) / 255 for end in (a, b))
+                group = [float(x[j]) for j in ours[32 * g : 32 * g + 32]]
+                slack = 1e-6 * max(abs(lo), abs(hi))
+                assert low - slack <= min(group)
+                assert max(group) <= high + slack
+            start += layout.codes_nbytes(levels, len(ours))
+    assert start == len(payload)
+
+    out = torch.empty(n)
+    backend.sided_dequantize(bits, payload, bounds, 5, upper, lower, 32, out)
+    for side, levels in ((chosen, upper), (~chosen, lower)):
+        held = bounds[0 if side is chosen else 1 :: 2].double()
+        widest = float((held[:, 1] - held[:, 0]).max())
+        all_of = (out - x)[side].abs()
+        assert not len(all_of) or float(all_of.max()) <= 0.51 * widest / (levels - 1)
+
+
+def test_a_sided_payload_by_hand():
+    """Bounds, ranges and codes of four values, two on either side: 256 levels leave no doubt."""
+    x = torch.tensor([1.0, -2.0, 3.0, -4.0])
+    bits = torch.tensor([0b0101], dtype=torch.uint8)
+    payload, bounds = reference.sided_quantize(x, bits, 5, 256, 2, 32)
+    assert bounds.tolist() == [[1, 3], [-4, -2]]
+    above, below = payload[:4].tolist(), payload[4:].tolist()
+    assert above[:2] == [0, 255]  # the range of the one group: all of the tile's
+    assert above[2] in (0, 1)  # 1.0 is at level 0 before the noise
+    assert above[3] == 255
+    assert below[:2] == [0, 255]
+    assert below[2] & 1 == 1  # -2 is the upper of two levels; -4 may go up by the noise alone
+    assert len(below) == 3
+
+
 def test_narrow_counts_what_does_not_fit(backend):
     x = torch.tensor([0, 127, 128, -128, -129, 10**12])
     y, lost = backend.narrow(x, torch.int8)

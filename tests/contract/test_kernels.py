@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.kernels import layout, numba, ops, reference
+from elbowroom.kernels.reference.bits import flags
 
 LEVELS = (2, 3, 4, 5, 6, 7, 8, 16, 17, 64, 200, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,6 +74,7 @@ WRITES = {
     "dither_dequantize": 6,
     "nonzero_dequantize": 6,
     "division_dequantize": 10,
+    "sided_dequantize": 7,
     "fp8_dequantize": 4,
     "comet_dequantize": 10,
     "affine": 5,
@@ -330,6 +332,131 @@ def test_what_is_not_finite_poisons_its_map(backend, bad):
             for y, z in zip(restored, expected, strict=True):
                 assert y[poisoned].isnan().all()
                 assert torch.equal(y[~poisoned], z[~poisoned])
+
+
+# --- two sides ---
+
+SIDES = ((4, 2), (2, 4), (8, 3), (2, 2), (16, 5), (256, 128), (6, 7), (64, 200))
+
+
+def chosen_bits(n: int, density: float) -> Tensor:
+    """A bitmap that has nothing to do with the values: any is right."""
+    return reference.pack_bits(thinned(torch.ones(n), density))
+
+
+def sided_round_trip(
+    backend: Backend, x: Tensor, bits: Tensor, upper: int, lower: int, group_size: int
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    settings = (SEED, upper, lower, group_size)
+    stored = assert_equal(backend, "sided_quantize", x, bits, *settings)
+    (restored,) = assert_equal(
+        backend, "sided_dequantize", bits, *stored, *settings, torch.empty_like(x)
+    )
+    return stored, restored
+
+
+@pytest.mark.parametrize(("upper", "lower"), SIDES)
+def test_sided_equals_the_reference(backend, upper, lower):
+    offset = SIDES.index((upper, lower))
+    for i, n in enumerate(backend.sizes):
+        for k, dtype in enumerate(DTYPES):
+            if backend.sizes[1] != 1 and (i + k + offset) % 3:
+                continue
+            x, group_size = normal(n, dtype), layout.GROUP_SIZES[(i + k + offset) % 4]
+            for bits in (reference.pack_bits(x > 0), chosen_bits(n, 0.3)):
+                (_, bounds), restored = sided_round_trip(backend, x, bits, upper, lower, group_size)
+                assert restored.isfinite().all()
+                assert bounds.isfinite().all()
+
+
+@pytest.mark.parametrize("density", [0.0, 0.001, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sided_at_every_density(backend, dtype, density):
+    """One side, or both, may be empty: its bounds are 0, and it takes no byte."""
+    n = 5000
+    x, bits = normal(n, dtype), chosen_bits(n, density)
+    for upper, lower in ((4, 2), (3, 256)):
+        (payload, bounds), restored = sided_round_trip(backend, x, bits, upper, lower, 32)
+        for i, tile in enumerate(flags(bits, n).split(layout.TILE)):
+            for side, held in enumerate((tile, ~tile)):
+                assert bool(held.any()) == bool(bounds[2 * i + side].any())
+        if density in (0.0, 1.0):
+            levels = upper if density else lower
+            assert len(payload) == layout.packed_nbytes(levels, n) + 2 * layout.groups(n, 32)
+        assert restored.isfinite().all()
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_values_on_two_sides(backend, name):
+    for dtype in DTYPES:
+        x = awkward(name, dtype)
+        for bits in (reference.pack_bits(x > 0), chosen_bits(len(x), 0.7)):
+            _, restored = sided_round_trip(backend, x, bits, 4, 3, 64)
+            assert restored.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**126])
+def test_what_is_not_finite_poisons_its_side(backend, bad):
+    for dtype in (torch.float32, torch.float16):
+        x = normal(6000, torch.float32).to(dtype)
+        bits = chosen_bits(6000, 0.5)
+        _, expected = sided_round_trip(backend, x, bits, 4, 2, 64)
+        above, tile = flags(bits, 6000), torch.arange(6000) // layout.TILE
+        up, low = (int((side & (tile == 1)).nonzero()[9]) for side in (above, ~above))
+        for place in (up, low):
+            hurt = x.clone()
+            hurt[place] = bad
+            poisoned = (tile == 1) & (above == above[place])
+            _, restored = sided_round_trip(backend, hurt, bits, 4, 2, 64)
+            assert restored[poisoned].isnan().all()
+            assert torch.equal(restored[~poisoned], expected[~poisoned])
+
+
+@pytest.mark.parametrize("n", [1, 7, 2047, 2049, 5001])
+def test_sided_ignores_bits_beyond_the_last_element(backend, n):
+    x, clean = normal(n, torch.float32), chosen_bits(n, 0.5)
+    stray = clean.clone()
+    stray[-1] |= 0xFF << (n % 8) & 0xFF
+    stored = [sided_round_trip(backend, x, bits, 8, 3, 32) for bits in (clean, stray)]
+    assert same_bits(stored[0][0][0], stored[1][0][0])
+    assert same_bits(stored[0][1], stored[1][1])
+
+
+@pytest.mark.parametrize("missing", [1, 400, None])
+def test_triton_reads_nothing_beyond_a_short_payload_of_two_sides(missing):
+    backend, settings = triton_backend(), (SEED, 4, 2, 64)
+    x, bits = normal(5000, torch.float32), chosen_bits(5000, 0.5)  # three tiles
+    payload, bounds = reference.sided_quantize(x, bits, *settings)
+    whole = torch.empty_like(x)
+    reference.sided_dequantize(bits, payload, bounds, *settings, whole)
+    n = 0 if missing is None else len(payload) - missing
+    restored = []
+    for behind in (0, 255):
+        memory = payload.clone()
+        memory[n:] = behind
+        args = (bits.to(backend.device), memory.to(backend.device)[:n], bounds.to(backend.device))
+        out = torch.empty_like(x, device=backend.device)
+        backend.module.sided_dequantize(*args, *settings, out)
+        restored.append(out.cpu())
+    assert same_bits(*restored)
+    kept = {1: 4096, 400: 2048, None: 0}[missing]  # elements of the tiles that are not cut
+    assert torch.equal(restored[0][:kept], whole[:kept])
+    assert restored[0][kept:].isnan().all()
+    for where in (reference, numba):
+        for wrong in (payload[:n], torch.cat([payload, payload[:1]])):
+            with pytest.raises(ValueError, match="bytes of payload, as the bitmap says; got"):
+                where.sided_dequantize(bits, wrong, bounds, *settings, whole)
+
+
+def test_the_seed_decides_on_two_sides(backend):
+    x, bits = normal(3000, torch.float32), chosen_bits(3000, 0.5)
+    seeds = (0, 1, -1, 2**32, 2**63 - 1, -(2**63))
+    made = [
+        run(backend.module, backend.device, "sided_quantize", x, bits, seed, 4, 4, 64)[0]
+        for seed in seeds
+    ]
+    for a, b in itertools.combinations(made, 2):
+        assert not torch.equal(a, b)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])

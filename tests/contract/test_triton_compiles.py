@@ -40,16 +40,17 @@ def test_every_kernel_compiles_and_keeps_its_bits(capability, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     lines = done.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {
-        *("affine._affine", "bits._pack", "bits._unpack", "narrow._narrow", "nonzero._sizes"),
         *("maps.sum_blocks", "maps.finish_ranges"),
         *(f"comet._{name}" for name in ("measure", "encode", "decode", "restore")),
+        *("affine._affine", "bits._pack", "bits._unpack", "narrow._narrow"),
+        *("nonzero._sizes", "sided._sizes"),
         *(f"{op}._{verb}" for op in KINDS for verb in ("quantize", "dequantize")),
     }
     for line in lines:
         assert line.endswith("inexact: []"), line
 
 
-KINDS = ("group", "dither", "nonzero", "division", "fp8")
+KINDS = ("group", "dither", "nonzero", "division", "sided", "fp8")
 
 
 def compiling(capability):
@@ -90,17 +91,8 @@ def main(capability):
 
     from elbowroom.kernels import triton as kernels
 
-    for module in (
-        "affine",
-        "bits",
-        "comet",
-        "dither",
-        "division",
-        "fp8",
-        "group",
-        "narrow",
-        "nonzero",
-    ):
+    quantizers = ("comet", "dither", "division", "fp8", "group", "nonzero", "sided")
+    for module in ("affine", "bits", "narrow", *quantizers):
         importlib.import_module(f"{kernels.__name__}.{module}").launch = compiling(capability)
     for dtype, levels, group_size in (
         (torch.float32, 4, 256),
@@ -118,6 +110,8 @@ def main(capability):
         stored = kernels.fp8_quantize(x, group_size, "e4m3")
         kernels.fp8_dequantize(*stored, group_size, "e4m3", x)
         bits = kernels.pack_bits(x)
+        stored = kernels.sided_quantize(x, bits, 5, levels, 2, group_size)
+        kernels.sided_dequantize(bits, *stored, 5, levels, 2, group_size, x)
         kernels.unpack_bits(bits, 1.0, x)
         kernels.affine(x, torch.zeros(3), torch.zeros(3), 7, bits, x)
         kernels.affine(x, torch.zeros(3), torch.zeros(3), 1, None, x)

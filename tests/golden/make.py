@@ -5,6 +5,7 @@
 A file holds what an `Encoded` holds, and what the plain torch reference decoded from it that day:
 
     <name>.v<format>.safetensors    buffer.0, buffer.1, ..., decoded     flat, in memory order
+                                    mask, where the facts had one (`facts.mask`)
     metadata "encoded"               JSON: config, facts, seed, raw, dtype, shape, stride
 
 SHA256SUMS lists every file; the test fails if one changes, is missing, or stands there unlisted. A
@@ -63,6 +64,12 @@ def small_maps(rows: int, columns: int) -> Tensor:
     return (y * (1 + i / 1000)).float().view(2, 5, rows, columns)
 
 
+def third_of(x: Tensor) -> Tensor:
+    """A mask that is not the sign of x: every third element, in memory order."""
+    chosen = (torch.arange(x.numel()) % 3 == 0).view(x.t().shape).t()
+    return codec("bitmask").encode(chosen).buffers[0]
+
+
 def goldens() -> list[Golden]:
     x, zeros = wave(), Facts(has_zeros=True)
     bad = wave()
@@ -116,6 +123,9 @@ def goldens() -> list[Golden]:
             x.half(),
         ),
         Golden("comet-2d", {"id": "comet", "prediction": "2d"}, x.t().reshape(2, 5, 5, 43).relu()),
+        Golden("sided", {"id": "sided"}, x),
+        Golden("sided-3-5-32", {"id": "sided", "upper": 3, "lower": 5, "group_size": 32}, x.half()),
+        Golden("sided-mask", {"id": "sided"}, x.bfloat16(), Facts(mask=third_of(x))),
     ]
 
 
@@ -140,9 +150,11 @@ def write(golden: Golden) -> None:
     encoded = codec(**golden.settings).encode(golden.x, seed=golden.seed, facts=golden.facts)
     with on_reference():
         decoded = flat(encoded.decode())
+    facts = asdict(encoded.facts)
+    mask = facts.pop("mask")
     told = {
         "config": encoded.codec.config(),
-        "facts": asdict(encoded.facts),
+        "facts": facts,
         "seed": encoded.seed,
         "raw": encoded.raw,
         "dtype": str(encoded.dtype).removeprefix("torch."),
@@ -150,6 +162,7 @@ def write(golden: Golden) -> None:
         "stride": encoded.stride,
     }
     tensors = {f"buffer.{i}": buffer for i, buffer in enumerate(encoded.buffers)}
+    tensors |= {} if mask is None else {"mask": mask}
     save_file(tensors | {"decoded": decoded}, golden.path, {"encoded": json.dumps(told)})
     with SUMS.open("a") as sums:
         sums.write(f"{sha256(golden.path)}  {golden.path.name}\n")
@@ -164,7 +177,7 @@ def read(told: dict[str, Any], tensors: dict[str, Tensor]) -> Encoded:
         stride=tuple(told["stride"]),
         dtype=getattr(torch, told["dtype"]),
         seed=told["seed"],
-        facts=Facts(**told["facts"]),
+        facts=Facts(**told["facts"], mask=tensors.get("mask")),
         raw=told["raw"],
     )
 

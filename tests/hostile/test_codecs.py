@@ -29,6 +29,7 @@ SAMPLES: dict[str, Callable[[], Encoded]] = {
     "comet": lambda: codec("comet").encode(NOISE),
     "comet zeros": lambda: codec("comet").encode(NOISE.relu(), facts=ZEROS),
     "comet 1d": lambda: codec("comet", prediction="1d").encode(NOISE),
+    "sided": lambda: codec("sided").encode(NOISE),
     "raw": lambda: codec("dither").encode(NOISE / 0),
 }
 DAMAGES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -82,10 +83,11 @@ def test_a_damaged_buffer_is_refused(name, place, damage):
 
 
 @pytest.mark.parametrize("byte", [0, 255])
-def test_a_bitmap_that_does_not_belong_to_its_codes(byte):
-    encoded = SAMPLES["dither zeros"]()
-    with pytest.raises(CodecError):
-        other(encoded, 0, torch.full_like(encoded.buffers[0], byte)).decode()
+@pytest.mark.parametrize(("name", "place"), [("dither zeros", 0), ("sided", 2)])
+def test_a_bitmap_that_does_not_belong_to_its_codes(name, place, byte):
+    encoded = SAMPLES[name]()
+    with pytest.raises(CodecError, match=r"expected \d+ bytes of payload, as the bitmap says; got"):
+        other(encoded, place, torch.full_like(encoded.buffers[place], byte)).decode()
 
 
 @pytest.mark.parametrize("byte", [0, 255])
@@ -158,6 +160,8 @@ def test_altered_bytes_of_the_right_size_decode_to_something(name, seed, where):
     place = where % len(encoded.buffers)
     if name in ("sparse_lossless", "dither zeros") and place == 0:
         place = 1  # an altered bitmap: see above
+    if name == "sided" and place == 2:
+        place = 0
     buffer = encoded.buffers[place]
     draw = torch.Generator().manual_seed(seed)
     random = torch.randint(0, 256, (buffer.numel() * buffer.element_size(),), generator=draw).to(

@@ -41,8 +41,12 @@ MODES: dict[str, Callable[[], Any]] = {
 EXACT_MODES = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
 ALL_MODES = pytest.mark.parametrize(
     "mode",
-    [*MODES.values(), lambda: er.saving("dither", bits=2, min_nbytes=0)],
-    ids=[*MODES.keys(), "dither"],
+    [
+        *MODES.values(),
+        lambda: er.saving("dither", bits=2, min_nbytes=0),
+        lambda: er.saving("lean", min_nbytes=0),
+    ],
+    ids=[*MODES.keys(), "dither", "lean"],
 )
 
 

@@ -24,6 +24,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "keep": lambda: er.saving("keep", min_nbytes=0),
     "exact": lambda: er.saving(min_nbytes=0),
     "dither": lambda: er.saving("dither", bits=2, min_nbytes=0),
+    "lean": lambda: er.saving("lean", min_nbytes=0),
     "group, no rebuild": lambda: er.saving("group", bits=2, min_nbytes=0, rebuild=False),
     "lossless": lambda: er.saving("sparse_lossless", min_nbytes=0),
 }

@@ -81,6 +81,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dither": {"policy": "dither", "bits": 2},
     "dither, no rebuild": {"policy": "dither", "bits": 3, "rebuild": False},
     "group": {"policy": "group", "bits": 2},
+    "lean": {"policy": "lean"},
+    "lean, no rebuild": {"policy": "lean", "rebuild": False},
     "sparse": {"policy": "sparse_lossless"},
 }
 

@@ -259,6 +259,16 @@ def test_lossy_mode_changes_gradients_a_little_and_nothing_else(net, codec):
         assert lossy.error(plain) < (0.02 if settings["bits"] == 8 else 0.4)
 
 
+@ALL_NETS
+def test_the_lean_policy_changes_gradients_a_little_and_nothing_else(net):
+    plain = step(net, contextlib.nullcontext())
+    for levels, rebuild, most in ((256, True, 0.02), (32, False, 0.4)):
+        fields = dict.fromkeys(("upper", "lower", "plain"), levels)
+        lean = step(net, er.saving("lean", min_nbytes=0, seed=1, rebuild=rebuild, **fields))
+        assert not {name for name in lean.differs(plain) if name not in plain.grads}
+        assert lean.error(plain) < most
+
+
 @pytest.mark.parametrize("name", ["resnet", "blocks", "gpt", "encoder", "unet"])
 def test_lossy_mode_is_really_lossy_and_smaller(name):
     plain = step(NETS[name], contextlib.nullcontext())
@@ -338,7 +348,13 @@ MASKS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 
 
 @pytest.mark.parametrize(
-    "codec", [{"policy": "dither", "bits": 1}, {"policy": "group", "bits": 1}], ids=str
+    "codec",
+    [
+        {"policy": "dither", "bits": 1},
+        {"policy": "group", "bits": 1},
+        {"policy": "lean", "upper": 2, "plain": 2},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("masked", MASKS.values(), ids=MASKS.keys())
 def test_a_mask_is_exact_whatever_the_codec(masked, codec):
@@ -564,17 +580,37 @@ def gradients(settings: dict[str, Any], n: int) -> tuple[Tensor, Tensor]:
     )
 
 
-@pytest.mark.parametrize("codec", ["dither", "group"])
-def test_the_mean_over_seeds_converges_to_the_exact_gradient(codec):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "dither", "bits": 4},
+        {"policy": "group", "bits": 4},
+        {"policy": "lean", "upper": 16, "lower": 8, "plain": 16},
+        {"policy": "lean", "upper": 16, "lower": 8, "plain": 16, "rebuild": False},
+    ],
+    ids=str,
+)
+def test_the_mean_over_seeds_converges_to_the_exact_gradient(settings):
     """|mean - g|^2 = variance / n + bias^2, where variance is the squared error of one draw."""
     n = 40
-    exact, lossy = gradients({"policy": codec, "bits": 4}, n)
+    exact, lossy = gradients(settings, n)
     one = (lossy - exact).square().sum(dim=1).mean()
     mean = (lossy.mean(dim=0) - exact).square().sum()
     # E[n * mean / one] = 1 without bias. The norms' backward is quadratic in x~, so a little bias
     # is allowed.
     assert n * mean / one < 2
     assert one < 0.05 * exact.square().sum()
+
+
+def test_the_lean_policy_has_a_third_of_the_error_at_fewer_bits():
+    """As it comes, no bias can be seen: n * mean / one is 0.99 with n = 60."""
+    n = 40
+    exact, lean = gradients({"policy": "lean"}, n)
+    one = (lean - exact).square().sum(dim=1).mean()
+    assert n * (lean.mean(dim=0) - exact).square().sum() / one < 2
+    assert 0 < one < 0.15 * exact.square().sum()  # 0.085
+    _, plain = gradients({"policy": "dither", "levels": 3}, 10)
+    assert 3 * one < (plain - exact).square().sum(dim=1).mean()  # 7 times
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import elbowroom as er
-from elbowroom.errors import PlanError, UnknownField, UnsupportedTensor
+from elbowroom.errors import PlanError, UnknownCodec, UnknownField, UnsupportedTensor
+from elbowroom.plan import Lean
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,21 @@ from elbowroom.errors import PlanError, UnknownField, UnsupportedTensor
 def test_saving(settings, message):
     with pytest.raises(UnknownField, match=message):
         er.saving("dither", **settings)
+
+
+def test_the_lean_policy():
+    with pytest.raises(
+        UnknownField,
+        match=r"policy 'lean' has no field 'wrong'; it has upper, lower, plain, group_size\.$",
+    ):
+        er.saving("lean", wrong=1)
+    with pytest.raises(UnknownField, match=r"no field 'uper'; .*Did you mean 'upper'\?"):
+        er.saving("lean", uper=4)
+    with pytest.raises(UnknownField, match=r"policy 'lean': upper=1 is not possible"):
+        er.saving("lean", upper=1)
+    with pytest.raises(UnknownCodec, match=r"there are exact, keep, lean, .*Did you mean 'lean'"):
+        er.saving("leen")
+    assert er.saving("lean", plain=6, rebuild=False).policy == Lean(plain=6, rebuild=False)
 
 
 def test_fit_and_release():

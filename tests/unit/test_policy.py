@@ -12,15 +12,18 @@ from elbowroom.codecs import (
     Facts,
     Group,
     Narrow,
+    Sided,
     SparseLossless,
     codec,
     codecs,
 )
+from elbowroom.errors import UnknownField
 from elbowroom.plan import (
     Encode,
     Exact,
     Keep,
     KeepAll,
+    Lean,
     Lossy,
     Need,
     Rebuild,
@@ -58,7 +61,7 @@ ALL_SITES = [
         FACTS,
     )
 ]
-POLICIES = [KeepAll(), Exact(), Exact(rebuild=False)]
+POLICIES = [KeepAll(), Exact(), Exact(rebuild=False), Lean(), Lean(rebuild=False)]
 POLICIES += [Lossy(codec(id), rebuild) for id in codecs() for rebuild in (True, False)]
 
 
@@ -156,7 +159,67 @@ def test_the_lossy_policy(changes, action):
     assert Lossy(Dither())(site(**changes)) == action
 
 
+LOSSY = {"need": Need.LOSSY}
+
+
+@pytest.mark.parametrize(
+    ("changes", "action"),
+    [
+        ({}, Encode(Dither(levels=3), Facts())),
+        ({"consumer": "batch_norm"}, Encode(Dither(levels=3), Facts(), Sided(4, 2))),
+        ({"consumer": "layer_norm"}, Encode(Dither(levels=3), Facts())),
+        (
+            {"consumer": "batch_norm", "facts": Facts(has_zeros=True)},
+            Encode(Dither(levels=4), Facts(has_zeros=True)),
+        ),
+        ({"facts": Facts(has_zeros=True)}, Encode(Dither(levels=4), Facts(has_zeros=True))),
+        ({"rebuildable": Rebuildable.LOSSY}, Rebuild()),
+        ({"rebuildable": Rebuildable.EXACT}, Rebuild()),
+        ({"dtype": torch.float64}, Keep("dither does not take float64")),
+        ({"facts": Facts(value=2.0)}, Encode(BitMask(), Facts(value=2.0))),
+        ({"need": Need.MASK}, Encode(BitMask(), Facts(value=1.0))),
+        ({"need": Need.EXACT}, Keep("it is a secret")),
+        ({"need": Need.EXACT, "rebuildable": Rebuildable.LOSSY}, Keep("it is a secret")),
+        ({"need": Need.SHAPE}, Rebuild()),
+    ],
+)
+def test_the_lean_policy(changes, action):
+    assert Lean()(site(**LOSSY | changes)) == action
+
+
+def test_the_lean_policys_fields():
+    lean = Lean(upper=8, lower=3, plain=6, group_size=128)
+    norm = site(**LOSSY, consumer="batch_norm")
+    assert lean(norm) == Encode(Dither(6, 128), Facts(), Sided(8, 3, 128))
+    zeros = Facts(has_zeros=True)
+    assert lean(site(**LOSSY, facts=zeros)) == Encode(Dither(8, 128), zeros)
+
+
+def test_the_lean_policy_without_rebuilding():
+    lean = Lean(rebuild=False)
+    changed = {"rebuildable": Rebuildable.EXACT, "consumer": "batch_norm"}
+    assert lean(site(**LOSSY | changed)) == Encode(Dither(levels=3), Facts())  # nobody shares it
+    assert lean(site(**changed)) == Keep("it is a secret")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"upper": 1}, r"policy 'lean': upper=1 is not possible; upper is an int from 2 to 256"),
+        ({"lower": 2.0}, r"policy 'lean': lower=2.0 is not possible"),
+        ({"plain": 257}, r"policy 'lean': plain=257 is not possible"),
+        ({"plain": True}, r"policy 'lean': plain=True is not possible"),
+        ({"group_size": 100}, r"policy 'lean': group_size=100 .* one of 32, 64, 128, 256"),
+        ({"group_size": 64.0}, r"policy 'lean': group_size=64.0 is not possible"),
+    ],
+)
+def test_the_lean_policys_fields_are_checked(fields, message):
+    with pytest.raises(UnknownField, match=message):
+        Lean(**fields)
+
+
 def test_policies_compare_as_data():
+    assert Lean() == Lean(upper=4) != Lean(upper=5)
     assert Lossy(Group(bits=2)) == Lossy(Group(bits=2)) != Lossy(Group(bits=3))
     assert Lossy(Cast()) != Lossy(SparseLossless())
     assert hash(Exact()) == hash(Exact())

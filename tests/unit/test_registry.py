@@ -20,7 +20,7 @@ PACKAGE = importlib.import_module("elbowroom.codecs")  # the name `elbowroom.cod
 SAVING = inspect.signature(er.saving).parameters  # in one name space with the fields of a codec
 
 
-FLOATING = ("cast", "comet", "dither", "division", "fdsr", "group")
+FLOATING = ("cast", "comet", "dither", "division", "fdsr", "group", "sided")
 KNOWN = sorted((*FLOATING, "bitmask", "narrow", "sparse_lossless"))
 
 

@@ -20,6 +20,7 @@ from elbowroom.codecs.registry import codec as codec
 from elbowroom.codecs.registry import codec_class as codec_class
 from elbowroom.codecs.registry import codecs as codecs
 from elbowroom.codecs.registry import register as register
+from elbowroom.codecs.sided import Sided as Sided
 from elbowroom.codecs.sparse_lossless import SparseLossless as SparseLossless
 
 register(BitMask)
@@ -31,3 +32,4 @@ register(Dither)
 register(Division)
 register(Fdsr)
 register(Comet)
+register(Sided)

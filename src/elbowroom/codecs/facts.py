@@ -3,9 +3,11 @@
 It is known from the op that made the tensor and the op that saves it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
+
+from torch import Tensor
 
 
 class Maps(NamedTuple):
@@ -42,6 +44,8 @@ class Facts:
     smallest,
     largest      no integer lies outside (indices: 0 and the size of what they index, minus one)
     error_bound  an absolute error that a bounded codec must keep to
+    mask         bits [ceil(N / 8)] that the caller holds anyway, set where a ReLU that follows lets
+                 pass; a codec may use them, and does not count them
     maps         how the elements lie in memory, for codecs of maps; `encode` reads it off the shape
     """
 
@@ -51,6 +55,7 @@ class Facts:
     largest: int | None = None
     error_bound: float | None = None
     maps: Maps | None = None
+    mask: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 NOTHING = Facts()

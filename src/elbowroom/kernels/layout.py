@@ -58,6 +58,11 @@ def codes_nbytes(levels: int, n: int) -> int:
     return sum(-(-n // segment.per) for segment in segments(levels))
 
 
+def runs(levels: int) -> int:
+    """Runs of bytes that the codes of a tile are stored in: 8 levels take two."""
+    return 1 if levels in RADIX else len(segments(levels))
+
+
 def tiles(numel: int) -> int:
     """Tiles of a flat tensor."""
     return -(-numel // TILE)

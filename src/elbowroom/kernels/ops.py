@@ -8,6 +8,8 @@
     dither_quantize(x, seed, levels, group_size)          codes, ranges, bounds
     nonzero_quantize(x, seed, levels, group_size)         bits, payload (size depends on x), bounds
     division_quantize(x, seed, levels, block, reach, maps)    codes, mean, scale, low
+    sided_quantize(x, bits, seed, upper, lower, group_size)
+                                                          payload (size depends on bits), bounds
     fp8_quantize(x, group_size, fmt)                      codes, scale
     fdsr_quantize(x, seed, maps, block, levels, kept, dither)     payload, scales, codebook
     comet_quantize(x, grid, seed, rounding, aware, rows, columns, inner)
@@ -71,6 +73,14 @@ _SCHEMAS = {
     "division_dequantize": (
         "(Tensor codes, Tensor mean, Tensor scale, Tensor low, int seed, int levels, int block, "
         "int reach, int[] maps, bool dither, Tensor(a!) out) -> ()"
+    ),
+    "sided_quantize": (
+        "(Tensor x, Tensor bits, int seed, int upper, int lower, int group_size) -> "
+        "(Tensor, Tensor)"
+    ),
+    "sided_dequantize": (
+        "(Tensor bits, Tensor payload, Tensor bounds, int seed, int upper, int lower, "
+        "int group_size, Tensor(a!) out) -> ()"
     ),
     "fp8_quantize": "(Tensor x, int group_size, str fmt) -> (Tensor, Tensor)",
     "fp8_dequantize": "(Tensor codes, Tensor scale, int group_size, str fmt, Tensor(a!) out) -> ()",
@@ -184,6 +194,14 @@ def _fake_division(
     return _fake_codes(x, levels), mean, scale, torch.empty_like(scale)
 
 
+def _fake_sided(
+    x: Tensor, bits: Tensor, seed: int, upper: int, lower: int, group_size: int
+) -> tuple[Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size()
+    bounds = x.new_empty(2 * tiles(x.numel()), 2, dtype=torch.bfloat16)
+    return x.new_empty(size, dtype=torch.uint8), bounds
+
+
 def _fake_fp8(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
     scale = x.new_empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
     return torch.empty_like(x, dtype=torch.uint8), scale
@@ -230,6 +248,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "dither_quantize": _fake_dither,
     "nonzero_quantize": _fake_nonzero,
     "division_quantize": _fake_division,
+    "sided_quantize": _fake_sided,
     "fp8_quantize": _fake_fp8,
     "fdsr_quantize": _fake_fdsr,
     "comet_quantize": _fake_comet,
@@ -259,6 +278,8 @@ division_quantize = cast(
     Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], _calls.division_quantize.default
 )
 division_dequantize = cast(Callable[..., None], _calls.division_dequantize.default)
+sided_quantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.sided_quantize.default)
+sided_dequantize = cast(Callable[..., None], _calls.sided_dequantize.default)
 fp8_quantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.fp8_quantize.default)
 fp8_dequantize = cast(Callable[..., None], _calls.fp8_dequantize.default)
 fdsr_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.fdsr_quantize.default)

@@ -9,6 +9,7 @@ from elbowroom.plan.action import Keep as Keep
 from elbowroom.plan.action import Rebuild as Rebuild
 from elbowroom.plan.policy import Exact as Exact
 from elbowroom.plan.policy import KeepAll as KeepAll
+from elbowroom.plan.policy import Lean as Lean
 from elbowroom.plan.policy import Lossy as Lossy
 from elbowroom.plan.policy import Policy as Policy
 from elbowroom.plan.site import Need as Need

@@ -15,10 +15,15 @@ class Keep:
 
 @dataclass(frozen=True)
 class Encode:
-    """It is held in fewer bits."""
+    """It is held in fewer bits.
+
+    with_mask  for the input of a norm: the codec to take instead if a ReLU follows the norm, whose
+               mask is held anyway (`facts.mask`)
+    """
 
     codec: Codec
     facts: Facts = NOTHING
+    with_mask: Codec | None = None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """A policy maps site facts to an action.
 
-These three are uniform: one rule for all sites, no budget.
+These are uniform: one rule for all sites, no budget.
 
     KeepAll     measures, changes nothing
     Exact       masks, indices and rebuilding only: no bit of any gradient changes
     Lossy       Exact first; then one codec wherever the consumer tolerates an error
+    Lean        Lossy with the fewest bits: one code for norm, ReLU and the next convolution
 
 A policy may assume nothing beyond the site, so that it can be saved, compared and tested without a
 model.
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from elbowroom.codecs import BitMask, Codec, Facts, Narrow
+from elbowroom.codecs import BitMask, Codec, Dither, Facts, Narrow, Sided
+from elbowroom.errors import UnknownField
+from elbowroom.kernels.layout import GROUP_SIZES
 from elbowroom.plan.action import Action, Encode, Keep, Rebuild
 from elbowroom.plan.site import Need, Rebuildable, Site
 
@@ -75,3 +78,51 @@ class Lossy:
                 f"codec '{self.codec.id}' does not take {str(site.dtype).removeprefix('torch.')}"
             )
         return Encode(self.codec, site.facts)
+
+
+@dataclass(frozen=True)
+class Lean:
+    """Exact actions where they apply; dither elsewhere, with levels that follow what is read.
+
+    upper       where ReLU lets pass: the next convolution reads it
+    lower       where it does not: only the norm's backward does
+    plain       inputs of norms without a ReLU behind them, and what has no exact zeros
+    group_size  elements that share a step
+    rebuild     outputs may be made again from encoded sources; else no code serves two readers, and
+                `lower` is not used
+    """
+
+    upper: int = 4
+    lower: int = 2
+    plain: int = 3
+    group_size: int = 64
+    rebuild: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("upper", "lower", "plain"):
+            levels = getattr(self, name)
+            if not isinstance(levels, int) or isinstance(levels, bool) or not 2 <= levels <= 256:
+                raise UnknownField(
+                    f"policy 'lean': {name}={levels!r} is not possible; "
+                    f"{name} is an int from 2 to 256, how many levels a code has"
+                )
+        if self.group_size not in GROUP_SIZES or not isinstance(self.group_size, int):
+            raise UnknownField(
+                f"policy 'lean': group_size={self.group_size!r} is not possible; "
+                f"group_size is one of {', '.join(map(str, GROUP_SIZES))}"
+            )
+
+    def __call__(self, site: Site) -> Action:
+        exact = Exact(self.rebuild)(site)
+        if not isinstance(exact, Keep) or site.need is not Need.LOSSY:
+            return exact
+        if self.rebuild and site.rebuildable is not Rebuildable.NO:
+            return Rebuild()
+        if site.dtype not in Dither.dtypes:
+            return Keep(f"dither does not take {str(site.dtype).removeprefix('torch.')}")
+        if site.facts.has_zeros:
+            return Encode(Dither(levels=self.upper, group_size=self.group_size), site.facts)
+        plain = Dither(levels=self.plain, group_size=self.group_size)
+        shared = self.rebuild and site.consumer == "batch_norm"
+        sided = Sided(self.upper, self.lower, self.group_size) if shared else None
+        return Encode(plain, site.facts, sided)

@@ -12,6 +12,7 @@ views that autograd holds, never to "the step": unpack may come twice, in any or
 thread, or never.
 """
 
+import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -50,6 +51,7 @@ from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.slot import Lone, Slot, View
 from elbowroom.runtime.statistics import statistics_of
+from elbowroom.runtime.waiting import Waiting, relu_mask
 
 _HARD_MIN_NBYTES = 16  # scalars gain nothing
 
@@ -82,6 +84,7 @@ class Saving:
         self._identity = Identity()
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
+        self._waiting: list[Waiting] = []
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
@@ -109,9 +112,14 @@ class Saving:
     ) -> None:
         if self._open is None:
             return
+        waiting, self._waiting = self._waiting, []
         self._open.close()
         self._open = self._consumers = None
         self._identity.clear()
+        if kind is None:  # else what waits stays as it is: nothing may fail now, nor take memory
+            with torch._C.DisableTorchFunction():
+                for one in waiting:
+                    one.end(None)
         if kind is None and self.warns:
             warn_if_useless(self.ledger, self.policy, stacklevel=3)
 
@@ -147,9 +155,18 @@ class Saving:
 
     def _finished(self, call: Call, out: Any) -> None:
         with torch._C.DisableTorchFunction():
+            self._end_waiting(call, out)
             for finish in call.at_end:
                 finish(call)
             note_origin(call, out, self._identity)
+
+    def _end_waiting(self, call: Call, out: Any) -> None:
+        """Encode the inputs of norms that waited to see whether this call is a ReLU."""
+        if not call.saved:
+            return  # it cannot be told yet
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            one.end(relu_mask(call, out, one.slot(), self._identity))
 
     def _pack(self, x: Tensor) -> View | Lone | KeepHandle:
         with torch._C.DisableTorchFunction():
@@ -204,7 +221,7 @@ class Saving:
         seed = self.context.next_seed() if isinstance(action, Encode) else 0
         covers = x.numel() == whole.numel()
 
-        def hold() -> None:
+        def hold(slot: Slot, whole: Tensor, action: Action) -> None:
             if slot.pinned and isinstance(action, Encode):
                 return  # another op needs it exactly by now
             known = slot.statistics
@@ -217,8 +234,10 @@ class Saving:
 
         def hold_normalized(norm: Call) -> None:
             slot.statistics = statistics_of(norm)
-            if not isinstance(action, Keep):
-                hold()
+            if isinstance(action, Encode) and action.with_mask is not None:
+                self._waiting.append(Waiting(weakref.ref(slot), action, hold))
+            elif not isinstance(action, Keep):
+                hold(slot, whole, action)
 
         def outlived() -> None:
             self.context.learn_keep(key)
@@ -232,7 +251,7 @@ class Saving:
             slot.hold(KeepHandle(whole, slot.entry.why))
             call.at_end.append(hold_normalized)
         else:
-            hold()
+            hold(slot, whole, action)
 
     def _decide(self, site: Site, ready: Ready | None) -> Action:
         action = self.policy(site)

@@ -60,8 +60,11 @@ def quantize(values, u, S, low, scale, top, codes):
         g_low, g_scale = low[i_g], scale[i_g]
         for o in range(S):
             b_code[i_g, o] = code_of(b_x[i_g, o], b_u[i_g, o], g_low, g_scale, top)
-    for o in range(whole, n):
-        codes[o] = code_of(values[o], u[o], low[n // S], scale[n // S], top)
+    if whole < n:  # slices again, which LLVM vectorizes
+        g_low, g_scale = low[n // S], scale[n // S]
+        r_x, r_u, r_code = values[whole:], u[whole:n], codes[whole:n]
+        for o in range(n - whole):
+            r_code[o] = code_of(r_x[o], r_u[o], g_low, g_scale, top)
     codes[n : n + SLACK] = 0
 
 
@@ -79,5 +82,8 @@ def dequantize(codes, u, S, low, step, out):
         g_low, g_step = low[i_g], step[i_g]
         for o in range(S):
             b_x[i_g, o] = g_low + g_step * (f32(i32(b_code[i_g, o])) - b_u[i_g, o])
-    for o in range(whole, n):
-        out[o] = low[n // S] + step[n // S] * (f32(i32(codes[o])) - u[o])
+    if whole < n:
+        g_low, g_step = low[n // S], step[n // S]
+        r_x, r_u, r_code = out[whole:], u[whole:n], codes[whole:n]
+        for o in range(n - whole):
+            r_x[o] = g_low + g_step * (f32(i32(r_code[o])) - r_u[o])

@@ -21,3 +21,5 @@ from elbowroom.kernels.reference.group import group_quantize as group_quantize
 from elbowroom.kernels.reference.narrow import narrow as narrow
 from elbowroom.kernels.reference.nonzero import nonzero_dequantize as nonzero_dequantize
 from elbowroom.kernels.reference.nonzero import nonzero_quantize as nonzero_quantize
+from elbowroom.kernels.reference.sided import sided_dequantize as sided_dequantize
+from elbowroom.kernels.reference.sided import sided_quantize as sided_quantize

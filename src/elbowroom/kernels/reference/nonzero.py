@@ -36,14 +36,36 @@ def nonzero_quantize(
         if values.numel() == 0:
             continue
         bounds[i] = tile_bounds(values)[0]
-        ranges = group_ranges(values, bounds[i : i + 1], group_size)
-        low, step = grid(ranges, bounds[i : i + 1], levels, group_size)
-        each = torch.arange(len(values), device=x.device) // group_size
-        u = uniform(seed, i, 1, x.device)[0, : len(values)]
-        v = (values - low[each]) * inverse(step)[each]
-        codes = (v + u).nan_to_num(0.0).clamp(0, levels - 1).to(torch.uint8)
-        payload += [ranges.view(-1), pack_codes(codes, levels)]
+        u = uniform(seed, i, 1, x.device)[0]
+        payload.append(encode_part(values, bounds[i : i + 1], u, levels, group_size))
     return pack_bits(x), torch.cat(payload), bounds
+
+
+def encode_part(values: Tensor, bounds: Tensor, u: Tensor, levels: int, group_size: int) -> Tensor:
+    """values [n] that lie within bounds [1, 2] -> their ranges and packed codes, uint8."""
+    n = len(values)
+    ranges = group_ranges(values, bounds, group_size)
+    low, step = grid(ranges, bounds, levels, group_size)
+    each = torch.arange(n, device=values.device) // group_size
+    v = (values - low[each]) * inverse(step)[each]
+    codes = (v + u[:n]).nan_to_num(0.0).clamp(0, levels - 1).to(torch.uint8)
+    return torch.cat([ranges.view(-1), pack_codes(codes, levels)])
+
+
+def decode_part(
+    part: Tensor, bounds: Tensor, u: Tensor, n: int, levels: int, group_size: int
+) -> Tensor:
+    """The inverse: [n] float32."""
+    head = 2 * groups(n, group_size)
+    low, step = grid(part[:head].view(-1, 2), bounds, levels, group_size)
+    each = torch.arange(n, device=part.device) // group_size
+    q = unpack_codes(part[head:], n, levels).float()
+    return (low + step * 0.5)[each] + step[each] * (q - u[:n])
+
+
+def part_nbytes(n: int, levels: int, group_size: int) -> int:
+    """Bytes of the ranges and codes of n values."""
+    return 2 * groups(n, group_size) + codes_nbytes(levels, n)
 
 
 def nonzero_dequantize(
@@ -59,18 +81,14 @@ def nonzero_dequantize(
     unpack_bits(bits, 1.0, out)
     tiniest = max(TINIEST, torch.finfo(out.dtype).tiny)
     counts = [int((tile != 0).sum()) for tile in torch.split(out, TILE)] if out.numel() else []
-    check_payload(payload, sum(2 * groups(n, group_size) + codes_nbytes(levels, n) for n in counts))
+    check_payload(payload, sum(part_nbytes(n, levels, group_size) for n in counts))
     start = 0
     for i, tile in enumerate(torch.split(out, TILE) if out.numel() else ()):
         n = counts[i]
-        head = 2 * groups(n, group_size)
-        size = head + codes_nbytes(levels, n)
+        size = part_nbytes(n, levels, group_size)
         part, start = payload[start : start + size], start + size
-        low, step = grid(part[:head].view(-1, 2), bounds[i : i + 1], levels, group_size)
-        each = torch.arange(n, device=bits.device) // group_size
-        u = uniform(seed, i, 1, bits.device)[0, :n]
-        q = unpack_codes(part[head:], n, levels).float()
-        values = (low + step * 0.5)[each] + step[each] * (q - u)
+        u = uniform(seed, i, 1, bits.device)[0]
+        values = decode_part(part, bounds[i : i + 1], u, n, levels, group_size)
         values = torch.where(values.abs() < tiniest, tiniest, values)
         restored = torch.empty_like(values, dtype=out.dtype)
         store(values, restored)

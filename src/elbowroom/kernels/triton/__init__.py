@@ -21,3 +21,5 @@ from elbowroom.kernels.triton.launch import FAILURES as FAILURES
 from elbowroom.kernels.triton.narrow import narrow as narrow
 from elbowroom.kernels.triton.nonzero import nonzero_dequantize as nonzero_dequantize
 from elbowroom.kernels.triton.nonzero import nonzero_quantize as nonzero_quantize
+from elbowroom.kernels.triton.sided import sided_dequantize as sided_dequantize
+from elbowroom.kernels.triton.sided import sided_quantize as sided_quantize

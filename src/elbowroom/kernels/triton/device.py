@@ -187,13 +187,15 @@ def pack(
     LEVELS: tl.constexpr,
     S: tl.constexpr,
     KIND: tl.constexpr,
+    o_u=0,
 ):
     """Code whole tiles: p_x, p_codes, n, b_key [R, 1]; b_low, b_scale (1 / step) [R, G].
 
     Element e is read from p_x + e, or, where b_place [R, TILE] is given, from p_x + b_place[e].
+    Its noise is that of element o_u + e of the tile.
     """
     for part in tl.static_range(parts(LEVELS)):
-        pack_part(p_x, p_codes, n, b_key, b_low, b_scale, b_place, LEVELS, part, S, KIND)
+        pack_part(p_x, p_codes, n, b_key, b_low, b_scale, b_place, LEVELS, part, S, KIND, o_u)
         p_codes += (n + per_byte(LEVELS, part) - 1) // per_byte(LEVELS, part)
 
 
@@ -210,6 +212,7 @@ def pack_part(
     PART: tl.constexpr,
     S: tl.constexpr,
     KIND: tl.constexpr,
+    o_u,
 ):
     """One run of bytes. Each reads the elements it holds: a second time, but from the cache."""
     PER: tl.constexpr = per_byte(LEVELS, PART)
@@ -220,7 +223,9 @@ def pack_part(
     b_byte = tl.zeros_like(m_b.to(tl.int32))
     for k in tl.static_range(PER):
         o_e = o_b + k * n_bytes
-        b_code = code_at(p_x, o_e, m_b & (o_e < n), b_key, b_low, b_scale, b_place, LEVELS, S, KIND)
+        m_e = m_b & (o_e < n)
+        b_u = uniform(b_key, o_u + o_e)
+        b_code = code_at(p_x, o_e, m_e, b_u, b_low, b_scale, b_place, LEVELS, S, KIND)
         b_byte += ((b_code >> shift(LEVELS, PART)) % BASE) * BASE**k
     tl.store(p_codes + o_b, b_byte.to(tl.uint8), mask=m_b)
 
@@ -230,7 +235,7 @@ def code_at(
     p_x,
     o_e,
     m_e,
-    b_key,
+    b_u,
     b_low,
     b_scale,
     b_place,
@@ -243,7 +248,7 @@ def code_at(
     o_g = o_real // S
     o_x = o_real if b_place is None else pick(b_place, o_real)
     b_x = load_float(p_x + o_x, m_e, KIND)
-    b_v = (b_x - pick(b_low, o_g)) * pick(b_scale, o_g) + uniform(b_key, o_e)
+    b_v = (b_x - pick(b_low, o_g)) * pick(b_scale, o_g) + b_u
     m_v = m_e & (b_v == b_v)
     return tl.minimum(tl.maximum(tl.where(m_v, b_v, 0.0), 0.0), LEVELS - 1.0).to(tl.int32)
 

@@ -1,0 +1,98 @@
+"""Two dithered codes, one for either side of a threshold that a bitmap tells.
+
+Made for the input of a norm that a ReLU follows. One tensor then serves three readers:
+
+    ReLU's backward           its mask, one bit an element, exact
+    the norm's backward       x~, decoded from the codes of both sides
+    the next convolution      mask * norm(x~), with the norm's saved mean and rstd
+
+The mask is held anyway, so which side a value lies on costs nothing; and each side spans about half
+of the whole range, so equal levels have half the step. What ReLU lets pass reaches the next
+convolution and deserves more levels (`upper`); the rest serves only the norm (`lower`).
+Bits an element beside the mask, at density d: d log2 upper + (1 - d) log2 lower + 16 / group_size.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs._checks import finite, one_of, within
+from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, show
+from elbowroom.codecs.facts import Facts
+from elbowroom.errors import CodecError
+from elbowroom.kernels import ops
+from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes, runs, tiles
+
+
+@dataclass(frozen=True)
+class Sided(Codec):
+    """Lossy: dither with `upper` levels where a mask is set and `lower` elsewhere (2 to 256).
+
+    The mask is `facts.mask`, which the caller keeps, or x > 0, which is stored. A tensor with a
+    NaN, an Inf or a value beyond 2^125 is held raw on the CPU; on a GPU, where the check would be a
+    sync, that side of its tile of 2048 elements decodes to NaN.
+    """
+
+    id: ClassVar[str] = "sided"
+    lossless: ClassVar[bool] = False
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
+
+    upper: int = 4
+    lower: int = 2
+    group_size: int = 64
+
+    def __post_init__(self) -> None:
+        within(self.id, "upper", self.upper, 2, 256)
+        within(self.id, "lower", self.lower, 2, 256)
+        one_of(self.id, "group_size", self.group_size, GROUP_SIZES)
+
+    def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
+        # Two sides cut in two what one would hold in a row: so many bytes a tile more at most, by
+        # trying all splits of all tiles (tests/unit/test_sided.py).
+        cuts = max(runs(self.upper), runs(self.lower)) * tiles(n)
+        codes = packed_nbytes(max(self.upper, self.lower), n) + cuts
+        ranges = 2 * (groups(n, self.group_size) + tiles(n))
+        payload = Expected(torch.uint8, (codes + ranges,), at_most=True)
+        bounds = Expected(torch.bfloat16, (2 * tiles(n), 2))
+        return (payload, bounds) if facts.mask is not None else (payload, bounds, _bits(n))
+
+    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+        bits = ops.pack_bits(flat > 0) if facts.mask is None else facts.mask
+        if not _belongs(bits, flat):
+            raise CodecError(
+                f"codec 'sided' was given a mask for {show(flat)} on {flat.device}: expected "
+                f"{_bits(flat.numel())}, contiguous, there; got {show(bits)} on {bits.device}. "
+                "Pack it with codec('bitmask'), or pass facts without a mask."
+            )
+        payload, bounds = ops.sided_quantize(flat, bits, seed, *self._settings)
+        if flat.device.type == "cpu" and not finite(bounds):
+            return None
+        return (payload, bounds) if facts.mask is not None else (payload, bounds, bits)
+
+    def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
+        payload, bounds, *own = encoded.buffers
+        bits = encoded.facts.mask if encoded.facts.mask is not None else own[0]
+        if not _belongs(bits, out):
+            expected = (
+                f"a mask in its facts to be {_bits(out.numel())}, contiguous, on {out.device}"
+            )
+            raise encoded.damaged(expected, f"{show(bits)} on {bits.device}")
+        try:
+            ops.sided_dequantize(bits, payload, bounds, encoded.seed, *self._settings, out)
+        except ValueError as error:
+            raise encoded.damaged(*str(error).removeprefix("expected ").split("; got ")) from None
+
+    @property
+    def _settings(self) -> tuple[int, int, int]:
+        return self.upper, self.lower, self.group_size
+
+
+def _bits(n: int) -> Expected:
+    """The mask of n elements."""
+    return Expected(torch.uint8, (-(-n // 8),))
+
+
+def _belongs(mask: Tensor, flat: Tensor) -> bool:
+    return _bits(flat.numel()).fits(mask) and mask.device == flat.device

@@ -1,0 +1,203 @@
+"""Dither on either side of a threshold that a bitmap tells (specification: `reference/sided.py`).
+
+The bitmap gives the sizes, whose sum the host reads, and waits for. One tile a program; how the
+values of a side are found is told in `nonzero.py`. x is read twice, the second time from the cache;
+written are the payload and 8 bytes a tile.
+
+Of a payload that is too short nothing beyond its end is read; the tiles that it cuts restore to
+NaN.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from elbowroom.kernels.layout import tiles
+from elbowroom.kernels.triton.device import (
+    TILE,
+    load_float,
+    pack,
+    parts,
+    per_byte,
+    program_tiles,
+    store_restored,
+    tile_key,
+    uniform,
+    unpack,
+)
+from elbowroom.kernels.triton.dither import load_grid, store_ranges
+from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
+
+
+def sided_quantize(
+    x: Tensor, bits: Tensor, seed: int, upper: int, lower: int, group_size: int
+) -> tuple[Tensor, Tensor]:
+    settings = {"UPPER": upper, "LOWER": lower, "S": group_size}
+    starts = _starts(bits, x.numel(), settings)
+    payload = torch.empty(int(starts[-1]), dtype=torch.uint8, device=x.device)  # the host waits
+    bounds = torch.empty(2 * tiles(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
+    source, kind = words(x)
+    args = source, bits, starts, payload, patterns(bounds), x.numel(), *split_seed(seed)
+    launch(_quantize, tiles(x.numel()), *args, **settings, KIND=kind, R=1)
+    return payload, bounds
+
+
+def sided_dequantize(
+    bits: Tensor,
+    payload: Tensor,
+    bounds: Tensor,
+    seed: int,
+    upper: int,
+    lower: int,
+    group_size: int,
+    out: Tensor,
+) -> None:
+    settings = {"UPPER": upper, "LOWER": lower, "S": group_size}
+    starts = _starts(bits, out.numel(), settings)
+    target, kind = words(out)
+    sizes = out.numel(), payload.numel()
+    args = bits, starts, payload, patterns(bounds), target, *sizes, *split_seed(seed)
+    launch(_dequantize, tiles(out.numel()), *args, **settings, KIND=kind, R=1)
+
+
+def _starts(bits: Tensor, numel: int, settings: dict[str, int]) -> Tensor:
+    """Where each tile's payload starts, and the end of the last: [tiles + 1] int64."""
+    starts = torch.zeros(tiles(numel) + 1, dtype=torch.int64, device=bits.device)
+    launch(_sizes, tiles(numel), bits, starts, numel, **settings)
+    return starts.cumsum_(dim=0)
+
+
+@triton.jit
+def part_nbytes(n, LEVELS: tl.constexpr, S: tl.constexpr):
+    size = 2 * ((n + S - 1) // S)
+    for part in tl.static_range(parts(LEVELS)):
+        size += (n + per_byte(LEVELS, part) - 1) // per_byte(LEVELS, part)
+    return size
+
+
+@triton.jit
+def _sizes(
+    p_bits,
+    p_starts,
+    N,
+    UPPER: tl.constexpr,
+    LOWER: tl.constexpr,
+    S: tl.constexpr,
+    R: tl.constexpr,
+):
+    i_t, n = program_tiles(N, R)
+    o_b = i_t[:, None] * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]  # [R, TILE / 8]
+    b_b = tl.load(p_bits + o_b, mask=o_b < (N + 7) // 8, other=0).to(tl.int32)
+    n_b = tl.minimum(tl.maximum(N - 8 * o_b, 0), 8).to(tl.int32)  # of its bits belong to elements
+    b_b &= (1 << n_b) - 1
+    b_b = (b_b & 0x55) + ((b_b >> 1) & 0x55)
+    b_b = (b_b & 0x33) + ((b_b >> 2) & 0x33)
+    n_up = tl.sum((b_b & 0x0F) + (b_b >> 4), axis=1)  # [R]
+    b_size = part_nbytes(n_up, UPPER, S) + part_nbytes(n - n_up, LOWER, S)
+    tl.store(p_starts + 1 + i_t, b_size.to(tl.int64), mask=n > 0)
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+def _quantize(
+    p_x,
+    p_bits,
+    p_starts,
+    p_payload,
+    p_bounds,
+    N,
+    seed_low,
+    seed_high,
+    UPPER: tl.constexpr,
+    LOWER: tl.constexpr,
+    S: tl.constexpr,
+    KIND: tl.constexpr,
+    R: tl.constexpr,
+):
+    i_t = tl.program_id(0).to(tl.int64)
+    p_x += i_t * TILE
+    o_e = tl.arange(0, TILE)
+    m_x = i_t * TILE + o_e < N
+    b_byte = tl.load(p_bits + i_t * (TILE // 8) + o_e // 8, mask=m_x, other=0).to(tl.int32)
+    m_up = m_x & (((b_byte >> (o_e % 8)) & 1) != 0)
+    b_key = tile_key(i_t, seed_low, seed_high)
+    p_payload += tl.load(p_starts + i_t)
+    n_up = tl.sum(m_up.to(tl.int32), axis=0)
+    encode_side(p_x, p_payload, p_bounds + 4 * i_t, m_up, 0, b_key, UPPER, S, KIND)
+    p_payload += part_nbytes(n_up, UPPER, S)
+    encode_side(p_x, p_payload, p_bounds + 4 * i_t + 2, m_x & ~m_up, n_up, b_key, LOWER, S, KIND)
+
+
+@triton.jit
+def encode_side(
+    p_x,
+    p_part,
+    p_bounds,
+    m_side,
+    o_u,
+    b_key,
+    LEVELS: tl.constexpr,
+    S: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Ranges and codes of the elements of a tile where m_side [TILE] is set."""
+    G: tl.constexpr = TILE // S
+    o_e = tl.arange(0, TILE)
+    b_count = tl.cumsum(m_side.to(tl.int32), axis=0)
+    n = tl.max(b_count, axis=0)
+    b_place = tl.cumsum(tl.histogram(b_count, TILE, mask=b_count < TILE), axis=0)
+    b_x = load_float(p_x + b_place, o_e < n, KIND)  # its values, in order
+    p_zero = p_bounds + tl.arange(0, 2)
+    tl.store(p_zero, tl.zeros([2], tl.int16), mask=n == 0)
+    p_ranges = p_part + 2 * tl.arange(0, G)[None, :]
+    p_bounds += tl.zeros([1], tl.int32)
+    b_x, m_e = tl.reshape(b_x, [1, G, S]), tl.reshape(o_e < n, [1, G, S])
+    b_low, b_scale = store_ranges(p_ranges, p_bounds, b_x, m_e, LEVELS)
+    p_codes = p_part + 2 * ((n + S - 1) // S) + tl.zeros([1, 1], tl.int32)
+    pack(p_x, p_codes, n, b_key, b_low, b_scale, b_place[None, :], LEVELS, S, KIND, o_u)
+
+
+@triton.jit(do_not_specialize=["N_PAYLOAD", "seed_low", "seed_high"])
+def _dequantize(
+    p_bits,
+    p_starts,
+    p_payload,
+    p_bounds,
+    p_out,
+    N,
+    N_PAYLOAD,
+    seed_low,
+    seed_high,
+    UPPER: tl.constexpr,
+    LOWER: tl.constexpr,
+    S: tl.constexpr,
+    KIND: tl.constexpr,
+    R: tl.constexpr,
+):
+    i_t = tl.program_id(0).to(tl.int64)
+    o_x = tl.arange(0, TILE)
+    m_x = i_t * TILE + o_x < N
+    b_byte = tl.load(p_bits + i_t * (TILE // 8) + o_x // 8, mask=m_x, other=0).to(tl.int32)
+    m_up = m_x & (((b_byte >> (o_x % 8)) & 1) != 0)
+    n_up = tl.sum(m_up.to(tl.int32), axis=0)
+    m_t = tl.load(p_starts + i_t + 1) <= N_PAYLOAD  # all of the tile's payload is there
+    p_payload += tl.load(p_starts + i_t)
+    p_bounds += 4 * i_t
+    b_key = tile_key(i_t, seed_low, seed_high)
+    b_up = decode_side(p_payload, p_bounds, m_up, m_t, 0, b_key, UPPER, S)
+    p_payload += part_nbytes(n_up, UPPER, S)
+    b_low = decode_side(p_payload, p_bounds + 2, m_x & ~m_up, m_t, n_up, b_key, LOWER, S)
+    b_x = tl.where(m_t, tl.where(m_up, b_up, b_low), float("nan"))
+    store_restored(p_out + i_t * TILE + o_x, b_x, m_x, KIND)
+
+
+@triton.jit
+def decode_side(p_part, p_bounds, m_side, m_t, o_u, b_key, LEVELS: tl.constexpr, S: tl.constexpr):
+    """The values of the elements of a tile where m_side [TILE] is set; elsewhere anything."""
+    b_count = tl.cumsum(m_side.to(tl.int32), axis=0)
+    n = tl.max(b_count, axis=0)
+    o_e = tl.where(m_side, b_count - 1, 0)  # place among its values
+    m_g = m_side & m_t
+    b_low, b_step = load_grid(p_part + 2 * (o_e // S), p_bounds, m_g, n > 0, LEVELS)
+    b_code = unpack(p_part + 2 * ((n + S - 1) // S), n, o_e, m_g, LEVELS)
+    return b_low + b_step * (b_code.to(tl.float32) - uniform(b_key, o_u + o_e))
