@@ -22,7 +22,7 @@ from elbowroom.kernels.numba.blocks import (
     write_tile,
 )
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8, u32, u64
-from elbowroom.kernels.numba.launch import parallel, split_seed, words
+from elbowroom.kernels.numba.launch import array, parallel, split_seed, words
 from elbowroom.kernels.numba.predict import lines_of, residuals, restore
 from elbowroom.kernels.numba.rounding import from_restored, target, to_float
 from elbowroom.kernels.numba.widths import ROOM
@@ -45,13 +45,13 @@ def comet_quantize(
     headers = torch.empty(blocks(n), dtype=torch.uint8)
     starts = torch.zeros(tiles(n) + 1, dtype=torch.int64)
     key, back = _noise(seed, rounding)
-    source = *words(x), x.view(torch.uint8).numpy(), grid.numpy(), key, back
-    settings = aware, rows, columns, inner, headers.numpy()
-    _encode(*source, *settings, starts[1:].numpy(), np.empty(0, np.uint8), False)
+    source = *words(x), array(x.view(torch.uint8)), array(grid), key, back
+    settings = aware, rows, columns, inner, array(headers)
+    _encode(*source, *settings, array(starts[1:]), np.empty(0, np.uint8), False)
     sizes = starts[1:].to(torch.int16)
     starts.cumsum_(dim=0)
     payload = torch.empty(int(starts[-1]), dtype=torch.uint8)
-    _encode(*source, *settings, starts.numpy(), payload.numpy(), True)
+    _encode(*source, *settings, array(starts), array(payload), True)
     return bits, headers, sizes, payload
 
 
@@ -72,8 +72,8 @@ def comet_dequantize(
     torch.cumsum(sizes.clamp(min=0), dim=0, out=starts[1:])  # damaged ones may be anything
     check_payload(payload, int(starts[-1]))
     wrong = np.full(1, -1, np.int64)
-    source = bits.numpy(), headers.numpy(), starts.numpy(), payload.numpy(), grid.numpy()
-    settings = *_noise(seed, rounding), *words(out), out.view(torch.uint8).numpy(), wrong
+    source = array(bits), array(headers), array(starts), array(payload), array(grid)
+    settings = *_noise(seed, rounding), *words(out), array(out.view(torch.uint8)), wrong
     if rows:
         _decode_maps(*source, rows, columns, inner, *settings)
     else:
