@@ -13,9 +13,18 @@ from typing import Any
 
 from _common import RESULTS, arguments, markdown
 
-_FIRST = ("training-resnet18", "training-gpt", "accuracy", "rate-distortion", "arena", "kernels")
+_FIRST = (
+    "training-resnet18",
+    "training-resnet50",
+    "training-gpt",
+    "accuracy",
+    "rate-distortion",
+    "arena",
+    "kernels",
+)
 _EXPECTED = {
     "training-resnet18": "training_resnet",
+    "training-resnet50": "training_resnet50",
     "training-gpt": "training_gpt",
     "accuracy": "accuracy",
     "rate-distortion": "rate_distortion",
