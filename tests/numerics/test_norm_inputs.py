@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import elbowroom as er
+from elbowroom.codecs import Facts
+from elbowroom.plan import Encode, Keep, Need
 
 
 def network(layout, spread, offset=0.0):
@@ -155,3 +157,14 @@ def test_tightening_later_normalizes_too():
     assert not torch.equal(decoded, exact)
     spread = exact.std(dim=(0, 2, 3), keepdim=True)
     assert ((decoded - exact) / spread).square().mean(dim=(0, 2, 3)).max() < 0.1
+
+
+def test_a_bound_in_units_of_x_is_kept_in_units_of_x():
+    x, codec, facts = scattered(), er.codec("comet"), Facts(error_bound=0.01)
+    decoded, ledger, exact = held(nn.BatchNorm2d(16), x, lambda site: bounded(site, codec, facts))
+    assert ("batch_norm", "comet") in {(row.consumer, row.action) for row in ledger.rows}
+    assert (decoded.double() - exact.double()).abs().max() <= 0.01
+
+
+def bounded(site, codec, facts):
+    return Encode(codec, facts) if site.need is Need.LOSSY else Keep("exact")

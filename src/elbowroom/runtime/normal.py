@@ -7,7 +7,8 @@ the small ones: with 8 of 64 channels scaled by 0.01, gErr2 went from 0.0098 to 
 spread, so the error of the code is the same share of each, on any layout and device, and no value
 has to be looked at. It costs a pass, and no byte: mean and rstd are held by the norm itself.
 
-A tensor whose exact zeros matter is scaled and not shifted, so that they stay.
+A tensor whose exact zeros matter is scaled and not shifted, so that they stay. A site with an error
+bound of its own (`facts.error_bound`, in units of x) is not normalized.
 """
 
 from dataclasses import dataclass

@@ -32,7 +32,7 @@ def perform(
         case Keep(why):
             return KeepHandle(base, why)
         case Encode(codec, facts):
-            if statistics is not None and not codec.lossless:
+            if statistics is not None and not codec.lossless and facts.error_bound is None:
                 zeros = facts.has_zeros
                 y = statistics.normalize(base, keep_zeros=zeros)
                 encoded = codec.encode(y, seed, facts)

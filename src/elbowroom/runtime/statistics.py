@@ -1,11 +1,13 @@
 """The mean and rstd that a norm has used, read off its call when it has ended.
 
-op                       statistics                     element i has those of
-batch_norm               mean, rstd [C]                 (i // neighbours) % C
-  in eval mode           running mean, 1 / sqrt(running var + eps)
-instance_norm            [N * C]                        i // (elements of one map)
-layer_norm               [rows]                         i // (elements of one row)
-group_norm               [N * groups]                   i // (elements of one group)
+Elements are counted in memory order.
+
+    op                       statistics                     element i has those of
+    batch_norm               mean, rstd [C]                 (i // neighbours) % C
+      in eval mode           running mean, 1 / sqrt(running var + eps)
+    instance_norm            [N * C]                        i // (elements of one map)
+    layer_norm               [rows]                         i // (elements of one row)
+    group_norm               [N * groups]                   i // (elements of one group)
 """
 
 from collections.abc import Callable

@@ -99,6 +99,13 @@ def _unpack(bits, one, out):
                 part[o] = one & b_flag[o]
 
 
+BELOW = np.array(  # a byte of bits -> in byte k of the result, how many bits are set below bit k
+    [sum((byte & ((1 << k) - 1)).bit_count() << (8 * k) for k in range(8)) for byte in range(256)],
+    dtype=np.uint64,
+)
+COUNT = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint64)
+
+
 def tile_counts(bits: Tensor, tiles: int) -> Tensor:
     """How many bits are set in each tile: [tiles] int64."""
     counts = torch.empty(tiles, dtype=torch.int64)

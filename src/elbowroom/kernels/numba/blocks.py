@@ -2,11 +2,9 @@
 
 import numpy as np
 
-from elbowroom.kernels.numba.bits import unpack_flags
+from elbowroom.kernels.numba.bits import BELOW, COUNT, unpack_flags
 from elbowroom.kernels.numba.compiled import TILE, f32, i32, inlined, jit, u8, u32, u64
 from elbowroom.kernels.numba.noise import draw, tile_key
-from elbowroom.kernels.numba.nonzero import _BELOW as BELOW
-from elbowroom.kernels.numba.nonzero import _COUNT as COUNT
 from elbowroom.kernels.numba.rounding import bf16_nearest, bf16_value, half_nearest, half_value
 from elbowroom.kernels.numba.widths import ROOM, pack_width, unpack_width, width_nbytes
 

@@ -9,7 +9,15 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.layout import check_payload, tiles
-from elbowroom.kernels.numba.bits import blank, count, pack_bits, tile_counts, unpack_flags
+from elbowroom.kernels.numba.bits import (
+    BELOW,
+    COUNT,
+    blank,
+    count,
+    pack_bits,
+    tile_counts,
+    unpack_flags,
+)
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8, u64
 from elbowroom.kernels.numba.dither import grid, ranges_of
@@ -85,13 +93,6 @@ def lift(kept, tiniest):
         kept[o] = tiniest if abs(kept[o]) < tiniest else kept[o]
 
 
-_BELOW = np.array(  # a byte of bits -> in byte k of the result, how many bits are set below bit k
-    [sum((byte & ((1 << k) - 1)).bit_count() << (8 * k) for k in range(8)) for byte in range(256)],
-    dtype=np.uint64,
-)
-_COUNT = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint64)
-
-
 @jit
 def expand(kept, bits, flags, values):
     """values [n] <- the next of kept where a bit is set, else +0; flags [TILE] int8 is scratch.
@@ -105,11 +106,11 @@ def expand(kept, bits, flags, values):
     whole = values.shape[0] // 8
     for o in range(whole):
         byte = bits[o]
-        below = _BELOW[byte]
+        below = BELOW[byte]
         eight = values[8 * o : 8 * o + 8]
         for k in range(8):
             eight[k] = kept[place + ((below >> u64(8 * k)) & u64(255))]
-        place += _COUNT[byte]
+        place += COUNT[byte]
     for o in range(8 * whole, values.shape[0]):
         values[o] = kept[place]
         place += (u64(bits[o >> 3]) >> u64(o & 7)) & u64(1)

@@ -9,14 +9,13 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.layout import check_payload, tiles
-from elbowroom.kernels.numba.bits import tile_counts
+from elbowroom.kernels.numba.bits import COUNT, tile_counts
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, inlined, jit, u8, u64
 from elbowroom.kernels.numba.dither import grid, ranges_of
 from elbowroom.kernels.numba.grids import dequantize, extremes, quantize
 from elbowroom.kernels.numba.launch import array, parallel, patterns, split_seed, words
 from elbowroom.kernels.numba.noise import draw, tile_key
-from elbowroom.kernels.numba.nonzero import _COUNT
 from elbowroom.kernels.numba.rounding import from_restored, target, to_float
 
 
@@ -109,7 +108,7 @@ def divide(values, bits, sides):
         ranks, eight = _RANK[byte], values[8 * o : 8 * o + 8]
         for k in range(8):
             sides[place(byte, ranks, k, up, low)] = eight[k]
-        up, low = up + _COUNT[byte], low + (u64(8) - _COUNT[byte])
+        up, low = up + COUNT[byte], low + (u64(8) - COUNT[byte])
     if whole < bits.shape[0]:
         byte = bits[whole]
         ranks, rest = _RANK[byte], values[8 * whole :]
@@ -127,7 +126,7 @@ def merge(sides, bits, values):
         ranks, eight = _RANK[byte], values[8 * o : 8 * o + 8]
         for k in range(8):
             eight[k] = sides[place(byte, ranks, k, up, low)]
-        up, low = up + _COUNT[byte], low + (u64(8) - _COUNT[byte])
+        up, low = up + COUNT[byte], low + (u64(8) - COUNT[byte])
     if whole < bits.shape[0]:
         byte = bits[whole]
         ranks, rest = _RANK[byte], values[8 * whole :]
