@@ -16,10 +16,10 @@ Run the step twice before measuring: the first one creates optimizer states.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -28,12 +28,18 @@ _MARK = "elbowroom.mark."
 
 
 class _Event(Protocol):
-    """What we use of a profiler event; times in nanoseconds, sizes in bytes (negative: freed)."""
+    """What we use of a node of the profiler's event tree; a call's events are its children."""
 
-    def name(self) -> str: ...
-    def start_ns(self) -> int: ...
-    def nbytes(self) -> int: ...
-    def device_type(self) -> Any: ...
+    name: str
+    start_time_ns: int
+    children: Sequence["_Event"]
+    extra_fields: Any  # of an allocation: ptr, device, alloc_size in bytes (negative: freed)
+
+
+class _Change(NamedTuple):
+    at_ns: int
+    ptr: int
+    nbytes: int  # negative: freed
 
 
 @dataclass(frozen=True)
@@ -119,11 +125,34 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.device(device)
 
 
-def _events(profiler: profile) -> Iterable[_Event]:
-    """The profiler's raw events. Private in torch 2.13: public ones give an allocation no time."""
+def curve_of(profiler: profile, device_type: str) -> MemoryCurve:
+    """The memory events that a stopped profiler has seen on one type of device."""
+    changes: list[_Change] = []
+    marks: list[tuple[int, str]] = []
+    for event in _in_order(_roots(profiler)):
+        if event.name == "[memory]":
+            freed_or_taken = event.extra_fields
+            if freed_or_taken.device.type == device_type:
+                change = _Change(event.start_time_ns, freed_or_taken.ptr, freed_or_taken.alloc_size)
+                changes.append(change)
+        elif event.name.startswith(_MARK):
+            marks.append((event.start_time_ns, event.name.removeprefix(_MARK)))
+    changes.sort(key=lambda change: change.at_ns)  # stable: ties within one call keep their order
+    if device_type == "cpu":
+        changes = _of_this_run(changes)
+    start_ns = min((at_ns for at_ns, *_ in changes + marks), default=0)
+    return MemoryCurve(
+        times_s=tuple((change.at_ns - start_ns) / 1e9 for change in changes),
+        nbytes=tuple(accumulate(change.nbytes for change in changes)),
+        marks=tuple((name, (at_ns - start_ns) / 1e9) for at_ns, name in sorted(marks)),
+    )
+
+
+def _roots(profiler: profile) -> Sequence[_Event]:
+    """The profiler's event tree. Private in torch 2.13: public ones give an allocation no time."""
     try:
         results = cast(Any, profiler).profiler.kineto_results
-        return cast(Iterable[_Event], results.events())
+        return cast(Sequence[_Event], results.experimental_event_tree())
     except AttributeError as error:
         raise RuntimeError(
             f"torch {torch.__version__} keeps the profiler's memory events elsewhere than 2.11 to "
@@ -131,24 +160,28 @@ def _events(profiler: profile) -> Iterable[_Event]:
         ) from error
 
 
-def curve_of(profiler: profile, device_type: str) -> MemoryCurve:
-    """The memory events that a stopped profiler has seen on one type of device."""
-    return _curve(_events(profiler), device_type)
+def _in_order(roots: Sequence[_Event]) -> Iterator[_Event]:
+    """A call before what happened inside it, in the order of time (without recursion's limit)."""
+    waiting = list(reversed(roots))
+    while waiting:
+        event = waiting.pop()
+        yield event
+        waiting += reversed(event.children)
 
 
-def _curve(events: Iterable[_Event], device_type: str) -> MemoryCurve:
-    changes: list[tuple[int, int]] = []  # (nanoseconds, bytes)
-    marks: list[tuple[int, str]] = []
-    for event in events:
-        if event.name() == "[memory]":
-            if event.device_type().name.lower() == device_type:
-                changes.append((event.start_ns(), event.nbytes()))
-        elif event.name().startswith(_MARK):
-            marks.append((event.start_ns(), event.name().removeprefix(_MARK)))
-    changes.sort(key=lambda change: change[0])  # stable: events of one nanosecond keep their order
-    start_ns = min((at_ns for at_ns, _ in changes + marks), default=0)
-    return MemoryCurve(
-        times_s=tuple((at_ns - start_ns) / 1e9 for at_ns, _ in changes),
-        nbytes=tuple(accumulate(nbytes for _, nbytes in changes)),
-        marks=tuple((name, (at_ns - start_ns) / 1e9) for at_ns, name in sorted(marks)),
-    )
+def _of_this_run(changes: list[_Change]) -> list[_Change]:
+    """Only what was both taken and freed, or taken and kept, while the profiler ran.
+
+    The CPU allocator's reporter never forgets an address whose release it did not see, so a tensor
+    from before the run that stands where an earlier run's tensor stood is "freed" with the size of
+    that one: a level of -128 bytes out of nowhere.
+    """
+    held: dict[int, int] = {}
+    kept = []
+    for change in changes:
+        if change.nbytes > 0:
+            held[change.ptr] = change.nbytes
+        elif held.pop(change.ptr, None) is None:
+            continue
+        kept.append(change)
+    return kept
