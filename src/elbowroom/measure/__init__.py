@@ -6,3 +6,4 @@ from elbowroom.measure.peak import memory_curve as memory_curve
 from elbowroom.measure.peak import peak as peak
 from elbowroom.measure.timing import Paired as Paired
 from elbowroom.measure.timing import paired as paired
+from elbowroom.measure.watching import NoiseMeter as NoiseMeter

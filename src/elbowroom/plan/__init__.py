@@ -15,3 +15,4 @@ from elbowroom.plan.policy import Policy as Policy
 from elbowroom.plan.site import Need as Need
 from elbowroom.plan.site import Rebuildable as Rebuildable
 from elbowroom.plan.site import Site as Site
+from elbowroom.plan.site import SiteName as SiteName

@@ -5,10 +5,19 @@ What is known of it is known without looking at a value.
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
 from elbowroom.codecs import Facts
+
+
+class SiteName(NamedTuple):
+    """Which save of a step: how many saves this op of this module has made before."""
+
+    module: str
+    consumer: str
+    nth: int = 0
 
 
 class Need(Enum):
@@ -32,7 +41,8 @@ class Rebuildable(Enum):
 class Site:
     """Facts of one save.
 
-    why says, where `need` is EXACT, which rule made it so; the ledger shows it.
+    why    says, where `need` is EXACT, which rule made it so; the ledger shows it
+    nth    how many tensors were decided on for this op of this module before, in this step
     """
 
     module: str
@@ -45,3 +55,9 @@ class Site:
     rebuildable: Rebuildable = Rebuildable.NO
     facts: Facts = field(default_factory=Facts)
     why: str = ""
+    nth: int = 0
+
+    @property
+    def name(self) -> SiteName:
+        """The same in every step that runs the same code."""
+        return SiteName(self.module, self.consumer, self.nth)

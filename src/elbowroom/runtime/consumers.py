@@ -159,14 +159,21 @@ def need_of(x: Tensor, call: Call | None) -> tuple[Need, str]:
         return Need.MASK, ""
     if call.name in SHAPE_ONLY and x.is_floating_point() and _is(x, call.arg(0, "input")):
         return Need.SHAPE, ""
-    arguments = TOLERANT.get(call.name)
-    if arguments is None:
+    if call.name not in TOLERANT:
         return Need.EXACT, f"'{call.name}' is not known to tolerate errors"
     if not x.is_floating_point():
         return Need.EXACT, "not a floating dtype"
-    if any(_is(x, call.arg(*argument)) for argument in arguments) or _is_attention_output(x, call):
+    if tolerant_argument(x, call) is not None or _is_attention_output(x, call):
         return Need.LOSSY, ""
     return Need.EXACT, f"a weight or statistic of '{call.name}'"
+
+
+def tolerant_argument(x: Tensor, call: Call) -> int | str | None:
+    """Which of the arguments that may carry an error x is: its position, or its keyword."""
+    for position, name in TOLERANT.get(call.name, ()):
+        if _is(x, call.arg(position, name)):
+            return position if position < len(call.args) else name
+    return None
 
 
 def _is(x: Tensor, argument: Any) -> bool:

@@ -13,6 +13,7 @@ thread, or never.
 """
 
 import weakref
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -46,6 +47,7 @@ from elbowroom.runtime.identity import (
     untouchable,
 )
 from elbowroom.runtime.ledger import Ledger
+from elbowroom.runtime.observer import Observer, Use, Watch
 from elbowroom.runtime.perform import differ_on_nan, mask_bits, perform
 from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
@@ -66,6 +68,7 @@ class Saving:
     context     where seeds come from and what is learned goes to
     ledger      the count of bytes, filled as forward runs
     warns       whether to say so if nothing could be changed
+    observer    who may watch what errors the codes make
     """
 
     def __init__(
@@ -75,8 +78,10 @@ class Saving:
         min_nbytes: int = 65536,
         context: Context = PROCESS,
         warns: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         self.policy = policy
+        self.observer = observer
         self.warns = warns
         self.min_nbytes = min_nbytes
         self.context = context
@@ -85,6 +90,8 @@ class Saving:
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
         self._waiting: list[Waiting] = []
+        self._watch: Watch | None = None
+        self._counts: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
@@ -101,6 +108,7 @@ class Saving:
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
             opening.enter_context(hooks)
             self._consumers = opening.enter_context(Consumers(self._finished))
+            self._watch = None if self.observer is None else self.observer.begin()
             self._open = opening.pop_all()
         return self
 
@@ -116,10 +124,12 @@ class Saving:
         self._open.close()
         self._open = self._consumers = None
         self._identity.clear()
+        self._counts.clear()
         if kind is None:  # else what waits stays as it is: nothing may fail now, nor take memory
             with torch._C.DisableTorchFunction():
                 for one in waiting:
                     one.end(None)
+        self._watch = None
         if kind is None and self.warns:
             warn_if_useless(self.ledger, self.policy, stacklevel=3)
 
@@ -159,6 +169,8 @@ class Saving:
             for finish in call.at_end:
                 finish(call)
             note_origin(call, out, self._identity)
+            if self._watch is not None:
+                self._watch.ended(call, out)
 
     def _end_waiting(self, call: Call, out: Any) -> None:
         """Encode the inputs of norms that waited to see whether this call is a ReLU."""
@@ -189,9 +201,12 @@ class Saving:
         if not slot.serves(need):
             self._serve(slot, x, call, need, why)
         slot.promise(need, self._consumer)
+        view = View(slot, x, need)
         if call is not None:
             call.note_saved(slot, x)
-        return View(slot, x, need)
+            if self._watch is not None and need is Need.LOSSY:
+                self._watch.saved(Use(call, view, self._module), x)
+        return view
 
     def _new_slot(self, x: Tensor) -> Slot:
         base = dense_base(x)
@@ -231,6 +246,9 @@ class Saving:
                 dtype = str(site.dtype).removeprefix("torch.")
                 where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
                 raise CodecError(f"{error} ({where})") from error
+            if self._watch is not None and not isinstance(action, Keep):
+                encoded = action if isinstance(action, Encode) else None
+                self._watch.held(slot, whole, site, None if encoded is None else encoded.codec)
 
         def hold_normalized(norm: Call) -> None:
             slot.statistics = statistics_of(norm)
@@ -284,7 +302,13 @@ class Saving:
             rebuildable=rebuildable,
             facts=facts,
             why=why,
+            nth=self._nth(),
         )
+
+    def _nth(self) -> int:
+        key = self._module, self._consumer
+        self._counts[key] += 1
+        return self._counts[key] - 1
 
     @property
     def _module(self) -> str:

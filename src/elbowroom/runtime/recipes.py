@@ -146,6 +146,11 @@ class Ready:
         )
         return here and (not isinstance(self.source, Ready) or self.source.works_lossy)
 
+    @property
+    def root(self) -> Slot:
+        """The slot that the chain starts at."""
+        return self.source.root if isinstance(self.source, Ready) else self.source
+
     def pin(self) -> None:
         """From now on the source must stay exact."""
         self.source.pin()

@@ -39,6 +39,12 @@ class Geometry:
             else x.detach().as_strided(self.shape, self.stride, self.offset)
         )
 
+    def within(self, base: "Geometry", x: Tensor) -> Tensor:
+        """The part of x, which has the geometry `base`, that has this one."""
+        if self == base:
+            return x
+        return x.as_strided(self.shape, self.stride, self.offset - base.offset + x.storage_offset())
+
 
 class Slot:
     """What is held for one storage at one version."""
@@ -80,6 +86,11 @@ class Slot:
     @property
     def exact(self) -> bool:
         return self.value is not None and self.value.exact
+
+    def root(self) -> "Slot":
+        """The slot whose bytes it all comes from: itself, or that of the recipe that it holds."""
+        below = getattr(self.value, "source", None)
+        return self if below is None else below.root()
 
     def serves(self, need: Need) -> bool:
         """Whether what is held suffices for this need."""
@@ -166,10 +177,7 @@ class View:
             whole = (
                 self.slot.restore_mask() if self.need is Need.MASK else self.slot.restore_value()
             )
-            if self.geometry == self.slot.base:
-                return whole
-            offset = self.geometry.offset - self.slot.base.offset + whole.storage_offset()
-            return whole.as_strided(self.geometry.shape, self.geometry.stride, offset)
+            return self.geometry.within(self.slot.base, whole)
 
     def _blank(self) -> Tensor:
         """A tensor of this geometry whose values mean nothing.

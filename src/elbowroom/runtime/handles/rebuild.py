@@ -5,7 +5,7 @@ from torch import Tensor
 
 from elbowroom.errors import RestoreError
 from elbowroom.runtime.recipes import Ready
-from elbowroom.runtime.slot import Geometry
+from elbowroom.runtime.slot import Geometry, Slot
 
 
 class RebuildHandle:
@@ -24,6 +24,11 @@ class RebuildHandle:
     @property
     def exact(self) -> bool:
         return self._ready.exact
+
+    @property
+    def source(self) -> Slot:
+        """The slot at the start of the recipe."""
+        return self._ready.root
 
     def pin(self) -> None:
         """From now on the sources must stay exact."""

@@ -1,0 +1,196 @@
+"""What the error of one op's saved tensors does to all gradients: measured, once in a while.
+
+Where an op is not linear in what it saves (norms, GELU, attention), its error goes on through dx to
+every layer below, and there is no closed form. A probe keeps the exact tensors of one op for one
+step. When backward has passed the op, it runs the op again on them:
+
+    error of dx = dx from the decoded tensors - dx from the exact ones
+
+and sends that alone through the rest of the graph, which is linear in it: the sum of squares that
+arrives at the parameters is what the error adds, everything counted. That costs the tensors of
+one op and a part of one backward. Backward hooks of the user's on tensors and modules below see
+this second pass; gradients are not accumulated by it.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+
+from elbowroom.measure.sensitivity import is_weight
+from elbowroom.runtime.consumers import BUFFERS, Call
+from elbowroom.runtime.slot import View
+
+_log = logging.getLogger("elbowroom.measure")
+_CANNOT = (RuntimeError, ValueError, TypeError, NotImplementedError)
+
+
+class _SecondPass:
+    """Says whether the pass of a probe runs now: what backward then carries is no gradient."""
+
+    runs = False
+
+    def __enter__(self) -> None:
+        self.runs = True
+
+    def __exit__(self, *_: object) -> None:
+        self.runs = False
+
+
+second_pass = _SecondPass()
+
+
+class Probe:
+    """Of one call, made when it has ended; `on_done` gets what the errors add, a scalar tensor.
+
+    exact     copies of the call's tolerant arguments, by position or keyword
+    views     what is held instead of them
+    weights   parameters met in forward so far: those below are among them
+    only_weights  the op is linear in what it saves, so that dx has no error
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        exact: dict[int | str, Tensor],
+        views: dict[int | str, View],
+        weights: Sequence[Tensor],
+        on_done: Callable[[Tensor], None],
+        *,
+        only_weights: bool,
+    ) -> None:
+        self._only_weights = only_weights
+        self._func = call.func
+        self._exact, self._views = exact, views
+        self._arguments = _without_buffers(call)
+        self._weights = list(weights)
+        self._on_done = on_done
+        self._autocast = _autocast(next(iter(exact.values())).device.type)
+        self._edges = {
+            key: get_gradient_edge(value)
+            for key, value in self._arguments.items()
+            if isinstance(value, Tensor) and value.requires_grad
+        }
+        for key in exact:
+            self._arguments[key] = None  # the tensor itself must be free to go
+        self._grad: Tensor | None = None
+
+    def watch(self, node: Node, output: int) -> None:
+        """Wait for backward to come to the op."""
+        before, after = node.register_prehook, node.register_hook
+        wanted = [_place(node, edge) for edge in self._edges.values()]
+        single = None not in wanted
+
+        def note(grads: Sequence[Tensor | None]) -> None:
+            if not second_pass.runs:
+                self._grad = grads[output]
+
+        def measure(made: Sequence[Tensor | None], _: Any) -> None:
+            grad, self._grad = self._grad, None
+            if grad is None or second_pass.runs:
+                return
+            real = [made[place] for place in wanted if place is not None] if single else None
+            try:
+                self._on_done(self._measure(grad, real))
+            except _CANNOT as error:
+                _log.info("%s cannot be probed: %s", self._func, error)
+            self._exact, self._views = {}, {}
+
+        before(note)
+        after(measure)
+
+    def _measure(self, grad: Tensor, real: list[Tensor | None] | None) -> Tensor:
+        exact = self._backward(self._exact, grad)
+        if real is None:  # several nodes: run on what is held, too
+            exactly = self._exact  # an op may have saved another shape of its argument
+            held = {k: view.restore().reshape(exactly[k].shape) for k, view in self._views.items()}
+            real = self._backward(held, grad)
+        arrived, cotangents, edges = [], [], []
+        for one, other, edge in zip(real, exact, self._edges.values(), strict=True):
+            if one is None or other is None:
+                continue
+            error = one.detach() - other
+            if _leads_to_weight(edge):
+                arrived.append(_energy(error))
+            elif not self._only_weights:
+                edges.append(edge)
+                cotangents.append(error)
+        if edges:
+            # Several errors at once: they are independent, so their energies add.
+            with second_pass:
+                arrived += [_energy(part) for part in self._send(edges, cotangents)]
+        return torch.stack(arrived).sum() if arrived else torch.zeros(())
+
+    def _send(self, edges: list[GradientEdge], errors: list[Tensor]) -> list[Tensor]:
+        """What arrives at the parameters below."""
+        parts = torch.autograd.grad(
+            edges, self._weights, errors, retain_graph=True, allow_unused=True
+        )
+        return [part for part in parts if part is not None]
+
+    def _backward(self, inputs: dict[int | str, Tensor], grad: Tensor) -> list[Tensor | None]:
+        """The gradients of all differentiable arguments, with these in place of the tolerant."""
+        given = self._arguments | inputs
+        leaves = {key: given[key].detach().requires_grad_() for key in self._edges}
+        given |= leaves
+        args = [value for key, value in given.items() if isinstance(key, int)]
+        kwargs = {key: value for key, value in given.items() if isinstance(key, str)}
+        with ExitStack() as plain:
+            plain.enter_context(torch._C.DisableTorchFunction())
+            plain.enter_context(saved_tensors_hooks(_same, _same))
+            plain.enter_context(self._autocast())
+            plain.enter_context(torch.enable_grad())
+            out = self._func(*args, **kwargs)
+            out = out[0] if isinstance(out, tuple) else out
+        return list(torch.autograd.grad(out, list(leaves.values()), grad, allow_unused=True))
+
+
+def can_probe(call: Call) -> bool:
+    """Whether the op may run a second time and do the same again."""
+    if call.name == "scaled_dot_product_attention" and call.arg(4, "dropout_p", 0.0):
+        return False
+    return not call.kwargs.get("inplace")
+
+
+def arguments(call: Call) -> dict[int | str, Any]:
+    """All arguments, by position or keyword."""
+    return dict(enumerate(call.args)) | call.kwargs
+
+
+def _without_buffers(call: Call) -> dict[int | str, Any]:
+    """The arguments, but running statistics, which a second run must not move."""
+    given = arguments(call)
+    training = call.arg(5, "training", False) or call.arg(5, "use_input_stats", False)
+    for position, name in BUFFERS.get(call.name, ()) if training else ():
+        given[position if position < len(call.args) else name] = None
+    return given
+
+
+def _autocast(device_type: str) -> Callable[[], Any]:
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled)
+
+
+def _place(node: Node, edge: GradientEdge) -> int | None:
+    """Which of a node's gradients goes along this edge."""
+    for place, (below, number) in enumerate(node.next_functions):
+        if below is edge.node and number == edge.output_nr:
+            return place
+    return None
+
+
+def _leads_to_weight(edge: GradientEdge) -> bool:
+    return is_weight(getattr(edge.node, "variable", None))
+
+
+def _energy(x: Tensor) -> Tensor:
+    return x.float().square().sum()
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,248 @@
+"""Watching one step: what the meter attaches to its forward, and reads when its backward is over.
+
+Nothing here keeps a tensor, a code or a node of the graph alive: what stays until the next step are
+scalars, and for linear ops one number a place. Only a probe keeps the exact tensors of one op.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs import Codec
+from elbowroom.measure.noise import HeldNoise, NoiseTable, OpReading, Trial
+from elbowroom.measure.probe import Probe, arguments, can_probe, second_pass
+from elbowroom.measure.sensitivity import Form, form_of, is_weight
+from elbowroom.plan import Site, SiteName
+from elbowroom.runtime.consumers import Call, tolerant_argument
+from elbowroom.runtime.observer import Use, Watch
+from elbowroom.runtime.slot import Geometry, Slot, View
+
+Rungs = Callable[[Site], Sequence[Codec]]
+_SAMPLE = 32768  # elements on which other codecs are tried
+
+
+class NoiseMeter:
+    """The observer of one training. `table` is what it knows.
+
+    every, run  a run of `run` watched steps begins at every `every`-th step, and is twice as long
+                at first. Errors are read in the first step of a run, and all along the very first;
+                the others only tell how gradients vary.
+    probes      ops that are probed in such a step
+    rungs       codecs to try on a sample of each held tensor
+    """
+
+    def __init__(
+        self, every: int = 50, run: int = 4, probes: int = 1, rungs: Rungs | None = None
+    ) -> None:
+        self.every, self.run, self.probes, self.rungs = every, run, probes, rungs
+        self.table = NoiseTable()
+        self.step = 0
+        self.probed: Counter[SiteName] = Counter()
+        self._watch: _Watch | None = None
+
+    def begin(self) -> Watch | None:
+        """A forward begins: take in what the one before has found."""
+        self.harvest()
+        if self._is_watched(self.step):
+            full = self.step < 2 * self.run or self.step % self.every == 0
+            self._watch = _Watch(self, full=full)
+        self.step += 1
+        return self._watch
+
+    def harvest(self) -> None:
+        """Take in what the last watched step has found. Its backward must be over."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            self.table.gradient.end_step(last=not self._is_watched(self.step))
+            self.table.take(*watch.deliver())
+
+    def _is_watched(self, step: int) -> bool:
+        return step < 2 * self.run or step % self.every < self.run
+
+
+@dataclass
+class _Op:
+    """A call that reads tensors which may carry errors."""
+
+    name: SiteName
+    form: Form | None
+    energies: dict[SiteName, Tensor] = field(default_factory=dict)
+    folded: Tensor | None = None
+    grad: Tensor | None = None
+    closed: Tensor | None = None
+    measured: Tensor | None = None
+    copies: dict[int | str, Tensor] = field(default_factory=dict)
+    views: dict[int | str, View] = field(default_factory=dict)
+
+    def take_measured(self, variance: Tensor) -> None:
+        self.measured = variance
+
+
+@dataclass(frozen=True)
+class _Held:
+    site: Site
+    codec: Codec
+    numel: int
+    nbytes: int
+    energy: Tensor
+    trials: tuple[Trial, ...]
+
+
+class _Watch:
+    """One watched step. full: errors are read, not only how gradients vary."""
+
+    def __init__(self, meter: NoiseMeter, *, full: bool) -> None:
+        self._meter, self._full = meter, full
+        self._probes_left = meter.probes
+        self._ops: dict[SiteName, _Op] = {}
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._current: tuple[Call, _Op] | None = None
+        self._pending: weakref.WeakKeyDictionary[Slot, list[tuple[_Op, Geometry]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._held: dict[SiteName, _Held] = {}
+        self._weights: dict[int, Tensor] = {}
+
+    # forward
+
+    @torch.no_grad()
+    def saved(self, use: Use, x: Tensor) -> None:
+        """An op saves x, which may carry an error."""
+        if not self._full:
+            return
+        op, slot = self._op(use), use.view.slot
+        if slot.value is not None and not slot.exact:
+            self._measure(op, slot, Geometry.of(x), x)
+        else:
+            self._pending.setdefault(slot, []).append((op, use.view.geometry))
+        key = tolerant_argument(x, use.call)
+        if self._wants_probe(op, use.call) and key is not None:
+            op.copies[key] = arguments(use.call)[key].detach().clone()
+            op.views[key] = use.view
+
+    @torch.no_grad()
+    def held(self, slot: Slot, whole: Tensor, site: Site, codec: Codec | None) -> None:
+        """The slot has let go of `whole`. codec: if it holds a code, and not a recipe."""
+        if not self._full or slot.exact:
+            return
+        if codec is not None:
+            error = slot.restore_value(private=True).sub_(whole)
+            trials = self._try(whole, site)
+            nbytes = 0 if slot.value is None else slot.value.nbytes
+            self._held[site.name] = _Held(site, codec, whole.numel(), nbytes, energy(error), trials)
+        for op, geometry in self._pending.pop(slot, ()):
+            self._measure(op, slot, geometry, geometry.on(whole))
+
+    def ended(self, call: Call, out: Any) -> None:
+        """The op has its node in the graph now."""
+        for arg in (*call.args, *call.kwargs.values()):
+            if is_weight(arg) and id(arg) not in self._weights:
+                self._weights[id(arg)] = arg
+                self._meter.table.gradient.listen(arg)
+        if self._current is None or self._current[0] is not call:
+            return
+        op, self._current = self._current[1], None
+        out = out[0] if isinstance(out, tuple) else out
+        if not isinstance(out, Tensor) or out.grad_fn is None:
+            return
+        out.grad_fn.register_prehook(self._reader(op, out.output_nr))
+        if op.copies:
+            self._meter.probed[op.name] += 1
+            self._probes_left -= 1
+            copies, views, op.copies, op.views = op.copies, op.views, {}, {}
+            weights = list(self._weights.values())
+            linear = op.form is not None
+            probe = Probe(call, copies, views, weights, op.take_measured, only_weights=linear)
+            probe.watch(out.grad_fn, out.output_nr)
+
+    def _op(self, use: Use) -> _Op:
+        call = use.call
+        if self._current is None or self._current[0] is not call:
+            count = self._calls[use.module, call.name]
+            self._calls[use.module, call.name] += 1
+            name = SiteName(use.module, call.name, count)
+            op = self._ops[name] = _Op(name, form_of(call))
+            self._current = call, op
+        return self._current[1]
+
+    def _measure(self, op: _Op, slot: Slot, geometry: Geometry, x: Tensor) -> None:
+        """Take the error of x, which lies in the slot's tensor where `geometry` says."""
+        restored = slot.restore_value(private=True)
+        error = geometry.within(slot.base, restored) - x
+        op.folded = None if op.form is None else op.form.fold(error)
+        source = slot.root().sites[-1].name
+        op.energies[source] = op.energies.get(source, 0) + energy(error)
+
+    def _wants_probe(self, op: _Op, call: Call) -> bool:
+        """Whether the op is one of those that were probed least, and there are probes left."""
+        if op.copies:
+            return True
+        probed = self._meter.probed
+        known = {name: probed[name] for name in self._meter.table.ops}
+        due = not known or probed[op.name] <= min(known.values())
+        return self._probes_left > 0 and due and can_probe(call)
+
+    def _try(self, whole: Tensor, site: Site) -> tuple[Trial, ...]:
+        if self._meter.rungs is None:
+            return ()
+        each = max(whole.numel() // max(len(whole), 1), 1)
+        sample = whole[: -(-_SAMPLE // each)]
+        trials = []
+        for codec in self._meter.rungs(site):
+            encoded = codec.encode(sample, 0, site.facts)
+            error = float(energy(encoded.decode().sub_(sample))) / sample.numel()
+            trials.append(Trial(codec, 8 * encoded.nbytes / sample.numel(), error))
+        return tuple(trials)
+
+    # backward
+
+    def _reader(self, op: _Op, output: int) -> Callable[[Sequence[Tensor | None]], None]:
+        def read(grads: Sequence[Tensor | None]) -> None:
+            grad = grads[output]
+            if grad is None or second_pass.runs or not op.energies:
+                return
+            op.grad = energy(grad) + (0 if op.grad is None else op.grad)
+            if op.form is not None and op.folded is not None:
+                closed = op.form.variance(op.folded, grad)
+                op.closed = closed + (0 if op.closed is None else op.closed)
+
+        return read
+
+    # afterwards
+
+    def deliver(self) -> tuple[dict[SiteName, HeldNoise], dict[SiteName, OpReading]]:
+        """All readings as numbers, in one transfer a device."""
+        read = [op for op in self._ops.values() if op.energies and op.grad is not None]
+        scalars: list[Tensor] = [held.energy for held in self._held.values()]
+        for op in read:
+            scalars += [
+                *op.energies.values(),
+                *_there(op.grad, op.closed, op.measured),
+            ]
+        values = iter(torch.stack([s.double().cpu() for s in scalars]).tolist() if scalars else ())
+        held = {
+            name: HeldNoise(h.site, h.codec, h.numel, h.nbytes, next(values), h.trials)
+            for name, h in self._held.items()
+        }
+        readings = {}
+        for op in read:
+            energies = {source: next(values) for source in op.energies}
+            grad = next(values)
+            closed = None if op.closed is None else next(values)
+            measured = None if op.measured is None else next(values)
+            readings[op.name] = OpReading(energies, grad, closed, measured)
+        return held, readings
+
+
+def energy(x: Tensor) -> Tensor:
+    """The sum of squares of all elements, in float32."""
+    return x.float().square().sum()
+
+
+def _there(*values: Tensor | None) -> list[Tensor]:
+    return [value for value in values if value is not None]

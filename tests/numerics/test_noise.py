@@ -1,0 +1,168 @@
+"""What a watched step says about the error of gradients, against gradients that were compared."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom as er
+from elbowroom.demo.tasks import task
+from elbowroom.measure import NoiseMeter
+from elbowroom.measure.gradient_variance import GradientVariance
+from elbowroom.plan import Encode, Keep, Lossy, Need
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.hooks import Saving
+
+SIZES = {"resnet18": (8, 16), "unet": (8, 8), "gpt": (64, 4)}  # width, batch
+
+
+class Trained:
+    """A demo network a few steps into its training, its dropout off, and one more batch."""
+
+    def __init__(self, name, steps=20):
+        torch.manual_seed(0)
+        width, batch = SIZES[name]
+        self.task = task(name, width=width, batch=batch)
+        self.model = self.task.model()
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        optimizer, batches = self.task.optimizer(self.model), self.task.batches(0)
+        for _ in range(steps):
+            self.batch = next(batches)
+            self.grads(None)
+            optimizer.step()
+        self.state = {key: value.clone() for key, value in self.model.state_dict().items()}
+
+    def grads(self, policy, seed=0, observer=None):
+        """Flat gradients of one step from the same weights and statistics."""
+        if hasattr(self, "state"):
+            self.model.load_state_dict(self.state)
+        self.model.zero_grad()
+        saving = Saving(
+            policy or er.plan.KeepAll(), min_nbytes=0, context=Context(seed), observer=observer
+        )
+        with saving:
+            loss = self.task.loss(self.model(self.batch[0]), self.batch[1])
+        loss.backward()
+        return torch.cat([p.grad.flatten() for p in self.model.parameters()]).double()
+
+
+@pytest.fixture(scope="module", params=["resnet18", "unet", "gpt"])
+def trained(request):
+    return Trained(request.param)
+
+
+@pytest.mark.parametrize("codec", [er.codec("dither", levels=6), er.codec("group", bits=4)])
+def test_predicted_is_measured_within_a_fifth(trained, codec):
+    policy, true = Lossy(codec), trained.grads(None)
+    measured = [(trained.grads(policy, seed) - true).square().sum().item() for seed in range(12)]
+    meter = NoiseMeter(run=100, probes=4)
+    for seed in range(12):
+        trained.grads(policy, 100 + seed, meter)
+    meter.harvest()
+    assert 0.8 < meter.table.added / (sum(measured) / len(measured)) < 1.25
+
+
+def test_a_probe_measures_what_one_op_does_to_all_gradients(trained):
+    # One norm's input is lossy, nothing else: the probe must see exactly what happened.
+    norms = []
+
+    def policy(site):
+        if site.consumer in ("batch_norm", "layer_norm") and site.need is Need.LOSSY:
+            norms.append(site.module)
+            if site.module == norms[len(set(norms)) // 2]:
+                return Encode(er.codec("dither", levels=4), site.facts)
+        return Keep("kept for this test")
+
+    trained.grads(policy)  # learn the names
+    wanted = norms[len(norms) // 2]
+    norms[:] = [wanted]
+    true = trained.grads(None)
+    meter = NoiseMeter(run=100, probes=1000)
+    lossy = trained.grads(policy, 7, meter)
+    meter.harvest()
+    (op,) = [op for op in meter.table.ops.values() if op.checked]
+    happened = (lossy - true).square().sum().item()
+    assert happened > 0
+    assert op.checked[1] == pytest.approx(happened, rel=2e-3)
+
+
+def test_watching_changes_no_bit(trained):
+    policy = Lossy(er.codec("dither", levels=4))
+    torch.manual_seed(5)
+    plain = trained.grads(policy, 3)
+    after, drawn = {k: v.clone() for k, v in trained.model.state_dict().items()}, torch.rand(1)
+    torch.manual_seed(5)
+    watched = trained.grads(policy, 3, NoiseMeter(probes=1000))
+    assert torch.equal(plain, watched)
+    assert torch.equal(drawn, torch.rand(1))  # the user's random numbers
+    for key, value in trained.model.state_dict().items():
+        assert torch.equal(after[key], value), key  # running statistics move once
+
+
+def test_nothing_stays_alive_after_a_watched_step(trained):
+    seen = []
+
+    def note(module, args, out):
+        seen.append(weakref.ref(out))
+
+    hooks = [m.register_forward_hook(note) for m in trained.model.modules()]
+    meter = NoiseMeter(probes=1000)
+    trained.grads(Lossy(er.codec("dither")), 0, meter)
+    for hook in hooks:
+        hook.remove()
+    gc.collect()
+    assert seen
+    assert not any(ref() is not None for ref in seen)
+
+
+def test_a_watched_forward_without_a_backward_teaches_nothing():
+    model, meter = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), NoiseMeter()
+    x = torch.randn(64, 64, requires_grad=True) * 1
+    with Saving(Lossy(er.codec("dither")), min_nbytes=0, observer=meter):
+        model(x)
+    meter.harvest()
+    assert (meter.table.steps, meter.table.added, meter.table.ratio) == (0, None, None)
+
+
+def test_shared_weights_and_two_backwards_are_summed():
+    linear, meter = nn.Linear(64, 64), NoiseMeter(probes=0)
+    x = torch.randn(128, 64, requires_grad=True) * 1
+    policy = Lossy(er.codec("dither"), rebuild=False)
+    with Saving(policy, min_nbytes=0, observer=meter):
+        loss = linear(linear(x)).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    meter.harvest()
+    assert len(meter.table.ops) == 2
+    assert meter.table.added > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_variance_is_that_of_drawn_gradients(dtype):
+    torch.manual_seed(0)
+    weights = [torch.zeros(n, requires_grad=True, dtype=dtype) for n in (40, 3000)]
+    spread = [0.5, 0.1]
+    meter = GradientVariance()
+    for step in range(60):
+        for weight, sigma in zip(weights, spread, strict=True):
+            meter.listen(weight)
+            drift = 3.0 * step  # moves steadily: taken off
+            ((drift * 0.01 + sigma * torch.randn(weight.shape)) * weight).sum().backward()
+        meter.end_step(last=step % 10 == 9)
+    true = 40 * 0.5**2 + 3000 * 0.1**2
+    assert meter.value == pytest.approx(true, rel=0.15)
+    assert meter.draws == 48
+
+
+def test_gradient_variance_skips_what_overflowed_and_removes_its_hooks():
+    weight, meter = torch.zeros(8, requires_grad=True), GradientVariance()
+    for step in range(3):
+        meter.listen(weight)
+        (weight * float("inf" if step == 1 else 1)).sum().backward()
+        meter.end_step(last=False)
+    assert (meter.draws, meter.value) == (0, 0.0)
+    assert not weight._backward_hooks
