@@ -15,7 +15,7 @@ The map, from the top down; imports point down only:
     cli/  demo/            commands, and the data and models that they show
     _api.py                saving, fit, release: thin
     control/  report/      what adapts during training; tables and pages
-    measure/               FACTS: allocator peaks, paired times
+    measure/               FACTS: allocator peaks, paired times, the noise that codes add
     runtime/               DEED: autograd's two hooks, and what is held between them
     plan/                  DECISION: site -> action, pure data
     codecs/                HOW BYTES SHRINK: one codec a file
@@ -27,6 +27,7 @@ runtime/perform.py -> codecs/dither.py -> kernels/ops.py -> kernels/numba/dither
 through runtime/slot.py `View.restore`.
 """
 
+from elbowroom import control as control
 from elbowroom import errors as errors
 from elbowroom._api import fit as fit
 from elbowroom._api import release as release

@@ -1,6 +1,8 @@
 """The public verbs: `saving`, `fit`, `release`. Thin; the only file that knows all stages."""
 
 import dataclasses
+from collections.abc import Hashable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -8,16 +10,18 @@ from torch.optim import Optimizer
 
 from elbowroom.codecs import Codec, codec, codecs
 from elbowroom.codecs.registry import nearest
-from elbowroom.control import Fitting
+from elbowroom.control import ActNN, Adaptive, Fitting, NoiseBudget
 from elbowroom.errors import PlanError, UnknownCodec, UnknownField
+from elbowroom.measure import NoiseMeter
 from elbowroom.plan import Exact, KeepAll, Lean, Lossy, Policy
 from elbowroom.runtime.attach import attach, detach
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.observer import Observer
 from elbowroom.units import parse_nbytes
 
 M = TypeVar("M", bound=nn.Module)
-_POLICIES = ("exact", "keep", "lean")
+_POLICIES = ("exact", "keep", "lean", "actnn")
 
 
 def saving(
@@ -26,6 +30,8 @@ def saving(
     min_nbytes: int = 65536,
     rebuild: bool = True,
     seed: int | None = None,
+    noise: float | None = None,
+    watch: bool = False,
     **fields: Any,
 ) -> Saving:
     """Hold what autograd saves inside this context in fewer bytes.
@@ -41,10 +47,19 @@ def saving(
                 convolutions (see `elbowroom.plan.Lean`);
                 a codec id with its fields as keywords, or a codec: that codec wherever the saving
                 op tolerates an error;
+                "actnn", with bits and group_size: group codes whose bits follow the sensitivity
+                of each tensor, `bits` on average (see `elbowroom.control.ActNN`);
+                a controller from `elbowroom.control`, which adapts as the training goes;
                 or any function of a `Site` that returns an action
     min_nbytes  storages below this size, in bytes, are left alone; 0: none are
     rebuild     whether outputs of norms, activations and dropout may be made again from what
                 their op saves
+    noise       with a codec: its settings follow the training, so that the variance which codes
+                add to the gradient stays below this share of what mini-batches vary by anyway
+                (0.1: a tenth). What was learned is remembered for the process, by these
+                arguments; for more than one model make a `control.NoiseBudget` for each
+    watch       measure what the codes add, every step; `.error_report()` shows it (also with
+                `noise` and controllers, which watch a few steps). A watched step is slower
     seed        where the noise of lossy codes starts; None: one sequence for the whole process
 
     Raises UnknownCodec or UnknownField, which list what exists. Tensors that cannot be touched are
@@ -55,10 +70,32 @@ def saving(
         raise UnknownField(f"rebuild={rebuild!r} is not possible; it is True or False")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise UnknownField(f"seed={seed!r} is not possible; it is an int, or None")
+    if not isinstance(watch, bool):
+        raise UnknownField(f"watch={watch!r} is not possible; it is True or False")
     context = PROCESS if seed is None else Context(seed, learns=False)
-    return Saving(
-        _policy(policy, rebuild, fields), min_nbytes=min_nbytes, context=context, warns=True
-    )
+    chosen = _policy(policy, rebuild, fields)
+    if noise is not None:
+        chosen = _within_noise(chosen, noise, rebuild)
+    observer: Observer | None = chosen if isinstance(chosen, Adaptive) else None
+    if watch and observer is None:
+        observer = PROCESS.remember(("watch", _key(chosen)), lambda: NoiseMeter(every=1))
+    return Saving(chosen, min_nbytes=min_nbytes, context=context, warns=True, observer=observer)
+
+
+def _within_noise(policy: Policy, noise: float, rebuild: bool) -> NoiseBudget:
+    if not isinstance(policy, Lossy):
+        raise UnknownField(
+            "noise= goes with a codec, whose settings it chooses, as in "
+            "saving('dither', noise=0.1); exact actions add none"
+        )
+    codec = policy.codec
+    make = partial(NoiseBudget, codec, noise=noise, rebuild=rebuild)
+    return PROCESS.remember(("noise", codec, noise, rebuild), make)
+
+
+def _key(policy: Policy) -> Hashable:
+    """Policies of one setting are one; a function of the user's is itself."""
+    return policy if isinstance(policy, Hashable) else id(policy)
 
 
 def _check_min_nbytes(min_nbytes: int) -> None:
@@ -86,6 +123,9 @@ def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str
         return Lossy(codec(policy, **fields), rebuild)
     if policy == "lean":
         return _lean(rebuild, fields)
+    if policy == "actnn":
+        key = ("actnn", rebuild, *sorted(fields.items()))
+        return PROCESS.remember(key, lambda: _actnn(rebuild, fields))
     if fields:
         raise UnknownField(
             f"{', '.join(fields)}: fields go with a codec id, as in saving('dither', bits=2)"
@@ -104,14 +144,22 @@ def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str
 
 
 def _lean(rebuild: bool, fields: dict[str, Any]) -> Lean:
-    known = [field.name for field in dataclasses.fields(Lean) if field.name != "rebuild"]
-    for name in fields:
+    _check_fields("lean", fields, [f.name for f in dataclasses.fields(Lean) if f.name != "rebuild"])
+    return Lean(**fields, rebuild=rebuild)
+
+
+def _actnn(rebuild: bool, fields: dict[str, Any]) -> ActNN:
+    _check_fields("actnn", fields, ["bits", "group_size"])
+    return ActNN(**fields, rebuild=rebuild)
+
+
+def _check_fields(policy: str, given: Iterable[str], known: list[str]) -> None:
+    for name in given:
         if name not in known:
             raise UnknownField(
-                f"policy 'lean' has no field {name!r}; it has {', '.join(known)}."
+                f"policy '{policy}' has no field {name!r}; it has {', '.join(known)}."
                 f"{nearest(name, known)}"
             )
-    return Lean(**fields, rebuild=rebuild)
 
 
 def fit(

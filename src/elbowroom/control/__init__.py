@@ -1,3 +1,20 @@
-"""ADAPTATION: what changes settings while a training runs."""
+"""ADAPTATION: what changes settings while a training runs.
 
+    NoiseBudget   the fewest bytes whose added variance stays a share of the mini-batch's
+    ActNN         an average number of bits, spread by sensitivity (a baseline)
+    CometBounds   error bounds that follow the momentum of each layer's gradient
+    Guard         milder codes as soon as the training loss suffers, leaner ones while it does not
+    BatchAdvisor  how large a batch the saved memory would take: says so, and does nothing
+    Fitting       what `er.fit` runs
+
+The first four are policies for `er.saving` that watch their own codes (`adaptive.py`).
+"""
+
+from elbowroom.control.actnn import ActNN as ActNN
+from elbowroom.control.adaptive import Adaptive as Adaptive
+from elbowroom.control.batch import BatchAdvisor as BatchAdvisor
+from elbowroom.control.batch import BatchProposal as BatchProposal
+from elbowroom.control.bounds import CometBounds as CometBounds
+from elbowroom.control.budget import NoiseBudget as NoiseBudget
 from elbowroom.control.fitting import Fitting as Fitting
+from elbowroom.control.guard import Guard as Guard

@@ -22,7 +22,7 @@ from torch import Tensor
 from elbowroom.measure.probe import second_pass
 
 _ENTRIES = 512  # of each parameter, or all that it has
-_Key = tuple[int, int]  # id and size of a parameter
+_Key = tuple[int, int]  # which parameter of the step, and its size
 
 
 class GradientVariance:
@@ -37,16 +37,16 @@ class GradientVariance:
         self._before: list[dict[_Key, Tensor]] = []  # the last two steps of this run
         self._now: dict[_Key, Tensor] = {}
         self._places: dict[_Key, Tensor] = {}
-        self._hooks: dict[_Key, Any] = {}
+        self._hooks: dict[int, Any] = {}  # by id
         self.value = 0.0
         self.draws = 0
 
     def listen(self, weight: Tensor) -> None:
         """Read the gradient of this parameter in the backward to come."""
-        key = id(weight), weight.numel()
-        if key not in self._hooks:
+        if id(weight) not in self._hooks:
+            key = len(self._hooks), weight.numel()
             hook = weight.register_hook(self._reader(key))  # type: ignore[no-untyped-call]
-            self._hooks[key] = hook
+            self._hooks[id(weight)] = hook
 
     def _reader(self, key: _Key) -> Callable[[Tensor], None]:
         def read(grad: Tensor) -> None:
@@ -84,10 +84,11 @@ class GradientVariance:
         self.value += max(1 / self.draws, 1 - self._smoothing) * (variance - self.value)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "draws": self.draws}
+        return {"value": self.value, "draws": self.draws, "before": list(self._before)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value, self.draws = state["value"], state["draws"]
+        self._before = list(state["before"])
 
 
 def _sample(numel: int) -> Tensor:

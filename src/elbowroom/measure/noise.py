@@ -11,7 +11,11 @@ value reaches the CPU before the next step begins. Variances are sums over all e
 parameters' gradients.
 """
 
+import weakref
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from elbowroom.codecs import Codec
 from elbowroom.measure.gradient_variance import GradientVariance
@@ -53,6 +57,7 @@ class OpNoise:
     gain      variance for a unit of energy and of |dY|^2, as probes found it; 0 without probes
     variance  predicted at the last watched step; None: it cannot be yet
     checked   (predicted, measured) variance of the step that was probed last
+    weight    see `OpReading`
     """
 
     sources: dict[SiteName, float] = field(default_factory=dict)
@@ -60,6 +65,7 @@ class OpNoise:
     probes: int = 0
     variance: float | None = None
     checked: tuple[float | None, float] | None = None
+    weight: "weakref.ref[Tensor] | None" = None
 
     def learn_gain(self, gain: float) -> None:
         self.probes += 1
@@ -79,12 +85,14 @@ class OpReading:
     grad      |dY|^2
     closed    variance by the closed form, where there is one
     measured  variance by a probe, if there was one
+    weight    beside which the op is linear in what it reads, if it is
     """
 
     energies: dict[SiteName, float]
     grad: float
     closed: float | None
     measured: float | None
+    weight: "weakref.ref[Tensor] | None" = None
 
 
 class NoiseTable:
@@ -109,7 +117,7 @@ class NoiseTable:
             self._update(name, self.ops[name], reading)
 
     def _update(self, name: SiteName, op: OpNoise, reading: OpReading) -> None:
-        op.sources = reading.energies
+        op.sources, op.weight = reading.energies, reading.weight
         unit = sum(reading.energies.values()) * reading.grad
         predicted = reading.closed
         if predicted is None:
@@ -163,3 +171,17 @@ class NoiseTable:
         """Added over sampling: what `noise` bounds. None: not known yet."""
         added, sampling = self.added, self.sampling
         return None if added is None or not sampling else added / sampling
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned over many steps; what the last one showed is seen again soon."""
+        gains = [[*name, op.gain, op.probes] for name, op in self.ops.items() if op.probes]
+        return {"steps": self.steps, "gains": gains, "gradient": self.gradient.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave."""
+        self.steps, self.held = state["steps"], {}
+        self.ops = {
+            SiteName(module, op, nth): OpNoise(gain=gain, probes=probes)
+            for module, op, nth, gain, probes in state["gains"]
+        }
+        self.gradient.load_state_dict(state["gradient"])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import Codec
+from elbowroom.measure.error_report import ErrorReport
 from elbowroom.measure.noise import HeldNoise, NoiseTable, OpReading, Trial
 from elbowroom.measure.probe import Probe, arguments, can_probe, second_pass
 from elbowroom.measure.sensitivity import Form, form_of, is_weight
@@ -61,6 +62,26 @@ class NoiseMeter:
             self.table.gradient.end_step(last=not self._is_watched(self.step))
             self.table.take(*watch.deliver())
 
+    def error_report(self) -> ErrorReport:
+        """What the codes of the last step that was watched add, and what was known before."""
+        self.harvest()
+        return ErrorReport.of(self.table)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on watching as if nothing had happened."""
+        self.harvest()
+        return {
+            "step": self.step,
+            "probed": [[*name, count] for name, count in self.probed.items()],
+            "table": self.table.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where `state_dict` was taken."""
+        self._watch, self.step = None, state["step"]
+        self.probed = Counter({SiteName(m, op, nth): n for m, op, nth, n in state["probed"]})
+        self.table.load_state_dict(state["table"])
+
     def _is_watched(self, step: int) -> bool:
         return step < 2 * self.run or step % self.every < self.run
 
@@ -71,6 +92,7 @@ class _Op:
 
     name: SiteName
     form: Form | None
+    weight: Tensor | None = None
     energies: dict[SiteName, Tensor] = field(default_factory=dict)
     folded: Tensor | None = None
     grad: Tensor | None = None
@@ -90,7 +112,7 @@ class _Held:
     numel: int
     nbytes: int
     energy: Tensor
-    trials: tuple[Trial, ...]
+    trials: tuple[tuple[Codec, float, Tensor], ...]  # codec, bits, squared error an element
 
 
 class _Watch:
@@ -140,7 +162,7 @@ class _Watch:
 
     def ended(self, call: Call, out: Any) -> None:
         """The op has its node in the graph now."""
-        for arg in (*call.args, *call.kwargs.values()):
+        for arg in call_values(call):
             if is_weight(arg) and id(arg) not in self._weights:
                 self._weights[id(arg)] = arg
                 self._meter.table.gradient.listen(arg)
@@ -166,7 +188,9 @@ class _Watch:
             count = self._calls[use.module, call.name]
             self._calls[use.module, call.name] += 1
             name = SiteName(use.module, call.name, count)
-            op = self._ops[name] = _Op(name, form_of(call))
+            form = form_of(call)
+            weight = None if form is None else next(filter(is_weight, call_values(call)))
+            op = self._ops[name] = _Op(name, form, weight)
             self._current = call, op
         return self._current[1]
 
@@ -187,7 +211,7 @@ class _Watch:
         due = not known or probed[op.name] <= min(known.values())
         return self._probes_left > 0 and due and can_probe(call)
 
-    def _try(self, whole: Tensor, site: Site) -> tuple[Trial, ...]:
+    def _try(self, whole: Tensor, site: Site) -> tuple[tuple[Codec, float, Tensor], ...]:
         if self._meter.rungs is None:
             return ()
         each = max(whole.numel() // max(len(whole), 1), 1)
@@ -195,8 +219,8 @@ class _Watch:
         trials = []
         for codec in self._meter.rungs(site):
             encoded = codec.encode(sample, 0, site.facts)
-            error = float(energy(encoded.decode().sub_(sample))) / sample.numel()
-            trials.append(Trial(codec, 8 * encoded.nbytes / sample.numel(), error))
+            error = energy(encoded.decode().sub_(sample)) / sample.numel()
+            trials.append((codec, 8 * encoded.nbytes / sample.numel(), error))
         return tuple(trials)
 
     # backward
@@ -218,25 +242,31 @@ class _Watch:
     def deliver(self) -> tuple[dict[SiteName, HeldNoise], dict[SiteName, OpReading]]:
         """All readings as numbers, in one transfer a device."""
         read = [op for op in self._ops.values() if op.energies and op.grad is not None]
-        scalars: list[Tensor] = [held.energy for held in self._held.values()]
+        scalars: list[Tensor] = []
+        for h in self._held.values():
+            scalars += [h.energy, *(error for *_, error in h.trials)]
         for op in read:
-            scalars += [
-                *op.energies.values(),
-                *_there(op.grad, op.closed, op.measured),
-            ]
+            scalars += [*op.energies.values(), *_there(op.grad, op.closed, op.measured)]
         values = iter(torch.stack([s.double().cpu() for s in scalars]).tolist() if scalars else ())
-        held = {
-            name: HeldNoise(h.site, h.codec, h.numel, h.nbytes, next(values), h.trials)
-            for name, h in self._held.items()
-        }
+        held = {}
+        for name, h in self._held.items():
+            size = next(values)
+            trials = tuple(Trial(codec, bits, next(values)) for codec, bits, _ in h.trials)
+            held[name] = HeldNoise(h.site, h.codec, h.numel, h.nbytes, size, trials)
         readings = {}
         for op in read:
             energies = {source: next(values) for source in op.energies}
             grad = next(values)
             closed = None if op.closed is None else next(values)
             measured = None if op.measured is None else next(values)
-            readings[op.name] = OpReading(energies, grad, closed, measured)
+            weight = None if op.weight is None else weakref.ref(op.weight)
+            readings[op.name] = OpReading(energies, grad, closed, measured, weight)
         return held, readings
+
+
+def call_values(call: Call) -> tuple[Any, ...]:
+    """All arguments of a call."""
+    return (*call.args, *call.kwargs.values())
 
 
 def energy(x: Tensor) -> Tensor:

@@ -6,10 +6,12 @@ and a run with the same base seed draws the same noise.
 """
 
 import threading
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
 
 import torch
 
+T = TypeVar("T")
 _MASK = (1 << 64) - 1
 SiteKey = tuple[str, str, tuple[int, ...], torch.dtype]
 
@@ -26,6 +28,7 @@ class Context:
         self.step = 0
         self.learns = learns
         self._kept: set[SiteKey] = set()
+        self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
     def next_seed(self) -> int:
@@ -45,6 +48,13 @@ class Context:
 
     def keeps(self, key: SiteKey) -> bool:
         return key in self._kept
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gave when it was first asked for under this key."""
+        with self._lock:
+            if key not in self._remembered:
+                self._remembered[key] = make()
+            return cast(T, self._remembered[key])
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on with the same noise."""

@@ -157,6 +157,18 @@ class Saving:
                 seed, known = self.context.next_seed(), slot.statistics
                 slot.hold(perform(action, base, Need.LOSSY, None, seed, statistics=known))
 
+    def error_report(self) -> Any:
+        """What the lossy codes add to the gradient's variance, predicted beside measured.
+
+        Call it after backward. Raises PlanError where nobody watches.
+        """
+        if self.observer is None:
+            raise PlanError(
+                "this context does not watch what its codes do; open it with "
+                "er.saving(..., watch=True), or with noise=0.1"
+            )
+        return self.observer.error_report()
+
     def drop_everything(self) -> None:
         """Let go of all that was decided on. The graph is useless then; only the count goes on."""
         for slot in self._identity.slots():

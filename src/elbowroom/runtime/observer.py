@@ -49,3 +49,7 @@ class Observer(Protocol):
     def begin(self) -> Watch | None:
         """A forward begins. None: nobody watches it."""
         ...
+
+    def error_report(self) -> object:
+        """What was found so far; str() of it is a table."""
+        ...

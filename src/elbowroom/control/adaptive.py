@@ -1,0 +1,110 @@
+"""Settings that move with the training: a policy that looks at what its own codes do.
+
+Each lossy tensor has a rung of its own on the ladder of one codec (`plan/rungs.py`). The policy is
+its own observer: a meter watches a few steps, and after each of them `_move` may choose other
+rungs. What it chooses follows from what it measured, and its noise from seeds: a run can be
+repeated, and `state_dict` goes into a checkpoint.
+
+    with er.saving(control) as saved:
+        loss = loss_fn(model(x), y)
+    loss.backward()
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from elbowroom.codecs import Codec
+from elbowroom.errors import PlanError
+from elbowroom.measure.error_report import ErrorReport
+from elbowroom.measure.noise import HeldNoise, NoiseTable
+from elbowroom.measure.watching import NoiseMeter
+from elbowroom.plan import Action, Lossy, Site, SiteName
+from elbowroom.plan.allocation import Option
+from elbowroom.plan.rungs import rungs_of
+from elbowroom.runtime.observer import Watch
+
+
+class Adaptive(ABC):
+    """Base of all controllers.
+
+    codec    whose ladder is used; where it stands is where every tensor starts
+    rebuild  see `er.saving`
+    every    steps between two looks
+    """
+
+    def __init__(self, codec: Codec, *, rebuild: bool = True, every: int = 50) -> None:
+        ladder = rungs_of(codec)
+        self.ladder = ladder if codec in ladder else (codec, *ladder)
+        self.start = self.ladder.index(codec)
+        self.rebuild = rebuild
+        self.rungs: dict[SiteName, int] = {}
+        self.meter = NoiseMeter(every, rungs=self._tried)
+        self._seen = 0
+
+    @property
+    def table(self) -> NoiseTable:
+        """What is known of the noise."""
+        return self.meter.table
+
+    def __call__(self, site: Site) -> Action:
+        """The policy: `Lossy` with this tensor's own codec."""
+        return Lossy(self.codec_of(site.name), self.rebuild)(site)
+
+    def codec_of(self, name: SiteName) -> Codec:
+        """What this tensor is held with now."""
+        return self.ladder[self.rungs.get(name, self.start)]
+
+    def begin(self) -> Watch | None:
+        """The observer: a forward begins."""
+        self._look()
+        return self.meter.begin()
+
+    def error_report(self) -> ErrorReport:
+        """What the codes add, predicted and measured, as far as it is known now."""
+        self._look()
+        return self.meter.error_report()
+
+    def _look(self) -> None:
+        self.meter.harvest()
+        if self.table.steps > self._seen:
+            self._seen = self.table.steps
+            self._move()
+
+    @abstractmethod
+    def _move(self) -> None:
+        """A step was watched: choose rungs."""
+
+    def _tried(self, site: Site) -> tuple[Codec, ...]:
+        return tuple(codec for codec in self.ladder if site.dtype in codec.dtypes)
+
+    def _movable(self) -> list[HeldNoise]:
+        """The tensors whose noise is known, and which the ladder was tried on."""
+        held = self.table.held.values()
+        return [h for h in held if h.trials and self.table.variance_of(h.site.name) is not None]
+
+    def _options(self, held: HeldNoise) -> list[Option]:
+        """What each rung would hold and add: the measured variance, in the ratio of the trials."""
+        variance = self.table.variance_of(held.site.name) or 0.0
+        now = next((t.error for t in held.trials if t.codec == held.codec), 0.0)
+        unit = variance / now if now > 0 else 0.0
+        return [Option(t.bits * held.numel / 8, unit * t.error) for t in held.trials]
+
+    def _take(self, held: HeldNoise, option: int) -> None:
+        self.rungs[held.site.name] = self.ladder.index(held.trials[option].codec)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a checkpoint needs to go on with the same choices."""
+        self._look()
+        rungs = [[*name, rung] for name, rung in self.rungs.items()]
+        return {"rungs": rungs, "seen": self._seen, "meter": self.meter.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises PlanError for a state of another ladder."""
+        rungs = {SiteName(module, op, nth): rung for module, op, nth, rung in state["rungs"]}
+        if any(not 0 <= rung < len(self.ladder) for rung in rungs.values()):
+            raise PlanError(
+                f"this state has rungs that the ladder of {len(self.ladder)} settings lacks; "
+                "load it into a controller of the same codec"
+            )
+        self.rungs, self._seen = rungs, state["seen"]
+        self.meter.load_state_dict(state["meter"])

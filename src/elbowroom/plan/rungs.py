@@ -1,0 +1,36 @@
+"""The settings that one codec can take at a tensor, from the mildest to the smallest."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from elbowroom.codecs import Codec, Comet, Dither, Division, Fdsr, Group
+from elbowroom.codecs.fdsr import RUNGS
+from elbowroom.errors import PlanError
+
+_LEVELS = (256, 64, 32, 16, 12, 8, 6, 4, 3, 2)
+_OF: dict[type[Codec], Callable[[Any], tuple[Codec, ...]]] = {
+    Dither: lambda c: tuple(replace(c, levels=levels) for levels in _LEVELS),
+    Group: lambda c: tuple(replace(c, bits=bits) for bits in (8, 6, 5, 4, 3, 2, 1)),
+    Division: lambda c: tuple(replace(c, bits=bits) for bits in (8, 6, 4, 3, 2, 1)),
+    Comet: lambda c: tuple(replace(c, bound=c.bound * 2.0**k) for k in range(-6, 5)),
+    Fdsr: lambda c: tuple(rung for rung in reversed(RUNGS) if _alike(rung, c)),
+}
+
+
+def rungs_of(codec: Codec) -> tuple[Codec, ...]:
+    """The settings of this codec, with its other fields as they are.
+
+    Raises PlanError for a codec that has only one.
+    """
+    settings = _OF.get(type(codec))
+    if settings is None:
+        known = ", ".join(kind.id for kind in _OF)
+        raise PlanError(
+            f"codec '{codec.id}' has no ladder of settings to move along; these have: {known}"
+        )
+    return settings(codec)
+
+
+def _alike(rung: Fdsr, codec: Fdsr) -> bool:
+    return (rung.rounding, rung.reuse) == (codec.rounding, codec.reuse)

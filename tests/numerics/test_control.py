@@ -1,0 +1,205 @@
+"""Controllers on a small training: they reach what they promise, and a checkpoint goes on alike."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom as er
+from elbowroom.control import ActNN, BatchAdvisor, CometBounds, Guard, NoiseBudget
+from elbowroom.errors import PlanError, UnknownField
+
+
+class Training:
+    """A convolutional net on drawn images, always the same."""
+
+    def __init__(self, momentum=0.9):
+        torch.manual_seed(0)
+        layers = []
+        for inputs, outputs in ((3, 16), (16, 16), (16, 16)):
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
+        self.model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 64, 10))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=momentum)
+        self.images = torch.randn(512, 3, 8, 8)
+        self.labels = (self.images.mean((1, 2, 3)) * 40).long().clamp(-4, 4) + 4
+
+    def step(self, control, nth):
+        at = torch.arange(32 * nth, 32 * nth + 32) % 512
+        self.optimizer.zero_grad()
+        with er.saving(control, min_nbytes=0, seed=nth) as saved:
+            out = self.model(self.images[at])
+            loss = nn.functional.cross_entropy(out, self.labels[at])
+        loss.backward()
+        self.optimizer.step()
+        if isinstance(control, Guard):
+            control.loss(loss)
+        return saved
+
+    def run(self, control, steps, first=0):
+        for nth in range(first, first + steps):
+            saved = self.step(control, nth)
+        return saved
+
+
+def test_a_noise_budget_is_used_and_kept():
+    training = Training()
+    control = NoiseBudget(er.codec("dither", levels=16), noise=0.05, every=5)
+    before = training.step(control, 0).ledger.after_nbytes
+    saved = training.run(control, 24, 1)
+    report = saved.error_report()
+    assert 0.01 < report.ratio < 0.05 * 1.25  # chosen a step ago, from an average
+    assert saved.ledger.after_nbytes < before
+    assert len(set(control.rungs.values())) > 1
+    assert "of what mini-batches vary by (predicted)" in str(report)
+
+
+def test_a_tenth_of_the_noise_takes_more_bytes():
+    sizes = []
+    for noise in (0.5, 0.005):
+        control = NoiseBudget(er.codec("dither", levels=16), noise=noise, every=5)
+        sizes.append(Training().run(control, 12).ledger.after_nbytes)
+    assert sizes[0] < sizes[1]
+
+
+def test_actnn_spreads_its_average():
+    control = ActNN(bits=2.5)
+    training = Training()
+    training.run(control, 10)
+    held = control.table.held
+    bits = sum(control.codec_of(name).bits * h.numel for name, h in held.items())
+    assert 1.5 < bits / sum(h.numel for h in held.values()) <= 2.5
+    assert len(set(control.rungs.values())) > 1
+
+
+@pytest.mark.parametrize("momentum", [0.9, "adam"])
+def test_comet_holds_each_layers_noise_at_a_fraction_of_its_momentum(momentum):
+    training = Training(0.9)
+    if momentum == "adam":
+        training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3)
+    control = CometBounds(training.optimizer, fraction=0.02, every=2)
+    training.run(control, 40)
+    shares = []
+    for op in control.table.ops.values():
+        weight = None if op.weight is None else op.weight()
+        if weight is not None and op.variance:
+            sigma = (op.variance / weight.numel()) ** 0.5
+            shares.append(sigma / control._momentum(weight))
+    assert len(shares) == 3  # the first convolution's input is the user's
+    assert all(0.005 < share < 0.06 for share in shares)
+
+
+def test_the_guard_goes_up_when_the_loss_rises_and_down_when_it_does_not():
+    control = Guard(er.codec("group", bits=3), patience=10, every=100, noise=1e9)
+    training = Training()
+    training.run(control, 12)
+    calm = dict(control.rungs)
+    assert calm
+    assert all(rung > control.start for rung in calm.values())
+    for _ in range(30):
+        control.loss(5.0)
+        control.loss(50.0)
+    assert control.alarms > 0
+    assert min(control.rungs.values()) < control.start
+    control.loss(float("nan"))
+    assert control.alarms > 1
+
+
+@pytest.mark.parametrize("kind", ["noise", "actnn", "comet", "guard"])
+@pytest.mark.parametrize("first", [5, 9])
+def test_a_checkpoint_goes_on_with_the_same_choices(kind, first):
+    def control(training):
+        codec = er.codec("dither", levels=8)
+        made = {
+            "noise": lambda: NoiseBudget(codec, every=7),
+            "actnn": lambda: ActNN(bits=3, every=7),
+            "comet": lambda: CometBounds(training.optimizer, every=7),
+            "guard": lambda: Guard(codec, every=7, patience=4),
+        }
+        return made[kind]()
+
+    whole = Training()
+    through = control(whole)
+    whole.run(through, first)
+    weights = {k: v.clone() for k, v in whole.model.state_dict().items()}
+    moments = pickle.loads(pickle.dumps(whole.optimizer.state_dict()))
+    state = pickle.loads(pickle.dumps(through.state_dict()))
+    whole.run(through, 8, first)
+
+    again = Training()
+    again.model.load_state_dict(weights)
+    again.optimizer.load_state_dict(moments)
+    resumed = control(again)
+    resumed.load_state_dict(state)
+    again.run(resumed, 8, first)
+    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert resumed.rungs == through.rungs
+
+
+def test_a_state_of_another_ladder_is_refused():
+    state = NoiseBudget(er.codec("dither")).state_dict() | {"rungs": [["a", "conv2d", 0, 9]]}
+    with pytest.raises(PlanError, match="same codec"):
+        ActNN().load_state_dict(state)
+
+
+def test_strings_remember_by_their_settings():
+    one, other = er.saving("dither", noise=0.1), er.saving("dither", noise=0.1)
+    assert one.observer is other.observer
+    assert er.saving("dither", noise=0.2).observer is not one.observer
+    assert er.saving("actnn", bits=3).policy is er.saving("actnn", bits=3).policy
+
+
+def test_watching_a_fixed_codec_reports_on_it():
+    training = Training()
+    for nth in range(4):
+        training.optimizer.zero_grad()
+        with er.saving("dither", levels=4, min_nbytes=0, watch=True) as saved:
+            loss = training.model(training.images[32 * nth : 32 * nth + 32]).square().mean()
+        loss.backward()
+    report = saved.error_report()
+    assert {row.op for row in report.rows} == {"conv2d", "batch_norm", "linear"}
+    assert all(row.codecs for row in report.rows)
+    assert any(row.agreement and 0.5 < row.agreement < 2 for row in report.rows)
+    assert "module" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: er.saving("dither", noise=0), "positive number"),
+        (lambda: er.saving("dither", noise=True), "positive number"),
+        (lambda: er.saving("exact", noise=0.1), "goes with a codec"),
+        (lambda: er.saving("cast", noise=0.1), "no ladder"),
+        (lambda: er.saving("dither", watch=1), "True or False"),
+        (lambda: er.saving("actnn", bits=9), "from 1 to 8"),
+        (lambda: er.saving("actnn", bit=2), "has no field 'bit'"),
+        (lambda: CometBounds(3), "takes the torch.optim.Optimizer"),
+        (lambda: Guard(er.codec("dither"), patience=0), "positive number"),
+        (lambda: er.saving("dither").error_report(), "watch=True"),
+        (lambda: BatchAdvisor("1 GiB").propose(), "no batch was noted"),
+        (lambda: BatchAdvisor("1 GiB", multiple=0), "1 or more"),
+        (lambda: BatchAdvisor("1 GiB").note(0, 1), "cannot be"),
+    ],
+)
+def test_wrong_arguments_say_what_is_possible(make, match):
+    with pytest.raises((UnknownField, PlanError), match=match):
+        make()
+
+
+def test_a_batch_is_proposed_and_nothing_is_changed():
+    advisor = BatchAdvisor(1000, multiple=4)
+    advisor.note(8, 300)
+    assert advisor.propose().batch == 16  # at most twice
+    advisor.note(16, 500)  # 100 at no batch at all, 25 for each
+    assert (advisor.propose().batch, advisor.propose().peak_nbytes) == (32, 900)
+    advisor.note(32, 990)
+    assert advisor.propose().batch == 32
+    assert "stays" in str(advisor.propose())
+    assert "learning rate" in str(BatchProposal_of(16))
+
+
+def BatchProposal_of(batch):
+    advisor = BatchAdvisor(1000)
+    advisor.note(batch, 200)
+    return advisor.propose()
