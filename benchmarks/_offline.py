@@ -21,7 +21,7 @@ from _ways import Way
 from torch import Tensor
 
 import elbowroom as er
-from elbowroom.codecs import Codec, Encoded, Facts
+from elbowroom.codecs import Affine, Codec, Encoded, Facts
 from elbowroom.codecs.base import FLOATS, Buffers, Expected, Layout, memory_order
 from elbowroom.measure import paired
 from elbowroom.plan import Action, Encode, Lossy, Site
@@ -49,9 +49,16 @@ class _Recorder(Codec):
     consumer: str = ""
     into: list[Captured] = field(default_factory=list)
 
-    def encode(self, x: Tensor, seed: int = 0, facts: Facts | None = None) -> Encoded:
-        self.into.append(Captured(x.detach().clone(), facts or Facts(), self.consumer))
-        return super().encode(x, seed, facts)
+    def encode(
+        self,
+        x: Tensor,
+        seed: int = 0,
+        facts: Facts | None = None,
+        affine: Affine | None = None,
+    ) -> Encoded:
+        encoded = super().encode(x, seed, facts, affine)
+        self.into.append(Captured(encoded.decode(), facts or Facts(), self.consumer))
+        return encoded
 
     def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
         return (Expected(dtype, (n,)),)

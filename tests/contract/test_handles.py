@@ -40,7 +40,7 @@ def rebuilt(source: Callable[[Tensor], Handle]) -> Callable[[Tensor], Handle]:
     def make(x: Tensor) -> Handle:
         below = x - 1
         slot = slot_of(below, source(below))
-        op = Op(lambda y, private: y.add_(1) if private else y + 1, lambda y, _: y.add_(1))
+        op = Op(lambda y, private: y.add_(1) if private else y + 1, lambda y: y.add_(1))
         recipe = Recipe.of(op, slot, Geometry.of(below), x, None)
         assert recipe is not None
         ready = recipe.ready()
@@ -266,7 +266,7 @@ def test_a_chain_is_not_longer_than_it_pays():
     slot = slot_of(x, KeepHandle(x, ""))
     link, length = slot, 0
     while link is not None:
-        link = Recipe.of(Op(lambda y, _: y + 1, lambda y, _: y + 1), link, slot.base, x, None)
+        link = Recipe.of(Op(lambda y, _: y + 1, lambda y: y + 1), link, slot.base, x, None)
         length += link is not None
     assert length == 4
 
@@ -289,7 +289,7 @@ def test_a_recipe_without_a_lossy_form_needs_an_exact_source():
 def test_pinning_reaches_the_first_source():
     x = torch.ones(8)
     first = slot_of(x, KeepHandle(x, ""))
-    op = Op(lambda y, _: y + 1, lambda y, _: y + 1)
+    op = Op(lambda y, _: y + 1, lambda y: y + 1)
     below = Recipe.of(op, first, first.base, x, None)
     middle = slot_of(x, RebuildHandle(below.ready(), x))
     top = slot_of(x, RebuildHandle(Recipe.of(op, middle, middle.base, x, None).ready(), x))

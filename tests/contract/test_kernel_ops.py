@@ -66,7 +66,13 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
 @pytest.mark.parametrize("op", ops.NAMES)
 def test_schema_and_fake(op, device):
     overload = getattr(torch.ops.elbowroom, op).default
-    torch.library.opcheck(overload, arguments(op, device))
+    args = arguments(op, device)
+    torch.library.opcheck(overload, args)
+    schema = str(overload._schema)
+    if "scale=None" in schema:
+        by = (*torch.ones(2, 3, device=device), 5)
+        mask = [reference.pack_bits(args[-1].relu())] if "mask=None" in schema else []
+        torch.library.opcheck(overload, (*args, *by, *mask))
 
 
 # --- the choice of a backend ---

@@ -520,6 +520,86 @@ def test_affine_equals_the_reference(backend, dtype, masked, inner):
         assert_equal(backend, "affine", x, scale, shift, inner, bits, torch.empty_like(x))
 
 
+# --- an affine in the same pass ---
+
+MAPPED = (*QUANTIZERS, "sided")
+CHANNELS = ((5, 1), (1, 1), (3, 7), (2, 2048), (3, 4096), (700, 1))  # how many, inner
+
+
+def by_channel(count: int) -> tuple[Tensor, Tensor]:
+    """scale, shift [count], of both signs."""
+    return normal(count, torch.float32) * 3, normal(count + 1, torch.float32)[:count].clone()
+
+
+def mapped_round_trip(
+    backend: Backend, kind: str, x: Tensor, by: tuple[Any, ...], back: tuple[Any, ...]
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Quantize x mapped `by` scale, shift, inner; dequantize `back` by those and a mask."""
+    bits = (chosen_bits(x.numel(), 0.6),) if kind == "sided" else ()
+    levels = (4, 3, 64) if kind == "sided" else (4, 64)
+    stored = assert_equal(backend, f"{kind}_quantize", x, *bits, SEED, *levels, *by)
+    seed = () if kind == "group" else (SEED,)
+    args = (*bits, *stored, *seed, *levels, torch.empty_like(x), *back)
+    return stored, assert_equal(backend, f"{kind}_dequantize", *args)[0]
+
+
+@pytest.mark.parametrize(("count", "inner"), CHANNELS)
+@pytest.mark.parametrize("kind", MAPPED)
+def test_mapped_equals_the_reference(backend, kind, count, inner):
+    scale, shift = by_channel(count)
+    for i, n in enumerate(backend.sizes):
+        dtype = DTYPES[(i + count) % 3]
+        x = normal(n, dtype)
+        mask = chosen_bits(n, 0.5)
+        if kind == "nonzero":
+            x, shift = thinned(x, 0.4), shift * 0
+        by = scale, shift, inner
+        _, restored = mapped_round_trip(backend, kind, x, by, (*by, mask))
+        assert not restored[~flags(mask, n)].any()
+        mapped_round_trip(backend, kind, x, by, (*by, None))
+        mapped_round_trip(backend, kind, x, (None, None, 1), (None, None, 1, mask))
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+@pytest.mark.parametrize("kind", MAPPED)
+def test_mapped_awkward_values(backend, kind, name):
+    """Among them those whose image overflows, and those that the way back makes 0."""
+    scale, shift = torch.tensor([2.0, -1e-4, 3e38]), torch.tensor([0.0, 0.5, 0.0])
+    for k, dtype in enumerate(DTYPES):
+        if backend.sizes[1] == 1 or (AWKWARD.index(name) + k) % 3 == 0:
+            mapped_round_trip(
+                backend, kind, awkward(name, dtype), (scale, shift, 9), (1 / scale, shift, 9, None)
+            )
+
+
+@pytest.mark.parametrize("kind", MAPPED)
+def test_one_pass_gives_the_bits_of_two(kind):
+    """In float32; a float16 or bfloat16 tensor is rounded once less."""
+    x, bits, inner = normal(5000, torch.float32), chosen_bits(5000, 0.5), 7
+    scale, shift = by_channel(3)
+    sides, levels = ((bits,), (4, 3, 64)) if kind == "sided" else ((), (4, 64))
+    quantize, dequantize = (getattr(numba, f"{kind}_{verb}") for verb in ("quantize", "dequantize"))
+    y, one, two = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
+    numba.affine(x, scale, shift, inner, None, y)
+    apart = quantize(y, *sides, SEED, *levels)
+    stored = quantize(x, *sides, SEED, *levels, scale, shift, inner)
+    assert all(same_bits(a, b) for a, b in zip(stored, apart, strict=True))
+    seed = () if kind == "group" else (SEED,)
+    dequantize(*sides, *stored, *seed, *levels, one, scale, shift, inner, bits)
+    dequantize(*sides, *stored, *seed, *levels, two)
+    numba.affine(two, scale, shift, inner, bits, two)
+    assert torch.equal(one, two)
+
+
+def test_nonzero_restores_no_zero_however_small_the_scale(backend):
+    x = thinned(normal(3000, torch.float32), 0.5)
+    for dtype, scale in ((torch.float32, 1e-38), (torch.float16, 1e-7)):
+        back = torch.tensor([scale]), torch.zeros(1), 1, None
+        by = torch.tensor([1.0]), torch.zeros(1), 1
+        _, restored = mapped_round_trip(backend, "nonzero", x.to(dtype), by, back)
+        assert torch.equal(restored != 0, x.to(dtype) != 0)
+
+
 def bounded(bound: float, rounding: str = "dither") -> Tensor:
     """A grid of `comet`: bound, step, 1 / step."""
     step = bound * (1 if rounding == "stochastic" else 2) * 0.999

@@ -2,9 +2,10 @@
 
 One codec a file, registered here by one visible line each; `base.py` holds what all share,
 `registry.py` finds them by id, `facts.py` is what a caller may tell a codec so that no value needs
-to be scanned.
+to be scanned, `affine.py` what a codec may do to a tensor in the same pass.
 """
 
+from elbowroom.codecs.affine import Affine as Affine
 from elbowroom.codecs.base import Codec as Codec
 from elbowroom.codecs.base import Encoded as Encoded
 from elbowroom.codecs.bitmask import BitMask as BitMask

@@ -9,7 +9,8 @@ has gaps or overlaps in memory is made contiguous first, and comes back contiguo
 
 A new codec is one file: a frozen dataclass with `id`, `lossless`, `dtypes`, its fields, `_layout`,
 `_encode` and `_decode_into`; one line in `codecs/__init__.py`; golden bytes; one card in
-`docs/codecs/`.
+`docs/codecs/`. If its kernels can do an affine in the same pass, `_encode_mapped` and
+`_decode_mapped` too.
 
 `_layout` says the dtype and size of every buffer once: `encoded_nbytes` adds it up, and `decode`
 holds the buffers against it (3 to 7 us, no value is read), so that no kernel reads or writes
@@ -24,6 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from elbowroom.codecs.affine import Affine
 from elbowroom.codecs.facts import NOTHING, Facts
 from elbowroom.errors import CodecError, UnsupportedTensor
 
@@ -85,12 +87,21 @@ class Encoded:
         """The bits of what is not zero [ceil(N / 8)] if the code holds them exactly, else None."""
         return None if self.raw else self.codec._bitmap(self)
 
-    def decode(self, out: Tensor | None = None) -> Tensor:
+    def decode(
+        self,
+        out: Tensor | None = None,
+        affine: Affine | None = None,
+        bits: Tensor | None = None,
+    ) -> Tensor:
         """The tensor again: same shape, dtype, device and strides.
 
-        out: a flat contiguous tensor [numel] of this dtype whose memory the result takes (it is
-        overwritten). Raises CodecError if the buffers do not belong to this codec, shape and dtype,
-        or `out` does not.
+        out     a flat contiguous tensor [numel] of this dtype whose memory the result takes (it is
+                overwritten)
+        affine  what to make of the tensor in the same pass
+        bits    [ceil(N / 8)], with an affine: 0 where one is not set
+
+        Raises CodecError if the buffers do not belong to this codec, shape and dtype, or `out` does
+        not.
         """
         self._check_buffers()
         if out is None:
@@ -99,8 +110,12 @@ class Encoded:
             self._check_out(out)
         if self.raw:
             out.copy_(self.buffers[0])
-        else:
+            if affine is not None:
+                affine.in_place(out, bits)
+        elif affine is None:
             self.codec._decode_into(self, out)
+        else:
+            self.codec._decode_mapped(self, out, affine, bits)
         return out.as_strided(self.shape, self.stride)
 
     def _check_buffers(self) -> None:
@@ -152,12 +167,21 @@ class Codec(ABC):
     lossless: ClassVar[bool]
     dtypes: ClassVar[tuple[torch.dtype, ...]]
 
-    def encode(self, x: Tensor, seed: int = 0, facts: Facts | None = None) -> Encoded:
+    def encode(
+        self,
+        x: Tensor,
+        seed: int = 0,
+        facts: Facts | None = None,
+        affine: Affine | None = None,
+    ) -> Encoded:
         """x of any shape -> `Encoded`. x is neither changed nor aliased.
 
-        seed: 64 bits; same seed, same bits. facts: what is known of x (see `Facts`), so that no
-        value is scanned. Raises UnsupportedTensor for a dtype, layout or content that this codec
-        does not take.
+        seed    64 bits; same seed, same bits
+        facts   what is known of x (see `Facts`), so that no value is scanned
+        affine  what is encoded is affine(x), so that is what `decode` gives; but where the result
+                is raw, it is x itself. With facts.has_zeros, it must keep zeros, and make no others
+
+        Raises UnsupportedTensor for a dtype, layout or content that this codec does not take.
         """
         self.check(x)
         x = x.detach().resolve_neg()
@@ -167,7 +191,11 @@ class Codec(ABC):
         buffers = None
         if flat.numel():
             facts = self._complete(flat, facts)
-            buffers = self._encode(flat, seed, facts)
+            buffers = (
+                self._encode(flat, seed, facts)
+                if affine is None
+                else self._encode_mapped(flat, seed, facts, affine)
+            )
         raw = buffers is None
         return Encoded(
             self, buffers or (flat.clone(),), tuple(x.shape), stride, x.dtype, seed, facts, raw
@@ -217,6 +245,19 @@ class Codec(ABC):
     @abstractmethod
     def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
         """Write out [N]."""
+
+    def _encode_mapped(
+        self, flat: Tensor, seed: int, facts: Facts, affine: Affine
+    ) -> Buffers | None:
+        """`_encode` of affine(flat)."""
+        return self._encode(affine.of(flat), seed, facts)
+
+    def _decode_mapped(
+        self, encoded: Encoded, out: Tensor, affine: Affine, bits: Tensor | None
+    ) -> None:
+        """`_decode_into`, then affine, and 0 where a bit is not set."""
+        self._decode_into(encoded, out)
+        affine.in_place(out, bits)
 
     def _bitmap(self, encoded: Encoded) -> Tensor | None:
         """See `Encoded.bitmap`."""

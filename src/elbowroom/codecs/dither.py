@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs._checks import finite, one_of, within
+from elbowroom.codecs.affine import ABSENT, Affine
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
 from elbowroom.codecs.facts import Facts
 from elbowroom.errors import UnknownField
@@ -70,18 +71,31 @@ class Dither(Codec):
             return Expected(torch.uint8, bits), Expected(torch.uint8, payload, at_most=True), bounds
         return Expected(torch.uint8, (codes,)), Expected(torch.uint8, (each, 2)), bounds
 
-    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+    def _encode(
+        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None = None
+    ) -> Buffers | None:
         quantize = ops.nonzero_quantize if facts.has_zeros else ops.dither_quantize
-        buffers = quantize(flat, seed, self.levels, self.group_size)
+        buffers = quantize(flat, seed, self.levels, self.group_size, *(affine or ()))
         bounds = buffers[2]
         return None if flat.device.type == "cpu" and not finite(bounds) else buffers
 
-    def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
+    def _decode_into(
+        self,
+        encoded: Encoded,
+        out: Tensor,
+        affine: Affine | None = None,
+        bits: Tensor | None = None,
+    ) -> None:
         dequantize = ops.nonzero_dequantize if encoded.facts.has_zeros else ops.dither_dequantize
+        settings = encoded.seed, self.levels, self.group_size
         try:
-            dequantize(*encoded.buffers, encoded.seed, self.levels, self.group_size, out)
+            dequantize(*encoded.buffers, *settings, out, *(affine or ABSENT), bits)
         except ValueError as error:
             raise encoded.damaged(*str(error).removeprefix("expected ").split("; got ")) from None
+
+    # Its kernels do an affine in the same pass.
+    _encode_mapped = _encode
+    _decode_mapped = _decode_into
 
     def _bitmap(self, encoded: Encoded) -> Tensor | None:
         return encoded.buffers[0] if encoded.facts.has_zeros else None

@@ -1,12 +1,12 @@
 """Group quantization with stochastic rounding, our baseline.
 
 It is what ActNN (arXiv 2104.14129) and GACT (arXiv 2206.11357) do. Per group of `group_size`, with
-low and scale in bf16:
+low and step in bf16:
 
-    code = floor((x - low) / scale + u)
-    x~   = low + scale * code
+    code = floor((x - low) / step + u)
+    x~   = low + step * code
 
-Unbiased; variance scale^2 f (1 - f) at remainder f, scale^2 / 6 on average. Exact zeros become
+Unbiased; variance step^2 f (1 - f) at remainder f, step^2 / 6 on average. Exact zeros become
 noisy zeros: a tensor that also serves ReLU's backward needs a bitmap beside it. It takes
 bits + 32 / group_size bits an element.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs._checks import finite, one_of, within
+from elbowroom.codecs.affine import ABSENT, Affine
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
 from elbowroom.codecs.facts import Facts
 from elbowroom.kernels import ops
@@ -48,12 +49,25 @@ class Group(Codec):
         each = Expected(torch.bfloat16, (groups(n, self.group_size),))
         return codes, each, each
 
-    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+    def _encode(
+        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None = None
+    ) -> Buffers | None:
         levels = 1 << self.bits
-        codes, scale, low = ops.group_quantize(flat, seed, levels, self.group_size)
-        if flat.device.type == "cpu" and not finite(scale):
+        codes, step, low = ops.group_quantize(flat, seed, levels, self.group_size, *(affine or ()))
+        if flat.device.type == "cpu" and not finite(step):
             return None
-        return codes, scale, low
+        return codes, step, low
 
-    def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
-        ops.group_dequantize(*encoded.buffers, 1 << self.bits, self.group_size, out)
+    def _decode_into(
+        self,
+        encoded: Encoded,
+        out: Tensor,
+        affine: Affine | None = None,
+        bits: Tensor | None = None,
+    ) -> None:
+        settings = 1 << self.bits, self.group_size
+        ops.group_dequantize(*encoded.buffers, *settings, out, *(affine or ABSENT), bits)
+
+    # Its kernels do an affine in the same pass.
+    _encode_mapped = _encode
+    _decode_mapped = _decode_into

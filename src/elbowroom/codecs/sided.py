@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs._checks import finite, one_of, within
+from elbowroom.codecs.affine import ABSENT, Affine
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, show
 from elbowroom.codecs.facts import Facts
 from elbowroom.errors import CodecError
@@ -58,7 +59,9 @@ class Sided(Codec):
         bounds = Expected(torch.bfloat16, (2 * tiles(n), 2))
         return (payload, bounds) if facts.mask is not None else (payload, bounds, _bits(n))
 
-    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+    def _encode(
+        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None = None
+    ) -> Buffers | None:
         bits = ops.pack_bits(flat > 0) if facts.mask is None else facts.mask
         if not _belongs(bits, flat):
             raise CodecError(
@@ -66,23 +69,36 @@ class Sided(Codec):
                 f"{_bits(flat.numel())}, contiguous, there; got {show(bits)} on {bits.device}. "
                 "Pack it with codec('bitmask'), or pass facts without a mask."
             )
-        payload, bounds = ops.sided_quantize(flat, bits, seed, *self._settings)
+        payload, bounds = ops.sided_quantize(flat, bits, seed, *self._settings, *(affine or ()))
         if flat.device.type == "cpu" and not finite(bounds):
             return None
         return (payload, bounds) if facts.mask is not None else (payload, bounds, bits)
 
-    def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
+    def _decode_into(
+        self,
+        encoded: Encoded,
+        out: Tensor,
+        affine: Affine | None = None,
+        bits: Tensor | None = None,
+    ) -> None:
         payload, bounds, *own = encoded.buffers
-        bits = encoded.facts.mask if encoded.facts.mask is not None else own[0]
-        if not _belongs(bits, out):
+        sides = encoded.facts.mask if encoded.facts.mask is not None else own[0]
+        if not _belongs(sides, out):
             expected = (
                 f"a mask in its facts to be {_bits(out.numel())}, contiguous, on {out.device}"
             )
-            raise encoded.damaged(expected, f"{show(bits)} on {bits.device}")
+            raise encoded.damaged(expected, f"{show(sides)} on {sides.device}")
         try:
-            ops.sided_dequantize(bits, payload, bounds, encoded.seed, *self._settings, out)
+            ops.sided_dequantize(
+                *(sides, payload, bounds, encoded.seed, *self._settings),
+                *(out, *(affine or ABSENT), bits),
+            )
         except ValueError as error:
             raise encoded.damaged(*str(error).removeprefix("expected ").split("; got ")) from None
+
+    # Its kernels do an affine in the same pass.
+    _encode_mapped = _encode
+    _decode_mapped = _decode_into
 
     @property
     def _settings(self) -> tuple[int, int, int]:

@@ -4,7 +4,7 @@
     pack_bits(x)                                          bits
     unpack_bits(bits, value, out!)
     narrow(x, dtype)                                      x as smaller integers; how many do not fit
-    group_quantize(x, seed, levels, group_size)           codes, scale, low
+    group_quantize(x, seed, levels, group_size)           codes, step, low
     dither_quantize(x, seed, levels, group_size)          codes, ranges, bounds
     nonzero_quantize(x, seed, levels, group_size)         bits, payload (size depends on x), bounds
     division_quantize(x, seed, levels, block, reach, maps)    codes, mean, scale, low
@@ -16,9 +16,13 @@
                                                           bits, headers, sizes, payload (depends)
     affine(x, scale, shift, inner, bits, out!)            x * scale + shift by channel; 0 for bit 0
 
-and a `_dequantize` for each `_quantize`, which writes its last argument, `out`: the caller owns the
-memory of what is restored and may reuse it (fresh pages cost more than decoding: docs/log.md). !
-marks what an op writes. Tensors are flat and contiguous; x is float32, bfloat16 or float16.
+and a `_dequantize` for each `_quantize`, which writes `out`: the caller owns the memory of what is
+restored and may reuse it (fresh pages cost more than decoding: docs/log.md). ! marks what an op
+writes. Tensors are flat and contiguous; x is float32, bfloat16 or float16.
+
+`group`, `dither`, `nonzero` and `sided` do an affine in the same pass. With scale, shift [C] and
+inner, what they quantize is x * scale + shift, not rounded to x's dtype; what they dequantize is
+scaled and shifted before it is rounded, then made 0 where a bit of `mask` [ceil(N / 8)] is unset.
 
 Each is a `torch.library` op defined by `define` + `impl`, which adds 1.6 us to a call where
 `custom_op` adds 8.4 us (EPYC, torch 2.13, n = 11: benchmarks/kernels.py). On a CPU numba serves, on
@@ -46,7 +50,11 @@ _log = logging.getLogger("elbowroom.kernels")
 # Any: neither `Library` nor its methods have types.
 _library: Any = torch.library.Library("elbowroom", "DEF")  # type: ignore[no-untyped-call]
 
-_QUANTIZE = "(Tensor x, int seed, int levels, int group_size) -> (Tensor, Tensor, Tensor)"
+_CHANNELS = "Tensor? scale=None, Tensor? shift=None, int inner=1"
+_RESTORED = f"Tensor(a!) out, {_CHANNELS}, Tensor? mask=None"
+_QUANTIZE = (
+    f"(Tensor x, int seed, int levels, int group_size, {_CHANNELS}) -> (Tensor, Tensor, Tensor)"
+)
 _FDSR = "int seed, int[] maps, int block, int[] levels, int kept, bool dither"
 _SCHEMAS = {
     "pack_bits": "(Tensor x) -> Tensor",
@@ -54,17 +62,17 @@ _SCHEMAS = {
     "narrow": "(Tensor x, ScalarType dtype) -> (Tensor, Tensor)",
     "group_quantize": _QUANTIZE,
     "group_dequantize": (
-        "(Tensor codes, Tensor scale, Tensor low, int levels, int group_size, Tensor(a!) out) -> ()"
+        f"(Tensor codes, Tensor step, Tensor low, int levels, int group_size, {_RESTORED}) -> ()"
     ),
     "dither_quantize": _QUANTIZE,
     "dither_dequantize": (
         "(Tensor codes, Tensor ranges, Tensor bounds, int seed, int levels, int group_size, "
-        "Tensor(a!) out) -> ()"
+        f"{_RESTORED}) -> ()"
     ),
     "nonzero_quantize": _QUANTIZE,
     "nonzero_dequantize": (
         "(Tensor bits, Tensor payload, Tensor bounds, int seed, int levels, int group_size, "
-        "Tensor(a!) out) -> ()"
+        f"{_RESTORED}) -> ()"
     ),
     "division_quantize": (
         "(Tensor x, int seed, int levels, int block, int reach, int[] maps) "
@@ -75,12 +83,12 @@ _SCHEMAS = {
         "int reach, int[] maps, bool dither, Tensor(a!) out) -> ()"
     ),
     "sided_quantize": (
-        "(Tensor x, Tensor bits, int seed, int upper, int lower, int group_size) -> "
+        f"(Tensor x, Tensor bits, int seed, int upper, int lower, int group_size, {_CHANNELS}) -> "
         "(Tensor, Tensor)"
     ),
     "sided_dequantize": (
         "(Tensor bits, Tensor payload, Tensor bounds, int seed, int upper, int lower, "
-        "int group_size, Tensor(a!) out) -> ()"
+        f"int group_size, {_RESTORED}) -> ()"
     ),
     "fp8_quantize": "(Tensor x, int group_size, str fmt) -> (Tensor, Tensor)",
     "fp8_dequantize": "(Tensor codes, Tensor scale, int group_size, str fmt, Tensor(a!) out) -> ()",
@@ -161,21 +169,21 @@ def _fake_codes(x: Tensor, levels: int) -> Tensor:
 
 
 def _fake_group(
-    x: Tensor, seed: int, levels: int, group_size: int
+    x: Tensor, seed: int, levels: int, group_size: int, *channels: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scale = x.new_empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
-    return _fake_codes(x, levels), scale, torch.empty_like(scale)
+    step = x.new_empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
+    return _fake_codes(x, levels), step, torch.empty_like(step)
 
 
 def _fake_dither(
-    x: Tensor, seed: int, levels: int, group_size: int
+    x: Tensor, seed: int, levels: int, group_size: int, *channels: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     ranges = x.new_empty(groups(x.numel(), group_size), 2, dtype=torch.uint8)
     return _fake_codes(x, levels), ranges, x.new_empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
 
 
 def _fake_nonzero(
-    x: Tensor, seed: int, levels: int, group_size: int
+    x: Tensor, seed: int, levels: int, group_size: int, *channels: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     size = torch.library.get_ctx().new_dynamic_size()
     bits = x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
@@ -195,7 +203,7 @@ def _fake_division(
 
 
 def _fake_sided(
-    x: Tensor, bits: Tensor, seed: int, upper: int, lower: int, group_size: int
+    x: Tensor, bits: Tensor, seed: int, upper: int, lower: int, group_size: int, *channels: Any
 ) -> tuple[Tensor, Tensor]:
     size = torch.library.get_ctx().new_dynamic_size()
     bounds = x.new_empty(2 * tiles(x.numel()), 2, dtype=torch.bfloat16)

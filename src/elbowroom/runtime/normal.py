@@ -5,7 +5,8 @@ follows each channel's own. Encoded as it is, an input whose channels differ in 
 the small ones: with 8 of 64 channels scaled by 0.01, gErr2 went from 0.0098 to 49 (NCHW, 10 x 10),
 1,173 (channels_last) and 15,255 (BatchNorm1d); docs/log.md. Normalized, all channels have the same
 spread, so the error of the code is the same share of each, on any layout and device, and no value
-has to be looked at. It costs a pass, and no byte: mean and rstd are held by the norm itself.
+has to be looked at. Codecs do it in the pass that quantizes (`codecs/affine.py`), and it costs no
+byte: mean and rstd are held by the norm itself.
 
 A tensor whose exact zeros matter is scaled and not shifted, so that they stay. A site with an error
 bound of its own (`facts.error_bound`, in units of x) is not normalized.
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from elbowroom.kernels import ops
+from elbowroom.codecs import Affine
 
 
 @dataclass(frozen=True)
@@ -27,19 +28,17 @@ class Statistics:
     rstd: Tensor
     inner: int
 
-    def normalize(self, x: Tensor, *, keep_zeros: bool) -> Tensor:
-        """(x - mean) * rstd for a dense x."""
-        y = torch.empty_like(x)
+    def normalize(self, *, keep_zeros: bool) -> Affine:
+        """x -> (x - mean) * rstd."""
         scale = self._scale(keep_zeros)
         shift = torch.zeros_like(scale) if keep_zeros else -_flat(self.mean) * scale
-        ops.affine(flat_of(x), scale, shift, self.inner, None, flat_of(y))
-        return y
+        return Affine(scale, shift, self.inner)
 
-    def undo(self, y: Tensor, *, keep_zeros: bool) -> None:
-        """y <- y / rstd + mean, in place."""
+    def undo(self, *, keep_zeros: bool) -> Affine:
+        """y -> y / rstd + mean."""
         scale = 1 / self._scale(keep_zeros)
         shift = torch.zeros_like(scale) if keep_zeros else _flat(self.mean)
-        ops.affine(flat_of(y), scale, shift, self.inner, None, flat_of(y))
+        return Affine(scale, shift, self.inner)
 
     def _scale(self, keep_zeros: bool) -> Tensor:
         rstd = _flat(self.rstd)

@@ -32,14 +32,12 @@ def perform(
         case Keep(why):
             return KeepHandle(base, why)
         case Encode(codec, facts):
-            if statistics is not None and not codec.lossless and facts.error_bound is None:
-                zeros = facts.has_zeros
-                y = statistics.normalize(base, keep_zeros=zeros)
-                encoded = codec.encode(y, seed, facts)
-                if not encoded.raw:
-                    undo = partial(statistics.undo, keep_zeros=zeros)
-                    return EncodeHandle(encoded, base, on_outlived, undo)
-            return EncodeHandle(codec.encode(base, seed, facts), base, on_outlived)
+            if statistics is None or codec.lossless or facts.error_bound is not None:
+                return EncodeHandle(codec.encode(base, seed, facts), base, on_outlived)
+            normalize = statistics.normalize(keep_zeros=facts.has_zeros)
+            undo = partial(statistics.undo, keep_zeros=facts.has_zeros)
+            encoded = codec.encode(base, seed, facts, normalize)
+            return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else undo)
         case Rebuild():
             assert ready is not None
             if need is Need.EXACT or not ready.works_lossy:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from elbowroom.kernels import ops
+from elbowroom.codecs import Affine
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import Identity, Origin, untouchable
-from elbowroom.runtime.normal import flat_of
-from elbowroom.runtime.recipes import Affine, Op, Recipe, same_order
+from elbowroom.runtime.recipes import Op, Recipe, same_order
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.statistics import statistics_of
 
@@ -77,74 +76,46 @@ def _make(
 
 def _in_order(op: Op, seen: Geometry, out: Tensor) -> Op:
     """Without its lossy form, if that goes by memory order and the output's is not the input's."""
-    by_order = op.needs_bits or op.affine is not None
-    return (
-        replace(op, lossy=None)
-        if by_order and not same_order(seen.shape, seen.stride, out.stride())
-        else op
-    )
+    if op.affine is None or same_order(seen.shape, seen.stride, out.stride()):
+        return op
+    return replace(op, affine=None)
 
 
 def _relu(call: Call, out: Tensor, identity: Identity) -> Origin:
     source, seen = _source(call, identity)
-    if isinstance(source, Recipe) and source.op.affine is not None and seen == source.made:
-        op = _relu_of_affine(source.op, source.op.affine)
+    if isinstance(source, Recipe) and source.op.is_norm and seen == source.made:
         norm = source
         below = norm.source() if isinstance(norm.source, weakref.ref) else norm.source
-        op, slot = _in_order(op, norm.seen, out), identity.slot(out)
+        op, slot = _in_order(_relu_of_norm(norm.op), norm.seen, out), identity.slot(out)
         recipe = (
             None if below is None else Recipe.of(op, below, norm.seen, out, slot, norm.versions)
         )
         return Origin(call.name, has_zeros=True, recipe=recipe)
-    op = Op(lambda x, private: x.relu_() if private else x.relu(), _masked, needs_bits=True)
+    device = out.device
+    op = Op(
+        lambda x, private: x.relu_() if private else x.relu(),
+        affine=lambda: Affine.identity(device),
+        needs_bits=True,
+    )
     return _make(call, out, identity, op, has_zeros=True)
 
 
-def _relu_of_affine(below: Op, affine: Callable[[], Affine]) -> Op:
-    """ReLU after a norm: one pass instead of two over a decoded tensor."""
-
-    def lossy(x: Tensor, bits: Tensor | None) -> Tensor:
-        _in_place(x, affine(), bits)
-        return x
-
-    return Op(
-        lambda x, private: below.exact(x, private).relu_(),
-        lossy,
-        needs_bits=True,
-        fixed=below.fixed,
-    )
-
-
-def _masked(x: Tensor, bits: Tensor | None) -> Tensor:
-    ones = torch.ones(1, device=x.device)
-    _in_place(x, (ones, torch.zeros_like(ones), 1), bits)
-    return x
-
-
-def _scaled(affine: Callable[[], Affine]) -> Callable[[Tensor, Tensor | None], Tensor]:
-    def lossy(x: Tensor, _: Tensor | None) -> Tensor:
-        _in_place(x, affine(), None)
-        return x
-
-    return lossy
-
-
-def _in_place(x: Tensor, affine: Affine, bits: Tensor | None) -> None:
-    flat = flat_of(x)
-    ops.affine(flat, *affine, bits, flat)
+def _relu_of_norm(norm: Op) -> Op:
+    """ReLU after a norm: one op of both, so that a decoded tensor is passed over once."""
+    return replace(norm, exact=lambda x, private: norm.exact(x, private).relu_(), needs_bits=True)
 
 
 def _gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
     approximate = call.arg(1, "approximate", "none")
     op = Op(
         lambda x, _: F.gelu(x, approximate=approximate),
-        lambda x, _: F.gelu(x, approximate=approximate),
+        lambda x: F.gelu(x, approximate=approximate),
     )
     return _make(call, out, identity, op)
 
 
 def _silu(call: Call, out: Tensor, identity: Identity) -> Origin:
-    return _make(call, out, identity, Op(lambda x, _: F.silu(x), lambda x, _: F.silu(x)))
+    return _make(call, out, identity, Op(lambda x, _: F.silu(x), F.silu))
 
 
 def _dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:
@@ -157,7 +128,7 @@ def _dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     has_zeros = before is not None and before.has_zeros
     if len(noise) != 1:
         return Origin(call.name, has_zeros)
-    op = Op(lambda x, _: x, lambda x, _: x, noise=weakref.ref(noise[0]))
+    op = Op(lambda x, _: x, lambda x: x, noise=weakref.ref(noise[0]))
     call.saved.remove(noise[0])
     return _make(call, out, identity, op, has_zeros=has_zeros)
 
@@ -166,12 +137,12 @@ def _layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     shape, eps = call.arg(1, "normalized_shape"), call.arg(4, "eps", 1e-5)
     weight, bias = _as_now(call.arg(2, "weight")), _as_now(call.arg(3, "bias"))
     statistics = statistics_of(call)
-    lossy: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    lossy: Callable[[Tensor], Tensor] | None = None
     if statistics is not None:
         rows = (*out.shape[: out.dim() - len(shape)], *(1 for _ in shape))
         mean, rstd = statistics.mean.view(rows), statistics.rstd.view(rows)
 
-        def lossy(x: Tensor, _: Tensor | None) -> Tensor:
+        def lossy(x: Tensor) -> Tensor:
             x.sub_(mean).mul_(rstd)
             if weight is not None:
                 x.mul_(weight)
@@ -201,14 +172,12 @@ def _group_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
             scale = scale if weight is None else scale * weight.float()
             shift = -mean.expand(n, groups, channels // groups).reshape(n, channels) * scale
             shift = shift if bias is None else shift + bias.float()
-            return scale.reshape(-1), shift.reshape(-1), inner
+            return Affine(scale.reshape(-1), shift.reshape(-1), inner)
 
-    lossy = None if affine is None else _scaled(affine)
     op = Op(
         lambda x, _: F.group_norm(x, groups, weight, bias, eps),
-        lossy,
-        fixed=_given(weight, bias),
         affine=affine,
+        fixed=_given(weight, bias),
     )
     return _make(call, out, identity, op)
 
@@ -229,14 +198,13 @@ def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         def affine() -> Affine:
             scale = rstd if weight is None else rstd * weight.float()
             shift = -mean * scale if bias is None else bias.float() - mean * scale
-            return scale, shift, inner
+            return Affine(scale, shift, inner)
 
     cudnn = torch.backends.cudnn.enabled
     op = Op(
         lambda x, _: torch.batch_norm(x, weight, bias, *used, training, 0.0, eps, cudnn),
-        None if affine is None else _scaled(affine),
-        fixed=_given(weight, bias),
         affine=affine,
+        fixed=_given(weight, bias),
     )
     return _make(call, out, identity, op)
 

@@ -27,11 +27,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from elbowroom.codecs import Affine
 from elbowroom.errors import RestoreError
 from elbowroom.runtime.handles.keep import check_version, version_of
+from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.slot import Geometry, Slot
 
-Affine = tuple[Tensor, Tensor, int]  # scale [C], shift [C], how many neighbours share a channel
 _DEEPEST = 4  # ops in a chain: all of them run at every restore
 
 
@@ -40,21 +41,28 @@ class Op:
     """One op that can run again.
 
     exact(x, private)   the op on an exact x; may overwrite x only if it is private
-    lossy(x, bits)      on a decoded x, which it may overwrite; bits [ceil(N / 8)] are those of the
-                        output's non-zeros
-    needs_bits          whether `lossy` needs them
+    lossy(x)            on a decoded x, which it may overwrite
+    affine()            the same for an op that is one by channel, so that decoding does it
+    needs_bits          then 0 where the bits [ceil(N / 8)] of the output's non-zeros say so
     fixed               parameters that both read: unchanged until backward, or RestoreError
     noise               dropout's factor, a saved tensor of its own
-    affine()            scale, shift and run of a norm, so that an op above it can be done in the
-                        same pass
     """
 
     exact: Callable[[Tensor, bool], Tensor]
-    lossy: Callable[[Tensor, Tensor | None], Tensor] | None
+    lossy: Callable[[Tensor], Tensor] | None = None
+    affine: Callable[[], Affine] | None = None
     needs_bits: bool = False
     fixed: tuple[Tensor, ...] = ()
     noise: "weakref.ref[Slot] | None" = None
-    affine: Callable[[], Affine] | None = None
+
+    @property
+    def works_lossy(self) -> bool:
+        return self.lossy is not None or self.affine is not None
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether it is a norm that a ReLU above it can be done in one with."""
+        return self.affine is not None and not self.needs_bits
 
 
 @dataclass(frozen=True)
@@ -142,7 +150,7 @@ class Ready:
     def works_lossy(self) -> bool:
         """Whether every op of the chain can also run on a decoded source."""
         here = self.noise is not None or (
-            self.op.lossy is not None and (self.bits is not None or not self.op.needs_bits)
+            self.op.works_lossy and (self.bits is not None or not self.op.needs_bits)
         )
         return here and (not isinstance(self.source, Ready) or self.source.works_lossy)
 
@@ -177,9 +185,11 @@ class Ready:
         return out
 
     def _run(self) -> Tensor:
-        exact = self.exact
+        exact, affine = self.exact, self.op.affine
         if isinstance(self.source, Ready):
             x, private, base = self.source.make(), True, self.source.made
+        elif affine is not None and not exact and self.seen == self.source.base:
+            return self.source.restore_mapped(affine(), self.bits)
         else:
             private, base = not exact, self.source.base
             x = self.source.restore_value(private=private)
@@ -198,8 +208,11 @@ class Ready:
             return x.mul_(noise) if private else x * noise
         if exact:
             return self.op.exact(x, private)
+        if affine is not None:
+            affine().in_place(flat_of(x), self.bits)
+            return x
         assert self.op.lossy is not None
-        return self.op.lossy(x, self.bits)
+        return self.op.lossy(x)
 
     def _noise_like(self, x: Tensor) -> Tensor:
         assert self.noise is not None

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from elbowroom.codecs import BitMask, Encoded, Facts
+from elbowroom.codecs import Affine, BitMask, Encoded, Facts
 from elbowroom.plan import Need, Site
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.base import Handle
+from elbowroom.runtime.handles.encode import EncodeHandle
 from elbowroom.runtime.handles.keep import KeepHandle
 from elbowroom.runtime.ledger import Entry
-from elbowroom.runtime.normal import Statistics
+from elbowroom.runtime.normal import Statistics, flat_of
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,14 @@ class Slot:
         """The whole tensor that the slot was made from."""
         assert self.value is not None
         return self.value.restore(private=private)
+
+    def restore_mapped(self, affine: Affine, bits: Tensor | None) -> Tensor:
+        """affine of the whole tensor, and 0 where a bit is not set; its caller may overwrite it."""
+        if isinstance(self.value, EncodeHandle):
+            return self.value.restore_mapped(affine, bits)
+        x = self.restore_value(private=True)
+        affine.in_place(flat_of(x), bits)
+        return x
 
     def restore_mask(self) -> Tensor:
         """1 where the tensor is positive, 0 elsewhere: all that ReLU's backward reads."""

@@ -46,7 +46,7 @@ def relu_mask(call: Call, out: Any, slot: Slot | None, identity: Identity) -> Te
         return None
     origin, after = identity.origin(call.arg(0, "input"), call.version), identity.slot(out)
     recipe = None if origin is None else origin.recipe
-    if after is None or after.bits is None or recipe is None or recipe.op.affine is None:
+    if after is None or after.bits is None or recipe is None or not recipe.op.is_norm:
         return None
     source = None if isinstance(recipe.source, Recipe) else recipe.source()
     seen = recipe.seen

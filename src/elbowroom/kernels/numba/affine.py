@@ -1,7 +1,11 @@
-"""Scale and shift by channel under a bitmap (specification: `reference/affine.py`)."""
+"""Scale and shift by channel under a bitmap (specification: `reference/affine.py`).
+
+As an op, and as the pieces that quantizers do it with on a tile that is in the cache anyway.
+"""
+
+from typing import Any
 
 import numpy as np
-import torch
 from numba import prange
 from torch import Tensor
 
@@ -14,45 +18,113 @@ from elbowroom.kernels.numba.rounding import from_float, target, to_float
 def affine(
     x: Tensor, scale: Tensor, shift: Tensor, inner: int, bits: Tensor | None, out: Tensor
 ) -> None:
-    flags = torch.empty(0, dtype=torch.uint8) if bits is None else bits
-    channels = array(scale), array(shift), inner
-    _affine(*words(x), *channels, array(flags), bits is not None, words(out)[0])
+    in_place = x.data_ptr() == out.data_ptr()
+    _affine(*words(x), *channels(scale, shift, inner), mask_array(bits), words(out)[0], in_place)
+
+
+def channels(scale: Tensor | None, shift: Tensor | None, inner: int) -> tuple[Any, Any, int]:
+    """What `mapped` and `map_restored` take; empty arrays where there is nothing to scale by."""
+    if scale is None or shift is None:
+        return np.empty(0, f32), np.empty(0, f32), 1
+    return array(scale), array(shift), inner
+
+
+def mask_array(bits: Tensor | None) -> np.ndarray[Any, Any]:
+    """The bits, or an empty array for no mask."""
+    return np.empty(0, np.uint8) if bits is None else array(bits)
 
 
 @jit
-def scale_run(values, scale, shift, y):
-    for o in range(values.shape[0]):
-        y[o] = values[o] * scale + shift
+def scale_run(y, scale, shift):
+    for o in range(y.shape[0]):
+        y[o] = y[o] * scale + shift
 
 
 @jit
-def scale_each(values, scale, shift, y):
-    for o in range(values.shape[0]):
-        y[o] = values[o] * scale[o] + shift[o]
+def scale_each(y, scale, shift):
+    for o in range(y.shape[0]):
+        y[o] = y[o] * scale[o] + shift[o]
 
 
 @jit
-def channels(values, start, inner, scale, shift, y):
-    """y [n] <- values [n], of which the first is element `start` of the tensor."""
-    n, C = values.shape[0], scale.shape[0]
-    o = 0
-    if inner == 1:  # channels lie next to each other
-        while o < n:
-            c = (start + o) % C
-            run = min(C - c, n - o)
-            scale_each(values[o : o + run], scale[c : c + run], shift[c : c + run], y[o : o + run])
-            o += run
+def scale_runs(y, start, inner, scale, shift):
+    """y [n] in place, of which the first is element `start` of the tensor.
+
+    The rest of a run, whole runs, the start of one: whole ones as rows, because a slice costs as
+    much as tens of elements.
+    """
+    n, C = y.shape[0], scale.shape[0]
+    c, rest = (start // inner) % C, min((inner - start % inner) % inner, n)
+    if rest > 0:
+        scale_run(y[:rest], scale[c], shift[c])
+        c = c + 1 if c + 1 < C else 0
+    R = (n - rest) // inner
+    rows = y[rest : rest + R * inner].reshape(R, inner)
+    for i in range(R):
+        a, b = scale[c], shift[c]
+        for o in range(inner):
+            rows[i, o] = rows[i, o] * a + b
+        c = c + 1 if c + 1 < C else 0
+    if rest + R * inner < n:
+        scale_run(y[rest + R * inner :], scale[c], shift[c])
+
+
+@jit
+def scale_neighbours(y, start, scale, shift):
+    """The same for channels that lie next to each other: inner = 1."""
+    n, C = y.shape[0], scale.shape[0]
+    c = start % C
+    rest = min((C - c) % C, n)
+    scale_each(y[:rest], scale[c:], shift[c:])
+    R = (n - rest) // C
+    rows = y[rest : rest + R * C].reshape(R, C)
+    for i in range(R):
+        for o in range(C):
+            rows[i, o] = rows[i, o] * scale[o] + shift[o]
+    scale_each(y[rest + R * C :], scale, shift)
+
+
+@jit
+def scale_tile(y, start, scale, shift, inner):
+    """y [n] <- y * scale + shift by channel, if there are any; y[0] is element `start` of all."""
+    if scale.shape[0] == 0:
         return
-    while o < n:
-        at = start + o
-        run = min(inner - at % inner, n - o)
-        c = (at // inner) % C
-        scale_run(values[o : o + run], scale[c], shift[c], y[o : o + run])
-        o += run
+    if scale.shape[0] == 1:
+        scale_run(y, scale[0], shift[0])
+    elif inner == 1:
+        scale_neighbours(y, start, scale, shift)
+    else:
+        scale_runs(y, start, inner, scale, shift)
+
+
+@jit
+def mapped(values, start, scale, shift, inner, spare):
+    """values [n], or, where there are channels, spare [n] <- values * scale + shift."""
+    if scale.shape[0] == 0:
+        return values
+    for o in range(values.shape[0]):  # then in place: LLVM gives up on a loop over what may overlap
+        spare[o] = values[o]
+    scale_tile(spare, start, scale, shift, inner)
+    return spare
+
+
+@jit
+def map_restored(values, start, scale, shift, inner, mask, flags):
+    """values [n] <- values * scale + shift by channel, then +0 where mask has no bit."""
+    scale_tile(values, start, scale, shift, inner)
+    blank_unset(values, start, mask, flags)
+
+
+@jit
+def blank_unset(values, start, mask, flags):
+    """values [n] <- +0 where mask, if there is one, has no bit; flags [TILE] int8 is scratch."""
+    if mask.shape[0] > 0:
+        unpack_flags(mask[start // 8 : (start + values.shape[0] + 7) // 8], flags)
+        blank(values, flags)
 
 
 @parallel
-def _affine(x, kind, scale, shift, inner, bits, masked, out):
+def _affine(x, kind, scale, shift, inner, mask, out, in_place):
     N = x.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
@@ -61,8 +133,8 @@ def _affine(x, kind, scale, shift, inner, bits, masked, out):
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
             values = to_float(x[first:last], kind, b_x[: last - first])
             y = target(out[first:last], kind, b_x[: last - first])
-            channels(values, first, inner, scale, shift, y)
-            if masked:
-                unpack_flags(bits[first // 8 : (last + 7) // 8], b_flag)
-                blank(y, b_flag)
+            if kind == 0 and not in_place:
+                for o in range(last - first):
+                    y[o] = values[o]
+            map_restored(y, first, scale, shift, inner, mask, b_flag)
             from_float(y, kind, out[first:last])

@@ -6,6 +6,7 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.layout import groups, packed_nbytes, tiles
+from elbowroom.kernels.numba.affine import channels, map_restored, mapped, mask_array
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8
 from elbowroom.kernels.numba.grids import dequantize, extremes, finite, quantize
@@ -26,13 +27,20 @@ from elbowroom.kernels.numba.rounding import (
 
 
 def dither_quantize(
-    x: Tensor, seed: int, levels: int, group_size: int
+    x: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8)
     ranges = torch.empty(groups(x.numel(), group_size), 2, dtype=torch.uint8)
     bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
     out = array(codes), array(ranges), patterns(bounds)
-    _quantize(*words(x), *split_seed(seed), levels, group_size, *out)
+    by = channels(scale, shift, inner)
+    _quantize(*words(x), *by, *split_seed(seed), levels, group_size, *out)
     return codes, ranges, bounds
 
 
@@ -44,9 +52,15 @@ def dither_dequantize(
     levels: int,
     group_size: int,
     out: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+    mask: Tensor | None = None,
 ) -> None:
     source = array(codes), array(ranges), patterns(bounds)
-    _dequantize(*source, *split_seed(seed), levels, group_size, *words(out))
+    settings = *split_seed(seed), levels, group_size
+    by = *channels(scale, shift, inner), mask_array(mask)
+    _dequantize(*source, *settings, *by, *words(out))
 
 
 @jit
@@ -86,7 +100,7 @@ def grid(ranges, bounds, levels, b_low, b_step):
 
 
 @parallel
-def _quantize(x, kind, seed_low, seed_high, levels, S, out, ranges, bounds):
+def _quantize(x, kind, scale, shift, inner, seed_low, seed_high, levels, S, out, ranges, bounds):
     N = x.shape[0]
     T = (N + TILE - 1) // TILE
     P = codes_nbytes(levels, TILE)
@@ -100,6 +114,7 @@ def _quantize(x, kind, seed_low, seed_high, levels, S, out, ranges, bounds):
             n = min(TILE, N - start)
             part = ranges[start // S : start // S + (n + S - 1) // S]
             values = to_float(x[start : start + n], kind, b_x[:n])
+            values = mapped(values, start, scale, shift, inner, b_x[:n])
             draw(tile_key(i_t, seed_low, seed_high), b_u)
             extremes(values, S, b_least, b_most)
             ranges_of(b_least, b_most, levels, part, bounds[i_t], b_low, b_scale)
@@ -108,13 +123,15 @@ def _quantize(x, kind, seed_low, seed_high, levels, S, out, ranges, bounds):
 
 
 @parallel
-def _dequantize(codes, ranges, bounds, seed_low, seed_high, levels, S, out, kind):
+def _dequantize(
+    codes, ranges, bounds, seed_low, seed_high, levels, S, scale, shift, inner, mask, out, kind
+):
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
     P = codes_nbytes(levels, TILE)
     for i_c in prange((T + CHUNK - 1) // CHUNK):
         b_x, b_u = np.empty(TILE, f32), np.empty(TILE, f32)
-        b_code = np.empty(TILE + SLACK, u8)
+        b_code, b_flag = np.empty(TILE + SLACK, u8), np.empty(TILE, np.int8)
         b_low, b_step = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             start = i_t * TILE
@@ -130,4 +147,5 @@ def _dequantize(codes, ranges, bounds, seed_low, seed_high, levels, S, out, kind
             )
             values = target(out[start : start + n], kind, b_x[:n])
             dequantize(b_code, b_u, S, b_low, b_step, values)
+            map_restored(values, start, scale, shift, inner, mask, b_flag)
             from_restored(values, kind, out[start : start + n])

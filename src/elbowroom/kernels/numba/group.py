@@ -6,6 +6,7 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.layout import groups, packed_nbytes
+from elbowroom.kernels.numba.affine import channels, map_restored, mapped, mask_array
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8
 from elbowroom.kernels.numba.grids import dequantize, extremes, finite, quantize
@@ -24,38 +25,56 @@ from elbowroom.kernels.numba.rounding import (
 
 
 def group_quantize(
-    x: Tensor, seed: int, levels: int, group_size: int
+    x: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8)
-    scale = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
-    low = torch.empty_like(scale)
-    out = array(codes), patterns(scale), patterns(low)
-    _quantize(*words(x), *split_seed(seed), levels, group_size, *out)
-    return codes, scale, low
+    step = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
+    low = torch.empty_like(step)
+    out = array(codes), patterns(step), patterns(low)
+    by = channels(scale, shift, inner)
+    _quantize(*words(x), *by, *split_seed(seed), levels, group_size, *out)
+    return codes, step, low
 
 
 def group_dequantize(
-    codes: Tensor, scale: Tensor, low: Tensor, levels: int, group_size: int, out: Tensor
+    codes: Tensor,
+    step: Tensor,
+    low: Tensor,
+    levels: int,
+    group_size: int,
+    out: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+    mask: Tensor | None = None,
 ) -> None:
-    _dequantize(array(codes), patterns(scale), patterns(low), levels, group_size, *words(out))
+    source = array(codes), patterns(step), patterns(low)
+    by = *channels(scale, shift, inner), mask_array(mask)
+    _dequantize(*source, levels, group_size, *by, *words(out))
 
 
 @jit
-def ranges_of(least, most, levels, lows, scales, b_low, b_scale):
-    """Per group: what is stored (lows, scales: bf16 bits) and what it means (b_low, 1 / scale)."""
+def ranges_of(least, most, levels, lows, steps, b_low, b_scale):
+    """Per group: what is stored (lows, steps: bf16 bits) and what it means (b_low, 1 / step)."""
     for i_g in range(lows.shape[0]):
-        lows[i_g], scales[i_g] = 0, 0x7FC0  # NaN
+        lows[i_g], steps[i_g] = 0, 0x7FC0  # NaN
         b_low[i_g], b_scale[i_g] = f32(0), f32(0)
         if finite(least[i_g], most[i_g]):
             lows[i_g] = bf16_directed(as_float(order(least[i_g])), False)
             b_low[i_g] = bf16_value(lows[i_g])
             width = as_float(order(most[i_g])) - b_low[i_g]
-            scales[i_g] = bf16_directed(width * f32(1 / (levels - 1)), True)
-            b_scale[i_g] = inverse(bf16_value(scales[i_g]))
+            steps[i_g] = bf16_directed(width * f32(1 / (levels - 1)), True)
+            b_scale[i_g] = inverse(bf16_value(steps[i_g]))
 
 
 @parallel
-def _quantize(x, kind, seed_low, seed_high, levels, S, out, scales, lows):
+def _quantize(x, kind, scale, shift, inner, seed_low, seed_high, levels, S, out, steps, lows):
     N = x.shape[0]
     T = (N + TILE - 1) // TILE
     P = codes_nbytes(levels, TILE)
@@ -69,21 +88,22 @@ def _quantize(x, kind, seed_low, seed_high, levels, S, out, scales, lows):
             n = min(TILE, N - start)
             first, last = start // S, start // S + (n + S - 1) // S
             values = to_float(x[start : start + n], kind, b_x[:n])
+            values = mapped(values, start, scale, shift, inner, b_x[:n])
             draw(tile_key(i_t, seed_low, seed_high), b_u)
             extremes(values, S, b_least, b_most)
-            ranges_of(b_least, b_most, levels, lows[first:last], scales[first:last], b_low, b_scale)
+            ranges_of(b_least, b_most, levels, lows[first:last], steps[first:last], b_low, b_scale)
             quantize(values, b_u, S, b_low, b_scale, i32(levels - 1), b_code)
             pack(b_code, n, levels, b_spare, out[i_t * P : i_t * P + codes_nbytes(levels, n)])
 
 
 @parallel
-def _dequantize(codes, scales, lows, levels, S, out, kind):
+def _dequantize(codes, steps, lows, levels, S, scale, shift, inner, mask, out, kind):
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
     P = codes_nbytes(levels, TILE)
     for i_c in prange((T + CHUNK - 1) // CHUNK):
         b_x, b_zero = np.empty(TILE, f32), np.zeros(TILE, f32)
-        b_code = np.empty(TILE + SLACK, u8)
+        b_code, b_flag = np.empty(TILE + SLACK, u8), np.empty(TILE, np.int8)
         b_low, b_step = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             start = i_t * TILE
@@ -92,8 +112,9 @@ def _dequantize(codes, scales, lows, levels, S, out, kind):
             for i_g in range((n + S - 1) // S):
                 b_low[i_g], b_step[i_g] = (
                     bf16_value(lows[start // S + i_g]),
-                    bf16_value(scales[start // S + i_g]),
+                    bf16_value(steps[start // S + i_g]),
                 )
             values = target(out[start : start + n], kind, b_x[:n])
             dequantize(b_code, b_zero, S, b_low, b_step, values)
+            map_restored(values, start, scale, shift, inner, mask, b_flag)
             from_restored(values, kind, out[start : start + n])

@@ -3,18 +3,28 @@
 Two passes over x: bits and their counts, then, once the payload's size is known, the codes.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.layout import check_payload, tiles
+from elbowroom.kernels.numba.affine import (
+    blank_unset,
+    channels,
+    mapped,
+    mask_array,
+    scale_tile,
+)
 from elbowroom.kernels.numba.bits import (
     BELOW,
     COUNT,
     blank,
     count,
     pack_bits,
+    pack_flags,
     tile_counts,
     unpack_flags,
 )
@@ -24,18 +34,25 @@ from elbowroom.kernels.numba.dither import grid, ranges_of
 from elbowroom.kernels.numba.grids import dequantize, extremes, quantize
 from elbowroom.kernels.numba.launch import array, parallel, patterns, split_seed, words
 from elbowroom.kernels.numba.noise import draw, tile_key
-from elbowroom.kernels.numba.rounding import from_restored, target, to_float
+from elbowroom.kernels.numba.rounding import TOP, from_restored, target, to_float
 
 
 def nonzero_quantize(
-    x: Tensor, seed: int, levels: int, group_size: int
+    x: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    bits = pack_bits(x)
+    by = channels(scale, shift, inner)
+    bits = pack_bits(x) if scale is None else _mapped_bits(x, by)
     starts = _starts(bits, x.numel(), levels, group_size)
     payload = torch.empty(int(starts[-1]), dtype=torch.uint8)
     bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
     out = array(starts), array(payload), patterns(bounds)
-    _quantize(*words(x), *split_seed(seed), levels, group_size, *out)
+    _quantize(*words(x), *by, *split_seed(seed), levels, group_size, *out)
     return bits, payload, bounds
 
 
@@ -47,12 +64,25 @@ def nonzero_dequantize(
     levels: int,
     group_size: int,
     out: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+    mask: Tensor | None = None,
 ) -> None:
     starts = _starts(bits, out.numel(), levels, group_size)
     check_payload(payload, int(starts[-1]))
     source = array(bits), array(starts), array(payload), patterns(bounds)
     tiniest = np.float32(max(2.0**-126, torch.finfo(out.dtype).tiny))
-    _dequantize(*source, *split_seed(seed), levels, group_size, tiniest, *words(out))
+    settings = *split_seed(seed), levels, group_size, tiniest
+    by = *channels(scale, shift, inner), mask_array(mask)
+    _dequantize(*source, *settings, *by, *words(out))
+
+
+def _mapped_bits(x: Tensor, by: tuple[Any, Any, int]) -> Tensor:
+    """The bits of what is not zero after scaling."""
+    bits = torch.empty(-(-x.numel() // 8), dtype=torch.uint8)
+    _pack_mapped(*words(x), *by, array(bits))
+    return bits
 
 
 def _starts(bits: Tensor, numel: int, levels: int, group_size: int) -> Tensor:
@@ -84,18 +114,19 @@ def compact(values, kept):
 
 
 @jit
-def lift(kept, tiniest):
-    """A decoded value that came out as (nearly) 0 becomes the smallest positive number.
+def lift(values, tiniest, flags):
+    """A restored value that came out as (nearly) 0 becomes the smallest positive number.
 
-    Zeros are the bitmap's.
+    Zeros are the bitmap's: values [n] stay as they are where flags [n] int8 is 0, not -1.
     """
-    for o in range(kept.shape[0]):
-        kept[o] = tiniest if abs(kept[o]) < tiniest else kept[o]
+    for o in range(values.shape[0]):
+        near = abs(values[o]) < tiniest
+        values[o] = tiniest if near & (flags[o] != 0) else values[o]
 
 
 @jit
 def expand(kept, bits, flags, values):
-    """values [n] <- the next of kept where a bit is set, else +0; flags [TILE] int8 is scratch.
+    """values [n] <- the next of kept where a bit is set, else +0; flags [TILE] int8 <- the bits.
 
     A table gives the places of eight elements at once, so that they do not wait for each other.
     Zeros are put in by a pass of their own: in one expression LLVM makes a branch of it, which
@@ -119,7 +150,23 @@ def expand(kept, bits, flags, values):
 
 
 @parallel
-def _quantize(x, kind, seed_low, seed_high, levels, S, starts, payload, bounds):
+def _pack_mapped(x, kind, scale, shift, inner, bits):
+    N = x.shape[0]
+    T = (N + TILE - 1) // TILE
+    for i_c in prange((T + CHUNK - 1) // CHUNK):
+        b_x, b_flag = np.empty(TILE, f32), np.empty(TILE, u8)
+        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
+            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
+            values = to_float(x[first:last], kind, b_x[: last - first])
+            values = mapped(values, first, scale, shift, inner, b_x[: last - first])
+            part = bits[first // 8 : (last + 7) // 8]
+            pack_flags(values.view(np.int32), TOP, part, b_flag)
+
+
+@parallel
+def _quantize(
+    x, kind, scale, shift, inner, seed_low, seed_high, levels, S, starts, payload, bounds
+):
     N = x.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
@@ -130,6 +177,7 @@ def _quantize(x, kind, seed_low, seed_high, levels, S, starts, payload, bounds):
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
             values = to_float(x[first:last], kind, b_x[: last - first])
+            values = mapped(values, first, scale, shift, inner, b_x[: last - first])
             n = compact(values, b_kept)
             bounds[i_t] = 0
             if n == 0:
@@ -146,7 +194,10 @@ def _quantize(x, kind, seed_low, seed_high, levels, S, starts, payload, bounds):
 
 
 @parallel
-def _dequantize(bits, starts, payload, bounds, seed_low, seed_high, levels, S, tiniest, out, kind):
+def _dequantize(
+    bits, starts, payload, bounds, seed_low, seed_high, levels, S, tiniest,
+    scale, shift, inner, mask, out, kind,
+):  # fmt: skip
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
@@ -165,8 +216,10 @@ def _dequantize(bits, starts, payload, bounds, seed_low, seed_high, levels, S, t
                 unpack(part[2 * G :], levels, b_code[: n + SLACK])
                 grid(part[: 2 * G].reshape(G, 2), bounds[i_t], levels, b_low, b_step)
                 dequantize(b_code, b_u, S, b_low, b_step, b_kept[:n])
-                lift(b_kept[:n], tiniest)
             b_kept[n] = f32(0)
             values = target(out[first:last], kind, b_x[: last - first])
             expand(b_kept, flags, b_flag, values)
+            scale_tile(values, first, scale, shift, inner)
+            lift(values, tiniest, b_flag)
+            blank_unset(values, first, mask, b_flag)
             from_restored(values, kind, out[first:last])

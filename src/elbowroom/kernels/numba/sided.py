@@ -9,6 +9,7 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.layout import check_payload, tiles
+from elbowroom.kernels.numba.affine import channels, map_restored, mapped, mask_array
 from elbowroom.kernels.numba.bits import COUNT, tile_counts
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, inlined, jit, u8, u64
@@ -20,14 +21,22 @@ from elbowroom.kernels.numba.rounding import from_restored, target, to_float
 
 
 def sided_quantize(
-    x: Tensor, bits: Tensor, seed: int, upper: int, lower: int, group_size: int
+    x: Tensor,
+    bits: Tensor,
+    seed: int,
+    upper: int,
+    lower: int,
+    group_size: int,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
 ) -> tuple[Tensor, Tensor]:
     counts, starts = _sizes(bits, x.numel(), upper, lower, group_size)
     payload = torch.empty(int(starts[-1]), dtype=torch.uint8)
     bounds = torch.empty(2 * tiles(x.numel()), 2, dtype=torch.bfloat16)
     settings = upper, lower, group_size
     out = array(starts), array(payload), patterns(bounds)
-    source = *words(x), array(bits), array(counts)
+    source = *words(x), *channels(scale, shift, inner), array(bits), array(counts)
     _quantize(*source, *split_seed(seed), *settings, *out)
     return payload, bounds
 
@@ -41,11 +50,17 @@ def sided_dequantize(
     lower: int,
     group_size: int,
     out: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+    mask: Tensor | None = None,
 ) -> None:
     counts, starts = _sizes(bits, out.numel(), upper, lower, group_size)
     check_payload(payload, int(starts[-1]))
     source = array(bits), array(counts), array(starts), array(payload), patterns(bounds)
-    _dequantize(*source, *split_seed(seed), upper, lower, group_size, *words(out))
+    settings = *split_seed(seed), upper, lower, group_size
+    by = *channels(scale, shift, inner), mask_array(mask)
+    _dequantize(*source, *settings, *by, *words(out))
 
 
 def _sizes(
@@ -159,7 +174,10 @@ def decode_part(part, bounds, u, levels, S, b_code, b_low, b_step, kept):
 
 
 @parallel
-def _quantize(x, kind, bits, counts, seed_low, seed_high, upper, lower, S, starts, payload, bounds):
+def _quantize(
+    x, kind, scale, shift, inner, bits, counts, seed_low, seed_high, upper, lower, S,
+    starts, payload, bounds,
+):  # fmt: skip
     N = x.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
@@ -171,6 +189,7 @@ def _quantize(x, kind, bits, counts, seed_low, seed_high, upper, lower, S, start
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
             n, p = last - first, counts[i_t]
             values = to_float(x[first:last], kind, b_x[:n])
+            values = mapped(values, first, scale, shift, inner, b_x[:n])
             divide(values, bits[first // 8 : (last + 7) // 8], b_side)
             draw(tile_key(i_t, seed_low, seed_high), b_u)
             start = starts[i_t]
@@ -187,13 +206,14 @@ def _quantize(x, kind, bits, counts, seed_low, seed_high, upper, lower, S, start
 
 @parallel
 def _dequantize(
-    bits, counts, starts, payload, bounds, seed_low, seed_high, upper, lower, S, out, kind
-):
+    bits, counts, starts, payload, bounds, seed_low, seed_high, upper, lower, S,
+    scale, shift, inner, mask, out, kind,
+):  # fmt: skip
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
         b_x, b_u, b_side = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(2 * TILE, f32)
-        b_code = np.empty(TILE + SLACK, u8)
+        b_code, b_flag = np.empty(TILE + SLACK, u8), np.empty(TILE, np.int8)
         b_low, b_step = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
@@ -211,4 +231,5 @@ def _dequantize(
             )  # fmt: skip
             values = target(out[first:last], kind, b_x[:n])
             merge(b_side, bits[first // 8 : (last + 7) // 8], values)
+            map_restored(values, first, scale, shift, inner, mask, b_flag)
             from_restored(values, kind, out[first:last])

@@ -17,6 +17,19 @@ def affine(
     Element i belongs to channel (i // inner) % C. scale [C], shift [C] float32; bits [ceil(N / 8)]
     uint8, or None for no mask.
     """
-    channel = (torch.arange(x.numel(), device=x.device) // inner) % scale.numel()
-    y = x.float() * scale[channel] + shift[channel]
-    out.copy_(y if bits is None else torch.where(flags(bits, x.numel()), y, 0.0))
+    out.copy_(mapped(x, scale, shift, inner, bits))
+
+
+def mapped(
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    inner: int,
+    bits: Tensor | None = None,
+) -> Tensor:
+    """The same as [N] float32. Without scale and shift, x; quantizers take them, or do not."""
+    y = x.float()
+    if scale is not None and shift is not None:
+        channel = (torch.arange(x.numel(), device=x.device) // inner) % scale.numel()
+        y = y * scale[channel] + shift[channel]
+    return y if bits is None else torch.where(flags(bits, x.numel()), y, 0.0)

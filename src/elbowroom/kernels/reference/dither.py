@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.kernels.layout import TILE, groups, tiles
+from elbowroom.kernels.reference.affine import mapped
 from elbowroom.kernels.reference.codes import pack_codes, unpack_codes
 from elbowroom.kernels.reference.noise import uniform
 from elbowroom.kernels.reference.rounding import (
@@ -33,10 +34,16 @@ from elbowroom.kernels.reference.rounding import (
 
 
 def dither_quantize(
-    x: Tensor, seed: int, levels: int, group_size: int
+    x: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [N] -> codes [packed] uint8, ranges [G, 2] uint8: a, b; bounds [tiles, 2] bf16: lo, hi."""
-    n, x = x.numel(), x.float()
+    n, x = x.numel(), mapped(x, scale, shift, inner)
     bounds = tile_bounds(x)  # [tiles, 2]
     ranges = group_ranges(x, bounds, group_size)  # [G, 2]
     low, step = grid(ranges, bounds, levels, group_size)  # [G], [G]
@@ -55,6 +62,10 @@ def dither_dequantize(
     levels: int,
     group_size: int,
     out: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+    mask: Tensor | None = None,
 ) -> None:
     """The inverse: out [N] is written."""
     n = out.numel()
@@ -62,7 +73,8 @@ def dither_dequantize(
     u = uniform(seed, 0, tiles(n), codes.device).view(-1)[:n]
     each = torch.arange(n, device=codes.device) // group_size
     q = unpack_codes(codes, n, levels).float()
-    store((low + step * 0.5)[each] + step[each] * (q - u), out)
+    y = (low + step * 0.5)[each] + step[each] * (q - u)
+    store(mapped(y, scale, shift, inner, mask), out)
 
 
 def grid(ranges: Tensor, bounds: Tensor, levels: int, group_size: int) -> tuple[Tensor, Tensor]:

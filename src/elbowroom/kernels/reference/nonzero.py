@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from elbowroom.kernels.layout import TILE, check_payload, codes_nbytes, groups, tiles
-from elbowroom.kernels.reference.bits import pack_bits, unpack_bits
+from elbowroom.kernels.reference.affine import mapped
+from elbowroom.kernels.reference.bits import flags, pack_bits
 from elbowroom.kernels.reference.codes import pack_codes, unpack_codes
 from elbowroom.kernels.reference.dither import grid, group_ranges, tile_bounds
 from elbowroom.kernels.reference.noise import uniform
@@ -26,12 +27,19 @@ TINIEST = 2.0**-126
 
 
 def nonzero_quantize(
-    x: Tensor, seed: int, levels: int, group_size: int
+    x: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [N] -> bits [ceil(N / 8)] uint8, payload [variable] uint8, bounds [tiles, 2] bf16."""
     bounds = torch.zeros(tiles(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
     payload = [torch.empty(0, dtype=torch.uint8, device=x.device)]
-    for i, tile in enumerate(torch.split(x.float(), TILE) if x.numel() else ()):
+    x = mapped(x, scale, shift, inner)
+    for i, tile in enumerate(torch.split(x, TILE) if x.numel() else ()):
         values = tile[tile != 0]  # [n]
         if values.numel() == 0:
             continue
@@ -76,20 +84,23 @@ def nonzero_dequantize(
     levels: int,
     group_size: int,
     out: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+    mask: Tensor | None = None,
 ) -> None:
     """The inverse: out [N] is written."""
-    unpack_bits(bits, 1.0, out)
-    tiniest = max(TINIEST, torch.finfo(out.dtype).tiny)
-    counts = [int((tile != 0).sum()) for tile in torch.split(out, TILE)] if out.numel() else []
+    held = flags(bits, out.numel())
+    counts = [int(tile.sum()) for tile in torch.split(held, TILE)] if out.numel() else []
     check_payload(payload, sum(part_nbytes(n, levels, group_size) for n in counts))
-    start = 0
-    for i, tile in enumerate(torch.split(out, TILE) if out.numel() else ()):
-        n = counts[i]
+    y, start = torch.zeros_like(out, dtype=torch.float32), 0
+    for i, n in enumerate(counts):
         size = part_nbytes(n, levels, group_size)
         part, start = payload[start : start + size], start + size
         u = uniform(seed, i, 1, bits.device)[0]
-        values = decode_part(part, bounds[i : i + 1], u, n, levels, group_size)
-        values = torch.where(values.abs() < tiniest, tiniest, values)
-        restored = torch.empty_like(values, dtype=out.dtype)
-        store(values, restored)
-        tile[tile != 0] = restored  # `out` is written through its view
+        tile = slice(i * TILE, (i + 1) * TILE)
+        y[tile][held[tile]] = decode_part(part, bounds[i : i + 1], u, n, levels, group_size)
+    y = mapped(y, scale, shift, inner)
+    tiniest = max(TINIEST, torch.finfo(out.dtype).tiny)
+    y = torch.where(held & (y.abs() < tiniest), tiniest, y)
+    store(mapped(y, None, None, 1, mask), out)

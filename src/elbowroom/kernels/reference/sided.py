@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.kernels.layout import TILE, check_payload, tiles
+from elbowroom.kernels.reference.affine import mapped
 from elbowroom.kernels.reference.bits import flags
 from elbowroom.kernels.reference.dither import tile_bounds
 from elbowroom.kernels.reference.noise import uniform
@@ -24,13 +25,22 @@ from elbowroom.kernels.reference.rounding import store
 
 
 def sided_quantize(
-    x: Tensor, bits: Tensor, seed: int, upper: int, lower: int, group_size: int
+    x: Tensor,
+    bits: Tensor,
+    seed: int,
+    upper: int,
+    lower: int,
+    group_size: int,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """x [N], bits [ceil(N / 8)] uint8 -> payload [variable] uint8, bounds [2 * tiles, 2] bf16."""
     bounds = torch.zeros(2 * tiles(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
     payload = [torch.empty(0, dtype=torch.uint8, device=x.device)]
     above = torch.split(flags(bits, x.numel()), TILE)
-    for i, tile in enumerate(torch.split(x.float(), TILE) if x.numel() else ()):
+    x = mapped(x, scale, shift, inner)
+    for i, tile in enumerate(torch.split(x, TILE) if x.numel() else ()):
         u, done = uniform(seed, i, 1, x.device)[0], 0
         for side, levels in enumerate((upper, lower)):
             values = tile[above[i] if side == 0 else ~above[i]]
@@ -52,6 +62,10 @@ def sided_dequantize(
     lower: int,
     group_size: int,
     out: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+    mask: Tensor | None = None,
 ) -> None:
     """The inverse: out [N] is written."""
     above = torch.split(flags(bits, out.numel()), TILE) if out.numel() else ()
@@ -62,15 +76,14 @@ def sided_dequantize(
             part_nbytes(p, upper, group_size) + part_nbytes(q, lower, group_size) for p, q in counts
         ),
     )
-    start = 0
-    for i, tile in enumerate(torch.split(out, TILE) if out.numel() else ()):
+    y, start = torch.empty_like(out, dtype=torch.float32), 0
+    for i, tile in enumerate(torch.split(y, TILE) if out.numel() else ()):
         u, done = uniform(seed, i, 1, bits.device)[0], 0
         for side, levels in enumerate((upper, lower)):
             n, at = counts[i][side], 2 * i + side
             size = part_nbytes(n, levels, group_size)
             part, start = payload[start : start + size], start + size
             values = decode_part(part, bounds[at : at + 1], u[done:], n, levels, group_size)
-            restored = torch.empty_like(values, dtype=out.dtype)
-            store(values, restored)
-            tile[above[i] if side == 0 else ~above[i]] = restored
+            tile[above[i] if side == 0 else ~above[i]] = values
             done += n
+    store(mapped(y, scale, shift, inner, mask), out)

@@ -1,5 +1,13 @@
-"""Scale and shift by channel under a bitmap (specification: `reference/affine.py`)."""
+"""Scale and shift by channel under a bitmap (specification: `reference/affine.py`).
 
+Dequantizers do it in their own pass (`scale_tile`, `blank_unset`). Quantizers read x twice, the
+second time in the order of the packed codes (`device.pack`): for them it is a pass of its own, in
+float32 (`mapped`).
+"""
+
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,38 +21,79 @@ from elbowroom.kernels.triton.launch import launch, words
 def affine(
     x: Tensor, scale: Tensor, shift: Tensor, inner: int, bits: Tensor | None, out: Tensor
 ) -> None:
-    values, kind = words(x)
-    period = inner * scale.numel()  # elements after which the channels repeat
-    args = values, scale, shift, bits, words(out)[0], x.numel(), inner, scale.numel()
-    launch(_affine, tiles(x.numel()), *args, SHORT=period < 2**31 - TILE_SIZE, KIND=kind)
+    (values, kind), (target, out_kind) = words(x), words(out)
+    args = values, target, x.numel(), *channels(scale, shift, inner, bits)
+    launch(_affine, tiles(x.numel()), *args, SHORT=is_short(scale, inner), FROM=kind, TO=out_kind)
+
+
+def mapped(x: Tensor, scale: Tensor | None, shift: Tensor | None, inner: int) -> Tensor:
+    """x, or x * scale + shift as a float32 tensor of its own."""
+    if scale is None or shift is None:
+        return x
+    y = torch.empty_like(x, dtype=torch.float32)
+    affine(x, scale, shift, inner, None, y)
+    return y
+
+
+def channels(
+    scale: Tensor | None, shift: Tensor | None, inner: int, bits: Tensor | None
+) -> tuple[Any, ...]:
+    """What `scale_tile` and `blank_unset` take: p_scale, p_shift, p_mask, inner, C."""
+    return scale, shift, bits, inner, 1 if scale is None else scale.numel()
+
+
+def is_short(scale: Tensor | None, inner: int) -> bool:
+    """Whether a place in the period, after which the channels repeat, fits into 32 bits."""
+    return scale is None or inner * scale.numel() < 2**31 - TILE_SIZE
+
+
+@triton.jit
+def scale_tile(b_x, i_t, o_e, m_e, p_scale, p_shift, inner, C, SHORT: tl.constexpr):
+    """b_x * scale + shift by channel, if there are any, for elements o_e of tile i_t.
+
+    All arguments broadcast.
+    """
+    b_y = b_x
+    if p_scale is not None:
+        b_first = (i_t * TILE) % (tl.full([1], inner, tl.int64) * C)  # in the tile's period
+        if SHORT:
+            b_first = b_first.to(tl.int32)
+        o_c = ((b_first + o_e) // inner) % C
+        b_scale = tl.load(p_scale + o_c, mask=m_e, other=0)
+        b_y = b_x * b_scale + tl.load(p_shift + o_c, mask=m_e, other=0)
+    return b_y
+
+
+@triton.jit
+def blank_unset(b_x, i_t, o_e, m_e, p_mask):
+    """0 where mask, if there is one, has no bit."""
+    b_y = b_x
+    if p_mask is not None:
+        b_byte = tl.load(p_mask + (i_t * TILE + o_e) // 8, mask=m_e, other=0).to(tl.int32)
+        b_y = tl.where((b_byte >> (o_e % 8)) & 1 != 0, b_x, 0.0)
+    return b_y
 
 
 @triton.jit
 def _affine(
     p_x,
-    p_scale,
-    p_shift,
-    p_bits,
     p_out,
     N,
+    p_scale,
+    p_shift,
+    p_mask,
     inner,
     C,
     SHORT: tl.constexpr,
-    KIND: tl.constexpr,
+    FROM: tl.constexpr,
+    TO: tl.constexpr,
     R: tl.constexpr,
 ):
     i_t, n = program_tiles(N, R)
     i_t, n = i_t[:, None], n[:, None]
     o_e = tl.arange(0, TILE)[None, :]
     m_e = o_e < n  # [R, TILE]
-    b_first = (i_t * TILE) % (tl.full([1, 1], inner, tl.int64) * C)  # in the tile's period
-    if SHORT:  # a place in the period fits into 32 bits
-        b_first = b_first.to(tl.int32)
-    o_c = ((b_first + o_e) // inner) % C
-    b_x = load_float(p_x + i_t * TILE + o_e, m_e, KIND)
-    b_scale = tl.load(p_scale + o_c, mask=m_e, other=0)
-    b_y = b_x * b_scale + tl.load(p_shift + o_c, mask=m_e, other=0)
-    if p_bits is not None:
-        b_byte = tl.load(p_bits + (i_t * TILE + o_e) // 8, mask=m_e, other=0).to(tl.int32)
-        b_y = tl.where((b_byte >> (o_e % 8)) & 1 != 0, b_y, 0.0)
-    store_float(p_out + i_t * TILE + o_e, b_y, m_e, KIND)
+    b_x = load_float(p_x + i_t * TILE + o_e, m_e, FROM)
+    b_x = scale_tile(b_x, i_t, o_e, m_e, p_scale, p_shift, inner, C, SHORT)
+    b_x = blank_unset(b_x, i_t, o_e, m_e, p_mask)
+    store_float(p_out + i_t * TILE + o_e, b_x, m_e, TO)

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from elbowroom.kernels.layout import groups, packed_nbytes, tiles
+from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
 from elbowroom.kernels.triton.device import (
     NAN_BF16,
     TILE,
@@ -27,12 +28,18 @@ from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
 
 
 def dither_quantize(
-    x: Tensor, seed: int, levels: int, group_size: int
+    x: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8, device=x.device)
     ranges = torch.empty(groups(x.numel(), group_size), 2, dtype=torch.uint8, device=x.device)
     bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
-    source, kind = words(x)
+    source, kind = words(mapped(x, scale, shift, inner))
     args = source, codes, ranges, patterns(bounds), x.numel(), *split_seed(seed)
     launch(_quantize, tiles(x.numel()), *args, LEVELS=levels, S=group_size, KIND=kind)
     return codes, ranges, bounds
@@ -46,10 +53,16 @@ def dither_dequantize(
     levels: int,
     group_size: int,
     out: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+    mask: Tensor | None = None,
 ) -> None:
     target, kind = words(out)
-    args = codes, ranges, patterns(bounds), target, out.numel(), *split_seed(seed)
-    launch(_dequantize, tiles(out.numel()), *args, LEVELS=levels, S=group_size, KIND=kind)
+    by = channels(scale, shift, inner, mask)
+    args = codes, ranges, patterns(bounds), target, out.numel(), *by, *split_seed(seed)
+    constants = {"LEVELS": levels, "S": group_size, "KIND": kind, "SHORT": is_short(scale, inner)}
+    launch(_dequantize, tiles(out.numel()), *args, **constants)
 
 
 @triton.jit
@@ -138,11 +151,17 @@ def _dequantize(
     p_bounds,
     p_out,
     N,
+    p_scale,
+    p_shift,
+    p_mask,
+    inner,
+    C,
     seed_low,
     seed_high,
     LEVELS: tl.constexpr,
     S: tl.constexpr,
     KIND: tl.constexpr,
+    SHORT: tl.constexpr,
     R: tl.constexpr,
 ):
     G: tl.constexpr = TILE // S
@@ -156,4 +175,6 @@ def _dequantize(
     b_low, b_step = load_grid(p_ranges, p_bounds + 2 * i_t, o_g * S < n, n > 0, LEVELS)
     b_code = unpack(p_codes + i_t * codes_nbytes(LEVELS, TILE), n, o_e, m_e, LEVELS)
     b_x = b_low + b_step * (b_code.to(tl.float32) - uniform(b_key, o_e))
+    b_x = scale_tile(b_x, i_t, o_e, m_e, p_scale, p_shift, inner, C, SHORT)
+    b_x = blank_unset(b_x, i_t, o_e, m_e, p_mask)
     store_restored(p_out + i_t * TILE + o_e, b_x, m_e, KIND)

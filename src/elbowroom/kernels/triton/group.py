@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from elbowroom.kernels.layout import groups, packed_nbytes, tiles
+from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
 from elbowroom.kernels.triton.device import (
     NAN_BF16,
     TILE,
@@ -26,30 +27,47 @@ from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
 
 
 def group_quantize(
-    x: Tensor, seed: int, levels: int, group_size: int
+    x: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8, device=x.device)
-    scale = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16, device=x.device)
-    low = torch.empty_like(scale)
-    source, kind = words(x)
-    args = source, codes, patterns(scale), patterns(low), x.numel(), *split_seed(seed)
+    step = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16, device=x.device)
+    low = torch.empty_like(step)
+    source, kind = words(mapped(x, scale, shift, inner))
+    args = source, codes, patterns(step), patterns(low), x.numel(), *split_seed(seed)
     launch(_quantize, tiles(x.numel()), *args, LEVELS=levels, S=group_size, KIND=kind)
-    return codes, scale, low
+    return codes, step, low
 
 
 def group_dequantize(
-    codes: Tensor, scale: Tensor, low: Tensor, levels: int, group_size: int, out: Tensor
+    codes: Tensor,
+    step: Tensor,
+    low: Tensor,
+    levels: int,
+    group_size: int,
+    out: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+    mask: Tensor | None = None,
 ) -> None:
     target, kind = words(out)
-    args = codes, patterns(scale), patterns(low), target, out.numel()
-    launch(_dequantize, tiles(out.numel()), *args, LEVELS=levels, S=group_size, KIND=kind)
+    by = channels(scale, shift, inner, mask)
+    args = codes, patterns(step), patterns(low), target, out.numel(), *by
+    constants = {"LEVELS": levels, "S": group_size, "KIND": kind, "SHORT": is_short(scale, inner)}
+    launch(_dequantize, tiles(out.numel()), *args, **constants)
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def _quantize(
     p_x,
     p_codes,
-    p_scale,
+    p_step,
     p_low,
     N,
     seed_low,
@@ -67,14 +85,14 @@ def _quantize(
     b_least, b_most, m_usable = extremes(b_x, m_e)  # [R, G]
     b_lows = bf16_directed(b_least, UP=False)
     b_low = bf16_value(b_lows)
-    b_scales = bf16_directed((b_most - b_low) * (1 / (LEVELS - 1)), UP=True)
-    b_scale = tl.where(m_usable, inverse(bf16_value(b_scales)), 0.0)
+    b_steps = bf16_directed((b_most - b_low) * (1 / (LEVELS - 1)), UP=True)
+    b_scale = tl.where(m_usable, inverse(bf16_value(b_steps)), 0.0)
 
     o_g = tl.arange(0, G)[None, :]
     m_g = o_g * S < n[:, None]
     o_out = (i_t * G)[:, None] + o_g
     tl.store(p_low + o_out, b_lows.to(tl.int16), mask=m_g)
-    tl.store(p_scale + o_out, tl.where(m_usable, b_scales, NAN_BF16).to(tl.int16), mask=m_g)
+    tl.store(p_step + o_out, tl.where(m_usable, b_steps, NAN_BF16).to(tl.int16), mask=m_g)
     p_x += (i_t * TILE)[:, None]
     p_codes += (i_t * codes_nbytes(LEVELS, TILE))[:, None]
     b_key = tile_key(i_t, seed_low, seed_high)[:, None]
@@ -84,13 +102,19 @@ def _quantize(
 @triton.jit
 def _dequantize(
     p_codes,
-    p_scale,
+    p_step,
     p_low,
     p_out,
     N,
+    p_scale,
+    p_shift,
+    p_mask,
+    inner,
+    C,
     LEVELS: tl.constexpr,
     S: tl.constexpr,
     KIND: tl.constexpr,
+    SHORT: tl.constexpr,
     R: tl.constexpr,
 ):
     G: tl.constexpr = TILE // S
@@ -101,6 +125,9 @@ def _dequantize(
     o_g = tl.arange(0, G)[None, :, None]
     m_g = o_g * S < n
     b_low = bf16_value(tl.load(p_low + i_t * G + o_g, mask=m_g, other=0))  # [R, G, 1]
-    b_scale = bf16_value(tl.load(p_scale + i_t * G + o_g, mask=m_g, other=0))
+    b_step = bf16_value(tl.load(p_step + i_t * G + o_g, mask=m_g, other=0))
     b_code = unpack(p_codes + i_t * codes_nbytes(LEVELS, TILE), n, o_e, m_e, LEVELS)
-    store_restored(p_out + i_t * TILE + o_e, b_low + b_scale * b_code.to(tl.float32), m_e, KIND)
+    b_x = b_low + b_step * b_code.to(tl.float32)
+    b_x = scale_tile(b_x, i_t, o_e, m_e, p_scale, p_shift, inner, C, SHORT)
+    b_x = blank_unset(b_x, i_t, o_e, m_e, p_mask)
+    store_restored(p_out + i_t * TILE + o_e, b_x, m_e, KIND)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from elbowroom.kernels.layout import tiles
+from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
 from elbowroom.kernels.triton.bits import pack_bits
 from elbowroom.kernels.triton.device import (
     TILE,
@@ -33,8 +34,15 @@ from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
 
 
 def nonzero_quantize(
-    x: Tensor, seed: int, levels: int, group_size: int
+    x: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    x = mapped(x, scale, shift, inner)
     bits = pack_bits(x)
     starts = _starts(bits, x.numel(), levels, group_size)
     payload = torch.empty(int(starts[-1]), dtype=torch.uint8, device=x.device)  # the host waits
@@ -53,13 +61,19 @@ def nonzero_dequantize(
     levels: int,
     group_size: int,
     out: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+    mask: Tensor | None = None,
 ) -> None:
     starts = _starts(bits, out.numel(), levels, group_size)
     target, kind = words(out)
     tiniest = max(2.0**-126, torch.finfo(out.dtype).tiny)
     sizes = out.numel(), payload.numel(), tiniest
-    args = bits, starts, payload, patterns(bounds), target, *sizes, *split_seed(seed)
-    launch(_dequantize, tiles(out.numel()), *args, LEVELS=levels, S=group_size, KIND=kind, R=1)
+    by = channels(scale, shift, inner, mask)
+    args = bits, starts, payload, patterns(bounds), target, *sizes, *by, *split_seed(seed)
+    constants = {"LEVELS": levels, "S": group_size, "KIND": kind, "SHORT": is_short(scale, inner)}
+    launch(_dequantize, tiles(out.numel()), *args, **constants, R=1)
 
 
 def _starts(bits: Tensor, numel: int, levels: int, group_size: int) -> Tensor:
@@ -129,11 +143,17 @@ def _dequantize(
     N,
     N_PAYLOAD,
     tiniest,
+    p_scale,
+    p_shift,
+    p_mask,
+    inner,
+    C,
     seed_low,
     seed_high,
     LEVELS: tl.constexpr,
     S: tl.constexpr,
     KIND: tl.constexpr,
+    SHORT: tl.constexpr,
     R: tl.constexpr,
 ):
     i_t = tl.program_id(0).to(tl.int64)
@@ -151,6 +171,8 @@ def _dequantize(
     b_code = unpack(p_payload + 2 * ((n + S - 1) // S), n, o_e, m_g, LEVELS)
     b_u = uniform(tile_key(i_t, seed_low, seed_high), o_e)
     b_x = b_low + b_step * (b_code.to(tl.float32) - b_u)
-    b_x = tl.where(tl.abs(b_x) < tiniest, tiniest, b_x)
-    b_x = tl.where(m_t, b_x, float("nan"))
-    store_restored(p_out + i_t * TILE + o_x, tl.where(m_e, b_x, 0.0), m_x, KIND)
+    b_x = tl.where(m_e, tl.where(m_t, b_x, float("nan")), 0.0)
+    b_x = scale_tile(b_x, i_t, o_x, m_x, p_scale, p_shift, inner, C, SHORT)
+    b_x = tl.where(m_e & (tl.abs(b_x) < tiniest), tiniest, b_x)
+    b_x = blank_unset(b_x, i_t, o_x, m_x, p_mask)
+    store_restored(p_out + i_t * TILE + o_x, b_x, m_x, KIND)

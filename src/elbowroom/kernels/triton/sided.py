@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from elbowroom.kernels.layout import tiles
+from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
 from elbowroom.kernels.triton.device import (
     TILE,
     load_float,
@@ -31,13 +32,21 @@ from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
 
 
 def sided_quantize(
-    x: Tensor, bits: Tensor, seed: int, upper: int, lower: int, group_size: int
+    x: Tensor,
+    bits: Tensor,
+    seed: int,
+    upper: int,
+    lower: int,
+    group_size: int,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
 ) -> tuple[Tensor, Tensor]:
     settings = {"UPPER": upper, "LOWER": lower, "S": group_size}
     starts = _starts(bits, x.numel(), settings)
     payload = torch.empty(int(starts[-1]), dtype=torch.uint8, device=x.device)  # the host waits
     bounds = torch.empty(2 * tiles(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
-    source, kind = words(x)
+    source, kind = words(mapped(x, scale, shift, inner))
     args = source, bits, starts, payload, patterns(bounds), x.numel(), *split_seed(seed)
     launch(_quantize, tiles(x.numel()), *args, **settings, KIND=kind, R=1)
     return payload, bounds
@@ -52,13 +61,19 @@ def sided_dequantize(
     lower: int,
     group_size: int,
     out: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+    mask: Tensor | None = None,
 ) -> None:
     settings = {"UPPER": upper, "LOWER": lower, "S": group_size}
     starts = _starts(bits, out.numel(), settings)
     target, kind = words(out)
     sizes = out.numel(), payload.numel()
-    args = bits, starts, payload, patterns(bounds), target, *sizes, *split_seed(seed)
-    launch(_dequantize, tiles(out.numel()), *args, **settings, KIND=kind, R=1)
+    by = channels(scale, shift, inner, mask)
+    args = bits, starts, payload, patterns(bounds), target, *sizes, *by, *split_seed(seed)
+    constants = settings | {"KIND": kind, "SHORT": is_short(scale, inner)}
+    launch(_dequantize, tiles(out.numel()), *args, **constants, R=1)
 
 
 def _starts(bits: Tensor, numel: int, settings: dict[str, int]) -> Tensor:
@@ -166,12 +181,18 @@ def _dequantize(
     p_out,
     N,
     N_PAYLOAD,
+    p_scale,
+    p_shift,
+    p_mask,
+    inner,
+    C,
     seed_low,
     seed_high,
     UPPER: tl.constexpr,
     LOWER: tl.constexpr,
     S: tl.constexpr,
     KIND: tl.constexpr,
+    SHORT: tl.constexpr,
     R: tl.constexpr,
 ):
     i_t = tl.program_id(0).to(tl.int64)
@@ -188,6 +209,8 @@ def _dequantize(
     p_payload += part_nbytes(n_up, UPPER, S)
     b_low = decode_side(p_payload, p_bounds + 2, m_x & ~m_up, m_t, n_up, b_key, LOWER, S)
     b_x = tl.where(m_t, tl.where(m_up, b_up, b_low), float("nan"))
+    b_x = scale_tile(b_x, i_t, o_x, m_x, p_scale, p_shift, inner, C, SHORT)
+    b_x = blank_unset(b_x, i_t, o_x, m_x, p_mask)
     store_restored(p_out + i_t * TILE + o_x, b_x, m_x, KIND)
 
 

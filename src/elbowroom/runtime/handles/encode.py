@@ -10,9 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from elbowroom.codecs import Encoded
+from elbowroom.codecs import Affine, Encoded
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
+from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.weak import WeakStorage
 
 
@@ -36,9 +37,9 @@ class EncodeHandle:
         encoded: Encoded,
         base: Tensor,
         on_outlived: Callable[[], None] | None = None,
-        undo: Callable[[Tensor], None] | None = None,
+        undo: Callable[[], Affine] | None = None,
     ) -> None:
-        """undo: what makes of the decoded tensor, in place, the one that was saved."""
+        """undo: what makes of the decoded tensor the one that was saved."""
         self._encoded = encoded
         self._undo = undo
         self._offset = base.storage_offset()
@@ -72,14 +73,24 @@ class EncodeHandle:
             seen = self._still_there()
             if seen is not None:
                 return seen
-        encoded = self._encoded
-        flat = ARENA.take(encoded.numel, encoded.dtype, encoded.buffers[0].device)
-        x = encoded.decode(flat)
-        if self._undo is not None:
-            self._undo(x)
+        flat = self._room()
+        x = self._encoded.decode(flat, None if self._undo is None else self._undo())
         if not private and not ARENA.owns(flat):
             self._restored = WeakStorage(x), _witness(x), x._version
         return x
+
+    def restore_mapped(self, affine: Affine, bits: Tensor | None) -> Tensor:
+        """affine(x), and 0 where a bit is not set: by one pass, in memory that nobody else sees."""
+        both = affine if self._undo is None else self._undo().then(affine)
+        if both is not None:
+            return self._encoded.decode(self._room(), both, bits)
+        x = self.restore(private=True)
+        affine.in_place(flat_of(x), bits)
+        return x
+
+    def _room(self) -> Tensor:
+        encoded = self._encoded
+        return ARENA.take(encoded.numel, encoded.dtype, encoded.buffers[0].device)
 
     def _still_there(self) -> Tensor | None:
         """The original, unchanged, or a decoded tensor that a reader in backward still holds."""

@@ -1,0 +1,62 @@
+"""A scale and a shift by channel, which codecs do in the pass that quantizes or dequantizes anyway.
+
+    x --affine--> y --encode--> codes --decode--> y~ --affine, then 0 where no bit--> what is asked
+
+A norm's input is encoded as (x - mean) * rstd, and restored by what undoes that; or, where the norm
+is to be made again from it, by the undoing and the norm composed (`then`).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from elbowroom.kernels import ops
+
+ABSENT = None, None, 1  # what an op takes for no affine
+
+
+class Affine(NamedTuple):
+    """x * scale + shift: element i in memory order belongs to channel (i // inner) % C.
+
+    scale, shift [C] float32.
+    """
+
+    scale: Tensor
+    shift: Tensor
+    inner: int
+
+    @classmethod
+    def identity(cls, device: torch.device) -> "Affine":
+        return cls(torch.ones(1, device=device), torch.zeros(1, device=device), 1)
+
+    def of(self, x: Tensor) -> Tensor:
+        """x [N] -> its image [N], rounded to its dtype."""
+        y = torch.empty_like(x)
+        ops.affine(x, *self, None, y)
+        return y
+
+    def in_place(self, x: Tensor, bits: Tensor | None = None) -> None:
+        """x [N] <- its image, and 0 where a bit of bits [ceil(N / 8)] is not set."""
+        ops.affine(x, *self, bits, x)
+
+    def then(self, other: "Affine") -> "Affine | None":
+        """other(self(x)) as one affine; None where the channels of neither split the other's."""
+        fine = min((self, other), key=lambda affine: (len(affine.scale) == 1, affine.inner))
+        first, second = self._split_like(fine), other._split_like(fine)
+        if first is None or second is None:
+            return None
+        scale = first.scale * second.scale
+        return Affine(scale, first.shift * second.scale + second.shift, fine.inner)
+
+    def _split_like(self, fine: "Affine") -> "Affine | None":
+        """The same affine in the channels of `fine`, or, if this has one channel, in one."""
+        if len(self.scale) == 1:
+            return self
+        each, rest = divmod(self.inner, fine.inner)
+        if rest or each * len(self.scale) != len(fine.scale):
+            return None
+        if each == 1:
+            return self
+        scale, shift = (part.repeat_interleave(each) for part in (self.scale, self.shift))
+        return Affine(scale, shift, fine.inner)
