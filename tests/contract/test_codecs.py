@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elbowroom.codecs import (
+    Affine,
     Cast,
     Codec,
     Comet,
@@ -36,6 +37,7 @@ from elbowroom.codecs.base import memory_order
 from elbowroom.codecs.division import _maps
 from elbowroom.errors import CodecError, UnsupportedTensor
 from elbowroom.kernels.layout import TILE
+from elbowroom.kernels.ops import pack_bits
 
 ZEROS = Facts(has_zeros=True)
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -214,6 +216,68 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 def same_buffers(a: Encoded, b: Encoded) -> bool:
     return all(same_bits(x, y) for x, y in zip(a.buffers, b.buffers, strict=True))
+
+
+# -- an affine in the same pass, or in one of its own ----------------------------------------------
+
+MAPPABLE = cases(lambda case: not case.codec.lossless and case.dtype in FLOATS)
+
+
+def even() -> Affine:
+    """One that keeps zeros, and on which side of 0 a value lies."""
+    return Affine(torch.tensor([2.0, 1.5, 30.0]), torch.zeros(3), 7)
+
+
+@MAPPABLE
+def test_encoding_by_an_affine_is_encoding_its_image(case):
+    """With the same bits in float32; elsewhere the image need not be rounded to the dtype."""
+    x = case.values(2, 3, 21, 30)
+    image = even().of(x.view(-1)).view(x.shape)
+    encoded = case.codec.encode(x, 5, case.facts, even())
+    apart = case.encode(image, 5)
+    assert encoded.raw == apart.raw or encoded.nbytes == apart.nbytes
+    if encoded.raw:
+        assert same_bits(encoded.decode(), x)
+    elif case.dtype is torch.float32:
+        assert same_buffers(encoded, apart)
+    else:
+        exact = even().of(x.view(-1).float()).view(x.shape)
+        errors = [(e.decode().float() - exact).square().mean() for e in (encoded, apart)]
+        assert errors[0] <= 1.1 * errors[1] + 1e-6
+
+
+@MAPPABLE
+def test_decoding_by_an_affine(case):
+    """It is the affine of what is decoded, and 0 where a bit is not set."""
+    for name, x in inputs(case):
+        encoded, affine = case.encode(x, 5), Affine(torch.randn(5), torch.randn(5), 3)
+        decoded = encoded.decode()
+        flat = decoded.float().as_strided((x.numel(),), (1,)) if x.numel() else decoded.flatten()
+        kept = torch.arange(x.numel()) % 3 != 0
+        bits = pack_bits(kept)
+        out = torch.empty(x.numel(), dtype=x.dtype)
+        mapped = encoded.decode(out, affine, bits)
+        assert (mapped.shape, mapped.stride()) == (decoded.shape, decoded.stride()), name
+        assert mapped.data_ptr() == out.data_ptr()
+        expected = torch.where(kept, affine.of(flat), 0.0) if x.numel() else flat
+        if case.dtype is torch.float32:
+            assert torch.equal(out, expected), name
+        else:
+            scale = 1 + expected.abs().max() if x.numel() else 1  # of what is rounded before
+            assert ((out.float() - expected).abs() <= 2**-7 * scale).all(), name
+
+
+@MAPPABLE
+def test_what_is_raw_is_held_without_the_affine(case):
+    x = case.values(2, 3, 21, 30)
+    x[0, 0, 0, 0] = float("nan")
+    encoded = case.codec.encode(x, 5, case.facts, even())
+    if encoded.raw:
+        assert same_bits(encoded.decode(), x)
+        mapped = encoded.decode(None, even())
+        assert same_bits(mapped, even().of(x.view(-1)).view(x.shape))
+    else:
+        assert encoded.decode()[0, 0, 0, 0].isnan()
 
 
 # -- the promised error of the lossy codecs, from the values alone --------------------------------
