@@ -48,30 +48,22 @@ def scale_each(y, scale, shift):
 
 @jit
 def scale_runs(y, start, inner, scale, shift):
-    """y [n] in place, of which the first is element `start` of the tensor.
-
-    The rest of a run, whole runs, the start of one: whole ones as rows, because a slice costs as
-    much as tens of elements.
-    """
+    """y [n] in place, of which the first is element `start` of the tensor."""
     n, C = y.shape[0], scale.shape[0]
-    c, rest = (start // inner) % C, min((inner - start % inner) % inner, n)
-    if rest > 0:
-        scale_run(y[:rest], scale[c], shift[c])
+    first, last = 0, min(inner - start % inner, n)
+    c = (start // inner) % C
+    while first < n:
+        scale_run(y[first:last], scale[c], shift[c])
+        first, last = last, min(last + inner, n)
         c = c + 1 if c + 1 < C else 0
-    R = (n - rest) // inner
-    rows = y[rest : rest + R * inner].reshape(R, inner)
-    for i in range(R):
-        a, b = scale[c], shift[c]
-        for o in range(inner):
-            rows[i, o] = rows[i, o] * a + b
-        c = c + 1 if c + 1 < C else 0
-    if rest + R * inner < n:
-        scale_run(y[rest + R * inner :], scale[c], shift[c])
 
 
 @jit
 def scale_neighbours(y, start, scale, shift):
-    """The same for channels that lie next to each other: inner = 1."""
+    """The same for channels that lie next to each other: inner = 1.
+
+    Whole rows of them as an array of two dimensions: with three slices a row 5x slower (C = 64).
+    """
     n, C = y.shape[0], scale.shape[0]
     c = start % C
     rest = min((C - c) % C, n)

@@ -16,20 +16,14 @@ def extremes(values, S, least, most):
 
     Both as `order` integers.
     """
-    n = values.shape[0]
-    patterns = values.view(np.int32)
-    rows = patterns[: n - n % S].reshape(n // S, S)
-    for i_g in range(n // S):
+    n, patterns = values.shape[0], values.view(np.int32)
+    for i_g in range((n + S - 1) // S):
+        group = patterns[i_g * S : min(i_g * S + S, n)]
         low, high = TOP, BOTTOM
-        for o in range(S):
-            place = order(rows[i_g, o])
+        for o in range(group.shape[0]):
+            place = order(group[o])
             low, high = min(low, place), max(high, place)
         least[i_g], most[i_g] = low, high
-    if n % S:
-        low, high = TOP, BOTTOM
-        for place in patterns[n - n % S :]:
-            low, high = min(low, order(place)), max(high, order(place))
-        least[n // S], most[n // S] = low, high
 
 
 @inlined
@@ -50,21 +44,12 @@ def quantize(values, u, S, low, scale, top, codes):
     A NaN goes anywhere in 0..top. codes has room for SLACK more, which are set to 0.
     """
     n = values.shape[0]
-    whole = n - n % S
-    b_x, b_u, b_code = (
-        values[:whole].reshape(n // S, S),
-        u[:whole].reshape(n // S, S),
-        codes[:whole].reshape(n // S, S),
-    )
-    for i_g in range(n // S):
+    for i_g in range((n + S - 1) // S):
+        first, last = i_g * S, min(i_g * S + S, n)
+        b_x, b_u, b_code = values[first:last], u[first:last], codes[first:last]
         g_low, g_scale = low[i_g], scale[i_g]
-        for o in range(S):
-            b_code[i_g, o] = code_of(b_x[i_g, o], b_u[i_g, o], g_low, g_scale, top)
-    if whole < n:  # slices again, which LLVM vectorizes
-        g_low, g_scale = low[n // S], scale[n // S]
-        r_x, r_u, r_code = values[whole:], u[whole:n], codes[whole:n]
-        for o in range(n - whole):
-            r_code[o] = code_of(r_x[o], r_u[o], g_low, g_scale, top)
+        for o in range(last - first):
+            b_code[o] = code_of(b_x[o], b_u[o], g_low, g_scale, top)
     codes[n : n + SLACK] = 0
 
 
@@ -72,18 +57,9 @@ def quantize(values, u, S, low, scale, top, codes):
 def dequantize(codes, u, S, low, step, out):
     """out [n] float32 <- low + step * (codes - u), with low and step [groups]."""
     n = out.shape[0]
-    whole = n - n % S
-    b_x, b_u, b_code = (
-        out[:whole].reshape(n // S, S),
-        u[:whole].reshape(n // S, S),
-        codes[:whole].reshape(n // S, S),
-    )
-    for i_g in range(n // S):
+    for i_g in range((n + S - 1) // S):
+        first, last = i_g * S, min(i_g * S + S, n)
+        b_x, b_u, b_code = out[first:last], u[first:last], codes[first:last]
         g_low, g_step = low[i_g], step[i_g]
-        for o in range(S):
-            b_x[i_g, o] = g_low + g_step * (f32(i32(b_code[i_g, o])) - b_u[i_g, o])
-    if whole < n:
-        g_low, g_step = low[n // S], step[n // S]
-        r_x, r_u, r_code = out[whole:], u[whole:n], codes[whole:n]
-        for o in range(n - whole):
-            r_x[o] = g_low + g_step * (f32(i32(r_code[o])) - r_u[o])
+        for o in range(last - first):
+            b_x[o] = g_low + g_step * (f32(i32(b_code[o])) - b_u[o])
