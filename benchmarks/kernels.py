@@ -134,6 +134,11 @@ def affine(x: Tensor, out: Tensor) -> Iterator[Row]:
     y = out.copy_(x)
     yield Row("affine", lambda: ops.affine(y, scale, shift, 3136, None, y), x)
     yield Row("affine, masked", lambda: ops.affine(y, scale, shift, 3136, packed, y), x)
+    settings, by = (SEED, 4, 64), (scale, shift, 3136)
+    yield Row("dither + affine quantize", lambda: ops.dither_quantize(x, *settings, *by), x)
+    stored = (*ops.dither_quantize(x, *settings), *settings)
+    one_pass = lambda: ops.dither_dequantize(*stored, out, *by, packed)  # noqa: E731
+    yield Row("dither + affine, masked dequantize", one_pass, x)
 
 
 # --- timing ---

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elbowroom.codecs import BitMask, Cast, Codec, Dither, Facts, Group, SparseLossless
+from elbowroom.codecs import Affine, BitMask, Cast, Codec, Dither, Facts, Group, SparseLossless
 from elbowroom.errors import RestoreError
 from elbowroom.plan import Encode, Keep, Need, Rebuild
 from elbowroom.runtime.handles import DropHandle, EncodeHandle, Handle, KeepHandle, RebuildHandle
@@ -188,6 +188,20 @@ def test_holds_no_graph(make):
     assert not handle.restore().requires_grad
     del x
     assert handle.restore().grad_fn is None
+
+
+@pytest.mark.parametrize(("channels", "inner"), [(6, 10), (60, 1), (3, 20), (1, 1), (4, 7)])
+def test_an_image_is_that_of_what_is_restored(channels, inner):
+    """In one pass where its channels and those of the way back split each other, else in two."""
+    x = torch.randn(50, 6, 10)
+    back, forth = Affine(torch.rand(6) + 1, torch.randn(6), 10), torch.randn(2, channels)
+    handle = EncodeHandle(Dither(levels=4).encode(x, 3), x.clone(), undo=lambda: back)
+    affine, kept = Affine(forth[0], forth[1], inner), torch.rand(x.shape) > 0.5
+    bits = BitMask().encode(kept, facts=Facts(value=1.0)).buffers[0]
+    image = slot_of(x, handle).restore_mapped(affine, bits)
+    expected = affine.of(handle.restore().view(-1)).view(x.shape)
+    torch.testing.assert_close(image, torch.where(kept, expected, 0.0), rtol=1e-5, atol=1e-5)
+    assert torch.equal(image != 0, kept)
 
 
 def test_an_encoded_tensor_that_lives_on_is_given_back_as_it_is():
