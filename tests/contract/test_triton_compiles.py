@@ -100,10 +100,13 @@ def main(capability):
         (torch.bfloat16, 8, 32),
     ):
         x = torch.zeros(5000, dtype=dtype)
-        stored = kernels.group_quantize(x, 5, levels, group_size)
+        by = torch.zeros(3), torch.zeros(3), 7, kernels.pack_bits(x)
+        stored = kernels.group_quantize(x, 5, levels, group_size, *by[:3])
         kernels.group_dequantize(*stored, levels, group_size, x)
+        kernels.group_dequantize(*stored, levels, group_size, x, *by)
         stored = kernels.dither_quantize(x, 5, levels, group_size)
         kernels.dither_dequantize(*stored, 5, levels, group_size, x)
+        kernels.dither_dequantize(*stored, 5, levels, group_size, x, *by)
         for maps in ([8, 25, 25, 1], [8, 5, 5, 25], [5, 1, 1000, 1]):
             stored = kernels.division_quantize(x, 5, levels, 8, 0, maps)
             kernels.division_dequantize(*stored, 5, levels, 8, 0, maps, True, x)
@@ -111,7 +114,7 @@ def main(capability):
         kernels.fp8_dequantize(*stored, group_size, "e4m3", x)
         bits = kernels.pack_bits(x)
         stored = kernels.sided_quantize(x, bits, 5, levels, 2, group_size)
-        kernels.sided_dequantize(bits, *stored, 5, levels, 2, group_size, x)
+        kernels.sided_dequantize(bits, *stored, 5, levels, 2, group_size, x, *by)
         kernels.unpack_bits(bits, 1.0, x)
         kernels.affine(x, torch.zeros(3), torch.zeros(3), 7, bits, x)
         kernels.affine(x, torch.zeros(3), torch.zeros(3), 1, None, x)
@@ -122,6 +125,7 @@ def main(capability):
     x = torch.zeros(5000)
     stored = kernels.nonzero_quantize(x, 5, 4, 64)
     kernels.nonzero_dequantize(*stored, 5, 4, 64, x)
+    kernels.nonzero_dequantize(*stored, 5, 4, 64, x, *by)
     kernels.narrow(torch.zeros(5000, dtype=torch.int64), torch.uint8)
 
 
