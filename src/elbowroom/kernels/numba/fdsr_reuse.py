@@ -76,17 +76,18 @@ def codebook_of(total, length, codebook):
 
 
 @jit
-def restored(source, kept, scale, codebook, b_y):
-    """b_y [R, lanes] <- the residual again, 0 for tiles without."""
-    R, L = b_y.shape
+def restored(source, kept, scale, codebook, raster, y):
+    """Rows raster [R] of y <- the residual again, 0 for tiles without."""
+    R, L = raster.shape[0], y.shape[1]
     bitmap = L // 8 if kept < L else 0
     place = 0
     for o in range(L):
         if (bitmap and (source[o // 8] >> u8(o % 8)) & u8(1) == 0) or place >= kept:
-            b_y[:, o] = f32(0)
+            for p in range(R):
+                y[raster[p], o] = f32(0)
             continue
         size = gain_value(source[bitmap + kept + place]) * scale * f32(1 / 127)
         row = codebook[source[bitmap + place]]
         place += 1
         for p in range(R):
-            b_y[p, o] = f32(row[p]) * size
+            y[raster[p], o] = f32(row[p]) * size
