@@ -1,7 +1,5 @@
 """The codes of one tile to bytes and back (specification: `reference/codes.py`)."""
 
-import numpy as np
-
 from elbowroom.kernels.numba.compiled import inlined, jit, u8, u16
 
 SLACK = 16  # codes are packed in whole bytes: up to 7 elements beyond the last are read and written
@@ -155,16 +153,23 @@ def unpack_width(packed, width, shift, fresh, codes):
 
 @jit
 def unpack_radix(packed, levels, per, codes):
-    n = packed.shape[0]
-    rest = np.empty(n, np.uint8)
+    """Two loops: LLVM does not vectorize one with five outputs that might overlap."""
+    n, base = packed.shape[0], u8(levels)
+    a, b, c = codes[:n], codes[n : 2 * n], codes[2 * n : 3 * n]
     for o in range(n):
-        rest[o] = packed[o]
-    for k in range(per):
-        plane = codes[k * n : (k + 1) * n]
+        byte = packed[o]
+        rest = divided(byte, levels)
+        last = divided(rest, levels)
+        left = last - divided(last, levels) * base if per == 3 else last
+        a[o], b[o], c[o] = byte - rest * base, rest - last * base, left
+    if per == 5:
+        a, b = codes[3 * n : 4 * n], codes[4 * n : 5 * n]
         for o in range(n):
-            quotient = divided(rest[o], levels)
-            plane[o] = rest[o] - quotient * u8(levels)
-            rest[o] = quotient
+            byte = c[o]
+            rest = divided(byte, levels)
+            last = divided(rest, levels)
+            left = last - divided(last, levels) * base
+            c[o], a[o], b[o] = byte - rest * base, rest - last * base, left
 
 
 @inlined

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from elbowroom.kernels.bands import LIMIT, WORDS, bands_of, tiles_of
 from elbowroom.kernels.numba.codes import SLACK, pack, unpack
-from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8, u64
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8, u32, u64
 from elbowroom.kernels.numba.fdsr_codes import (
     band_weights,
     energies,
@@ -90,7 +90,7 @@ def _quantize(x, kind, seed, maps, count, t, kept, dither, payload, scales, tota
         b_y, b_z = np.empty((B * B, L), f32), np.empty((B * B, L), f32)
         b_q, energy = np.empty((B * B - t.coded, L), i32), np.empty(B * B, np.int64)
         b_code, b_spare = np.empty(TILE + SLACK, u8), np.empty(TILE + SLACK, u8)
-        b_gain, b_scale = np.empty(L, f32), np.empty(L, f32)
+        b_gain, b_scale, b_part = np.empty(L, f32), np.empty(L, f32), np.empty(L, u32)
         o_x, o_row, o_column = np.empty(L, u64), np.empty(L, np.int64), np.empty(L, np.int64)
         for i_g in range(i_c * per, min(i_c * per + per, G)):
             out, scale = payload[i_g], scales[i_g]
@@ -111,7 +111,7 @@ def _quantize(x, kind, seed, maps, count, t, kept, dither, payload, scales, tota
                 scale[0] = scale[1] = 0x7FC0  # NaN
 
             absmax = as_float(most)
-            energies(b_y, t.raster, absmax, energy)
+            energies(b_y, t.raster, t.pieces, absmax, b_part, energy)
             weights = scale[2 : 2 + t.bands]
             band_weights(energy, t.edges, L, absmax, dither, weights)
             if kept:

@@ -34,18 +34,26 @@ def unit_of(absmax):
 
 
 @jit
-def energies(y, raster, absmax, energy):
-    """energy [positions] int64 <- the sum of squares, in units. 32 of 2^26 at most fit 32 bits."""
+def energies(y, raster, pieces, absmax, part, energy):
+    """energy [positions] int64 <- the sum of squares, in units, of each of the `pieces`.
+
+    It stands at a piece's first position, and 0 at the others; part [lanes] uint32 is scratch.
+    Squares are 2^26 at most, so that 63 of them fit 32 bits.
+    """
     scale = unit_of(absmax)
-    for p in range(energy.shape[0]):
-        row, total = raster[p], np.int64(0)
-        for first in range(u64(0), u64(y.shape[1]), u64(32)):
-            part = u32(0)
-            for o in range(u64(32)):
-                unit = i32(y[row, first + o] * scale)
-                part += u32(unit * unit)
-            total += np.int64(part)
-        energy[p] = total
+    energy[:] = 0
+    for i in range(pieces.shape[0] - 1):
+        for o in range(part.shape[0]):
+            part[o] = u32(0)
+        for p in range(pieces[i], pieces[i + 1]):
+            row = raster[p]
+            for o in range(part.shape[0]):
+                unit = i32(y[row, o] * scale)
+                part[o] += u32(unit * unit)
+        total = np.int64(0)
+        for o in range(part.shape[0]):
+            total += np.int64(part[o])
+        energy[pieces[i]] = total
 
 
 @jit
@@ -125,9 +133,16 @@ def gains_of(z, coded, cell, gains, gain):
     most, pattern = gain.view(np.int32), z.view(np.int32)
     for o in range(most.shape[0]):
         most[o] = 0
-    for p in range(u64(1), u64(coded)):
+    fours = u64((coded - 1) // 4 * 4)
+    for p in range(u64(1), u64(1) + fours, u64(4)):  # fewer trips through memory than one by one
+        q, r, s = p + u64(1), p + u64(2), p + u64(3)
         for o in range(most.shape[0]):
-            most[o] = max(most[o], pattern[p, o] & TOP)  # bits order as magnitudes do
+            a = max(pattern[p, o] & TOP, pattern[q, o] & TOP)  # bits order as magnitudes do
+            b = max(pattern[r, o] & TOP, pattern[s, o] & TOP)
+            most[o] = max(most[o], max(a, b))
+    for p in range(u64(1) + fours, u64(coded)):
+        for o in range(most.shape[0]):
+            most[o] = max(most[o], pattern[p, o] & TOP)
     for i in range(gains.shape[0]):
         top = i32(0)
         for o in range(i * cell, i * cell + cell):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from elbowroom.kernels.bands import FIRST_GAIN, HASH_BITS, UNITS
-from elbowroom.kernels.numba.compiled import f32, i32, jit, u8
+from elbowroom.kernels.numba.compiled import f32, i32, jit, u8, u32, u64
 from elbowroom.kernels.numba.rounding import as_bits, as_float
 
 
@@ -28,35 +28,39 @@ def add_members(b_q, planes, kept, ratio, out, total, length):
     int64. Kept are the tiles of most energy, the first ones among equals.
     """
     R, L = b_q.shape
-    energy, word = np.zeros(L, np.int64), np.zeros(L, np.int64)
-    for p in range(R):
-        row = b_q[p]
-        for o in range(L):
-            energy[o] += np.int64(row[o] * row[o])
+    squares, word = np.zeros(L, u32), np.zeros(L, u8)  # 63 squares of 2^26 fit 32 bits
+    for p in range(u64(R)):
+        for o in range(u64(L)):
+            squares[o] += u32(b_q[p, o] * b_q[p, o])
     side = np.empty(L, i32)
-    for h in range(HASH_BITS):
+    for h in range(u64(HASH_BITS)):
         side[:] = i32(0)
-        for p in range(R):
-            row, plane = b_q[p], planes[h, p]
-            for o in range(L):
-                side[o] += row[o] * plane
-        for o in range(L):
-            word[o] |= np.int64(side[o] > i32(0)) << h
+        fours = u64(R // 4 * 4)
+        for p in range(u64(0), fours, u64(4)):  # fewer trips through memory than one by one
+            q, r, s = p + u64(1), p + u64(2), p + u64(3)
+            a, b, c, d = planes[h, p], planes[h, q], planes[h, r], planes[h, s]
+            for o in range(u64(L)):
+                side[o] += b_q[p, o] * a + b_q[q, o] * b + b_q[r, o] * c + b_q[s, o] * d
+        for p in range(fours, u64(R)):
+            for o in range(u64(L)):
+                side[o] += b_q[p, o] * planes[h, p]
+        for o in range(u64(L)):
+            word[o] |= u8(side[o] > i32(0)) << u8(h)
     bitmap = L // 8 if kept < L else 0
     out[:bitmap] = u8(0)
     place = 0
     for o in range(L):
-        rank = 0
+        rank, own = i32(0), squares[o]
         for other in range(L):
-            rank += energy[other] > energy[o]
+            rank += i32(squares[other] > own)
         for other in range(o):
-            rank += energy[other] == energy[o]
+            rank += i32(squares[other] == own)
         if rank >= kept:
             continue
         if bitmap:
             out[o // 8] |= u8(1 << (o % 8))
-        root = np.sqrt(f32(energy[o]))
-        out[bitmap + place] = u8(word[o])
+        root = np.sqrt(f32(squares[o]))
+        out[bitmap + place] = word[o]
         out[bitmap + kept + place] = gain_code(root * f32(1 / UNITS) / ratio, 1 << 18)
         place += 1
         length[word[o]] += np.int64(root)

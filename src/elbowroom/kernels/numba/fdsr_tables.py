@@ -26,6 +26,7 @@ class Tables(NamedTuple):
     raster: Any  # [B * B] position -> row * B + column
     band: Any  # [B * B] position -> band
     edges: Any  # [bands + 1] the first position of each band
+    pieces: Any  # where a band begins, or the residual, and the end
     runs: Any  # [runs, 5]: start, stop, levels, where its codes lie, and their bytes
     spans: Any  # [spans, 2]
     signs: Any  # [64] float32
@@ -40,6 +41,7 @@ def tables_of(block: int, levels: tuple[int, ...]) -> Tables:
         size = codes_nbytes(run.levels, (run.stop - run.start) * b.lanes)
         runs.append([*run, end, size])
         end += size + (b.lanes // b.cell if i == 0 else 0)
+    edges = np.searchsorted(b.band, range(b.band[-1] + 2))
     c, half = np.array(cosines(block), np.float32), block // 2
     even, odd = c[::2, : block - half].copy(), c[1::2, :half].copy()
     return Tables(
@@ -56,7 +58,8 @@ def tables_of(block: int, levels: tuple[int, ...]) -> Tables:
         odd_t=odd.T.copy(),
         raster=np.array(b.order, np.uint64),
         band=np.array(b.band),
-        edges=np.searchsorted(b.band, range(b.band[-1] + 2)),
+        edges=edges,
+        pieces=np.union1d(edges[1:], [b.coded]),
         runs=np.array(runs),
         spans=np.array([s for run in b.runs[1:] for s in mixed(run)], np.int64).reshape(-1, 2),
         signs=np.array(SIGNS, np.float32),
