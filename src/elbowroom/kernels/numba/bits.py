@@ -37,7 +37,7 @@ def _magnitudes(x: Tensor) -> tuple[np.ndarray[Any, Any], Any]:
 _GATHER = np.uint64(
     0x0102040810204080
 )  # times eight bytes of 0 or 1: their bits, in order, in the top byte
-_SPREAD = np.array(  # a byte of bits -> eight bytes of 0x00 or 0xFF, in order
+SPREAD = np.array(  # a byte of bits -> eight bytes of 0x00 or 0xFF, in order
     [sum(0xFF << (8 * k) for k in range(8) if byte >> k & 1) for byte in range(256)],
     dtype=np.uint64,
 )
@@ -74,7 +74,7 @@ def unpack_flags(bits, flags):
     """
     eights = flags.view(np.uint64)
     for o in range(bits.shape[0]):
-        eights[o] = _SPREAD[bits[o]]
+        eights[o] = SPREAD[bits[o]]
 
 
 @jit

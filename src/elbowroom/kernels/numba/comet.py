@@ -12,15 +12,8 @@ from torch import Tensor
 
 from elbowroom.kernels.layout import blocks, check_payload, tiles
 from elbowroom.kernels.numba.bits import pack_bits, pack_flags
-from elbowroom.kernels.numba.blocks import (
-    RAW,
-    SCRATCH,
-    integers,
-    measure,
-    read_tile,
-    restore_values,
-    write_tile,
-)
+from elbowroom.kernels.numba.blocks import RAW, SCRATCH, measure, read_tile, write_tile
+from elbowroom.kernels.numba.bounded import integers, restore_values
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8, u32, u64
 from elbowroom.kernels.numba.launch import array, parallel, split_seed, words
 from elbowroom.kernels.numba.predict import lines_of, residuals, restore
@@ -103,7 +96,8 @@ def _encode(
         begin = max(start - reach, 0) // TILE * TILE
         b_q, b_bad, b_flag = np.empty(stop - begin, i32), np.empty(TILE, u8), np.empty(TILE, u8)
         b_x, b_u, b_back = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE, f32)
-        b_r, b_kept, b_spare = np.empty(TILE, i32), np.empty(33, i32), np.empty(32, u8)
+        b_r, b_kept, b_spare = np.empty(TILE, i32), np.empty(32, i32), np.empty(32, u8)
+        b_top, b_every = np.empty(BLOCKS, i32), np.empty(BLOCKS, i32)
         b_part, b_even = np.empty(SCRATCH, u8), np.empty(TILE, u8)
         b_block, b_wrong = b_r.reshape(BLOCKS, 32), b_bad.view(u64).reshape(BLOCKS, 4)
         b_set = b_flag.reshape(BLOCKS, 32)
@@ -130,7 +124,9 @@ def _encode(
                 write_tile(bytes_of, b_block, b_set, masks, n, each, aware, b_kept, b_spare, b_part)
                 payload[starts[i_t] : starts[i_t + 1]] = b_part[: starts[i_t + 1] - starts[i_t]]
             else:
-                starts[i_t] = measure(b_block, b_wrong, masks, n, itemsize, aware, each)
+                starts[i_t] = measure(
+                    b_block, b_wrong, masks, n, itemsize, aware, b_top, b_every, each
+                )
 
 
 @parallel
@@ -140,11 +136,7 @@ def _decode(bits, headers, starts, payload, grid, key, back, out, kind, raw, wro
     itemsize = 4 if kind == 0 else 2
     for i_c in prange((T + CHUNK - 1) // CHUNK):
         b_x, b_u, b_code = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE, i32)
-        b_spare, b_kept, b_part = (
-            np.empty(32, u8),
-            np.empty((BLOCKS, 32), i32),
-            np.empty(SCRATCH, u8),
-        )
+        b_spare, b_part = np.empty(32, u8), np.empty(SCRATCH, u8)
         b_mask, b_flag = np.empty(BLOCKS, u32), np.empty(TILE, np.int8)
         b_block = b_code.reshape(BLOCKS, 32)
         b_raw = np.empty(TILE * itemsize, u8)
@@ -157,7 +149,7 @@ def _decode(bits, headers, starts, payload, grid, key, back, out, kind, raw, wro
             each, own = headers[first // 32 : (last + 31) // 32], bits[first // 8 : (last + 7) // 8]
             if not read_tile(
                 b_part, part.shape[0], each, own, n, itemsize,
-                b_spare, b_kept, b_mask, b_flag, b_block, b_raw,
+                b_spare, b_mask, b_flag, b_block, b_raw,
             ):  # fmt: skip
                 wrong[0] = i_t
                 break
@@ -192,11 +184,7 @@ def _decode_maps(
     itemsize = 4 if kind == 0 else 2
     for i_c in prange((M + each_item - 1) // each_item):
         b_x, b_u, b_code = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE, i32)
-        b_spare, b_kept, b_part = (
-            np.empty(32, u8),
-            np.empty((BLOCKS, 32), i32),
-            np.empty(SCRATCH, u8),
-        )
+        b_spare, b_part = np.empty(32, u8), np.empty(SCRATCH, u8)
         b_mask, b_flag = np.empty(BLOCKS, u32), np.empty(TILE, np.int8)
         b_block = b_code.reshape(BLOCKS, 32)
         b_raw, b_word = np.empty(TILE * itemsize, u8), np.empty(TILE, out.dtype)
@@ -212,7 +200,7 @@ def _decode_maps(
             each, own = headers[first // 32 : (last + 31) // 32], bits[first // 8 : (last + 7) // 8]
             if not read_tile(
                 b_part, part.shape[0], each, own, n, itemsize,
-                b_spare, b_kept, b_mask, b_flag, b_block, b_raw,
+                b_spare, b_mask, b_flag, b_block, b_raw,
             ):  # fmt: skip
                 wrong[0] = i_t
                 break
