@@ -10,7 +10,7 @@ from elbowroom.codecs.facts import Maps
 from elbowroom.kernels import numba, reference
 from elbowroom.kernels.bands import BLOCKS, PLANES, SIGNS, bands_of, best_block, cosines, mixed
 from elbowroom.kernels.layout import codes_nbytes
-from elbowroom.kernels.reference import fdsr
+from elbowroom.kernels.reference import fdsr, transform
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEED = -0x1234_5678_9ABC_DEF0
@@ -124,11 +124,11 @@ def test_what_is_not_finite_poisons_its_group(name, bad):
 def test_the_transform_is_scipys(block):
     b = bands_of(block, (4,))
     x = torch.randn(3, block**2, b.lanes, generator=torch.Generator().manual_seed(0))
-    y = fdsr.coefficients(x, b)
+    y = transform.coefficients(x, b)
     tiles = x.view(3, block, block, -1).numpy().astype(np.float64)
     expected = dctn(tiles, axes=(1, 2), norm="ortho").reshape(3, block**2, -1)[:, list(b.order)]
     assert np.abs(y.numpy() - expected).max() < 1e-5
-    assert float((fdsr.elements(y, b) - x).abs().max()) < 1e-5
+    assert float((transform.elements(y, b) - x).abs().max()) < 1e-5
     D = torch.tensor(cosines(block), dtype=torch.float64)
     assert float((D @ D.T - torch.eye(block)).abs().max()) < 1e-12
 
@@ -138,9 +138,9 @@ def test_the_transform_is_scipys(block):
 def test_mixing_is_orthonormal_and_leaves_the_mean(block, levels):
     b = bands_of(block, levels)
     z = torch.eye(block**2)[None, :, :]  # a lane a position
-    m = fdsr.mix(z, b)[0]
+    m = transform.mix(z, b)[0]
     assert float((m @ m.T - torch.eye(block**2)).abs().max()) < 1e-5
-    assert float((fdsr.unmix(m[None], b) - z).abs().max()) < 1e-5
+    assert float((transform.unmix(m[None], b) - z).abs().max()) < 1e-5
     assert bool((m[0, 1:] == 0).all())
     for run in b.runs[1:]:  # no run reaches into another
         assert bool((m[run.start : run.stop, : run.start] == 0).all())

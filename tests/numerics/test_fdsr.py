@@ -17,7 +17,7 @@ from elbowroom.codecs import Codec, Encoded, codec
 from elbowroom.codecs.fdsr import RUNGS
 from elbowroom.kernels.bands import Bands, bands_of, cosines
 from elbowroom.kernels.layout import codes_nbytes
-from elbowroom.kernels.reference import fdsr
+from elbowroom.kernels.reference import fdsr, transform
 
 SHAPE = (2, 3, 24, 19)  # ragged: 24 x 19
 SEEDS = range(1500)
@@ -126,8 +126,8 @@ def test_no_code_is_more_than_half_a_step_off(settings):
     whole = real.all(dim=1)  # what a tile holds beyond the edge of a map is not restored
 
     def beyond(y: Tensor) -> float:
-        e = fdsr.coefficients((y - x).reshape(-1)[at], b).double() / weights
-        e = fdsr.mix(e.float(), b).double()
+        e = transform.coefficients((y - x).reshape(-1)[at], b).double() / weights
+        e = transform.mix(e.float(), b).double()
         over = e.abs() - steps / 2
         slack = 1e-4 * steps.amax(dim=1, keepdim=True) + 1e-5 / weights
         return float((over - slack).transpose(1, 2)[whole].max())

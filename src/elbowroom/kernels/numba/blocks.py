@@ -38,7 +38,7 @@ def measure(r, bad, masks, n, itemsize, aware, top, every, headers):
     """
     for i_b in range(u64(headers.shape[0])):
         both, most = i32(0), i32(0)
-        for o in range(u64(32)):
+        for o in range(u64(r.shape[1])):
             code = zigzag(r[i_b, o])
             both |= code
             most = max(most, code)
@@ -95,7 +95,7 @@ def write_tile(source, r, flag, masks, n, headers, aware, kept, spare, out):
             at += u64(each * itemsize)
             continue
         sign, more = (header >> i32(5)) & i32(1), i32(is_filled(header))
-        for o in range(u64(32)):
+        for o in range(u64(r.shape[1])):
             code = (r[i_b, o] << sign) ^ (r[i_b, o] >> i32(31))
             kept[o] = (code + more) & -i32(flag[i_b, o])
         mask = first_bits(each) if more else masks[i_b]
@@ -160,7 +160,7 @@ def read_tile(part, size, headers, bits, n, itemsize, spare, masks, flags, codes
         for i in range(4):
             words[4 * i_b + i] = SPREAD[byte_of(mask, i)]
         sign, more = (header >> i32(5)) & i32(1), i32(filled)
-        for o in range(32):
+        for o in range(u64(codes.shape[1])):
             code = codes[i_b, o] - more
             block[i_b, o] &= -np.int8(code >= i32(0))
             codes[i_b, o] = (code >> sign) ^ -(code & sign)

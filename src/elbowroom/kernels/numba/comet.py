@@ -94,7 +94,8 @@ def _encode(
     for i_c in prange((T + CHUNK - 1) // CHUNK):
         start, stop = i_c * CHUNK * TILE, min((i_c + 1) * CHUNK * TILE, N)
         begin = max(start - reach, 0) // TILE * TILE
-        b_q, b_bad, b_flag = np.empty(stop - begin, i32), np.empty(TILE, u8), np.empty(TILE, u8)
+        b_q = np.empty(stop - begin if rows else 0, i32)  # predictions look back
+        b_bad, b_flag = np.empty(TILE, u8), np.empty(TILE, u8)
         b_x, b_u, b_back = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE, f32)
         b_r, b_kept, b_spare = np.empty(TILE, i32), np.empty(32, i32), np.empty(32, u8)
         b_top, b_every = np.empty(BLOCKS, i32), np.empty(BLOCKS, i32)
@@ -106,7 +107,7 @@ def _encode(
             last, i_t = min(first + TILE, N), first // TILE
             n = last - first
             values = to_float(x[first:last], kind, b_x[:n])
-            q = b_q[first - begin : last - begin]
+            q = b_q[first - begin : last - begin] if rows else b_r[:n]
             integers(values, kind, i_t, key, back, grid, b_u, b_back, q, b_flag, b_bad)
             if first < start:
                 continue
@@ -115,8 +116,6 @@ def _encode(
                 residuals(b_q[: last - begin], first, rows, columns, inner, b_r[:n])
                 for o in range(TILE):
                     b_r[o] &= -i32(b_flag[o])
-            else:
-                b_r[:n] = q
             pack_flags(b_flag, u8(255), b_bit, b_even)
             each, masks = headers[first // 32 : (last + 31) // 32], b_bit.view(u32)
             if final:

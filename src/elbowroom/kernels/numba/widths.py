@@ -6,7 +6,7 @@ rest in one step. A word is stored whole, and what it has too much is written ov
 """
 
 from elbowroom.kernels.numba.bits import COUNT, SPREAD
-from elbowroom.kernels.numba.compiled import inlined, u8, u32, u64
+from elbowroom.kernels.numba.compiled import i32, inlined, u8, u32, u64
 from elbowroom.kernels.numba.fields import deposit, extract
 from elbowroom.kernels.numba.unaligned import load8, store8
 
@@ -29,14 +29,14 @@ def pack_width(codes, mask, width, spare, eights, out, at):
     """out from at <- those of codes [32] that mask has. spare [32] uint8 and eights are one."""
     whole = width & ~7
     for shift in range(0, whole, 8):
-        for o in range(32):
-            spare[o] = u8(codes[o] >> shift)
+        for o in range(u64(spare.shape[0])):
+            spare[o] = u8(codes[o] >> i32(shift))
         for i in range(4):
             byte = byte_of(mask, i)
             store8(out, at, extract(eights[i], SPREAD[byte]))
             at += COUNT[byte]
-    for o in range(32):
-        spare[o] = u8(codes[o] >> whole)
+    for o in range(u64(spare.shape[0])):
+        spare[o] = u8(codes[o] >> i32(whole))
     r, carry, filled = u64(width - whole), u64(0), u64(0)  # filled: bits of carry, less than 8
     low = low_bits(r)
     for i in range(4):
@@ -60,14 +60,14 @@ def unpack_width(packed, at, k, mask, width, spare, eights, codes, i_b):
         bits = load8(packed, rest + (bit >> u64(3))) >> (bit & u64(7))
         eights[i] = deposit(bits, SPREAD[byte] & low)
         bit += r * COUNT[byte]
-    for o in range(32):
+    for o in range(u64(spare.shape[0])):
         codes[i_b, o] = u32(spare[o]) << u32(whole)
     for shift in range(0, whole, 8):
         for i in range(4):
             byte = byte_of(mask, i)
             eights[i] = deposit(load8(packed, at), SPREAD[byte])
             at += COUNT[byte]
-        for o in range(32):
+        for o in range(u64(spare.shape[0])):
             codes[i_b, o] |= u32(spare[o]) << u32(shift)
 
 

@@ -30,23 +30,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from elbowroom.kernels.bands import (
-    FIRST_GAIN,
-    HASH_BITS,
-    LIMIT,
-    PLANES,
-    SIGNS,
-    UNITS,
-    WORDS,
-    Bands,
-    bands_of,
-    cosines,
-    mixed,
-    tiles_of,
-)
-from elbowroom.kernels.layout import RADIX, codes_nbytes, segments
+from elbowroom.kernels.bands import LIMIT, UNITS, Bands, bands_of
+from elbowroom.kernels.layout import codes_nbytes
+from elbowroom.kernels.reference.fdsr_reuse import gain_code, gain_value, reuse, reused, rms
 from elbowroom.kernels.reference.noise import uniform
 from elbowroom.kernels.reference.rounding import bf16_down, bf16_up, inverse, store
+from elbowroom.kernels.reference.sections import Sections, pack, unpack
+from elbowroom.kernels.reference.transform import coefficients, elements, mix, places, unmix
 
 
 def fdsr_quantize(
@@ -135,101 +125,6 @@ def fdsr_dequantize(
     out[at[real]] = restored
 
 
-# --- maps, tiles, coefficients ---
-
-
-def places(maps: Sequence[int], b: Bands, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where each element of each tile lies in x, [G, B * B, lanes], and whether it is its own."""
-    _, rows, columns, inner = maps
-    count, B = tiles_of(maps, b.block), b.block
-    across, down = -(-columns // B), -(-rows // B)
-    lane = torch.arange(-(-count // b.lanes) * b.lanes, device=device).view(-1, 1, b.lanes)
-    tile = lane.clamp(max=count - 1)
-    plane, row, column = tile // (across * down), tile // across % down * B, tile % across * B
-    i = torch.arange(B * B, device=device)[None, :, None]
-    row, column = row + i // B, column + i % B
-    real = (lane < count) & (row < rows) & (column < columns)
-    row, column = row.clamp(max=rows - 1), column.clamp(max=columns - 1)
-    at = ((plane // inner * rows + row) * columns + column) * inner + plane % inner
-    return at, real
-
-
-def coefficients(x: Tensor, b: Bands) -> Tensor:
-    """x [G, B * B, lanes] by row and column -> y of the same shape, by position."""
-    x = x.view(len(x), b.block, b.block, -1)
-    y = dct(dct(x, 1, b.block), 2, b.block)
-    return y.reshape(len(x), b.block**2, -1)[:, list(b.order)]
-
-
-def elements(y: Tensor, b: Bands) -> Tensor:
-    """The inverse of `coefficients`."""
-    raster = torch.empty_like(y)
-    raster[:, list(b.order)] = y
-    x = raster.view(len(y), b.block, b.block, -1)
-    return inverse_dct(inverse_dct(x, 1, b.block), 2, b.block).reshape(y.shape)
-
-
-def dct(x: Tensor, dim: int, B: int) -> Tensor:
-    """One-dimensional, along dim: a row of D is even or odd, so both halves of x are folded."""
-    D, rows = cosines(B), x.unbind(dim)
-    sums = [rows[j] + rows[B - 1 - j] for j in range(B // 2)]
-    differences = [rows[j] - rows[B - 1 - j] for j in range(B // 2)]
-    middle = list(rows[B // 2 : B - B // 2])  # of an odd B; odd rows of D are 0 there
-    folded = (sums + middle, differences)
-    return torch.stack([weighted(D[i], folded[i % 2]) for i in range(B)], dim)
-
-
-def inverse_dct(y: Tensor, dim: int, B: int) -> Tensor:
-    """Its inverse."""
-    D, rows = cosines(B), y.unbind(dim)
-    even = [weighted([D[i][j] for i in range(0, B, 2)], rows[::2]) for j in range(B - B // 2)]
-    odd = [weighted([D[i][j] for i in range(1, B, 2)], rows[1::2]) for j in range(B // 2)]
-    first = [even[j] + odd[j] for j in range(B // 2)]
-    last = [even[j] - odd[j] for j in reversed(range(B // 2))]
-    return torch.stack(first + even[B // 2 : B - B // 2] + last, dim)
-
-
-def weighted(weights: Sequence[float], rows: Sequence[Tensor]) -> Tensor:
-    """The sum of weights times rows, added in turn: the order decides the last bit."""
-    total = weights[0] * rows[0]
-    for weight, row in zip(weights[1 : len(rows)], rows[1:], strict=True):
-        total = total + weight * row
-    return total
-
-
-def mix(z: Tensor, b: Bands) -> Tensor:
-    """z [G, positions, lanes] -> each run turned by signs and Hadamard transforms; orthonormal."""
-    z = z.clone()
-    z[:, 1:] *= torch.tensor(SIGNS[1 : b.block**2], device=z.device)[:, None]
-    for run in b.runs[1:]:
-        for start, size in mixed(run):
-            z[:, start : start + size] = hadamard(z[:, start : start + size])
-    return z
-
-
-def unmix(z: Tensor, b: Bands) -> Tensor:
-    """The inverse of `mix`, but position 0, which it never touches."""
-    z = z.clone()
-    for run in b.runs[1:]:
-        for start, size in reversed(list(mixed(run))):
-            z[:, start : start + size] = hadamard(z[:, start : start + size])
-    z[:, 1:] *= torch.tensor(SIGNS[1 : b.block**2], device=z.device)[:, None]
-    return z
-
-
-def hadamard(z: Tensor) -> Tensor:
-    """z [G, size, lanes] -> its Walsh-Hadamard transform, which is its own inverse."""
-    size, half = z.shape[1], 1
-    while half < size:
-        a, c = z.reshape(len(z), -1, 2, half, z.shape[2]).unbind(dim=2)
-        z = torch.stack([a + c, a - c], dim=2).view(len(z), size, -1)
-        half *= 2
-    return z * float(size**-0.5)
-
-
-# --- scales and codes ---
-
-
 def noise(seed: int, groups: int, b: Bands, dither: bool, device: torch.device) -> Tensor:
     """u of each coefficient, [G, positions, lanes]; element p * lanes + lane of tile G of noise."""
     if not dither:
@@ -254,13 +149,6 @@ def band_weights(units: Tensor, absmax: Tensor, b: Bands, dither: bool) -> Tenso
     return ((ratio.sqrt() if dither else ratio) * absmax).to(torch.bfloat16)
 
 
-def rms(units: Tensor) -> Tensor:
-    """RMS over all but the first dimension, as a share of absmax, at least one unit: [G]."""
-    count = units.shape[1] * units.shape[2]
-    total = units.square().sum(dim=2).sum(dim=1).clamp(min=count)
-    return (total.float() * (1 / count)).sqrt() * (1 / UNITS)
-
-
 def spread(weights: Tensor, b: Bands) -> Tensor:
     """weights [G, bands] bf16 -> [G, positions] float32: 0 where there is none."""
     known = torch.cat([weights.new_zeros(len(weights), 1), weights], dim=1).float()
@@ -274,18 +162,6 @@ def cells(sizes: Tensor, b: Bands) -> Tensor:
     return sizes.amax(dim=1).view(len(sizes), -1, b.cell).amax(dim=2)
 
 
-def gain_code(g: Tensor, *, up: bool) -> Tensor:
-    """A float32 that is not negative to 8 bits, 4 of them fraction: up, or to the nearest."""
-    bits = g.view(torch.int32) + ((1 << 19) - 1 if up else 1 << 18)
-    return torch.where(g == 0, 0, ((bits >> 19) - FIRST_GAIN).clamp(1, 255)).to(torch.uint8)
-
-
-def gain_value(code: Tensor) -> Tensor:
-    """The inverse: codes uint8 -> float32, 0 for code 0."""
-    bits = (code.to(torch.int32) + FIRST_GAIN) << 19
-    return torch.where(code == 0, 0.0, bits.view(torch.float32))
-
-
 def run_step(g: Tensor, levels: int) -> Tensor:
     """The step of codes that span -g..g."""
     return g * (2 / (levels - 1))
@@ -295,95 +171,3 @@ def code(above: Tensor, step: Tensor, u: Tensor, levels: int) -> Tensor:
     """above (the value over that of code 0) [G, n, lanes] -> codes [G, n * lanes] uint8."""
     found = (above * inverse(step) + u).nan_to_num(0.0).clamp(0, levels - 1)
     return found.to(torch.uint8).view(len(above), -1)
-
-
-def pack(codes: Tensor, levels: int) -> Tensor:
-    """codes [G, n] uint8 -> [G, codes_nbytes]; see layout.py."""
-    if levels in RADIX:
-        return _planes(codes, RADIX[levels], levels)
-    parts = [
-        _planes((codes >> s.shift) & ((1 << s.width) - 1), s.per, 1 << s.width)
-        for s in segments(levels)
-    ]
-    return torch.cat(parts, dim=1)
-
-
-def _planes(codes: Tensor, per: int, base: int) -> Tensor:
-    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per)).long()
-    place = base ** torch.arange(per, device=codes.device)
-    return (padded.view(len(codes), per, -1) * place[:, None]).sum(dim=1).to(torch.uint8)
-
-
-def unpack(packed: Tensor, n: int, levels: int) -> Tensor:
-    """The inverse: [G, codes_nbytes] -> [G, n] float32."""
-    if levels in RADIX:
-        return _digits(packed, RADIX[levels], levels)[:, :n].float()
-    codes, start = torch.zeros(len(packed), n, dtype=torch.int64, device=packed.device), 0
-    for s in segments(levels):
-        size = -(-n // s.per)
-        found = _digits(packed[:, start : start + size], s.per, 1 << s.width)[:, :n]
-        codes, start = codes + (found << s.shift), start + size
-    return codes.float()
-
-
-def _digits(packed: Tensor, per: int, base: int) -> Tensor:
-    place = base ** torch.arange(per, device=packed.device)
-    return (packed.long()[:, None] // place[:, None] % base).view(len(packed), -1)
-
-
-class Sections:
-    """A payload [G, P], read from the left."""
-
-    def __init__(self, payload: Tensor) -> None:
-        self.left = payload
-
-    def take(self, nbytes: int) -> Tensor:
-        taken, self.left = self.left[:, :nbytes], self.left[:, nbytes:]
-        return taken
-
-
-# --- the residual ---
-
-
-def reuse(r: Tensor, absmax: Tensor, kept: int, b: Bands) -> tuple[list[Tensor], Tensor, Tensor]:
-    """r [G, R, lanes] int64 units -> sections, scale [G, 1] bf16, codebook [256, R] int8."""
-    energy = r.square().sum(dim=1)  # [G, lanes]
-    ratio = rms(r)[:, None]
-    size = (energy.float()).sqrt() * (1 / UNITS)
-    norms = gain_code(size / ratio, up=False)
-    planes = torch.tensor(PLANES, device=r.device)[:, b.coded : b.block**2]  # [8, R]
-    side = (planes[None, :, :, None] * r[:, None]).sum(dim=2) > 0  # [G, 8, lanes]
-    word = (side.long() << torch.arange(HASH_BITS, device=r.device)[:, None]).sum(dim=1)
-
-    more = energy[:, None, :] > energy[:, :, None]  # [G, lanes, lanes]: other, itself
-    first = torch.ones(b.lanes, b.lanes, dtype=torch.bool, device=r.device).tril(-1)
-    rank = (more | (energy[:, None, :] == energy[:, :, None]) & first).sum(dim=2)
-    keep = rank < kept  # [G, lanes]
-
-    members = r.transpose(1, 2)[keep]  # [tiles, R]
-    words = word[keep]
-    total = torch.zeros(WORDS, b.rest, dtype=torch.int64, device=r.device)
-    total.index_add_(0, words, members)
-    length = torch.zeros(WORDS, dtype=torch.int64, device=r.device)
-    length.index_add_(0, words, energy[keep].float().sqrt().long())
-    mean = total.float() / length.clamp(min=1).float()[:, None]
-    codebook = (mean * 127).clamp(-127, 127).round().to(torch.int8)
-
-    eights = keep.view(len(r), -1, 8).long() << torch.arange(8, device=r.device)
-    sections = [] if kept == b.lanes else [eights.sum(dim=2).to(torch.uint8)]
-    sections += [words.to(torch.uint8).view(len(r), kept), norms[keep].view(len(r), kept)]
-    return sections, (ratio * absmax).to(torch.bfloat16), codebook
-
-
-def reused(sections: Sections, scale: Tensor, codebook: Tensor, kept: int, b: Bands) -> Tensor:
-    """The residual again, [G, R, lanes] float32."""
-    groups = len(scale)
-    keep = torch.ones(groups, b.lanes, dtype=torch.bool, device=scale.device)
-    if kept < b.lanes:
-        bits = sections.take(b.lanes // 8)
-        keep = ((bits[:, :, None] >> torch.arange(8, device=bits.device)) & 1).view(groups, -1) != 0
-    word, norm = sections.take(kept).long(), gain_value(sections.take(kept))
-    place = (keep.long().cumsum(dim=1) - 1).clamp(0, kept - 1)  # [G, lanes]
-    word, norm = word.gather(1, place), norm.gather(1, place)
-    size = torch.where(keep, norm * scale.float() * (1 / 127), 0.0)
-    return (codebook.float()[word] * size[..., None]).transpose(1, 2)
