@@ -6,32 +6,39 @@ the one above `columns * inner`.
 
 import numpy as np
 
-from elbowroom.kernels.numba.compiled import i32, jit
+from elbowroom.kernels.numba.compiled import i32, jit, u64
 
 
 @jit
 def residuals(q, first, rows, columns, inner, r):
     """r [n] <- the residuals of elements first .. first + n; q [at, first + n) ends with them."""
-    n, at = r.shape[0], q.shape[0] - r.shape[0] - first  # q[at + i] is that of element i
-    row = columns * inner
-    i = first
-    while i < first + n:
-        place = i % (rows * row)
-        j = place % row
-        end = min(first + n, i + (inner - j if j < inner else row - j))  # one run: same neighbours
-        here, out = q[at + i : at + end], r[i - first : end - first]
-        left = q[at + i - inner : at + end - inner] if j >= inner else here
-        for o in range(out.shape[0]):
-            out[o] = here[o] - (left[o] if j >= inner else i32(0))
-        if place >= row:
-            above = q[at + i - row : at + end - row]
-            for o in range(out.shape[0]):
-                out[o] -= above[o]
-            if j >= inner:
-                aslant = q[at + i - row - inner : at + end - row - inner]
-                for o in range(out.shape[0]):
-                    out[o] += aslant[o]
-        i = end
+    n, row = r.shape[0], columns * inner
+    ahead = q.shape[0] - n
+    place = first % (rows * row)
+    j, o = place % row, 0
+    while o < n:
+        count = min(n - o, inner - j if j < inner else row - j)  # one run: same neighbours
+        left, above = inner if j >= inner else 0, row if place >= row else 0
+        differences(q, u64(ahead + o), u64(left), u64(above), u64(o), u64(o + count), r)
+        o, j, place = o + count, j + count, place + count
+        j = 0 if j == row else j
+        place = 0 if place == rows * row else place
+
+
+@jit
+def differences(q, at, left, above, first, last, r):
+    """Those of one run from `at`; a distance of 0 means that there is no such neighbour."""
+    at -= first
+    if left and above:
+        for o in range(first, last):
+            e = at + o
+            r[o] = q[e] - q[e - left] - q[e - above] + q[e - above - left]
+    elif left or above:
+        for o in range(first, last):
+            r[o] = q[at + o] - q[at + o - (left + above)]
+    else:
+        for o in range(first, last):
+            r[o] = q[at + o]
 
 
 @jit
@@ -47,27 +54,30 @@ def restore(codes, flags, place, rows, columns, inner, lines):
         if i_r == 0 and j == 0:
             lines[:] = 0
         count = min(n - o, row - j)
-        above, here = lines[(i_r + 1) & 1, j:], lines[i_r & 1, j:]
-        run, coded = codes[o : o + count], flags[o : o + count]
+        above, here = u64((i_r + 1) & 1), u64(i_r & 1)
         if inner == 1:
-            restore_one(run, coded, above, here)
+            restore_one(codes, flags, u64(o), u64(count), lines, above, here, u64(j))
         else:
-            for i in range(count):
-                run[i] += i32(coded[i]) & (here[i] + above[inner + i] - above[i])
-                here[inner + i] = run[i]
+            for i in range(u64(count)):
+                k, left = u64(o) + i, u64(j) + i
+                right = left + u64(inner)
+                predicted = lines[here, left] + lines[above, right] - lines[above, left]
+                codes[k] += i32(flags[k]) & predicted
+                lines[here, right] = codes[k]
         o, j, i_r = o + count, 0, (i_r + 1) % rows
 
 
 @jit
-def restore_one(run, coded, above, here):
+def restore_one(codes, flags, first, count, lines, above, here, j):
     """A run with neighbours side by side: the one on the left stays in a register."""
-    left = here[0]
-    for i in range(run.shape[0]):
-        run[i] += i32(coded[i]) & (above[i + 1] - above[i])
-    for i in range(run.shape[0]):
-        left = run[i] + (i32(coded[i]) & left)
-        run[i] = left
-        here[i + 1] = left
+    for i in range(count):
+        up = lines[above, j + i + u64(1)] - lines[above, j + i]
+        codes[first + i] += i32(flags[first + i]) & up
+    left = lines[here, j]
+    for i in range(count):
+        left = codes[first + i] + (i32(flags[first + i]) & left)
+        codes[first + i] = left
+        lines[here, j + i + u64(1)] = left
 
 
 @jit
