@@ -7,6 +7,7 @@ from elbowroom.kernels.numba.compiled import TILE, i32, inlined, jit, u8, u32, u
 from elbowroom.kernels.numba.widths import ROOM, byte_of, pack_width, unpack_width, width_nbytes
 
 ZIGZAG, MASKED, RAW = 0x20, 0x40, 0x80
+BLOCKS = TILE // 32  # of a tile
 SCRATCH = 4 * TILE + ROOM  # bytes that a tile's payload fits, with room to write and read over
 
 

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from elbowroom.kernels.layout import blocks, check_payload, tiles
 from elbowroom.kernels.numba.bits import pack_bits, pack_flags
-from elbowroom.kernels.numba.blocks import RAW, SCRATCH, measure, read_tile, write_tile
-from elbowroom.kernels.numba.bounded import integers, restore_values
-from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8, u32, u64
+from elbowroom.kernels.numba.blocks import BLOCKS, SCRATCH, measure, write_tile
+from elbowroom.kernels.numba.bounded import integers
+from elbowroom.kernels.numba.comet_decode import decode, decode_maps
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, u8, u32, u64
 from elbowroom.kernels.numba.launch import array, parallel, split_seed, words
-from elbowroom.kernels.numba.predict import lines_of, residuals, restore
-from elbowroom.kernels.numba.rounding import from_restored, target, to_float
-from elbowroom.kernels.numba.widths import ROOM
-
-BLOCKS = TILE // 32  # of a tile
+from elbowroom.kernels.numba.predict import residuals
+from elbowroom.kernels.numba.rounding import to_float
 
 
 def comet_quantize(
@@ -68,9 +66,9 @@ def comet_dequantize(
     source = array(bits), array(headers), array(starts), array(payload), array(grid)
     settings = *_noise(seed, rounding), *words(out), array(out.view(torch.uint8)), wrong
     if rows:
-        _decode_maps(*source, rows, columns, inner, *settings)
+        decode_maps(*source, rows, columns, inner, *settings)
     else:
-        _decode(*source, *settings)
+        decode(*source, *settings)
     if wrong[0] >= 0:
         size = int(sizes[wrong[0]])
         raise ValueError(f"expected headers that call for the {size} bytes of a tile; got others")
@@ -126,106 +124,3 @@ def _encode(
                 starts[i_t] = measure(
                     b_block, b_wrong, masks, n, itemsize, aware, b_top, b_every, each
                 )
-
-
-@parallel
-def _decode(bits, headers, starts, payload, grid, key, back, out, kind, raw, wrong):
-    N = out.shape[0]
-    T = (N + TILE - 1) // TILE
-    itemsize = 4 if kind == 0 else 2
-    for i_c in prange((T + CHUNK - 1) // CHUNK):
-        b_x, b_u, b_code = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE, i32)
-        b_spare, b_part = np.empty(32, u8), np.empty(SCRATCH, u8)
-        b_mask, b_flag = np.empty(BLOCKS, u32), np.empty(TILE, np.int8)
-        b_block = b_code.reshape(BLOCKS, 32)
-        b_raw = np.empty(TILE * itemsize, u8)
-        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
-            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
-            n = last - first
-            part = payload[starts[i_t] : starts[i_t + 1]]
-            length = min(part.shape[0], SCRATCH - ROOM)  # damaged sizes may be anything
-            b_part[:length] = part[:length]
-            each, own = headers[first // 32 : (last + 31) // 32], bits[first // 8 : (last + 7) // 8]
-            if not read_tile(
-                b_part, part.shape[0], each, own, n, itemsize,
-                b_spare, b_mask, b_flag, b_block, b_raw,
-            ):  # fmt: skip
-                wrong[0] = i_t
-                break
-            values = target(out[first:last], kind, b_x[:n])
-            restore_values(b_code, b_flag, i_t, key, back, grid[1], kind, b_u, values)
-            from_restored(values, kind, out[first:last])
-            copy_raw(each, b_raw, raw[first * itemsize : last * itemsize], itemsize)
-
-
-@jit
-def copy_raw(headers, source, out, itemsize):
-    """The raw blocks of a tile, as bytes."""
-    size = 32 * itemsize
-    for i_b in range(headers.shape[0]):
-        if headers[i_b] == RAW:
-            end = min(i_b * size + size, out.shape[0])
-            out[i_b * size : end] = source[i_b * size : end]
-
-
-@parallel
-def _decode_maps(
-    bits, headers, starts, payload, grid, rows, columns, inner, key, back, out, kind, raw, wrong
-):
-    """Maps are restored one after the other: a work item takes whole ones.
-
-    A tile that two items share is read by both.
-    """
-    N = out.shape[0]
-    size = rows * columns * inner
-    M = (N + size - 1) // size
-    each_item = max(CHUNK * TILE // size, 1)
-    itemsize = 4 if kind == 0 else 2
-    for i_c in prange((M + each_item - 1) // each_item):
-        b_x, b_u, b_code = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE, i32)
-        b_spare, b_part = np.empty(32, u8), np.empty(SCRATCH, u8)
-        b_mask, b_flag = np.empty(BLOCKS, u32), np.empty(TILE, np.int8)
-        b_block = b_code.reshape(BLOCKS, 32)
-        b_raw, b_word = np.empty(TILE * itemsize, u8), np.empty(TILE, out.dtype)
-        b_q, b_some, b_bad = np.empty(TILE, i32), np.empty(TILE, u8), np.empty(TILE, u8)
-        b_back, b_line = np.empty(TILE, f32), lines_of(columns, inner)
-        start, stop = i_c * each_item * size, min((i_c + 1) * each_item * size, N)
-        for i_t in range(start // TILE, (stop + TILE - 1) // TILE):
-            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
-            n = last - first
-            part = payload[starts[i_t] : starts[i_t + 1]]
-            length = min(part.shape[0], SCRATCH - ROOM)  # damaged sizes may be anything
-            b_part[:length] = part[:length]
-            each, own = headers[first // 32 : (last + 31) // 32], bits[first // 8 : (last + 7) // 8]
-            if not read_tile(
-                b_part, part.shape[0], each, own, n, itemsize,
-                b_spare, b_mask, b_flag, b_block, b_raw,
-            ):  # fmt: skip
-                wrong[0] = i_t
-                break
-            for o in range(n):
-                b_code[o] &= i32(b_flag[o])
-            if has_raw(each):
-                values = to_float(b_raw.view(out.dtype)[:n], kind, b_x[:n])
-                integers(values, kind, i_t, key, back, grid, b_u, b_back, b_q[:n], b_some, b_bad)
-                for i_b in range(each.shape[0]):
-                    if each[i_b] == RAW:
-                        for o in range(32 * i_b, min(32 * i_b + 32, n)):
-                            b_code[o] = b_q[o]
-            a, b = max(start, first), min(stop, last)
-            o_a, o_b = a - first, b - first
-            restore(b_code[o_a:o_b], b_flag[o_a:o_b], a % size, rows, columns, inner, b_line)
-            restore_values(b_code, b_flag, i_t, key, back, grid[1], kind, b_u, b_x[:n])
-            if kind == 0:
-                b_word[:n] = b_x[:n].view(out.dtype)
-            from_restored(b_x[:n], kind, b_word[:n])
-            copy_raw(each, b_raw, b_word[:n].view(u8), itemsize)
-            out[a:b] = b_word[o_a:o_b]
-
-
-@jit
-def has_raw(headers):
-    found = False
-    for i_b in range(headers.shape[0]):
-        found |= headers[i_b] == RAW
-    return found
