@@ -8,6 +8,7 @@ small tensors are.
 
 import io
 import threading
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ class Entry:
     """One storage: its bytes in plain autograd, and what is held for it now."""
 
     __slots__ = (
+        "_ledger",
         "action",
         "after_nbytes",
         "before_nbytes",
@@ -42,7 +44,6 @@ class Entry:
         "consumer",
         "died",
         "dtype",
-        "ledger",
         "module",
         "why",
     )
@@ -50,7 +51,7 @@ class Entry:
     def __init__(
         self, ledger: "Ledger", module: str, consumer: str, dtype: str, before_nbytes: int
     ) -> None:
-        self.ledger = ledger
+        self._ledger = weakref.ref(ledger)  # no cycle: a step's garbage would wake the collector
         self.module, self.consumer, self.dtype = module, consumer, dtype
         self.before_nbytes = before_nbytes
         self.after_nbytes = 0
@@ -58,10 +59,14 @@ class Entry:
         self.born = self.died = 0
 
     def hold(self, nbytes: int) -> None:
-        self.ledger._change(self, nbytes)
+        ledger = self._ledger()
+        if ledger is not None:
+            ledger._change(self, nbytes)
 
     def close(self) -> None:
-        self.ledger._close(self)
+        ledger = self._ledger()
+        if ledger is not None:
+            ledger._close(self)
 
 
 class Ledger:
