@@ -25,6 +25,7 @@ from elbowroom.runtime.slot import Geometry, Slot, View
 
 Rungs = Callable[[Site], Sequence[Codec]]
 _SAMPLE = 32768  # elements on which other codecs are tried
+_CHECK_EVERY = 4  # every so many watched steps, closed forms are checked
 
 
 class NoiseMeter:
@@ -38,7 +39,7 @@ class NoiseMeter:
     """
 
     def __init__(
-        self, every: int = 50, run: int = 4, probes: int = 1, rungs: Rungs | None = None
+        self, every: int = 50, run: int = 4, probes: int = 2, rungs: Rungs | None = None
     ) -> None:
         self.every, self.run, self.probes, self.rungs = every, run, probes, rungs
         self.table = NoiseTable()
@@ -203,13 +204,19 @@ class _Watch:
         op.energies[source] = op.energies.get(source, 0) + energy(error)
 
     def _wants_probe(self, op: _Op, call: Call) -> bool:
-        """Whether the op is one of those that were probed least, and there are probes left."""
+        """Whether it is this op's turn: that of the least probed one of its kind.
+
+        Ops without a closed form have most turns; the others are only checked now and then.
+        """
         if op.copies:
             return True
-        probed = self._meter.probed
-        known = {name: probed[name] for name in self._meter.table.ops}
-        due = not known or probed[op.name] <= min(known.values())
-        return self._probes_left > 0 and due and can_probe(call)
+        if not self._probes_left or not can_probe(call):
+            return False
+        probed, known = self._meter.probed, self._meter.table.ops
+        linear = {name for name, other in known.items() if other.weight is not None}
+        turn = linear if self._meter.table.steps % _CHECK_EVERY == 0 else known.keys() - linear
+        turn = turn or set(known)
+        return not turn or (op.name in turn and probed[op.name] <= min(probed[n] for n in turn))
 
     def _try(self, whole: Tensor, site: Site) -> tuple[tuple[Codec, float, Tensor], ...]:
         if self._meter.rungs is None:
