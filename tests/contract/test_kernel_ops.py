@@ -14,8 +14,17 @@ import torch
 from elbowroom.kernels import ops, reference
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-UNSERVED = {"triton": {"fdsr_quantize", "fdsr_dequantize"}}  # by now: the reference serves them
+PAIRS = [60, 1, 2, 1, 2, 0, 0, 1, 1]  # windows of two neighbours in a row of 60
+UNSERVED = {
+    "triton": {"fdsr_quantize", "fdsr_dequantize", "places_pack", "places_unpack"}
+}  # by now: the reference serves them
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def reference_index(n: int, device: str) -> torch.Tensor:
+    """What max-pooling by PAIRS might save for 2 x n / 100 maps of 50 rows: n indices."""
+    row = torch.arange(n, device=device) // (n // 100) % 50
+    return row * 60 + torch.arange(n, device=device) % (n // 100) * 2 + 1
 
 
 def arguments(op: str, device: str, n: int = 3000) -> tuple:
@@ -30,6 +39,11 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
         "pack_bits": lambda: (x,),
         "unpack_bits": lambda: (bits, 1.0, out),
         "narrow": lambda: (torch.arange(n // 10, device=device), torch.uint8),
+        "places_pack": lambda: (reference_index(n, device), PAIRS, maps),
+        "places_unpack": lambda: (
+            reference.places_pack(reference_index(n, device), PAIRS, maps)[0],
+            *(PAIRS, maps, torch.empty(n, dtype=torch.int64, device=device)),
+        ),
         "group_quantize": lambda: (x, 1, 4, 64),
         "group_dequantize": lambda: (*reference.group_quantize(x, 1, 4, 64), 4, 64, out),
         "dither_quantize": lambda: (x, 1, 3, 64),

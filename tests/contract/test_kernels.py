@@ -679,7 +679,8 @@ def test_comet_on_awkward_values(backend, name):
     for k, dtype in enumerate(DTYPES):
         if backend.sizes[1] == 1 or (AWKWARD.index(name) + k) % 3 == 0:
             x = awkward(name, dtype)
-            for bound in (1e-3, float(x.double().abs().max()) * 1e-4 + 1e-30):
+            bounds = (1e-3, float(x.double().abs().max()) * 1e-4 + 1e-30)
+            for bound in bounds if backend.sizes[1] == 1 else bounds[k % 2 :][:1]:
                 assert_bounded(backend, x, bound, maps=PREDICTED[k])
 
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from elbowroom.kernels.windows import Window
+
 
 class Maps(NamedTuple):
     """Memory order as [outer, rows, columns, inner]: element (r, c) of a map has `inner` channels.
@@ -43,6 +45,7 @@ class Facts:
     value        every element is 0 or this number (a mask; what dropout multiplies with)
     smallest,
     largest      no integer lies outside (indices: 0 and the size of what they index, minus one)
+    window       every element is an index into a map, inside its own window of a max-pooling
     error_bound  an absolute error that a bounded codec must keep to
     mask         bits [ceil(N / 8)] that the caller holds anyway, set where a ReLU that follows lets
                  pass; a codec may use them, and does not count them
@@ -53,6 +56,7 @@ class Facts:
     value: float | None = None
     smallest: int | None = None
     largest: int | None = None
+    window: Window | None = None
     error_bound: float | None = None
     maps: Maps | None = None
     mask: Tensor | None = field(default=None, compare=False, repr=False)

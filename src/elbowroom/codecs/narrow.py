@@ -1,17 +1,18 @@
 """Integers in as few bytes as hold them: max-pool indices, labels, embedding ids.
 
 int64 -> int8, uint8, int16 or int32. Lossless. The width comes from `facts.smallest` and
-`facts.largest` (what the indices index has a size); without them x is scanned.
+`facts.largest` (what the indices index has a size); without them x is scanned. Indices of
+max-pooling (`facts.window`) take 1 to 8 bits: their place inside the window (`kernels/windows.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from elbowroom.codecs.base import Buffers, Codec, Encoded, Expected, Layout
-from elbowroom.codecs.facts import Facts
+from elbowroom.codecs.facts import Facts, Maps
 from elbowroom.kernels import ops
 
 _TARGETS = (torch.uint8, torch.int8, torch.int16, torch.int32)
@@ -21,8 +22,9 @@ _TARGETS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 class Narrow(Codec):
     """Exact, integers in the smallest dtype that holds `facts.smallest` to `facts.largest`.
 
-    A tensor that breaks the promise is held raw on the CPU, where the check is free. On a GPU the
-    check would be a sync, and the facts are trusted.
+    With `facts.window`, places of max-pooling's indices in 1 to 8 bits. A tensor that breaks the
+    promise is held raw on the CPU, where the check is free. On a GPU the check would be a sync, and
+    the facts are trusted.
     """
 
     id: ClassVar[str] = "narrow"
@@ -30,15 +32,30 @@ class Narrow(Codec):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.int64, torch.int32, torch.int16)
 
     def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
+        if facts.window is not None:
+            return (Expected(torch.uint8, (facts.window.nbytes(n),)),)
         return (Expected(_target(dtype, facts) or dtype, (n,), at_most=facts.largest is None),)
 
+    def _seen(self, shape: tuple[int, ...], stride: tuple[int, ...], facts: Facts) -> Facts:
+        if facts.window is None:
+            return facts
+        of_maps = len(shape) == 4 and stride[-2] >= stride[-1]
+        of_rows = len(shape) == 3 and facts.window.kernel_y == 1
+        if not (of_maps or of_rows) or not facts.window.bits:
+            return replace(facts, window=None)
+        return replace(facts, maps=Maps.of(shape, stride))
+
     def _complete(self, flat: Tensor, facts: Facts) -> Facts:
-        if facts.largest is not None:
+        if facts.largest is not None or facts.window is not None:
             return facts
         smallest, largest = torch.aminmax(flat)
         return Facts(smallest=int(smallest), largest=int(largest))
 
     def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+        if facts.window is not None:
+            assert facts.maps is not None
+            packed, lost = ops.places_pack(flat, facts.window, facts.maps)
+            return None if flat.device.type == "cpu" and int(lost) else (packed,)
         target = _target(flat.dtype, facts)
         if target is None:
             return None
@@ -48,7 +65,12 @@ class Narrow(Codec):
         return (small,)
 
     def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
-        out.copy_(encoded.buffers[0])
+        window, maps = encoded.facts.window, encoded.facts.maps
+        if window is None:
+            out.copy_(encoded.buffers[0])
+        else:
+            assert maps is not None
+            ops.places_unpack(encoded.buffers[0], window, maps, out)
 
 
 def _target(dtype: torch.dtype, facts: Facts) -> torch.dtype | None:

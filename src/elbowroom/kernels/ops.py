@@ -45,6 +45,7 @@ from elbowroom.kernels.bands import WORDS, bands_of, tiles_of
 from elbowroom.kernels.layout import blocks as runs
 from elbowroom.kernels.layout import groups, packed_nbytes, tiles
 from elbowroom.kernels.maps import blocks, ranges
+from elbowroom.kernels.windows import window_of
 
 _log = logging.getLogger("elbowroom.kernels")
 # Any: neither `Library` nor its methods have types.
@@ -60,6 +61,8 @@ _SCHEMAS = {
     "pack_bits": "(Tensor x) -> Tensor",
     "unpack_bits": "(Tensor bits, float value, Tensor(a!) out) -> ()",
     "narrow": "(Tensor x, ScalarType dtype) -> (Tensor, Tensor)",
+    "places_pack": "(Tensor x, int[] window, int[] maps) -> (Tensor, Tensor)",
+    "places_unpack": "(Tensor packed, int[] window, int[] maps, Tensor(a!) out) -> ()",
     "group_quantize": _QUANTIZE,
     "group_dequantize": (
         f"(Tensor codes, Tensor step, Tensor low, int levels, int group_size, {_RESTORED}) -> ()"
@@ -252,6 +255,10 @@ _FAKES: dict[str, Callable[..., Any]] = {
         torch.empty_like(x, dtype=dtype),
         x.new_empty((), dtype=torch.int64),
     ),
+    "places_pack": lambda x, window, maps: (
+        x.new_empty(window_of(window).nbytes(x.numel()), dtype=torch.uint8),
+        x.new_empty((), dtype=torch.int64),
+    ),
     "group_quantize": _fake_group,
     "dither_quantize": _fake_dither,
     "nonzero_quantize": _fake_nonzero,
@@ -274,6 +281,8 @@ _calls = torch.ops.elbowroom
 pack_bits = cast(Callable[..., Tensor], _calls.pack_bits.default)
 unpack_bits = cast(Callable[..., None], _calls.unpack_bits.default)
 narrow = cast(Callable[..., tuple[Tensor, Tensor]], _calls.narrow.default)
+places_pack = cast(Callable[..., tuple[Tensor, Tensor]], _calls.places_pack.default)
+places_unpack = cast(Callable[..., None], _calls.places_unpack.default)
 group_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.group_quantize.default)
 group_dequantize = cast(Callable[..., None], _calls.group_dequantize.default)
 dither_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.dither_quantize.default)

@@ -11,7 +11,7 @@ the arguments named here may carry an error, never its weights or statistics.
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from elbowroom.codecs import Facts
+from elbowroom.kernels.windows import Window
 from elbowroom.plan import Need
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.slot import Slot
@@ -248,13 +249,31 @@ def _dropout_scale(call: Call, dtype: torch.dtype) -> float:
 
 
 def _pool_facts(call: Call) -> Facts:
-    """Max-pooling saves flat indices into one map."""
+    """Max-pooling saves flat indices into one map, each inside its window."""
     x = call.arg(0, "input")
     dims = next((n for n in (1, 2, 3) if f"max_pool{n}d" in call.name), 2)
     size = 1
     for length in x.shape[-dims:]:
         size *= length
-    return Facts(smallest=0, largest=size - 1)
+    return Facts(smallest=0, largest=size - 1, window=_window(call, x, dims))
+
+
+def _window(call: Call, x: Tensor, dims: int) -> Window | None:
+    """Of pooling over rows and columns, or columns alone, with a batch; else None."""
+    if dims > 2 or x.dim() != dims + 2 or call.name.startswith("adaptive"):
+        return None
+    kernel = call.arg(1, "kernel_size")
+    stride = call.arg(2, "stride")
+    padding, dilation = call.arg(3, "padding", 0), call.arg(4, "dilation", 1)
+    chosen = (kernel, 1), (stride or kernel, 1), (padding, 0), (dilation, 1)
+    settings = (_rows_columns(one, dims, flat) for one, flat in chosen)
+    return Window(x.shape[-1], *(number for pair in settings for number in pair))
+
+
+def _rows_columns(value: Any, dims: int, flat: int) -> tuple[int, int]:
+    """A setting of pooling as one for rows and columns; flat: that of the row of a 1-D pooling."""
+    given = list(value) if isinstance(value, Sequence) else [value]
+    return (int(given[0]) if dims == 2 else flat), int(given[-1])
 
 
 def _embedding_facts(call: Call) -> Facts:

@@ -21,5 +21,7 @@ from elbowroom.kernels.numba.group import group_quantize as group_quantize
 from elbowroom.kernels.numba.narrow import narrow as narrow
 from elbowroom.kernels.numba.nonzero import nonzero_dequantize as nonzero_dequantize
 from elbowroom.kernels.numba.nonzero import nonzero_quantize as nonzero_quantize
+from elbowroom.kernels.numba.places import places_pack as places_pack
+from elbowroom.kernels.numba.places import places_unpack as places_unpack
 from elbowroom.kernels.numba.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.numba.sided import sided_quantize as sided_quantize

@@ -21,5 +21,7 @@ from elbowroom.kernels.reference.group import group_quantize as group_quantize
 from elbowroom.kernels.reference.narrow import narrow as narrow
 from elbowroom.kernels.reference.nonzero import nonzero_dequantize as nonzero_dequantize
 from elbowroom.kernels.reference.nonzero import nonzero_quantize as nonzero_quantize
+from elbowroom.kernels.reference.places import places_pack as places_pack
+from elbowroom.kernels.reference.places import places_unpack as places_unpack
 from elbowroom.kernels.reference.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.reference.sided import sided_quantize as sided_quantize
