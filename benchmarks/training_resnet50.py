@@ -26,6 +26,8 @@ WAYS = (
     saving("dither", levels=4),
     saving("lean", upper=4, lower=2, plain=3),
     saving("lean", upper=4, lower=2, plain=4),
+    saving("lean", upper=4, lower=2, plain=3, group_size=128),
+    saving("lean", upper=3, lower=2, plain=3, group_size=128),
 )
 
 
