@@ -20,6 +20,7 @@ from elbowroom.codecs import BitMask, Codec, Dither, Facts, Narrow, Sided
 from elbowroom.errors import UnknownField
 from elbowroom.kernels.layout import GROUP_SIZES
 from elbowroom.plan.action import Action, Encode, Keep, Rebuild
+from elbowroom.plan.gentle import gentle
 from elbowroom.plan.site import Need, Rebuildable, Site
 
 Policy = Callable[[Site], Action]
@@ -61,6 +62,8 @@ class Exact:
 class Lossy:
     """Exact actions where they apply, and `codec` for the rest that tolerates an error.
 
+    Attention gets a milder setting of it where that matters (`gentle.py`).
+
     rebuild  outputs may be made again from encoded sources
     """
 
@@ -77,7 +80,7 @@ class Lossy:
             return Keep(
                 f"codec '{self.codec.id}' does not take {str(site.dtype).removeprefix('torch.')}"
             )
-        return Encode(self.codec, site.facts)
+        return Encode(gentle(self.codec, site), site.facts)
 
 
 @dataclass(frozen=True)
@@ -125,4 +128,4 @@ class Lean:
         plain = Dither(levels=self.plain, group_size=self.group_size)
         shared = self.rebuild and site.consumer == "batch_norm"
         sided = Sided(self.upper, self.lower, self.group_size) if shared else None
-        return Encode(plain, site.facts, sided)
+        return Encode(gentle(plain, site), site.facts, sided)
