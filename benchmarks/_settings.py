@@ -19,25 +19,30 @@ from _ways import Way, typed
 
 import elbowroom as er
 from elbowroom.codecs import Codec, codec, codec_class, codecs
+from elbowroom.plan import Lean
 
 BOUNDS = (1e-1, 3e-2, 1e-2)  # of the value range
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One row: a codec, how it is used, and the family that it belongs to."""
+    """One row: a codec, how it is used, and the family that it belongs to.
+
+    lean  the policy that is used instead; `codec` is then the one for what ReLU lets pass
+    """
 
     family: str
     kind: str
     codec: Codec
     rebuild: bool = False
+    lean: Lean | None = None
 
     @property
     def way(self) -> Way:
         """As a way to run forward."""
         return Way(
             self.name,
-            lambda seed: er.saving(self.codec, seed=seed, rebuild=self.rebuild),
+            lambda seed: er.saving(self.lean or self.codec, seed=seed, rebuild=self.rebuild),
             exact=False,
             ours=self.kind == "ours",
         )
@@ -45,6 +50,9 @@ class Setting:
     @property
     def name(self) -> str:
         """As one would type it: the codec and its fields that are not the default, or lead."""
+        if self.lean is not None:
+            fields_of = f"upper={self.lean.upper}, lower={self.lean.lower}, plain={self.lean.plain}"
+            return _call("er.saving", '"lean"', fields_of)
         given = "" if self.rebuild else "rebuild=False"
         if isinstance(self.codec, Peer):
             return _call(type(self.codec).__name__, _shown(self.codec))
@@ -99,6 +107,9 @@ def _always() -> Iterator[Setting]:
         for levels in (2, 3, 4, 8, 16):
             family = "dither, rebuild" if rebuild else "dither"
             yield _of(family, "ours", "dither", rebuild, levels=levels)
+    for upper, lower, plain in ((2, 2, 2), (3, 2, 3), (4, 2, 4), (8, 3, 6), (16, 6, 12)):
+        lean = Lean(upper, lower, plain)
+        yield Setting("lean", "ours", codec("dither", levels=upper), rebuild=True, lean=lean)
 
 
 def _division() -> Iterator[Setting]:

@@ -16,8 +16,8 @@ from typing import Any
 from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError
 from elbowroom.measure.error_report import ErrorReport
+from elbowroom.measure.meter import NoiseMeter
 from elbowroom.measure.noise import HeldNoise, NoiseTable
-from elbowroom.measure.watching import NoiseMeter
 from elbowroom.plan import Action, Lossy, Site, SiteName
 from elbowroom.plan.allocation import Option
 from elbowroom.plan.rungs import rungs_of

@@ -52,10 +52,11 @@ class GradientVariance:
         def read(grad: Tensor) -> None:
             if grad.layout is not torch.strided or second_pass.runs:
                 return
+            flat = (torch.view_as_real(grad) if grad.is_complex() else grad).detach().reshape(-1)
             if key not in self._places:
-                self._places[key] = _sample(key[1]).to(grad.device)
+                self._places[key] = _sample(flat.numel()).to(grad.device)
             places = self._places[key]
-            part = grad.detach().reshape(-1)[places].float() * (key[1] / len(places)) ** 0.5
+            part = flat[places].float() * (flat.numel() / len(places)) ** 0.5
             self._now[key] = part if key not in self._now else self._now[key] + part
 
         return read

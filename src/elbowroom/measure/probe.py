@@ -86,11 +86,12 @@ class Probe:
         single = None not in wanted
 
         def note(grads: Sequence[Tensor | None]) -> None:
-            if not second_pass.runs:
-                self._grad = grads[output]
+            grad = grads[output]
+            if self._exact and grad is not None and not second_pass.runs:
+                self._grad = grad.detach()
 
         def measure(made: Sequence[Tensor | None], _: Any) -> None:
-            grad, self._grad = self._grad, None
+            grad = self._grad
             if grad is None or second_pass.runs:
                 return
             real = [made[place] for place in wanted if place is not None] if single else None
@@ -98,7 +99,8 @@ class Probe:
                 self._on_done(self._measure(grad, real))
             except _CANNOT as error:
                 _log.info("%s cannot be probed: %s", self._func, error)
-            self._exact, self._views = {}, {}
+            # Once: what a second backward finds is another gradient, and the copies are let go.
+            self._exact, self._views, self._grad = {}, {}, None
 
         before(note)
         after(measure)

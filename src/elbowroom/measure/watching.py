@@ -1,4 +1,4 @@
-"""Watching one step: what the meter attaches to its forward, and reads when its backward is over.
+"""Watching one step: what is attached to its forward, and read when its backward is over.
 
 Nothing here keeps a tensor, a code or a node of the graph alive: what stays until the next step are
 scalars, and for linear ops one number a place. Only a probe keeps the exact tensors of one op.
@@ -14,77 +14,17 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import Codec
-from elbowroom.measure.error_report import ErrorReport
 from elbowroom.measure.noise import HeldNoise, NoiseTable, OpReading, Trial
 from elbowroom.measure.probe import Probe, arguments, can_probe, second_pass
 from elbowroom.measure.sensitivity import Form, form_of, is_weight
 from elbowroom.plan import Site, SiteName
 from elbowroom.runtime.consumers import Call, tolerant_argument
-from elbowroom.runtime.observer import Use, Watch
+from elbowroom.runtime.observer import Use
 from elbowroom.runtime.slot import Geometry, Slot, View
 
 Rungs = Callable[[Site], Sequence[Codec]]
 _SAMPLE = 32768  # elements on which other codecs are tried
 _CHECK_EVERY = 4  # every so many watched steps, closed forms are checked
-
-
-class NoiseMeter:
-    """The observer of one training. `table` is what it knows.
-
-    every, run  a run of `run` watched steps begins at every `every`-th step, and is twice as long
-                at first. Errors are read in the first step of a run, and all along the very first;
-                the others only tell how gradients vary.
-    probes      ops that are probed in such a step
-    rungs       codecs to try on a sample of each held tensor
-    """
-
-    def __init__(
-        self, every: int = 50, run: int = 4, probes: int = 2, rungs: Rungs | None = None
-    ) -> None:
-        self.every, self.run, self.probes, self.rungs = every, run, probes, rungs
-        self.table = NoiseTable()
-        self.step = 0
-        self.probed: Counter[SiteName] = Counter()
-        self._watch: _Watch | None = None
-
-    def begin(self) -> Watch | None:
-        """A forward begins: take in what the one before has found."""
-        self.harvest()
-        if self._is_watched(self.step):
-            full = self.step < 2 * self.run or self.step % self.every == 0
-            self._watch = _Watch(self, full=full)
-        self.step += 1
-        return self._watch
-
-    def harvest(self) -> None:
-        """Take in what the last watched step has found. Its backward must be over."""
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            self.table.gradient.end_step(last=not self._is_watched(self.step))
-            self.table.take(*watch.deliver())
-
-    def error_report(self) -> ErrorReport:
-        """What the codes of the last step that was watched add, and what was known before."""
-        self.harvest()
-        return ErrorReport.of(self.table)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on watching as if nothing had happened."""
-        self.harvest()
-        return {
-            "step": self.step,
-            "probed": [[*name, count] for name, count in self.probed.items()],
-            "table": self.table.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where `state_dict` was taken."""
-        self._watch, self.step = None, state["step"]
-        self.probed = Counter({SiteName(m, op, nth): n for m, op, nth, n in state["probed"]})
-        self.table.load_state_dict(state["table"])
-
-    def _is_watched(self, step: int) -> bool:
-        return step < 2 * self.run or step % self.every < self.run
 
 
 @dataclass
@@ -116,12 +56,27 @@ class _Held:
     trials: tuple[tuple[Codec, float, Tensor], ...]  # codec, bits, squared error an element
 
 
-class _Watch:
-    """One watched step. full: errors are read, not only how gradients vary."""
+class StepWatch:
+    """One watched step.
 
-    def __init__(self, meter: NoiseMeter, *, full: bool) -> None:
-        self._meter, self._full = meter, full
-        self._probes_left = meter.probes
+    table   what is known; hears of the gradients
+    probed  how often each op was probed
+    probes  ops that may be probed in this step
+    rungs   codecs to try on a sample of each held tensor
+    full    errors are read, not only how gradients vary
+    """
+
+    def __init__(
+        self,
+        table: NoiseTable,
+        probed: Counter[SiteName],
+        probes: int,
+        rungs: Rungs | None,
+        *,
+        full: bool,
+    ) -> None:
+        self._table, self._probed, self._rungs, self._full = table, probed, rungs, full
+        self._probes_left = probes
         self._ops: dict[SiteName, _Op] = {}
         self._calls: Counter[tuple[str, str]] = Counter()
         self._current: tuple[Call, _Op] | None = None
@@ -166,7 +121,7 @@ class _Watch:
         for arg in call_values(call):
             if is_weight(arg) and id(arg) not in self._weights:
                 self._weights[id(arg)] = arg
-                self._meter.table.gradient.listen(arg)
+                self._table.gradient.listen(arg)
         if self._current is None or self._current[0] is not call:
             return
         op, self._current = self._current[1], None
@@ -175,7 +130,7 @@ class _Watch:
             return
         out.grad_fn.register_prehook(self._reader(op, out.output_nr))
         if op.copies:
-            self._meter.probed[op.name] += 1
+            self._probed[op.name] += 1
             self._probes_left -= 1
             copies, views, op.copies, op.views = op.copies, op.views, {}, {}
             weights = list(self._weights.values())
@@ -212,19 +167,19 @@ class _Watch:
             return True
         if not self._probes_left or not can_probe(call):
             return False
-        probed, known = self._meter.probed, self._meter.table.ops
+        probed, known = self._probed, self._table.ops
         linear = {name for name, other in known.items() if other.weight is not None}
-        turn = linear if self._meter.table.steps % _CHECK_EVERY == 0 else known.keys() - linear
+        turn = linear if self._table.steps % _CHECK_EVERY == 0 else known.keys() - linear
         turn = turn or set(known)
         return not turn or (op.name in turn and probed[op.name] <= min(probed[n] for n in turn))
 
     def _try(self, whole: Tensor, site: Site) -> tuple[tuple[Codec, float, Tensor], ...]:
-        if self._meter.rungs is None:
+        if self._rungs is None:
             return ()
         each = max(whole.numel() // max(len(whole), 1), 1)
         sample = whole[: -(-_SAMPLE // each)]
         trials = []
-        for codec in self._meter.rungs(site):
+        for codec in self._rungs(site):
             encoded = codec.encode(sample, 0, site.facts)
             error = energy(encoded.decode().sub_(sample)) / sample.numel()
             trials.append((codec, 8 * encoded.nbytes / sample.numel(), error))
@@ -233,6 +188,7 @@ class _Watch:
     # backward
 
     def _reader(self, op: _Op, output: int) -> Callable[[Sequence[Tensor | None]], None]:
+        @torch.no_grad()
         def read(grads: Sequence[Tensor | None]) -> None:
             grad = grads[output]
             if grad is None or second_pass.runs or not op.energies:

@@ -1,0 +1,69 @@
+"""The meter of one training: which steps are watched, and what was learned from them."""
+
+from collections import Counter
+from typing import Any
+
+from elbowroom.measure.error_report import ErrorReport
+from elbowroom.measure.noise import NoiseTable
+from elbowroom.measure.watching import Rungs, StepWatch
+from elbowroom.plan import SiteName
+from elbowroom.runtime.observer import Watch
+
+
+class NoiseMeter:
+    """The observer of one training. `table` is what it knows.
+
+    every, run  a run of `run` watched steps begins at every `every`-th step, and is twice as long
+                at first. Errors are read in the first step of a run, and all along the very first;
+                the others only tell how gradients vary.
+    probes      ops that are probed in such a step
+    rungs       codecs to try on a sample of each held tensor
+    """
+
+    def __init__(
+        self, every: int = 50, run: int = 4, probes: int = 2, rungs: Rungs | None = None
+    ) -> None:
+        self.every, self.run, self.probes, self.rungs = every, run, probes, rungs
+        self.table = NoiseTable()
+        self.step = 0
+        self.probed: Counter[SiteName] = Counter()
+        self._watch: StepWatch | None = None
+
+    def begin(self) -> Watch | None:
+        """A forward begins: take in what the one before has found."""
+        self.harvest()
+        if self._is_watched(self.step):
+            full = self.step < 2 * self.run or self.step % self.every == 0
+            self._watch = StepWatch(self.table, self.probed, self.probes, self.rungs, full=full)
+        self.step += 1
+        return self._watch
+
+    def harvest(self) -> None:
+        """Take in what the last watched step has found. Its backward must be over."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            self.table.gradient.end_step(last=not self._is_watched(self.step))
+            self.table.take(*watch.deliver())
+
+    def error_report(self) -> ErrorReport:
+        """What the codes of the last step that was watched add, and what was known before."""
+        self.harvest()
+        return ErrorReport.of(self.table)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on watching as if nothing had happened."""
+        self.harvest()
+        return {
+            "step": self.step,
+            "probed": [[*name, count] for name, count in self.probed.items()],
+            "table": self.table.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where `state_dict` was taken."""
+        self._watch, self.step = None, state["step"]
+        self.probed = Counter({SiteName(m, op, nth): n for m, op, nth, n in state["probed"]})
+        self.table.load_state_dict(state["table"])
+
+    def _is_watched(self, step: int) -> bool:
+        return step < 2 * self.run or step % self.every < self.run
