@@ -60,9 +60,19 @@ class Bands(NamedTuple):
         """Coefficients of the residual."""
         return self.block**2 - self.coded
 
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """All that are mixed, in turn: see `mixed`."""
+        return tuple(span for run in self.runs[1:] for span in mixed(run))
+
+    def run_nbytes(self, i: int) -> int:
+        """Bytes of a run's codes."""
+        start, stop, levels = self.runs[i]
+        return codes_nbytes(levels, (stop - start) * self.lanes)
+
     def nbytes(self, kept: int) -> int:
         """Bytes of payload of a group, of which `kept` tiles have a residual (0: no reuse)."""
-        codes = sum(codes_nbytes(r.levels, (r.stop - r.start) * self.lanes) for r in self.runs)
+        codes = sum(self.run_nbytes(i) for i in range(len(self.runs)))
         bitmap = self.lanes // 8 if 0 < kept < self.lanes else 0
         return codes + self.lanes // self.cell + bitmap + 2 * kept
 

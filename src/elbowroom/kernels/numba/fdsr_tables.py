@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from elbowroom.kernels.bands import PLANES, SIGNS, Bands, bands_of, cosines, mixed
-from elbowroom.kernels.layout import codes_nbytes
+from elbowroom.kernels.bands import PLANES, SIGNS, Bands, bands_of, cosines
 
 
 class Tables(NamedTuple):
@@ -38,7 +37,7 @@ def tables_of(block: int, levels: tuple[int, ...]) -> Tables:
     b: Bands = bands_of(block, levels)
     runs, end = [], 0
     for i, run in enumerate(b.runs):
-        size = codes_nbytes(run.levels, (run.stop - run.start) * b.lanes)
+        size = b.run_nbytes(i)
         runs.append([*run, end, size])
         end += size + (b.lanes // b.cell if i == 0 else 0)
     edges = np.searchsorted(b.band, range(b.band[-1] + 2))
@@ -61,7 +60,7 @@ def tables_of(block: int, levels: tuple[int, ...]) -> Tables:
         edges=edges,
         pieces=np.union1d(edges[1:], [b.coded]),
         runs=np.array(runs),
-        spans=np.array([s for run in b.runs[1:] for s in mixed(run)], np.int64).reshape(-1, 2),
+        spans=np.array(b.spans, np.int64).reshape(-1, 2),
         signs=np.array(SIGNS, np.float32),
         planes=np.array(PLANES, np.int32)[:, b.coded : block**2].copy(),
     )

@@ -13,6 +13,8 @@ from elbowroom.kernels.triton.dither import dither_dequantize as dither_dequanti
 from elbowroom.kernels.triton.dither import dither_quantize as dither_quantize
 from elbowroom.kernels.triton.division import division_dequantize as division_dequantize
 from elbowroom.kernels.triton.division import division_quantize as division_quantize
+from elbowroom.kernels.triton.fdsr import fdsr_dequantize as fdsr_dequantize
+from elbowroom.kernels.triton.fdsr import fdsr_quantize as fdsr_quantize
 from elbowroom.kernels.triton.fp8 import fp8_dequantize as fp8_dequantize
 from elbowroom.kernels.triton.fp8 import fp8_quantize as fp8_quantize
 from elbowroom.kernels.triton.group import group_dequantize as group_dequantize

@@ -1,0 +1,153 @@
+"""A transform code of maps (specification: `reference/fdsr.py`).
+
+A thread holds a tile, so that sums are taken in the reference's order; see `transform.py`. x is
+read once and written once: an element of 4 bytes costs 4 bytes read and P / (L B^2) + 2 S / (L B^2)
+written, P bytes of payload and S scales a group of L tiles; back, the same read and 4 written.
+
+With `kept`, the reference serves: a rank among all lanes and sums over the whole tensor are other
+kernels than these.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from elbowroom.kernels import reference
+from elbowroom.kernels.bands import bands_of, tiles_of
+from elbowroom.kernels.triton.device import inverse, tile_key
+from elbowroom.kernels.triton.fdsr_codes import (
+    code,
+    dequantize_run,
+    load_bounds,
+    load_codes,
+    load_gains,
+    load_weights,
+    noise,
+    normalized,
+    pack_run,
+    quantize_run,
+    restored,
+    store_bounds,
+    store_gains,
+    store_weights,
+    zero_unusable,
+)
+from elbowroom.kernels.triton.fdsr_tables import (
+    band_count,
+    cell,
+    payload_nbytes,
+    run_count,
+    run_levels,
+    run_nbytes,
+)
+from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
+from elbowroom.kernels.triton.map_tiles import load_tiles, store_tiles
+from elbowroom.kernels.triton.transform import coefficients, elements, mix
+
+THREADS = 128  # of a program, at Triton's four warps
+
+
+def fdsr_quantize(
+    x: Tensor,
+    seed: int,
+    maps: Sequence[int],
+    block: int,
+    levels: Sequence[int],
+    kept: int,
+    dither: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if kept:
+        return reference.fdsr_quantize(x, seed, maps, block, levels, kept, dither)
+    b, count, device = bands_of(block, tuple(levels)), tiles_of(maps, block), x.device
+    groups = -(-count // b.lanes)
+    payload = torch.empty(groups, b.nbytes(0), dtype=torch.uint8, device=device)
+    scales = torch.empty(groups, b.scales(0), dtype=torch.bfloat16, device=device)
+    source, kind = words(x)
+    args = source, payload, patterns(scales), groups, count, *maps[1:], *split_seed(seed)
+    how = {"BANDS": b, "B": block, "L": b.lanes, "DITHER": dither, "KIND": kind}
+    launch(_quantize, groups, *args, R=THREADS // b.lanes, **how)
+    return payload, scales, torch.empty(0, b.rest, dtype=torch.int8, device=device)
+
+
+def fdsr_dequantize(
+    payload: Tensor,
+    scales: Tensor,
+    codebook: Tensor,
+    seed: int,
+    maps: Sequence[int],
+    block: int,
+    levels: Sequence[int],
+    kept: int,
+    dither: bool,
+    out: Tensor,
+) -> None:
+    if kept:
+        given = seed, maps, block, levels, kept, dither, out
+        return reference.fdsr_dequantize(payload, scales, codebook, *given)
+    b, count, groups = bands_of(block, tuple(levels)), tiles_of(maps, block), len(payload)
+    target, kind = words(out)
+    args = payload, patterns(scales), target, groups, count, *maps[1:], *split_seed(seed)
+    how = {"BANDS": b, "B": block, "L": b.lanes, "DITHER": dither, "KIND": kind}
+    launch(_dequantize, groups, *args, R=THREADS // b.lanes, **how)
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+def _quantize(
+    p_x, p_payload, p_scales, G, T, rows, columns, inner, seed_low, seed_high,
+    BANDS: tl.constexpr, B: tl.constexpr, L: tl.constexpr, DITHER: tl.constexpr,
+    KIND: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    i_g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    m_g = i_g < G
+    b_key = tile_key(i_g, seed_low, seed_high)[:, None]
+    p_payload += (i_g * payload_nbytes(BANDS))[:, None]
+    p_scales += i_g * (2 + band_count(BANDS))
+    i_t = i_g[:, None] * L + tl.arange(0, L)[None, :]  # [R, L]
+    b_y = coefficients(load_tiles(p_x, i_t, T, rows, columns, inner, B, KIND), B)
+    b_y, m_usable = zero_unusable(b_y)
+
+    LEVELS: tl.constexpr = run_levels(BANDS, 0)
+    b_lo, b_step = store_bounds(p_scales, b_y[0], m_usable, m_g, LEVELS)
+    b_code = code(b_y[0] - b_lo, inverse(b_step), noise(b_key, 0, L, DITHER), LEVELS)
+    pack_run(p_payload, (b_code,), m_g, LEVELS, 1)
+    p_payload += run_nbytes(BANDS, 0)
+
+    b_z = normalized(b_y, store_weights(p_scales, b_y, m_g, BANDS, DITHER), BANDS, DITHER)
+    b_z = mix(b_z, BANDS, False) if DITHER else b_z
+    b_gain = store_gains(p_payload, b_z, m_g, cell(BANDS))
+    p_payload += L // cell(BANDS)
+    for i_r in tl.static_range(1, run_count(BANDS)):
+        quantize_run(p_payload, b_z, b_gain, b_key, m_g, BANDS, i_r, DITHER)
+        p_payload += run_nbytes(BANDS, i_r)
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+def _dequantize(
+    p_payload, p_scales, p_out, G, T, rows, columns, inner, seed_low, seed_high,
+    BANDS: tl.constexpr, B: tl.constexpr, L: tl.constexpr, DITHER: tl.constexpr,
+    KIND: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    i_g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    m_g = i_g < G
+    b_key = tile_key(i_g, seed_low, seed_high)[:, None]
+    p_payload += (i_g * payload_nbytes(BANDS))[:, None]
+    p_scales += i_g * (2 + band_count(BANDS))
+
+    LEVELS: tl.constexpr = run_levels(BANDS, 0)
+    b_lo, b_step = load_bounds(p_scales, m_g, LEVELS)
+    b_q = load_codes(p_payload, 0, m_g, LEVELS, 1, L)
+    b_z = ((b_lo + b_step * 0.5) + b_step * (b_q - noise(b_key, 0, L, DITHER)),)
+    p_payload += run_nbytes(BANDS, 0)
+
+    b_gain = load_gains(p_payload, m_g, cell(BANDS), L)
+    p_payload += L // cell(BANDS)
+    for i_r in tl.static_range(1, run_count(BANDS)):
+        b_z = b_z + dequantize_run(p_payload, b_gain, b_key, m_g, BANDS, i_r, DITHER)
+        p_payload += run_nbytes(BANDS, i_r)
+    b_z = mix(b_z, BANDS, True) if DITHER else b_z
+    b_y = restored(b_z, load_weights(p_scales, m_g, band_count(BANDS)), BANDS, DITHER)
+    i_t = i_g[:, None] * L + tl.arange(0, L)[None, :]  # [R, L]
+    store_tiles(p_out, elements(b_y, B), i_t, T, rows, columns, inner, B, KIND)
