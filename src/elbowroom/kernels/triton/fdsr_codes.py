@@ -139,20 +139,16 @@ def normalized(b_y, b_weights, BANDS: tl.constexpr, DITHER: tl.constexpr):
 @triton.jit
 def restored(b_z, b_weights, BANDS: tl.constexpr, DITHER: tl.constexpr):
     """The inverse, by row and column, and 0 where nothing is coded."""
+    b_scaled = (b_z[0],)
+    for p in tl.static_range(1, coded(BANDS)):
+        b_factor = b_weights[band(BANDS, p) - 1]
+        b_scaled = b_scaled + (b_z[p] * (b_factor * sign(p) if DITHER else b_factor),)
+    for _ in tl.static_range(coded(BANDS), position_count(BANDS)):
+        b_scaled = b_scaled + (tl.zeros_like(b_z[0]),)
     b_y = ()
     for i in tl.static_range(position_count(BANDS)):
-        b_y = b_y + (coefficient(b_z, b_weights, BANDS, position(BANDS, i), DITHER),)
+        b_y = b_y + (b_scaled[position(BANDS, i)],)
     return b_y
-
-
-@triton.jit
-def coefficient(b_z, b_weights, BANDS: tl.constexpr, p: tl.constexpr, DITHER: tl.constexpr):
-    if p == 0:
-        return b_z[0]
-    if p >= coded(BANDS):
-        return tl.zeros_like(b_z[0])
-    b_factor = b_weights[band(BANDS, p) - 1]
-    return b_z[p] * (b_factor * sign(p) if DITHER else b_factor)
 
 
 @triton.jit
@@ -192,9 +188,7 @@ def gain_value(b_code):
 @triton.jit
 def noise(b_key, p, L: tl.constexpr, DITHER: tl.constexpr):
     """u of position p in each lane [R, L], or one half."""
-    if DITHER:
-        return uniform(b_key, tl.arange(0, L)[None, :] + p * L)
-    return 0.5
+    return uniform(b_key, tl.arange(0, L)[None, :] + p * L) if DITHER else 0.5
 
 
 @triton.jit
