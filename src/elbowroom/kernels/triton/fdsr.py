@@ -19,20 +19,19 @@ from elbowroom.kernels import reference
 from elbowroom.kernels.bands import bands_of, tiles_of
 from elbowroom.kernels.triton.device import inverse, tile_key
 from elbowroom.kernels.triton.fdsr_codes import (
-    code,
+    band_weights,
+    bounds,
     dequantize_run,
-    load_bounds,
-    load_codes,
     load_gains,
-    load_weights,
-    noise,
+    load_run,
+    load_scales,
+    mean_grid,
     normalized,
     pack_run,
     quantize_run,
     restored,
-    store_bounds,
     store_gains,
-    store_weights,
+    store_scales,
     zero_unusable,
 )
 from elbowroom.kernels.triton.fdsr_tables import (
@@ -107,15 +106,17 @@ def _quantize(
     p_scales += i_g * (2 + band_count(BANDS))
     i_t = i_g[:, None] * L + tl.arange(0, L)[None, :]  # [R, L]
     b_y = coefficients(load_tiles(p_x, i_t, T, rows, columns, inner, B, KIND), B)
-    b_y, m_usable = zero_unusable(b_y)
+    b_y, b_absmax, m_usable = zero_unusable(b_y)
 
-    LEVELS: tl.constexpr = run_levels(BANDS, 0)
-    b_lo, b_step = store_bounds(p_scales, b_y[0], m_usable, m_g, LEVELS)
-    b_code = code(b_y[0] - b_lo, inverse(b_step), noise(b_key, 0, L, DITHER), LEVELS)
-    pack_run(p_payload, (b_code,), m_g, LEVELS, 1)
+    b_low, b_high = bounds(b_y[0])
+    b_weights = band_weights(b_y, b_absmax, BANDS, DITHER)
+    store_scales(p_scales, b_low, b_high, b_weights, m_usable, m_g, BANDS)
+    b_lo, b_step = mean_grid(b_low[:, None], b_high[:, None], run_levels(BANDS, 0))
+    b_v = (b_y[0] - b_lo) * inverse(b_step)
+    pack_run(p_payload, b_v[:, :, None], b_key, m_g, BANDS, 0, DITHER)
     p_payload += run_nbytes(BANDS, 0)
 
-    b_z = normalized(b_y, store_weights(p_scales, b_y, m_g, BANDS, DITHER), BANDS, DITHER)
+    b_z = normalized(b_y, b_weights, BANDS, DITHER)
     b_z = mix(b_z, BANDS, False) if DITHER else b_z
     b_gain = store_gains(p_payload, b_z, m_g, cell(BANDS))
     p_payload += L // cell(BANDS)
@@ -136,10 +137,10 @@ def _dequantize(
     p_payload += (i_g * payload_nbytes(BANDS))[:, None]
     p_scales += i_g * (2 + band_count(BANDS))
 
-    LEVELS: tl.constexpr = run_levels(BANDS, 0)
-    b_lo, b_step = load_bounds(p_scales, m_g, LEVELS)
-    b_q = load_codes(p_payload, 0, m_g, LEVELS, 1, L)
-    b_z = ((b_lo + b_step * 0.5) + b_step * (b_q - noise(b_key, 0, L, DITHER)),)
+    b_scales = load_scales(p_scales, m_g, BANDS)
+    b_lo, b_step = mean_grid(b_scales[0], b_scales[1], run_levels(BANDS, 0))
+    b_q = load_run(p_payload, b_key, m_g, L, BANDS, 0, DITHER)
+    b_z = ((b_lo + b_step * 0.5) + b_step * b_q[0],)
     p_payload += run_nbytes(BANDS, 0)
 
     b_gain = load_gains(p_payload, m_g, cell(BANDS), L)
@@ -148,6 +149,6 @@ def _dequantize(
         b_z = b_z + dequantize_run(p_payload, b_gain, b_key, m_g, BANDS, i_r, DITHER)
         p_payload += run_nbytes(BANDS, i_r)
     b_z = mix(b_z, BANDS, True) if DITHER else b_z
-    b_y = restored(b_z, load_weights(p_scales, m_g, band_count(BANDS)), BANDS, DITHER)
+    b_y = restored(b_z, b_scales, BANDS, DITHER)
     i_t = i_g[:, None] * L + tl.arange(0, L)[None, :]  # [R, L]
     store_tiles(p_out, elements(b_y, B), i_t, T, rows, columns, inner, B, KIND)

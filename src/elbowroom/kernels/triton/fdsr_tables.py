@@ -104,8 +104,8 @@ def run_start(b, i_r):
 
 
 @triton.constexpr_function
-def run_stop(b, i_r):
-    return b.runs[i_r].stop
+def run_size(b, i_r):
+    return b.runs[i_r].stop - b.runs[i_r].start
 
 
 @triton.constexpr_function
