@@ -22,7 +22,7 @@ DTYPES = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
 }
-INEXACT = r"fma\.\S+|div\.(?:full|approx)\S+|\S+\.ftz\S*"
+INEXACT = r"fma\.\S+|(?:div|sqrt)\.(?:full|approx)\S+|\S+\.ftz\S*"
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -50,7 +50,12 @@ def test_every_kernel_compiles_and_keeps_its_bits(capability, tmp_path):
         assert line.endswith("inexact: []"), line
 
 
-KINDS = ("group", "dither", "nonzero", "division", "sided", "fp8")
+KINDS = ("group", "dither", "nonzero", "division", "sided", "fp8", "fdsr")
+
+FDSR = (  # dtype, block, levels, dither: large tiles with dither take 14 s, and have the same parts
+    (torch.float32, 8, (63, 15, 3, 0), False),
+    (torch.bfloat16, 4, (16, 3), True),
+)
 
 
 def compiling(capability):
@@ -91,7 +96,7 @@ def main(capability):
 
     from elbowroom.kernels import triton as kernels
 
-    quantizers = ("comet", "dither", "division", "fp8", "group", "nonzero", "sided")
+    quantizers = ("comet", "dither", "division", "fdsr", "fp8", "group", "nonzero", "sided")
     for module in ("affine", "bits", "narrow", *quantizers):
         importlib.import_module(f"{kernels.__name__}.{module}").launch = compiling(capability)
     for dtype, levels, group_size in (
@@ -126,6 +131,10 @@ def main(capability):
     stored = kernels.nonzero_quantize(x, 5, 4, 64)
     kernels.nonzero_dequantize(*stored, 5, 4, 64, x)
     kernels.nonzero_dequantize(*stored, 5, 4, 64, x, *by)
+    for dtype, block, levels, dither in FDSR:
+        x = torch.zeros(5000, dtype=dtype)
+        settings = 5, [2, 50, 50, 1], block, levels, 0, dither
+        kernels.fdsr_dequantize(*kernels.fdsr_quantize(x, *settings), *settings, x)
     kernels.narrow(torch.zeros(5000, dtype=torch.int64), torch.uint8)
 
 

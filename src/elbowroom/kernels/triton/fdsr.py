@@ -1,11 +1,13 @@
-"""A transform code of maps (specification: `reference/fdsr.py`).
+"""A transform code of maps, one pass over x (specification: `reference/fdsr.py`).
 
-A thread holds a tile, so that sums are taken in the reference's order; see `transform.py`. x is
-read once and written once: an element of 4 bytes costs 4 bytes read and P / (L B^2) + 2 S / (L B^2)
-written, P bytes of payload and S scales a group of L tiles; back, the same read and 4 written.
+A thread holds a tile: its B^2 numbers are as many tensors [R, L] (`transform.py`), so that sums are
+taken in the reference's order, to the same bits. An element of 4 bytes costs 4 bytes read and
+(P + 2 S) / (L B^2) written, for P bytes of payload and S scales of a group of L tiles; back, the
+same read and 4 written. Beside that, edges that are repeated and the first element of each tile
+(`load_first`) are read twice, the second time from the cache.
 
-With `kept`, the reference serves: a rank among all lanes and sums over the whole tensor are other
-kernels than these.
+With `kept`, the reference serves, in many passes: ranks among lanes and sums over the whole tensor
+are other kernels than these.
 """
 
 from collections.abc import Sequence
@@ -18,17 +20,14 @@ from torch import Tensor
 from elbowroom.kernels import reference
 from elbowroom.kernels.bands import bands_of, tiles_of
 from elbowroom.kernels.triton.device import inverse, tile_key
-from elbowroom.kernels.triton.fdsr_codes import (
+from elbowroom.kernels.triton.fdsr_codes import dequantize_run, load_run, pack_run, quantize_run
+from elbowroom.kernels.triton.fdsr_stats import (
     band_weights,
     bounds,
-    dequantize_run,
     load_gains,
-    load_run,
     load_scales,
     mean_grid,
     normalized,
-    pack_run,
-    quantize_run,
     restored,
     store_gains,
     store_scales,
@@ -84,8 +83,9 @@ def fdsr_dequantize(
     out: Tensor,
 ) -> None:
     if kept:
-        given = seed, maps, block, levels, kept, dither, out
-        return reference.fdsr_dequantize(payload, scales, codebook, *given)
+        given = payload, scales, codebook, seed, maps, block, levels, kept, dither, out
+        reference.fdsr_dequantize(*given)
+        return
     b, count, groups = bands_of(block, tuple(levels)), tiles_of(maps, block), len(payload)
     target, kind = words(out)
     args = payload, patterns(scales), target, groups, count, *maps[1:], *split_seed(seed)

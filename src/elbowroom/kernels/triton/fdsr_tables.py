@@ -1,6 +1,8 @@
-"""What `Bands` and the DCT's weights say, for compiled code, which can call nothing else.
+"""What `Bands` and the DCT's weights say, for compiled code, which can ask nothing else.
 
-    b   a Bands    p   a position    i_b   a band, 1.. (0 is the mean)    i_r   a run    i_s   a span
+    b  a `Bands`    p  a position    i_b  a band, 1.. (0 is the mean)    i_r  a run    i_s  a span
+
+Each is called with constants and gives one.
 """
 
 import triton
@@ -73,8 +75,8 @@ def band_start(b, i_b):
 
 
 @triton.constexpr_function
-def band_size(b, i_b):
-    return b.band.count(i_b)
+def band_stop(b, i_b):
+    return b.band.index(i_b) + b.band.count(i_b)
 
 
 @triton.constexpr_function
