@@ -70,8 +70,8 @@ def load_run(
     P: tl.constexpr = power_of_two(run_size(BANDS, I))
     o_p = tl.arange(0, P)
     o_e = o_p[None, None, :] * L + tl.arange(0, L)[None, :, None]
-    m_e = m_g[:, None, None] & (o_p < run_size(BANDS, I))[None, None, :] & (o_e >= 0)
     n = run_size(BANDS, I) * L
+    m_e = m_g[:, None, None] & (o_e < n)  # [R, L, P]
     b_q = unpack(p_payload[:, :, None], n, o_e, m_e, run_levels(BANDS, I)).to(tl.float32)
     return apart(b_q - noise(b_key, o_p + run_start(BANDS, I), L, DITHER))[: run_size(BANDS, I)]
 
