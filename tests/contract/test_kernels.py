@@ -635,6 +635,8 @@ def forms(headers: Tensor) -> set[str]:
 @pytest.mark.parametrize("maps", PREDICTED, ids=str)
 @pytest.mark.parametrize("rounding", ["dither", "stochastic", "nearest"])
 def test_comet_equals_the_reference(backend, rounding, maps):
+    if backend.sizes[1] != 1 and rounding != "dither" and maps[0] > 1:
+        pytest.skip("slow in the interpreter, and prediction does not depend on the rounding")
     for i, n in enumerate(backend.sizes):
         whole = n if maps[0] < 2 else n // (maps[0] * maps[1] * maps[2]) * maps[0] * maps[1]
         whole = whole * (maps[2] if maps[0] > 1 else 1)
