@@ -3,10 +3,11 @@
     V = sum over all entries of Var(g)  ~  mean over three steps in a row of |g - 2 g' + g''|^2 / 6
 
 on a fixed random sample of entries of each parameter, scaled up. The second difference takes off
-what moves steadily with the weights: V comes out 0.97 to 1.21 times as large as with frozen weights
-early in training (first differences: 1.06 to 1.23; three networks, docs/log.md). What lossy codes
-add is in it, and whoever knows that takes it off. A gradient is read as backward delivers it,
-before it is accumulated or clipped.
+what moves steadily with the weights; what moves otherwise makes V too large: 0.97 to 1.21 times that
+at frozen weights on small networks early in training, up to 2.3 times where steps are large for
+their noise (benchmarks/noise.py; first differences are worse). What lossy codes add is in it, and
+whoever knows that takes it off. A gradient is read as backward delivers it, before it is
+accumulated or clipped.
 
 Not done: the difference of the gradients of two halves of one batch, which no weight's move
 disturbs. BatchNorm ties the halves to each other, and it came out 2 to 7 times too large.
