@@ -1,4 +1,4 @@
-"""Gradient noise: what is predicted for lossy codes is what they add; reading gradients costs under 2 %.
+"""Gradient noise: what is predicted is what lossy codes add; reading gradients costs under 2 %.
 
     ./scripts/bench noise [--quick]
 

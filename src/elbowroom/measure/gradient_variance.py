@@ -3,7 +3,7 @@
     V = sum over all entries of Var(g)  ~  mean over three steps in a row of |g - 2 g' + g''|^2 / 6
 
 on a fixed random sample of entries of each parameter, scaled up. The second difference takes off
-what moves steadily with the weights; what moves otherwise makes V too large: 0.97 to 1.21 times that
+what moves steadily with the weights; what else moves makes V too large: 0.97 to 1.21 times that
 at frozen weights on small networks early in training, up to 2.3 times where steps are large for
 their noise (benchmarks/noise.py; first differences are worse). What lossy codes add is in it, and
 whoever knows that takes it off. A gradient is read as backward delivers it, before it is
