@@ -1,7 +1,7 @@
 """The public verbs: `saving`, `fit`, `release`. Thin; the only file that knows all stages."""
 
 import dataclasses
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -56,8 +56,9 @@ def saving(
                 their op saves
     noise       with a codec: its settings follow the training, so that the variance which codes
                 add to the gradient stays below this share of what mini-batches vary by anyway
-                (0.1: a tenth). What was learned is remembered for the process, by these
-                arguments; for more than one model make a `control.NoiseBudget` for each
+                (0.1: a tenth; early in training that is read up to twice too large, see
+                `measure.gradient_variance`). What was learned is remembered for the process, by
+                these arguments; for more than one model make a `control.NoiseBudget` for each
     watch       measure what the codes add, every step; `.error_report()` shows it (also with
                 `noise` and controllers, which watch a few steps). A watched step is slower
     seed        where the noise of lossy codes starts; None: one sequence for the whole process
@@ -78,7 +79,7 @@ def saving(
         chosen = _within_noise(chosen, noise, rebuild)
     observer: Observer | None = chosen if isinstance(chosen, Adaptive) else None
     if watch and observer is None:
-        observer = PROCESS.remember(("watch", _key(chosen)), lambda: NoiseMeter(every=1))
+        observer = _meter_of(chosen)
     return Saving(chosen, min_nbytes=min_nbytes, context=context, warns=True, observer=observer)
 
 
@@ -90,12 +91,14 @@ def _within_noise(policy: Policy, noise: float, rebuild: bool) -> NoiseBudget:
         )
     codec = policy.codec
     make = partial(NoiseBudget, codec, noise=noise, rebuild=rebuild)
-    return PROCESS.remember(("noise", codec, noise, rebuild), make)
+    return PROCESS.remember(("noise", codec, repr(noise), rebuild), make)
 
 
-def _key(policy: Policy) -> Hashable:
-    """Policies of one setting are one; a function of the user's is itself."""
-    return policy if isinstance(policy, Hashable) else id(policy)
+def _meter_of(policy: Policy) -> NoiseMeter:
+    """One for all contexts of the same setting; a function of the user's gets a fresh one."""
+    if not dataclasses.is_dataclass(policy):
+        return NoiseMeter(every=1)
+    return PROCESS.remember(("watch", policy), lambda: NoiseMeter(every=1))
 
 
 def _check_min_nbytes(min_nbytes: int) -> None:
@@ -124,7 +127,7 @@ def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str
     if policy == "lean":
         return _lean(rebuild, fields)
     if policy == "actnn":
-        key = ("actnn", rebuild, *sorted(fields.items()))
+        key = ("actnn", rebuild, repr(sorted(fields.items())))
         return PROCESS.remember(key, lambda: _actnn(rebuild, fields))
     if fields:
         raise UnknownField(

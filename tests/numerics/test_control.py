@@ -1,6 +1,8 @@
 """Controllers on a small training: they reach what they promise, and a checkpoint goes on alike."""
 
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -150,6 +152,31 @@ def test_strings_remember_by_their_settings():
     assert er.saving("actnn", bits=3).policy is er.saving("actnn", bits=3).policy
 
 
+def test_what_the_process_remembers_keeps_no_model_alive():
+    training = Training()
+    for nth in range(3):  # the last one is watched, and nothing follows it
+        with er.saving("dither", noise=0.125, min_nbytes=0) as saved:
+            loss = training.model(training.images[32 * nth : 32 * nth + 32]).square().mean()
+        loss.backward()
+    parameters = [weakref.ref(parameter) for parameter in training.model.parameters()]
+    del training, saved, loss
+    gc.collect()
+    assert not any(ref() is not None for ref in parameters)
+
+
+def test_an_overflowed_step_moves_nothing():
+    training = Training()
+    control = NoiseBudget(er.codec("dither", levels=16), noise=0.05, every=1)
+    training.run(control, 5)
+    control.state_dict()  # takes in the last step
+    rungs, steps = dict(control.rungs), control.table.steps
+    with er.saving(control, min_nbytes=0, seed=5) as saved:
+        loss = training.model(training.images[:32]).square().mean() * float("inf")
+    loss.backward()
+    assert saved.error_report().added is not None
+    assert (control.rungs, control.table.steps) == (rungs, steps)
+
+
 def test_watching_a_fixed_codec_reports_on_it():
     training = Training()
     for nth in range(4):
@@ -169,6 +196,8 @@ def test_watching_a_fixed_codec_reports_on_it():
     [
         (lambda: er.saving("dither", noise=0), "positive number"),
         (lambda: er.saving("dither", noise=True), "positive number"),
+        (lambda: er.saving("dither", noise=[0.1]), "positive number"),
+        (lambda: er.saving("actnn", bits=[2]), "from 1 to 8"),
         (lambda: er.saving("exact", noise=0.1), "goes with a codec"),
         (lambda: er.saving("cast", noise=0.1), "no ladder"),
         (lambda: er.saving("dither", watch=1), "True or False"),

@@ -13,6 +13,7 @@ parameters' gradients.
 
 import weakref
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from torch import Tensor
@@ -94,6 +95,12 @@ class OpReading:
     measured: float | None
     weight: "weakref.ref[Tensor] | None" = None
 
+    @property
+    def finite(self) -> bool:
+        """Whether no number overflowed."""
+        numbers = [*self.energies.values(), self.grad, self.closed or 0.0, self.measured or 0.0]
+        return all(map(isfinite, numbers))
+
 
 class NoiseTable:
     """What is known of all sites and ops of one training."""
@@ -105,8 +112,12 @@ class NoiseTable:
         self.steps = 0  # watched in full
 
     def take(self, held: dict[SiteName, HeldNoise], readings: dict[SiteName, OpReading]) -> None:
-        """A step that was watched in full is over. A forward without a backward tells nothing."""
-        if not readings:
+        """A step that was watched in full is over.
+
+        A forward without a backward tells nothing, nor does one that overflowed (GradScaler skips
+        such steps, too).
+        """
+        if not readings or not all(reading.finite for reading in readings.values()):
             return
         self.steps += 1
         self.held = held

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
-from elbowroom.measure.sensitivity import is_weight
+from elbowroom.measure.sensitivity import energy, is_weight
 from elbowroom.runtime.consumers import BUFFERS, Call
 from elbowroom.runtime.slot import View
 
@@ -117,14 +117,14 @@ class Probe:
                 continue
             error = one.detach() - other
             if _leads_to_weight(edge):
-                arrived.append(_energy(error))
+                arrived.append(energy(error))
             elif not self._only_weights:
                 edges.append(edge)
                 cotangents.append(error)
         if edges:
             # Several errors at once: they are independent, so their energies add.
             with second_pass:
-                arrived += [_energy(part) for part in self._send(edges, cotangents)]
+                arrived += [energy(part) for part in self._send(edges, cotangents)]
         return torch.stack(arrived).sum() if arrived else torch.zeros(())
 
     def _send(self, edges: list[GradientEdge], errors: list[Tensor]) -> list[Tensor]:
@@ -188,10 +188,6 @@ def _place(node: Node, edge: GradientEdge) -> int | None:
 
 def _leads_to_weight(edge: GradientEdge) -> bool:
     return is_weight(getattr(edge.node, "variable", None))
-
-
-def _energy(x: Tensor) -> Tensor:
-    return x.float().square().sum()
 
 
 def _same(x: Tensor) -> Tensor:

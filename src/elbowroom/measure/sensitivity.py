@@ -121,3 +121,8 @@ class Convolution:
         ones = torch.ones(1, 1, *self.kernel, device=energy.device)
         summed: Tensor = getattr(F, self.conv)(energy, ones, **self.reach)
         return summed
+
+
+def energy(x: Tensor) -> Tensor:
+    """The sum of squares of all elements, in float32."""
+    return x.float().square().sum()

@@ -1,7 +1,8 @@
 """Watching one step: what is attached to its forward, and read when its backward is over.
 
-Nothing here keeps a tensor, a code or a node of the graph alive: what stays until the next step are
-scalars, and for linear ops one number a place. Only a probe keeps the exact tensors of one op.
+Nothing here keeps a tensor, a parameter, a code or a node of the graph alive: what stays until the
+next step are scalars, and for linear ops one number a place. Only a probe keeps the exact tensors
+of one op.
 """
 
 import weakref
@@ -16,7 +17,7 @@ from torch import Tensor
 from elbowroom.codecs import Codec
 from elbowroom.measure.noise import HeldNoise, NoiseTable, OpReading, Trial
 from elbowroom.measure.probe import Probe, arguments, can_probe, second_pass
-from elbowroom.measure.sensitivity import Form, form_of, is_weight
+from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
 from elbowroom.plan import Site, SiteName
 from elbowroom.runtime.consumers import Call, tolerant_argument
 from elbowroom.runtime.observer import Use
@@ -33,7 +34,7 @@ class _Op:
 
     name: SiteName
     form: Form | None
-    weight: Tensor | None = None
+    weight: "weakref.ref[Tensor] | None" = None
     energies: dict[SiteName, Tensor] = field(default_factory=dict)
     folded: Tensor | None = None
     grad: Tensor | None = None
@@ -84,7 +85,7 @@ class StepWatch:
             weakref.WeakKeyDictionary()
         )
         self._held: dict[SiteName, _Held] = {}
-        self._weights: dict[int, Tensor] = {}
+        self._weights: dict[int, weakref.ref[Tensor]] = {}
 
     # forward
 
@@ -120,7 +121,7 @@ class StepWatch:
         """The op has its node in the graph now."""
         for arg in call_values(call):
             if is_weight(arg) and id(arg) not in self._weights:
-                self._weights[id(arg)] = arg
+                self._weights[id(arg)] = weakref.ref(arg)
                 self._table.gradient.listen(arg)
         if self._current is None or self._current[0] is not call:
             return
@@ -133,7 +134,7 @@ class StepWatch:
             self._probed[op.name] += 1
             self._probes_left -= 1
             copies, views, op.copies, op.views = op.copies, op.views, {}, {}
-            weights = list(self._weights.values())
+            weights = [weight for ref in self._weights.values() if (weight := ref()) is not None]
             linear = op.form is not None
             probe = Probe(call, copies, views, weights, op.take_measured, only_weights=linear)
             probe.watch(out.grad_fn, out.output_nr)
@@ -145,7 +146,8 @@ class StepWatch:
             self._calls[use.module, call.name] += 1
             name = SiteName(use.module, call.name, count)
             form = form_of(call)
-            weight = None if form is None else next(filter(is_weight, call_values(call)))
+            linear_in = () if form is None else filter(is_weight, call_values(call))
+            weight = next((weakref.ref(arg) for arg in linear_in), None)
             op = self._ops[name] = _Op(name, form, weight)
             self._current = call, op
         return self._current[1]
@@ -222,19 +224,13 @@ class StepWatch:
             grad = next(values)
             closed = None if op.closed is None else next(values)
             measured = None if op.measured is None else next(values)
-            weight = None if op.weight is None else weakref.ref(op.weight)
-            readings[op.name] = OpReading(energies, grad, closed, measured, weight)
+            readings[op.name] = OpReading(energies, grad, closed, measured, op.weight)
         return held, readings
 
 
 def call_values(call: Call) -> tuple[Any, ...]:
     """All arguments of a call."""
     return (*call.args, *call.kwargs.values())
-
-
-def energy(x: Tensor) -> Tensor:
-    """The sum of squares of all elements, in float32."""
-    return x.float().square().sum()
 
 
 def _there(*values: Tensor | None) -> list[Tensor]:
