@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-_MARK = "elbowroom.mark."
+MARK = "elbowroom.mark."
 
 
 class _Event(Protocol):
@@ -72,7 +72,7 @@ class MemoryCurve:
 
 def mark(name: str) -> None:
     """Name this moment of a step, for `memory_curve`: `mark("backward")`. Costs microseconds."""
-    with record_function(_MARK + name):
+    with record_function(MARK + name):
         pass
 
 
@@ -84,7 +84,7 @@ def peak(step: Callable[[], object], *, device: torch.device | str | None = None
     >>> peak(lambda: torch.zeros(1000, dtype=torch.uint8))
     1000
     """
-    device = _device(device)
+    device = pick_device(device)
     if device.type != "cuda":
         return memory_curve(step, device=device).peak_nbytes
     torch.cuda.synchronize(device)
@@ -99,7 +99,7 @@ def memory_curve(
     step: Callable[[], object], *, device: torch.device | str | None = None
 ) -> MemoryCurve:
     """Every change of the allocated bytes on one device while `step()` runs, with its time."""
-    device = _device(device)
+    device = pick_device(device)
     quiet_profiler()
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -118,7 +118,8 @@ def quiet_profiler() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def pick_device(device: torch.device | str | None) -> torch.device:
+    """None: the current CUDA device if CUDA is in use in this process, else the CPU."""
     if device is None:
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return torch.device("cuda" if in_use else "cpu")
@@ -135,8 +136,8 @@ def curve_of(profiler: profile, device_type: str) -> MemoryCurve:
             if freed_or_taken.device.type == device_type:
                 change = _Change(event.start_time_ns, freed_or_taken.ptr, freed_or_taken.alloc_size)
                 changes.append(change)
-        elif event.name.startswith(_MARK):
-            marks.append((event.start_time_ns, event.name.removeprefix(_MARK)))
+        elif event.name.startswith(MARK):
+            marks.append((event.start_time_ns, event.name.removeprefix(MARK)))
     changes.sort(key=lambda change: change.at_ns)  # stable: ties within one call keep their order
     if device_type == "cpu":
         changes = _of_this_run(changes)

@@ -42,7 +42,7 @@ class Site:
     """Facts of one save.
 
     why    says, where `need` is EXACT, which rule made it so; the ledger shows it
-    nth    how many tensors were decided on for this op of this module before, in this step
+    nth    how many tensors this op of this module has saved before, in this step
     """
 
     module: str

@@ -90,10 +90,14 @@ class Call:
     __slots__ = ("args", "at_end", "func", "kwargs", "name", "saved", "small", "version")
 
     def __init__(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str = "",
     ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.name = _name(func)
+        self.name = name or _name(func)
         self.saved: list[Slot] = []  # what it has saved so far
         self.at_end: list[Callable[[Call], None]] = []  # what waits for its statistics
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need

@@ -14,6 +14,7 @@ thread, or never.
 
 import weakref
 from collections import Counter
+from collections.abc import Callable, Container
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -26,6 +27,7 @@ from elbowroom.errors import CodecError, ElbowroomError, PlanError, RestoreError
 from elbowroom.plan import Action, Encode, Keep, Need, Policy, Rebuild, Rebuildable, Site
 from elbowroom.runtime import modules
 from elbowroom.runtime.advice import warn_if_useless
+from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import (
     NORMS,
@@ -47,10 +49,11 @@ from elbowroom.runtime.identity import (
     untouchable,
 )
 from elbowroom.runtime.ledger import Ledger
-from elbowroom.runtime.observer import Observer, Use, Watch
+from elbowroom.runtime.observer import Observer, Recorder, Use, Watch
 from elbowroom.runtime.perform import differ_on_nan, mask_bits, perform
 from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
+from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.slot import Lone, Slot, View
 from elbowroom.runtime.statistics import statistics_of
 from elbowroom.runtime.waiting import Waiting, relu_mask
@@ -69,6 +72,8 @@ class Saving:
     ledger      the count of bytes, filled as forward runs
     warns       whether to say so if nothing could be changed
     observer    who may watch what errors the codes make
+    recorder    who writes down what is saved, when, and when it is asked for
+    recompute   names of modules whose forward runs again in backward
     """
 
     def __init__(
@@ -79,8 +84,12 @@ class Saving:
         context: Context = PROCESS,
         warns: bool = False,
         observer: Observer | None = None,
+        recorder: Recorder | None = None,
+        recompute: Container[str] = (),
     ) -> None:
         self.policy = policy
+        self.recorder = recorder
+        self.recompute = recompute
         self.observer = observer
         self.warns = warns
         self.min_nbytes = min_nbytes
@@ -92,6 +101,7 @@ class Saving:
         self._waiting: list[Waiting] = []
         self._watch: Watch | None = None
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._region = ""  # whose inputs are being saved
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
@@ -108,6 +118,10 @@ class Saving:
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
             opening.enter_context(hooks)
             self._consumers = opening.enter_context(Consumers(self._finished))
+            if self.recorder is not None:
+                opening.enter_context(intercepted(self.recorder.module))
+            elif self.recompute:
+                opening.enter_context(intercepted(self._called))
             self._watch = None if self.observer is None else self.observer.begin()
             self._open = opening.pop_all()
         return self
@@ -120,16 +134,16 @@ class Saving:
     ) -> None:
         if self._open is None:
             return
-        waiting, self._waiting = self._waiting, []
         self._open.close()
         self._open = self._consumers = None
         self._identity.clear()
         self._counts.clear()
         if kind is None:  # else what waits stays as it is: nothing may fail now, nor take memory
-            with torch._C.DisableTorchFunction():
-                for one in waiting:
-                    one.end(None)
+            self._end_all_waiting()
+        self._waiting.clear()
         self._watch = None
+        if self.recorder is not None:
+            self.recorder.forward_ended()
         if kind is None and self.warns:
             warn_if_useless(self.ledger, self.policy, stacklevel=3)
 
@@ -183,6 +197,37 @@ class Saving:
             note_origin(call, out, self._identity)
             if self._watch is not None:
                 self._watch.ended(call, out)
+            if self.recorder is not None:
+                self.recorder.ended(call, out, self._identity.slots_of(call.args, call.kwargs))
+
+    def _called(
+        self,
+        module: torch.nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A module is called: what it saves may be recomputed."""
+        name, consumers = modules.name_of(module), self._consumers
+        if name not in self.recompute or consumers is None or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        self._end_all_waiting()
+        outer, region = consumers.call, Call(recomputed, args, kwargs, name="recompute")
+
+        def begin() -> None:
+            consumers.call, self._region = outer, ""
+
+        consumers.call, self._region = region, name
+        try:
+            return recomputed(module, call, args, kwargs, begin)
+        finally:
+            begin()
+
+    def _end_all_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        with torch._C.DisableTorchFunction():
+            for one in waiting:
+                one.end(None)
 
     def _end_waiting(self, call: Call, out: Any) -> None:
         """Encode the inputs of norms that waited to see whether this call is a ReLU."""
@@ -210,10 +255,19 @@ class Saving:
         need, why = need_of(x, call)
         if need is Need.MASK and differ_on_nan(self._consumer, slot.mask_of):
             need, why = Need.EXACT, f"'{slot.mask_of}' holds its mask, and takes NaN otherwise"
+        nth = self._nth()
+        noted = None
+        if self.recorder is not None and call is not None:
+            noted = self._site(slot, x, call, need, why, self._ready(x), nth)
         if not slot.serves(need):
-            self._serve(slot, x, call, need, why)
+            self._serve(slot, x, call, need, why, nth)
         slot.promise(need, self._consumer)
         view = View(slot, x, need)
+        if self.recorder is not None and call is not None and noted is not None:
+            left = left_alone_because(
+                x, noted, call, self.min_nbytes, is_window=dense_base(x) is None
+            )
+            view = self.recorder.saved(view, x, noted, left)
         if call is not None:
             call.note_saved(slot, x)
             if self._watch is not None and need is Need.LOSSY:
@@ -229,11 +283,16 @@ class Saving:
         self._identity.remember(x, slot)
         return slot
 
-    def _serve(self, slot: Slot, x: Tensor, call: Call | None, need: Need, why: str) -> None:
-        """Make the slot hold what this op needs."""
+    def _ready(self, x: Tensor) -> Ready | None:
         origin = self._identity.origin(x)
-        ready = None if origin is None or origin.recipe is None else origin.recipe.ready()
-        site = self._site(slot, x, call, need, why, ready)
+        return None if origin is None or origin.recipe is None else origin.recipe.ready()
+
+    def _serve(
+        self, slot: Slot, x: Tensor, call: Call | None, need: Need, why: str, nth: int
+    ) -> None:
+        """Make the slot hold what this op needs."""
+        ready = self._ready(x)
+        site = self._site(slot, x, call, need, why, ready, nth)
         key = (site.module, site.consumer, site.shape, site.dtype)
         whole = slot.base.on(x)
         left_alone = left_alone_because(
@@ -290,7 +349,14 @@ class Saving:
         return action
 
     def _site(
-        self, slot: Slot, x: Tensor, call: Call | None, need: Need, why: str, ready: Ready | None
+        self,
+        slot: Slot,
+        x: Tensor,
+        call: Call | None,
+        need: Need,
+        why: str,
+        ready: Ready | None,
+        nth: int,
     ) -> Site:
         origin = self._identity.origin(x)
         facts = facts_of(x, call)
@@ -314,17 +380,18 @@ class Saving:
             rebuildable=rebuildable,
             facts=facts,
             why=why,
-            nth=self._nth(),
+            nth=nth,
         )
 
     def _nth(self) -> int:
+        """How many tensors this op of this module has saved before, whatever became of them."""
         key = self._module, self._consumer
         self._counts[key] += 1
         return self._counts[key] - 1
 
     @property
     def _module(self) -> str:
-        return modules.current()
+        return self._region or modules.current()
 
     @property
     def _consumer(self) -> str:

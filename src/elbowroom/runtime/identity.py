@@ -15,9 +15,11 @@
 
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.recipes import Recipe
@@ -64,6 +66,11 @@ class Identity:
         """The slot of x's storage at its version, if some op has saved it already."""
         known = self._known(x)
         return None if known is None else known.slots.get((version_of(x), x.dtype))
+
+    def slots_of(self, *values: Any) -> list[Slot]:
+        """The slots of all tensors in these arguments."""
+        tensors = [x for x in tree_leaves(values) if type(x) in _PLAIN and not untouchable(x)]
+        return [slot for x in tensors if (slot := self.slot(x)) is not None]
 
     def remember(self, x: Tensor, slot: Slot) -> None:
         self._storage(x).slots[version_of(x), x.dtype] = slot

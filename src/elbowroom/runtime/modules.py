@@ -63,6 +63,23 @@ def current() -> str:
     return _names_in(root).get(id(module)) or type(module).__name__
 
 
+def stack() -> tuple[str, ...]:
+    """The names of the modules that run on this thread, outermost first, below the first of them.
+
+    Without those that the first does not contain.
+    """
+    if not _thread.running:
+        return ()
+    names = _names_in(_thread.running[0])
+    return tuple(name for module in _thread.running[1:] if (name := names.get(id(module))))
+
+
+def name_of(module: nn.Module) -> str:
+    """The name of a module that is about to be called; "" for one that nobody contains."""
+    root = _thread.running[0] if _thread.running else module
+    return _names_in(root).get(id(module)) or ""
+
+
 def _enter(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return

@@ -1,13 +1,15 @@
-"""What the runtime tells of a step that is watched: the protocol that `measure` implements.
+"""What the runtime tells of a step that is watched: the protocols that `measure` implements.
 
 A lower floor does not import a higher one, so the hooks know no measure; they know that somebody
-may watch. Most steps are not watched, and then nothing here is called but `begin`.
+may watch what errors codes make (`Observer`), or write down what is saved when (`Recorder`). Most
+steps are not watched, and then nothing here is called but `begin`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from elbowroom.codecs import Codec
 from elbowroom.plan import Site
@@ -52,4 +54,33 @@ class Observer(Protocol):
 
     def error_report(self) -> object:
         """What was found so far; str() of it is a table."""
+        ...
+
+
+class Recorder(Protocol):
+    """Writes down one forward, and the backward that follows."""
+
+    def saved(self, view: View, x: Tensor, site: Site, why: str) -> View:
+        """An op has saved x. why: the reason that it is left alone whatever the policy says, or "".
+
+        What comes back is what autograd holds: the view, or one that tells when it is asked for.
+        """
+        ...
+
+    def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:
+        """An op that has read these has made `out`."""
+        ...
+
+    def module(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run call(*args, **kwargs), which is that of a module."""
+        ...
+
+    def forward_ended(self) -> None:
+        """The context closes."""
         ...

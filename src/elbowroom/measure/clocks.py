@@ -1,0 +1,82 @@
+"""What each moment of a recorded step costs: seconds, or bytes.
+
+WallClock      the time at which each moment begins
+CpuMemory      the highest level in each moment, from the marks in PyTorch's profiler
+CudaMemory     the same from the caching allocator's counters, read and reset at each moment
+"""
+
+import time
+from bisect import bisect_right
+
+import torch
+from torch.profiler import record_function
+
+from elbowroom.measure.held import Held
+from elbowroom.measure.peak import MARK, MemoryCurve
+
+_MOMENT = "moment."
+
+
+class WallClock:
+    """Seconds from `start` to each moment."""
+
+    def __init__(self) -> None:
+        self.starts_s: list[float] = []
+        self._zero = time.perf_counter()
+
+    def begin(self, moment: int) -> None:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        self.starts_s.append(time.perf_counter() - self._zero)
+
+    @property
+    def seconds(self) -> float:
+        """Until now."""
+        return time.perf_counter() - self._zero
+
+
+class CpuMemory:
+    """Marks each moment in the profile that runs around the step, and watches what was there."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._before: list[int] = []
+
+    def begin(self, moment: int) -> None:
+        self._before.append(self._held.nbytes())
+        with record_function(f"{MARK}{_MOMENT}{moment}"):
+            pass
+
+    def levels(self, curve: MemoryCurve) -> list[int]:
+        """The highest level in each moment, in bytes."""
+        starts = [0.0] * len(self._before)
+        for name, at_s in curve.marks:
+            if name.startswith(_MOMENT):
+                starts[int(name.removeprefix(_MOMENT))] = at_s
+        levels: list[int] = []
+        for start_s, end_s, before in zip(
+            starts, (*starts[1:], float("inf")), self._before, strict=True
+        ):
+            first, last = bisect_right(curve.times_s, start_s), bisect_right(curve.times_s, end_s)
+            at_start = curve.nbytes[first - 1] if first else 0
+            levels.append(before + max((at_start, *curve.nbytes[first:last])))
+        return levels
+
+
+class CudaMemory:
+    """Reads the allocator at each moment; no part of the step waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peaks: list[int] = []
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def begin(self, moment: int) -> None:
+        if moment:
+            self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def levels(self, moments: int) -> list[int]:
+        """The highest level in each moment, in bytes, all that is allocated counted."""
+        self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+        return self._peaks[:moments]

@@ -1,0 +1,103 @@
+"""A step, run a few times, becomes a `Profile`.
+
+    1. once or twice as it is: optimizer states and caches come into being
+    2. with a clock: when is what saved, and asked for
+    3. with the allocator: how much is held, moment by moment
+
+All inside a `saving` context of exact actions, so a step that plain autograd has no room for may
+still be measured, and no bit of any gradient changes. The step is the user's: it really trains.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from elbowroom.errors import PlanError
+from elbowroom.measure.clocks import CpuMemory, CudaMemory, WallClock
+from elbowroom.measure.held import Held
+from elbowroom.measure.peak import curve_of, pick_device, quiet_profiler
+from elbowroom.measure.recorder import Clock, StepRecorder
+from elbowroom.plan import Exact, Policy
+from elbowroom.plan.profile import Profile
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.hooks import Saving
+
+Step = Callable[[], object]
+
+
+def record(
+    step: Step,
+    *,
+    device: torch.device | str | None = None,
+    policy: Policy | None = None,
+    min_nbytes: int = 65536,
+    warm_up: int = 1,
+) -> Profile:
+    """Run `step` warm_up + 2 times, and write down what the last two did.
+
+    Raises PlanError if nothing was saved for backward, or if two runs of the step differ.
+    """
+    chosen = pick_device(device)
+    policy = Exact() if policy is None else policy
+    for _ in range(warm_up):
+        with Saving(policy, min_nbytes=min_nbytes, context=Context(learns=False)):
+            step()
+    clock = WallClock()
+    timed = _run(step, clock, policy, min_nbytes)
+    seconds = clock.seconds
+    sized, levels, static = _sized(step, chosen, policy, min_nbytes)
+    if not sized.storages():
+        raise PlanError(
+            "the step saves nothing for backward; it should run forward and backward, with "
+            "parameters that require a gradient"
+        )
+    if sized.moments != timed.moments or sized.backward != timed.backward:
+        raise PlanError(
+            "two runs of the step saved different tensors, so no plan can be made of it; give a "
+            "step that does the same every time (same shapes, same branches)"
+        )
+    return Profile(
+        level=tuple(levels),
+        starts_s=tuple(clock.starts_s),
+        backward=sized.moments - 1 if sized.backward is None else sized.backward,
+        seconds=seconds,
+        static=static,
+        storages=timed.storages(),
+        modules=timed.modules(),
+        device=(chosen.type, _name_of(chosen)),
+    )
+
+
+def _run(step: Step, clock: Clock, policy: Policy, min_nbytes: int) -> StepRecorder:
+    recorder = StepRecorder(clock)
+    with Saving(
+        policy, min_nbytes=min_nbytes, context=Context(learns=False), recorder=recorder
+    ) as saving:
+        step()
+    del saving
+    return recorder
+
+
+def _sized(
+    step: Step, device: torch.device, policy: Policy, min_nbytes: int
+) -> tuple[StepRecorder, list[int], int]:
+    """The record, the level in each of its moments, and what was held before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        static = torch.cuda.memory_allocated(device)
+        counters = CudaMemory(device)
+        recorder = _run(step, counters, policy, min_nbytes)
+        return recorder, counters.levels(recorder.moments), static
+    quiet_profiler()
+    held = Held(device.type)
+    static = held.nbytes()
+    marks = CpuMemory(held)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        recorder = _run(step, marks, policy, min_nbytes)
+    curve = curve_of(profiler, device.type)
+    return recorder, marks.levels(curve), static
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -1,0 +1,256 @@
+"""Writing down one step: what is saved, by whom, when it is read, asked for and let go of.
+
+The recorder is told by the hooks (`runtime/observer.py`), and holds no tensor: of a storage it
+keeps the address, of a slot a weak reference. What it writes is a list of moments and, for each
+storage and each call of a module, moments. A clock (`measure/clocks.py`) is told of every moment,
+and knows afterwards what it cost.
+"""
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from elbowroom.plan import Site
+from elbowroom.plan.profile import ModuleCall, Save, Storage
+from elbowroom.runtime import modules
+from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.handles import KeepHandle
+from elbowroom.runtime.handles.keep import storage_nbytes, version_of
+from elbowroom.runtime.identity import is_parameter, untouchable
+from elbowroom.runtime.slot import Slot, View
+
+_LARGE_BUFFER = 1 << 16  # bytes: as in runtime/recompute.py, must not change in forward
+
+
+class Clock(Protocol):
+    """Hears of every moment as it begins."""
+
+    def begin(self, moment: int) -> None: ...
+
+
+@dataclass
+class _Storage:
+    nbytes: int
+    born: int
+    used: int
+    saves: list[Save] = field(default_factory=list)
+    needs: list[int] = field(default_factory=list)
+    freed: int | None = None
+    held: int = 0
+    kept: bool = True
+    producer_s: float = 0.0
+
+
+@dataclass
+class _Module:
+    name: str
+    kind: str
+    first: int
+    inputs: tuple[int, ...] = ()
+    extra_nbytes: int = 0
+    last: int = 0
+    seconds: float = 0.0
+    why_not: str = ""
+
+
+class StepRecorder:
+    """One step's record. It is complete when the step, backward included, is over."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._storages: list[_Storage] = []
+        self._modules: list[_Module] = []
+        self._index: weakref.WeakKeyDictionary[Slot, int] = weakref.WeakKeyDictionary()
+        self._at: dict[tuple[int, int], int] = {}  # storage address and version -> index
+        self._made: dict[int, float] = {}  # storage address -> seconds of the op that made it
+        self._calls = 0  # so many ops have ended
+        self._task = -1  # the backward that runs, or ran last
+        self._asking = -1  # the op whose backward asks
+        self._last_s = time.perf_counter()
+        self.moments = 0
+        self.backward: int | None = None
+        self._begin()
+
+    # what the hooks tell
+
+    def saved(self, view: View, x: Tensor, site: Site, why: str) -> View:
+        """An op saves x."""
+        index = self._index.get(view.slot)
+        if index is None:
+            index = self._new(view.slot, x, site)
+        self._storages[index].saves.append(Save(site, why, modules.stack()))
+        return RecordedView(view, self, index, self._calls)
+
+    def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:
+        """An op that had read these has made `out`."""
+        if call.name.endswith("__get__"):  # x.shape, x.dtype: no op
+            return
+        now_s = time.perf_counter()
+        seconds, self._last_s = now_s - self._last_s, now_s
+        self._calls += 1
+        for slot in slots:
+            index = self._index.get(slot)
+            if index is not None:
+                self._storages[index].used = self._now
+        for x in tree_leaves(out):
+            if type(x) is Tensor and not untouchable(x):
+                self._made_in(x, seconds)
+
+    def module(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A module is called."""
+        name = modules.name_of(module)
+        if not name or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # what is read here, the step does not read
+            note = _Module(name, type(module).__name__, self._begin())
+            self._modules.append(note)
+            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            changing = inputs + [b for b in module.buffers() if b.nbytes > _LARGE_BUFFER]
+            versions = [version_of(x) for x in changing]
+        start_s = time.perf_counter()
+        out = call(*args, **kwargs)
+        note.seconds = time.perf_counter() - start_s
+        with torch._C.DisableTorchFunction():
+            if versions != [version_of(x) for x in changing]:
+                note.why_not = "it changes an input or a large buffer in place"
+            if not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(out)):
+                note.why_not = "nothing that it gives needs a gradient"
+            self._note_inputs(note, inputs)
+        note.last = self._now
+        self._begin()
+        return out
+
+    def forward_ended(self) -> None:
+        """The context closes."""
+        self._note_held()
+        if self.backward is None:
+            self._begin()
+
+    # what the views tell
+
+    def asked(self, index: int, call: int) -> None:
+        """Backward asks for a storage that an op has saved: the op by its number."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            self._storages[index].used = self._now
+            return
+        if task != self._task:
+            self._task = task
+            self._note_held()
+        if self._asking != call:
+            self._asking = call
+            self._begin()
+        if self.backward is None:
+            self.backward = self._now
+        needs = self._storages[index].needs
+        if not needs or needs[-1] != self._now:
+            needs.append(self._now)
+
+    # what it comes to
+
+    def storages(self) -> tuple[Storage, ...]:
+        """All that was saved, in order."""
+        last = self.moments - 1
+        return tuple(
+            Storage(
+                nbytes=s.nbytes,
+                held=s.held,
+                kept=s.kept,
+                born=s.born,
+                used=s.used,
+                needs=tuple(s.needs),
+                freed=last if s.freed is None else s.freed,
+                producer_s=s.producer_s,
+                saves=tuple(s.saves),
+            )
+            for s in self._storages
+        )
+
+    def modules(self) -> tuple[ModuleCall, ...]:
+        """All calls of modules, in order of their beginning."""
+        calls = Counter(note.name for note in self._modules)
+        for note in self._modules:
+            if calls[note.name] > 1:
+                note.why_not = "it is called more than once in a step"
+        return tuple(ModuleCall(**vars(note)) for note in self._modules)
+
+    # how it is kept
+
+    def _note_held(self) -> None:
+        """What is held now is held until it is asked for."""
+        for slot, index in self._index.items():
+            storage = self._storages[index]
+            storage.held = slot.entry.after_nbytes
+            storage.kept = isinstance(slot.value, KeepHandle)
+
+    @property
+    def _now(self) -> int:
+        return self.moments - 1
+
+    def _begin(self) -> int:
+        self._clock.begin(self.moments)
+        self.moments += 1
+        return self._now
+
+    def _new(self, slot: Slot, x: Tensor, site: Site) -> int:
+        index = len(self._storages)
+        moment = self._begin()
+        made_s = self._made.get(x.untyped_storage()._cdata, 0.0)
+        self._storages.append(_Storage(site.nbytes, moment, moment, producer_s=made_s))
+        self._index[slot] = index
+        self._at[x.untyped_storage()._cdata, version_of(x)] = index
+        weakref.finalize(slot, self._freed, index).atexit = False
+        return index
+
+    def _freed(self, index: int) -> None:
+        self._storages[index].freed = self._now
+        self._begin()
+        self._asking = -1
+
+    def _made_in(self, x: Tensor, seconds: float) -> None:
+        address = x.untyped_storage()._cdata
+        self._made[address] = seconds
+        index = self._at.get((address, version_of(x)))
+        if index is not None and not self._storages[index].producer_s:
+            self._storages[index].producer_s = seconds
+
+    def _note_inputs(self, note: _Module, inputs: list[Tensor]) -> None:
+        """In the order in which recomputing saves them; -1 for one that no op saves."""
+        found = []
+        for x in inputs:
+            if untouchable(x) or is_parameter(x):
+                continue
+            index = self._at.get((x.untyped_storage()._cdata, version_of(x)), -1)
+            found.append(index)
+            if index != -1:
+                self._storages[index].used = self._now  # the caller's arguments live until now
+            elif x.grad_fn is not None:
+                note.extra_nbytes += storage_nbytes(x)
+        note.inputs = tuple(found)
+
+
+class RecordedView(View):
+    """A view that tells when it is asked for."""
+
+    __slots__ = ("_call", "_index", "_recorder")
+
+    def __init__(self, view: View, recorder: StepRecorder, index: int, call: int) -> None:
+        self.slot, self.geometry, self.need = view.slot, view.geometry, view.need
+        self._recorder, self._index, self._call = recorder, index, call
+
+    def restore(self) -> Tensor:
+        self._recorder.asked(self._index, self._call)
+        return super().restore()

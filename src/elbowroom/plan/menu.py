@@ -1,0 +1,130 @@
+"""The menu: what could be done with a profiled storage, and what it would cost.
+
+A `Rung` is one setting of all sites (`plan/ladder.py`). What it would hold for one storage follows
+from the same questions, in the same order, that the runtime asks: what is held already, and does it
+serve the next op?
+
+    keep      the tensor
+    exact     bits for masks, small integers for indices, what its op can make again not at all
+    dither    the same, and codes of so many levels for what tolerates an error
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from elbowroom.codecs import BitMask, Codec, Dither, Narrow
+from elbowroom.plan.action import Encode, Keep, Rebuild
+from elbowroom.plan.ladder import Rung
+from elbowroom.plan.policy import Exact, KeepAll, Lossy
+from elbowroom.plan.problem import Option
+from elbowroom.plan.profile import Profile, Storage
+from elbowroom.plan.site import Need, Rebuildable, Site
+
+KEEP = Rung("keep", KeepAll(), exact=True)
+EXACT_MENU = (Rung("exact", Exact(), exact=True),)
+LEVELS = (256, 64, 16, 8, 6, 4, 3, 2)
+LOSSY_MENU = tuple(
+    Rung(f"dither, {n} levels", Lossy(Dither(levels=n)), exact=False) for n in LEVELS
+)
+RATED: tuple[Codec, ...] = (BitMask(), Narrow(), *(Dither(levels=n) for n in LEVELS))
+
+
+@dataclass
+class _Held:
+    """What the runtime would hold for one storage so far.
+
+    value  "" for nothing, "exact", "lossy"
+    """
+
+    nbytes: int = 0
+    bits_nbytes: int = 0
+    value: str = ""
+    forward_s: float = 0.0
+    restore_s: float = 0.0
+    error: float = 0.0
+    shape: bool = False
+
+    def serves(self, need: Need) -> bool:
+        if need is Need.SHAPE:
+            return self.shape or bool(self.value) or bool(self.bits_nbytes)
+        if need is Need.MASK:
+            return bool(self.bits_nbytes) or self.value == "exact"
+        return bool(self.value) if need is Need.LOSSY else self.value == "exact"
+
+
+def option(profile: Profile, storage: Storage, rung: Rung) -> Option:
+    """What one rung would hold for one storage, and take."""
+    held = _Held()
+    for save in storage.saves:
+        if not save.left and not held.serves(save.site.need):
+            _hold(held, rung, save.site, storage, profile)
+    nbytes = held.nbytes + held.bits_nbytes
+    return Option(
+        name=rung.name,
+        nbytes=min(nbytes, storage.nbytes),
+        forward_s=held.forward_s,
+        backward_s=held.restore_s * max(len(storage.needs), 1),
+        variance=held.error,
+        exact=not held.error,
+    )
+
+
+def options(profile: Profile, storage: Storage, rungs: Sequence[Rung]) -> dict[str, Option]:
+    """Of each rung that holds fewer bytes than all milder ones; to keep it comes first."""
+    found = {KEEP.name: Option(KEEP.name, storage.nbytes)}
+    for rung in rungs:
+        made = option(profile, storage, rung)
+        least = min(known.nbytes for known in found.values() if made.link == known.link)
+        if made.nbytes < least:
+            found[rung.name] = made
+    return found
+
+
+def _hold(held: _Held, rung: Rung, site: Site, storage: Storage, profile: Profile) -> None:
+    if rung.exact and site.rebuildable is Rebuildable.LOSSY:
+        site = replace(site, rebuildable=Rebuildable.EXACT)  # its source is exact as well then
+    if not rung.exact and site.need is Need.EXACT:
+        site = replace(site, rebuildable=Rebuildable.NO)  # its source may not be
+    match rung.policy(site):
+        case Keep():
+            held.value, held.nbytes, held.restore_s, held.error = "exact", storage.nbytes, 0.0, 0.0
+        case Rebuild() if site.need is Need.SHAPE:
+            held.shape = True
+        case Rebuild():
+            held.value = "exact" if site.need is Need.EXACT or rung.exact else "lossy"
+            held.nbytes, held.restore_s = 0, storage.producer_s
+        case Encode(codec) if site.need is Need.MASK:
+            held.bits_nbytes = -(-prod(site.shape) // 8)
+            held.forward_s += site.nbytes / _rate(profile, "encode", codec)
+            held.restore_s += site.nbytes / _rate(profile, "decode", codec)
+        case Encode(codec, facts):
+            held.nbytes = codec.encoded_nbytes(site.shape, site.dtype, facts)
+            held.value = "exact" if codec.lossless else "lossy"
+            if facts.has_zeros:
+                held.bits_nbytes = 0  # the code has a bitmap of its own, which serves
+            held.forward_s += site.nbytes / _rate(profile, "encode", codec)
+            held.restore_s += site.nbytes / _rate(profile, "decode", codec)
+            held.error = 0.0 if codec.lossless else _error(codec, site, profile)
+
+
+def _rate(profile: Profile, verb: str, codec: Codec) -> float:
+    return profile.rates.get(rate_name(verb, codec), _UNMEASURED)
+
+
+_UNMEASURED = 4e9  # bytes a second: about what a code takes on one core
+
+
+def rate_name(verb: str, codec: Codec) -> str:
+    """How a rate is called in a profile: "encode dither, 4 levels"."""
+    levels = f", {codec.levels} levels" if isinstance(codec, Dither) else ""
+    return f"{verb} {codec.id}{levels}"
+
+
+def _error(codec: Codec, site: Site, profile: Profile) -> float:
+    """The share of all saved bytes that this is, times the variance of a code of a normal.
+
+    Without a measured sensitivity (`measure/noise.py`), all tensors matter as their size.
+    """
+    levels = codec.levels if isinstance(codec, Dither) else 4
+    return site.nbytes / max(profile.saved_nbytes, 1) / (levels - 1) ** 2

@@ -1,0 +1,160 @@
+"""A profile becomes a problem: what every option and every region would take, moment by moment.
+
+    base(t) = level(t) - what the profiled step held for the storages that are planned
+
+so that the memory model, given the very actions of the profiled step, gives back what was measured;
+and so for seconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from elbowroom.plan.ladder import Rung
+from elbowroom.plan.menu import EXACT_MENU, LOSSY_MENU, option, options
+from elbowroom.plan.problem import Item, Problem, Region
+from elbowroom.plan.profile import ModuleCall, Profile, Storage
+
+_SMALLEST_REGION = 1 << 18  # bytes inside; less is not worth a second forward
+
+
+@dataclass(frozen=True)
+class Posed:
+    """A problem, and which storage each item is. modules: of each region, by index."""
+
+    problem: Problem
+    storages: tuple[int, ...]
+    modules: tuple[int, ...]
+
+
+def pose(profile: Profile, *, exact: bool, recompute: bool = True) -> Posed:
+    """The problem of a profiled step.
+
+    exact      only actions that change no bit
+    recompute  modules may run a second time
+    """
+    menu = EXACT_MENU if exact else LOSSY_MENU
+    planned = [i for i, storage in enumerate(profile.storages) if is_planned(storage)]
+    items = tuple(_item(profile, profile.storages[i], menu) for i in planned)
+    base = np.array(profile.level, np.int64)
+    for i in planned:
+        base -= profiled_level(profile.storages[i], len(base))
+    at = {storage: item for item, storage in enumerate(planned)}
+    calls = _candidates(profile, at) if recompute else []
+    regions = tuple(_region(profile, call, at, base) for call in calls)
+    return Posed(
+        Problem(
+            base=tuple(int(nbytes) for nbytes in base),
+            starts_s=profile.starts_s,
+            backward=profile.backward,
+            seconds=max(profile.seconds - _profiled_seconds(profile, planned), 0.0),
+            items=items,
+            regions=_nested(regions),
+        ),
+        tuple(planned),
+        tuple(profile.modules.index(call) for call in calls),
+    )
+
+
+def is_planned(storage: Storage) -> bool:
+    """Whether anything may be done with it."""
+    return not storage.saves[0].left
+
+
+def profiled_level(storage: Storage, moments: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    """Bytes [moments] that a storage took in the profiled step."""
+    level = np.zeros(moments, np.int64)
+    if storage.kept:
+        level[storage.born : storage.freed + 1] = storage.nbytes
+        return level
+    level[storage.born : storage.freed + 1] = storage.held
+    level[storage.born : storage.used + 1] += storage.nbytes
+    for need in storage.needs:
+        level[need] += storage.nbytes
+    return level
+
+
+def _profiled_seconds(profile: Profile, planned: Sequence[int]) -> float:
+    """What the actions of the profiled step took: those of exact mode, where it did not keep."""
+    held = (
+        option(profile, s, EXACT_MENU[0]) for i in planned if not (s := profile.storages[i]).kept
+    )
+    return sum(one.forward_s + one.backward_s for one in held)
+
+
+def _item(profile: Profile, storage: Storage, menu: Sequence[Rung]) -> Item:
+    return Item(
+        nbytes=storage.nbytes,
+        born=storage.born,
+        used=storage.used,
+        needs=tuple((need, need) for need in storage.needs),
+        freed=storage.freed,
+        options=tuple(options(profile, storage, menu).values()),
+    )
+
+
+def _candidates(profile: Profile, at: dict[int, int]) -> list[ModuleCall]:
+    """Calls that could run again, and for which that frees something."""
+    found = []
+    for call in profile.modules:
+        inside = _inside(profile, call)
+        nbytes = sum(profile.storages[i].nbytes for i in inside if i in at)
+        if not call.why_not and nbytes >= _SMALLEST_REGION:
+            found.append(call)
+    return found
+
+
+def _inside(profile: Profile, call: ModuleCall) -> list[int]:
+    """Storages that only ops inside the call save, and that do not come from outside."""
+    return [
+        i
+        for i, storage in enumerate(profile.storages)
+        if i not in call.inputs
+        and call.first <= storage.born <= call.last
+        and all(call.name in save.modules for save in storage.saves)
+    ]
+
+
+def _region(
+    profile: Profile,
+    call: ModuleCall,
+    at: dict[int, int],
+    base: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+) -> Region:
+    storages = [i for i in _inside(profile, call) if i in at]
+    needs = [need for i in storages for need in profile.storages[i].needs]
+    inner = [profile.storages[i] for i in storages]
+    return Region(
+        name=call.name,
+        inside=tuple(at[i] for i in storages),
+        inputs=tuple(dict.fromkeys(at[i] for i in call.inputs if i in at)),
+        seconds=call.seconds,
+        workspace=_workspace(call, inner, base),
+        extra=call.extra_nbytes,
+        born=call.first,
+        start=min(needs, default=profile.backward),
+    )
+
+
+def _workspace(
+    call: ModuleCall,
+    inner: Sequence[Storage],
+    base: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+) -> int:
+    """Bytes that the forward of a call takes at its worst, beyond all that it saves."""
+    level = base[call.first : call.last + 1] - base[call.first]
+    for storage in inner:
+        level[max(storage.born - call.first, 0) :] += storage.nbytes
+    return int(max(level.max() - sum(storage.nbytes for storage in inner), 0))
+
+
+def _nested(regions: Sequence[Region]) -> tuple[Region, ...]:
+    """With each region's nearest enclosing one, by name."""
+    names = {region.name: index for index, region in enumerate(regions)}
+    found = []
+    for region in regions:
+        parts = region.name.split(".")
+        above = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
+        found.append(replace(region, within=next((names[n] for n in above if n in names), -1)))
+    return tuple(found)

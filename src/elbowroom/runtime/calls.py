@@ -1,0 +1,78 @@
+"""Calls of modules, seen whole: to record them, or to run one a second time in backward.
+
+PyTorch's global module hooks are not shown keyword arguments, and cannot change how a call runs. So
+while somebody on some thread wants to, and only then, `nn.Module.__call__` itself is another
+function (as under torch.fx's tracer); no module is changed, and nothing is left behind.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+_plain_call = nn.Module.__call__
+_users = 0
+_lock = threading.Lock()
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.around: list[Around] = []
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def intercepted(around: Around) -> Iterator[None]:
+    """Inside, calls of modules on this thread go through around(module, call, args, kwargs).
+
+    `call` is the plain call, without the module; the innermost `around` sees it alone.
+    """
+    _install()
+    _thread.around.append(around)
+    try:
+        yield
+    finally:
+        _thread.around.remove(around)
+        _uninstall()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside, modules are called as if nobody looked."""
+    held, _thread.around = _thread.around, []
+    try:
+        yield
+    finally:
+        _thread.around = held
+
+
+def _install() -> None:
+    global _users
+    with _lock:
+        _users += 1
+        nn.Module.__call__ = _call  # type: ignore[method-assign]
+
+
+def _uninstall() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        if not _users and nn.Module.__call__ is _call:  # else somebody has wrapped it since
+            nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not _thread.around or torch.compiler.is_compiling():
+        return _plain_call(module, *args, **kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _plain_call(module, *args, **kwargs)
+
+    return _thread.around[-1](module, call, args, kwargs)

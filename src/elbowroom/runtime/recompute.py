@@ -1,0 +1,108 @@
+"""Recompute: a module's forward runs again in backward, in place of holding what it saves.
+
+PyTorch's own non-reentrant checkpoint does it: placeholders in forward; at the first one that is
+asked for, the module runs again from its inputs, with RNG and autocast as they were. The inputs are
+saved through the hooks around it, so they can be kept, rebuilt or offloaded like anything else.
+What checkpoint leaves to its user is seen to here:
+
+    buffers      those that forward changes (BatchNorm's statistics, spectral_norm's vectors) are
+                 given back their values of before for the second run, which works on copies:
+                 statistics are updated once
+    parameters   changed in place since: RestoreError, as in plain autograd
+    training     the flags of forward hold for the second run
+    keywords     tensors among them are inputs as well
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from elbowroom.errors import PlanError
+from elbowroom.runtime.calls import undisturbed
+from elbowroom.runtime.handles.keep import check_version, version_of
+
+# Bytes. Up to here a buffer is copied whatever happens to it: BatchNorm writes to its statistics
+# without raising their version. Larger ones are not, and must not change.
+_LARGEST_BUFFER = 1 << 16
+
+
+def recomputed(
+    module: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    begin: Callable[[], None] = lambda: None,
+) -> Any:
+    """call(*args, **kwargs), to be run again in backward. begin: called once inputs are saved."""
+    leaves, tree = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[i] for i in places]
+    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    state = _State(module)
+
+    def run(*tensors: Tensor) -> Any:
+        filled = list(others)
+        for i, tensor in zip(places, tensors, strict=True):
+            filled[i] = tensor
+        run_args, run_kwargs = tree_unflatten(filled, tree)
+        return call(*run_args, **run_kwargs)
+
+    return checkpoint(
+        run, *tensors, use_reentrant=False, context_fn=lambda: (state.first(begin), state.again())
+    )
+
+
+class _State:
+    """What a module's forward reads besides its inputs, as it was before it ran."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._training = [(child, child.training) for child in module.modules()]
+        self._parameters = [(p.detach(), version_of(p)) for p in module.parameters()]
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+
+    @contextmanager
+    def first(self, begin: Callable[[], None]) -> Iterator[None]:
+        """Around the first run: copy small buffers, and see that the others do not change."""
+        large = []
+        for owner in self._module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is None:
+                    continue
+                if buffer.numel() * buffer.element_size() <= _LARGEST_BUFFER:
+                    self._buffers.append((owner, name, buffer.detach().clone()))
+                else:
+                    large.append((name, buffer, version_of(buffer)))
+        begin()
+        yield
+        for name, buffer, version in large:
+            if version_of(buffer) != version:
+                raise PlanError(
+                    f"'{type(self._module).__name__}' changes its buffer '{name}' of "
+                    f"{tuple(buffer.shape)} in forward, so it cannot be run a second time; "
+                    "leave it out of what is recomputed"
+                )
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around a second run: everything as it was, and nothing that it changes is seen."""
+        for parameter, version in self._parameters:
+            check_version(parameter, version)
+        now = [(child, child.training) for child, _ in self._training]
+        buffers = [(owner, name, owner._buffers[name]) for owner, name, _ in self._buffers]
+        try:
+            for child, training in self._training:
+                child.training = training
+            for owner, name, before in self._buffers:
+                owner._buffers[name] = before.clone()
+            with undisturbed():
+                yield
+        finally:
+            for child, training in now:
+                child.training = training
+            for owner, name, buffer in buffers:
+                owner._buffers[name] = buffer
