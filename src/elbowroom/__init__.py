@@ -30,6 +30,9 @@ through runtime/slot.py `View.restore`.
 from elbowroom import control as control
 from elbowroom import errors as errors
 from elbowroom._api import fit as fit
+from elbowroom._api import following as following
+from elbowroom._api import measure as measure
+from elbowroom._api import plan as plan
 from elbowroom._api import release as release
 from elbowroom._api import saving as saving
 from elbowroom.codecs import Codec as Codec
@@ -37,6 +40,6 @@ from elbowroom.codecs import Encoded as Encoded
 from elbowroom.codecs import Facts as Facts
 from elbowroom.codecs import codec as codec
 from elbowroom.codecs import codecs as codecs
-from elbowroom.measure import peak as peak
+from elbowroom.measure.peak import peak as peak
 
 __version__ = "0.1.0"

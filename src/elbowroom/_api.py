@@ -1,10 +1,14 @@
-"""The public verbs: `saving`, `fit`, `release`. Thin; the only file that knows all stages."""
+"""The public verbs: `saving`; `measure`, `plan`, `following`; `fit`, `release`. Thin.
+
+The only file that knows all stages.
+"""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,7 +17,11 @@ from elbowroom.codecs.registry import nearest
 from elbowroom.control import ActNN, Adaptive, Fitting, NoiseBudget
 from elbowroom.errors import PlanError, UnknownCodec, UnknownField
 from elbowroom.measure import NoiseMeter
+from elbowroom.measure.record import record
 from elbowroom.plan import Exact, KeepAll, Lean, Lossy, Policy
+from elbowroom.plan.make import make_plan
+from elbowroom.plan.plan import Plan
+from elbowroom.plan.profile import Profile
 from elbowroom.runtime.attach import attach, detach
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
@@ -165,6 +173,87 @@ def _check_fields(policy: str, given: Iterable[str], known: list[str]) -> None:
             )
 
 
+def measure(
+    step: Callable[[], object],
+    *,
+    device: torch.device | str | None = None,
+    min_nbytes: int = 65536,
+    warm_up: int = 1,
+) -> Profile:
+    """Run a training step warm_up + 2 times, and write down what it saves, when, and what it takes.
+
+        def step():
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+
+        profile = er.measure(step)
+        print(er.plan(profile, budget="6 GiB").explain())
+
+    step        forward, backward and whatever else belongs to it; it really trains
+    device      whose memory; None: CUDA if it is in use in this process, else the CPU
+    min_nbytes  storages below this size, in bytes, will be left alone
+    warm_up     steps before, in which optimizer states come into being; not for an optimizer that
+                has made them
+
+    Exact actions are used meanwhile, so no bit of any gradient changes. Raises PlanError for a step
+    that saves nothing, or not the same each time.
+    """
+    _check_min_nbytes(min_nbytes)
+    if not callable(step) or isinstance(step, nn.Module):
+        raise PlanError(
+            f"measure takes a function that runs one training step; got {type(step).__name__}"
+        )
+    return record(step, device=device, min_nbytes=min_nbytes, warm_up=warm_up)
+
+
+def plan(
+    profile: Profile,
+    *,
+    budget: int | str,
+    exact: bool | None = None,
+    recompute: bool = True,
+    solver: str = "auto",
+) -> Plan:
+    """What to do with each tensor of a profiled step so that its peak stays within a budget.
+
+    budget     bytes, or "6 GiB": the peak, everything that is held counted
+    exact      True: exact actions only; None: lossy codes only if the budget needs them
+    recompute  modules may run their forward a second time, in backward
+    solver     "auto"; "milp", "rounding", "greedy"; and the baselines "uniform", "delta", "dtr",
+               "capuchin"
+
+    `.explain()` is a table of it, `er.following(plan)` obeys it, `.save(path)` keeps it. Raises
+    ValueError for a budget that cannot be read and BudgetTooSmall with the least that would do.
+    """
+    if not isinstance(profile, Profile):
+        raise PlanError(f"plan takes what er.measure(step) gave; got {type(profile).__name__}")
+    _check_exact(exact)
+    return make_plan(profile, parse_nbytes(budget), exact=exact, recompute=recompute, solver=solver)
+
+
+def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -> Saving:
+    """A context that does what a plan says with everything that autograd saves inside.
+
+        with er.following(plan):
+            loss = loss_fn(model(x), y)
+        loss.backward()
+
+    What the plan does not know (another shape, another branch) is held exactly, and counted in
+    `plan.strangers`. min_nbytes and seed as in `saving`.
+    """
+    _check_min_nbytes(min_nbytes)
+    if not isinstance(plan, Plan):
+        raise PlanError(f"following takes what er.plan(...) gave; got {type(plan).__name__}")
+    context = PROCESS if seed is None else Context(seed, learns=False)
+    return Saving(plan, min_nbytes=min_nbytes, context=context, recompute=plan.recompute)
+
+
+def _check_exact(exact: bool | None) -> None:
+    if exact is not None and not isinstance(exact, bool):
+        raise UnknownField(f"exact={exact!r} is not possible; it is True, or None for exact first")
+
+
 def fit(
     model: M,
     *,
@@ -193,8 +282,7 @@ def fit(
     """
     _check_model(model, "fit")
     _check_min_nbytes(min_nbytes)
-    if exact is not None and not isinstance(exact, bool):
-        raise UnknownField(f"exact={exact!r} is not possible; it is True, or None for exact first")
+    _check_exact(exact)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise PlanError(
             f"fit takes a torch.optim.Optimizer; got {type(optimizer).__name__}. "

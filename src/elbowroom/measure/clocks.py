@@ -47,20 +47,21 @@ class CpuMemory:
         with record_function(f"{MARK}{_MOMENT}{moment}"):
             pass
 
-    def levels(self, curve: MemoryCurve) -> list[int]:
-        """The highest level in each moment, in bytes."""
+    def levels(self, curve: MemoryCurve) -> tuple[list[int], list[int]]:
+        """The highest level in each moment, and that at its beginning, in bytes."""
         starts = [0.0] * len(self._before)
         for name, at_s in curve.marks:
             if name.startswith(_MOMENT):
                 starts[int(name.removeprefix(_MOMENT))] = at_s
-        levels: list[int] = []
+        levels, floors = [], []
         for start_s, end_s, before in zip(
             starts, (*starts[1:], float("inf")), self._before, strict=True
         ):
             first, last = bisect_right(curve.times_s, start_s), bisect_right(curve.times_s, end_s)
             at_start = curve.nbytes[first - 1] if first else 0
+            floors.append(before + at_start)
             levels.append(before + max((at_start, *curve.nbytes[first:last])))
-        return levels
+        return levels, floors
 
 
 class CudaMemory:
@@ -69,14 +70,16 @@ class CudaMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._peaks: list[int] = []
+        self._floors: list[int] = []
         torch.cuda.reset_peak_memory_stats(device)
 
     def begin(self, moment: int) -> None:
         if moment:
             self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+        self._floors.append(torch.cuda.memory_allocated(self._device))
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def levels(self, moments: int) -> list[int]:
-        """The highest level in each moment, in bytes, all that is allocated counted."""
-        self._peaks.append(torch.cuda.max_memory_allocated(self._device))
-        return self._peaks[:moments]
+    def levels(self) -> tuple[list[int], list[int]]:
+        """The highest level in each moment, and that at its beginning, in bytes."""
+        peaks = [*self._peaks, torch.cuda.max_memory_allocated(self._device)]
+        return peaks[: len(self._floors)], self._floors

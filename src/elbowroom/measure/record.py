@@ -17,6 +17,7 @@ from elbowroom.errors import PlanError
 from elbowroom.measure.clocks import CpuMemory, CudaMemory, WallClock
 from elbowroom.measure.held import Held
 from elbowroom.measure.peak import curve_of, pick_device, quiet_profiler
+from elbowroom.measure.rates import rates
 from elbowroom.measure.recorder import Clock, StepRecorder
 from elbowroom.plan import Exact, Policy
 from elbowroom.plan.profile import Profile
@@ -46,7 +47,7 @@ def record(
     clock = WallClock()
     timed = _run(step, clock, policy, min_nbytes)
     seconds = clock.seconds
-    sized, levels, static = _sized(step, chosen, policy, min_nbytes)
+    sized, (levels, floors), static = _sized(step, chosen, policy, min_nbytes)
     if not sized.storages():
         raise PlanError(
             "the step saves nothing for backward; it should run forward and backward, with "
@@ -59,12 +60,14 @@ def record(
         )
     return Profile(
         level=tuple(levels),
+        floor=tuple(floors),
         starts_s=tuple(clock.starts_s),
         backward=sized.moments - 1 if sized.backward is None else sized.backward,
         seconds=seconds,
         static=static,
         storages=timed.storages(),
         modules=timed.modules(),
+        rates=rates(chosen.type),
         device=(chosen.type, _name_of(chosen)),
     )
 
@@ -81,14 +84,14 @@ def _run(step: Step, clock: Clock, policy: Policy, min_nbytes: int) -> StepRecor
 
 def _sized(
     step: Step, device: torch.device, policy: Policy, min_nbytes: int
-) -> tuple[StepRecorder, list[int], int]:
-    """The record, the level in each of its moments, and what was held before."""
+) -> tuple[StepRecorder, tuple[list[int], list[int]], int]:
+    """The record, the levels of its moments, and what was held before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         static = torch.cuda.memory_allocated(device)
         counters = CudaMemory(device)
         recorder = _run(step, counters, policy, min_nbytes)
-        return recorder, counters.levels(recorder.moments), static
+        return recorder, counters.levels(), static
     quiet_profiler()
     held = Held(device.type)
     static = held.nbytes()

@@ -27,6 +27,7 @@ LEVELS = (256, 64, 16, 8, 6, 4, 3, 2)
 LOSSY_MENU = tuple(
     Rung(f"dither, {n} levels", Lossy(Dither(levels=n)), exact=False) for n in LEVELS
 )
+RUNGS = {rung.name: rung for rung in (KEEP, *EXACT_MENU, *LOSSY_MENU)}
 RATED: tuple[Codec, ...] = (BitMask(), Narrow(), *(Dither(levels=n) for n in LEVELS))
 
 
@@ -79,6 +80,21 @@ def options(profile: Profile, storage: Storage, rungs: Sequence[Rung]) -> dict[s
         if made.nbytes < least:
             found[rung.name] = made
     return found
+
+
+def action_name(rung: Rung, storage: Storage) -> str:
+    """What the runtime will do for a storage: "rebuild", "bitmask", "dither, 4 levels"."""
+    names: dict[str, None] = {}
+    for save in storage.saves:
+        match rung.policy(save.site):
+            case Keep():
+                names["keep"] = None
+            case Rebuild():
+                names["rebuild" if save.site.need is not Need.SHAPE else "shape"] = None
+            case Encode(codec):
+                mask = save.site.need is Need.MASK
+                names["bits" if mask else rate_name("", codec).strip()] = None
+    return " + ".join(names)
 
 
 def _hold(held: _Held, rung: Rung, site: Site, storage: Storage, profile: Profile) -> None:

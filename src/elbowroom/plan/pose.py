@@ -16,6 +16,7 @@ from elbowroom.plan.menu import EXACT_MENU, LOSSY_MENU, option, options
 from elbowroom.plan.problem import Item, Problem, Region
 from elbowroom.plan.profile import ModuleCall, Profile, Storage
 
+Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]  # of each moment
 _SMALLEST_REGION = 1 << 18  # bytes inside; less is not worth a second forward
 
 
@@ -37,12 +38,14 @@ def pose(profile: Profile, *, exact: bool, recompute: bool = True) -> Posed:
     menu = EXACT_MENU if exact else LOSSY_MENU
     planned = [i for i, storage in enumerate(profile.storages) if is_planned(storage)]
     items = tuple(_item(profile, profile.storages[i], menu) for i in planned)
-    base = np.array(profile.level, np.int64)
+    base, floor = np.array(profile.level, np.int64), np.array(profile.floor, np.int64)
     for i in planned:
-        base -= profiled_level(profile.storages[i], len(base))
+        taken = profiled_level(profile.storages[i], len(base))
+        base -= taken
+        floor -= taken
     at = {storage: item for item, storage in enumerate(planned)}
     calls = _candidates(profile, at) if recompute else []
-    regions = tuple(_region(profile, call, at, base) for call in calls)
+    regions = tuple(_region(profile, call, at, base, floor) for call in calls)
     return Posed(
         Problem(
             base=tuple(int(nbytes) for nbytes in base),
@@ -62,7 +65,7 @@ def is_planned(storage: Storage) -> bool:
     return not storage.saves[0].left
 
 
-def profiled_level(storage: Storage, moments: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+def profiled_level(storage: Storage, moments: int) -> Bytes:
     """Bytes [moments] that a storage took in the profiled step."""
     level = np.zeros(moments, np.int64)
     if storage.kept:
@@ -120,30 +123,35 @@ def _region(
     profile: Profile,
     call: ModuleCall,
     at: dict[int, int],
-    base: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+    base: Bytes,
+    floor: Bytes,
 ) -> Region:
     storages = [i for i in _inside(profile, call) if i in at]
     needs = [need for i in storages for need in profile.storages[i].needs]
     inner = [profile.storages[i] for i in storages]
+    start = min(needs, default=profile.backward)
+    # The second forward is over before the op that has asked for it begins.
+    workspace = max(floor[start] + _workspace(call, inner, base, floor) - base[start], 0)
     return Region(
         name=call.name,
         inside=tuple(at[i] for i in storages),
         inputs=tuple(dict.fromkeys(at[i] for i in call.inputs if i in at)),
         seconds=call.seconds,
-        workspace=_workspace(call, inner, base),
+        workspace=int(workspace),
         extra=call.extra_nbytes,
         born=call.first,
-        start=min(needs, default=profile.backward),
+        start=start,
     )
 
 
 def _workspace(
     call: ModuleCall,
     inner: Sequence[Storage],
-    base: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+    base: Bytes,
+    floor: Bytes,
 ) -> int:
     """Bytes that the forward of a call takes at its worst, beyond all that it saves."""
-    level = base[call.first : call.last + 1] - base[call.first]
+    level = base[call.first : call.last + 1] - floor[call.first]
     for storage in inner:
         level[max(storage.born - call.first, 0) :] += storage.nbytes
     return int(max(level.max() - sum(storage.nbytes for storage in inner), 0))

@@ -86,6 +86,7 @@ class Profile:
     """One step.
 
     level     the most bytes held in each moment, all counted
+    floor     bytes held as each moment begins
     starts_s  seconds from the start of the step to each moment
     backward  the first moment of backward
     seconds   of the whole step
@@ -95,6 +96,7 @@ class Profile:
     """
 
     level: tuple[int, ...]
+    floor: tuple[int, ...]
     starts_s: tuple[float, ...]
     backward: int
     seconds: float
@@ -163,7 +165,7 @@ def _profile(data: dict[str, Any]) -> Profile:
     data["modules"] = tuple(
         ModuleCall(**{**one, "inputs": tuple(one["inputs"])}) for one in data["modules"]
     )
-    for name in ("level", "starts_s", "device"):
+    for name in ("level", "floor", "starts_s", "device"):
         data[name] = tuple(data[name])
     return Profile(**data)
 

@@ -1,0 +1,57 @@
+"""How fast this machine encodes and decodes: bytes of the tensor a second, measured once a process.
+
+On a tensor of 4 MiB, the best of a few runs; a planner that takes a neighbour's noise for the speed
+of a codec plans for the noise.
+"""
+
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs import Codec, Facts, Narrow
+from elbowroom.plan.menu import RATED, rate_name
+
+_ELEMENTS = 1 << 20
+_RUNS = 5
+
+
+@cache
+def rates(device_type: str) -> dict[str, float]:
+    """Bytes a second of all codecs that a plan may use: "encode dither, 4 levels", "decode ..."."""
+    device = torch.device(device_type)
+    found = {}
+    for codec in RATED:
+        x, facts = _sample(codec, device)
+        encoded = codec.encode(x, 1, facts)  # compiles
+        encoded.decode()
+        for verb, run in (
+            ("encode", lambda codec=codec, x=x, facts=facts: codec.encode(x, 1, facts)),
+            ("decode", encoded.decode),
+        ):
+            found[rate_name(verb, codec)] = x.nbytes / _seconds(run, device)
+    return found
+
+
+def _sample(codec: Codec, device: torch.device) -> tuple[Tensor, Facts]:
+    generator = torch.Generator().manual_seed(0)
+    if torch.float32 in codec.dtypes and not codec.lossless:
+        return torch.randn(_ELEMENTS, generator=generator).to(device), Facts()
+    if isinstance(codec, Narrow):
+        x = torch.randint(0, 1000, (_ELEMENTS,), generator=generator)
+        return x.to(device), Facts(smallest=0, largest=999)
+    x = torch.randint(0, 2, (_ELEMENTS,), generator=generator).float()
+    return x.to(device), Facts(value=1.0)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    best = float("inf")
+    for _ in range(_RUNS):
+        start_s = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start_s)
+    return best

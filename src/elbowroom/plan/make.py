@@ -1,0 +1,150 @@
+"""From a profile to a plan: pose the problem, solve it, say what that means for each site."""
+
+from collections.abc import Iterator
+
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.plan.menu import KEEP, RUNGS, action_name
+from elbowroom.plan.plan import Known, Line, Plan
+from elbowroom.plan.pose import Posed, pose
+from elbowroom.plan.problem import Choice, Option, Solution, keep_all, levels, recomputed_items
+from elbowroom.plan.profile import Profile, Storage
+from elbowroom.plan.site import Site, SiteName
+from elbowroom.plan.solve import solve
+from elbowroom.units import show_nbytes
+
+RECOMPUTE = "recompute"  # the op that saves a region's inputs, as the runtime calls it
+
+
+def make_plan(
+    profile: Profile,
+    budget: int,
+    *,
+    exact: bool | None = None,
+    recompute: bool = True,
+    solver: str = "auto",
+) -> Plan:
+    """The plan that adds the fewest seconds within `budget` bytes.
+
+    exact      True: exact actions only; None: lossy codes only if exact actions do not suffice
+    recompute  modules may run a second time
+
+    Raises BudgetTooSmall with the least budget that would do.
+    """
+    posed = pose(profile, exact=True, recompute=recompute)
+    found = solve(posed.problem, budget, exact=True, solver=solver)
+    if not found.feasible and exact is None:
+        posed = pose(profile, exact=False, recompute=recompute)
+        found = solve(posed.problem, budget, solver=solver)
+    if not found.feasible:
+        raise too_small(profile, posed, found, budget, exact=exact)
+    return _plan(profile, posed, found, budget)
+
+
+def too_small(
+    profile: Profile, posed: Posed, found: Solution, budget: int, *, exact: bool | None
+) -> BudgetTooSmall:
+    """The error that says what takes the room, and what to type next."""
+    level = levels(posed.problem, found.choice)
+    moment = int(level.argmax())
+    static = min(profile.static, found.peak)
+    saved = int(level[moment]) - posed.problem.base[moment]
+    parts = (
+        ("held before the step", static),
+        ("gradients and workspaces", max(found.peak - static - saved, 0)),
+        ("saved for backward", saved),
+    )
+    what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts if size > 0)
+    more = "Allow lossy codes with exact=None, or h" if exact else "H"
+    return BudgetTooSmall(
+        f"budget {show_nbytes(budget)} is below the {show_nbytes(found.peak)} that this step needs "
+        f"at the least (estimated): {what}. {more}alve the batch, or give budget={found.peak}.",
+        least_nbytes=found.peak,
+    )
+
+
+def _plan(profile: Profile, posed: Posed, found: Solution, budget: int) -> Plan:
+    problem, choice = posed.problem, found.choice
+    sites = dict(_sites(profile, posed, choice))
+    lines = (*_lines(profile, posed, choice), *_recomputed(profile, posed, choice))
+    return Plan(
+        budget=budget,
+        peak=found.peak,
+        plain_peak=int(levels(problem, keep_all(problem)).max(initial=0)),
+        seconds=problem.seconds + found.slowdown_s,
+        plain_seconds=problem.seconds,
+        exact=all(line.error == 0 for line in lines),
+        solver=found.solver,
+        sites=sites,
+        recompute=frozenset(problem.regions[r].name for r in choice.recomputed),
+        lines=lines,
+    )
+
+
+def _sites(profile: Profile, posed: Posed, choice: Choice) -> Iterator[tuple[SiteName, Known]]:
+    problem = posed.problem
+    gone = recomputed_items(problem, choice.recomputed)
+    rungs = {}
+    for i, (index, item, option) in enumerate(
+        zip(posed.storages, problem.items, choice.options, strict=True)
+    ):
+        if i not in gone:
+            rungs[index] = item.options[option].name
+            storage = profile.storages[index]
+            for save in storage.saves:
+                yield save.site.name, _known(rungs[index], storage, save.site)
+    for r in choice.recomputed:
+        call = profile.modules[posed.modules[r]]
+        for nth, index in enumerate(call.inputs):
+            if index in rungs:
+                storage = profile.storages[index]
+                yield (
+                    SiteName(call.name, RECOMPUTE, nth),
+                    _known(rungs[index], storage, storage.saves[0].site),
+                )
+
+
+def _known(rung: str, storage: Storage, site: Site) -> Known:
+    return Known(rung, str(site.dtype).removeprefix("torch."), len(site.shape), storage.nbytes)
+
+
+def _lines(profile: Profile, posed: Posed, choice: Choice) -> Iterator[Line]:
+    """A line for each storage that is not recomputed."""
+    problem = posed.problem
+    gone = recomputed_items(problem, choice.recomputed)
+    at = {index: i for i, index in enumerate(posed.storages)}
+    for index, storage in enumerate(profile.storages):
+        first = storage.saves[0]
+        if index not in at:
+            yield _line(storage, storage.nbytes, "keep", first.left)
+        elif at[index] not in gone:
+            option = problem.items[at[index]].options[choice.options[at[index]]]
+            why = _why(storage, option) if option.name == KEEP.name else ""
+            seconds = option.forward_s + option.backward_s
+            action = action_name(RUNGS[option.name], storage)
+            yield _line(storage, option.nbytes, action, why, seconds, option.variance)
+
+
+def _line(
+    storage: Storage, held: int, action: str, why: str, seconds: float = 0.0, error: float = 0.0
+) -> Line:
+    site = storage.saves[0].site
+    return Line(
+        site.module, site.consumer, site.shape, storage.nbytes, held, action, seconds, error, why
+    )
+
+
+def _why(storage: Storage, option: Option) -> str:
+    """Why a storage that something could be done with is kept."""
+    asked = [save.site.why for save in storage.saves if save.site.why]
+    return asked[0] if asked else "there is room"
+
+
+def _recomputed(profile: Profile, posed: Posed, choice: Choice) -> Iterator[Line]:
+    """A line for each module that runs again."""
+    for r in sorted(choice.recomputed):
+        region, call = posed.problem.regions[r], profile.modules[posed.modules[r]]
+        nbytes = sum(posed.problem.items[i].nbytes for i in region.inside)
+        why = f"{len(region.inside)} tensors are not held"
+        yield Line(
+            region.name, call.kind, (), nbytes, region.extra, RECOMPUTE, region.seconds, 0.0, why
+        )

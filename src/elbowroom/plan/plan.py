@@ -1,0 +1,201 @@
+"""A plan: for each site of a step an action, and what all of them come to.
+
+A plan is a policy: a site goes in, an action comes out. It knows a site by its name, and takes it
+for the one that was profiled only if it saves the same dtype, in as many dimensions and in no more
+bytes (a last, smaller batch is fine); for any other it has one exact answer, and counts it.
+"""
+
+import io
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from elbowroom.errors import DataError
+from elbowroom.plan.action import Action
+from elbowroom.plan.menu import EXACT_MENU, RUNGS
+from elbowroom.plan.site import Site, SiteName
+from elbowroom.units import show_nbytes, show_seconds
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Line:
+    """One storage, or one module that is recomputed, as `explain` shows it.
+
+    error  variance that it adds to the gradient, as a share of that of mini-batches: estimated
+    """
+
+    module: str
+    op: str
+    shape: tuple[int, ...]
+    nbytes: int
+    held: int
+    action: str
+    seconds: float
+    error: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the plan does at one site, and how it tells the site. rung: one of `menu.RUNGS`."""
+
+    rung: str
+    dtype: str
+    dims: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do with each tensor of a step.
+
+    budget     bytes that it was made for
+    peak       predicted, in bytes; plain_peak: of plain autograd, likewise
+    seconds    predicted; plain_seconds: of plain autograd
+    exact      no bit of any gradient changes
+    recompute  modules whose forward runs again in backward
+    """
+
+    budget: int
+    peak: int
+    plain_peak: int
+    seconds: float
+    plain_seconds: float
+    exact: bool
+    solver: str
+    sites: dict[SiteName, Known]
+    recompute: frozenset[str]
+    lines: tuple[Line, ...]
+    strangers: Counter[SiteName] = field(default_factory=Counter, compare=False, repr=False)
+
+    def __call__(self, site: Site) -> Action:
+        """The policy."""
+        return self.action_for(site)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def action_for(self, site: Site) -> Action:
+        """What to do with what this site saves."""
+        known = self.sites.get(site.name)
+        if known is None or not _is(known, site):
+            self.strangers[site.name] += 1
+            return EXACT_MENU[0].policy(site)
+        return RUNGS[known.rung].policy(site)
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted time over that of plain autograd, minus one."""
+        return self.seconds / self.plain_seconds - 1 if self.plain_seconds > 0 else 0.0
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Bytes in plain autograd, and held, by action."""
+        sums: dict[str, tuple[int, int]] = {}
+        for line in self.lines:
+            before, after = sums.get(line.action, (0, 0))
+            sums[line.action] = before + line.nbytes, after + line.held
+        return sums
+
+    def explain(self) -> str:
+        """A table: module, op, shape, bytes, action, seconds, error and why."""
+        return _table(self)
+
+    def __str__(self) -> str:
+        return (
+            f"plan for {show_nbytes(self.budget)}: peak {show_nbytes(self.peak)} "
+            f"(plain {show_nbytes(self.plain_peak)}), {100 * self.slowdown:+.1f} % time, both "
+            f"estimated; {'exact' if self.exact else 'lossy'}"
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, aside first."""
+        path = Path(path)
+        data = asdict(self) | {
+            "elbowroom_plan": VERSION,
+            "sites": [[*name, asdict(known)] for name, known in self.sites.items()],
+            "recompute": sorted(self.recompute),
+        }
+        del data["strangers"]
+        aside = path.with_name(path.name + ".part")
+        aside.write_text(json.dumps(data))
+        aside.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read what `save` wrote. Raises DataError for anything else."""
+        try:
+            data = json.loads(Path(path).read_text())
+            version = data.pop("elbowroom_plan")
+            if version != VERSION:
+                raise DataError(f"{path} is a plan of version {version}; this is {VERSION}")
+            return _plan(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"{path} is not a plan written by elbowroom ({error!r})") from error
+
+
+def difference(one: Plan, other: Plan) -> list[str]:
+    """What the other plan does in another way, a line a site: "layer1.conv: keep -> exact"."""
+    found = [f"{name}: recompute in one only" for name in sorted(one.recompute ^ other.recompute)]
+    for name in {**one.sites, **other.sites}:
+        rungs = [_rung(plan, name) for plan in (one, other)]
+        if rungs[0] != rungs[1]:
+            found.append(f"{name.module} {name.consumer} {name.nth}: {rungs[0]} -> {rungs[1]}")
+    return found
+
+
+def _rung(plan: Plan, name: SiteName) -> str:
+    known = plan.sites.get(name)
+    return "-" if known is None else known.rung
+
+
+def _is(known: Known, site: Site) -> bool:
+    same = known.dtype == str(site.dtype).removeprefix("torch.") and known.dims == len(site.shape)
+    return same and site.nbytes <= known.nbytes
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    sites = {
+        SiteName(module, consumer, nth): Known(**known)
+        for module, consumer, nth, known in data["sites"]
+    }
+    strange = {known.rung for known in sites.values()} - set(RUNGS)
+    if strange:
+        raise ValueError(f"no setting {sorted(strange)}")
+    lines = tuple(Line(**{**line, "shape": tuple(line["shape"])}) for line in data["lines"])
+    return Plan(
+        **{**data, "sites": sites, "recompute": frozenset(data["recompute"]), "lines": lines}
+    )
+
+
+def _table(plan: Plan) -> str:
+    table = Table(title=str(plan))
+    for name in ("module", "op", "shape"):
+        table.add_column(name)
+    for name in ("bytes", "held"):
+        table.add_column(name, justify="right")
+    table.add_column("action")
+    for name in ("seconds", "error"):
+        table.add_column(name, justify="right")
+    table.add_column("why")
+    for line in sorted(plan.lines, key=lambda line: -line.nbytes):
+        table.add_row(
+            line.module,
+            line.op,
+            "x".join(map(str, line.shape)),
+            show_nbytes(line.nbytes),
+            show_nbytes(line.held),
+            line.action,
+            show_seconds(line.seconds) if line.seconds else "",
+            f"{line.error:.1e}" if line.error else "",
+            line.why,
+        )
+    console = Console(width=150, record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
