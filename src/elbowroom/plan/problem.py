@@ -208,12 +208,12 @@ def region_spans(problem: Problem, region: Region) -> list[Span]:
 
 def summed(spans: Iterable[Span], moments: int) -> NDArray[np.int64]:
     """Bytes [moments] of all spans together."""
-    steps = [0] * (moments + 1)
+    steps = np.zeros(moments + 1, np.int64)
     for first, last, nbytes in spans:
         if first <= last:
             steps[first] += nbytes
             steps[last + 1] -= nbytes
-    return np.cumsum(np.array(steps[:-1], np.int64))
+    return np.cumsum(steps[:-1])
 
 
 def levels(problem: Problem, choice: Choice) -> NDArray[np.int64]:
@@ -256,22 +256,31 @@ def added_seconds(problem: Problem, choice: Choice) -> float:
 
 
 def stalls(problem: Problem, choice: Choice, name: str) -> tuple[float, float]:
-    """Seconds by which one link is late: out, at the end of forward; in, at the worst need.
+    """Seconds by which one link is late: out, at the end of forward; in, at the worst need."""
+    starts = region_starts(problem, choice.recomputed)
+    moved = [i for i, option in held_options(problem, choice) if option.link == name]
+    return lateness(problem, name, [(problem.items[i], starts.get(i, ())) for i in moved])
+
+
+def lateness(
+    problem: Problem, name: str, moved: Iterable[tuple[Item, Collection[int]]]
+) -> tuple[float, float]:
+    """`stalls` for items that travel, each with the starts of the regions it is an input of.
 
     Each copy starts when its item is last used, one after another; each must be back when it is
     first asked for. One number a direction is enough: a delay moves all later deadlines along.
     """
     link = problem.links[name]
-    starts = region_starts(problem, choice.recomputed)
-    moved = [i for i, option in held_options(problem, choice) if option.link == name]
-    out = [(-problem.items[i].used, problem.items[i].nbytes / link.out_rate) for i in moved]
-    back = [
-        (due(problem.items[i], starts.get(i, ())), problem.items[i].nbytes / link.in_rate)
-        for i in moved
-    ]
+    sizes = [(item.used, due(item, starts), item.nbytes) for item, starts in moved]
     return (
-        _late(out, lambda moment: time_to_leave(problem, -moment)),
-        _late(back, lambda moment: time_to_return(problem, moment)),
+        _late(
+            [(-used, nbytes / link.out_rate) for used, _, nbytes in sizes],
+            lambda moment: time_to_leave(problem, -moment),
+        ),
+        _late(
+            [(asked, nbytes / link.in_rate) for _, asked, nbytes in sizes],
+            lambda moment: time_to_return(problem, moment),
+        ),
     )
 
 

@@ -20,7 +20,7 @@ a baseline: nothing is searched, nothing taken back.
 
 from collections.abc import Iterator
 from functools import partial
-from math import inf
+from math import inf, isnan, nan
 from typing import Literal
 
 from elbowroom.plan.problem import Choice, Problem, due, keep_all
@@ -58,13 +58,23 @@ def _delta(draft: Draft, moment: int) -> bool:
 
 
 def _dtr(draft: Draft, moment: int) -> bool:
+    """A region is as stale as the item in it that was read last."""
+    stale = {i: _stale_s(draft.problem, i, moment) for i in _idle(draft, moment)}
+    moves = [(stale[i], move) for i in stale for move in _rebuilds(draft, i)]
+    for r in sorted({r for i in stale for r in draft.regions_with.get(i, ())}):
+        inside = [stale[i] for i in draft.problem.regions[r].inside if i in stale]
+        moves.append((min(inside), draft.recompute(r)))
     scores = []
-    for i in _idle(draft, moment):
-        move, effect, freed = _best(draft, moment, list(_recomputes(draft, i)))
-        if move is not None and effect is not None:
-            weight = freed * _stale_s(draft.problem, i, moment)
-            scores.append((effect.seconds / weight if weight else inf, i, move))
-    return bool(scores) and _make_best(draft, moment, [min(scores, key=lambda s: s[:2])[2]])
+    for stale_s, move in moves:
+        _, effect, freed = _best(draft, moment, [move])
+        if effect is not None:
+            scores.append(effect.seconds / (freed * stale_s) if stale_s else inf)
+        else:
+            scores.append(nan)
+    allowed = [k for k, score in enumerate(scores) if not isnan(score)]
+    if not allowed:
+        return False
+    return _make_best(draft, moment, [moves[min(allowed, key=lambda k: scores[k])][1]])
 
 
 def _capuchin(draft: Draft, moment: int) -> bool:
@@ -73,7 +83,9 @@ def _capuchin(draft: Draft, moment: int) -> bool:
         hidden = [move for move in _offloads(draft, i) if _is_hidden(draft, move)]
         if _make_best(draft, moment, hidden):
             return True
-    if _make_best(draft, moment, [m for i in idle for m in _recomputes(draft, i)]):
+    regions = sorted({r for i in idle for r in draft.regions_with.get(i, ())})
+    recomputes = [m for i in idle for m in _rebuilds(draft, i)]
+    if _make_best(draft, moment, recomputes + [draft.recompute(r) for r in regions]):
         return True
     return _make_best(draft, moment, [m for i in idle for m in _offloads(draft, i)])
 
@@ -122,11 +134,14 @@ def _offloads(draft: Draft, i: int) -> Iterator[Move]:
 
 
 def _recomputes(draft: Draft, i: int) -> Iterator[Move]:
+    yield from _rebuilds(draft, i)
+    yield from (draft.recompute(r) for r in draft.regions_with.get(i, ()))
+
+
+def _rebuilds(draft: Draft, i: int) -> Iterator[Move]:
     for a, option in enumerate(draft.problem.items[i].options):
         if a and option.exact and not option.link:
             yield draft.hold(i, a)
-    for r in draft.regions_with.get(i, ()):
-        yield draft.recompute(r)
 
 
 def _stale_s(problem: Problem, i: int, moment: int) -> float:

@@ -13,13 +13,17 @@ from elbowroom.plan.problem import (
     Option,
     Problem,
     Span,
+    added_variance,
+    held_options,
+    lateness,
     levels,
     option_spans,
     region_spans,
-    stalls,
     summed,
 )
-from elbowroom.plan.solve.limits import Limits, away_nbytes, outer
+from elbowroom.plan.solve.limits import Limits, outer
+
+_Traffic = dict[tuple[str, int], list[int] | None]
 
 
 class Move(NamedTuple):
@@ -29,15 +33,21 @@ class Move(NamedTuple):
     recomputed: frozenset[int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Effect:
-    """What a move changes: bytes [moments] from `first` on, and seconds; the sides afterwards."""
+    """What a move changes.
+
+    nbytes    [moments] from `first` on
+    seconds   added to the step
+    variance  added
+    traffic   (link, item): the starts of the regions it is an input of, or None: travels no more
+    """
 
     first: int
     nbytes: NDArray[np.int64]
     seconds: float
     variance: float
-    away: dict[str, int]
+    traffic: _Traffic
 
 
 class Draft:
@@ -47,10 +57,12 @@ class Draft:
         self.problem, self.limits = problem, limits
         self.options, self.recomputed = list(choice.options), choice.recomputed
         self.level = levels(problem, choice)
-        self._stall_s = self._stalls(choice)
-        held = [(i, self._option(i)) for i in range(len(self.options)) if not self.gone(i)]
-        self.variance = sum(option.variance for _, option in held)
-        self._away = {name: away_nbytes(problem, held, name) for name in problem.links}
+        self.variance = added_variance(problem, choice)
+        self._traffic: dict[str, dict[int, list[int]]] = {name: {} for name in problem.links}
+        for i, option in held_options(problem, choice):
+            if option.link:
+                self._traffic[option.link][i] = self._starts(i, self.recomputed)
+        self._stall_s = {name: self._stalls(name, {}) for name in problem.links}
 
     @property
     def choice(self) -> Choice:
@@ -64,7 +76,7 @@ class Draft:
 
     def gone(self, i: int) -> bool:
         """Whether an item is inside a recomputed region."""
-        return not self.recomputed.isdisjoint(self.regions_with.get(i, ()))
+        return self._within_any(i, self.recomputed)
 
     def hold(self, i: int, option: int) -> Move:
         """To hold an item by another option."""
@@ -84,42 +96,49 @@ class Draft:
 
     def effect(self, move: Move) -> Effect | None:
         """What a move would do; None if it breaks a limit other than the budget."""
-        turned = move.recomputed ^ self.recomputed
-        regions = [self.problem.regions[r] for r in sorted(turned)]
-        items = {*move.options, *(i for r in regions for i in (*r.inside, *r.inputs))}
+        turned = [self.problem.regions[r] for r in sorted(move.recomputed ^ self.recomputed)]
+        items = {*move.options, *(i for region in turned for i in (*region.inside, *region.inputs))}
         spans: list[Span] = []
-        seconds, variance, away = 0.0, self.variance, dict(self._away)
-        for r, region in zip(sorted(turned), regions, strict=True):
-            sign = 1 if r in move.recomputed else -1
-            seconds += sign * region.seconds
-            spans += _signed(region_spans(self.problem, region), sign)
-        for i in sorted(items):
-            for sign, option, recomputed in (
-                (-1, self.options[i], self.recomputed),
-                (1, move.options.get(i, self.options[i]), move.recomputed),
-            ):
-                if recomputed.isdisjoint(self.regions_with.get(i, ())):
-                    item, chosen = self.problem.items[i], self.problem.items[i].options[option]
-                    starts = self._starts(i, recomputed)
-                    if sign > 0 and (
-                        not self._allows(chosen) or (starts and not chosen.reproduces)
-                    ):
-                        return None
-                    spans += _signed(option_spans(item, option, starts), sign)
-                    seconds += sign * (chosen.forward_s + chosen.backward_s)
-                    variance += sign * chosen.variance
-                    if chosen.link:
-                        away[chosen.link] += sign * item.nbytes
-                elif sign > 0 and self._starts(i, recomputed):
+        effect = Effect(0, self.level[:0], 0.0, 0.0, {})
+        for signed, recomputed, options in (
+            (-1, self.recomputed, {}),
+            (1, move.recomputed, move.options),
+        ):
+            for r in sorted(recomputed & (move.recomputed ^ self.recomputed)):
+                effect.seconds += signed * self.problem.regions[r].seconds
+                spans += _signed(region_spans(self.problem, self.problem.regions[r]), signed)
+            for i in sorted(items):
+                option = options.get(i, self.options[i])
+                if signed > 0 and not self._agrees(i, option, recomputed):
                     return None
-        if not self._sides_hold(variance, away):
+                if not self._within_any(i, recomputed):
+                    spans += _signed(self._hold(effect, i, option, recomputed, signed), signed)
+        if not self._sides_hold(effect):
             return None
-        if any(away[name] or self._away[name] for name in away):
-            seconds += self._stalls(self._after(move)) - self._stall_s
-        first = min((span[0] for span in spans), default=0)
-        after = max((span[1] for span in spans), default=-1) + 1
-        moved = [(f - first, last - first, nbytes) for f, last, nbytes in spans if f <= last]
-        return Effect(first, summed(moved, max(after - first, 0)), seconds, variance, away)
+        effect.seconds += sum(
+            self._stalls(name, effect.traffic) - self._stall_s[name]
+            for name in {name for name, _ in effect.traffic}
+        )
+        return _with_bytes(effect, spans)
+
+    def _hold(
+        self, effect: Effect, i: int, option: int, recomputed: frozenset[int], sign: int
+    ) -> list[Span]:
+        """Count what an option of an item adds, or no longer adds; gives its spans."""
+        item, chosen = self.problem.items[i], self.problem.items[i].options[option]
+        starts = self._starts(i, recomputed)
+        effect.seconds += sign * (chosen.forward_s + chosen.backward_s)
+        effect.variance += sign * chosen.variance
+        if chosen.link:
+            effect.traffic[chosen.link, i] = starts if sign > 0 else None
+        return option_spans(item, option, starts)
+
+    def _agrees(self, i: int, option: int, recomputed: frozenset[int]) -> bool:
+        """Whether an item may be held so, or inside, beside these regions."""
+        chosen, starts = self.problem.items[i].options[option], self._starts(i, recomputed)
+        if self._within_any(i, recomputed):
+            return not starts
+        return (chosen.exact or not self.limits.exact) and (not starts or chosen.reproduces)
 
     def freed(self, effect: Effect) -> int:
         """By how much an effect lowers the excess."""
@@ -128,11 +147,14 @@ class Draft:
 
     def make(self, move: Move, effect: Effect) -> None:
         """Make a move, whose effect is known."""
-        after = self._after(move)
-        self.options, self.recomputed = list(after.options), after.recomputed
+        for i, option in move.options.items():
+            self.options[i] = option
+        self.recomputed = move.recomputed
         self.level[effect.first : effect.first + len(effect.nbytes)] += effect.nbytes
-        self.variance, self._away = effect.variance, effect.away
-        self._stall_s = self._stalls(after)
+        self.variance += effect.variance
+        for name in self._traffic:
+            self._traffic[name] = self._travelling(name, effect.traffic)
+            self._stall_s[name] = self._stalls(name, {})
 
     @cached_property
     def regions_with(self) -> dict[int, list[int]]:
@@ -166,23 +188,32 @@ class Draft:
         regions = self._regions_from.get(i, ())
         return [self.problem.regions[r].start for r in regions if r in recomputed]
 
-    def _allows(self, option: Option) -> bool:
-        return option.exact or not self.limits.exact
+    def _sides_hold(self, effect: Effect) -> bool:
+        if effect.variance > 0 and not self.limits.allow_variance(self.variance + effect.variance):
+            return False
+        return all(self._has_room(name, effect.traffic) for name in {n for n, _ in effect.traffic})
 
-    def _sides_hold(self, variance: float, away: dict[str, int]) -> bool:
-        rooms = ((away[name], link.room) for name, link in self.problem.links.items())
-        return (variance <= self.variance or self.limits.allow_variance(variance)) and all(
-            room is None or nbytes <= room for nbytes, room in rooms
-        )
+    def _has_room(self, name: str, traffic: _Traffic) -> bool:
+        room = self.problem.links[name].room
+        away = self._travelling(name, traffic) if room is not None else ()
+        return room is None or sum(self.problem.items[i].nbytes for i in away) <= room
 
-    def _after(self, move: Move) -> Choice:
-        options = list(self.options)
-        for i, option in move.options.items():
-            options[i] = option
-        return Choice(tuple(options), move.recomputed)
+    def _travelling(self, name: str, traffic: _Traffic) -> dict[int, list[int]]:
+        """The items that travel a link after a change."""
+        travelling = dict(self._traffic[name])
+        for (link, i), starts in traffic.items():
+            if link == name:
+                travelling.pop(i, None)
+                if starts is not None:
+                    travelling[i] = starts
+        return travelling
 
-    def _stalls(self, choice: Choice) -> float:
-        return sum(sum(stalls(self.problem, choice, name)) for name in self.problem.links)
+    def _stalls(self, name: str, traffic: _Traffic) -> float:
+        moved = self._travelling(name, traffic).items()
+        return sum(lateness(self.problem, name, [(self.problem.items[i], s) for i, s in moved]))
+
+    def _within_any(self, i: int, recomputed: frozenset[int]) -> bool:
+        return not recomputed.isdisjoint(self.regions_with.get(i, ()))
 
     def _over(self, level: NDArray[np.int64]) -> int:
         return int(np.maximum(level - self.limits.budget, 0).sum())
@@ -190,3 +221,12 @@ class Draft:
 
 def _signed(spans: Iterable[Span], sign: int) -> Iterator[Span]:
     return ((first, last, sign * nbytes) for first, last, nbytes in spans)
+
+
+def _with_bytes(effect: Effect, spans: list[Span]) -> Effect:
+    spans = [span for span in spans if span[0] <= span[1]]
+    first = min((span[0] for span in spans), default=0)
+    after = max((span[1] + 1 for span in spans), default=first)
+    moved = [(start - first, last - first, nbytes) for start, last, nbytes in spans]
+    effect.first, effect.nbytes = first, summed(moved, after - first)
+    return effect

@@ -68,8 +68,8 @@ def take_back(draft: Draft) -> None:
 def _make_if_it_saves(draft: Draft, move: Move) -> None:
     effect = draft.effect(move)
     if effect and draft.freed(effect) >= 0:
-        fewer = effect.seconds == 0 and all(option == 0 for option in move.options.values())
-        if effect.seconds < 0 or fewer:
+        kept = not any(move.options.values())
+        if effect.seconds < 0 or (effect.seconds == 0 and kept):
             draft.make(move, effect)
 
 
@@ -116,7 +116,7 @@ def _score(draft: Draft, key: tuple[str, int, int], price: float) -> float:
     effect = draft.effect(_move(draft, key))
     if effect is None or (freed := draft.freed(effect)) <= 0:
         return inf
-    return (effect.seconds + price * (effect.variance - draft.variance)) / freed
+    return (effect.seconds + price * effect.variance) / freed
 
 
 def _seconds(draft: Draft, i: int, option: int) -> float:

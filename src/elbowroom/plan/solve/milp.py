@@ -74,7 +74,7 @@ def relaxed(problem: Problem, limits: Limits) -> Relaxation | None:
 
 
 def first_moments(problem: Problem) -> set[int]:
-    """All if they are few, else some of them, spread over those that hold much in plain autograd."""
+    """All if they are few, else some of them, spread over those that hold the most."""
     level = levels(problem, keep_all(problem))
     if len(level) <= _FIRST:
         return set(range(len(level)))
@@ -108,7 +108,7 @@ def whole(
             return None
         choice = model.choice(x)
         slack = _TOLERANCE * model.unit if model.least else 0.0
-        over = levels(model.problem, choice) - (model.ceiling(x) + slack)
+        over = levels(model.problem, choice) - np.float64(model.ceiling(x) + slack)
         new = _summits(over, 0.0) - moments
         if not over.max(initial=0) > 0:
             return choice if obeys(model.problem, choice, model.limits) else None

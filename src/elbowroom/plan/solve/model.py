@@ -21,7 +21,7 @@ unit of 1/64 of the largest item: HiGHS's tolerances are absolute.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 from math import inf
 
@@ -83,7 +83,7 @@ class Model:
         self._flat = np.array([(c, *span) for c, span in self._spans], np.int64).reshape(-1, 4)
 
     def level_rows(
-        self, moments: Sequence[int], margin: float = 0.0
+        self, moments: Collection[int], margin: float = 0.0
     ) -> tuple[Vector, Sequence[float]]:
         """Factors [moments, columns] of the levels, and the highest values allowed."""
         column, first, last, nbytes = self._flat.T
@@ -243,8 +243,9 @@ class Model:
 
 
 def _steps(levels: dict[int, NDArray[np.int64]]) -> Iterator[tuple[frozenset[int], Span]]:
-    """The maximum of levels, one for each region, as a sum: of spans, each with the regions any
-    of which is enough for it.
+    """The maximum of levels, one for each region, as a sum of spans.
+
+    Each with the regions any one of which is enough for it.
     """
     regions = list(levels)
     table = np.array([levels[r] for r in regions])  # [regions, moments]
