@@ -8,15 +8,20 @@ backward; what is held changes only there. A storage (an `Item`) held by an opti
     else         nbytes + a.nbytes      a.nbytes                nbytes + a.nbytes
     recomputed   nbytes                 0                       nbytes, from the start of its region
 
-for `used` is the last moment of forward that reads it anyway. On top of that lies `base`: weights,
-gradients, workspaces, all that no option changes. So the level of every moment is linear in the
-choice, and one function (`levels`) is the memory model of every solver and of the plan's promise.
+for `used` is the last moment of forward that reads it anyway. A recomputed region needs its inputs
+when it starts again: one that is not kept is whole from then to its next need, and none is freed
+before. On top of that lies `base`: weights, gradients, workspaces, all that no option changes. So
+the level of every moment is a sum of spans (first moment, last moment, bytes), and one function
+(`levels`) is the memory model of every solver and of the plan's promise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
+
+Span = tuple[int, int, int]  # first moment, last moment, bytes
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Option:
     exact       no bit of any gradient changes
     link        the name of the link that `nbytes` of the item travel, out and in; "" for none
     ahead       so many moments before a need it is back in memory already (prefetched)
+    values      all its values come back, not only what backward asks of them (as from a bitmap)
     """
 
     name: str
@@ -40,6 +46,12 @@ class Option:
     exact: bool = True
     link: str = ""
     ahead: int = 0
+    values: bool = True
+
+    @property
+    def reproduces(self) -> bool:
+        """Whether a region may start again from it."""
+        return self.exact and self.values
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,8 @@ class Region:
     """A module whose forward can run again in backward, in place of holding what it saves.
 
     inside       items that are then not held
-    inputs       items that its second forward starts from: they must be held exactly
+    inputs       items that its second forward starts from: held by options that reproduce them,
+                 and inside no recomputed region (an earlier one is whole again only later)
     seconds      of its forward
     workspace    bytes that its forward takes beyond what it saves
     extra        bytes of inputs that are no item, so held on top, from `born` to `start`
@@ -153,94 +166,148 @@ def keep_all(problem: Problem) -> Choice:
     return Choice((0,) * len(problem.items))
 
 
-def option_levels(
-    item: Item, option: int, moments: int
-) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """Bytes [moments] that an item takes when it is held by one of its options."""
-    level = np.zeros(moments, np.int64)
+def option_spans(item: Item, option: int, starts: Collection[int] = ()) -> list[Span]:
+    """What an item takes when it is held by one of its options.
+
+    starts  of the recomputed regions that it is an input of
+    """
     chosen = item.options[option]
+    freed = max(item.freed, *starts, item.freed)
     if option == 0:
-        level[item.born : item.freed + 1] = item.nbytes
-        return level
-    level[item.born : item.freed + 1] = chosen.nbytes
-    level[item.born : item.used + 1] += item.nbytes
-    restored = np.zeros(moments, bool)
-    for first, last in item.needs:
-        restored[max(first - chosen.ahead, item.used + 1) : last + 1] = True
-    level[restored] += item.nbytes
-    return level
+        return [(item.born, freed, item.nbytes)]
+    held = [(item.born, freed, chosen.nbytes), (item.born, item.used, item.nbytes)]
+    return held + [(first, last, item.nbytes) for first, last in _whole(item, chosen, starts)]
 
 
-def region_levels(problem: Problem, region: Region) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """Bytes [moments] that a recomputed region takes, its items included."""
-    level = np.zeros(len(problem.base), np.int64)
-    level[region.born : region.start + 1] += region.extra
-    level[region.start] += region.workspace
+def _whole(item: Item, option: Option, starts: Collection[int]) -> list[tuple[int, int]]:
+    """The moments after forward at which it is back in memory, without overlaps."""
+    asked = list(item.needs)
+    for start in starts:  # what a region makes again holds its input until that is read
+        asked.append((start, next((last for _, last in item.needs if last >= start), start)))
+    whole: list[tuple[int, int]] = []
+    done = item.used
+    for first, last in sorted(asked):
+        if last > done:
+            whole.append((max(first - option.ahead, done + 1), last))
+            done = last
+    return whole
+
+
+def region_spans(problem: Problem, region: Region) -> list[Span]:
+    """What a recomputed region takes, its items included."""
+    spans = [
+        (region.born, region.start, region.extra),
+        (region.start, region.start, region.workspace),
+    ]
     for i in region.inside:
         item = problem.items[i]
-        level[item.born : item.used + 1] += item.nbytes
-        level[max(region.start, item.used + 1) : item.freed + 1] += item.nbytes
-    return level
+        spans.append((item.born, item.used, item.nbytes))
+        spans.append((max(region.start, item.used + 1), item.freed, item.nbytes))
+    return spans
 
 
-def levels(problem: Problem, choice: Choice) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+def summed(spans: Iterable[Span], moments: int) -> NDArray[np.int64]:
+    """Bytes [moments] of all spans together."""
+    steps = np.zeros(moments + 1, np.int64)
+    for first, last, nbytes in spans:
+        if first <= last:
+            steps[first] += nbytes
+            steps[last + 1] -= nbytes
+    return np.cumsum(steps[:-1])
+
+
+def levels(problem: Problem, choice: Choice) -> NDArray[np.int64]:
     """Bytes [moments] of the whole step."""
-    level = np.array(problem.base, np.int64)
     gone = recomputed_items(problem, choice.recomputed)
-    for r in choice.recomputed:
-        level += region_levels(problem, problem.regions[r])
+    starts = region_starts(problem, choice.recomputed)
+    spans = [s for r in choice.recomputed for s in region_spans(problem, problem.regions[r])]
     for i, (item, option) in enumerate(zip(problem.items, choice.options, strict=True)):
         if i not in gone:
-            level += option_levels(item, option, len(level))
-    return level
+            spans += option_spans(item, option, starts.get(i, ()))
+    return np.array(problem.base, np.int64) + summed(spans, len(problem.base))
 
 
-def recomputed_items(problem: Problem, recomputed: frozenset[int]) -> frozenset[int]:
+def recomputed_items(problem: Problem, recomputed: Collection[int]) -> frozenset[int]:
     """The items inside recomputed regions."""
     return frozenset(i for r in recomputed for i in problem.regions[r].inside)
 
 
+def region_starts(problem: Problem, recomputed: Collection[int]) -> dict[int, list[int]]:
+    """For each item that recomputed regions start from: when they do."""
+    starts: dict[int, list[int]] = {}
+    for r in sorted(recomputed):
+        for i in problem.regions[r].inputs:
+            starts.setdefault(i, []).append(problem.regions[r].start)
+    return starts
+
+
+def held_options(problem: Problem, choice: Choice) -> list[tuple[int, Option]]:
+    """The items outside recomputed regions, with their options."""
+    gone = recomputed_items(problem, choice.recomputed)
+    options = enumerate(zip(problem.items, choice.options, strict=True))
+    return [(i, item.options[option]) for i, (item, option) in options if i not in gone]
+
+
 def added_seconds(problem: Problem, choice: Choice) -> float:
     """What the choice adds to the step: compute, and the part of the traffic that is not hidden."""
-    gone = recomputed_items(problem, choice.recomputed)
-    held = [
-        (item, item.options[option])
-        for i, (item, option) in enumerate(zip(problem.items, choice.options, strict=True))
-        if i not in gone
-    ]
-    compute = sum(option.forward_s + option.backward_s for _, option in held)
-    compute += sum(problem.regions[r].seconds for r in choice.recomputed)
-    return compute + sum(sum(stalls(problem, held, name)) for name in problem.links)
+    compute = sum(o.forward_s + o.backward_s for _, o in held_options(problem, choice))
+    compute += sum(problem.regions[r].seconds for r in sorted(choice.recomputed))
+    return compute + sum(sum(stalls(problem, choice, name)) for name in problem.links)
 
 
-def stalls(problem: Problem, held: Sequence[tuple[Item, Option]], name: str) -> tuple[float, float]:
-    """Seconds by which one link is late: out, at the end of forward; in, at the worst need.
+def stalls(problem: Problem, choice: Choice, name: str) -> tuple[float, float]:
+    """Seconds by which one link is late: out, at the end of forward; in, at the worst need."""
+    starts = region_starts(problem, choice.recomputed)
+    moved = [i for i, option in held_options(problem, choice) if option.link == name]
+    return lateness(problem, name, [(problem.items[i], starts.get(i, ())) for i in moved])
 
-    Each copy starts when its item is last used, one after another; each must be back by its first
-    need. One number a direction is enough: a delay moves all later deadlines along.
+
+def lateness(
+    problem: Problem, name: str, moved: Iterable[tuple[Item, Collection[int]]]
+) -> tuple[float, float]:
+    """`stalls` for items that travel, each with the starts of the regions it is an input of.
+
+    Each copy starts when its item is last used, one after another; each must be back when it is
+    first asked for. One number a direction is enough: a delay moves all later deadlines along.
     """
     link = problem.links[name]
-    moved = [item for item, option in held if option.link == name]
-    starts = (*problem.starts_s, problem.seconds)
-    forward_end = starts[problem.backward]
-    late_out = late_in = 0.0
-    busy = 0.0
-    for item in sorted(moved, key=lambda item: -item.used):
-        busy += item.nbytes / link.out_rate
-        late_out = max(late_out, busy - (forward_end - starts[item.used]))
-    busy = 0.0
-    for item in sorted(moved, key=lambda item: item.needs[0][0] if item.needs else item.freed):
-        busy += item.nbytes / link.in_rate
-        due = starts[item.needs[0][0] if item.needs else item.freed] - forward_end
-        late_in = max(late_in, busy - due)
-    return late_out, late_in
+    sizes = [(item.used, due(item, starts), item.nbytes) for item, starts in moved]
+    return (
+        _late(
+            [(-used, nbytes / link.out_rate) for used, _, nbytes in sizes],
+            lambda moment: time_to_leave(problem, -moment),
+        ),
+        _late(
+            [(asked, nbytes / link.in_rate) for _, asked, nbytes in sizes],
+            lambda moment: time_to_return(problem, moment),
+        ),
+    )
+
+
+def _late(copies: list[tuple[int, float]], allowed_s: Callable[[int], float]) -> float:
+    late = busy = 0.0
+    for moment, seconds in sorted(copies):
+        busy += seconds
+        late = max(late, busy - allowed_s(moment))
+    return late
+
+
+def due(item: Item, starts: Collection[int] = ()) -> int:
+    """The moment at which an item must be back."""
+    first = item.needs[0][0] if item.needs else item.freed
+    return min(first, *starts, first)
+
+
+def time_to_leave(problem: Problem, used: int) -> float:
+    """Seconds from the moment `used` to the end of forward."""
+    return problem.starts_s[problem.backward] - problem.starts_s[used]
+
+
+def time_to_return(problem: Problem, moment: int) -> float:
+    """Seconds from the start of backward to a moment of it."""
+    return problem.starts_s[moment] - problem.starts_s[problem.backward]
 
 
 def added_variance(problem: Problem, choice: Choice) -> float:
     """Variance that the choice adds to the gradient, as a share of that of mini-batches."""
-    gone = recomputed_items(problem, choice.recomputed)
-    return sum(
-        item.options[option].variance
-        for i, (item, option) in enumerate(zip(problem.items, choice.options, strict=True))
-        if i not in gone
-    )
+    return sum(option.variance for _, option in held_options(problem, choice))

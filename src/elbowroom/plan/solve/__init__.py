@@ -1,0 +1,72 @@
+"""Solvers: a problem and its limits go in, a choice comes out.
+
+    auto      the best of uniform, greedy, rounding and, where that is not near the bound, milp
+    milp      to within half a percent of the best, or the least peak
+    rounding  the linear relaxation, rounded and repaired: for thousands of items
+    greedy    seconds per byte freed
+    uniform   one setting for all                                                    a baseline
+    delta     DELTA's filter and director; dtr, capuchin: their rules in its place   baselines
+
+Where no choice fits, the first four give the one with the least peak of all; the baselines give
+what they have.
+"""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from math import inf
+from time import perf_counter
+
+from elbowroom.errors import PlanError
+from elbowroom.plan.problem import Choice, Problem, Solution, added_seconds
+from elbowroom.plan.solve.auto import auto
+from elbowroom.plan.solve.delta import capuchin, delta, dtr
+from elbowroom.plan.solve.greedy import greedy
+from elbowroom.plan.solve.limits import Limits, fits, peak
+from elbowroom.plan.solve.milp import milp
+from elbowroom.plan.solve.rounding import rounding
+from elbowroom.plan.solve.uniform import uniform
+
+Solver = Callable[[Problem, Limits], Choice]
+
+SOLVERS: dict[str, Solver] = {
+    "auto": auto,
+    "milp": milp,
+    "rounding": rounding,
+    "greedy": greedy,
+    "uniform": uniform,
+    "delta": delta,
+    "dtr": dtr,
+    "capuchin": capuchin,
+}
+
+
+def solve(
+    problem: Problem,
+    budget: int,
+    *,
+    variance: float = inf,
+    exact: bool = False,
+    solver: str = "auto",
+) -> Solution:
+    """What to do with each item, so that no moment holds more than `budget` bytes.
+
+    variance  allowed in all, as a share of that of mini-batches
+    exact     exact options only
+    solver    one of SOLVERS; PlanError for another
+    """
+    if solver not in SOLVERS:
+        close = get_close_matches(solver, SOLVERS, n=1)
+        meant = f" Did you mean '{close[0]}'?" if close else ""
+        raise PlanError(f"no solver {solver!r}; there are {', '.join(SOLVERS)}.{meant}")
+    limits = Limits(budget, variance, exact)
+    start = perf_counter()
+    choice = SOLVERS[solver](problem, limits)
+    solve_s = perf_counter() - start
+    return Solution(
+        choice,
+        feasible=fits(problem, choice, limits),
+        peak=peak(problem, choice),
+        slowdown_s=added_seconds(problem, choice),
+        solve_s=solve_s,
+        solver=solver,
+    )

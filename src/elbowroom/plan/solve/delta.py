@@ -1,0 +1,180 @@
+"""Offload or recompute, tensor by tensor, as DELTA, DTR and Capuchin do.
+
+The step is gone through in order. At the first moment that holds too much, one item that lies idle
+there is evicted: recomputed (by an exact option without a link, or by a region that holds it) or
+offloaded (an exact option with a link). Again, until the step fits or nothing idle is left.
+
+    delta     which: most bytes * staleness.    how: fewest seconds per byte freed, where an offload
+              costs the time that its copies are not hidden, queue included, and a recompute that
+              of the region. In the end what is offloaded comes back as early as there is room.
+    dtr       which: least seconds / (bytes * staleness).    how: recompute
+    capuchin  first offloads whose copies are hidden, most idle time first; then recomputes, fewest
+              seconds per byte; then the offloads that must wait
+
+Staleness: seconds since an item was last read. `delta` is the idea of DELTA (Tang et al., arXiv
+2203.15980), with times compared to times: the released code compares microseconds with nanoseconds
+and offloads everything. DTR: Kirisame et al., ICLR 2021, arXiv 2006.09616. Capuchin: Peng et al.,
+ASPLOS 2020. All three decide while a step runs; this is the same decision over a known step, and
+a baseline: nothing is searched, nothing taken back.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from math import inf, isnan, nan
+from typing import Literal
+
+from elbowroom.plan.problem import Choice, Problem, due, keep_all
+from elbowroom.plan.solve.draft import Draft, Effect, Move
+from elbowroom.plan.solve.limits import Limits
+
+Rule = Literal["delta", "dtr", "capuchin"]
+
+
+def delta(problem: Problem, limits: Limits, *, rule: Rule = "delta") -> Choice:
+    """What the rule evicts; over the budget, if it finds nothing more to evict."""
+    draft = Draft(problem, limits, keep_all(problem))
+    evict = {"delta": _delta, "dtr": _dtr, "capuchin": _capuchin}[rule]
+    while draft.excess > 0:
+        over = (draft.level > limits.budget).nonzero()[0].tolist()
+        if not any(evict(draft, moment) for moment in over):
+            break
+    if rule == "delta":
+        _prefetch(draft)
+    return draft.choice
+
+
+dtr = partial(delta, rule="dtr")
+capuchin = partial(delta, rule="capuchin")
+
+
+def _delta(draft: Draft, moment: int) -> bool:
+    """The filter, then the director."""
+    stale = {i: _stale_s(draft.problem, i, moment) for i in _idle(draft, moment)}
+    items = draft.problem.items
+    for i in sorted(stale, key=lambda i: (-items[i].nbytes * stale[i], -items[i].nbytes, i)):
+        if _make_best(draft, moment, [*_offloads(draft, i), *_recomputes(draft, i)]):
+            return True
+    return False
+
+
+def _dtr(draft: Draft, moment: int) -> bool:
+    """A region is as stale as the item in it that was read last."""
+    stale = {i: _stale_s(draft.problem, i, moment) for i in _idle(draft, moment)}
+    moves = [(stale[i], move) for i in stale for move in _rebuilds(draft, i)]
+    for r in sorted({r for i in stale for r in draft.regions_with.get(i, ())}):
+        inside = [stale[i] for i in draft.problem.regions[r].inside if i in stale]
+        moves.append((min(inside), draft.recompute(r)))
+    scores = []
+    for stale_s, move in moves:
+        _, effect, freed = _best(draft, moment, [move])
+        if effect is not None:
+            scores.append(effect.seconds / (freed * stale_s) if stale_s else inf)
+        else:
+            scores.append(nan)
+    allowed = [k for k, score in enumerate(scores) if not isnan(score)]
+    if not allowed:
+        return False
+    return _make_best(draft, moment, [moves[min(allowed, key=lambda k: scores[k])][1]])
+
+
+def _capuchin(draft: Draft, moment: int) -> bool:
+    idle = sorted(_idle(draft, moment), key=lambda i: (-_idle_s(draft.problem, i), i))
+    for i in idle:
+        hidden = [move for move in _offloads(draft, i) if _is_hidden(draft, move)]
+        if _make_best(draft, moment, hidden):
+            return True
+    regions = sorted({r for i in idle for r in draft.regions_with.get(i, ())})
+    recomputes = [m for i in idle for m in _rebuilds(draft, i)]
+    if _make_best(draft, moment, recomputes + [draft.recompute(r) for r in regions]):
+        return True
+    return _make_best(draft, moment, [m for i in idle for m in _offloads(draft, i)])
+
+
+def _make_best(draft: Draft, moment: int, moves: list[Move]) -> bool:
+    move, effect, _ = _best(draft, moment, moves)
+    if move is None or effect is None:
+        return False
+    draft.make(move, effect)
+    return True
+
+
+def _best(draft: Draft, moment: int, moves: list[Move]) -> tuple[Move | None, Effect | None, int]:
+    """The move with the fewest seconds per byte freed at a moment; none if none frees any."""
+    best: tuple[Move | None, Effect | None, int] = None, None, 0
+    least = inf
+    for move in moves:
+        effect = draft.effect(move)
+        if effect is None or not 0 <= moment - effect.first < len(effect.nbytes):
+            continue
+        freed = -int(effect.nbytes[moment - effect.first])
+        if freed > 0 and effect.seconds / freed < least:
+            best, least = (move, effect, freed), effect.seconds / freed
+    return best
+
+
+def _idle(draft: Draft, moment: int) -> list[int]:
+    """Kept items that are held at a moment, and not read."""
+    return [
+        i
+        for i, item in enumerate(draft.problem.items)
+        if item.used < moment <= item.freed
+        and draft.options[i] == 0
+        and not draft.gone(i)
+        and not any(first <= moment <= last for first, last in item.needs)
+    ]
+
+
+def _offloads(draft: Draft, i: int) -> Iterator[Move]:
+    """The first offload over each link: the others differ in how early they are back."""
+    links = set()
+    for a, option in enumerate(draft.problem.items[i].options):
+        if a and option.exact and option.link and option.link not in links:
+            links.add(option.link)
+            yield draft.hold(i, a)
+
+
+def _recomputes(draft: Draft, i: int) -> Iterator[Move]:
+    yield from _rebuilds(draft, i)
+    yield from (draft.recompute(r) for r in draft.regions_with.get(i, ()))
+
+
+def _rebuilds(draft: Draft, i: int) -> Iterator[Move]:
+    for a, option in enumerate(draft.problem.items[i].options):
+        if a and option.exact and not option.link:
+            yield draft.hold(i, a)
+
+
+def _stale_s(problem: Problem, i: int, moment: int) -> float:
+    """Seconds since an item was last read."""
+    item = problem.items[i]
+    read = max([item.used, *(last for _, last in item.needs if last < moment)])
+    return problem.starts_s[moment] - problem.starts_s[read]
+
+
+def _idle_s(problem: Problem, i: int) -> float:
+    """Seconds from its last use in forward to its first need."""
+    item = problem.items[i]
+    return problem.starts_s[due(item)] - problem.starts_s[item.used]
+
+
+def _is_hidden(draft: Draft, move: Move) -> bool:
+    """Whether an offload costs no more than its own handling: no link gets later."""
+    effect = draft.effect(move)
+    ((i, a),) = move.options.items()
+    option = draft.problem.items[i].options[a]
+    handling = option.forward_s + option.backward_s
+    return effect is not None and effect.seconds <= handling * (1 + 1e-9) + 1e-12
+
+
+def _prefetch(draft: Draft) -> None:
+    """Back as early as there is room: the first needed first."""
+    items = draft.problem.items
+    offloaded = [i for i, a in enumerate(draft.options) if items[i].options[a].link]
+    for i in sorted(offloaded, key=lambda i: (due(items[i]), i)):
+        chosen = items[i].options[draft.options[i]]
+        same = [a for a, o in enumerate(items[i].options) if o.link == chosen.link and o.exact]
+        for a in sorted(same, key=lambda a: -items[i].options[a].ahead):
+            effect = draft.effect(draft.hold(i, a))
+            if effect and draft.freed(effect) >= 0:
+                draft.make(draft.hold(i, a), effect)
+                break

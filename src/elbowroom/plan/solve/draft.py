@@ -1,0 +1,232 @@
+"""A choice in the making: what a move would free and cost, and whether it may be made."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elbowroom.plan.problem import (
+    Choice,
+    Option,
+    Problem,
+    Span,
+    added_variance,
+    held_options,
+    lateness,
+    levels,
+    option_spans,
+    region_spans,
+    summed,
+)
+from elbowroom.plan.solve.limits import Limits, outer
+
+_Traffic = dict[tuple[str, int], list[int] | None]
+
+
+class Move(NamedTuple):
+    """New options of some items, and the regions that are recomputed from then on."""
+
+    options: dict[int, int]
+    recomputed: frozenset[int]
+
+
+@dataclass
+class Effect:
+    """What a move changes.
+
+    nbytes    [moments] from `first` on
+    seconds   added to the step
+    variance  added
+    traffic   (link, item): the starts of the regions it is an input of, or None: travels no more
+    """
+
+    first: int
+    nbytes: NDArray[np.int64]
+    seconds: float
+    variance: float
+    traffic: _Traffic
+
+
+class Draft:
+    """A choice that obeys all limits but the budget, and stays so."""
+
+    def __init__(self, problem: Problem, limits: Limits, choice: Choice) -> None:
+        self.problem, self.limits = problem, limits
+        self.options, self.recomputed = list(choice.options), choice.recomputed
+        self.level = levels(problem, choice)
+        self.variance = added_variance(problem, choice)
+        self._traffic: dict[str, dict[int, list[int]]] = {name: {} for name in problem.links}
+        for i, option in held_options(problem, choice):
+            if option.link:
+                self._traffic[option.link][i] = self._starts(i, self.recomputed)
+        self._stall_s = {name: self._stalls(name, {}) for name in problem.links}
+
+    @property
+    def choice(self) -> Choice:
+        """As it stands."""
+        return Choice(tuple(self.options), self.recomputed)
+
+    @property
+    def excess(self) -> int:
+        """Bytes over the budget, summed over all moments."""
+        return self._over(self.level)
+
+    def gone(self, i: int) -> bool:
+        """Whether an item is inside a recomputed region."""
+        return self._within_any(i, self.recomputed)
+
+    def hold(self, i: int, option: int) -> Move:
+        """To hold an item by another option."""
+        return Move({i: option}, self.recomputed)
+
+    def recompute(self, r: int) -> Move:
+        """To recompute a region, in place of those that exclude it; its inputs are then kept."""
+        region = self.problem.regions[r]
+        inside = {o for i in region.inside for o in self.regions_with[i]}
+        excluded = inside.union(outer(self.problem, r), self._within[r])
+        inputs = [i for i in region.inputs if not self._option(i).reproduces]
+        return Move(dict.fromkeys(inputs, 0), (self.recomputed - excluded) | {r})
+
+    def run_once(self, r: int) -> Move:
+        """To hold what is inside a region again."""
+        return Move({}, self.recomputed - {r})
+
+    def effect(self, move: Move) -> Effect | None:
+        """What a move would do; None if it breaks a limit other than the budget."""
+        turned = [self.problem.regions[r] for r in sorted(move.recomputed ^ self.recomputed)]
+        items = {*move.options, *(i for region in turned for i in (*region.inside, *region.inputs))}
+        spans: list[Span] = []
+        effect = Effect(0, self.level[:0], 0.0, 0.0, {})
+        for signed, recomputed, options in (
+            (-1, self.recomputed, {}),
+            (1, move.recomputed, move.options),
+        ):
+            for r in sorted(recomputed & (move.recomputed ^ self.recomputed)):
+                effect.seconds += signed * self.problem.regions[r].seconds
+                spans += _signed(region_spans(self.problem, self.problem.regions[r]), signed)
+            for i in sorted(items):
+                option = options.get(i, self.options[i])
+                if signed > 0 and not self._agrees(i, option, recomputed):
+                    return None
+                if not self._within_any(i, recomputed):
+                    spans += _signed(self._hold(effect, i, option, recomputed, signed), signed)
+        if not self._sides_hold(effect):
+            return None
+        effect.seconds += sum(
+            self._stalls(name, effect.traffic) - self._stall_s[name]
+            for name in {name for name, _ in effect.traffic}
+        )
+        return _with_bytes(effect, spans)
+
+    def _hold(
+        self, effect: Effect, i: int, option: int, recomputed: frozenset[int], sign: int
+    ) -> list[Span]:
+        """Count what an option of an item adds, or no longer adds; gives its spans."""
+        item, chosen = self.problem.items[i], self.problem.items[i].options[option]
+        starts = self._starts(i, recomputed)
+        effect.seconds += sign * (chosen.forward_s + chosen.backward_s)
+        effect.variance += sign * chosen.variance
+        if chosen.link:
+            effect.traffic[chosen.link, i] = starts if sign > 0 else None
+        return option_spans(item, option, starts)
+
+    def _agrees(self, i: int, option: int, recomputed: frozenset[int]) -> bool:
+        """Whether an item may be held so, or inside, beside these regions."""
+        chosen, starts = self.problem.items[i].options[option], self._starts(i, recomputed)
+        if self._within_any(i, recomputed):
+            return not starts
+        return (chosen.exact or not self.limits.exact) and (not starts or chosen.reproduces)
+
+    def freed(self, effect: Effect) -> int:
+        """By how much an effect lowers the excess."""
+        window = self.level[effect.first : effect.first + len(effect.nbytes)]
+        return self._over(window) - self._over(window + effect.nbytes)
+
+    def make(self, move: Move, effect: Effect) -> None:
+        """Make a move, whose effect is known."""
+        for i, option in move.options.items():
+            self.options[i] = option
+        self.recomputed = move.recomputed
+        self.level[effect.first : effect.first + len(effect.nbytes)] += effect.nbytes
+        self.variance += effect.variance
+        for name in self._traffic:
+            self._traffic[name] = self._travelling(name, effect.traffic)
+            self._stall_s[name] = self._stalls(name, {})
+
+    @cached_property
+    def regions_with(self) -> dict[int, list[int]]:
+        """For each item, the regions that it is inside of."""
+        found: dict[int, list[int]] = {}
+        for r, region in enumerate(self.problem.regions):
+            for i in region.inside:
+                found.setdefault(i, []).append(r)
+        return found
+
+    @cached_property
+    def _regions_from(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for r, region in enumerate(self.problem.regions):
+            for i in region.inputs:
+                found.setdefault(i, []).append(r)
+        return found
+
+    @cached_property
+    def _within(self) -> list[set[int]]:
+        within: list[set[int]] = [set() for _ in self.problem.regions]
+        for r in range(len(within)):
+            for around in outer(self.problem, r):
+                within[around].add(r)
+        return within
+
+    def _option(self, i: int) -> Option:
+        return self.problem.items[i].options[self.options[i]]
+
+    def _starts(self, i: int, recomputed: frozenset[int]) -> list[int]:
+        regions = self._regions_from.get(i, ())
+        return [self.problem.regions[r].start for r in regions if r in recomputed]
+
+    def _sides_hold(self, effect: Effect) -> bool:
+        if effect.variance > 0 and not self.limits.allow_variance(self.variance + effect.variance):
+            return False
+        return all(self._has_room(name, effect.traffic) for name in {n for n, _ in effect.traffic})
+
+    def _has_room(self, name: str, traffic: _Traffic) -> bool:
+        room = self.problem.links[name].room
+        away = self._travelling(name, traffic) if room is not None else ()
+        return room is None or sum(self.problem.items[i].nbytes for i in away) <= room
+
+    def _travelling(self, name: str, traffic: _Traffic) -> dict[int, list[int]]:
+        """The items that travel a link after a change."""
+        travelling = dict(self._traffic[name])
+        for (link, i), starts in traffic.items():
+            if link == name:
+                travelling.pop(i, None)
+                if starts is not None:
+                    travelling[i] = starts
+        return travelling
+
+    def _stalls(self, name: str, traffic: _Traffic) -> float:
+        moved = self._travelling(name, traffic).items()
+        return sum(lateness(self.problem, name, [(self.problem.items[i], s) for i, s in moved]))
+
+    def _within_any(self, i: int, recomputed: frozenset[int]) -> bool:
+        return not recomputed.isdisjoint(self.regions_with.get(i, ()))
+
+    def _over(self, level: NDArray[np.int64]) -> int:
+        return int(np.maximum(level - self.limits.budget, 0).sum())
+
+
+def _signed(spans: Iterable[Span], sign: int) -> Iterator[Span]:
+    return ((first, last, sign * nbytes) for first, last, nbytes in spans)
+
+
+def _with_bytes(effect: Effect, spans: list[Span]) -> Effect:
+    spans = [span for span in spans if span[0] <= span[1]]
+    first = min((span[0] for span in spans), default=0)
+    after = max((span[1] + 1 for span in spans), default=first)
+    moved = [(start - first, last - first, nbytes) for start, last, nbytes in spans]
+    effect.first, effect.nbytes = first, summed(moved, after - first)
+    return effect

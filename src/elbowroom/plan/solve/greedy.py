@@ -1,0 +1,124 @@
+"""The cheapest move first, until the peak fits: seconds per byte freed where there are too many.
+
+    excess = sum over moments of max(0, level - budget)
+    score of a move = (seconds it adds + price * variance it adds) / excess it removes
+
+Moves are: another option for one item, or the recompute of a region (its inputs are then kept). No
+move breaks another limit. Scores only get worse while the excess shrinks, so a queue holds old ones
+and the best is scored anew before it is made. Then repair: the moves that were passed over are
+tried again until none helps, and what is no longer needed is taken back. The whole runs at several
+prices of variance (its Lagrange multiplier), since an error spent early on cheap moves may be
+missing later; the cheapest result counts.
+"""
+
+import heapq
+from math import inf
+
+from elbowroom.plan.problem import Choice, Problem, added_seconds, keep_all
+from elbowroom.plan.solve.draft import Draft, Move
+from elbowroom.plan.solve.limits import Limits, fits
+from elbowroom.plan.solve.milp import least_peak
+from elbowroom.plan.solve.uniform import uniform_fitting
+
+_PRICES = (0.0, 0.01, 0.1, 1.0)  # steps that all the allowed variance is worth
+
+
+def greedy(problem: Problem, limits: Limits) -> Choice:
+    """The cheapest of the walks and of `uniform`; the least peak of all choices if none fits."""
+    found = greedy_fitting(problem, limits)
+    return least_peak(problem, limits) if found is None else found
+
+
+def greedy_fitting(problem: Problem, limits: Limits) -> Choice | None:
+    """The cheapest of the walks and of `uniform`; None if none fits."""
+    found = [uniform_fitting(problem, limits)]
+    for price in _PRICES if 0 < limits.variance < inf else (0.0,):
+        draft = Draft(problem, limits, keep_all(problem))
+        found.append(finished(draft, price * problem.seconds / limits.variance if price else 0.0))
+    return cheapest_of(problem, found)
+
+
+def cheapest_of(problem: Problem, found: list[Choice | None]) -> Choice | None:
+    """The first of those that add the fewest seconds."""
+    choices = [choice for choice in found if choice is not None]
+    return min(choices, key=lambda choice: added_seconds(problem, choice), default=None)
+
+
+def finished(draft: Draft, price: float = 0.0) -> Choice | None:
+    """Go on from a draft until it fits, and take back what is not needed; None if it will not."""
+    while (before := draft.excess) > 0:
+        _walk(draft, price)
+        if draft.excess == before:
+            return None
+    take_back(draft)
+    return draft.choice if fits(draft.problem, draft.choice, draft.limits) else None
+
+
+def take_back(draft: Draft) -> None:
+    """Undo or weaken, the dearest first, what the budget does not need."""
+    for r in sorted(draft.recomputed, key=lambda r: (-draft.problem.regions[r].seconds, r)):
+        _make_if_it_saves(draft, draft.run_once(r))
+    changed = [i for i, option in enumerate(draft.options) if option and not draft.gone(i)]
+    for i in sorted(changed, key=lambda i: (-_seconds(draft, i, draft.options[i]), i)):
+        for option in sorted(range(len(draft.problem.items[i].options)), key=lambda a: (a > 0, a)):
+            if option != draft.options[i]:
+                _make_if_it_saves(draft, draft.hold(i, option))
+
+
+def _make_if_it_saves(draft: Draft, move: Move) -> None:
+    effect = draft.effect(move)
+    if effect and draft.freed(effect) >= 0:
+        kept = not any(move.options.values())
+        if effect.seconds < 0 or (effect.seconds == 0 and kept):
+            draft.make(move, effect)
+
+
+def _walk(draft: Draft, price: float) -> None:
+    """Make moves, the best score first, until the budget is kept or none helps."""
+    regions = [("region", r, 0) for r in range(len(draft.problem.regions))]
+    options = [
+        ("option", i, a)
+        for i, item in enumerate(draft.problem.items)
+        for a, option in enumerate(item.options)
+        if draft.limits.allow(option)
+    ]
+    queue = [
+        (score, key) for key in options + regions if (score := _score(draft, key, price)) < inf
+    ]
+    heapq.heapify(queue)
+    while queue and draft.excess > 0:
+        _, key = heapq.heappop(queue)
+        score = _score(draft, key, price)
+        if score == inf:
+            continue
+        if queue and score > queue[0][0]:
+            heapq.heappush(queue, (score, key))
+            continue
+        move = _move(draft, key)
+        effect = draft.effect(move)
+        assert effect is not None
+        draft.make(move, effect)
+
+
+def _move(draft: Draft, key: tuple[str, int, int]) -> Move:
+    kind, index, option = key
+    return draft.recompute(index) if kind == "region" else draft.hold(index, option)
+
+
+def _score(draft: Draft, key: tuple[str, int, int], price: float) -> float:
+    """inf: it may not be made, changes nothing, or frees nothing."""
+    kind, index, option = key
+    if kind == "region":
+        if index in draft.recomputed:
+            return inf
+    elif draft.options[index] == option or draft.gone(index):
+        return inf
+    effect = draft.effect(_move(draft, key))
+    if effect is None or (freed := draft.freed(effect)) <= 0:
+        return inf
+    return (effect.seconds + price * effect.variance) / freed
+
+
+def _seconds(draft: Draft, i: int, option: int) -> float:
+    chosen = draft.problem.items[i].options[option]
+    return chosen.forward_s + chosen.backward_s

@@ -1,0 +1,128 @@
+"""The best choice, to within half a percent: mixed-integer programming by HiGHS.
+
+The rows and columns are those of `model.py`. Few moments bind, so their rows come lazily: the
+linear relaxation is solved at some, the most loaded ones that it violates are added, again; then
+the same with whole numbers, each answer checked by `problem.levels`. Where no choice fits, a second
+program minimises the peak.
+
+Origin: Checkmate (Jain et al., MLSys 2020, arXiv 1910.02653) put rematerialization as a MILP over
+O(n^2) binaries; here a saved tensor has one binary for each way to hold it (O(n)), since autograd
+fixes when it is born and asked for.
+"""
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from elbowroom.plan.problem import Choice, Problem, keep_all, levels
+from elbowroom.plan.solve.limits import Limits, fits, obeys
+from elbowroom.plan.solve.model import Model
+from elbowroom.plan.solve.program import Vector
+
+GAP = 0.005
+LIMIT_S = 20.0
+_FIRST = 64  # moments with rows from the start
+_TOLERANCE = 1e-4  # of the model's unit: what HiGHS's own tolerances may add up to
+
+
+def milp(problem: Problem, limits: Limits) -> Choice:
+    """The cheapest choice to within GAP, or the one with the least peak if none fits.
+
+    Deterministic, unless LIMIT_S ends a search.
+    """
+    if fits(problem, keep_all(problem), limits):
+        return keep_all(problem)
+    return cheapest(problem, limits) or least_peak(problem, limits)
+
+
+def cheapest(problem: Problem, limits: Limits) -> Choice | None:
+    """The cheapest choice that fits, to within GAP; None if there is none, or none came in time."""
+    found = relaxed(problem, limits)
+    return None if found is None else whole(found.model, found.moments, gap=GAP)
+
+
+def least_peak(problem: Problem, limits: Limits) -> Choice:
+    """The choice with the least peak of all that the other limits allow."""
+    model = Model(problem, limits, least=True)
+    moments = first_moments(problem)
+    if search_relaxed(model, moments) is None:
+        return keep_all(problem)
+    return whole(model, moments, gap=1e-7) or keep_all(problem)
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """A problem in fractions: its model, the moments that bind, the solution."""
+
+    model: Model
+    moments: set[int]
+    x: Vector
+
+    @property
+    def seconds(self) -> float:
+        """No choice that fits adds fewer."""
+        return self.model.seconds(self.x)
+
+
+def relaxed(problem: Problem, limits: Limits) -> Relaxation | None:
+    """The best in fractions; None if not even these fit."""
+    model = Model(problem, limits)
+    moments = first_moments(problem)
+    x = search_relaxed(model, moments)
+    return None if x is None else Relaxation(model, moments, x)
+
+
+def first_moments(problem: Problem) -> set[int]:
+    """All if they are few, else some of them, spread over those that hold the most."""
+    level = levels(problem, keep_all(problem))
+    if len(level) <= _FIRST:
+        return set(range(len(level)))
+    loaded = np.flatnonzero(level >= np.median(level))
+    return set(loaded[np.linspace(0, len(loaded) - 1, _FIRST).astype(int)].tolist())
+
+
+def search_relaxed(model: Model, moments: set[int]) -> Vector | None:
+    """The best fractions; adds the moments that bind."""
+    while True:
+        x = model.program.solve(relaxed=True, dense=model.level_rows(moments))
+        if x is None:
+            return None
+        over = model.levels(x) - model.ceiling(x)
+        new = _summits(over, _TOLERANCE * model.unit) - moments
+        if not new:
+            return x
+        moments |= new
+
+
+def whole(
+    model: Model, moments: set[int], *, gap: float, fixed: dict[int, float] | None = None
+) -> Choice | None:
+    """The best whole numbers; adds moments that bind."""
+    end, margin = perf_counter() + LIMIT_S, 0.0
+    while (left := end - perf_counter()) > 0:
+        x = model.program.solve(
+            gap=gap, limit_s=left, fixed=fixed, dense=model.level_rows(moments, margin)
+        )
+        if x is None:
+            return None
+        choice = model.choice(x)
+        slack = _TOLERANCE * model.unit if model.least else 0.0
+        over = levels(model.problem, choice) - np.float64(model.ceiling(x) + slack)
+        new = _summits(over, 0.0) - moments
+        if not over.max(initial=0) > 0:
+            return choice if obeys(model.problem, choice, model.limits) else None
+        if not new:  # by a rounding of HiGHS
+            margin = 2 * (margin + float(over.max()) / model.unit)
+        moments |= new
+    return None
+
+
+def _summits(over: Vector, least: float) -> set[int]:
+    """The highest moment of each run of moments that are over, _FIRST of them at most."""
+    beyond = np.flatnonzero(over > least)
+    if not len(beyond):
+        return set()
+    runs = np.split(beyond, np.flatnonzero(np.diff(beyond) > 1) + 1)
+    tops = [int(run[np.argmax(over[run])]) for run in runs]
+    return set(sorted(tops, key=lambda t: (-over[t], t))[:_FIRST])

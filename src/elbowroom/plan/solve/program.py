@@ -1,0 +1,87 @@
+"""A linear program with whole numbers, written column by column and row by row; solved by HiGHS.
+
+minimise cost . x    subject to    low <= A x <= high,    0 <= x <= upper,    some x whole
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array, vstack
+
+Vector = NDArray[np.float64]
+
+
+@dataclass
+class Program:
+    """Columns (cost, upper, whole) and rows (terms, low, high), in the order they were added."""
+
+    cost: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    whole: list[bool] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    _at: list[int] = field(default_factory=list)
+    _columns: list[int] = field(default_factory=list)
+    _factors: list[float] = field(default_factory=list)
+
+    def column(self, cost: float, *, upper: float = 1.0, whole: bool = False) -> int:
+        """A new variable; gives its index."""
+        self.cost.append(cost)
+        self.upper.append(upper)
+        self.whole.append(whole)
+        return len(self.cost) - 1
+
+    def row(
+        self, terms: Iterable[tuple[int, float]], *, low: float = -inf, high: float = inf
+    ) -> None:
+        """A new row: low <= sum of factor * x[column] <= high. A column may come twice."""
+        for column, factor in terms:
+            self._at.append(len(self.low))
+            self._columns.append(column)
+            self._factors.append(factor)
+        self.low.append(low)
+        self.high.append(high)
+
+    def solve(
+        self,
+        *,
+        relaxed: bool = False,
+        fixed: Mapping[int, float] | None = None,
+        gap: float = 0.0,
+        limit_s: float = inf,
+        dense: tuple[Vector, Sequence[float]] | None = None,
+    ) -> Vector | None:
+        """The best x, or None if there is none, or none was found in time.
+
+        relaxed  all x may be fractions
+        fixed    x that are given
+        gap      relative, between what is found and what is proved
+        dense    further rows: factors [rows, columns], and their highest values
+        """
+        n = len(self.cost)
+        if n == 0:
+            return np.zeros(0)
+        low, high = np.zeros(n), np.array(self.upper)
+        for column, value in (fixed or {}).items():
+            low[column] = high[column] = value
+        A = csr_array((self._factors, (self._at, self._columns)), shape=(len(self.low), n))
+        below, above = list(self.low), list(self.high)
+        if dense is not None:
+            A = vstack([A, csr_array(dense[0])], format="csr")
+            below += [-inf] * len(dense[1])
+            above += dense[1]
+        options = {"mip_rel_gap": gap, "presolve": True}
+        if limit_s < inf:
+            options["time_limit"] = limit_s
+        answer = milp(
+            np.array(self.cost),
+            integrality=np.zeros(n) if relaxed else np.array(self.whole, float),
+            bounds=Bounds(low, high),
+            constraints=LinearConstraint(A, below, above) if len(below) else None,
+            options=options,
+        )
+        return None if answer.x is None else np.asarray(answer.x)
