@@ -18,21 +18,42 @@ _MOMENT = "moment."
 
 
 class WallClock:
-    """Seconds from `start` to each moment."""
+    """Seconds from its making to each moment: of the CPU, or of the current CUDA stream."""
 
     def __init__(self) -> None:
-        self.starts_s: list[float] = []
-        self._zero = time.perf_counter()
+        self._cuda: list[torch.cuda.Event] | None = None
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._cuda = [self._event()]
+        self._cpu_s = [time.perf_counter()]
 
     def begin(self, moment: int) -> None:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-        self.starts_s.append(time.perf_counter() - self._zero)
+        if self._cuda is not None:
+            self._cuda.append(self._event())
+        else:
+            self._cpu_s.append(time.perf_counter())
+
+    @property
+    def starts_s(self) -> list[float]:
+        """Of each moment."""
+        if self._cuda is None:
+            return [at_s - self._cpu_s[0] for at_s in self._cpu_s[1:]]
+        torch.cuda.synchronize()
+        return [self._cuda[0].elapsed_time(event) / 1000 for event in self._cuda[1:]]
 
     @property
     def seconds(self) -> float:
         """Until now."""
-        return time.perf_counter() - self._zero
+        if self._cuda is None:
+            return time.perf_counter() - self._cpu_s[0]
+        now = self._event()
+        torch.cuda.synchronize()
+        return float(self._cuda[0].elapsed_time(now)) / 1000
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
 
 class CpuMemory:

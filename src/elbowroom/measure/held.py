@@ -4,6 +4,7 @@ The profiler sees what a step takes, and not what was there before: weights, sta
 """
 
 import gc
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -13,18 +14,26 @@ from elbowroom.runtime.weak import WeakStorage
 
 
 class Held:
-    """The storages under all tensors that are alive when it is made, on one type of device."""
+    """The storages under some tensors, for as long as they live."""
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         found: dict[int, tuple[WeakStorage, int]] = {}
-        for one in gc.get_objects():
-            if issubclass(type(one), Tensor) and one.device.type == device_type:
-                nbytes = storage_nbytes(one) if one.layout is torch.strided else 0
-                if nbytes:
-                    found.setdefault(one.untyped_storage()._cdata, (WeakStorage(one), nbytes))
+        for x in tensors:
+            nbytes = storage_nbytes(x) if x.layout is torch.strided else 0
+            if nbytes:
+                found.setdefault(x.untyped_storage()._cdata, (WeakStorage(x), nbytes))
         self._alive = list(found.values())
 
     def nbytes(self) -> int:
         """Bytes of those that are still alive."""
         self._alive = [(weak, nbytes) for weak, nbytes in self._alive if not weak.expired()]
         return sum(nbytes for _, nbytes in self._alive)
+
+
+def all_tensors(device_type: str) -> list[Tensor]:
+    """Every tensor on this type of device that Python knows of."""
+    return [
+        one
+        for one in gc.get_objects()
+        if issubclass(type(one), Tensor) and one.device.type == device_type
+    ]

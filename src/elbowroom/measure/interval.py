@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from elbowroom.measure.peak import curve_of, quiet_profiler
+from elbowroom.measure.peak import MemoryCurve, curve_of, quiet_profiler
 
 
 class Interval:
@@ -43,9 +43,12 @@ class Interval:
         """The highest level since the start, in bytes; None if this thread cannot tell it."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        if not self.close():
-            return None
-        return self._base_nbytes + curve_of(self._profiler, self._device.type).peak_nbytes
+        curve = self.curve()
+        return None if curve is None else self._base_nbytes + curve.peak_nbytes
+
+    def curve(self) -> MemoryCurve | None:
+        """On a CPU: all that happened since the start. It ends the interval."""
+        return curve_of(self._profiler, self._device.type) if self.close() else None
 
     def close(self) -> bool:
         """Stop the profiler, if this is the thread that may. Whether this call stopped it."""

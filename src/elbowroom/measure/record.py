@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from elbowroom.errors import PlanError
 from elbowroom.measure.clocks import CpuMemory, CudaMemory, WallClock
-from elbowroom.measure.held import Held
+from elbowroom.measure.held import Held, all_tensors
 from elbowroom.measure.peak import curve_of, pick_device, quiet_profiler
 from elbowroom.measure.rates import rates
 from elbowroom.measure.recorder import Clock, StepRecorder
@@ -93,7 +93,7 @@ def _sized(
         recorder = _run(step, counters, policy, min_nbytes)
         return recorder, counters.levels(), static
     quiet_profiler()
-    held = Held(device.type)
+    held = Held(all_tensors(device.type))
     static = held.nbytes()
     marks = CpuMemory(held)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -95,6 +95,16 @@ class Plan:
         """Predicted time over that of plain autograd, minus one."""
         return self.seconds / self.plain_seconds - 1 if self.plain_seconds > 0 else 0.0
 
+    @property
+    def held_nbytes(self) -> int:
+        """What is held between forward and backward, in bytes."""
+        return sum(line.held for line in self.lines)
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether all is kept."""
+        return all(line.action == "keep" for line in self.lines)
+
     def totals(self) -> dict[str, tuple[int, int]]:
         """Bytes in plain autograd, and held, by action."""
         sums: dict[str, tuple[int, int]] = {}
