@@ -1,6 +1,7 @@
 """One forward of a fitted model: it follows its plan, or its rung, and climbs if it must."""
 
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Protocol
 
 from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung, SavedStorage, site_nbytes
@@ -51,13 +52,19 @@ class FittedSaving(Saving):
         self.storages: list[SavedStorage] = []
         self._fit = fit
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.storages = [
             SavedStorage(slot.entry.before_nbytes, tuple(slot.sites), slot.asked_exact)
             for slot in self._identity.slots()
         ]
-        super().__exit__(*error)
-        self._fit.forward_ended(self)
+        super().__exit__(kind, error, trace)
+        if kind is None:
+            self._fit.forward_ended(self)
 
     @property
     def setting(self) -> Rung:

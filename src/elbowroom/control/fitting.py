@@ -22,6 +22,8 @@ refused counts to its end without holding anything.
 """
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -41,6 +43,7 @@ from elbowroom.units import show_nbytes
 _log = logging.getLogger("elbowroom")
 _GENEROUS = 12  # so many largest tensors cover the transients of a step that was not measured yet
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
+_CAREFUL = 0.03  # of what is not static is left free by a plan that was not measured, if it can be
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
 _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
 
@@ -92,6 +95,11 @@ class Fitting:
         self._learn()
         self._measure()
         return FittedSaving(self, None if self._recording is None else self._recording.recorder)
+
+    def run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
+        """One forward of the model."""
+        with self():
+            return forward()
 
     @property
     def planned(self) -> Rung | None:
@@ -187,8 +195,10 @@ class Fitting:
         self._plan(profile)
 
     def _plan(self, profile: Profile) -> None:
+        budget = self.budget_nbytes - self._margin_nbytes
+        careful = budget - int(_CAREFUL * (budget - profile.static))
         try:
-            plan = make_plan(profile, self.budget_nbytes - self._margin_nbytes, exact=self.exact)
+            plan = self._plan_for(profile, careful) or make_plan(profile, budget, exact=self.exact)
         except BudgetTooSmall:
             self.plan = None
             if profile.peak > self.budget_nbytes:
@@ -201,6 +211,12 @@ class Fitting:
         self.plan = plan
         other = plan.peak + self._margin_nbytes - profile.static - plan.held_nbytes
         self._transient_nbytes = max(0, other)
+
+    def _plan_for(self, profile: Profile, budget_nbytes: int) -> Plan | None:
+        try:
+            return make_plan(profile, budget_nbytes, exact=self.exact)
+        except (BudgetTooSmall, ValueError):
+            return None
 
     def _verify(self, last: FittedSaving, peak_nbytes: int) -> None:
         """A step under the plan was measured."""

@@ -1,85 +1,90 @@
 """A context around every forward of a model, without changing the model.
 
-Global module hooks look the called module up in a weak table: no attribute, no wrapper, no
-subclass. So `state_dict`, `type(model)`, pickles and deep copies are those of the plain model (a
-copy is not in the table), and detaching leaves nothing behind. The hooks exist only while some
-model is attached.
+Calls of modules are seen by `calls.py`, and the called one looked up in a weak table: no attribute,
+no wrapper, no subclass. So `state_dict`, `type(model)`, pickles and deep copies are those of the
+plain model (a copy is not in the table), and detaching leaves nothing behind.
 """
 
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from elbowroom.runtime import modules
+from elbowroom.runtime import calls
 from elbowroom.runtime.compiler import original, say_eager
 
-Opener = Callable[[], AbstractContextManager[Any]]
 
-_attached: "weakref.WeakKeyDictionary[nn.Module, Opener]" = weakref.WeakKeyDictionary()
-_hooks: list[Any] = []
+class Around(Protocol):
+    """What runs around a forward of the model."""
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        """A context for the forward that begins."""
+        ...
+
+    def run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
+        """forward(), inside the context; it may be run more than once."""
+        ...
+
+
+_attached: "weakref.WeakKeyDictionary[nn.Module, Around]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 class _Thread(threading.local):
-    """The contexts open on this thread, innermost last, each with the module that it belongs to."""
+    """The attached modules whose forward runs on this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.open: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
+        self.open: list[nn.Module] = []
 
 
 _thread = _Thread()
 
 
-def attach(model: nn.Module, opener: Opener) -> None:
-    """From now on every call of `model` that records gradients runs inside `opener()`."""
+def attach(model: nn.Module, around: Around) -> None:
+    """From now on every call of `model` that records gradients goes through `around.run`."""
     with _lock:
-        _attached[model] = opener
-        if not _hooks:
-            modules.watch()
-            _hooks.append(register_module_forward_pre_hook(_enter))
-            _hooks.append(register_module_forward_hook(_leave, always_call=True))
+        if not _attached:
+            calls.watch(_around)
+        _attached[model] = around
 
 
-def detach(model: nn.Module) -> Opener | None:
-    """Undo `attach`. Returns the opener, if there was one."""
+def detach(model: nn.Module) -> Around | None:
+    """Undo `attach`. Returns what it was given, if anything."""
     with _lock:
         found = _attached.pop(model, None)
-        if not _attached and _hooks:
-            modules.unwatch()
-            while _hooks:
-                _hooks.pop().remove()
+        if not _attached:
+            calls.watch(None)
         return found
 
 
-def opener_of(model: nn.Module) -> Opener | None:
+def opener_of(model: nn.Module) -> Around | None:
     """What `attach` was given for this model, if anything."""
     return _attached.get(model)
 
 
-def _enter(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling():  # inside somebody's larger compiled region: not covered
-        return
+def _around(
+    module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     model = original(module)
-    opener = _attached.get(module) or _attached.get(model)
-    if opener is None or not torch.is_grad_enabled():
-        return
-    outer = _thread.open[-1][0] if _thread.open else None
+    around = _attached.get(module) or _attached.get(model)
+    if around is None or not torch.is_grad_enabled():
+        return call(*args, **kwargs)
+    outer = _thread.open[-1] if _thread.open else None
     if outer is not None and outer is not module and original(outer) is model:
-        return  # the compiled wrapper of this model has opened it already
-    context = opener()
-    context.__enter__()
-    _thread.open.append((module, context))
+        return call(*args, **kwargs)  # the compiled wrapper of this model has opened it already
+    _thread.open.append(module)
+    try:
+        return around.run(model, lambda: _forward(module, call, args, kwargs))
+    finally:
+        _thread.open.pop()
+
+
+def _forward(
+    module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     say_eager(module)
-
-
-def _leave(module: nn.Module, args: Any, out: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    if _thread.open and _thread.open[-1][0] is module:
-        _thread.open.pop()[1].__exit__(None, None, None)
+    return call(*args, **kwargs)

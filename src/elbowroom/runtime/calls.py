@@ -1,8 +1,8 @@
-"""Calls of modules, seen whole: to record them, or to run one a second time in backward.
+"""Calls of modules, seen whole: to open a context around one, to record it, to run it again.
 
 PyTorch's global module hooks are not shown keyword arguments, and cannot change how a call runs. So
-while somebody on some thread wants to, and only then, `nn.Module.__call__` itself is another
-function (as under torch.fx's tracer); no module is changed, and nothing is left behind.
+while somebody wants to, and only then, `nn.Module.__call__` itself is another function (as under
+torch.fx's tracer); no module is changed, and nothing is left behind.
 """
 
 import threading
@@ -16,6 +16,7 @@ from torch import nn
 Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 _plain_call = nn.Module.__call__
+_everywhere: Around | None = None
 _users = 0
 _lock = threading.Lock()
 
@@ -26,6 +27,14 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+def watch(around: Around | None) -> None:
+    """From now on calls on all threads go through this first; None: no more."""
+    global _everywhere
+    if (around is None) != (_everywhere is None):
+        (_uninstall if around is None else _install)()
+    _everywhere = around
 
 
 @contextmanager
@@ -69,10 +78,15 @@ def _uninstall() -> None:
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if not _thread.around or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # inside somebody's larger compiled region: not covered
+        return _plain_call(module, *args, **kwargs)
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
         return _plain_call(module, *args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _plain_call(module, *args, **kwargs)
+        around = _thread.around[-1] if _thread.around else None
+        return inner(*args, **kwargs) if around is None else around(module, inner, args, kwargs)
 
-    return _thread.around[-1](module, call, args, kwargs)
+    everywhere = _everywhere
+    return call(*args, **kwargs) if everywhere is None else everywhere(module, call, args, kwargs)
