@@ -34,10 +34,19 @@ class FittedSaving(Saving):
     rung        where on the ladder it is
     climbed     whether it has left the plan, or the rung that it began with
     impossible  even the strictest rung holds too much: the forward only counts to its end
+    too_much    it would have had to climb, and may not: likewise
     storages    what was saved, once the context is closed
     """
 
-    def __init__(self, fit: Fit, recorder: Recorder | None) -> None:
+    def __init__(
+        self,
+        fit: Fit,
+        recorder: Recorder | None = None,
+        *,
+        may_climb: bool = True,
+        counts: bool = False,
+    ) -> None:
+        """may_climb: else it only counts, from where it would have to. counts: from the start."""
         super().__init__(
             self._decide_site,
             min_nbytes=fit.min_nbytes,
@@ -48,6 +57,8 @@ class FittedSaving(Saving):
         self.rung = fit.rung
         self.climbed = False
         self.impossible = False
+        self.too_much = counts
+        self._may_climb = may_climb
         self.largest_nbytes = 0
         self.storages: list[SavedStorage] = []
         self._fit = fit
@@ -77,13 +88,20 @@ class FittedSaving(Saving):
         allowed = self._fit.allowed_nbytes(self.largest_nbytes)
         rungs = self._fit.rungs
         while (
-            self.rung < len(rungs) - 1
+            not self.too_much
+            and self.rung < len(rungs) - 1
             and self.ledger.held_nbytes + site_nbytes(self.setting, site) > allowed
         ):
-            self.climbed = True
-            self.rung += 1
-            self.tighten(rungs[self.rung].policy)
+            self.too_much = not self._may_climb
+            if self._may_climb:
+                # No rung but the strictest is sure to hold less than a plan.
+                planned = self._fit.planned is not None
+                self.rung = len(rungs) - 1 if planned else self.rung + 1
+                self.climbed = True
+                self.tighten(rungs[self.rung].policy)
         if self.impossible or self.ledger.held_nbytes > self._fit.surely_allowed_nbytes():
             self.impossible = True
+            self.too_much = self.too_much or not self._may_climb
+        if self.impossible or self.too_much:
             self.drop_everything()
         return self.setting.policy(site)

@@ -7,8 +7,10 @@
 
 1. The first forward starts at the safest exact rung of the ladder (`plan/ladder.py`). Transients
    are not known yet; one tensor of the largest size is set aside for them. If what is held comes
-   closer to the budget than that, forward climbs to a stricter rung on the spot, and encodes what
-   it has kept so far: lossy codes only where the budget needs them.
+   closer to the budget than that, nothing is held any more, and forward runs twice again: once to
+   be written down (RNG and buffers are put back), then by a plan whose backward is an estimate
+   (`plan/rehearsal.py`). Where that cannot be measured (not on the main thread, or under somebody's
+   profiler), forward climbs to a stricter rung on the spot instead.
 2. That step is measured by the allocator. With its transients known, the mildest rung that fits is
    taken, and the next step is written down moment by moment.
 3. From that profile a plan is made (`plan/make.py`), each tensor with an action of its own, and
@@ -37,13 +39,17 @@ from elbowroom.plan.ladder import EXACT_RUNGS, LOSSY_RUNGS, Rung, choose, held_n
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
+from elbowroom.plan.rehearsal import with_backward
 from elbowroom.runtime.context import Context
+from elbowroom.runtime.rewind import Rewind
 from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
 _GENEROUS = 12  # so many largest tensors cover the transients of a step that was not measured yet
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
 _CAREFUL = 0.03  # of what is not static is left free by a plan that was not measured, if it can be
+_TRANSIENTS = (3, 2, 1)  # largest tensors that backward takes beside what is held, see rehearsal.py
+_SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
 _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
 
@@ -81,25 +87,75 @@ class Fitting:
         self.plan: Plan | None = None
         self._transient_nbytes: int | None = None
         self._measured_from = 0  # static bytes when the interval began
+        self._unborn_states = True  # then the optimizer had no states yet
         self._margin_nbytes = 0  # by which plans have been too hopeful
         self._rounds = self._tries = 0
+        self._rehearsed = False  # the plan is made of a rehearsal, not of a whole step
         self._settled = False
         self._said = ""
         self._last: FittedSaving | None = None
 
     def __call__(self) -> FittedSaving:
         """A context for the forward that begins now."""
-        self.context.begin_step()
-        self.static_nbytes = self.owned.nbytes
-        self._unborn_nbytes = self.owned.unborn_nbytes()
-        self._learn()
-        self._measure()
-        return FittedSaving(self, None if self._recording is None else self._recording.recorder)
+        self._begin()
+        return self._context()
 
     def run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
         """One forward of the model."""
-        with self():
+        self._begin()
+        measured = self._interval is not None or self._recording is not None
+        if self.plan is not None or self._settled or not measured:
+            with self._context():
+                return forward()
+        rewind = Rewind(model)
+        with self._context(may_climb=False) as saving:
+            out = forward()
+        if not saving.too_much:
+            return out
+        del out
+        self._stop()
+        rewind.back()
+        self._rehearse(forward)
+        rewind.back()
+        self._measure()
+        with self._context():
             return forward()
+
+    def _begin(self) -> None:
+        self.context.begin_step()
+        self.static_nbytes = self.owned.nbytes
+        self._unborn_nbytes = self.owned.unborn_gradient_nbytes() + self.owned.unborn_state_nbytes()
+        self._learn()
+        self._measure()
+
+    def _context(self, *, may_climb: bool = True) -> FittedSaving:
+        recorder = None if self._recording is None else self._recording.recorder
+        return FittedSaving(self, recorder, may_climb=may_climb)
+
+    def _rehearse(self, forward: Callable[[], Any]) -> None:
+        """Write down a forward that holds nothing; plan the step by it."""
+        recording = Recording.start(self.owned.tensors(), self.owned.device)
+        if recording is None:
+            return
+        with FittedSaving(self, recording.recorder, counts=True):
+            forward()
+        seen = recording.finish_forward()
+        if seen is None:
+            return
+        born = self.owned.unborn_gradient_nbytes(), self.owned.unborn_state_nbytes()
+        refused: BudgetTooSmall | None = None
+        for transients in _TRANSIENTS:
+            try:
+                self.profile = with_backward(seen, *born, transients)
+                plan = make_plan(self.profile, self.budget_nbytes, exact=self.exact)
+            except BudgetTooSmall as error:
+                refused = refused or error
+                continue
+            self._follow(plan, self.profile)
+            self._rehearsed = True
+            return
+        assert refused is not None
+        raise refused
 
     @property
     def planned(self) -> Rung | None:
@@ -114,7 +170,17 @@ class Fitting:
     def allowed_nbytes(self, largest_nbytes: int) -> int:
         """What may be held for backward; as long as nothing is measured, a guess for the rest."""
         free = self.budget_nbytes - self.static_nbytes
-        return free - (largest_nbytes if self._transient_nbytes is None else self._transient_nbytes)
+        if self._transient_nbytes is None:
+            return free - largest_nbytes
+        return free - self._transient_nbytes + self._passing_nbytes
+
+    @property
+    def _passing_nbytes(self) -> int:
+        """Forward may hold so much more for a moment: a norm's input until its ReLU has run.
+
+        The plan knows; the ledger, which is asked here, does not.
+        """
+        return 0 if self.plan is None else max(line.nbytes for line in self.plan.lines)
 
     def surely_allowed_nbytes(self) -> int:
         """The same without guesses.
@@ -122,10 +188,13 @@ class Fitting:
         More than this cannot be held, or the optimizer's states would not fit.
         """
         free = self.budget_nbytes - self.static_nbytes
-        return -1 if self._unborn_nbytes > free else free - (self._transient_nbytes or 0)
+        transient = (self._transient_nbytes or 0) - self._passing_nbytes
+        return -1 if self._unborn_nbytes > free else free - transient
 
     def forward_ended(self, saving: FittedSaving) -> None:
         """Note what this forward saved; say what was chosen; refuse a budget that cannot be met."""
+        if saving.too_much:
+            return
         if saving.impossible:
             self._refuse(saving)
         self._last = saving
@@ -134,11 +203,14 @@ class Fitting:
 
     def close(self) -> None:
         """End a measurement that runs. The model is not fitted any more."""
+        self._stop()
+        self._settled = True
+
+    def _stop(self) -> None:
         for running in (self._interval, self._recording):
             if running is not None:
                 running.close()
         self._interval = self._recording = None
-        self._settled = True
 
     def __del__(self) -> None:
         self.close()  # the model died while a step was measured: the profiler must not run on
@@ -148,11 +220,13 @@ class Fitting:
         if self._settled or self._interval is not None or self._recording is not None:
             return
         self._measured_from = self.static_nbytes
+        self._unborn_states = self.owned.unborn_state_nbytes() > 0
         device = self.owned.device
-        if self._transient_nbytes is None or self.plan is not None:
-            self._interval = Interval.start(self.static_nbytes, device)
-        else:
+        unknown = self.plan is None or (self._rehearsed and not self.plan.recompute)
+        if unknown and self._transient_nbytes is not None and not self._unborn_states:
             self._recording = Recording.start(self.owned.tensors(), device)
+        else:
+            self._interval = Interval.start(self.static_nbytes, device)
 
     def _learn(self) -> None:
         """At the beginning of a step: what did the last one need?"""
@@ -198,7 +272,12 @@ class Fitting:
         budget = self.budget_nbytes - self._margin_nbytes
         careful = budget - int(_CAREFUL * (budget - profile.static))
         try:
-            plan = self._plan_for(profile, careful) or make_plan(profile, budget, exact=self.exact)
+            plan = (
+                self._plan_for(profile, careful, exact=True)
+                or self._plan_for(profile, budget, exact=True)
+                or self._plan_for(profile, careful, exact=self.exact)
+                or make_plan(profile, budget, exact=self.exact)
+            )
         except BudgetTooSmall:
             self.plan = None
             if profile.peak > self.budget_nbytes:
@@ -208,14 +287,17 @@ class Fitting:
         if plan.changes_nothing:
             self.plan, self.rung, self._settled = None, 0, True
             return
+        self._follow(plan, profile)
+
+    def _follow(self, plan: Plan, profile: Profile) -> None:
         self.plan = plan
         other = plan.peak + self._margin_nbytes - profile.static - plan.held_nbytes
         self._transient_nbytes = max(0, other)
 
-    def _plan_for(self, profile: Profile, budget_nbytes: int) -> Plan | None:
+    def _plan_for(self, profile: Profile, nbytes: int, *, exact: bool | None) -> Plan | None:
         try:
-            return make_plan(profile, budget_nbytes, exact=self.exact)
-        except (BudgetTooSmall, ValueError):
+            return make_plan(profile, nbytes, exact=exact)
+        except BudgetTooSmall:
             return None
 
     def _verify(self, last: FittedSaving, peak_nbytes: int) -> None:
@@ -226,15 +308,21 @@ class Fitting:
             "budget %s: peak predicted %s, measured %s",
             *map(show_nbytes, (self.budget_nbytes, self.plan.peak, peak_nbytes)),
         )
-        if last.climbed:
+        peak_nbytes += max(0, self.static_nbytes - self._measured_from)  # states that it has made
+        self._tries += 1
+        if last.climbed or (self._unborn_states and peak_nbytes <= self.budget_nbytes):
+            self._settled = self._tries >= _MOST_TRIES
             return
         self._learn_transient(last, peak_nbytes)
-        if peak_nbytes <= self.budget_nbytes:
+        too_hopeful = peak_nbytes - self.plan.peak
+        slack = self.budget_nbytes - peak_nbytes
+        useful = self._rehearsed and slack > _SLACK * (self.budget_nbytes - self.profile.static)
+        if slack >= 0 and not (useful and self._rounds < _MOST_ROUNDS):
             self._settled = True
             return
-        self._rounds += 1
-        if self._rounds <= _MOST_ROUNDS:
-            self._margin_nbytes += max(peak_nbytes - self.budget_nbytes, 0)
+        if self._rounds < _MOST_ROUNDS:
+            self._rounds += 1
+            self._margin_nbytes = too_hopeful
             self._plan(self.profile)
             return
         self.plan, self._settled = None, True

@@ -45,22 +45,27 @@ class Owned:
             value for state in states for value in state.values() if isinstance(value, Tensor)
         ]
 
-    def unborn_nbytes(self) -> int:
-        """Bytes of the gradients and optimizer states that the first step will create.
+    def unborn_gradient_nbytes(self) -> int:
+        """Bytes of the gradients that a step will create."""
+        return sum(p.nbytes for p in self._trainable() if p.grad is None)
+
+    def unborn_state_nbytes(self) -> int:
+        """Bytes of the optimizer states that the first step will create.
 
         Two fp32 states a parameter, unless the class says less.
         """
-        model = self._model()
-        trainable = [] if model is None else [p for p in model.parameters() if p.requires_grad]
-        gradients = sum(p.numel() * p.element_size() for p in trainable if p.grad is None)
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is None or optimizer.state:
-            return gradients
+            return 0
         momentum_free = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults.get(
             "momentum"
         )
         states = 0 if momentum_free else 1 if isinstance(optimizer, torch.optim.SGD) else 2
-        return gradients + states * sum(4 * p.numel() for p in trainable)
+        return states * sum(4 * p.numel() for p in self._trainable())
+
+    def _trainable(self) -> list[Tensor]:
+        model = self._model()
+        return [] if model is None else [p for p in model.parameters() if p.requires_grad]
 
 
 def storage_nbytes(tensors: Iterable[Tensor]) -> int:

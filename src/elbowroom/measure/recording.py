@@ -44,16 +44,22 @@ class Recording:
 
     def finish(self) -> Profile | None:
         """What was written down; None if it was no whole step, or if this thread cannot tell."""
+        profile = self.finish_forward()
+        return None if self.recorder.backward is None else profile
+
+    def finish_forward(self) -> Profile | None:
+        """The same of a step that has had no backward yet."""
         seconds = self._wall.seconds
         recorder = self.recorder
         levels = self._levels()
-        if levels is None or recorder.backward is None:
+        if levels is None:
             return None
+        last = recorder.moments - 1
         return Profile(
             level=tuple(levels[0]),
             floor=tuple(levels[1]),
             starts_s=tuple(self._wall.starts_s),
-            backward=recorder.backward,
+            backward=last if recorder.backward is None else recorder.backward,
             seconds=seconds,
             static=self._static,
             storages=recorder.storages(),

@@ -1,0 +1,82 @@
+"""A forward that held nothing was written down; its backward is made up, to plan the first step.
+
+    order      that of forward, reversed: each op asks for what it has saved
+    base(t)    what stood before the step + all gradients + `transients` x the largest tensor near t
+
+`transients` covers the gradient that comes in, the one that goes out, and a workspace. 3 is safe
+for convolutions and norms (measured: 2 to 3), 1 the least that any op needs. The plan that comes of
+it is corrected by the first measurement.
+"""
+
+from dataclasses import replace
+
+from elbowroom.plan.profile import Profile, Storage
+
+_NEAR = 2  # so many neighbours in the order of backward
+
+
+def with_backward(
+    profile: Profile, gradient_nbytes: int, state_nbytes: int, transients: int
+) -> Profile:
+    """A whole step, from the profile of a forward whose storages were all dropped.
+
+    gradient_nbytes, state_nbytes  what the step will create: gradients, states of the optimizer
+    """
+    profile = _shifted(profile, state_nbytes)
+    order = _order(profile.storages)
+    first = len(profile.level)
+    needs: dict[int, list[int]] = {}
+    base = []
+    fixed = profile.static + gradient_nbytes
+    for k, index in enumerate(order):
+        needs.setdefault(index, []).append(first + k)
+        near = order[max(k - _NEAR, 0) : k + _NEAR + 1]
+        base.append(fixed + transients * max(profile.storages[i].nbytes for i in near))
+    last = first + len(order) - 1
+    storages = []
+    for index, storage in enumerate(profile.storages):
+        # Dropped: what was measured holds it from its birth to its last use, and never again.
+        moments = tuple(needs.get(index, ()))
+        freed = moments[-1] if moments else last
+        storages.append(replace(storage, needs=moments, freed=freed, held=0, kept=False))
+    forward_s = profile.seconds
+    step_s = 2 * forward_s / max(len(order), 1)
+    level = (*profile.level, *_with(storages, base, first))
+    return replace(
+        profile,
+        level=level,
+        floor=(*profile.floor, *level[first:]),
+        starts_s=(*profile.starts_s, *(forward_s + k * step_s for k in range(len(order)))),
+        backward=first,
+        seconds=3 * forward_s,
+        storages=tuple(storages),
+    )
+
+
+def _shifted(profile: Profile, nbytes: int) -> Profile:
+    """With so many bytes more held before the step."""
+    return replace(
+        profile,
+        static=profile.static + nbytes,
+        level=tuple(level + nbytes for level in profile.level),
+        floor=tuple(level + nbytes for level in profile.floor),
+    )
+
+
+def _order(storages: tuple[Storage, ...]) -> list[int]:
+    """Which storage each op of backward asks for: saves, the last first."""
+    saves = [
+        (storage.born if nth == 0 else storage.used, index)
+        for index, storage in enumerate(storages)
+        for nth in range(min(len(storage.saves), 2))
+    ]
+    return [index for _, index in sorted(saves, reverse=True)]
+
+
+def _with(storages: list[Storage], base: list[int], first: int) -> list[int]:
+    """The levels of a backward that restores what each moment needs, and holds nothing else."""
+    level = list(base)
+    for storage in storages:
+        for need in storage.needs:
+            level[need - first] += storage.nbytes
+    return level
