@@ -53,6 +53,7 @@ class Program:
         fixed: Mapping[int, float] | None = None,
         gap: float = 0.0,
         limit_s: float = inf,
+        nodes: int | None = None,
         dense: tuple[Vector, Sequence[float]] | None = None,
     ) -> Vector | None:
         """The best x, or None if there is none, or none was found in time.
@@ -60,6 +61,7 @@ class Program:
         relaxed  all x may be fractions
         fixed    x that are given
         gap      relative, between what is found and what is proved
+        nodes    of the search tree that are looked at
         dense    further rows: factors [rows, columns], and their highest values
         """
         n = len(self.cost)
@@ -74,7 +76,9 @@ class Program:
             A = vstack([A, csr_array(dense[0])], format="csr")
             below += [-inf] * len(dense[1])
             above += dense[1]
-        options = {"mip_rel_gap": gap, "presolve": True}
+        options: dict[str, float] = {"mip_rel_gap": gap}
+        if nodes is not None:
+            options["node_limit"] = nodes
         if limit_s < inf:
             options["time_limit"] = limit_s
         answer = milp(
