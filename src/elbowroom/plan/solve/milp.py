@@ -24,6 +24,7 @@ GAP = 0.005
 NODES = 1000  # of the search tree; a limit in seconds alone would make answers depend on the day
 LIMIT_S = 60.0
 _FIRST = 64  # moments with rows from the start
+_ROUNDS = 100  # of rows added
 _TOLERANCE = 1e-4  # of the model's unit: what HiGHS's own tolerances may add up to
 
 
@@ -106,7 +107,10 @@ def whole(
 ) -> Choice | None:
     """The best whole numbers; adds moments that bind."""
     end, margin = perf_counter() + LIMIT_S, 0.0
-    while (left := end - perf_counter()) > 0:
+    for _ in range(_ROUNDS):
+        left = end - perf_counter()
+        if left <= 0:
+            break
         rows = model.level_rows(moments, margin)
         x = model.program.solve(gap=gap, nodes=nodes, limit_s=left, fixed=fixed, dense=rows)
         if x is None:

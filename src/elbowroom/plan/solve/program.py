@@ -65,17 +65,18 @@ class Program:
         dense    further rows: factors [rows, columns], and their highest values
         """
         n = len(self.cost)
-        if n == 0:
-            return np.zeros(0)
+        if n == 0:  # rows without terms
+            below = [*self.high, *(dense[1] if dense is not None else ())]
+            return None if min(below, default=0.0) < 0 else np.zeros(0)
         low, high = np.zeros(n), np.array(self.upper)
         for column, value in (fixed or {}).items():
             low[column] = high[column] = value
         A = csr_array((self._factors, (self._at, self._columns)), shape=(len(self.low), n))
-        below, above = list(self.low), list(self.high)
+        lows, highs = list(self.low), list(self.high)
         if dense is not None:
             A = vstack([A, csr_array(dense[0])], format="csr")
-            below += [-inf] * len(dense[1])
-            above += dense[1]
+            lows += [-inf] * len(dense[1])
+            highs += dense[1]
         options: dict[str, float] = {"mip_rel_gap": gap}
         if nodes is not None:
             options["node_limit"] = nodes
@@ -85,7 +86,7 @@ class Program:
             np.array(self.cost),
             integrality=np.zeros(n) if relaxed else np.array(self.whole, float),
             bounds=Bounds(low, high),
-            constraints=LinearConstraint(A, below, above) if len(below) else None,
+            constraints=LinearConstraint(A, lows, highs) if lows else None,
             options=options,
         )
         return None if answer.x is None else np.asarray(answer.x)
