@@ -1,23 +1,25 @@
-"""The linear relaxation and a greedy choice, and the best between them: for steps of many items.
+"""The linear relaxation, rounded: for steps of many items.
 
-A vertex of the relaxation has no more split items than rows that bind, a dozen or two. Where it and
-`greedy` agree, they are taken at their word; the items that are split, or on which the two differ,
-are left to `milp` (relaxation-induced neighbourhoods: Danna, Rothberg and Le Pape, Mathematical
-Programming 102, 2005). Without a greedy choice only the split items are searched, and if that fits
-no more, the largest fraction of each counts and `greedy` repairs it. What is not needed is taken
-back at the end.
+A vertex of the relaxation has no more split items than rows that bind, a dozen or two. All others
+are taken at its word, and the best is searched for the split ones (`milp`, on what is left). Among
+many items that is as good as done: within NEAR of the relaxation's bound. Where it is not, or does
+not fit, a `greedy` choice is made as well, and all items on which the two differ are searched anew
+(relaxation-induced neighbourhoods: Danna, Rothberg and Le Pape, Mathematical Programming 102,
+2005). What is not needed is taken back at the end.
 
 Checkmate rounds as well, with no promise on the budget: here every row is checked afterwards.
 """
 
-from elbowroom.plan.problem import Choice, Problem, keep_all
+from elbowroom.plan.problem import Choice, Problem, added_seconds, keep_all
 from elbowroom.plan.solve.draft import Draft
 from elbowroom.plan.solve.greedy import cheapest_of, finished, greedy_fitting
 from elbowroom.plan.solve.limits import Limits, fits, obeys
 from elbowroom.plan.solve.milp import GAP, Relaxation, cheapest, least_peak, relaxed, whole
 from elbowroom.plan.solve.model import Model
 from elbowroom.plan.solve.program import Vector
+from elbowroom.plan.solve.uniform import uniform_fitting
 
+NEAR = 0.01
 _WHOLE = 1e-6  # so near to 0 or 1 counts as that
 
 
@@ -28,12 +30,21 @@ def rounding(problem: Problem, limits: Limits) -> Choice:
     relaxation = relaxed(problem, limits)
     if relaxation is None:
         return least_peak(problem, limits)
-    greedy = greedy_fitting(problem, limits)
-    found = cheapest_of(problem, [greedy, rounded(relaxation, greedy)])
+    found = cheapest_of(problem, [rounded(relaxation), uniform_fitting(problem, limits)])
+    if not is_near(relaxation, found):
+        greedy = greedy_fitting(problem, limits)
+        found = cheapest_of(problem, [found, greedy, rounded(relaxation, greedy)])
     return found or cheapest(problem, limits) or least_peak(problem, limits)
 
 
-def rounded(relaxation: Relaxation, near: Choice | None) -> Choice | None:
+def is_near(relaxation: Relaxation, choice: Choice | None) -> bool:
+    """Whether no choice that fits is much better."""
+    if choice is None:
+        return False
+    return added_seconds(relaxation.model.problem, choice) <= relaxation.seconds * (1 + NEAR)
+
+
+def rounded(relaxation: Relaxation, near: Choice | None = None) -> Choice | None:
     """The best between the relaxation and a choice that fits; None if what comes out does not."""
     model, x = relaxation.model, relaxation.x
     fixed = _agreed(model, x, near)
