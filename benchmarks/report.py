@@ -21,6 +21,7 @@ _FIRST = (
     "noise",
     "rate-distortion",
     "arena",
+    "planner",
     "kernels",
 )
 _EXPECTED = {
@@ -31,6 +32,7 @@ _EXPECTED = {
     "noise": "noise",
     "rate-distortion": "rate_distortion",
     "arena": "arena",
+    "planner": "planner",
     "kernels": "kernels",
 }
 _INTRO = """# Measured

@@ -1,6 +1,7 @@
 """DECISION: pure data and arithmetic.
 
-A `Site` goes in, an `Action` comes out; no CUDA, no autograd, no clock.
+A `Site` goes in, an `Action` comes out; no CUDA, no autograd, no clock. For a whole step at once: a
+`Problem` goes in, a `Solution` comes out of `elbowroom.plan.solve` (not imported here: scipy).
 """
 
 from elbowroom.plan.action import Action as Action
@@ -12,6 +13,9 @@ from elbowroom.plan.policy import KeepAll as KeepAll
 from elbowroom.plan.policy import Lean as Lean
 from elbowroom.plan.policy import Lossy as Lossy
 from elbowroom.plan.policy import Policy as Policy
+from elbowroom.plan.problem import Choice as Choice
+from elbowroom.plan.problem import Problem as Problem
+from elbowroom.plan.problem import Solution as Solution
 from elbowroom.plan.site import Need as Need
 from elbowroom.plan.site import Rebuildable as Rebuildable
 from elbowroom.plan.site import Site as Site

@@ -21,8 +21,11 @@ from elbowroom.plan.problem import Choice, Problem, Solution, added_seconds
 from elbowroom.plan.solve.auto import auto
 from elbowroom.plan.solve.delta import capuchin, delta, dtr
 from elbowroom.plan.solve.greedy import greedy
-from elbowroom.plan.solve.limits import Limits, fits, peak
+from elbowroom.plan.solve.limits import Limits as Limits
+from elbowroom.plan.solve.limits import fits as fits
+from elbowroom.plan.solve.limits import peak as peak
 from elbowroom.plan.solve.milp import milp
+from elbowroom.plan.solve.milp import relaxed as relaxed
 from elbowroom.plan.solve.rounding import rounding
 from elbowroom.plan.solve.uniform import uniform
 

@@ -1,28 +1,32 @@
 """The solver that is used where none is named.
 
-Plain autograd if that fits. Else the cheapest of uniform, greedy and rounding; it is done if that
-is within GAP of the relaxation's bound, which proves that no search would gain more. If it is not,
-and the items are few enough, milp goes on from there.
+Plain autograd if that fits; `rounding` for many items. Else the cheapest of uniform, greedy and
+what the relaxation and greedy differ in, searched; it is done if that is within NEAR of the
+relaxation's bound, which proves that no search would gain more. If it is not, milp searches it all.
 """
 
-from elbowroom.plan.problem import Choice, Problem, added_seconds, keep_all
+from elbowroom.plan.problem import Choice, Problem, keep_all
 from elbowroom.plan.solve.greedy import cheapest_of, greedy_fitting
 from elbowroom.plan.solve.limits import Limits, fits
 from elbowroom.plan.solve.milp import GAP, least_peak, relaxed, whole
-from elbowroom.plan.solve.rounding import rounded
+from elbowroom.plan.solve.rounding import is_near, rounded, rounding
 
 FEW = 500
+_NODES = 200
 
 
 def auto(problem: Problem, limits: Limits) -> Choice:
-    """Never worse than uniform and greedy; the least peak of all choices if none fits."""
+    """Never worse than uniform; nor, of FEW items, than greedy. The least peak if nothing fits."""
     if fits(problem, keep_all(problem), limits):
         return keep_all(problem)
+    if len(problem.items) > FEW:
+        return rounding(problem, limits)
     relaxation = relaxed(problem, limits)
     if relaxation is None:
         return least_peak(problem, limits)
-    best = cheapest_of(problem, [greedy_fitting(problem, limits), rounded(relaxation)])
-    near = best and added_seconds(problem, best) <= relaxation.seconds * (1 + GAP)
-    if not near and len(problem.items) <= FEW:
-        best = cheapest_of(problem, [best, whole(relaxation.model, relaxation.moments, gap=GAP)])
-    return least_peak(problem, limits) if best is None else best
+    greedy = greedy_fitting(problem, limits)
+    best = cheapest_of(problem, [greedy, rounded(relaxation, greedy)])
+    if not is_near(relaxation, best):
+        searched = whole(relaxation.model, set(relaxation.moments), gap=GAP, nodes=_NODES)
+        best = cheapest_of(problem, [best, searched])
+    return best or least_peak(problem, limits)

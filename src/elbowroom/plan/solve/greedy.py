@@ -6,9 +6,9 @@
 Moves are: another option for one item, or the recompute of a region (its inputs are then kept). No
 move breaks another limit. Scores only get worse while the excess shrinks, so a queue holds old ones
 and the best is scored anew before it is made. Then repair: the moves that were passed over are
-tried again until none helps, and what is no longer needed is taken back. The whole runs at several
-prices of variance (its Lagrange multiplier), since an error spent early on cheap moves may be
-missing later; the cheapest result counts.
+tried again until none helps, and what is no longer needed is taken back. The price of variance
+(its Lagrange multiplier) is 0 at first; where that walk ends over the budget, since error was spent
+early on cheap moves, it rises.
 """
 
 import heapq
@@ -20,7 +20,7 @@ from elbowroom.plan.solve.limits import Limits, fits
 from elbowroom.plan.solve.milp import least_peak
 from elbowroom.plan.solve.uniform import uniform_fitting
 
-_PRICES = (0.0, 0.01, 0.1, 1.0)  # steps that all the allowed variance is worth
+_PRICES = (0.0, 0.01, 0.1, 1.0, 10.0)  # steps that all the allowed variance is worth
 
 
 def greedy(problem: Problem, limits: Limits) -> Choice:
@@ -30,12 +30,18 @@ def greedy(problem: Problem, limits: Limits) -> Choice:
 
 
 def greedy_fitting(problem: Problem, limits: Limits) -> Choice | None:
-    """The cheapest of the walks and of `uniform`; None if none fits."""
-    found = [uniform_fitting(problem, limits)]
-    for price in _PRICES if 0 < limits.variance < inf else (0.0,):
+    """The cheaper of the walk and of `uniform`; None if none fits."""
+    return cheapest_of(problem, [_walked(problem, limits), uniform_fitting(problem, limits)])
+
+
+def _walked(problem: Problem, limits: Limits) -> Choice | None:
+    bounded = 0 < limits.variance < inf
+    for price in _PRICES if bounded else (0.0,):
         draft = Draft(problem, limits, keep_all(problem))
-        found.append(finished(draft, price * problem.seconds / limits.variance if price else 0.0))
-    return cheapest_of(problem, found)
+        price_s = price * problem.seconds / limits.variance if price else 0.0
+        if (choice := finished(draft, price_s)) is not None:
+            return choice
+    return None
 
 
 def cheapest_of(problem: Problem, found: list[Choice | None]) -> Choice | None:
@@ -86,7 +92,8 @@ def _walk(draft: Draft, price: float) -> None:
         (score, key) for key in options + regions if (score := _score(draft, key, price)) < inf
     ]
     heapq.heapify(queue)
-    while queue and draft.excess > 0:
+    excess = draft.excess
+    while queue and excess > 0:
         _, key = heapq.heappop(queue)
         score = _score(draft, key, price)
         if score == inf:
@@ -98,6 +105,7 @@ def _walk(draft: Draft, price: float) -> None:
         effect = draft.effect(move)
         assert effect is not None
         draft.make(move, effect)
+        excess = draft.excess
 
 
 def _move(draft: Draft, key: tuple[str, int, int]) -> Move:

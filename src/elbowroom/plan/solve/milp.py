@@ -21,15 +21,17 @@ from elbowroom.plan.solve.model import Model
 from elbowroom.plan.solve.program import Vector
 
 GAP = 0.005
-LIMIT_S = 20.0
+NODES = 1000  # of the search tree; a limit in seconds alone would make answers depend on the day
+LIMIT_S = 60.0
 _FIRST = 64  # moments with rows from the start
+_ROUNDS = 100  # of rows added
 _TOLERANCE = 1e-4  # of the model's unit: what HiGHS's own tolerances may add up to
 
 
 def milp(problem: Problem, limits: Limits) -> Choice:
     """The cheapest choice to within GAP, or the one with the least peak if none fits.
 
-    Deterministic, unless LIMIT_S ends a search.
+    A search ends at NODES, and then the gap may be larger. Deterministic, unless LIMIT_S ends it.
     """
     if fits(problem, keep_all(problem), limits):
         return keep_all(problem)
@@ -96,14 +98,21 @@ def search_relaxed(model: Model, moments: set[int]) -> Vector | None:
 
 
 def whole(
-    model: Model, moments: set[int], *, gap: float, fixed: dict[int, float] | None = None
+    model: Model,
+    moments: set[int],
+    *,
+    gap: float,
+    nodes: int = NODES,
+    fixed: dict[int, float] | None = None,
 ) -> Choice | None:
     """The best whole numbers; adds moments that bind."""
     end, margin = perf_counter() + LIMIT_S, 0.0
-    while (left := end - perf_counter()) > 0:
-        x = model.program.solve(
-            gap=gap, limit_s=left, fixed=fixed, dense=model.level_rows(moments, margin)
-        )
+    for _ in range(_ROUNDS):
+        left = end - perf_counter()
+        if left <= 0:
+            break
+        rows = model.level_rows(moments, margin)
+        x = model.program.solve(gap=gap, nodes=nodes, limit_s=left, fixed=fixed, dense=rows)
         if x is None:
             return None
         choice = model.choice(x)

@@ -34,6 +34,7 @@ from elbowroom.plan.problem import (
     Span,
     due,
     option_spans,
+    recomputed_items,
     region_spans,
     summed,
     time_to_leave,
@@ -133,6 +134,14 @@ class Model:
                 options[i], share[i] = a, x[column]
         chosen = (r for r, column in enumerate(self._regions) if x[column] > 0.5)
         return Choice(tuple(options), frozenset(chosen))
+
+    def columns(self, choice: Choice) -> Vector:
+        """The columns of options and regions that a choice means; all others are 0."""
+        x = np.zeros(len(self.program.cost))
+        gone = recomputed_items(self.problem, choice.recomputed)
+        x[[self._regions[r] for r in choice.recomputed]] = 1
+        x[[self._options[i, a] for i, a in enumerate(choice.options) if i not in gone]] = 1
+        return x
 
     def _option(self, i: int, a: int) -> int:
         option = self.problem.items[i].options[a]

@@ -53,6 +53,7 @@ class Program:
         fixed: Mapping[int, float] | None = None,
         gap: float = 0.0,
         limit_s: float = inf,
+        nodes: int | None = None,
         dense: tuple[Vector, Sequence[float]] | None = None,
     ) -> Vector | None:
         """The best x, or None if there is none, or none was found in time.
@@ -60,28 +61,32 @@ class Program:
         relaxed  all x may be fractions
         fixed    x that are given
         gap      relative, between what is found and what is proved
+        nodes    of the search tree that are looked at
         dense    further rows: factors [rows, columns], and their highest values
         """
         n = len(self.cost)
-        if n == 0:
-            return np.zeros(0)
+        if n == 0:  # rows without terms
+            below = [*self.high, *(dense[1] if dense is not None else ())]
+            return None if min(below, default=0.0) < 0 else np.zeros(0)
         low, high = np.zeros(n), np.array(self.upper)
         for column, value in (fixed or {}).items():
             low[column] = high[column] = value
         A = csr_array((self._factors, (self._at, self._columns)), shape=(len(self.low), n))
-        below, above = list(self.low), list(self.high)
+        lows, highs = list(self.low), list(self.high)
         if dense is not None:
             A = vstack([A, csr_array(dense[0])], format="csr")
-            below += [-inf] * len(dense[1])
-            above += dense[1]
-        options = {"mip_rel_gap": gap, "presolve": True}
+            lows += [-inf] * len(dense[1])
+            highs += dense[1]
+        options: dict[str, float] = {"mip_rel_gap": gap}
+        if nodes is not None:
+            options["node_limit"] = nodes
         if limit_s < inf:
             options["time_limit"] = limit_s
         answer = milp(
             np.array(self.cost),
             integrality=np.zeros(n) if relaxed else np.array(self.whole, float),
             bounds=Bounds(low, high),
-            constraints=LinearConstraint(A, below, above) if len(below) else None,
+            constraints=LinearConstraint(A, lows, highs) if lows else None,
             options=options,
         )
         return None if answer.x is None else np.asarray(answer.x)

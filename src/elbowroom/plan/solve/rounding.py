@@ -1,53 +1,65 @@
 """The linear relaxation, rounded: for steps of many items.
 
 A vertex of the relaxation has no more split items than rows that bind, a dozen or two. All others
-are fixed at what it says; of the split ones the best whole choice is searched (`milp` on what is
-left), with some items beside them free. Where that fits no more, the largest fraction of each item
-counts and `greedy` repairs what does not fit. What is not needed is taken back at the end.
+are taken at its word, and the best is searched for the split ones (`milp`, on what is left). Among
+many items that is as good as done: within NEAR of the relaxation's bound. Where it is not, or does
+not fit, a `greedy` choice is made as well, and all items on which the two differ are searched anew
+(relaxation-induced neighbourhoods: Danna, Rothberg and Le Pape, Mathematical Programming 102,
+2005). What is not needed is taken back at the end.
 
 Checkmate rounds as well, with no promise on the budget: here every row is checked afterwards.
 """
 
-from elbowroom.plan.problem import Choice, Problem, keep_all
+from elbowroom.plan.problem import Choice, Problem, added_seconds, keep_all
 from elbowroom.plan.solve.draft import Draft
 from elbowroom.plan.solve.greedy import cheapest_of, finished, greedy_fitting
 from elbowroom.plan.solve.limits import Limits, fits, obeys
-from elbowroom.plan.solve.milp import GAP, Relaxation, least_peak, relaxed, whole
+from elbowroom.plan.solve.milp import GAP, Relaxation, cheapest, least_peak, relaxed, whole
 from elbowroom.plan.solve.model import Model
 from elbowroom.plan.solve.program import Vector
 from elbowroom.plan.solve.uniform import uniform_fitting
 
+NEAR = 0.01
 _WHOLE = 1e-6  # so near to 0 or 1 counts as that
 
 
 def rounding(problem: Problem, limits: Limits) -> Choice:
-    """A choice near the relaxation's cost; the least peak of all choices if none is found."""
+    """A choice near the relaxation's cost; the least peak of all choices if none fits."""
     if fits(problem, keep_all(problem), limits):
         return keep_all(problem)
     relaxation = relaxed(problem, limits)
     if relaxation is None:
         return least_peak(problem, limits)
     found = cheapest_of(problem, [rounded(relaxation), uniform_fitting(problem, limits)])
-    if found is None:
-        found = greedy_fitting(problem, limits)
-    return least_peak(problem, limits) if found is None else found
+    if not is_near(relaxation, found):
+        greedy = greedy_fitting(problem, limits)
+        found = cheapest_of(problem, [found, greedy, rounded(relaxation, greedy)])
+    return found or cheapest(problem, limits) or least_peak(problem, limits)
 
 
-def rounded(relaxation: Relaxation) -> Choice | None:
-    """The relaxation, rounded and repaired; None if what comes out does not fit."""
+def is_near(relaxation: Relaxation, choice: Choice | None) -> bool:
+    """Whether no choice that fits is much better."""
+    if choice is None:
+        return False
+    return added_seconds(relaxation.model.problem, choice) <= relaxation.seconds * (1 + NEAR)
+
+
+def rounded(relaxation: Relaxation, near: Choice | None = None) -> Choice | None:
+    """The best between the relaxation and a choice that fits; None if what comes out does not."""
     model, x = relaxation.model, relaxation.x
-    fixed = _settled(x, model.ways())
+    fixed = _agreed(model, x, near)
     choice = whole(model, set(relaxation.moments), gap=GAP, fixed=fixed) or _nearest(model, x)
     return finished(Draft(model.problem, model.limits, choice)) if choice else None
 
 
-def _settled(x: Vector, columns: list[list[int]]) -> dict[int, float]:
-    """The columns of all items that are not split, with their values."""
-    settled = {}
-    for group in columns:
-        if all(min(x[c], 1 - x[c]) < _WHOLE for c in group):
-            settled.update({c: float(round(x[c])) for c in group})
-    return settled
+def _agreed(model: Model, x: Vector, near: Choice | None) -> dict[int, float]:
+    """The columns of all items that are not split, and held as in the other choice."""
+    other = x if near is None else model.columns(near)
+    agreed = {}
+    for ways in model.ways():
+        if all(min(x[c], 1 - x[c]) < _WHOLE and abs(x[c] - other[c]) < _WHOLE for c in ways):
+            agreed.update({c: float(round(x[c])) for c in ways})
+    return agreed
 
 
 def _nearest(model: Model, x: Vector) -> Choice | None:

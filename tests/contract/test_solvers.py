@@ -1,0 +1,338 @@
+"""What every solver promises, against all choices of small problems."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+from math import inf, prod
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from elbowroom.errors import PlanError
+from elbowroom.plan.problem import (
+    Choice,
+    Item,
+    Link,
+    Option,
+    Problem,
+    Region,
+    added_seconds,
+    keep_all,
+    levels,
+)
+from elbowroom.plan.solve import SOLVERS, solve
+from elbowroom.plan.solve.limits import Limits, obeys, peak
+from elbowroom.plan.solve.milp import GAP
+from elbowroom.plan.solve.rounding import NEAR
+
+BASELINES = ("uniform", "delta", "dtr", "capuchin")  # they give what they have
+PROVING = tuple(name for name in SOLVERS if name not in BASELINES)
+FORWARD, MOMENTS = 5, 12
+MB = 1 << 20
+
+small = settings(
+    max_examples=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+thorough = settings(small, max_examples=200)
+
+
+@st.composite
+def options(draw: st.DrawFn, nbytes: int) -> tuple[Option, ...]:
+    ms = st.integers(0, 5).map(lambda n: n / 1e3)
+    found = [Option("keep", nbytes)]
+    if draw(st.booleans()):
+        share, variance = draw(st.sampled_from([0.25, 0.5])), draw(st.integers(0, 4))
+        code = Option("code", int(nbytes * share), draw(ms), draw(ms), variance, exact=False)
+        found.append(code)
+    kind = draw(st.sampled_from(["", "offload", "rebuild", "bitmap"]))
+    if kind == "offload":
+        ahead = draw(st.integers(0, 2))
+        found.append(Option(kind, 0, draw(ms), draw(ms), link="host", ahead=ahead))
+    elif kind:
+        found.append(Option(kind, nbytes // 32, draw(ms), values=kind == "rebuild"))
+    return tuple(found)
+
+
+@st.composite
+def items(draw: st.DrawFn) -> Item:
+    born = draw(st.integers(0, FORWARD - 1))
+    needs = sorted(draw(st.sets(st.integers(FORWARD, MOMENTS - 1), max_size=2)))
+    last = needs[-1] if needs else MOMENTS - 1
+    nbytes = draw(st.sampled_from([0, 1, 2, 3, 5, 8])) * MB
+    return Item(
+        nbytes,
+        born,
+        used=draw(st.integers(born, FORWARD - 1)),
+        needs=tuple((first, first) for first in needs),
+        freed=draw(st.integers(last, MOMENTS - 1)),
+        options=draw(options(nbytes)),
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, link_room: bool = True) -> Problem:
+    found = tuple(draw(st.lists(items(), max_size=6)))
+    assume(prod(len(item.options) for item in found) <= 150)
+    regions: list[Region] = []
+    for r in range(draw(st.integers(0, 2))):
+        inside = draw(st.sets(st.sampled_from(range(len(found))))) if found else set()
+        within = -1
+        if r and draw(st.booleans()):
+            within, inside = 0, inside & set(regions[0].inside)
+        rest = sorted(set(range(len(found))) - inside)
+        inputs = draw(st.sets(st.sampled_from(rest), max_size=2)) if rest else set()
+        first = [found[i].needs[0][0] for i in inside if found[i].needs]
+        regions.append(
+            Region(
+                f"region {r}",
+                tuple(sorted(inside)),
+                tuple(sorted(inputs)),
+                seconds=draw(st.integers(1, 9)) / 1e3,
+                workspace=draw(st.integers(0, 3)) * MB,
+                extra=draw(st.integers(0, 2)) * MB,
+                born=min([found[i].born for i in inside], default=0),
+                start=min(first, default=MOMENTS - 1),
+                within=within,
+            )
+        )
+    room = draw(st.sampled_from([None, 0, 5 * MB])) if link_room else None
+    return Problem(
+        base=tuple(draw(st.integers(0, 2)) * MB for _ in range(MOMENTS)),
+        starts_s=tuple(t / 1e3 for t in range(MOMENTS)),
+        backward=FORWARD,
+        seconds=MOMENTS / 1e3,
+        items=found,
+        regions=tuple(regions),
+        links={"host": Link(1e9, 2e9, room)},
+    )
+
+
+def all_choices(problem: Problem) -> list[Choice]:
+    regions = range(len(problem.regions))
+    subsets = [frozenset(c) for k in range(3) for c in combinations(regions, k)]
+    every = list(product(*(range(len(item.options)) for item in problem.items)))
+    return [Choice(options, subset) for options in every for subset in subsets]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Problem, Limits]:
+    """A problem, and limits under which something must happen."""
+    problem = draw(problems())
+    most, base = peak(problem, keep_all(problem)), max(problem.base)
+    share = draw(st.sampled_from([0.0, 0.2, 0.4, 0.6, 0.8, 0.95]))
+    variance = draw(st.sampled_from([0.0, 3.0, inf]))
+    return problem, Limits(int(base + share * (most - base)), variance, draw(st.booleans()))
+
+
+def best(problem: Problem, limits: Limits) -> tuple[Choice | None, int]:
+    """The cheapest choice that fits, and the least peak of those that obey all other limits."""
+    allowed = [choice for choice in all_choices(problem) if obeys(problem, choice, limits)]
+    fitting = [choice for choice in allowed if peak(problem, choice) <= limits.budget]
+    cheapest = min(fitting, key=lambda choice: added_seconds(problem, choice), default=None)
+    return cheapest, min(peak(problem, choice) for choice in allowed)
+
+
+def _all(problem: Problem) -> list[Choice]:
+    regions = range(len(problem.regions))
+    subsets = [frozenset(c) for k in range(3) for c in combinations(regions, k)]
+    every = list(product(*(range(len(item.options)) for item in problem.items)))
+    return [Choice(options, subset) for options in every for subset in subsets]
+
+
+def solved(problem: Problem, limits: Limits, solver: str):
+    return solve(
+        problem, limits.budget, variance=limits.variance, exact=limits.exact, solver=solver
+    )
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@small
+@given(cases())
+def test_what_it_says_is_so(solver: str, case: tuple[Problem, Limits]) -> None:
+    problem, limits = case
+    found = solved(problem, limits, solver)
+    assert len(found.choice.options) == len(problem.items)
+    assert all(a < len(i.options) for a, i in zip(found.choice.options, problem.items, strict=True))
+    assert obeys(problem, found.choice, limits)
+    assert found.peak == levels(problem, found.choice).max()
+    assert found.feasible == (found.peak <= limits.budget)
+    assert found.slowdown_s == added_seconds(problem, found.choice)
+    assert found.solver == solver
+    assert found.solve_s >= 0
+
+
+@pytest.mark.parametrize("solver", PROVING)
+@thorough
+@given(cases())
+def test_it_fits_if_anything_does_and_else_has_the_least_peak(
+    solver: str, case: tuple[Problem, Limits]
+) -> None:
+    problem, limits = case
+    found = solved(problem, limits, solver)
+    cheapest, least = best(problem, limits)
+    assert found.feasible == (cheapest is not None)
+    if not found.feasible:
+        assert found.peak == least
+
+
+@pytest.mark.parametrize("solver", ["auto", "milp"])
+@thorough
+@given(cases())
+def test_it_is_within_its_gap_of_the_best(solver: str, case: tuple[Problem, Limits]) -> None:
+    problem, limits = case
+    cheapest, _ = best(problem, limits)
+    if cheapest is not None:
+        gap = NEAR if solver == "auto" else GAP
+        allowed_s = added_seconds(problem, cheapest) * (1 + gap) + 1e-7
+        assert solved(problem, limits, solver).slowdown_s <= allowed_s
+
+
+@pytest.mark.parametrize("solver", PROVING)
+@small
+@given(cases())
+def test_never_worse_than_uniform(solver: str, case: tuple[Problem, Limits]) -> None:
+    problem, limits = case
+    uniform = solved(problem, limits, "uniform")
+    if uniform.feasible:
+        found = solved(problem, limits, solver)
+        assert found.feasible
+        gap = GAP if solver == "milp" else 0
+        assert found.slowdown_s <= uniform.slowdown_s * (1 + gap) + 1e-7
+
+
+@small
+@given(cases())
+def test_auto_is_never_worse_than_greedy(case: tuple[Problem, Limits]) -> None:
+    problem, limits = case
+    greedy, auto = solved(problem, limits, "greedy"), solved(problem, limits, "auto")
+    assert auto.feasible == greedy.feasible
+    if greedy.feasible:
+        assert auto.slowdown_s <= greedy.slowdown_s
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@small
+@given(cases())
+def test_twice_the_same(solver: str, case: tuple[Problem, Limits]) -> None:
+    problem, limits = case
+    assert solved(problem, limits, solver).choice == solved(problem, limits, solver).choice
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@small
+@given(problems())
+def test_an_unlimited_budget_keeps_all(solver: str, problem: Problem) -> None:
+    found = solve(problem, 1 << 50, solver=solver)
+    assert found.choice == keep_all(problem)
+    assert found.feasible
+    assert found.slowdown_s == 0
+
+
+@pytest.mark.parametrize("solver", ["auto", "milp"])
+@small
+@given(problems())
+def test_less_budget_is_never_cheaper(solver: str, problem: Problem) -> None:
+    """Not the peak: that of a cheaper choice may be lower. Costs rise; the least peak stays."""
+    most = peak(problem, keep_all(problem))
+    found = [solve(problem, most * k // 5, solver=solver) for k in range(6)]
+    for less, more in pairwise(found):
+        assert less.feasible <= more.feasible
+        if less.feasible:
+            assert more.slowdown_s <= less.slowdown_s * (1 + NEAR) + 1e-7
+        elif not more.feasible:
+            assert less.peak == more.peak
+
+
+HELD = Item(MB, 0, 0, ((3, 3),), 3, (Option("keep", MB), Option("offload", 0, 1e-3, link="host")))
+EITHER = (*HELD.options, Option("rebuild", 0, 1e-3))
+EMPTY = Problem((0, 0, 0, 0), (0.0, 1e-3, 2e-3, 3e-3), 2, 4e-3, ())
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    ("problem", "budget", "feasible", "peak_nbytes"),
+    [
+        pytest.param(EMPTY, 0, True, 0, id="nothing saved"),
+        pytest.param(replace(EMPTY, base=(0, 5, 0, 0)), 4, False, 5, id="base alone is too much"),
+        pytest.param(Problem((), (), 0, 0.0, ()), 0, True, 0, id="no moments"),
+        pytest.param(
+            replace(EMPTY, items=(replace(HELD, nbytes=0, options=(Option("keep", 0),)),)),
+            0,
+            True,
+            0,
+            id="no bytes",
+        ),
+        pytest.param(
+            replace(EMPTY, items=(replace(HELD, options=HELD.options[:1]),) * 2),
+            MB,
+            False,
+            2 * MB,
+            id="only keep",
+        ),
+        pytest.param(
+            replace(EMPTY, items=(HELD,) * 2, links={"host": Link(1e9, 1e9, room=0)}),
+            MB,
+            False,
+            2 * MB,
+            id="a link without room",
+        ),
+        pytest.param(
+            replace(
+                EMPTY,
+                items=(replace(HELD, needs=(), options=EITHER), replace(HELD, born=1, used=1)),
+                links={"host": Link(1e9, 1e9)},
+            ),
+            MB,
+            True,
+            MB,
+            id="never asked for",
+        ),
+    ],
+)
+def test_hostile_problems(
+    solver: str, problem: Problem, budget: int, feasible: bool, peak_nbytes: int
+) -> None:
+    found = solve(problem, budget, solver=solver)
+    assert (found.feasible, found.peak) == (feasible, peak_nbytes)
+
+
+def test_a_region_asks_for_its_input_before_its_own_need() -> None:
+    """Two ways that look alike until one knows that what a link brings back is then late."""
+    source = Item(
+        8 * MB,
+        0,
+        0,
+        ((9, 9),),
+        9,
+        (Option("keep", 8 * MB), Option("far", 0, link="host"), Option("code", 0, 6e-3)),
+    )
+    inner = Item(8 * MB, 1, 1, ((3, 3),), 3, (Option("keep", 8 * MB),))
+    region = Region("block", (1,), (0,), 1e-3, workspace=0, extra=0, born=1, start=3)
+    problem = Problem(
+        (0,) * 10,
+        tuple(t / 1e3 for t in range(10)),
+        3,
+        1e-2,
+        (source, inner),
+        (region,),
+        {"host": Link(1e12, MB / 1e-3)},  # 8 ms back: hidden until moment 9, not until 3
+    )
+    late = Choice((1, 0), frozenset([0]))
+    assert added_seconds(problem, late) == pytest.approx(9e-3)
+    assert added_seconds(problem, replace(late, options=(2, 0))) == pytest.approx(7e-3)
+    for budget in (16 * MB, 8 * MB):
+        cheapest, _ = best(problem, Limits(budget))
+        for solver in ("auto", "milp"):
+            found = solve(problem, budget, solver=solver)
+            assert found.feasible == (cheapest is not None)
+            if cheapest is not None:
+                assert found.slowdown_s == pytest.approx(added_seconds(problem, cheapest))
+
+
+def test_an_unknown_solver() -> None:
+    with pytest.raises(PlanError, match=r"no solver 'gredy'; there are auto, .*mean 'greedy'"):
+        solve(EMPTY, 0, solver="gredy")
