@@ -1,0 +1,16 @@
+"""Where offloaded bytes go, and how they come back.
+
+base       the seam: Tier, Ticket, Arrival
+extents    which parts of a file or a slab are free
+window     how many bytes may be on their way
+workers    the threads that read and write
+unlinked   a file that leaves nothing behind, and memory as the buffer of a system call
+file       FileTier
+choose     which tier serves a tensor
+"""
+
+from elbowroom.runtime.tiers.base import Arrival as Arrival
+from elbowroom.runtime.tiers.base import Ticket as Ticket
+from elbowroom.runtime.tiers.base import Tier as Tier
+from elbowroom.runtime.tiers.choose import tier_for as tier_for
+from elbowroom.runtime.tiers.file import FileTier as FileTier
