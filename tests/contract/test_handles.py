@@ -328,7 +328,9 @@ def test_each_action_becomes_its_handle():
 def test_what_is_no_action_is_an_error():
     from elbowroom.errors import PlanError
 
-    with pytest.raises(PlanError, match="a policy returns Keep, Encode or Rebuild; got 'keep'"):
+    with pytest.raises(
+        PlanError, match="a policy returns Keep, Encode, Rebuild or Offload; got 'keep'"
+    ):
         perform("keep", torch.ones(3), Need.EXACT, None, 0)  # type: ignore[arg-type]
 
 

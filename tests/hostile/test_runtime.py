@@ -1100,8 +1100,16 @@ def test_a_mistake_is_answered_at_once(arguments, error, match):
 @pytest.mark.parametrize(
     ("policy", "error", "match"),
     [
-        (lambda site: "keep", PlanError, "a policy returns Keep, Encode or Rebuild; got 'keep'"),
-        (lambda site: None, PlanError, "a policy returns Keep, Encode or Rebuild; got None"),
+        (
+            lambda site: "keep",
+            PlanError,
+            "a policy returns Keep, Encode, Rebuild or Offload; got 'keep'",
+        ),
+        (
+            lambda site: None,
+            PlanError,
+            "a policy returns Keep, Encode, Rebuild or Offload; got None",
+        ),
         (
             lambda site: Encode(er.codec("narrow")),
             CodecError,
