@@ -37,6 +37,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "exact": lambda: er.saving(min_nbytes=0),
     "exact, no rebuild": lambda: er.saving(min_nbytes=0, rebuild=False),
     "lossless": lambda: er.saving("sparse_lossless", min_nbytes=0),
+    "offload": lambda: er.saving("offload", from_nbytes=0, min_nbytes=0),
 }
 EXACT_MODES = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
 ALL_MODES = pytest.mark.parametrize(

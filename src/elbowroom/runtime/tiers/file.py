@@ -22,6 +22,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from torch import Tensor
@@ -60,8 +61,8 @@ class FileTier:
             )
 
     def __del__(self) -> None:
-        descriptor = getattr(self, "descriptor", None)
-        if descriptor is not None:
+        descriptor, self.descriptor = getattr(self, "descriptor", -1), -1
+        if descriptor >= 0:  # in a cycle that dies, tickets may drop theirs after this
             os.close(descriptor)
 
     @property
@@ -126,7 +127,8 @@ class FileTier:
     def _truncate(self) -> None:
         with self._lock:
             if not self._extents.end:
-                os.ftruncate(self.descriptor, 0)
+                with suppress(OSError):  # then the space comes back when the process ends
+                    os.ftruncate(self.descriptor, 0)
 
 
 class FileTicket:
@@ -157,7 +159,8 @@ class FileTicket:
             self.source = None
             if self._call is not None:
                 self._call()
-        self._tier.window.leave(self._nbytes)
+        finally:
+            self._tier.window.leave(self._nbytes)
         if self._is_dropped:
             self._release()
 

@@ -4,6 +4,7 @@ A queue that may be filled from `__del__` (SimpleQueue), which the pools of the 
 not. The threads wait in system calls, without Python's lock.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -40,7 +41,10 @@ class Workers:
 def _work(jobs: SimpleQueue[Job]) -> None:
     while True:
         job = jobs.get()
-        job()
+        try:
+            job()
+        except Exception:  # a thread that dies would let others wait for ever
+            logging.getLogger("elbowroom").exception("offload: please report this")
         del job  # it may hold a tensor
 
 
