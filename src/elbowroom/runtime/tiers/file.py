@@ -74,7 +74,8 @@ class FileTier:
     def refusal(self) -> str:
         return self._trouble
 
-    def put(self, flat: Tensor) -> "FileTicket":
+    def put(self, flat: Tensor, before: Callable[[], None] | None = None) -> "FileTicket":
+        """before: what a worker does first, such as waiting until `flat` is filled."""
         WORKERS.start()
         nbytes = flat.numel()
         self.window.enter(nbytes)
@@ -82,7 +83,7 @@ class FileTier:
             offset = self._extents.take(nbytes)
         self._collect()
         assert offset is not None  # a file has no limit of ours
-        ticket = FileTicket(self, flat, offset)
+        ticket = FileTicket(self, flat, offset, before)
         WORKERS.submit(ticket.write)
         return ticket
 
@@ -134,8 +135,11 @@ class FileTier:
 class FileTicket:
     """One extent of a file; before that, the tensor that goes there."""
 
-    def __init__(self, tier: FileTier, flat: Tensor, offset: int) -> None:
+    def __init__(
+        self, tier: FileTier, flat: Tensor, offset: int, before: Callable[[], None] | None
+    ) -> None:
         self._tier = tier
+        self._before = before
         self._offset, self._nbytes = offset, flat.numel()
         self._checksum = 0
         self._pid = os.getpid()
@@ -150,15 +154,19 @@ class FileTicket:
         if not _pop(self._to_write):
             return
         assert self.source is not None
+        before, self._before = self._before, None  # it may hold who holds us
         try:
+            if before is not None:
+                before()
             self._checksum = unlinked.write(self._tier.descriptor, self.source, self._offset)
         except Exception as error:  # whatever it is: nobody else would hear of it
             self._tier.failed(error, self._nbytes)
             self._free()
         else:
             self.source = None
-            if self._call is not None:
-                self._call()
+            call = self._call  # dropping forgets it, at any time
+            if call is not None:
+                call()
         finally:
             self._tier.window.leave(self._nbytes)
         if self._is_dropped:
@@ -190,7 +198,7 @@ class FileTicket:
         # else it is being written, and its worker sees that it was dropped, or it stays in memory
 
     def _release(self) -> None:
-        self.source = None
+        self.source = self._before = None
         self._free()
 
     def _free(self) -> None:
