@@ -51,6 +51,7 @@ from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.identity import (
     Identity,
+    covering,
     dense_base,
     is_made_of_parameters,
     is_parameter,
@@ -254,6 +255,8 @@ class Saving:
         if not left_alone:
             slot.sites.append(site)
         action = Keep(left_alone) if left_alone else self._decide(site, ready)
+        if isinstance(action, Offload) and covering(x) is None:
+            action = Keep("a part of a storage whose other parts may change")
         slot.entry.why = action.why if isinstance(action, Keep) else ""
         seed = self.context.next_seed() if isinstance(action, Encode) else 0
         covers = x.numel() == whole.numel()

@@ -46,7 +46,7 @@ class Slabs:
         self,
         pinned_nbytes: int,
         pin: Callable[[int], Tensor] | None = None,
-        slab: int | None = None,
+        slab: int = _SLAB_NBYTES,
     ) -> None:
         self.budget_nbytes = pinned_nbytes
         self._pin = _pinned if pin is None else pin
