@@ -1,10 +1,11 @@
 """The file tier: one unlinked file per process and directory; threads write and read it.
 
-    put:    window -> extent -> a worker writes, with a checksum -> the tensor is let go
+    put:    window -> extent -> a worker writes, with a checksum -> a later `put` lets it go
     fetch:  a worker reads into memory of the caller's, and compares the checksum
 
 1. While a write is on its way, the ticket holds the tensor, and `source` gives it: what backward
-   asks for at once is never read back.
+   asks for at once is never read back. It is let go by the thread that puts, not by a worker, whose
+   frees torch's profiler does not see (so `er.peak` would count them as held).
 2. A write that fails keeps its tensor in memory: nothing is lost, it is said once, and nothing more
    is put until all that is there has been dropped.
 3. `drop` may come from `__del__`, anywhere: it takes no lock that its own thread may hold. What
@@ -51,6 +52,7 @@ class FileTier:
         self._lock = threading.Lock()
         self._extents = Extents()
         self._dropped: deque[tuple[int, int]] = deque()
+        self._written: deque[FileTicket] = deque()
         self._trouble = ""
         self._untold: str | None = ""  # None: it was said; once is enough
         if unlinked.is_in_memory(self.descriptor):
@@ -78,7 +80,9 @@ class FileTier:
         """before: what a worker does first, such as waiting until `flat` is filled."""
         WORKERS.start()
         nbytes = flat.numel()
+        self._let_go()
         self.window.enter(nbytes)
+        self._let_go()
         with self._lock:
             offset = self._extents.take(nbytes)
         self._collect()
@@ -90,6 +94,16 @@ class FileTier:
     def flush(self) -> None:
         """Wait until nothing is on its way to the file."""
         self.window.wait_until_empty()
+        self._let_go()
+
+    def written(self, ticket: "FileTicket") -> None:
+        """Of a worker: this one may be let go."""
+        self._written.append(ticket)
+
+    def _let_go(self) -> None:
+        while self._written:
+            with suppress(IndexError):  # another thread was faster
+                self._written.popleft().let_go()
 
     def say_trouble(self) -> None:
         if self._untold:
@@ -146,7 +160,7 @@ class FileTicket:
         self._to_write = [True]  # who pops it writes, or cancels
         self._to_free = [True]  # who pops it frees the extent
         self._call: Callable[[], None] | None = None
-        self._is_dropped = False
+        self._is_dropped = self._is_written = False
         self.source: Tensor | None = flat
 
     def write(self) -> None:
@@ -163,14 +177,19 @@ class FileTicket:
             self._tier.failed(error, self._nbytes)
             self._free()
         else:
-            self.source = None
-            call = self._call  # dropping forgets it, at any time
-            if call is not None:
-                call()
+            self._is_written = True
+            self._tier.written(self)
         finally:
             self._tier.window.leave(self._nbytes)
         if self._is_dropped:
             self._release()
+
+    def let_go(self) -> None:
+        """It is written: the tensor is needed no more."""
+        self.source = None
+        call = self._call  # dropping forgets it, at any time
+        if call is not None:
+            call()
 
     def fetch(self, into: Tensor) -> "Reading":
         reading = Reading(partial(self._read, into))
@@ -193,7 +212,7 @@ class FileTicket:
         if _pop(self._to_write):
             self._tier.window.leave(self._nbytes)
             self._release()
-        elif self.source is None:
+        elif self._is_written:
             self._release()
         # else it is being written, and its worker sees that it was dropped, or it stays in memory
 
