@@ -4,6 +4,7 @@ The only file that knows all stages.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from elbowroom.control import ActNN, Adaptive, Fitting, NoiseBudget
 from elbowroom.errors import PlanError, UnknownCodec, UnknownField
 from elbowroom.measure import NoiseMeter
 from elbowroom.measure.record import record
-from elbowroom.plan import Exact, KeepAll, Lean, Lossy, Policy
+from elbowroom.plan import Exact, KeepAll, Lean, Lossy, OffloadRest, Policy
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
@@ -29,7 +30,7 @@ from elbowroom.runtime.observer import Observer
 from elbowroom.units import parse_nbytes
 
 M = TypeVar("M", bound=nn.Module)
-_POLICIES = ("exact", "keep", "lean", "actnn")
+_POLICIES = ("exact", "keep", "lean", "actnn", "offload")
 
 
 def saving(
@@ -57,6 +58,9 @@ def saving(
                 op tolerates an error;
                 "actnn", with bits and group_size: group codes whose bits follow the sensitivity
                 of each tensor, `bits` on average (see `elbowroom.control.ActNN`);
+                "offload", with tier, directory and from_nbytes: exact actions first; what is left
+                goes to pinned host memory or, from the CPU, to a temporary file
+                (see `elbowroom.plan.OffloadRest`);
                 a controller from `elbowroom.control`, which adapts as the training goes;
                 or any function of a `Site` that returns an action
     min_nbytes  storages below this size, in bytes, are left alone; 0: none are
@@ -134,6 +138,8 @@ def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str
         return Lossy(codec(policy, **fields), rebuild)
     if policy == "lean":
         return _lean(rebuild, fields)
+    if policy == "offload":
+        return _offload(rebuild, fields)
     if policy == "actnn":
         key = ("actnn", rebuild, repr(sorted(fields.items())))
         return PROCESS.remember(key, lambda: _actnn(rebuild, fields))
@@ -157,6 +163,17 @@ def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str
 def _lean(rebuild: bool, fields: dict[str, Any]) -> Lean:
     _check_fields("lean", fields, [f.name for f in dataclasses.fields(Lean) if f.name != "rebuild"])
     return Lean(**fields, rebuild=rebuild)
+
+
+def _offload(rebuild: bool, fields: dict[str, Any]) -> OffloadRest:
+    _check_fields("offload", fields, ["tier", "directory", "from_nbytes"])
+    policy = OffloadRest(**fields, rebuild=rebuild)
+    if policy.directory is not None and not os.path.isdir(policy.directory):
+        raise UnknownField(
+            f"policy 'offload': there is no directory {policy.directory!r}; "
+            "make it, or name another"
+        )
+    return policy
 
 
 def _actnn(rebuild: bool, fields: dict[str, Any]) -> ActNN:

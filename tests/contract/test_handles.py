@@ -15,13 +15,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from elbowroom.codecs import Affine, BitMask, Cast, Codec, Dither, Facts, Group, SparseLossless
 from elbowroom.errors import RestoreError
-from elbowroom.plan import Encode, Keep, Need, Rebuild
-from elbowroom.runtime.handles import DropHandle, EncodeHandle, Handle, KeepHandle, RebuildHandle
+from elbowroom.plan import Encode, Keep, Need, Offload, Rebuild
+from elbowroom.runtime.handles import (
+    DropHandle,
+    EncodeHandle,
+    Handle,
+    KeepHandle,
+    OffloadHandle,
+    RebuildHandle,
+)
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.perform import mask_bits, perform
 from elbowroom.runtime.recipes import Op, Ready, Recipe
 from elbowroom.runtime.slot import Geometry, Slot, View
+from elbowroom.runtime.tiers.choose import file_tier
 
 
 def slot_of(x: Tensor, handle: Handle) -> Slot:
@@ -50,13 +58,23 @@ def rebuilt(source: Callable[[Tensor], Handle]) -> Callable[[Tensor], Handle]:
     return make
 
 
+def offloaded(x: Tensor) -> Handle:
+    """Away already."""
+    handle = OffloadHandle(file_tier(), x)
+    file_tier().flush()
+    return handle
+
+
 HANDLES: dict[str, Callable[[Tensor], Handle]] = {
     "keep": lambda x: KeepHandle(x, "because"),
     "encode, lossless": encoded(SparseLossless()),
     "encode, lossy": encoded(Dither(levels=16)),
     "encode, group": encoded(Group(bits=2)),
+    "offload": offloaded,
+    "offload, on its way": lambda x: OffloadHandle(file_tier(), x),
     "rebuild, exact": rebuilt(lambda x: KeepHandle(x, "")),
     "rebuild, exact, encoded": rebuilt(encoded(SparseLossless())),
+    "rebuild, exact, offloaded": rebuilt(offloaded),
     "rebuild, lossy": rebuilt(encoded(Dither(levels=16))),
     "rebuild twice": rebuilt(rebuilt(lambda x: KeepHandle(x, ""))),
 }
@@ -125,7 +143,7 @@ def test_a_change_in_place_is_refused_or_harmless(make):
     handle = make(x)
     before = handle.restore().clone()
     x[3:].zero_()
-    if isinstance(handle, KeepHandle):
+    if isinstance(handle, KeepHandle | OffloadHandle):
         with pytest.raises(
             RestoreError, match=r"modified by an inplace operation.*saved at version 0 .* 1"
         ):
@@ -161,6 +179,9 @@ def test_what_was_restored_may_be_changed_and_that_is_noticed(make):
 def test_counts_its_bytes(make):
     handle = make(torch.arange(1024.0))
     assert handle.nbytes == {"keep": 4096, "rebuild": 0}.get(handle.label, handle.nbytes)
+    if isinstance(handle, OffloadHandle):
+        file_tier().flush()
+        assert (handle.nbytes, handle.full_nbytes) == (0, 4096)
     if isinstance(handle, EncodeHandle):
         assert handle.nbytes == handle._encoded.nbytes < 4096 + 200
 
@@ -321,6 +342,7 @@ def test_each_action_becomes_its_handle():
     assert isinstance(handle, EncodeHandle)
     slot = slot_of(x, KeepHandle(x, ""))
     ready = Recipe.of(Op(lambda y, _: y * 1, None), slot, slot.base, x, None).ready()
+    assert isinstance(perform(Offload(), x, Need.EXACT, None, 0), OffloadHandle)
     assert isinstance(perform(Rebuild(), x, Need.EXACT, ready, 0), RebuildHandle)
     assert slot.pinned
 
@@ -328,7 +350,9 @@ def test_each_action_becomes_its_handle():
 def test_what_is_no_action_is_an_error():
     from elbowroom.errors import PlanError
 
-    with pytest.raises(PlanError, match="a policy returns Keep, Encode or Rebuild; got 'keep'"):
+    with pytest.raises(
+        PlanError, match="a policy returns Keep, Encode, Rebuild or Offload; got 'keep'"
+    ):
         perform("keep", torch.ones(3), Need.EXACT, None, 0)  # type: ignore[arg-type]
 
 
@@ -343,7 +367,11 @@ def test_bits_of_a_mask():
 def test_every_view_of_a_slot_is_restored_as_geometry():
     storage = torch.arange(120.0)
     base = storage.view(2, 3, 4, 5)
-    for handle in (KeepHandle(base, ""), EncodeHandle(SparseLossless().encode(base), base)):
+    for handle in (
+        KeepHandle(base, ""),
+        EncodeHandle(SparseLossless().encode(base), base),
+        offloaded(base.clone()),
+    ):
         slot = slot_of(base, handle)
         for view in (
             base,

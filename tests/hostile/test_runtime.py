@@ -37,6 +37,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "exact": lambda: er.saving(min_nbytes=0),
     "exact, no rebuild": lambda: er.saving(min_nbytes=0, rebuild=False),
     "lossless": lambda: er.saving("sparse_lossless", min_nbytes=0),
+    "offload": lambda: er.saving("offload", from_nbytes=0, min_nbytes=0),
 }
 EXACT_MODES = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
 ALL_MODES = pytest.mark.parametrize(
@@ -1100,8 +1101,16 @@ def test_a_mistake_is_answered_at_once(arguments, error, match):
 @pytest.mark.parametrize(
     ("policy", "error", "match"),
     [
-        (lambda site: "keep", PlanError, "a policy returns Keep, Encode or Rebuild; got 'keep'"),
-        (lambda site: None, PlanError, "a policy returns Keep, Encode or Rebuild; got None"),
+        (
+            lambda site: "keep",
+            PlanError,
+            "a policy returns Keep, Encode, Rebuild or Offload; got 'keep'",
+        ),
+        (
+            lambda site: None,
+            PlanError,
+            "a policy returns Keep, Encode, Rebuild or Offload; got None",
+        ),
         (
             lambda site: Encode(er.codec("narrow")),
             CodecError,

@@ -27,6 +27,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "lean": lambda: er.saving("lean", min_nbytes=0),
     "group, no rebuild": lambda: er.saving("group", bits=2, min_nbytes=0, rebuild=False),
     "lossless": lambda: er.saving("sparse_lossless", min_nbytes=0),
+    "offload": lambda: er.saving("offload", from_nbytes=0, min_nbytes=0),
 }
 ALL_MODES = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
 
@@ -278,7 +279,7 @@ print(rss() - before, last)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("policy", ["'exact'", "'dither', bits=2"])
+@pytest.mark.parametrize("policy", ["'exact'", "'dither', bits=2", "'offload', from_nbytes=0"])
 def test_memory_is_flat_over_200_steps(policy):
     """A third of the steps is abandoned. One leaked tensor a step would be 200 times 50 KiB."""
     source = os.path.dirname(os.path.dirname(er.__file__))

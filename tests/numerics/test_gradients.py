@@ -249,6 +249,15 @@ def test_exact_mode_without_rebuilding_changes_no_bit(net):
 
 
 @ALL_NETS
+@pytest.mark.parametrize("rebuild", [True, False])
+def test_offloading_changes_no_bit(net, rebuild):
+    for steps in (1, 3):  # the third step's order was learned
+        plain = step(net, contextlib.nullcontext(), steps)
+        offload = er.saving("offload", from_nbytes=0, min_nbytes=0, rebuild=rebuild)
+        assert not step(net, offload, steps).differs(plain)
+
+
+@ALL_NETS
 @pytest.mark.parametrize("codec", ["dither", "group"])
 def test_lossy_mode_changes_gradients_a_little_and_nothing_else(net, codec):
     plain = step(net, contextlib.nullcontext())

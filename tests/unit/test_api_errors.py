@@ -6,7 +6,7 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom.errors import PlanError, UnknownCodec, UnknownField, UnsupportedTensor
-from elbowroom.plan import Lean
+from elbowroom.plan import Lean, OffloadRest
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,34 @@ def test_the_lean_policy():
     with pytest.raises(UnknownCodec, match=r"there are exact, keep, lean, .*Did you mean 'lean'"):
         er.saving("leen")
     assert er.saving("lean", plain=6, rebuild=False).policy == Lean(plain=6, rebuild=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"wrong": 1},
+            r"policy 'offload' has no field 'wrong'; it has tier, directory, from_nbytes\.$",
+        ),
+        ({"teir": "file"}, r"Did you mean 'tier'\?"),
+        ({"tier": "disk"}, r"tier='disk' is not possible; tier is 'host', 'file', or None"),
+        ({"directory": 3}, r"directory=3 is not possible; directory is the path of one"),
+        ({"directory": "/no/such"}, r"there is no directory '/no/such'; make it, or name another"),
+        ({"from_nbytes": -1}, r"from_nbytes=-1 is not possible; from_nbytes is an int of bytes"),
+        ({"from_nbytes": True}, r"from_nbytes=True is not possible"),
+    ],
+)
+def test_the_offload_policy(fields, message):
+    with pytest.raises(UnknownField, match=message):
+        er.saving("offload", **fields)
+
+
+def test_offload_is_a_policy():
+    with pytest.raises(UnknownCodec, match=r"Did you mean 'offload'\?"):
+        er.saving("ofload")
+    assert er.saving("offload", tier="file", rebuild=False).policy == OffloadRest(
+        "file", rebuild=False
+    )
 
 
 def test_fit_and_release():

@@ -26,6 +26,8 @@ from elbowroom.plan import (
     Lean,
     Lossy,
     Need,
+    Offload,
+    OffloadRest,
     Rebuild,
     Rebuildable,
     Site,
@@ -223,3 +225,17 @@ def test_policies_compare_as_data():
     assert Lossy(Group(bits=2)) == Lossy(Group(bits=2)) != Lossy(Group(bits=3))
     assert Lossy(Cast()) != Lossy(SparseLossless())
     assert hash(Exact()) == hash(Exact())
+
+
+def test_offload_comes_after_all_other_exact_actions():
+    policy = OffloadRest("file", directory="there", from_nbytes=1000)
+    assert policy(site(nbytes=1000)) == Offload("file", "there")
+    assert policy(site(nbytes=1000, need=Need.EXACT)) == Offload("file", "there")
+    assert policy(site(nbytes=999)) == Keep("too small to be worth a transfer")
+    assert isinstance(policy(site(nbytes=5000, need=Need.MASK)), Encode)
+    assert policy(site(nbytes=5000, need=Need.SHAPE)) == Rebuild()
+    exact = site(nbytes=5000, rebuildable=Rebuildable.EXACT)
+    assert policy(exact) == Rebuild()
+    assert OffloadRest(rebuild=False)(site(nbytes=1 << 20, rebuildable=Rebuildable.EXACT)) == (
+        Offload()
+    )

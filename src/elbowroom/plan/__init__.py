@@ -7,7 +7,9 @@ A `Site` goes in, an `Action` comes out; no CUDA, no autograd, no clock. For a w
 from elbowroom.plan.action import Action as Action
 from elbowroom.plan.action import Encode as Encode
 from elbowroom.plan.action import Keep as Keep
+from elbowroom.plan.action import Offload as Offload
 from elbowroom.plan.action import Rebuild as Rebuild
+from elbowroom.plan.offload_rest import OffloadRest as OffloadRest
 from elbowroom.plan.policy import Exact as Exact
 from elbowroom.plan.policy import KeepAll as KeepAll
 from elbowroom.plan.policy import Lean as Lean

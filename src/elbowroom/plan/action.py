@@ -1,6 +1,7 @@
 """What can be done with a saved tensor. `runtime/perform.py` is the one place that does it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from elbowroom.codecs import Codec, Facts
 from elbowroom.codecs.facts import NOTHING
@@ -31,4 +32,17 @@ class Rebuild:
     """It is dropped, and made again from what its producer saves."""
 
 
-Action = Keep | Encode | Rebuild
+@dataclass(frozen=True)
+class Offload:
+    """It is moved away, and brought back when backward asks for it, or a little before.
+
+    tier       "host": pinned memory of the host, for what is on a GPU; "file": a temporary file;
+               None: the host for what is on a GPU, a file for what is in host memory already
+    directory  where the file lies; None: where `tempfile` puts its own
+    """
+
+    tier: Literal["host", "file"] | None = None
+    directory: str | None = None
+
+
+Action = Keep | Encode | Rebuild | Offload

@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from elbowroom.runtime.prefetcher import Prefetcher
+
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
 SiteKey = tuple[str, str, tuple[int, ...], torch.dtype]
@@ -27,6 +29,7 @@ class Context:
         self.count = 0
         self.step = 0
         self.learns = learns
+        self.prefetcher = Prefetcher()
         self._kept: set[SiteKey] = set()
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()

@@ -24,7 +24,17 @@ import torch
 from torch import Tensor
 
 from elbowroom.errors import CodecError, ElbowroomError, PlanError, RestoreError
-from elbowroom.plan import Action, Encode, Keep, Need, Policy, Rebuild, Rebuildable, Site
+from elbowroom.plan import (
+    Action,
+    Encode,
+    Keep,
+    Need,
+    Offload,
+    Policy,
+    Rebuild,
+    Rebuildable,
+    Site,
+)
 from elbowroom.runtime import modules
 from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.calls import intercepted
@@ -43,6 +53,7 @@ from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.identity import (
     Identity,
+    covering,
     dense_base,
     is_made_of_parameters,
     is_parameter,
@@ -303,6 +314,8 @@ class Saving:
         if not left_alone:
             slot.sites.append(site)
         action = Keep(left_alone) if left_alone else self._decide(site, ready)
+        if isinstance(action, Offload) and covering(x) is None:
+            action = Keep("a part of a storage whose other parts may change")
         slot.entry.why = action.why if isinstance(action, Keep) else ""
         seed = self.context.next_seed() if isinstance(action, Encode) else 0
         covers = x.numel() == whole.numel()
@@ -312,12 +325,17 @@ class Saving:
                 return  # another op needs it exactly by now
             known = slot.statistics
             try:
-                slot.hold(perform(action, whole, need, ready, seed, outlived, known))
+                prefetcher = self.context.prefetcher
+                slot.hold(
+                    perform(
+                        action, whole, need, ready, seed, outlived, known, prefetcher, site.name
+                    )
+                )
             except CodecError as error:
                 dtype = str(site.dtype).removeprefix("torch.")
                 where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
                 raise CodecError(f"{error} ({where})") from error
-            if self._watch is not None and not isinstance(action, Keep):
+            if self._watch is not None and not isinstance(action, Keep | Offload):
                 encoded = action if isinstance(action, Encode) else None
                 self._watch.held(slot, whole, site, None if encoded is None else encoded.codec)
 
@@ -401,7 +419,7 @@ class Saving:
 
 def is_lossy(action: Action, need: Need) -> bool:
     """Whether the tensor may be, or may become, a lossy code."""
-    at_once = isinstance(action, Encode) and action.codec.lossless
+    at_once = isinstance(action, Offload) or (isinstance(action, Encode) and action.codec.lossless)
     return need is Need.LOSSY and not at_once
 
 

@@ -174,6 +174,22 @@ def is_made_of_parameters(x: Tensor) -> bool:
 
 def dense_base(x: Tensor) -> Tensor | None:
     """A dense tensor that covers x's storage; None if x is a window onto a much larger storage."""
+    candidate = covering(x)
+    if candidate is not None:
+        return candidate
+    nbytes = storage_nbytes(x)
+    n = nbytes // x.element_size()
+    if n * x.element_size() != nbytes or x.numel() * _WINDOW < n:
+        return None
+    return x.detach().as_strided((n,), (1,), 0)
+
+
+def covering(x: Tensor) -> Tensor | None:
+    """x or what it is a view of, where that is dense and covers the storage.
+
+    Where neither does, there are parts of the storage that x's version does not tell of: the pieces
+    of `unsafe_chunk` (a GRU's gates) share a storage, and each counts its own changes.
+    """
     nbytes = storage_nbytes(x)
     for candidate in (x, x._base):
         if (
@@ -183,7 +199,4 @@ def dense_base(x: Tensor) -> Tensor | None:
             and torch.ops.aten.is_non_overlapping_and_dense(candidate)
         ):
             return candidate
-    n = nbytes // x.element_size()
-    if n * x.element_size() != nbytes or x.numel() * _WINDOW < n:
-        return None
-    return x.detach().as_strided((n,), (1,), 0)
+    return None

@@ -30,15 +30,20 @@ class Row:
     count: int
     before_nbytes: int
     after_nbytes: int
+    away_nbytes: int = 0
 
 
 class Entry:
-    """One storage: its bytes in plain autograd, and what is held for it now."""
+    """One storage: its bytes in plain autograd, and what is held for it now.
+
+    away_nbytes: what is held for it in another tier, and not on its own device.
+    """
 
     __slots__ = (
         "_ledger",
         "action",
         "after_nbytes",
+        "away_nbytes",
         "before_nbytes",
         "born",
         "consumer",
@@ -54,14 +59,22 @@ class Entry:
         self._ledger = weakref.ref(ledger)  # no cycle: a step's garbage would wake the collector
         self.module, self.consumer, self.dtype = module, consumer, dtype
         self.before_nbytes = before_nbytes
-        self.after_nbytes = 0
+        self.after_nbytes = self.away_nbytes = 0
         self.action, self.why = "", ""
         self.born = self.died = 0
 
     def hold(self, nbytes: int) -> None:
+        """So many bytes are held, here or away."""
         ledger = self._ledger()
         if ledger is not None:
-            ledger._change(self, nbytes)
+            ledger._change(self, nbytes - self.away_nbytes, self.away_nbytes)
+
+    def move_away(self, nbytes: int) -> None:
+        """So many of them are away from now on, and not here. From any thread."""
+        ledger = self._ledger()
+        if ledger is not None:
+            held = self.after_nbytes + self.away_nbytes
+            ledger._change(self, held - nbytes, nbytes)
 
     def close(self) -> None:
         ledger = self._ledger()
@@ -70,7 +83,10 @@ class Entry:
 
 
 class Ledger:
-    """Counts of one `saving` context. `before_nbytes` and `after_nbytes` are the two to compare."""
+    """Counts of one `saving` context. `before_nbytes` and `after_nbytes` are the two to compare.
+
+    away_nbytes: what was in host memory or in a file instead, at the same moment.
+    """
 
     def __init__(self) -> None:
         # Reentrant: the garbage collector may close an entry inside any of our own lines.
@@ -81,8 +97,10 @@ class Ledger:
         self._fullest = 0
         self._dead = 0
         self.held_nbytes = 0
+        self.held_away_nbytes = 0
         self.before_nbytes = 0
         self.after_nbytes = 0
+        self.away_nbytes = 0
 
     def open(self, module: str, consumer: str, dtype: str, before_nbytes: int) -> Entry:
         """A new entry for a storage of `before_nbytes`."""
@@ -114,6 +132,7 @@ class Ledger:
                 len(part),
                 sum(e.before_nbytes for e in part),
                 sum(e.after_nbytes for e in part),
+                sum(e.away_nbytes for e in part),
             )
             for key, part in groups.items()
         ]
@@ -135,15 +154,15 @@ class Ledger:
     def __repr__(self) -> str:
         return f"Ledger({show_nbytes(self.before_nbytes)} -> {show_nbytes(self.after_nbytes)})"
 
-    def _change(self, entry: Entry, nbytes: int) -> None:
+    def _change(self, entry: Entry, nbytes: int, away_nbytes: int) -> None:
         with self._lock:
             if entry.died:
                 return
-            difference = nbytes - entry.after_nbytes
-            entry.after_nbytes = nbytes
-            self.held_nbytes += difference
+            self.held_nbytes += nbytes - entry.after_nbytes
+            self.held_away_nbytes += away_nbytes - entry.away_nbytes
+            entry.after_nbytes, entry.away_nbytes = nbytes, away_nbytes
             if entry.born <= self._fullest and self._plain_nbytes == self.before_nbytes:
-                self.after_nbytes = self.held_nbytes
+                self.after_nbytes, self.away_nbytes = self.held_nbytes, self.held_away_nbytes
 
     def _close(self, entry: Entry) -> None:
         with self._lock:
@@ -152,6 +171,7 @@ class Ledger:
             self._clock += 1
             entry.died = self._clock
             self.held_nbytes -= entry.after_nbytes
+            self.held_away_nbytes -= entry.away_nbytes
             self._plain_nbytes -= entry.before_nbytes
             if entry.born > self._fullest:
                 del self._entries[entry.born]
@@ -166,7 +186,7 @@ class Ledger:
             self._dead = 0
         self._fullest = self._clock
         self.before_nbytes = self._plain_nbytes
-        self.after_nbytes = self.held_nbytes
+        self.after_nbytes, self.away_nbytes = self.held_nbytes, self.held_away_nbytes
 
 
 def _render(ledger: Ledger) -> str:
@@ -176,14 +196,20 @@ def _render(ledger: Ledger) -> str:
             "(open the context around its call instead), or not at all.\n"
         )
     before, after = show_nbytes(ledger.before_nbytes), show_nbytes(ledger.after_nbytes)
-    table = Table(title=f"saved tensors: {before} -> {after}")
+    any_away = ledger.away_nbytes > 0
+    away = f", and {show_nbytes(ledger.away_nbytes)} away" if any_away else ""
+    table = Table(title=f"saved tensors: {before} -> {after}{away}")
     for name in ("module", "saved by", "dtype", "action", "n"):
         table.add_column(name, justify="right" if name == "n" else "left")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
+    if any_away:
+        table.add_column("away", justify="right")
     table.add_column("left alone because")
     for row in sorted(ledger.rows, key=lambda row: -row.before_nbytes):
-        sizes = show_nbytes(row.before_nbytes), show_nbytes(row.after_nbytes)
+        sizes = [show_nbytes(row.before_nbytes), show_nbytes(row.after_nbytes)]
+        if any_away:
+            sizes.append(show_nbytes(row.away_nbytes) if row.away_nbytes else "")
         table.add_row(
             row.module, row.consumer, row.dtype, row.action, str(row.count), *sizes, row.why
         )

@@ -7,11 +7,21 @@ from torch import Tensor
 
 from elbowroom.codecs import BitMask, Facts
 from elbowroom.errors import PlanError
-from elbowroom.plan import Action, Encode, Keep, Need, Rebuild
+from elbowroom.plan import Action, Encode, Keep, Need, Offload, Rebuild, SiteName
 from elbowroom.runtime.consumers import MASKED_OUTPUT
-from elbowroom.runtime.handles import EncodeHandle, Handle, KeepHandle, RebuildHandle
+from elbowroom.runtime.handles import (
+    EncodeHandle,
+    Handle,
+    KeepHandle,
+    OffloadHandle,
+    RebuildHandle,
+)
 from elbowroom.runtime.normal import Statistics
+from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.recipes import Ready
+from elbowroom.runtime.tiers import tier_for
+
+_NOWHERE = SiteName("", "")
 
 
 def perform(
@@ -22,11 +32,15 @@ def perform(
     seed: int,
     on_outlived: Callable[[], None] | None = None,
     statistics: Statistics | None = None,
+    prefetcher: Prefetcher | None = None,
+    name: SiteName = _NOWHERE,
 ) -> Handle:
     """Do to `base`, a tensor that covers its storage, what was decided.
 
     ready       its recipe, if it has one
     statistics  of the norm that it is the input of
+    prefetcher  brings offloaded tensors back early, by the order that it learned
+    name        of the site
     """
     match action:
         case Keep(why):
@@ -43,9 +57,14 @@ def perform(
             if need is Need.EXACT or not ready.works_lossy:
                 ready.pin()
             return RebuildHandle(ready, base)
+        case Offload():
+            tier = tier_for(action, base)
+            if isinstance(tier, str):
+                return KeepHandle(base, tier)
+            return OffloadHandle(tier, base, prefetcher, name, on_outlived)
         case _:
             raise PlanError(
-                f"a policy returns Keep, Encode or Rebuild; got {action!r}. "
+                f"a policy returns Keep, Encode, Rebuild or Offload; got {action!r}. "
                 "Import them from elbowroom.plan, and return one for every site."
             )
 

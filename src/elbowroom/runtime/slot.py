@@ -6,6 +6,7 @@ that op needs. The last view to die takes the slot with it, and the ledger hears
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.base import Handle
 from elbowroom.runtime.handles.encode import EncodeHandle
 from elbowroom.runtime.handles.keep import KeepHandle
+from elbowroom.runtime.handles.offload import OffloadHandle
 from elbowroom.runtime.ledger import Entry
 from elbowroom.runtime.normal import Statistics, flat_of
 
@@ -124,7 +126,11 @@ class Slot:
         bitmap = getattr(value, "bitmap", None)
         self.bits = self.bits if bitmap is None else bitmap
         self.entry.action = value.label
+        if isinstance(value, KeepHandle):
+            self.entry.why = value.why
         self._tell()
+        if isinstance(value, OffloadHandle):
+            value.when_away(partial(self.entry.move_away, value.full_nbytes))
 
     def hold_bits(self, bits: Tensor) -> None:
         """Take the bits of what is positive."""
@@ -139,7 +145,7 @@ class Slot:
         self._tell()
 
     def _tell(self) -> None:
-        nbytes = 0 if self.value is None else self.value.nbytes
+        nbytes = 0 if self.value is None else getattr(self.value, "full_nbytes", self.value.nbytes)
         if self.bits is not None and self.bits is not getattr(self.value, "bitmap", None):
             nbytes += self.bits.numel()
         self.entry.hold(nbytes)

@@ -6,6 +6,8 @@ handle          holds                                   restore()
 KeepHandle      the tensor itself                       the tensor, after a version check
 EncodeHandle    an `Encoded`                            decodes; or the original, if somebody else
                                                         keeps it alive
+OffloadHandle   a ticket of another tier                brings the bytes back; or the original, as
+                                                        above
 DropHandle      nothing                                 never: the forward only counted
 RebuildHandle   a recipe and the handles it starts at   runs the recipe
 """
@@ -14,4 +16,5 @@ from elbowroom.runtime.handles.base import Handle as Handle
 from elbowroom.runtime.handles.drop import DropHandle as DropHandle
 from elbowroom.runtime.handles.encode import EncodeHandle as EncodeHandle
 from elbowroom.runtime.handles.keep import KeepHandle as KeepHandle
+from elbowroom.runtime.handles.offload import OffloadHandle as OffloadHandle
 from elbowroom.runtime.handles.rebuild import RebuildHandle as RebuildHandle

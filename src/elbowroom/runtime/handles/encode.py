@@ -7,7 +7,6 @@ as it is, exactly and for nothing, and `on_outlived` is told, so that the site i
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from elbowroom.codecs import Affine, Encoded
@@ -15,6 +14,7 @@ from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.weak import WeakStorage
+from elbowroom.runtime.witness import counted, witness_of
 
 
 class EncodeHandle:
@@ -44,7 +44,7 @@ class EncodeHandle:
         self._undo = undo
         self._offset = base.storage_offset()
         self._original = WeakStorage(base)
-        self._witness = _witness(base)
+        self._witness = witness_of(base)
         self._version = version_of(base)
         self._nbytes = storage_nbytes(base)
         self._restored: tuple[WeakStorage, Tensor, int] | None = None
@@ -76,7 +76,7 @@ class EncodeHandle:
         flat = self._room()
         x = self._encoded.decode(flat, None if self._undo is None else self._undo())
         if not private and not ARENA.owns(flat):
-            self._restored = WeakStorage(x), _witness(x), x._version
+            self._restored = WeakStorage(x), witness_of(x), x._version
         return x
 
     def restore_mapped(self, affine: Affine, bits: Tensor | None) -> Tensor:
@@ -102,7 +102,7 @@ class EncodeHandle:
             ):  # not freed by hand: resize_(0)
                 if self.on_outlived is not None:
                     self.on_outlived()
-                return _counted(
+                return counted(
                     self._witness, original.as_strided(encoded.shape, encoded.stride, self._offset)
                 )
         if self._restored is None:
@@ -112,23 +112,5 @@ class EncodeHandle:
         return (
             None
             if restored is None
-            else _counted(witness, restored.as_strided(encoded.shape, encoded.stride, 0))
+            else counted(witness, restored.as_strided(encoded.shape, encoded.stride, 0))
         )
-
-
-def _witness(x: Tensor) -> Tensor:
-    """A tensor without memory that shares x's version counter.
-
-    It sees in-place changes, and keeps nothing alive.
-    """
-    return _counted(x, torch.empty(0, dtype=x.dtype, device=x.device))
-
-
-def _counted(counter: Tensor, x: Tensor) -> Tensor:
-    """x with the version counter of another tensor.
-
-    So a backward in Python that overwrites x is seen.
-    """
-    counted = counter.detach()
-    counted.data = x
-    return counted

@@ -5,6 +5,7 @@
    without a word), so the version is stored here and compared on every restore.
 """
 
+import torch
 from torch import Tensor
 
 from elbowroom.errors import RestoreError
@@ -44,12 +45,19 @@ def check_version(x: Tensor, version: int) -> None:
     """Raise RestoreError if x was changed in place since `version`."""
     now = version_of(x)
     if now != version:
-        raise RestoreError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} was saved at "
-            f"version {version} and is at version {now} now. Change a clone of it, or call "
-            "backward() first."
-        )
+        raise changed_in_place(tuple(x.shape), x.dtype, version, now)
+
+
+def changed_in_place(
+    shape: tuple[int, ...], dtype: torch.dtype, version: int, now: int
+) -> RestoreError:
+    """The error of a tensor that was saved at `version`, and is at `now`."""
+    return RestoreError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {str(dtype).removeprefix('torch.')} {shape} was saved at "
+        f"version {version} and is at version {now} now. Change a clone of it, or call "
+        "backward() first."
+    )
 
 
 def version_of(x: Tensor) -> int:

@@ -1,0 +1,187 @@
+"""Offload: the bytes are in another tier, and come back when backward asks, or a little before.
+
+What is given back is, in this order:
+1. the tensor itself, as long as it is on its way out, or somebody else holds it (in which case the
+   move was for nothing, and `on_outlived` is told);
+2. what an earlier restore gave, if a reader still holds it;
+3. what was prefetched; else what is fetched now.
+
+A tensor that was changed in place after it was saved is refused, as in plain autograd: it may have
+been changed while it was being written.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from elbowroom.errors import RestoreError
+from elbowroom.plan import SiteName
+from elbowroom.runtime.arena import ARENA
+from elbowroom.runtime.handles.keep import changed_in_place, storage_nbytes, version_of
+from elbowroom.runtime.normal import flat_of
+from elbowroom.runtime.prefetcher import Prefetcher
+from elbowroom.runtime.tiers import Arrival, Tier
+from elbowroom.runtime.weak import WeakStorage
+from elbowroom.runtime.witness import counted, witness_of
+
+_NOWHERE = SiteName("", "")
+
+
+class OffloadHandle:
+    """Holds the ticket of one dense tensor `base`. name: of its site, for errors and the order."""
+
+    __slots__ = (
+        "__weakref__",
+        "_device",
+        "_dtype",
+        "_early",
+        "_full_nbytes",
+        "_name",
+        "_numel",
+        "_offset",
+        "_original",
+        "_place",
+        "_prefetcher",
+        "_restored",
+        "_shape",
+        "_stride",
+        "_ticket",
+        "_version",
+        "_witness",
+        "on_outlived",
+    )
+
+    exact = True
+    label = "offload"
+
+    def __init__(
+        self,
+        tier: Tier,
+        base: Tensor,
+        prefetcher: Prefetcher | None = None,
+        name: SiteName = _NOWHERE,
+        on_outlived: Callable[[], None] | None = None,
+    ) -> None:
+        self._shape, self._stride = tuple(base.shape), base.stride()
+        self._offset, self._numel = int(base.storage_offset()), base.numel()
+        self._dtype, self._device = base.dtype, base.device
+        self._name = name
+        self._original = WeakStorage(base)
+        self._witness = witness_of(base)
+        self._version = version_of(base)
+        self._full_nbytes = storage_nbytes(base)
+        self._restored: tuple[WeakStorage, Tensor, int] | None = None
+        self._early: list[tuple[Tensor, Arrival]] = []  # at most one; who pops it has it
+        self.on_outlived = on_outlived
+        self._ticket = tier.put(flat_of(base.detach()).view(torch.uint8))
+        self._prefetcher = Prefetcher() if prefetcher is None else prefetcher
+        self._place = self._prefetcher.put(self, name[:2])
+
+    def __del__(self) -> None:
+        ticket = getattr(self, "_ticket", None)
+        if ticket is not None:
+            ticket.drop()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the tensor's own device: all, until it is away."""
+        return 0 if self._ticket.source is None else self._full_nbytes
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the tensor, wherever they are."""
+        return self._full_nbytes
+
+    def when_away(self, call: Callable[[], None]) -> None:
+        """Call once `nbytes` is 0, from any thread."""
+        self._ticket.when_away(call)
+
+    def restore(self, *, private: bool = False) -> Tensor:
+        """The tensor with base's shape and strides."""
+        now = version_of(self._witness)
+        if now != self._version:
+            raise changed_in_place(self._shape, self._dtype, self._version, now)
+        there = self._still_there()
+        if there is None:
+            flat = self._fetched()
+            x = flat.as_strided(self._shape, self._stride, 0)
+            if not private and not ARENA.owns(flat):
+                self._restored = WeakStorage(x), witness_of(x), x._version
+            return x
+        self._prefetcher.asked(self._place, self, was_early=None)
+        return there.clone() if private else there
+
+    def _still_there(self) -> Tensor | None:
+        source = self._ticket.source
+        original = self._original.tensor(self._dtype)
+        if original is not None and storage_nbytes(original) == self._full_nbytes:
+            if source is None and self.on_outlived is not None:
+                self.on_outlived()
+            return counted(
+                self._witness, original.as_strided(self._shape, self._stride, self._offset)
+            )
+        if source is not None:
+            raise RestoreError(
+                f"{self._what} cannot be given back: its memory was freed by hand before it was "
+                "written. Leave it alone until backward, or use er.saving('exact')."
+            )
+        if self._restored is None:
+            return None
+        storage, witness, version = self._restored
+        restored = storage.tensor(self._dtype) if witness._version == version else None
+        if restored is None:
+            return None
+        return counted(witness, restored.as_strided(self._shape, self._stride, 0))
+
+    def _fetched(self) -> Tensor:
+        """The bytes, as a flat tensor that nobody else sees."""
+        try:
+            flat, arrival = self._early.pop()
+            was_early = True
+        except IndexError:
+            flat, arrival = self._fetch()
+            was_early = False
+        self._prefetcher.asked(self._place, self, was_early=was_early)
+        try:
+            arrival.wait()
+        except OSError as error:
+            raise RestoreError(
+                f"{self._what} cannot be brought back: {error.strerror or error}. Run the step "
+                "again; if it comes again, look after the disk, or name another directory=."
+            ) from error
+        return flat
+
+    def _fetch(self) -> tuple[Tensor, Arrival]:
+        flat = ARENA.take(self._numel, self._dtype, self._device)
+        return flat, self._ticket.fetch(flat.view(torch.uint8))
+
+    @property
+    def _what(self) -> str:
+        dtype = str(self._dtype).removeprefix("torch.")
+        return f"{dtype} {self._shape} of '{self._name.consumer}' in '{self._name.module}'"
+
+    # --- For the prefetcher
+
+    @property
+    def away_nbytes(self) -> int:
+        """Bytes that must be brought back; 0 where something is still there."""
+        if self._ticket.source is not None or not self._original.expired():
+            return 0
+        if self._restored is not None and not self._restored[0].expired():
+            return 0
+        return self._full_nbytes
+
+    @property
+    def is_early(self) -> bool:
+        return bool(self._early)
+
+    def prefetch(self) -> None:
+        """Start to bring it back. Without the memory for it, it is not early, and that is all."""
+        with suppress(RuntimeError, MemoryError):
+            self._early.append(self._fetch())
+
+    def let_go(self) -> None:
+        """Forget what came back early."""
+        self._early.clear()

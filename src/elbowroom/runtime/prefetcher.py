@@ -1,0 +1,167 @@
+"""Bring offloaded tensors back a little before backward asks.
+
+Tensors that are offloaded before anything of them is asked for make a round: mostly one forward.
+In the next round of the same sites, they are asked for in the same order, so each request starts
+the ones that came next. Before that, or where the order is another, the guess is autograd's habit:
+what went last comes back first.
+
+    put      a b c d          a round; it ends with the first request
+    asked    d b c a          remembered under the sites of a b c d
+    request for d: starts b, c, as far as the window reaches
+
+A guess only costs time. What is back too early, and was not asked for while other things were, is
+let go again when it takes the room of what is needed. Nothing here holds a handle: rounds know them
+weakly, and what is remembered are numbers.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from elbowroom.runtime.tiers.window import MOST_NBYTES, MOST_TENSORS
+
+_LOOKAHEAD = 8  # how many to look at for one that is worth starting
+_MOST_ORDERS = 32
+_MOST_PASSES = 4  # of one round, under retain_graph: the order is known by then
+
+
+class Movable(Protocol):
+    """What a round knows of a handle."""
+
+    @property
+    def away_nbytes(self) -> int:
+        """Bytes that must be brought back before it can be restored; 0: none, now."""
+        ...
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it is back, or on its way, and was not asked for yet."""
+        ...
+
+    def prefetch(self) -> None:
+        """Start to bring it back."""
+        ...
+
+    def let_go(self) -> None:
+        """Forget what came back early."""
+        ...
+
+
+class Round:
+    """Handles in the order in which they were put, and the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.handles: WeakValueDictionary[int, Movable] = WeakValueDictionary()
+        self.count = 0
+        self.signature = 0
+        self.asked: list[int] | None = None
+        self._guess: list[int] = []
+        self._at = 0
+
+    def put(self, handle: Movable, name: Hashable) -> int:
+        self.handles[self.count] = handle
+        self.signature = hash((self.signature, name))
+        self.count += 1
+        return self.count - 1
+
+    def begin(self, guess: list[int]) -> list[int]:
+        """The first request. The list that is given will hold the order."""
+        self._guess, self.asked = guess, []
+        return self.asked
+
+    def after(self, index: int) -> Iterator[int]:
+        """What is probably asked for next."""
+        guess = self._guess
+        for start in (self._at, 0):
+            try:
+                self._at = guess.index(index, start) + 1
+            except ValueError:
+                continue
+            yield from islice(guess, self._at, None)
+            break
+        yield from range(index - 1, -1, -1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of one handle in its round."""
+
+    round: Round
+    index: int
+
+
+class Prefetcher:
+    """Of one training: what was learned, and what is back early just now.
+
+    found, missed   requests for what was back early, or on its way; and for what was not
+    """
+
+    def __init__(self, most_tensors: int = MOST_TENSORS, most_nbytes: int = MOST_NBYTES) -> None:
+        self.most_tensors, self.most_nbytes = most_tensors, most_nbytes
+        self.found = self.missed = 0
+        self._round = Round()
+        self._orders: OrderedDict[int, list[int]] = OrderedDict()
+        self._early: WeakValueDictionary[int, Movable] = WeakValueDictionary()
+        self._busy = threading.Lock()  # never waited for: who finds it taken starts nothing
+
+    def put(self, handle: Movable, name: Hashable) -> Place:
+        """A handle was made."""
+        if self._round.asked is not None:
+            self._round = Round()
+        return Place(self._round, self._round.put(handle, name))
+
+    def asked(self, place: Place, handle: Movable, *, was_early: bool | None) -> None:
+        """A handle is being restored: start what probably comes next.
+
+        was_early: None if nothing had to be brought back for it.
+        """
+        self.found += was_early is True
+        self.missed += was_early is False
+        if not self._busy.acquire(blocking=False):
+            return
+        try:
+            self._early.pop(id(handle), None)
+            self._note(place)
+            self._start(place, was_early)
+        finally:
+            self._busy.release()
+
+    def _note(self, place: Place) -> None:
+        around = place.round
+        if around.asked is None:
+            guess = self._orders.get(around.signature, [])
+            self._orders[around.signature] = around.begin(guess)
+            self._orders.move_to_end(around.signature)
+            if len(self._orders) > _MOST_ORDERS:
+                self._orders.popitem(last=False)
+        if around.asked is not None and len(around.asked) < _MOST_PASSES * around.count:
+            around.asked.append(place.index)
+
+    def _start(self, place: Place, was_early: bool | None) -> None:
+        handles = place.round.handles
+        ahead = [handles.get(index) for index in islice(place.round.after(place.index), _LOOKAHEAD)]
+        if was_early is False:
+            self._let_go_of_all_but(ahead)
+        for handle in ahead:
+            if handle is None or handle.is_early or not handle.away_nbytes:
+                continue
+            if not self._has_room(handle.away_nbytes):
+                return
+            self._early[id(handle)] = handle
+            handle.prefetch()
+
+    def _let_go_of_all_but(self, ahead: list[Movable | None]) -> None:
+        for handle in list(self._early.values()):
+            if all(handle is not one for one in ahead):
+                handle.let_go()
+                self._early.pop(id(handle), None)
+
+    def _has_room(self, nbytes: int) -> bool:
+        early = [one.away_nbytes for one in list(self._early.values()) if one.is_early]
+        return not early or (
+            len(early) < self.most_tensors and sum(early) + nbytes <= self.most_nbytes
+        )

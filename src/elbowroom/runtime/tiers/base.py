@@ -1,0 +1,60 @@
+"""The seam: a tier takes bytes, and gives a ticket to fetch them with."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Arrival(Protocol):
+    """Bytes on their way back."""
+
+    def wait(self) -> None:
+        """Return when they may be read by what runs next. OSError: they cannot be had."""
+        ...
+
+
+class Ticket(Protocol):
+    """Stands for the bytes of one `put`.
+
+    source  the tensor itself, for as long as the tier needs it; None once it is away
+    """
+
+    @property
+    def source(self) -> Tensor | None: ...
+
+    def fetch(self, into: Tensor) -> Arrival:
+        """Begin to bring the bytes back, any number of times. `into`: flat bytes, as long as these.
+
+        Only where `source` is None.
+        """
+        ...
+
+    def when_away(self, call: Callable[[], None]) -> None:
+        """Call once `source` is None, from any thread; at once, if it is."""
+        ...
+
+    def drop(self) -> None:
+        """Nobody will ask any more. It may be called anywhere, and never waits."""
+        ...
+
+
+class Tier(Protocol):
+    """A place for bytes.
+
+    refusal  why nothing can be put just now, or ""
+    """
+
+    @property
+    def refusal(self) -> str: ...
+
+    def put(self, flat: Tensor) -> Ticket:
+        """Begin to take the bytes of `flat`, which must not change until they are away.
+
+        It waits where too much is on its way already.
+        """
+        ...
+
+    def say_trouble(self) -> None:
+        """Warn of what went wrong since the last time, if anything did."""
+        ...

@@ -1,0 +1,262 @@
+"""The file tier: one unlinked file per process and directory; threads write and read it.
+
+    put:    window -> extent -> a worker writes, with a checksum -> a later `put` lets it go
+    fetch:  a worker reads into memory of the caller's, and compares the checksum
+
+1. While a write is on its way, the ticket holds the tensor, and `source` gives it: what backward
+   asks for at once is never read back. It is let go by the thread that puts, not by a worker, whose
+   frees torch's profiler does not see (so `er.peak` would count them as held).
+2. A write that fails keeps its tensor in memory: nothing is lost, it is said once, and nothing more
+   is put until all that is there has been dropped.
+3. `drop` may come from `__del__`, anywhere: it takes no lock that its own thread may hold. What
+   only one may do (write or cancel, free an extent) goes to who pops a token from a list.
+4. A forked child reads the parent's extents by itself, and frees none. Its own go to a new file.
+5. An empty file is truncated: the disk space is free between steps, and pages that the system has
+   not written yet never reach the disk.
+
+The system's page cache lies between: what was written is in memory that the system takes back when
+somebody needs it, and reading it again mostly costs a copy.
+"""
+
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from torch import Tensor
+
+from elbowroom.errors import PlanError
+from elbowroom.runtime.tiers import unlinked
+from elbowroom.runtime.tiers.extents import Extents
+from elbowroom.runtime.tiers.window import Window
+from elbowroom.runtime.tiers.workers import WORKERS
+from elbowroom.units import show_nbytes
+
+
+class FileTier:
+    """Bytes in one file. `file_tier` (choose.py) gives the one of a directory."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.window = Window()
+        try:
+            self.descriptor = unlinked.open_unlinked(directory)
+        except OSError as error:
+            raise PlanError(
+                f"offload: no file can be made in '{directory}' ({error.strerror or error}); "
+                "name another place, as in er.saving('offload', directory='/var/tmp')"
+            ) from error
+        self._lock = threading.Lock()
+        self._extents = Extents()
+        self._dropped: deque[tuple[int, int]] = deque()
+        self._written: deque[FileTicket] = deque()
+        self._trouble = ""
+        self._untold: str | None = ""  # None: it was said; once is enough
+        if unlinked.is_in_memory(self.descriptor):
+            warnings.warn(
+                f"offload: '{directory}' lies in memory (tmpfs): what is moved there frees none. "
+                "Name a directory on a disk, as in er.saving('offload', directory='/var/tmp').",
+                stacklevel=2,
+            )
+
+    def __del__(self) -> None:
+        descriptor, self.descriptor = getattr(self, "descriptor", -1), -1
+        if descriptor >= 0:  # in a cycle that dies, tickets may drop theirs after this
+            os.close(descriptor)
+
+    @property
+    def end(self) -> int:
+        """Where the last taken part of the file ends."""
+        return self._extents.end
+
+    @property
+    def refusal(self) -> str:
+        return self._trouble
+
+    def put(self, flat: Tensor, before: Callable[[], None] | None = None) -> "FileTicket":
+        """before: what a worker does first, such as waiting until `flat` is filled."""
+        WORKERS.start()
+        nbytes = flat.numel()
+        self._let_go()
+        self.window.enter(nbytes)
+        self._let_go()
+        with self._lock:
+            offset = self._extents.take(nbytes)
+        self._collect()
+        assert offset is not None  # a file has no limit of ours
+        ticket = FileTicket(self, flat, offset, before)
+        WORKERS.submit(ticket.write)
+        return ticket
+
+    def flush(self) -> None:
+        """Wait until nothing is on its way to the file."""
+        self.window.wait_until_empty()
+        self._let_go()
+
+    def written(self, ticket: "FileTicket") -> None:
+        """Of a worker: this one may be let go."""
+        self._written.append(ticket)
+
+    def _let_go(self) -> None:
+        while self._written:
+            with suppress(IndexError):  # another thread was faster
+                self._written.popleft().let_go()
+
+    def say_trouble(self) -> None:
+        if self._untold:
+            untold, self._untold = self._untold, None
+            warnings.warn(untold, stacklevel=2)
+
+    def failed(self, error: Exception, nbytes: int) -> None:
+        """A write of so many bytes failed."""
+        reason = getattr(error, "strerror", None) or error
+        why = f"writing {show_nbytes(nbytes)} to '{self.directory}' failed: {reason}"
+        if self._untold == "":
+            self._untold = (
+                f"offload: {why}. What could not be written stays in memory, and nothing more is "
+                "moved until the file is empty again. Make room, or name another directory=."
+            )
+        self._trouble = f"offload: {why}"
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """An extent is free. Rule 3."""
+        self._dropped.append((offset, nbytes))
+        self._collect()
+
+    def _collect(self) -> None:
+        """Free what was dropped. Who finds the lock taken leaves it to who has it."""
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                while self._dropped:
+                    self._extents.give_back(*self._dropped.popleft())
+                is_empty = not self._extents.end
+            finally:
+                self._lock.release()
+            if is_empty:
+                self._trouble = ""
+                WORKERS.submit(self._truncate)
+
+    def _truncate(self) -> None:
+        with self._lock:
+            if not self._extents.end:
+                with suppress(OSError):  # then the space comes back when the process ends
+                    os.ftruncate(self.descriptor, 0)
+
+
+class FileTicket:
+    """One extent of a file; before that, the tensor that goes there."""
+
+    def __init__(
+        self, tier: FileTier, flat: Tensor, offset: int, before: Callable[[], None] | None
+    ) -> None:
+        self._tier = tier
+        self._before = before
+        self._offset, self._nbytes = offset, flat.numel()
+        self._checksum = 0
+        self._pid = os.getpid()
+        self._to_write = [True]  # who pops it writes, or cancels
+        self._to_free = [True]  # who pops it frees the extent
+        self._call: Callable[[], None] | None = None
+        self._is_dropped = self._is_written = False
+        self.source: Tensor | None = flat
+
+    def write(self) -> None:
+        """A worker's job."""
+        if not _pop(self._to_write):
+            return
+        assert self.source is not None
+        before, self._before = self._before, None  # it may hold who holds us
+        try:
+            if before is not None:
+                before()
+            self._checksum = unlinked.write(self._tier.descriptor, self.source, self._offset)
+        except Exception as error:  # whatever it is: nobody else would hear of it
+            self._tier.failed(error, self._nbytes)
+            self._free()
+        else:
+            self._is_written = True
+            self._tier.written(self)
+        finally:
+            self._tier.window.leave(self._nbytes)
+        if self._is_dropped:
+            self._release()
+
+    def let_go(self) -> None:
+        """It is written: the tensor is needed no more."""
+        self.source = None
+        call = self._call  # dropping forgets it, at any time
+        if call is not None:
+            call()
+
+    def fetch(self, into: Tensor) -> "Reading":
+        reading = Reading(partial(self._read, into))
+        if self._pid == os.getpid():
+            WORKERS.submit(reading.run)
+        else:
+            reading.run()  # rule 4
+        return reading
+
+    def when_away(self, call: Callable[[], None]) -> None:
+        self._call = call
+        if self.source is None:
+            call()
+
+    def drop(self) -> None:
+        if self._pid != os.getpid():
+            return
+        self._is_dropped = True
+        self._call = None
+        if _pop(self._to_write):
+            self._tier.window.leave(self._nbytes)
+            self._release()
+        elif self._is_written:
+            self._release()
+        # else it is being written, and its worker sees that it was dropped, or it stays in memory
+
+    def _release(self) -> None:
+        self.source = self._before = None
+        self._free()
+
+    def _free(self) -> None:
+        if _pop(self._to_free):
+            self._tier.give_back(self._offset, self._nbytes)
+
+    def _read(self, into: Tensor) -> None:
+        if unlinked.read(self._tier.descriptor, into, self._offset) != self._checksum:
+            raise OSError("the checksum differs: what lies in the file is not what was written")
+
+
+class Reading:
+    """A read on its way."""
+
+    def __init__(self, read: Callable[[], None]) -> None:
+        self._read = read
+        self._pid = os.getpid()
+        self._done = threading.Event()
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """A worker's job."""
+        try:
+            self._read()
+        except Exception as error:  # who waits hears of it
+            self._error = error.with_traceback(None)  # its frames hold memory
+        self._done.set()
+
+    def wait(self) -> None:
+        if self._pid != os.getpid():
+            self._read()  # rule 4: the worker that would have done it is the parent's
+            return
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _pop(token: list[bool]) -> bool:
+    try:
+        return token.pop()
+    except IndexError:
+        return False

@@ -1,0 +1,138 @@
+"""The host tier: from a GPU to pinned host memory and back, beside the computation.
+
+    put:    a part of a slab -> copy on the side stream -> once it is done, the tensor is let go
+    fetch:  copy back on the side stream -> the compute stream is told to wait for it
+
+No thread waits. A tensor is let go at a later `put` or `source`, when its copy is found done; where
+too much is on its way, the compute stream is told to wait for the oldest copy, and then the tensor
+may go at once: whatever takes its memory comes after.
+"""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from elbowroom.runtime.tiers.copier import Copier, Copy
+from elbowroom.runtime.tiers.slabs import Part, Slabs
+from elbowroom.runtime.tiers.window import MOST_NBYTES, MOST_TENSORS
+
+
+class HostTier:
+    """Bytes of one device, in slabs of the host."""
+
+    refusal = ""
+
+    def __init__(self, copier: Copier, slabs: Slabs) -> None:
+        self.copier, self.slabs = copier, slabs
+        self._lock = threading.Lock()
+        self._putting = threading.Lock()
+        self._leaving: deque[HostTicket] = deque()
+        self._dropped: deque[Part] = deque()
+
+    def put(self, flat: Tensor) -> "HostTicket":
+        with self._lock:
+            part = self.slabs.take(flat.numel())
+        self._collect()
+        ticket = HostTicket(self, flat, part, self.copier.copy(flat, part.flat))
+        with self._putting:
+            self._leaving.append(ticket)
+            self._let_go()
+        return ticket
+
+    def say_trouble(self) -> None:
+        self.slabs.say_trouble()
+
+    def give_back(self, part: Part) -> None:
+        """A part is free; as in the file tier, without waiting for a lock."""
+        self._dropped.append(part)
+        self._collect()
+
+    def _let_go(self) -> None:
+        """Let go of what is away, and of the oldest where too much is on its way."""
+        while self._leaving:
+            sizes = [ticket.nbytes for ticket in self._leaving]
+            oldest = self._leaving[0]
+            if oldest.let_go_if_done():
+                pass
+            elif len(sizes) > 1 and (len(sizes) > MOST_TENSORS or sum(sizes) > MOST_NBYTES):
+                oldest.let_go_in_order()
+            else:
+                return
+            self._leaving.popleft()
+
+    def _collect(self) -> None:
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                while self._dropped:
+                    self.slabs.give_back(self._dropped.popleft())
+            finally:
+                self._lock.release()
+
+
+class HostTicket:
+    """A part of a slab; before that, the tensor that goes there."""
+
+    def __init__(self, tier: HostTier, flat: Tensor, part: Part, copy: Copy) -> None:
+        self._tier, self._copy = tier, copy
+        self._part: list[Part] = [part]  # who pops it gives it back
+        self._pid = os.getpid()
+        self._flat: Tensor | None = flat
+        self._call: Callable[[], None] | None = None
+        self.nbytes = flat.numel()
+
+    @property
+    def source(self) -> Tensor | None:
+        flat = self._flat
+        if flat is not None and self.let_go_if_done():
+            return None
+        return flat
+
+    def let_go_if_done(self) -> bool:
+        """Whether it is away."""
+        if self._flat is not None:
+            if not self._copy.is_done():
+                return False
+            self._let_go()
+        return True
+
+    def let_go_in_order(self) -> None:
+        """Let go before the copy is done: what takes the memory comes after it."""
+        self._copy.order()
+        self._let_go()
+
+    def fetch(self, into: Tensor) -> "HostArrival":
+        return HostArrival(self._tier.copier.copy(self._part[0].flat, into))
+
+    def when_away(self, call: Callable[[], None]) -> None:
+        self._call = call
+        if self._flat is None:
+            call()
+
+    def drop(self) -> None:
+        if self._pid != os.getpid():
+            return  # a forked child has no device to speak of, and frees nothing
+        self._call = None
+        if self._flat is not None:
+            self._copy.order()  # the memory may be taken at once
+            self._flat = None
+        if self._part:
+            self._tier.give_back(self._part.pop())
+
+    def _let_go(self) -> None:
+        self._flat = None
+        call, self._call = self._call, None
+        if call is not None:
+            call()
+
+
+class HostArrival:
+    """A copy on its way back."""
+
+    def __init__(self, copy: Copy) -> None:
+        self._copy = copy
+
+    def wait(self) -> None:
+        self._copy.order()

@@ -1,0 +1,38 @@
+"""How much may be on its way at a time: so many tensors, and so many bytes. One always may."""
+
+import threading
+
+MOST_TENSORS = 2
+MOST_NBYTES = 256 << 20
+
+
+class Window:
+    """A gate that counts."""
+
+    def __init__(self, most_tensors: int = MOST_TENSORS, most_nbytes: int = MOST_NBYTES) -> None:
+        self.most_tensors, self.most_nbytes = most_tensors, most_nbytes
+        self._changed = threading.Condition()
+        self._tensors = self._nbytes = 0
+
+    def enter(self, nbytes: int) -> None:
+        """Wait until there is room, and take it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_room(nbytes))
+            self._tensors += 1
+            self._nbytes += nbytes
+
+    def leave(self, nbytes: int) -> None:
+        """Give the room back."""
+        with self._changed:
+            self._tensors -= 1
+            self._nbytes -= nbytes
+            self._changed.notify_all()
+
+    def wait_until_empty(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._tensors)
+
+    def _has_room(self, nbytes: int) -> bool:
+        return not self._tensors or (
+            self._tensors < self.most_tensors and self._nbytes + nbytes <= self.most_nbytes
+        )
