@@ -10,8 +10,8 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,18 @@ class _Storage:
     freed: int | None = None
     held: int = 0
     kept: bool = True
-    producer_s: float = 0.0
+    made: "_Made | None" = None
+    asked: dict[int, int] = field(default_factory=dict)  # by save, the last moment
+
+
+class _Made(NamedTuple):
+    """By an op: its seconds, and the modules that ran."""
+
+    seconds: float
+    modules: tuple[str, ...]
+
+
+_NOBODY = _Made(0.0, ())
 
 
 @dataclass
@@ -69,7 +80,7 @@ class StepRecorder:
         self._modules: list[_Module] = []
         self._index: weakref.WeakKeyDictionary[Slot, int] = weakref.WeakKeyDictionary()
         self._at: dict[tuple[int, int], int] = {}  # storage address and version -> index
-        self._made: dict[int, float] = {}  # storage address -> seconds of the op that made it
+        self._made: dict[int, _Made] = {}  # storage address -> the op that made it
         self._calls = 0  # so many ops have ended
         self._task = -1  # the backward that runs, or ran last
         self._asking = -1  # the op whose backward asks
@@ -85,8 +96,9 @@ class StepRecorder:
         index = self._index.get(view.slot)
         if index is None:
             index = self._new(view.slot, x, site)
-        self._storages[index].saves.append(Save(site, why, modules.stack()))
-        return RecordedView(view, self, index, self._calls)
+        saves = self._storages[index].saves
+        saves.append(Save(site, why, modules.stack()))
+        return RecordedView(view, self, index, len(saves) - 1, self._calls)
 
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:
         """An op that had read these has made `out`."""
@@ -101,7 +113,7 @@ class StepRecorder:
                 self._storages[index].used = self._now
         for x in tree_leaves(out):
             if type(x) is Tensor and not untouchable(x):
-                self._made_in(x, seconds)
+                self._note_made(x, _Made(seconds, modules.stack()))
 
     def module(
         self,
@@ -141,8 +153,8 @@ class StepRecorder:
 
     # what the views tell
 
-    def asked(self, index: int, call: int) -> None:
-        """Backward asks for a storage that an op has saved: the op by its number."""
+    def asked(self, index: int, save: int, call: int) -> None:
+        """Backward asks for a storage, of which an op has made this save: the op by its number."""
         task = torch._C._current_graph_task_id()
         if task == -1:
             self._storages[index].used = self._now
@@ -155,6 +167,7 @@ class StepRecorder:
             self._begin()
         if self.backward is None:
             self.backward = self._now
+        self._storages[index].asked[save] = self._now
         needs = self._storages[index].needs
         if not needs or needs[-1] != self._now:
             needs.append(self._now)
@@ -173,8 +186,11 @@ class StepRecorder:
                 used=s.used,
                 needs=tuple(s.needs),
                 freed=last if s.freed is None else s.freed,
-                producer_s=s.producer_s,
-                saves=tuple(s.saves),
+                producer_s=(s.made or _NOBODY).seconds,
+                made_in=(s.made or _NOBODY).modules,
+                saves=tuple(
+                    replace(save, asked=s.asked.get(nth, -1)) for nth, save in enumerate(s.saves)
+                ),
             )
             for s in self._storages
         )
@@ -208,8 +224,8 @@ class StepRecorder:
     def _new(self, slot: Slot, x: Tensor, site: Site) -> int:
         index = len(self._storages)
         moment = self._begin()
-        made_s = self._made.get(x.untyped_storage()._cdata, 0.0)
-        self._storages.append(_Storage(site.nbytes, moment, moment, producer_s=made_s))
+        made = self._made.get(x.untyped_storage()._cdata)
+        self._storages.append(_Storage(site.nbytes, moment, moment, made=made))
         self._index[slot] = index
         self._at[x.untyped_storage()._cdata, version_of(x)] = index
         weakref.finalize(slot, self._freed, index).atexit = False
@@ -220,12 +236,12 @@ class StepRecorder:
         self._begin()
         self._asking = -1
 
-    def _made_in(self, x: Tensor, seconds: float) -> None:
+    def _note_made(self, x: Tensor, made: _Made) -> None:
         address = x.untyped_storage()._cdata
-        self._made[address] = seconds
+        self._made[address] = made
         index = self._at.get((address, version_of(x)))
-        if index is not None and not self._storages[index].producer_s:
-            self._storages[index].producer_s = seconds
+        if index is not None and self._storages[index].made is None:
+            self._storages[index].made = made
 
     def _note_inputs(self, note: _Module, inputs: list[Tensor]) -> None:
         """In the order in which recomputing saves them; -1 for one that no op saves."""
@@ -245,12 +261,14 @@ class StepRecorder:
 class RecordedView(View):
     """A view that tells when it is asked for."""
 
-    __slots__ = ("_call", "_index", "_recorder")
+    __slots__ = ("_recorder", "_which")
 
-    def __init__(self, view: View, recorder: StepRecorder, index: int, call: int) -> None:
+    def __init__(
+        self, view: View, recorder: StepRecorder, index: int, save: int, call: int
+    ) -> None:
         self.slot, self.geometry, self.need = view.slot, view.geometry, view.need
-        self._recorder, self._index, self._call = recorder, index, call
+        self._recorder, self._which = recorder, (index, save, call)
 
     def restore(self) -> Tensor:
-        self._recorder.asked(self._index, self._call)
+        self._recorder.asked(*self._which)
         return super().restore()

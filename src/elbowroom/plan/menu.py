@@ -45,6 +45,7 @@ class _Held:
     restore_s: float = 0.0
     error: float = 0.0
     shape: bool = False
+    rebuilt: bool = False
 
     def serves(self, need: Need) -> bool:
         if need is Need.SHAPE:
@@ -68,6 +69,7 @@ def option(profile: Profile, storage: Storage, rung: Rung) -> Option:
         backward_s=held.restore_s * max(len(storage.needs), 1),
         variance=held.error,
         exact=not held.error,
+        values=held.value == "exact" and not held.rebuilt,
     )
 
 
@@ -109,7 +111,7 @@ def _hold(held: _Held, rung: Rung, site: Site, storage: Storage, profile: Profil
             held.shape = True
         case Rebuild():
             held.value = "exact" if site.need is Need.EXACT or rung.exact else "lossy"
-            held.nbytes, held.restore_s = 0, storage.producer_s
+            held.nbytes, held.restore_s, held.rebuilt = 0, storage.producer_s, True
         case Encode(codec) if site.need is Need.MASK:
             held.bits_nbytes = -(-prod(site.shape) // 8)
             held.forward_s += site.nbytes / _rate(profile, "encode", codec)

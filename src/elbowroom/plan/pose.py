@@ -15,6 +15,7 @@ from elbowroom.plan.ladder import Rung
 from elbowroom.plan.menu import EXACT_MENU, LOSSY_MENU, option, options
 from elbowroom.plan.problem import Item, Problem, Region
 from elbowroom.plan.profile import ModuleCall, Profile, Storage
+from elbowroom.plan.site import Rebuildable
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]  # of each moment
 _SMALLEST_REGION = 1 << 18  # bytes inside; less is not worth a second forward
@@ -127,21 +128,43 @@ def _region(
     floor: Bytes,
 ) -> Region:
     storages = [i for i in _inside(profile, call) if i in at]
-    needs = [need for i in storages for need in profile.storages[i].needs]
     inner = [profile.storages[i] for i in storages]
-    start = min(needs, default=profile.backward)
+    asked = [
+        save.asked
+        for storage in profile.storages
+        for save in storage.saves
+        if call.name in save.modules and save.asked >= 0
+    ]
+    start = min(asked, default=profile.backward)
     # The second forward is over before the op that has asked for it begins.
     workspace = max(floor[start] + _workspace(call, inner, base, floor) - base[start], 0)
     return Region(
         name=call.name,
         inside=tuple(at[i] for i in storages),
-        inputs=tuple(dict.fromkeys(at[i] for i in call.inputs if i in at)),
+        inputs=tuple(
+            dict.fromkeys(at[i] for i in (*call.inputs, *_made_inside(profile, call)) if i in at)
+        ),
         seconds=call.seconds,
         workspace=int(workspace),
         extra=call.extra_nbytes,
         born=call.first,
         start=start,
     )
+
+
+def _made_inside(profile: Profile, call: ModuleCall) -> list[int]:
+    """What an op inside the call makes, and ops outside save: it has no producer to rebuild from.
+
+    As an input of the region, that is held by an option that needs none.
+    """
+    inside = set(_inside(profile, call))
+    return [
+        i
+        for i, storage in enumerate(profile.storages)
+        if call.name in storage.made_in
+        and i not in inside
+        and any(save.site.rebuildable is not Rebuildable.NO for save in storage.saves)
+    ]
 
 
 def _workspace(

@@ -28,11 +28,13 @@ class Save:
 
     left     why it is left alone whatever the policy says, or ""
     modules  the modules whose forward ran, outermost first, by name; without the root
+    asked    the last moment at which backward asked for it on behalf of this op; -1: never
     """
 
     site: Site
     left: str
     modules: tuple[str, ...]
+    asked: int = -1
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Storage:
     needs       the moments of backward that ask for it
     freed       the last moment at which something is held for it
     producer_s  seconds of the op that made it
+    made_in     the modules that ran then, as in `Save`
     """
 
     nbytes: int
@@ -57,6 +60,7 @@ class Storage:
     needs: tuple[int, ...]
     freed: int
     producer_s: float
+    made_in: tuple[str, ...]
     saves: tuple[Save, ...]
 
 
@@ -172,9 +176,11 @@ def _profile(data: dict[str, Any]) -> Profile:
 
 def _storage(data: dict[str, Any]) -> Storage:
     saves = tuple(
-        Save(_site(one["site"]), one["left"], tuple(one["modules"])) for one in data["saves"]
+        Save(_site(one["site"]), one["left"], tuple(one["modules"]), one["asked"])
+        for one in data["saves"]
     )
-    return Storage(**{**data, "needs": tuple(data["needs"]), "saves": saves})
+    lists = {name: tuple(data[name]) for name in ("needs", "made_in")}
+    return Storage(**{**data, **lists, "saves": saves})
 
 
 def _site(data: dict[str, Any]) -> Site:
