@@ -256,7 +256,8 @@ class Fitting:
             found = last.rung
         if found is None and (peak_nbytes > self.budget_nbytes or not born_nbytes):
             self._refuse(last)
-        self.rung = last.rung if found is None else found
+        lossy = found is not None and not self.rungs[found].exact
+        self.rung = last.rung if found is None or lossy else found  # a plan may do with exact ones
 
     def _take_profile(self, profile: Profile | None, last: FittedSaving) -> None:
         """The step was written down: plan, or stay at the rung that it ran at."""
@@ -265,6 +266,7 @@ class Fitting:
             self._settled = self._tries >= _MOST_TRIES
             return
         self.profile, self.peak_nbytes = profile, profile.peak
+        self._rehearsed, self._margin_nbytes = False, 0
         self._learn_transient(last, profile.peak)
         self._plan(profile)
 

@@ -97,7 +97,7 @@ class StepRecorder:
         if index is None:
             index = self._new(view.slot, x, site)
         saves = self._storages[index].saves
-        saves.append(Save(site, why, modules.stack()))
+        saves.append(Save(site, why, modules.stack(), self._now))
         return RecordedView(view, self, index, len(saves) - 1, self._calls)
 
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:

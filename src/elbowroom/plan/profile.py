@@ -28,12 +28,14 @@ class Save:
 
     left     why it is left alone whatever the policy says, or ""
     modules  the modules whose forward ran, outermost first, by name; without the root
+    at       the moment of forward at which it did
     asked    the last moment at which backward asked for it on behalf of this op; -1: never
     """
 
     site: Site
     left: str
     modules: tuple[str, ...]
+    at: int
     asked: int = -1
 
 
@@ -176,7 +178,7 @@ def _profile(data: dict[str, Any]) -> Profile:
 
 def _storage(data: dict[str, Any]) -> Storage:
     saves = tuple(
-        Save(_site(one["site"]), one["left"], tuple(one["modules"]), one["asked"])
+        Save(**{**one, "site": _site(one["site"]), "modules": tuple(one["modules"])})
         for one in data["saves"]
     )
     lists = {name: tuple(data[name]) for name in ("needs", "made_in")}

@@ -25,20 +25,14 @@ def with_backward(
     profile = _shifted(profile, state_nbytes)
     order = _order(profile.storages)
     first = len(profile.level)
-    needs: dict[int, list[int]] = {}
-    base = []
     fixed = profile.static + gradient_nbytes
-    for k, index in enumerate(order):
-        needs.setdefault(index, []).append(first + k)
+    base = []
+    asked: dict[tuple[int, int], int] = {}
+    for k, (index, nth) in enumerate(order):
+        asked[index, nth] = first + k
         near = order[max(k - _NEAR, 0) : k + _NEAR + 1]
-        base.append(fixed + transients * max(profile.storages[i].nbytes for i in near))
-    last = first + len(order) - 1
-    storages = []
-    for index, storage in enumerate(profile.storages):
-        # Dropped: what was measured holds it from its birth to its last use, and never again.
-        moments = tuple(needs.get(index, ()))
-        freed = moments[-1] if moments else last
-        storages.append(replace(storage, needs=moments, freed=freed, held=0, kept=False))
+        base.append(fixed + transients * max(profile.storages[i].nbytes for i, _ in near))
+    storages = [_asked(storage, i, asked, first) for i, storage in enumerate(profile.storages)]
     forward_s = profile.seconds
     step_s = 2 * forward_s / max(len(order), 1)
     level = (*profile.level, *_with(storages, base, first))
@@ -63,14 +57,23 @@ def _shifted(profile: Profile, nbytes: int) -> Profile:
     )
 
 
-def _order(storages: tuple[Storage, ...]) -> list[int]:
-    """Which storage each op of backward asks for: saves, the last first."""
+def _order(storages: tuple[Storage, ...]) -> list[tuple[int, int]]:
+    """(storage, save) that each op of backward asks for: the last first."""
     saves = [
-        (storage.born if nth == 0 else storage.used, index)
+        (save.at, index, nth)
         for index, storage in enumerate(storages)
-        for nth in range(min(len(storage.saves), 2))
+        for nth, save in enumerate(storage.saves)
     ]
-    return [index for _, index in sorted(saves, reverse=True)]
+    return [(index, nth) for _, index, nth in sorted(saves, reverse=True)]
+
+
+def _asked(storage: Storage, index: int, asked: dict[tuple[int, int], int], first: int) -> Storage:
+    """The storage as backward will ask for it; it was dropped, and held nothing after its use."""
+    saves = tuple(replace(save, asked=asked[index, nth]) for nth, save in enumerate(storage.saves))
+    needs = tuple(sorted(save.asked for save in saves))
+    return replace(
+        storage, saves=saves, needs=needs, freed=needs[-1] if needs else first, held=0, kept=False
+    )
 
 
 def _with(storages: list[Storage], base: list[int], first: int) -> list[int]:
