@@ -227,7 +227,7 @@ def test_what_it_says_is_so(solver: str, case: tuple[Problem, Limits]) -> None:
 def test_against_all_choices(solver: str, less: int) -> None:
     """It fits if anything does, is within its gap then, and has the least peak else."""
     gaps = {"auto": NEAR, "milp": GAP}
-    for seed in range(300):
+    for seed in range(200):
         problem, limits = binding_case(seed)
         limits = replace(limits, budget=limits.budget - less)
         cheapest, least = best(problem, limits)
