@@ -14,6 +14,8 @@ from scipy.sparse import csr_array, vstack
 
 Vector = NDArray[np.float64]
 
+_FAILED = 4  # what scipy calls all that is neither an answer nor a proof nor a limit
+
 
 @dataclass
 class Program:
@@ -82,11 +84,15 @@ class Program:
             options["node_limit"] = nodes
         if limit_s < inf:
             options["time_limit"] = limit_s
-        answer = milp(
-            np.array(self.cost),
-            integrality=np.zeros(n) if relaxed else np.array(self.whole, float),
-            bounds=Bounds(low, high),
-            constraints=LinearConstraint(A, lows, highs) if lows else None,
-            options=options,
-        )
+        constraints = LinearConstraint(A, lows, highs) if lows else None
+        for presolve in (True, False):  # HiGHS 1.12's presolve now and then ends in an error
+            answer = milp(
+                np.array(self.cost),
+                integrality=np.zeros(n) if relaxed else np.array(self.whole, float),
+                bounds=Bounds(low, high),
+                constraints=constraints,
+                options={**options, "presolve": presolve},
+            )
+            if answer.status != _FAILED:
+                break
         return None if answer.x is None else np.asarray(answer.x)
