@@ -45,10 +45,15 @@ from elbowroom.runtime.rewind import Rewind
 from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
-_GENEROUS = 12  # so many largest tensors cover the transients of a step that was not measured yet
+_GENEROUS = 12  # so many largest tensors cover the transients of a step that is refused unmeasured
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
 _CAREFUL = 0.03  # of what is not static is left free by a plan that was not measured, if it can be
-_TRANSIENTS = (3, 2, 1)  # largest tensors that backward takes beside what is held, see rehearsal.py
+# What a rehearsal tries: exact or lossy, and how many largest tensors backward takes beside what is
+# held (rehearsal.py).
+_TRIES: dict[bool | None, tuple[tuple[bool | None, int], ...]] = {
+    True: ((True, 6), (True, 3), (True, 2)),
+    None: ((True, 6), (True, 3), (None, 6), (None, 3), (None, 2)),
+}
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
 _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
@@ -143,19 +148,14 @@ class Fitting:
         if seen is None:
             return
         born = self.owned.unborn_gradient_nbytes(), self.owned.unborn_state_nbytes()
-        refused: BudgetTooSmall | None = None
-        for transients in _TRANSIENTS:
-            try:
-                self.profile = with_backward(seen, *born, transients)
-                plan = make_plan(self.profile, self.budget_nbytes, exact=self.exact)
-            except BudgetTooSmall as error:
-                refused = refused or error
-                continue
-            self._follow(plan, self.profile)
-            self._rehearsed = True
-            return
-        assert refused is not None
-        raise refused
+        for exact, transients in _TRIES[self.exact]:
+            self.profile = with_backward(seen, *born, transients)
+            plan = self._plan_for(self.profile, 0, exact=exact)
+            if plan is not None:
+                self._follow(plan, self.profile)
+                self._rehearsed = True
+                return
+        make_plan(with_backward(seen, *born, _GENEROUS), self.budget_nbytes, exact=self.exact)
 
     @property
     def planned(self) -> Rung | None:
@@ -223,7 +223,10 @@ class Fitting:
         self._unborn_states = self.owned.unborn_state_nbytes() > 0
         device = self.owned.device
         unknown = self.plan is None or (self._rehearsed and not self.plan.recompute)
-        if unknown and self._transient_nbytes is not None and not self._unborn_states:
+        first_planned = self._unborn_states and self.plan is not None
+        if first_planned or (
+            unknown and self._transient_nbytes is not None and not self._unborn_states
+        ):
             self._recording = Recording.start(self.owned.tensors(), device)
         else:
             self._interval = Interval.start(self.static_nbytes, device)
@@ -235,6 +238,11 @@ class Fitting:
             return
         if self._recording is not None:
             profile, self._recording = self._recording.finish(), None
+            if self._unborn_states and self.plan is not None:
+                if profile is not None:
+                    born = max(0, self.static_nbytes - self._measured_from)
+                    self._verify(last, profile.peak_with(born))
+                return
             self._take_profile(profile, last)
         elif self._interval is not None:
             peak, self._interval = self._interval.stop(), None
@@ -271,18 +279,18 @@ class Fitting:
         self._plan(profile)
 
     def _plan(self, profile: Profile) -> None:
-        budget = self.budget_nbytes - self._margin_nbytes
-        careful = budget - int(_CAREFUL * (budget - profile.static))
+        margin = self._margin_nbytes
+        careful = margin + int(_CAREFUL * (self.budget_nbytes - profile.static))
         try:
             plan = (
                 self._plan_for(profile, careful, exact=True)
-                or self._plan_for(profile, budget, exact=True)
+                or self._plan_for(profile, margin, exact=True)
                 or self._plan_for(profile, careful, exact=self.exact)
-                or make_plan(profile, budget, exact=self.exact)
+                or make_plan(profile, self.budget_nbytes, margin=margin, exact=self.exact)
             )
         except BudgetTooSmall:
             self.plan = None
-            if profile.peak > self.budget_nbytes:
+            if self._rehearsed or profile.peak > self.budget_nbytes:
                 raise
             self._settled = True  # the uniform rung has been seen to fit
             return
@@ -296,9 +304,9 @@ class Fitting:
         other = plan.peak + self._margin_nbytes - profile.static - plan.held_nbytes
         self._transient_nbytes = max(0, other)
 
-    def _plan_for(self, profile: Profile, nbytes: int, *, exact: bool | None) -> Plan | None:
+    def _plan_for(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan | None:
         try:
-            return make_plan(profile, nbytes, exact=exact)
+            return make_plan(profile, self.budget_nbytes, margin=margin, exact=exact)
         except BudgetTooSmall:
             return None
 
@@ -310,7 +318,6 @@ class Fitting:
             "budget %s: peak predicted %s, measured %s",
             *map(show_nbytes, (self.budget_nbytes, self.plan.peak, peak_nbytes)),
         )
-        peak_nbytes += max(0, self.static_nbytes - self._measured_from)  # states that it has made
         self._tries += 1
         if last.climbed or (self._unborn_states and peak_nbytes <= self.budget_nbytes):
             self._settled = self._tries >= _MOST_TRIES

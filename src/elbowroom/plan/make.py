@@ -19,46 +19,56 @@ def make_plan(
     profile: Profile,
     budget: int,
     *,
+    margin: int = 0,
     exact: bool | None = None,
     recompute: bool = True,
     solver: str = "auto",
 ) -> Plan:
     """The plan that adds the fewest seconds within `budget` bytes.
 
+    margin     bytes of the budget that are left free
     exact      True: exact actions only; None: lossy codes only if exact actions do not suffice
     recompute  modules may run a second time
 
     Raises BudgetTooSmall with the least budget that would do.
     """
+    allowed = budget - margin
     posed = pose(profile, exact=True, recompute=recompute)
-    found = solve(posed.problem, budget, exact=True, solver=solver)
+    found = solve(posed.problem, allowed, exact=True, solver=solver)
     if not found.feasible and exact is None:
         posed = pose(profile, exact=False, recompute=recompute)
-        found = solve(posed.problem, budget, solver=solver)
+        found = solve(posed.problem, allowed, solver=solver)
     if not found.feasible:
-        raise too_small(profile, posed, found, budget, exact=exact)
-    return _plan(profile, posed, found, budget)
+        raise _too_small(profile, posed, found, budget, margin, exact=exact)
+    return _plan(profile, posed, found, allowed)
 
 
-def too_small(
-    profile: Profile, posed: Posed, found: Solution, budget: int, *, exact: bool | None
+def _too_small(
+    profile: Profile,
+    posed: Posed,
+    found: Solution,
+    budget: int,
+    margin: int,
+    *,
+    exact: bool | None,
 ) -> BudgetTooSmall:
     """The error that says what takes the room, and what to type next."""
     level = levels(posed.problem, found.choice)
     moment = int(level.argmax())
     static = min(profile.static, found.peak)
     saved = int(level[moment]) - posed.problem.base[moment]
+    least = found.peak + margin
     parts = (
         ("held before the step", static),
-        ("gradients and workspaces", max(found.peak - static - saved, 0)),
+        ("gradients and workspaces", max(least - static - saved, 0)),
         ("saved for backward", saved),
     )
     what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts if size > 0)
     more = "Allow lossy codes with exact=None, or h" if exact else "H"
     return BudgetTooSmall(
-        f"budget {show_nbytes(budget)} is below the {show_nbytes(found.peak)} that this step needs "
-        f"at the least (estimated): {what}. {more}alve the batch, or give budget={found.peak}.",
-        least_nbytes=found.peak,
+        f"budget {show_nbytes(budget)} is below the {show_nbytes(least)} that this step needs "
+        f"at the least (estimated): {what}. {more}alve the batch, or give budget={least}.",
+        least_nbytes=least,
     )
 
 

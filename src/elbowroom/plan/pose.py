@@ -14,7 +14,7 @@ import numpy as np
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.menu import EXACT_MENU, LOSSY_MENU, option, options
 from elbowroom.plan.problem import Item, Problem, Region
-from elbowroom.plan.profile import ModuleCall, Profile, Storage
+from elbowroom.plan.profile import ModuleCall, Profile, Storage, is_planned
 from elbowroom.plan.site import Rebuildable
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]  # of each moment
@@ -59,11 +59,6 @@ def pose(profile: Profile, *, exact: bool, recompute: bool = True) -> Posed:
         tuple(planned),
         tuple(profile.modules.index(call) for call in calls),
     )
-
-
-def is_planned(storage: Storage) -> bool:
-    """Whether anything may be done with it."""
-    return not storage.saves[0].left
 
 
 def profiled_level(storage: Storage, moments: int) -> Bytes:

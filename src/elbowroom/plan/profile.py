@@ -118,6 +118,13 @@ class Profile:
         """The highest level, in bytes."""
         return max(self.level, default=self.static)
 
+    def peak_with(self, state_nbytes: int) -> int:
+        """The peak, had the states that the optimizer made at the end been there from the start."""
+        asked = (need for storage in self.storages for need in storage.needs)
+        last = max(asked, default=len(self.level) - 1)
+        during = max(self.level[: last + 1], default=self.static) + state_nbytes
+        return max(during, *self.level[last + 1 :], 0)
+
     @property
     def saved_nbytes(self) -> int:
         """What plain autograd saves, in bytes; parameters are not counted."""
@@ -144,6 +151,11 @@ class Profile:
             return _profile(data)
         except (KeyError, TypeError, ValueError, AttributeError, UnicodeDecodeError) as error:
             raise DataError(f"{path} is not a profile written by elbowroom ({error!r})") from error
+
+
+def is_planned(storage: Storage) -> bool:
+    """Whether anything may be done with it."""
+    return not storage.saves[0].left
 
 
 def _plain(value: Any) -> Any:

@@ -1,16 +1,17 @@
 """A forward that held nothing was written down; its backward is made up, to plan the first step.
 
     order      that of forward, reversed: each op asks for what it has saved
-    base(t)    what stood before the step + all gradients + `transients` x the largest tensor near t
+    base(t)    what stood before the step + all gradients + what is too small to be planned +
+               `transients` x the largest tensor near t
 
-`transients` covers the gradient that comes in, the one that goes out, and a workspace. 3 is safe
-for convolutions and norms (measured: 2 to 3), 1 the least that any op needs. The plan that comes of
+`transients` covers the gradient that comes in, the one that goes out, and workspaces. 6 is safe
+for small convolutions on a CPU (measured: 2 to 6), 1 the least that any op needs. The plan of
 it is corrected by the first measurement.
 """
 
 from dataclasses import replace
 
-from elbowroom.plan.profile import Profile, Storage
+from elbowroom.plan.profile import Profile, Storage, is_planned
 
 _NEAR = 2  # so many neighbours in the order of backward
 
@@ -25,7 +26,8 @@ def with_backward(
     profile = _shifted(profile, state_nbytes)
     order = _order(profile.storages)
     first = len(profile.level)
-    fixed = profile.static + gradient_nbytes
+    small = sum(storage.nbytes for storage in profile.storages if not is_planned(storage))
+    fixed = profile.static + gradient_nbytes + small
     base = []
     asked: dict[tuple[int, int], int] = {}
     for k, (index, nth) in enumerate(order):
@@ -33,9 +35,10 @@ def with_backward(
         near = order[max(k - _NEAR, 0) : k + _NEAR + 1]
         base.append(fixed + transients * max(profile.storages[i].nbytes for i, _ in near))
     storages = [_asked(storage, i, asked, first) for i, storage in enumerate(profile.storages)]
+    dropped = [storage for storage in storages if is_planned(storage)]
     forward_s = profile.seconds
     step_s = 2 * forward_s / max(len(order), 1)
-    level = (*profile.level, *_with(storages, base, first))
+    level = (*profile.level, *_with(dropped, base, first))
     return replace(
         profile,
         level=level,
