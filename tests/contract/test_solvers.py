@@ -20,10 +20,13 @@ from elbowroom.plan.problem import (
     added_seconds,
     keep_all,
     levels,
+    recomputed_items,
 )
 from elbowroom.plan.solve import SOLVERS, solve
-from elbowroom.plan.solve.limits import Limits, obeys, peak
+from elbowroom.plan.solve.draft import Draft
+from elbowroom.plan.solve.limits import Limits, fits, obeys, peak
 from elbowroom.plan.solve.milp import GAP
+from elbowroom.plan.solve.model import Model
 from elbowroom.plan.solve.rounding import NEAR
 
 BASELINES = ("uniform", "delta", "dtr", "capuchin")  # they give what they have
@@ -349,37 +352,70 @@ def test_hostile_problems(
     assert (found.feasible, found.peak) == (feasible, peak_nbytes)
 
 
-def test_a_region_asks_for_its_input_before_its_own_need() -> None:
-    """Two ways that look alike until one knows that what a link brings back is then late."""
-    source = Item(
-        8 * MB,
-        0,
-        0,
-        ((9, 9),),
-        9,
-        (Option("keep", 8 * MB), Option("far", 0, link="host"), Option("code", 0, 6e-3)),
+def test_the_linear_model_says_of_every_choice_what_problem_says() -> None:
+    """Whether it may be made, whether it fits, what it costs."""
+    for seed in range(40):
+        problem, limits = binding_case(seed)
+        if seed % 2:  # so that no row hides behind those of the levels
+            limits = replace(limits, budget=100 * MB)
+        model = Model(problem, limits)
+        moments = range(MOMENTS)
+        for choice in all_choices(problem):
+            options = enumerate(zip(problem.items, choice.options, strict=True))
+            gone = recomputed_items(problem, choice.recomputed)
+            if not all(limits.allow(item.options[a]) for i, (item, a) in options if i not in gone):
+                continue  # these have no column
+            x = model.columns(choice)
+            fixed = {c: x[c] for c in range(len(x)) if model.program.whole[c]}
+            found = model.program.solve(fixed=fixed, dense=model.level_rows(moments))
+            assert (found is not None) == fits(problem, choice, limits), (seed, choice)
+            if found is not None:
+                seconds = added_seconds(problem, choice)
+                assert model.seconds(found) == pytest.approx(seconds, abs=1e-7), (seed, choice)
+
+
+def test_a_draft_knows_what_a_move_does() -> None:
+    for seed in range(60):
+        problem, limits = binding_case(seed)
+        draft = Draft(problem, limits, keep_all(problem))
+        random = Random(seed)
+        for _ in range(20):
+            i, r = random.randrange(len(problem.items)), len(problem.regions)
+            move = draft.hold(i, random.randrange(len(problem.items[i].options)))
+            if r and random.random() < 0.5:
+                turn = random.choice([draft.recompute, draft.run_once])
+                move = turn(random.randrange(r))
+            options = list(draft.choice.options)
+            for j, option in move.options.items():
+                options[j] = option
+            after = Choice(tuple(options), move.recomputed)
+            effect = draft.effect(move)
+            assert (effect is not None) == obeys(problem, after, limits), (seed, after)
+            if effect is not None:
+                before = draft.choice
+                draft.make(move, effect)
+                assert draft.choice == after
+                assert draft.level.tolist() == levels(problem, after).tolist()
+                gained = added_seconds(problem, after) - added_seconds(problem, before)
+                assert effect.seconds == pytest.approx(gained, abs=1e-12)
+
+
+@pytest.mark.parametrize("solver", PROVING)
+def test_of_two_nested_regions_only_one_is_recomputed(solver: str) -> None:
+    """Even where they hold different items."""
+    keep = (Option("keep", 8 * MB),)
+    items = (
+        Item(8 * MB, 0, 0, ((9, 9),), 9, keep),
+        Item(8 * MB, 1, 1, ((8, 8),), 8, keep),
+        Item(8 * MB, 2, 2, ((7, 7),), 7, keep),
     )
-    inner = Item(8 * MB, 1, 1, ((3, 3),), 3, (Option("keep", 8 * MB),))
-    region = Region("block", (1,), (0,), 1e-3, workspace=0, extra=0, born=1, start=3)
-    problem = Problem(
-        (0,) * 10,
-        tuple(t / 1e3 for t in range(10)),
-        3,
-        1e-2,
-        (source, inner),
-        (region,),
-        {"host": Link(1e12, MB / 1e-3)},  # 8 ms back: hidden until moment 9, not until 3
-    )
-    late = Choice((1, 0), frozenset([0]))
-    assert added_seconds(problem, late) == pytest.approx(9e-3)
-    assert added_seconds(problem, replace(late, options=(2, 0))) == pytest.approx(7e-3)
-    for budget in (16 * MB, 8 * MB):
-        cheapest, _ = best(problem, Limits(budget))
-        for solver in ("auto", "milp"):
-            found = solve(problem, budget, solver=solver)
-            assert found.feasible == (cheapest is not None)
-            if cheapest is not None:
-                assert found.slowdown_s == pytest.approx(added_seconds(problem, cheapest))
+    block = Region("block", (0,), (), 1e-3, workspace=0, extra=0, born=0, start=9)
+    regions = (block, replace(block, inside=(1,), born=1, start=8, within=0))
+    problem = Problem((0,) * 10, tuple(t / 1e3 for t in range(10)), 5, 1e-2, items, regions)
+    found = solve(problem, 8 * MB, solver=solver)
+    assert (found.feasible, found.peak) == (False, best(problem, Limits(0))[1])
+    found = solve(problem, 16 * MB, solver=solver)
+    assert found.feasible
 
 
 def test_an_unknown_solver() -> None:
