@@ -48,11 +48,12 @@ _log = logging.getLogger("elbowroom")
 _GENEROUS = 12  # so many largest tensors cover the transients of a step that is refused unmeasured
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
 _CAREFUL = 0.03  # of what is not static is left free by a plan that was not measured, if it can be
+_SAFE = 6
 # What a rehearsal tries: exact or lossy, and how many largest tensors backward takes beside what is
 # held (rehearsal.py).
 _TRIES: dict[bool | None, tuple[tuple[bool | None, int], ...]] = {
-    True: ((True, 6), (True, 3), (True, 2)),
-    None: ((True, 6), (True, 3), (None, 6), (None, 3), (None, 2)),
+    True: ((True, _SAFE), (True, 3), (True, 2)),
+    None: ((True, _SAFE), (True, 3), (None, _SAFE), (None, 3), (None, 2)),
 }
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
@@ -155,7 +156,7 @@ class Fitting:
                 self._follow(plan, self.profile)
                 self._rehearsed = True
                 return
-        make_plan(with_backward(seen, *born, _GENEROUS), self.budget_nbytes, exact=self.exact)
+        make_plan(with_backward(seen, *born, _SAFE), self.budget_nbytes, exact=self.exact)
 
     @property
     def planned(self) -> Rung | None:

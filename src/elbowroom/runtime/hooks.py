@@ -129,9 +129,7 @@ class Saving:
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
             opening.enter_context(hooks)
             self._consumers = opening.enter_context(Consumers(self._finished))
-            if self.recorder is not None:
-                opening.enter_context(intercepted(self.recorder.module))
-            elif self.recompute:
+            if self.recorder is not None or self.recompute:
                 opening.enter_context(intercepted(self._called))
             self._watch = None if self.observer is None else self.observer.begin()
             self._open = opening.pop_all()
@@ -218,9 +216,11 @@ class Saving:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A module is called: what it saves may be recomputed."""
+        """A module is called: what it saves may be recomputed, or the call written down."""
         name, consumers = modules.name_of(module), self._consumers
         if name not in self.recompute or consumers is None or not torch.is_grad_enabled():
+            if self.recorder is not None:
+                return self.recorder.module(module, call, args, kwargs)
             return call(*args, **kwargs)
         self._end_all_waiting()
         outer, region = consumers.call, Call(recomputed, args, kwargs, name="recompute")
