@@ -32,6 +32,7 @@ class Option:
     nbytes      held from birth to the last need
     forward_s   added to forward, and to backward, in seconds of the compute device
     variance    added to the gradient, as a share of what mini-batches vary by
+    noise_s     what that is worth: seconds that one would give to be rid of it
     exact       no bit of any gradient changes
     link        the name of the link that `nbytes` of the item travel, out and in; "" for none
     ahead       so many moments before a need it is back in memory already (prefetched)
@@ -47,6 +48,12 @@ class Option:
     link: str = ""
     ahead: int = 0
     values: bool = True
+    noise_s: float = 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """What a solver minimizes: seconds, of its own and for its noise."""
+        return self.forward_s + self.backward_s + self.noise_s
 
     @property
     def reproduces(self) -> bool:
@@ -253,6 +260,12 @@ def added_seconds(problem: Problem, choice: Choice) -> float:
     compute = sum(o.forward_s + o.backward_s for _, o in held_options(problem, choice))
     compute += sum(problem.regions[r].seconds for r in sorted(choice.recomputed))
     return compute + sum(sum(stalls(problem, choice, name)) for name in problem.links)
+
+
+def cost(problem: Problem, choice: Choice) -> float:
+    """What solvers minimize, in seconds: those added, and those that the noise is worth."""
+    noise_s = sum(option.noise_s for _, option in held_options(problem, choice))
+    return added_seconds(problem, choice) + noise_s
 
 
 def stalls(problem: Problem, choice: Choice, name: str) -> tuple[float, float]:

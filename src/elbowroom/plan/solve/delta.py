@@ -162,7 +162,7 @@ def _is_hidden(draft: Draft, move: Move) -> bool:
     effect = draft.effect(move)
     ((i, a),) = move.options.items()
     option = draft.problem.items[i].options[a]
-    handling = option.forward_s + option.backward_s
+    handling = option.cost_s
     return effect is not None and effect.seconds <= handling * (1 + 1e-9) + 1e-12
 
 

@@ -127,7 +127,7 @@ class Draft:
         """Count what an option of an item adds, or no longer adds; gives its spans."""
         item, chosen = self.problem.items[i], self.problem.items[i].options[option]
         starts = self._starts(i, recomputed)
-        effect.seconds += sign * (chosen.forward_s + chosen.backward_s)
+        effect.seconds += sign * chosen.cost_s
         effect.variance += sign * chosen.variance
         if chosen.link:
             effect.traffic[chosen.link, i] = starts if sign > 0 else None

@@ -14,7 +14,7 @@ early on cheap moves, it rises.
 import heapq
 from math import inf
 
-from elbowroom.plan.problem import Choice, Problem, added_seconds, keep_all
+from elbowroom.plan.problem import Choice, Problem, cost, keep_all
 from elbowroom.plan.solve.draft import Draft, Move
 from elbowroom.plan.solve.limits import Limits, fits
 from elbowroom.plan.solve.milp import least_peak
@@ -47,7 +47,7 @@ def _walked(problem: Problem, limits: Limits) -> Choice | None:
 def cheapest_of(problem: Problem, found: list[Choice | None]) -> Choice | None:
     """The first of those that add the fewest seconds."""
     choices = [choice for choice in found if choice is not None]
-    return min(choices, key=lambda choice: added_seconds(problem, choice), default=None)
+    return min(choices, key=lambda choice: cost(problem, choice), default=None)
 
 
 def finished(draft: Draft, price: float = 0.0) -> Choice | None:
@@ -129,4 +129,4 @@ def _score(draft: Draft, key: tuple[str, int, int], price: float) -> float:
 
 def _seconds(draft: Draft, i: int, option: int) -> float:
     chosen = draft.problem.items[i].options[option]
-    return chosen.forward_s + chosen.backward_s
+    return chosen.cost_s

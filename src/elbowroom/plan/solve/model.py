@@ -145,7 +145,7 @@ class Model:
 
     def _option(self, i: int, a: int) -> int:
         option = self.problem.items[i].options[a]
-        ms = _MS * (option.forward_s + option.backward_s) + _CHANGED_MS * (a > 0)
+        ms = _MS * option.cost_s + _CHANGED_MS * (a > 0)
         column = self.program.column(0.0 if self.least else ms, whole=True)
         self._add_spans(column, option_spans(self.problem.items[i], a))
         return column

@@ -10,7 +10,7 @@ not fit, a `greedy` choice is made as well, and all items on which the two diffe
 Checkmate rounds as well, with no promise on the budget: here every row is checked afterwards.
 """
 
-from elbowroom.plan.problem import Choice, Problem, added_seconds, keep_all
+from elbowroom.plan.problem import Choice, Problem, cost, keep_all
 from elbowroom.plan.solve.draft import Draft
 from elbowroom.plan.solve.greedy import cheapest_of, finished, greedy_fitting
 from elbowroom.plan.solve.limits import Limits, fits, obeys
@@ -41,7 +41,7 @@ def is_near(relaxation: Relaxation, choice: Choice | None) -> bool:
     """Whether no choice that fits is much better."""
     if choice is None:
         return False
-    return added_seconds(relaxation.model.problem, choice) <= relaxation.seconds * (1 + NEAR)
+    return cost(relaxation.model.problem, choice) <= relaxation.seconds * (1 + NEAR)
 
 
 def rounded(relaxation: Relaxation, near: Choice | None = None) -> Choice | None:

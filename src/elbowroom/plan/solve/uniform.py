@@ -6,7 +6,7 @@ depth recomputed, which is what checkpointing every block by hand amounts to.
 
 from collections.abc import Iterator
 
-from elbowroom.plan.problem import Choice, Option, Problem, added_seconds, keep_all
+from elbowroom.plan.problem import Choice, Option, Problem, cost, keep_all
 from elbowroom.plan.solve.limits import Limits, fits, obeys, outer, peak, regions_agree
 
 
@@ -22,7 +22,7 @@ def uniform(problem: Problem, limits: Limits) -> Choice:
 def uniform_fitting(problem: Problem, limits: Limits) -> Choice | None:
     """The cheapest uniform choice that fits, the first of equals; None if none does."""
     fitting = [choice for choice in uniform_choices(problem) if fits(problem, choice, limits)]
-    return min(fitting, key=lambda choice: added_seconds(problem, choice), default=None)
+    return min(fitting, key=lambda choice: cost(problem, choice), default=None)
 
 
 def uniform_choices(problem: Problem) -> Iterator[Choice]:
