@@ -1,0 +1,256 @@
+"""Plans: at the measured peak of every rival, a plan is no slower; and it goes below all of them.
+
+    ./scripts/bench budgets [--model resnet18|gpt] [--quick]
+
+Each rival is measured first; then a plan is made for exactly the bytes that it needed, with exact
+actions only where the rival is exact, and all run in turns. Rivals: save_on_cpu, per-block
+torch.utils.checkpoint, uniform settings of our own, and the same profile planned by DELTA's, DTR's
+and Capuchin's rules. Then the sweep: plans from 90 % of plain's peak down to the least. What each
+column means: benchmarks/_training.py; "peak" here includes what stood before the step.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from _common import arguments, facts, finish, mib, out_path, target, tell, times
+from _training import Bench, Findings, Row, measure, memory
+from _ways import ON_CPU, PLAIN, Way, checkpointed, saving
+from torch import nn
+
+import elbowroom as er
+from elbowroom.demo.data import load_images
+from elbowroom.demo.models import GPT, BasicBlock, GPTBlock
+from elbowroom.demo.tasks import Clothing, NextByte
+from elbowroom.demo.text import load_text
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.plan.plan import Plan
+from elbowroom.plan.profile import Profile
+
+NAME = "budgets"
+TOLERANCE = 1.02
+_ROUNDS = 4
+SWEEP = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+HEAD = (
+    "way",
+    "peak MiB",
+    "of plain",
+    "predicted MiB",
+    "step time / plain",
+    "gErr2",
+    "plan for the same peak",
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A way; the plan that it follows, if it does; the rival whose peak that was made for."""
+
+    way: Way
+    plan: Plan | None = None
+    rival: str = ""
+
+
+@dataclass(frozen=True)
+class DeepNextByte(NextByte):
+    """The demo's task with six blocks."""
+
+    def model(self) -> nn.Module:
+        return GPT(self.width, 6, self.context)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--model", choices=("resnet18", "gpt"), default="resnet18")
+    parser.add_argument("--pairs", type=int, default=7, help="pairs of steps (7)")
+    options = parser.parse_args()
+    if options.quick:
+        options.pairs = 2
+    torch.set_num_threads(options.threads)
+    known = facts()
+    bench, blocks = _bench(options)
+    profile = er.measure(lambda: _whole_step(bench))
+    bench.optimizer.zero_grad(set_to_none=True)
+    tell(f"profiled: {len(profile.storages)} storages, plain needs {mib(_plain(profile))} MiB")
+    entries = list(_entries(bench, blocks, profile))
+    found = measure(bench, [entry.way for entry in entries], pairs=options.pairs)
+    name = f"{NAME}-{options.model}"
+    finish(_result(found, entries, profile, options, known, name), out_path(options, name))
+
+
+def _bench(options: Any) -> tuple[Bench, list[nn.Module]]:
+    quick = options.quick
+    if options.model == "gpt":
+        task: Any = DeepNextByte(load_text(), *((64, 4, 64) if quick else (192, 8, 256)))
+        kind: type[nn.Module] = GPTBlock
+    else:
+        task = Clothing(load_images(None), *((8, 32) if quick else (32, 96)))
+        kind = BasicBlock
+    bench = Bench.trained(task, steps=8 if quick else 32, batch=16)
+    return bench, [module for module in bench.model.modules() if isinstance(module, kind)]
+
+
+def _whole_step(bench: Bench) -> None:
+    bench.optimizer.zero_grad(set_to_none=True)
+    bench.step(PLAIN)
+
+
+def _plain(profile: Profile) -> int:
+    return er.plan(profile, budget=1 << 50).peak
+
+
+def _entries(bench: Bench, blocks: list[nn.Module], profile: Profile) -> Iterable[Entry]:
+    plain = _plain(profile)
+    rivals = [ON_CPU, checkpointed(blocks), saving()]
+    rivals += [saving("dither", levels=levels) for levels in (256, 16, 4)]
+    for rival in rivals:
+        bench.grads(rival, seed=1)
+        needed = profile.static + memory(bench, rival).peak_nbytes
+        yield Entry(rival)
+        yield from _planned(bench, profile, needed, exact=rival.exact, rival=rival.name)
+    for solver in ("delta", "dtr", "capuchin", "greedy"):
+        for share in (0.75, 0.6):
+            budget = int(share * plain)
+            theirs = _plan(profile, budget, exact=True, solver=solver)
+            if theirs is None:
+                continue
+            way = _following(f"{solver}'s plan, {share:.0%} of plain", theirs)
+            bench.grads(way, seed=1)
+            needed = profile.static + memory(bench, way).peak_nbytes
+            yield Entry(way, theirs)
+            yield from _planned(bench, profile, needed, exact=True, rival=way.name)
+    for share in SWEEP:
+        yield from _planned(bench, profile, int(share * plain), exact=None, rival="")
+
+
+def _planned(
+    bench: Bench, profile: Profile, budget: int, *, exact: bool | None, rival: str
+) -> Iterable[Entry]:
+    """A plan that was seen to fit: made again with what it was over, as `er.fit` does."""
+    allowed = budget
+    for _ in range(_ROUNDS):
+        plan = _plan(profile, allowed, exact=exact or None)
+        if plan is None:
+            return
+        kind = "exact" if plan.exact else "lossy"
+        way = _following(f"plan for {mib(budget)} MiB, {kind}", plan)
+        bench.grads(way, seed=1)
+        over = profile.static + memory(bench, way).peak_nbytes - budget
+        if over <= 0:
+            yield Entry(way, plan, rival)
+            return
+        allowed -= over
+
+
+def _plan(
+    profile: Profile, budget: int, *, exact: bool | None, solver: str = "auto"
+) -> Plan | None:
+    try:
+        return er.plan(profile, budget=budget, exact=exact, solver=solver)
+    except BudgetTooSmall as error:
+        tell(f"{solver}: {error}")
+        return None
+
+
+def _following(name: str, plan: Plan) -> Way:
+    return Way(name, lambda seed: er.following(plan, seed=seed), exact=plan.exact, ours=True)
+
+
+def _result(
+    found: Findings,
+    entries: list[Entry],
+    profile: Profile,
+    options: Any,
+    known: dict[str, Any],
+    name: str,
+) -> dict[str, Any]:
+    peaks = {row.way.name: profile.static + row.memory.peak_nbytes for row in found.rows}
+    plain = profile.static + found.plain.peak_nbytes
+    pairs = list(zip(entries, found.rows, strict=True))
+    beside = {entry.rival: row for entry, row in pairs if entry.rival}
+    rows = [
+        {
+            **row.as_dict(found.plain, found.elements),
+            "whole_peak_nbytes": peaks[row.way.name],
+            "predicted_nbytes": None if entry.plan is None else entry.plan.peak,
+            "rival": entry.rival,
+        }
+        for entry, row in pairs
+    ]
+    table = [["plain fp32", mib(plain), "100 %", "", f"1 ({found.plain_s:.2f} s)", "0", ""]]
+    for entry, row in pairs:
+        table.append(_line(entry, row, peaks, plain, beside.get(row.way.name)))
+    return {
+        "name": name,
+        "claim": __doc__.splitlines()[0],
+        **known,
+        "n": f"{options.pairs} pairs of steps",
+        "settings": {"model": options.model, "storages": len(profile.storages)},
+        "plain": {**vars(found.plain), "step_s": found.plain_s, "static_nbytes": profile.static},
+        "rows": rows,
+        "table": {"head": list(HEAD), "rows": table},
+        "targets": [
+            _no_slower(pairs, beside, peaks),
+            _predicted(pairs, peaks),
+            _below(pairs, peaks, plain),
+        ],
+        "notes": [
+            "save_on_cpu has nowhere to move a tensor to on a CPU: its peak is that of plain.",
+            "The error of lossy plans is estimated by size when a plan is made, and measured here.",
+        ],
+    }
+
+
+def _line(entry: Entry, row: Row, peaks: dict[str, int], plain: int, ours: Row | None) -> list[str]:
+    peak = peaks[row.way.name]
+    return [
+        row.way.name,
+        mib(peak),
+        f"{peak / plain:.0%}",
+        "" if entry.plan is None else mib(entry.plan.peak),
+        times(row.pairs) if row.passed and row.pairs else "gradients differ",
+        "0" if row.error.bit_equal else f"{row.error.gerr2:.2g}",
+        "" if ours is None or ours.pairs is None else times(ours.pairs),
+    ]
+
+
+def _no_slower(
+    pairs: list[tuple[Entry, Row]], beside: dict[str, Row], peaks: dict[str, int]
+) -> dict[str, Any]:
+    """Of every rival for whose peak there is a plan."""
+    losing, n = [], 0
+    for _, row in pairs:
+        ours = beside.get(row.way.name)
+        if ours is None or row.pairs is None or ours.pairs is None:
+            continue
+        n += 1
+        fits = peaks[ours.way.name] <= peaks[row.way.name] * 1.005
+        if ours.pairs.ratio > row.pairs.ratio * TOLERANCE or not fits:
+            losing.append(f"{row.way.name} ({ours.pairs.ratio:.3f} against {row.pairs.ratio:.3f})")
+    text = f"at the measured peak of each of {n} rivals a plan takes at most {TOLERANCE}x its time"
+    return target(text, f"loses to: {'; '.join(losing) or 'none'}", not losing)
+
+
+def _predicted(pairs: list[tuple[Entry, Row]], peaks: dict[str, int]) -> dict[str, Any]:
+    off = [peaks[row.way.name] / e.plan.peak - 1 for e, row in pairs if e.plan is not None]
+    worst = max(off, key=abs)
+    return target(
+        "predicted peak within 5 % of the measured one, every plan",
+        f"{len(off)} plans, worst {worst:+.1%} (measured against predicted)",
+        abs(worst) <= 0.05,
+    )
+
+
+def _below(pairs: list[tuple[Entry, Row]], peaks: dict[str, int], plain: int) -> dict[str, Any]:
+    plans = [peaks[row.way.name] for entry, row in pairs if entry.plan and entry.way.ours]
+    rivals = [peaks[row.way.name] for entry, row in pairs if entry.plan is None]
+    return target(
+        "plans reach peaks that no rival reaches",
+        f"{min(plans) / plain:.0%} of plain; the lowest rival {min(rivals) / plain:.0%}",
+        min(plans) < min(rivals),
+    )
+
+
+if __name__ == "__main__":
+    main()
