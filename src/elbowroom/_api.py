@@ -230,6 +230,7 @@ def plan(
     budget: int | str,
     exact: bool | None = None,
     recompute: bool = True,
+    offload: str | None = None,
     solver: str = "auto",
 ) -> Plan:
     """What to do with each tensor of a profiled step so that its peak stays within a budget.
@@ -237,6 +238,7 @@ def plan(
     budget     bytes, or "6 GiB": the peak, everything that is held counted
     exact      True: exact actions only; None: lossy codes only if the budget needs them
     recompute  modules may run their forward a second time, in backward
+    offload    "file", or, from a GPU, "host": tensors may be moved there; None: they stay
     solver     "auto"; "milp", "rounding", "greedy"; and the baselines "uniform", "delta", "dtr",
                "capuchin"
 
@@ -246,7 +248,15 @@ def plan(
     if not isinstance(profile, Profile):
         raise PlanError(f"plan takes what er.measure(step) gave; got {type(profile).__name__}")
     _check_exact(exact)
-    return make_plan(profile, parse_nbytes(budget), exact=exact, recompute=recompute, solver=solver)
+    _check_offload(offload)
+    return make_plan(
+        profile,
+        parse_nbytes(budget),
+        exact=exact,
+        recompute=recompute,
+        offload=offload,
+        solver=solver,
+    )
 
 
 def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -> Saving:
@@ -266,6 +276,11 @@ def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -
     return Saving(plan, min_nbytes=min_nbytes, context=context, recompute=plan.recompute)
 
 
+def _check_offload(offload: str | None) -> None:
+    if offload not in (None, "file", "host"):
+        raise UnknownField(f"offload={offload!r} is not possible; it is 'file', 'host' or None")
+
+
 def _check_exact(exact: bool | None) -> None:
     if exact is not None and not isinstance(exact, bool):
         raise UnknownField(f"exact={exact!r} is not possible; it is True, or None for exact first")
@@ -277,6 +292,7 @@ def fit(
     budget: int | str,
     optimizer: Optimizer | None = None,
     exact: bool | None = None,
+    offload: str | None = None,
     min_nbytes: int = 65536,
 ) -> M:
     """Train `model` inside a budget of bytes.
@@ -285,14 +301,16 @@ def fit(
 
     The budget covers weights, gradients, optimizer states, saved tensors and workspaces. The same
     model comes back, unchanged: from now on each of its forwards that records gradients runs
-    inside a `saving` context whose setting is chosen by measurement (see
-    `elbowroom.control.fitting`). It starts at the safest setting and relaxes to the mildest that
-    fits. A loss computed outside of `model` is not covered.
+    inside a `saving` context. It starts at the safest setting, writes a step down, and from then on
+    follows a plan, whose peak is measured and, if need be, corrected (`elbowroom.control.fitting`).
+    A loss computed outside of `model` is not covered. A first forward that would need more than
+    the budget is run up to three times, with RNG and buffers put back.
 
     budget      an int of bytes, or "6 GiB"; "6 GB" is 6 * 10**9
     optimizer   its states are counted, from before it makes them
     exact       True: exact actions only, no bit of any gradient changes; None: exact first, lossy
                 codecs only if the budget needs them, said in one line by the logger "elbowroom"
+    offload     "file", or, from a GPU, "host": plans may move tensors there; None: they stay
 
     Raises ValueError for a budget that cannot be read; forward raises BudgetTooSmall with the least
     budget that would do. `er.release(model)` undoes it; a copied or pickled model is a plain one.
@@ -305,9 +323,13 @@ def fit(
             f"fit takes a torch.optim.Optimizer; got {type(optimizer).__name__}. "
             "Pass the optimizer itself, or leave it out."
         )
+    _check_offload(offload)
     budget_nbytes = parse_nbytes(budget)
     release(model)
-    attach(model, Fitting(model, budget_nbytes, optimizer, exact=exact, min_nbytes=min_nbytes))
+    fitting = Fitting(
+        model, budget_nbytes, optimizer, exact=exact, min_nbytes=min_nbytes, offload=offload
+    )
+    attach(model, fitting)
     return model
 
 

@@ -76,12 +76,14 @@ class Fitting:
         *,
         exact: bool | None,
         min_nbytes: int,
+        offload: str | None = None,
     ) -> None:
         self._interval: Interval | None = None
         self._recording: Recording | None = None
         self.owned = Owned(model, optimizer)
         self.budget_nbytes = budget_nbytes
         self.exact = exact
+        self.offload = offload
         self.min_nbytes = min_nbytes
         self.rungs: tuple[Rung, ...] = EXACT_RUNGS if exact else EXACT_RUNGS + LOSSY_RUNGS
         self.rung = _SAFEST_EXACT
@@ -156,7 +158,7 @@ class Fitting:
                 self._follow(plan, self.profile)
                 self._rehearsed = True
                 return
-        make_plan(with_backward(seen, *born, _SAFE), self.budget_nbytes, exact=self.exact)
+        self._make_plan(with_backward(seen, *born, _SAFE), 0, exact=self.exact)
 
     @property
     def planned(self) -> Rung | None:
@@ -287,7 +289,7 @@ class Fitting:
                 self._plan_for(profile, careful, exact=True)
                 or self._plan_for(profile, margin, exact=True)
                 or self._plan_for(profile, careful, exact=self.exact)
-                or make_plan(profile, self.budget_nbytes, margin=margin, exact=self.exact)
+                or self._make_plan(profile, margin, exact=self.exact)
             )
         except BudgetTooSmall:
             self.plan = None
@@ -307,9 +309,14 @@ class Fitting:
 
     def _plan_for(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan | None:
         try:
-            return make_plan(profile, self.budget_nbytes, margin=margin, exact=exact)
+            return self._make_plan(profile, margin, exact=exact)
         except BudgetTooSmall:
             return None
+
+    def _make_plan(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan:
+        return make_plan(
+            profile, self.budget_nbytes, margin=margin, exact=exact, offload=self.offload
+        )
 
     def _verify(self, last: FittedSaving, peak_nbytes: int) -> None:
         """A step under the plan was measured."""

@@ -4,6 +4,7 @@ On a tensor of 4 MiB, the best of a few runs; a planner that takes a neighbour's
 of a codec plans for the noise.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -12,7 +13,10 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import Codec, Facts, Narrow
+from elbowroom.errors import PlanError
+from elbowroom.plan import Offload
 from elbowroom.plan.menu import RATED, rate_name
+from elbowroom.runtime.tiers import Tier, tier_for
 
 _ELEMENTS = 1 << 20
 _RUNS = 5
@@ -32,7 +36,40 @@ def rates(device_type: str) -> dict[str, float]:
             ("decode", encoded.decode),
         ):
             found[rate_name(verb, codec)] = x.nbytes / _seconds(run, device)
+    return found | _links(device)
+
+
+def _links(device: torch.device) -> dict[str, float]:
+    """Bytes a second out of this device's memory and back: "out file", "in host"."""
+    found = {}
+    x = torch.zeros(_ELEMENTS, device=device).view(torch.uint8)
+    for name in ("host", "file") if device.type == "cuda" else ("file",):
+        try:
+            tier = tier_for(Offload(name), x)
+        except PlanError:
+            continue  # no file can be made here
+        if not isinstance(tier, str):
+            for way, seconds in zip(("out", "in"), _round_trip(tier, x), strict=True):
+                found[f"{way} {name}"] = x.nbytes / seconds
     return found
+
+
+def _round_trip(tier: Tier, x: Tensor) -> tuple[float, float]:
+    """Seconds out and in, the best of a few."""
+    out_s = in_s = float("inf")
+    for _ in range(_RUNS):
+        away, start_s = threading.Event(), time.perf_counter()
+        ticket = tier.put(x)
+        ticket.when_away(away.set)
+        while not away.wait(0.001):
+            tier.put(x[:0]).drop()  # the thread that puts lets go of what is away
+        gone_s = time.perf_counter()
+        if ticket.source is None:
+            ticket.fetch(torch.empty_like(x)).wait()
+            in_s = min(in_s, time.perf_counter() - gone_s)
+            out_s = min(out_s, gone_s - start_s)
+        ticket.drop()
+    return out_s, in_s
 
 
 def _sample(codec: Codec, device: torch.device) -> tuple[Tensor, Facts]:

@@ -22,6 +22,7 @@ def make_plan(
     margin: int = 0,
     exact: bool | None = None,
     recompute: bool = True,
+    offload: str | None = None,
     solver: str = "auto",
 ) -> Plan:
     """The plan that adds the fewest seconds within `budget` bytes.
@@ -29,18 +30,21 @@ def make_plan(
     margin     bytes of the budget that are left free
     exact      True: exact actions only; None: lossy codes only if exact actions do not suffice
     recompute  modules may run a second time
+    offload    "file" or "host": where tensors may be moved to; None: nowhere
 
     Raises BudgetTooSmall with the least budget that would do.
     """
+    in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
+    margin += in_flight  # of what is moved, one tensor is on its way at any time
     allowed = budget - margin
-    posed = pose(profile, exact=True, recompute=recompute)
+    posed = pose(profile, exact=True, recompute=recompute, offload=offload)
     found = solve(posed.problem, allowed, exact=True, solver=solver)
     if not found.feasible and exact is None:
-        posed = pose(profile, exact=False, recompute=recompute)
+        posed = pose(profile, exact=False, recompute=recompute, offload=offload)
         found = solve(posed.problem, allowed, solver=solver)
     if not found.feasible:
         raise _too_small(profile, posed, found, budget, margin, exact=exact)
-    return _plan(profile, posed, found, allowed)
+    return _plan(profile, posed, found, allowed + in_flight, in_flight)
 
 
 def _too_small(
@@ -72,13 +76,13 @@ def _too_small(
     )
 
 
-def _plan(profile: Profile, posed: Posed, found: Solution, budget: int) -> Plan:
+def _plan(profile: Profile, posed: Posed, found: Solution, budget: int, in_flight: int) -> Plan:
     problem, choice = posed.problem, found.choice
     sites = dict(_sites(profile, posed, choice))
     lines = (*_lines(profile, posed, choice), *_recomputed(profile, posed, choice))
     return Plan(
         budget=budget,
-        peak=found.peak,
+        peak=found.peak + in_flight,
         plain_peak=int(levels(problem, keep_all(problem)).max(initial=0)),
         seconds=problem.seconds + found.slowdown_s,
         plain_seconds=problem.seconds,

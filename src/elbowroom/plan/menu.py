@@ -7,6 +7,7 @@ serve the next op?
     keep      the tensor
     exact     bits for masks, small integers for indices, what its op can make again not at all
     dither    the same, and codes of so many levels for what tolerates an error
+    offload   exact, and what that would keep, from 1 MiB on, in a file or in host memory
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from elbowroom.codecs import BitMask, Codec, Dither, Narrow
-from elbowroom.plan.action import Encode, Keep, Rebuild
+from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
 from elbowroom.plan.ladder import Rung
+from elbowroom.plan.offload_rest import OffloadRest
 from elbowroom.plan.policy import Exact, KeepAll, Lossy
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
@@ -27,7 +29,11 @@ LEVELS = (256, 64, 16, 8, 6, 4)
 LOSSY_MENU = tuple(
     Rung(f"dither, {n} levels", Lossy(Dither(levels=n)), exact=False) for n in LEVELS
 )
-RUNGS = {rung.name: rung for rung in (KEEP, *EXACT_MENU, *LOSSY_MENU)}
+OFFLOAD: dict[str, Rung] = {
+    "file": Rung("offload to file", OffloadRest("file"), exact=True),
+    "host": Rung("offload to host", OffloadRest("host"), exact=True),
+}
+RUNGS = {rung.name: rung for rung in (KEEP, *EXACT_MENU, *LOSSY_MENU, *OFFLOAD.values())}
 RATED: tuple[Codec, ...] = (BitMask(), Narrow(), *(Dither(levels=n) for n in LEVELS))
 
 
@@ -46,6 +52,7 @@ class _Held:
     error: float = 0.0
     shape: bool = False
     rebuilt: bool = False
+    link: str = ""
 
     def serves(self, need: Need) -> bool:
         if need is Need.SHAPE:
@@ -74,6 +81,8 @@ def option(profile: Profile, storage: Storage, rung: Rung) -> Option:
         variance=held.error,
         exact=not held.error,
         noise_s=held.error * profile.seconds,
+        link=held.link,
+        ahead=_AHEAD if held.link else 0,
         values=held.value == "exact" and not held.rebuilt,
     )
 
@@ -83,7 +92,7 @@ def options(profile: Profile, storage: Storage, rungs: Sequence[Rung]) -> dict[s
     found = {KEEP.name: Option(KEEP.name, storage.nbytes)}
     for rung in rungs:
         made = option(profile, storage, rung)
-        least = min(known.nbytes for known in found.values() if made.link == known.link)
+        least = min(known.nbytes for known in found.values())
         if made.nbytes < least:
             found[rung.name] = made
     return found
@@ -98,6 +107,8 @@ def action_name(rung: Rung, storage: Storage) -> str:
                 names["keep"] = None
             case Rebuild():
                 names["rebuild" if save.site.need is not Need.SHAPE else "shape"] = None
+            case Offload(tier):
+                names[f"offload to {tier}"] = None
             case Encode(codec):
                 mask = save.site.need is Need.MASK
                 names["bits" if mask else rate_name("", codec).strip()] = None
@@ -112,6 +123,11 @@ def _hold(held: _Held, rung: Rung, site: Site, storage: Storage, profile: Profil
     match rung.policy(site):
         case Keep():
             held.value, held.nbytes, held.restore_s, held.error = "exact", storage.nbytes, 0.0, 0.0
+        case Offload(tier):
+            held.value, held.nbytes, held.error, held.link = "exact", 0, 0.0, tier or ""
+            if profile.device[0] == "cpu":  # the threads that copy take their time from the step
+                held.forward_s += storage.nbytes / profile.rates[f"out {tier}"]
+                held.restore_s += storage.nbytes / profile.rates[f"in {tier}"]
         case Rebuild() if site.need is Need.SHAPE:
             held.shape = True
         case Rebuild():
@@ -135,6 +151,7 @@ def _rate(profile: Profile, verb: str, codec: Codec) -> float:
     return profile.rates.get(rate_name(verb, codec), _UNMEASURED)
 
 
+_AHEAD = 4  # moments: about one tensor is back before it is asked for (runtime/prefetcher.py)
 _UNMEASURED = 4e9  # bytes a second: about what a code takes on one core
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from elbowroom.errors import PlanError
 from elbowroom.plan.ladder import Rung
-from elbowroom.plan.menu import EXACT_MENU, LOSSY_MENU, option, options
-from elbowroom.plan.problem import Item, Problem, Region
+from elbowroom.plan.menu import EXACT_MENU, LOSSY_MENU, OFFLOAD, option, options
+from elbowroom.plan.problem import Item, Link, Problem, Region
 from elbowroom.plan.profile import ModuleCall, Profile, Storage, is_planned
 from elbowroom.plan.site import Rebuildable
 
@@ -30,13 +31,16 @@ class Posed:
     modules: tuple[int, ...]
 
 
-def pose(profile: Profile, *, exact: bool, recompute: bool = True) -> Posed:
+def pose(
+    profile: Profile, *, exact: bool, recompute: bool = True, offload: str | None = None
+) -> Posed:
     """The problem of a profiled step.
 
     exact      only actions that change no bit
     recompute  modules may run a second time
+    offload    "file" or "host": a place for tensors outside of the device's memory
     """
-    menu = EXACT_MENU if exact else LOSSY_MENU
+    menu = (EXACT_MENU if exact else LOSSY_MENU) + _places(profile, offload)
     planned = [i for i, storage in enumerate(profile.storages) if is_planned(storage)]
     items = tuple(_item(profile, profile.storages[i], menu) for i in planned)
     base, floor = np.array(profile.level, np.int64), np.array(profile.floor, np.int64)
@@ -55,10 +59,26 @@ def pose(profile: Profile, *, exact: bool, recompute: bool = True) -> Posed:
             seconds=max(profile.seconds - _profiled_seconds(profile, planned), 0.0),
             items=items,
             regions=_nested(regions),
+            links={} if offload is None else {offload: _link(profile, offload)},
         ),
         tuple(planned),
         tuple(profile.modules.index(call) for call in calls),
     )
+
+
+def _places(profile: Profile, offload: str | None) -> tuple[Rung, ...]:
+    if offload is None:
+        return ()
+    if f"out {offload}" not in profile.rates:
+        raise PlanError(
+            f"this profile does not know how fast the {offload} is, because it was measured where "
+            f"there is none for {profile.device[0]} tensors; plan without offload"
+        )
+    return (OFFLOAD[offload],)
+
+
+def _link(profile: Profile, name: str) -> Link:
+    return Link(profile.rates[f"out {name}"], profile.rates[f"in {name}"])
 
 
 def profiled_level(storage: Storage, moments: int) -> Bytes:
