@@ -222,6 +222,8 @@ class Saving:
         name, consumers = modules.name_of(module), self._consumers
         if name not in self.recompute or consumers is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        if not self._is_asked():  # inside a checkpoint of the user's, or of ours
+            return call(*args, **kwargs)
         self._end_all_waiting()
         outer, region = consumers.call, Call(recomputed, args, kwargs, name="recompute")
 
@@ -233,6 +235,11 @@ class Saving:
             return recomputed(module, call, args, kwargs, begin)
         finally:
             begin()
+
+    def _is_asked(self) -> bool:
+        """Whether what is saved now comes to this context: nobody else's hooks lie over its own."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is not None and hooks[0] == self._pack
 
     def _end_all_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []

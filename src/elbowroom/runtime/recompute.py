@@ -14,7 +14,8 @@ What checkpoint leaves to its user is seen to here:
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,8 +53,32 @@ def recomputed(
         return call(*run_args, **run_kwargs)
 
     return checkpoint(
-        run, *tensors, use_reentrant=False, context_fn=lambda: (state.first(begin), state.again())
+        run, *tensors, use_reentrant=False, context_fn=lambda: (state.first(begin), _Again(state))
     )
+
+
+class _Again:
+    """`_State.again` for as many runs as there are: checkpoint enters one object at each of them.
+
+    Twice under retain_graph and in double backward.
+    """
+
+    def __init__(self, state: "_State") -> None:
+        self._state = state
+        self._open: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        again = self._state.again()
+        again.__enter__()
+        self._open.append(again)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._open.pop().__exit__(kind, error, trace)
 
 
 class _State:
