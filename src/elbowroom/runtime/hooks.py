@@ -342,6 +342,7 @@ class Saving:
                 dtype = str(site.dtype).removeprefix("torch.")
                 where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
                 raise CodecError(f"{error} ({where})") from error
+            slot.drop_needless_bits()
             if self._watch is not None and not isinstance(action, Keep | Offload):
                 encoded = action if isinstance(action, Encode) else None
                 self._watch.held(slot, whole, site, None if encoded is None else encoded.codec)
