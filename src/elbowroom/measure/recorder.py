@@ -35,7 +35,7 @@ class Clock(Protocol):
     """Hears of every moment as it begins."""
 
     def begin(self, moment: int, *, frees: bool = False) -> None:
-        """frees: what is let go of stands for an instant longer, and belongs to the moment before."""
+        """frees: what is let go of stands an instant longer, but belongs to the moment before."""
         ...
 
 
@@ -56,14 +56,14 @@ class _Storage:
 class _Alive(NamedTuple):
     """A storage that somebody holds, a local variable of forward, say; what the slot holds apart.
 
-    weak   the storage itself
-    slot   what is held for it
-    index  of its record
+    weak    the storage itself
+    slot    what is held for it
+    record  what is noted of it
     """
 
     weak: WeakStorage
     slot: weakref.ref[Slot]
-    index: int
+    record: _Storage
 
 
 class _Made(NamedTuple):
@@ -241,7 +241,7 @@ class StepRecorder:
         for one in self._alive:
             slot = one.slot()
             if slot is not None and not isinstance(slot.value, KeepHandle):
-                self._storages[one.index].used = self._now
+                one.record.used = self._now
 
     def _begin(self, *, frees: bool = False) -> int:
         if self.backward is None and self._task == -1:
@@ -256,7 +256,7 @@ class StepRecorder:
         made = self._made.get(x.untyped_storage()._cdata)
         self._storages.append(_Storage(site.nbytes, moment, moment, made=made))
         self._index[slot] = index
-        self._alive.append(_Alive(WeakStorage(x), weakref.ref(slot), index))
+        self._alive.append(_Alive(WeakStorage(x), weakref.ref(slot), self._storages[index]))
         self._at[x.untyped_storage()._cdata, version_of(x)] = index
         weakref.finalize(slot, self._freed, index).atexit = False
         return index

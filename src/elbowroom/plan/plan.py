@@ -6,7 +6,6 @@ batch is fine); for any other it has one exact answer, and counts it.
 """
 
 import io
-import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from elbowroom.errors import DataError
+from elbowroom.plan import files
 from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.menu import EXACT_MENU, RUNGS
@@ -135,29 +134,19 @@ class Plan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, aside first."""
-        path = Path(path)
+        """Write it as JSON."""
         data = asdict(self) | {
             "elbowroom_plan": VERSION,
             "sites": [[*name, asdict(known)] for name, known in self.sites.items()],
             "recompute": sorted(self.recompute),
         }
         del data["strangers"]
-        aside = path.with_name(path.name + ".part")
-        aside.write_text(json.dumps(data))
-        aside.replace(path)
+        files.write(path, data)
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
         """Read what `save` wrote. Raises DataError for anything else."""
-        try:
-            data = json.loads(Path(path).read_text())
-            version = data.pop("elbowroom_plan")
-            if version != VERSION:
-                raise DataError(f"{path} is a plan of version {version}; this is {VERSION}")
-            return _plan(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"{path} is not a plan written by elbowroom ({error!r})") from error
+        return files.read(path, "plan", VERSION, _plan)
 
 
 def difference(one: Plan, other: Plan) -> list[str]:
