@@ -240,7 +240,8 @@ class StepRecorder:
         self._alive = [one for one in self._alive if not one.weak.expired()]
         for one in self._alive:
             slot = one.slot()
-            if slot is not None and not isinstance(slot.value, KeepHandle):
+            ours = slot is not None and isinstance(slot.value, KeepHandle)
+            if slot is not None and one.weak.holders() > ours:
                 one.record.used = self._now
 
     def _begin(self, *, frees: bool = False) -> int:
