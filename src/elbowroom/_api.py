@@ -221,6 +221,8 @@ def measure(
         raise PlanError(
             f"measure takes a function that runs one training step; got {type(step).__name__}"
         )
+    if not isinstance(warm_up, int) or isinstance(warm_up, bool) or warm_up < 0:
+        raise UnknownField(f"warm_up={warm_up!r} is not possible; it is a number of steps, or 0")
     return record(step, device=device, min_nbytes=min_nbytes, warm_up=warm_up)
 
 
@@ -249,6 +251,8 @@ def plan(
         raise PlanError(f"plan takes what er.measure(step) gave; got {type(profile).__name__}")
     _check_exact(exact)
     _check_offload(offload)
+    if not isinstance(recompute, bool):
+        raise UnknownField(f"recompute={recompute!r} is not possible; it is True or False")
     return make_plan(
         profile,
         parse_nbytes(budget),

@@ -26,7 +26,7 @@ class WallClock:
             self._cuda = [self._event()]
         self._cpu_s = [time.perf_counter()]
 
-    def begin(self, moment: int) -> None:
+    def begin(self, moment: int, *, frees: bool = False) -> None:
         if self._cuda is not None:
             self._cuda.append(self._event())
         else:
@@ -62,9 +62,11 @@ class CpuMemory:
     def __init__(self, held: Held) -> None:
         self._held = held
         self._before: list[int] = []
+        self._frees: list[bool] = []
 
-    def begin(self, moment: int) -> None:
+    def begin(self, moment: int, *, frees: bool = False) -> None:
         self._before.append(self._held.nbytes())
+        self._frees.append(frees)
         with record_function(f"{MARK}{_MOMENT}{moment}"):
             pass
 
@@ -75,11 +77,14 @@ class CpuMemory:
             if name.startswith(_MOMENT):
                 starts[int(name.removeprefix(_MOMENT))] = at_s
         levels, floors = [], []
-        for start_s, end_s, before in zip(
-            starts, (*starts[1:], float("inf")), self._before, strict=True
+        ends = (*starts[1:], float("inf"))
+        for start_s, end_s, before, frees in zip(
+            starts, ends, self._before, self._frees, strict=True
         ):
             first, last = bisect_right(curve.times_s, start_s), bisect_right(curve.times_s, end_s)
             at_start = curve.nbytes[first - 1] if first else 0
+            if frees and first < last:  # the release is the first that happens
+                at_start = min(at_start, curve.nbytes[first])
             floors.append(before + at_start)
             levels.append(before + max((at_start, *curve.nbytes[first:last])))
         return levels, floors
@@ -94,7 +99,7 @@ class CudaMemory:
         self._floors: list[int] = []
         torch.cuda.reset_peak_memory_stats(device)
 
-    def begin(self, moment: int) -> None:
+    def begin(self, moment: int, *, frees: bool = False) -> None:
         if moment:
             self._peaks.append(torch.cuda.max_memory_allocated(self._device))
         self._floors.append(torch.cuda.memory_allocated(self._device))

@@ -53,7 +53,7 @@ def record(
             "the step saves nothing for backward; it should run forward and backward, with "
             "parameters that require a gradient"
         )
-    if sized.moments != timed.moments or sized.backward != timed.backward:
+    if not _alike(sized, timed):
         raise PlanError(
             "two runs of the step saved different tensors, so no plan can be made of it; give a "
             "step that does the same every time (same shapes, same branches)"
@@ -100,6 +100,16 @@ def _sized(
         recorder = _run(step, marks, policy, min_nbytes)
     curve = curve_of(profiler, device.type)
     return recorder, marks.levels(curve), static
+
+
+def _alike(one: StepRecorder, other: StepRecorder) -> bool:
+    """Whether two runs saved the same, in the same order."""
+    saved = [
+        [[(save.site.name, storage.nbytes) for save in storage.saves] for storage in run.storages()]
+        for run in (one, other)
+    ]
+    same = one.moments == other.moments and one.backward == other.backward
+    return same and saved[0] == saved[1]
 
 
 def _name_of(device: torch.device) -> str:

@@ -24,7 +24,9 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import is_parameter, untouchable
+from elbowroom.runtime.recompute import state_nbytes, tensors_in
 from elbowroom.runtime.slot import Slot, View
+from elbowroom.runtime.weak import WeakStorage
 
 _LARGE_BUFFER = 1 << 16  # bytes: as in runtime/recompute.py, must not change in forward
 
@@ -32,7 +34,9 @@ _LARGE_BUFFER = 1 << 16  # bytes: as in runtime/recompute.py, must not change in
 class Clock(Protocol):
     """Hears of every moment as it begins."""
 
-    def begin(self, moment: int) -> None: ...
+    def begin(self, moment: int, *, frees: bool = False) -> None:
+        """frees: what is let go of stands an instant longer, but belongs to the moment before."""
+        ...
 
 
 @dataclass
@@ -47,6 +51,19 @@ class _Storage:
     kept: bool = True
     made: "_Made | None" = None
     asked: dict[int, int] = field(default_factory=dict)  # by save, the last moment
+
+
+class _Alive(NamedTuple):
+    """A storage that somebody holds, a local variable of forward, say; what the slot holds apart.
+
+    weak    the storage itself
+    slot    what is held for it
+    record  what is noted of it
+    """
+
+    weak: WeakStorage
+    slot: weakref.ref[Slot]
+    record: _Storage
 
 
 class _Made(NamedTuple):
@@ -81,6 +98,7 @@ class StepRecorder:
         self._index: weakref.WeakKeyDictionary[Slot, int] = weakref.WeakKeyDictionary()
         self._at: dict[tuple[int, int], int] = {}  # storage address and version -> index
         self._made: dict[int, _Made] = {}  # storage address -> the op that made it
+        self._alive: list[_Alive] = []
         self._calls = 0  # so many ops have ended
         self._task = -1  # the backward that runs, or ran last
         self._asking = -1  # the op whose backward asks
@@ -128,8 +146,9 @@ class StepRecorder:
             return call(*args, **kwargs)
         with torch._C.DisableTorchFunction():  # what is read here, the step does not read
             note = _Module(name, type(module).__name__, self._begin())
+            note.extra_nbytes = state_nbytes(module)
             self._modules.append(note)
-            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            inputs = tensors_in(tree_leaves((args, kwargs)))
             changing = inputs + [b for b in module.buffers() if b.nbytes > _LARGE_BUFFER]
             versions = [version_of(x) for x in changing]
         start_s = time.perf_counter()
@@ -216,8 +235,19 @@ class StepRecorder:
     def _now(self) -> int:
         return self.moments - 1
 
-    def _begin(self) -> int:
-        self._clock.begin(self.moments)
+    def _note_alive(self) -> None:
+        """What is alive still has been so all through the moment that ends."""
+        self._alive = [one for one in self._alive if not one.weak.expired()]
+        for one in self._alive:
+            slot = one.slot()
+            ours = slot is not None and isinstance(slot.value, KeepHandle)
+            if slot is not None and one.weak.holders() > ours:
+                one.record.used = self._now
+
+    def _begin(self, *, frees: bool = False) -> int:
+        if self.backward is None and self._task == -1:
+            self._note_alive()
+        self._clock.begin(self.moments, frees=frees)
         self.moments += 1
         return self._now
 
@@ -227,13 +257,14 @@ class StepRecorder:
         made = self._made.get(x.untyped_storage()._cdata)
         self._storages.append(_Storage(site.nbytes, moment, moment, made=made))
         self._index[slot] = index
+        self._alive.append(_Alive(WeakStorage(x), weakref.ref(slot), self._storages[index]))
         self._at[x.untyped_storage()._cdata, version_of(x)] = index
         weakref.finalize(slot, self._freed, index).atexit = False
         return index
 
     def _freed(self, index: int) -> None:
         self._storages[index].freed = self._now
-        self._begin()
+        self._begin(frees=True)
         self._asking = -1
 
     def _note_made(self, x: Tensor, made: _Made) -> None:

@@ -35,12 +35,12 @@ class Recording:
         interval = Interval.start(0, device)
         return None if interval is None else cls(interval, owned, device)
 
-    def begin(self, moment: int) -> None:
+    def begin(self, moment: int, *, frees: bool = False) -> None:
         """The clock of the recorder: a moment begins."""
-        self._wall.begin(moment)
+        self._wall.begin(moment, frees=frees)
         for memory in (self._cpu, self._cuda):
             if memory is not None:
-                memory.begin(moment)
+                memory.begin(moment, frees=frees)
 
     def finish(self) -> Profile | None:
         """What was written down; None if it was no whole step, or if this thread cannot tell."""

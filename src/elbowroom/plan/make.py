@@ -4,15 +4,13 @@ from collections.abc import Iterator
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.plan.menu import KEEP, RUNGS, action_name
-from elbowroom.plan.plan import Known, Line, Plan
+from elbowroom.plan.plan import RECOMPUTE, Known, Line, Plan
 from elbowroom.plan.pose import Posed, pose
 from elbowroom.plan.problem import Choice, Option, Solution, keep_all, levels, recomputed_items
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.site import Site, SiteName
 from elbowroom.plan.solve import solve
 from elbowroom.units import show_nbytes
-
-RECOMPUTE = "recompute"  # the op that saves a region's inputs, as the runtime calls it
 
 
 def make_plan(
@@ -118,7 +116,7 @@ def _sites(profile: Profile, posed: Posed, choice: Choice) -> Iterator[tuple[Sit
 
 
 def _known(rung: str, storage: Storage, site: Site) -> Known:
-    return Known(rung, str(site.dtype).removeprefix("torch."), len(site.shape), storage.nbytes)
+    return Known(rung, str(site.dtype).removeprefix("torch."), storage.nbytes)
 
 
 def _lines(profile: Profile, posed: Posed, choice: Choice) -> Iterator[Line]:

@@ -1,12 +1,11 @@
 """A plan: for each site of a step an action, and what all of them come to.
 
 A plan is a policy: a site goes in, an action comes out. It knows a site by its name, and takes it
-for the one that was profiled only if it saves the same dtype, in as many dimensions and in no more
-bytes (a last, smaller batch is fine); for any other it has one exact answer, and counts it.
+for the one that was profiled only if it saves the same dtype, in no more bytes (a last, smaller
+batch is fine); for any other it has one exact answer, and counts it.
 """
 
 import io
-import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,13 +14,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from elbowroom.errors import DataError
+from elbowroom.plan import files
 from elbowroom.plan.action import Action
+from elbowroom.plan.ladder import Rung
 from elbowroom.plan.menu import EXACT_MENU, RUNGS
 from elbowroom.plan.site import Site, SiteName
 from elbowroom.units import show_nbytes, show_seconds
 
 VERSION = 1
+RECOMPUTE = "recompute"  # the op that saves a region's inputs, as the runtime calls it
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ class Known:
 
     rung: str
     dtype: str
-    dims: int
     nbytes: int
 
 
@@ -84,11 +84,20 @@ class Plan:
 
     def action_for(self, site: Site) -> Action:
         """What to do with what this site saves."""
-        known = self.sites.get(site.name)
-        if known is None or not _is(known, site):
+        rung = self.rung_for(site)
+        if rung is None:
             self.strangers[site.name] += 1
             return EXACT_MENU[0].policy(site)
-        return RUNGS[known.rung].policy(site)
+        return rung.policy(site)
+
+    def rung_for(self, site: Site) -> Rung | None:
+        """The setting that decides for a site; None for a stranger. Asking counts nothing."""
+        known = self.sites.get(site.name)
+        if known is not None and _is(known, site):
+            return RUNGS[known.rung]
+        if site.consumer == RECOMPUTE and site.module in self.recompute and known is None:
+            return EXACT_MENU[0]  # an input that is saved for the second run only
+        return None
 
     @property
     def slowdown(self) -> float:
@@ -125,29 +134,19 @@ class Plan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, aside first."""
-        path = Path(path)
+        """Write it as JSON."""
         data = asdict(self) | {
             "elbowroom_plan": VERSION,
             "sites": [[*name, asdict(known)] for name, known in self.sites.items()],
             "recompute": sorted(self.recompute),
         }
         del data["strangers"]
-        aside = path.with_name(path.name + ".part")
-        aside.write_text(json.dumps(data))
-        aside.replace(path)
+        files.write(path, data)
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
         """Read what `save` wrote. Raises DataError for anything else."""
-        try:
-            data = json.loads(Path(path).read_text())
-            version = data.pop("elbowroom_plan")
-            if version != VERSION:
-                raise DataError(f"{path} is a plan of version {version}; this is {VERSION}")
-            return _plan(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"{path} is not a plan written by elbowroom ({error!r})") from error
+        return files.read(path, "plan", VERSION, _plan)
 
 
 def difference(one: Plan, other: Plan) -> list[str]:
@@ -166,7 +165,7 @@ def _rung(plan: Plan, name: SiteName) -> str:
 
 
 def _is(known: Known, site: Site) -> bool:
-    same = known.dtype == str(site.dtype).removeprefix("torch.") and known.dims == len(site.shape)
+    same = known.dtype == str(site.dtype).removeprefix("torch.")
     return same and site.nbytes <= known.nbytes
 
 

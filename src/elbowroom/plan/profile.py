@@ -6,7 +6,6 @@ into moments, as in `plan/problem.py`: one begins wherever a storage is saved, a
 of, and wherever a module begins or ends.
 """
 
-import json
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 import torch
 
 from elbowroom.codecs import Facts
-from elbowroom.errors import DataError
 from elbowroom.kernels.windows import Window
+from elbowroom.plan import files
 from elbowroom.plan.site import Need, Rebuildable, Site
 
 VERSION = 1
@@ -131,26 +130,13 @@ class Profile:
         return sum(storage.nbytes for storage in self.storages)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, aside first, so that a crash leaves no half of it."""
-        path = Path(path)
-        aside = path.with_name(path.name + ".part")
-        aside.write_text(json.dumps({"elbowroom_profile": VERSION, **_plain(self)}))
-        aside.replace(path)
+        """Write it as JSON."""
+        files.write(path, {"elbowroom_profile": VERSION, **_plain(self)})
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
         """Read what `save` wrote. Raises DataError for anything else."""
-        try:
-            data = json.loads(Path(path).read_text())
-            version = data.pop("elbowroom_profile")
-            if version != VERSION:
-                raise DataError(
-                    f"{path} is a profile of version {version}; this elbowroom reads version "
-                    f"{VERSION}. Measure it again."
-                )
-            return _profile(data)
-        except (KeyError, TypeError, ValueError, AttributeError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} is not a profile written by elbowroom ({error!r})") from error
+        return files.read(path, "profile", VERSION, _profile)
 
 
 def is_planned(storage: Storage) -> bool:
@@ -185,7 +171,32 @@ def _profile(data: dict[str, Any]) -> Profile:
     )
     for name in ("level", "floor", "starts_s", "device"):
         data[name] = tuple(data[name])
-    return Profile(**data)
+    profile = Profile(**data)
+    _check(profile)
+    return profile
+
+
+def _check(profile: Profile) -> None:
+    """Raise ValueError where moments, or what refers to them, do not agree."""
+    moments = len(profile.level)
+    numbers = (*profile.level, *profile.floor, *profile.starts_s, profile.seconds, profile.static)
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise ValueError("levels and times are numbers")
+    if not moments == len(profile.floor) == len(profile.starts_s):
+        raise ValueError("each moment has a level, a floor and a time")
+    if len(profile.device) != 2 or not all(isinstance(name, str) for name in profile.device):
+        raise ValueError("a device has a type and a name")
+    seen = [profile.backward]
+    for storage in profile.storages:
+        seen += [storage.born, storage.used, storage.freed, *storage.needs]
+        if not storage.saves:
+            raise ValueError("a storage is saved by some op")
+    for call in profile.modules:
+        seen += [call.first, call.last]
+        if not all(-1 <= index < len(profile.storages) for index in call.inputs):
+            raise ValueError("an input is a storage")
+    if not all(isinstance(moment, int) and 0 <= moment < moments for moment in seen):
+        raise ValueError("something happens at no moment")
 
 
 def _storage(data: dict[str, Any]) -> Storage:

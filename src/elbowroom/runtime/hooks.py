@@ -222,6 +222,8 @@ class Saving:
             if self.recorder is not None:
                 return self.recorder.module(module, call, args, kwargs)
             return call(*args, **kwargs)
+        if not self._is_asked():  # inside a checkpoint of the user's, or of ours
+            return call(*args, **kwargs)
         self._end_all_waiting()
         outer, region = consumers.call, Call(recomputed, args, kwargs, name="recompute")
 
@@ -233,6 +235,11 @@ class Saving:
             return recomputed(module, call, args, kwargs, begin)
         finally:
             begin()
+
+    def _is_asked(self) -> bool:
+        """Whether what is saved now comes to this context: nobody else's hooks lie over its own."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is not None and hooks[0] == self._pack
 
     def _end_all_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -335,6 +342,7 @@ class Saving:
                 dtype = str(site.dtype).removeprefix("torch.")
                 where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
                 raise CodecError(f"{error} ({where})") from error
+            slot.drop_needless_bits()
             if self._watch is not None and not isinstance(action, Keep | Offload):
                 encoded = action if isinstance(action, Encode) else None
                 self._watch.held(slot, whole, site, None if encoded is None else encoded.codec)

@@ -11,12 +11,15 @@ What checkpoint leaves to its user is seen to here:
     parameters   changed in place since: RestoreError, as in plain autograd
     training     the flags of forward hold for the second run
     keywords     tensors among them are inputs as well
+    identity     arguments that are one tensor are one again: attention asks whether q is k
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -39,21 +42,58 @@ def recomputed(
 ) -> Any:
     """call(*args, **kwargs), to be run again in backward. begin: called once inputs are saved."""
     leaves, tree = tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[i] for i in places]
+    tensors = tensors_in(leaves)
+    at = {id(tensor): place for place, tensor in enumerate(tensors)}
+    places = [at.get(id(leaf)) for leaf in leaves]
     others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     state = _State(module)
 
     def run(*tensors: Tensor) -> Any:
-        filled = list(others)
-        for i, tensor in zip(places, tensors, strict=True):
-            filled[i] = tensor
+        filled = [
+            other if place is None else tensors[place]
+            for place, other in zip(places, others, strict=True)
+        ]
         run_args, run_kwargs = tree_unflatten(filled, tree)
         return call(*run_args, **run_kwargs)
 
     return checkpoint(
-        run, *tensors, use_reentrant=False, context_fn=lambda: (state.first(begin), state.again())
+        run, *tensors, use_reentrant=False, context_fn=lambda: (state.first(begin), _Again(state))
     )
+
+
+def tensors_in(leaves: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments, each once, in the order in which they are saved."""
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+
+
+def state_nbytes(module: nn.Module) -> int:
+    """Bytes that are held for the second run besides its inputs: small buffers, the RNG's state."""
+    sizes = [b.numel() * b.element_size() for b in module.buffers()]
+    return torch.get_rng_state().nbytes + sum(n for n in sizes if n <= _LARGEST_BUFFER)
+
+
+class _Again:
+    """`_State.again` for as many runs as there are: checkpoint enters one object at each of them.
+
+    Twice under retain_graph and in double backward.
+    """
+
+    def __init__(self, state: "_State") -> None:
+        self._state = state
+        self._open: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        again = self._state.again()
+        again.__enter__()
+        self._open.append(again)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._open.pop().__exit__(kind, error, trace)
 
 
 class _State:

@@ -138,6 +138,12 @@ class Slot:
         self.entry.action = "bits" if self.value is None else self.value.label
         self._tell()
 
+    def drop_needless_bits(self) -> None:
+        """The tensor itself, if it is kept, says where it is positive."""
+        if self.bits is not None and isinstance(self.value, KeepHandle):
+            self.bits = None
+            self._tell()
+
     def hold_shape(self) -> None:
         """Hold nothing beyond the geometry: all that has been asked for."""
         self.shape_is_enough = True
