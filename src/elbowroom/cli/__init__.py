@@ -1,11 +1,13 @@
 """The command `elbowroom`: what the library can do, without writing a line.
 
     elbowroom demo        train on real data, plain and through elbowroom, and compare
+    elbowroom run         train a script of yours, as it is, inside a budget
     elbowroom codecs      what can hold a tensor in fewer bytes
     elbowroom doctor      what this machine has, and what that means
 
 stdout carries results, stderr progress and complaints. Exit codes: 0 done, 2 a mistake that one
-line on stderr explains, 130 stopped by the user. A traceback means a bug of ours.
+line on stderr explains, 3 a budget that is too small, 130 stopped by the user; `run` keeps the
+code of its script. A traceback means a bug of ours, or of that script.
 """
 
 import typer
@@ -13,6 +15,8 @@ import typer
 from elbowroom.cli.codecs import codecs
 from elbowroom.cli.demo import demo
 from elbowroom.cli.doctor import doctor
+from elbowroom.cli.run import run
+from elbowroom.cli.script import PASSED_ON
 
 app = typer.Typer(
     name="elbowroom",
@@ -23,6 +27,7 @@ app = typer.Typer(
 )
 for command in (demo, codecs, doctor):
     app.command()(command)
+app.command(context_settings=PASSED_ON)(run)
 
 
 def main() -> None:

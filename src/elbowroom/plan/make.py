@@ -40,6 +40,12 @@ def make_plan(
     return _plan(profile, posed, found, budget)
 
 
+def plain_peak(profile: Profile) -> int:
+    """The peak of plain autograd, in bytes: measured if the profiled step was that."""
+    problem = pose(profile, exact=True, recompute=False).problem
+    return int(levels(problem, keep_all(problem)).max(initial=0))
+
+
 def too_small(
     profile: Profile, posed: Posed, found: Solution, budget: int, *, exact: bool | None
 ) -> BudgetTooSmall:
