@@ -2,6 +2,8 @@
 
     elbowroom demo        train on real data, plain and through elbowroom, and compare
     elbowroom run         train a script of yours, as it is, inside a budget
+    elbowroom profile     where the memory of a script of yours goes: a table and a page
+    elbowroom plan        a dry run: would a budget be met, at what cost
     elbowroom codecs      what can hold a tensor in fewer bytes
     elbowroom doctor      what this machine has, and what that means
 
@@ -15,6 +17,8 @@ import typer
 from elbowroom.cli.codecs import codecs
 from elbowroom.cli.demo import demo
 from elbowroom.cli.doctor import doctor
+from elbowroom.cli.plan import plan
+from elbowroom.cli.profile import profile
 from elbowroom.cli.run import run
 from elbowroom.cli.script import PASSED_ON
 
@@ -25,9 +29,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, codecs, doctor):
-    app.command()(command)
+app.command()(demo)
 app.command(context_settings=PASSED_ON)(run)
+app.command(context_settings=PASSED_ON)(profile)
+for command in (plan, codecs, doctor):
+    app.command()(command)
 
 
 def main() -> None:

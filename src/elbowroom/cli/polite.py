@@ -22,7 +22,7 @@ def polite(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except BudgetTooSmall as error:
-            mistake(f"{error} On the command line: --budget {_mebibytes(error.least_nbytes)}MiB")
+            mistake(_on_the_command_line(error))
             raise typer.Exit(3) from None
         except (ElbowroomError, ValueError, OSError) as error:
             mistake(str(error))
@@ -39,8 +39,11 @@ def mistake(message: str) -> None:
     typer.echo(f"elbowroom: {' '.join(message.split())}", err=True)
 
 
-def _mebibytes(nbytes: int) -> int:
-    return -(-nbytes // 2**20)
+def _on_the_command_line(error: BudgetTooSmall) -> str:
+    """The remedies, as they are typed there."""
+    message = str(error).replace("with exact=None", "by leaving out --exact")
+    mebibytes = -(-error.least_nbytes // 2**20)
+    return message.replace(f"budget={error.least_nbytes}", f"--budget {mebibytes}MiB")
 
 
 def check_writable(out: Path, option: str) -> None:
