@@ -85,7 +85,8 @@ def step_page(profile: Profile, model: str, remark: str = "") -> StepPage:
     device, name = profile.device
     return StepPage(
         title=f"{model}: where the memory of one step went",
-        lead=f"One plain training step on {name or device}, forward to the next forward. {remark}",
+        lead=f"One plain training step on {name or f'the {device.upper()}'}, from one forward to "
+        f"the next. {remark}",
         facts=_facts(profile, found),
         bands=[_key(band) for band in bands(profile) if band.most_nbytes],
         tensors=[tensor_row(one) for one in shown],

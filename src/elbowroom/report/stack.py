@@ -107,7 +107,7 @@ def _backward(profile: Profile) -> list[str]:
     x = _x(profile.starts_s[profile.backward] / end_s)
     return [
         f'<line class="begins" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>',
-        f'<text class="halo" x="{x + 6:.1f}" y="{TOP + 12}">backward begins</text>',
+        f'<text class="halo" x="{x + 6:.1f}" y="{TOP - 6}">backward begins</text>',
     ]
 
 
@@ -117,9 +117,10 @@ def _peak(profile: Profile, level: NDArray[np.int64], top: float) -> list[str]:
     share = profile.starts_s[moment] / end_s
     x, y = _x(share), _y(int(level[moment]), top)
     late = share > 0.75
+    label_y = y - 7 if y > TOP + 14 else y + 18  # the line of "backward begins" stays free
     anchor = "end" if late else "start"
     return [
         f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="currentColor"/>',
-        f'<text class="halo" x="{x + (-8 if late else 8):.1f}" y="{max(y - 7, 14):.1f}" '
+        f'<text class="halo" x="{x + (-8 if late else 8):.1f}" y="{label_y:.1f}" '
         f'text-anchor="{anchor}">peak {show_nbytes(int(level[moment]))}</text>',
     ]
