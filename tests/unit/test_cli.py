@@ -20,7 +20,7 @@ def run(*arguments):
 def test_help_names_every_command():
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("demo", "codecs", "doctor"):
+    for command in ("demo", "run", "profile", "plan", "codecs", "doctor"):
         assert command in result.stdout
 
 
@@ -103,7 +103,7 @@ def test_codecs_lists_the_registry():
 def test_doctor_names_what_it_found():
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
-    for name in ("torch", "numba", "triton", "GPU", "threads", "memory"):
+    for name in ("torch", "numba", "triton", "GPU", "threads", "memory", "CPU peaks"):
         assert name in result.stdout
 
 

@@ -1,11 +1,15 @@
 """The command `elbowroom`: what the library can do, without writing a line.
 
     elbowroom demo        train on real data, plain and through elbowroom, and compare
+    elbowroom run         train a script of yours, as it is, inside a budget
+    elbowroom profile     where the memory of a script of yours goes: a table and a page
+    elbowroom plan        a dry run: would a budget be met, at what cost
     elbowroom codecs      what can hold a tensor in fewer bytes
     elbowroom doctor      what this machine has, and what that means
 
 stdout carries results, stderr progress and complaints. Exit codes: 0 done, 2 a mistake that one
-line on stderr explains, 130 stopped by the user. A traceback means a bug of ours.
+line on stderr explains, 3 a budget that is too small, 130 stopped by the user; `run` keeps the
+code of its script. A traceback means a bug of ours, or of that script.
 """
 
 import typer
@@ -13,6 +17,10 @@ import typer
 from elbowroom.cli.codecs import codecs
 from elbowroom.cli.demo import demo
 from elbowroom.cli.doctor import doctor
+from elbowroom.cli.plan import plan
+from elbowroom.cli.profile import profile
+from elbowroom.cli.run import run
+from elbowroom.cli.script import PASSED_ON
 
 app = typer.Typer(
     name="elbowroom",
@@ -21,7 +29,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, codecs, doctor):
+app.command()(demo)
+app.command(context_settings=PASSED_ON)(run)
+app.command(context_settings=PASSED_ON)(profile)
+for command in (plan, codecs, doctor):
     app.command()(command)
 
 

@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import elbowroom as er
-from elbowroom.cli.polite import errors_console, polite
+from elbowroom.cli.polite import check_writable, errors_console, polite
 from elbowroom.demo.compare import Comparison, Saving, compare
 from elbowroom.demo.compare import Progress as Told
 from elbowroom.demo.page import page
 from elbowroom.demo.tasks import task
-from elbowroom.errors import DataError
 from elbowroom.report import table, write
 
 DEFAULT_STEPS = {"resnet18": 60, "unet": 150, "gpt": 120}  # under three minutes on two cores
@@ -66,7 +65,7 @@ def demo(
     # Kineto announces each profile on stderr, in the middle of the progress bar; 99 is above all
     # its levels.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    _check_writable(out)
+    check_writable(out, "--out")
     name = "gpt" if text else model.value
     if text and data is not None:
         raise ValueError("--data names a folder of images and --text trains on text; choose one")
@@ -92,15 +91,6 @@ def saving_for(codec: str, bits: int | None) -> tuple[Saving, str]:
     er.saving(codec, **fields)  # an unknown id or field is said now, not after a training
     shown = "".join(f", {name}={value}" for name, value in fields.items())
     return lambda: er.saving(codec, **fields), f'er.saving("{codec}"{shown})'
-
-
-def _check_writable(out: Path) -> None:
-    """Say before a training, not after it, that its page cannot be written."""
-    folder = out.parent
-    if out.is_dir():
-        raise DataError(f"--out {out} is a folder; name a file in it")
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise DataError(f"cannot write --out {out}: no folder {folder} that can be written to")
 
 
 def _settings(result: Comparison) -> dict[str, str]:

@@ -10,14 +10,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import elbowroom as er
 from elbowroom.cli.polite import polite
+from elbowroom.units import show_nbytes
+
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_PROBE = 1 << 20  # bytes
 
 
 @polite
 def doctor() -> None:
     """Say what this machine has, and what that means for elbowroom."""
     table = Table("what", "found", "what it means")
-    for row in (*_packages(), _device(), _threads(), _memory()):
+    for row in (*_packages(), _device(), *_fragments(), _threads(), _memory(), _peaks()):
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
 
@@ -52,9 +57,23 @@ def _device() -> tuple[str, str, str]:
     return "GPU", f"{properties.name}, {size}", "Triton's kernels serve tensors there"
 
 
-def _threads() -> tuple[str, str, str]:
-    import torch
+def _fragments() -> list[tuple[str, str, str]]:
+    """What the CUDA allocator does with gaps; nothing to say without CUDA."""
+    if not torch.cuda.is_available():
+        return []
+    settings = [os.environ.get(name, "") for name in _ALLOCATOR_SETTINGS]
+    found = ", ".join(filter(None, settings)) or "the allocator's defaults"
+    if "expandable_segments:True" in found:
+        meaning = "segments grow, so a new mix of sizes leaves few gaps"
+    else:
+        meaning = (
+            "another mix of sizes leaves gaps that count as reserved, beyond the budget; set "
+            f"{_ALLOCATOR_SETTINGS[0]}=expandable_segments:True before python starts"
+        )
+    return [("fragmentation", found, meaning)]
 
+
+def _threads() -> tuple[str, str, str]:
     found = f"torch uses {torch.get_num_threads()} of {os.cpu_count()} cores"
     return "threads", found, "numba's kernels follow torch.set_num_threads()"
 
@@ -76,3 +95,15 @@ def _memory() -> tuple[str, str, str]:
         "freed tensors stay with the process, so RSS says nothing about a peak: measure with "
         "er.peak, or set MALLOC_MMAP_THRESHOLD_=131072 (slower) to make RSS follow",
     )
+
+
+def _peaks() -> tuple[str, str, str]:
+    """Whether PyTorch's profiler sees a megabyte come and go."""
+    try:
+        seen = er.peak(lambda: torch.zeros(_PROBE, dtype=torch.uint8), device="cpu")
+    except RuntimeError as error:
+        return "CPU peaks", "cannot be measured", f"fit guesses on a CPU: {error}"
+    if seen != _PROBE:
+        found = f"measured {show_nbytes(seen)} of {show_nbytes(_PROBE)}"
+        return "CPU peaks", found, "fit, run and profile cannot be trusted on this CPU"
+    return "CPU peaks", "measured to the byte", "by PyTorch's profiler, on the main thread"

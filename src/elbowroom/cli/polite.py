@@ -1,13 +1,15 @@
-"""Mistakes end with one line and exit code 2, never with a traceback."""
+"""Mistakes end with one line and exit code 2, budgets too small with 3, never with a traceback."""
 
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import ParamSpec
 
 import typer
 from rich.console import Console
 
-from elbowroom.errors import ElbowroomError
+from elbowroom.errors import BudgetTooSmall, DataError, ElbowroomError
 
 P = ParamSpec("P")
 
@@ -19,15 +21,38 @@ def polite(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
+        except BudgetTooSmall as error:
+            mistake(_on_the_command_line(error))
+            raise typer.Exit(3) from None
         except (ElbowroomError, ValueError, OSError) as error:
-            message = " ".join(str(error).split())
-            typer.echo(f"elbowroom: {message}", err=True)
+            mistake(str(error))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             typer.echo("elbowroom: stopped; nothing was written", err=True)
             raise typer.Exit(130) from None
 
     return run
+
+
+def mistake(message: str) -> None:
+    """One line on stderr."""
+    typer.echo(f"elbowroom: {' '.join(message.split())}", err=True)
+
+
+def _on_the_command_line(error: BudgetTooSmall) -> str:
+    """The remedies, as they are typed there."""
+    message = str(error).replace("with exact=None", "by leaving out --exact")
+    mebibytes = -(-error.least_nbytes // 2**20)
+    return message.replace(f"budget={error.least_nbytes}", f"--budget {mebibytes}MiB")
+
+
+def check_writable(out: Path, option: str) -> None:
+    """Say before a training, not after it, that its result cannot be written."""
+    folder = out.parent
+    if out.is_dir():
+        raise DataError(f"{option} {out} is a folder; name a file in it")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise DataError(f"cannot write {option} {out}: no folder {folder} that can be written to")
 
 
 def errors_console() -> Console:

@@ -5,7 +5,9 @@
     CometBounds   error bounds that follow the momentum of each layer's gradient
     Guard         milder codes as soon as the training loss suffers, leaner ones while it does not
     BatchAdvisor  how large a batch the saved memory would take: says so, and does nothing
-    Fitting       what `er.fit` runs
+    Fitting       what `er.fit` runs; Summary: what became of it
+    Profiling     writes down one step of a program
+    Discovery     finds the model and the optimizers of somebody else's program
 
 The first four are policies for `er.saving` that watch their own codes (`adaptive.py`).
 """
@@ -16,5 +18,9 @@ from elbowroom.control.batch import BatchAdvisor as BatchAdvisor
 from elbowroom.control.batch import BatchProposal as BatchProposal
 from elbowroom.control.bounds import CometBounds as CometBounds
 from elbowroom.control.budget import NoiseBudget as NoiseBudget
+from elbowroom.control.discovery import Discovery as Discovery
 from elbowroom.control.fitting import Fitting as Fitting
 from elbowroom.control.guard import Guard as Guard
+from elbowroom.control.profiling import Profiling as Profiling
+from elbowroom.control.summary import Summary as Summary
+from elbowroom.control.summary import summary as summary

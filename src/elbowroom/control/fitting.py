@@ -63,9 +63,13 @@ _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is gi
 class Fitting:
     """The controller of one fitted model. It is called at every forward.
 
-    peak_nbytes  of the last measured step, everything included
-    profile      of the step that was written down
-    plan         that is followed; None: all tensors are at `rungs[rung]`
+    peak_nbytes     of the last measured step, everything included
+    peak_setting    what that step ran at: "plan", or the name of a rung
+    highest_nbytes  the highest of all measured peaks
+    profile         of the step that was written down
+    rehearsed       its backward is an estimate
+    plan            that is followed; None: all tensors are at `rungs[rung]`
+    was_exact       no forward so far has held a lossy code
     """
 
     def __init__(
@@ -91,6 +95,9 @@ class Fitting:
         self._unborn_nbytes = 0  # gradients and optimizer states that it will create
         self.context = Context()
         self.peak_nbytes: int | None = None
+        self.peak_setting = ""
+        self.highest_nbytes: int | None = None
+        self.was_exact = True
         self.profile: Profile | None = None
         self.plan: Plan | None = None
         self._transient_nbytes: int | None = None
@@ -98,7 +105,7 @@ class Fitting:
         self._unborn_states = True  # then the optimizer had no states yet
         self._margin_nbytes = 0  # by which plans have been too hopeful
         self._rounds = self._tries = 0
-        self._rehearsed = False  # the plan is made of a rehearsal, not of a whole step
+        self.rehearsed = False  # the plan is made of a rehearsal, not of a whole step
         self._settled = False
         self._said = ""
         self._last: FittedSaving | None = None
@@ -156,9 +163,14 @@ class Fitting:
             plan = self._plan_for(self.profile, 0, exact=exact)
             if plan is not None:
                 self._follow(plan, self.profile)
-                self._rehearsed = True
+                self.rehearsed = True
                 return
         self._make_plan(with_backward(seen, *born, _SAFE), 0, exact=self.exact)
+
+    @property
+    def setting(self) -> str:
+        """What forwards run at: "plan", or the name of a rung."""
+        return (self.planned or self.rungs[self.rung]).name
 
     @property
     def planned(self) -> Rung | None:
@@ -201,8 +213,18 @@ class Fitting:
         if saving.impossible:
             self._refuse(saving)
         self._last = saving
+        self.was_exact = self.was_exact and saving.setting.exact
         self.rung = saving.rung if self._transient_nbytes is None else self.rung
         self._say(saving.setting)
+
+    def finish(self) -> None:
+        """The training is over: its last step counts as measured, if none with its setting was."""
+        last, self._last = self._last, None
+        if self._interval is not None and last is not None and self.peak_setting != self.setting:
+            peak, self._interval = self._interval.stop(), None
+            if peak is not None:
+                self._note_peak(peak, last)
+        self.close()
 
     def close(self) -> None:
         """End a measurement that runs. The model is not fitted any more."""
@@ -225,7 +247,7 @@ class Fitting:
         self._measured_from = self.static_nbytes
         self._unborn_states = self.owned.unborn_state_nbytes() > 0
         device = self.owned.device
-        unknown = self.plan is None or (self._rehearsed and not self.plan.recompute)
+        unknown = self.plan is None or (self.rehearsed and not self.plan.recompute)
         first_planned = self._unborn_states and self.plan is not None
         if first_planned or (
             unknown and self._transient_nbytes is not None and not self._unborn_states
@@ -246,16 +268,22 @@ class Fitting:
                     born = max(0, self.static_nbytes - self._measured_from)
                     self._verify(last, profile.peak_with(born))
                 return
+            if profile is not None:
+                self._note_peak(profile.peak, last)
             self._take_profile(profile, last)
         elif self._interval is not None:
             peak, self._interval = self._interval.stop(), None
             if peak is None:
                 return
-            self.peak_nbytes = peak
+            self._note_peak(peak, last)
             if self.plan is None:
                 self._relax(last, peak)
             else:
                 self._verify(last, peak)
+
+    def _note_peak(self, peak_nbytes: int, last: FittedSaving) -> None:
+        self.peak_nbytes, self.peak_setting = peak_nbytes, last.setting.name
+        self.highest_nbytes = max(peak_nbytes, self.highest_nbytes or 0)
 
     def _relax(self, last: FittedSaving, peak_nbytes: int) -> None:
         """After the first step: its transients are known now."""
@@ -276,8 +304,8 @@ class Fitting:
         if profile is None or last.climbed:
             self._settled = self._tries >= _MOST_TRIES
             return
-        self.profile, self.peak_nbytes = profile, profile.peak
-        self._rehearsed, self._margin_nbytes = False, 0
+        self.profile = profile
+        self.rehearsed, self._margin_nbytes = False, 0
         self._learn_transient(last, profile.peak)
         self._plan(profile)
 
@@ -293,7 +321,7 @@ class Fitting:
             )
         except BudgetTooSmall:
             self.plan = None
-            if self._rehearsed or profile.peak > self.budget_nbytes:
+            if self.rehearsed or profile.peak > self.budget_nbytes:
                 raise
             self._settled = True  # the uniform rung has been seen to fit
             return
@@ -333,7 +361,7 @@ class Fitting:
         self._learn_transient(last, peak_nbytes)
         too_hopeful = peak_nbytes - self.plan.peak
         slack = self.budget_nbytes - peak_nbytes
-        useful = self._rehearsed and slack > _SLACK * (self.budget_nbytes - self.profile.static)
+        useful = self.rehearsed and slack > _SLACK * (self.budget_nbytes - self.profile.static)
         if slack >= 0 and not (useful and self._rounds < _MOST_ROUNDS):
             self._settled = True
             return

@@ -1,4 +1,4 @@
-"""What a model and its optimizer hold between steps, and what the first step will add to it."""
+"""What a model and its optimizers hold between steps, and what the first step will add to it."""
 
 import weakref
 from collections.abc import Iterable
@@ -9,11 +9,18 @@ from torch.optim import Optimizer
 
 
 class Owned:
-    """Weights, buffers, gradients and optimizer states. Neither the model is kept alive, nor it."""
+    """Weights, buffers, gradients and optimizer states. None of the owners is kept alive."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._model = weakref.ref(model)
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        if optimizer is not None:
+            self.add(optimizer)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Count the states of this optimizer, too."""
+        if all(known is not optimizer for known in self._alive()):
+            self._optimizers.append(weakref.ref(optimizer))
 
     @property
     def nbytes(self) -> int:
@@ -36,11 +43,10 @@ class Owned:
     def tensors(self) -> list[Tensor]:
         """All of them."""
         model = self._model()
-        optimizer = None if self._optimizer is None else self._optimizer()
         parameters = [] if model is None else list(model.parameters())
         tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
         tensors += [] if model is None else list(model.buffers())
-        states = [] if optimizer is None else list(optimizer.state.values())
+        states = [state for optimizer in self._alive() for state in optimizer.state.values()]
         return tensors + [
             value for state in states for value in state.values() if isinstance(value, Tensor)
         ]
@@ -52,20 +58,36 @@ class Owned:
     def unborn_state_nbytes(self) -> int:
         """Bytes of the optimizer states that the first step will create.
 
-        Two fp32 states a parameter, unless the class says less.
+        Two fp32 states a parameter, unless the class says less. A parameter that one optimizer has
+        states for, or that two hold (as wrappers do), counts once.
         """
-        optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is None or optimizer.state:
-            return 0
-        momentum_free = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults.get(
-            "momentum"
-        )
-        states = 0 if momentum_free else 1 if isinstance(optimizer, torch.optim.SGD) else 2
-        return states * sum(4 * p.numel() for p in self._trainable())
+        optimizers = self._alive()
+        born = {id(p) for one in optimizers if one.state for p in _parameters(one)}
+        states: dict[int, int] = {}
+        for one in optimizers:
+            for p in _parameters(one):
+                if id(p) not in born:
+                    nbytes = 4 * p.numel() * _states_of(one)
+                    states[id(p)] = max(nbytes, states.get(id(p), 0))
+        return sum(states.values())
+
+    def _alive(self) -> list[Optimizer]:
+        return [one for known in self._optimizers if (one := known()) is not None]
 
     def _trainable(self) -> list[Tensor]:
         model = self._model()
         return [] if model is None else [p for p in model.parameters() if p.requires_grad]
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _states_of(optimizer: Optimizer) -> int:
+    """How many fp32 states a parameter will have."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return 2
+    return 1 if optimizer.defaults.get("momentum") else 0
 
 
 def storage_nbytes(tensors: Iterable[Tensor]) -> int:

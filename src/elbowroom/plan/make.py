@@ -45,6 +45,12 @@ def make_plan(
     return _plan(profile, posed, found, allowed + in_flight, in_flight)
 
 
+def plain_peak(profile: Profile) -> int:
+    """The peak of plain autograd, in bytes: measured if the profiled step was that."""
+    problem = pose(profile, exact=True, recompute=False).problem
+    return int(levels(problem, keep_all(problem)).max(initial=0))
+
+
 def _too_small(
     profile: Profile,
     posed: Posed,

@@ -1,12 +1,18 @@
 """What was measured, for people: a page of data, drawn as one HTML file or as a terminal's table.
 
-page    the data: title, rows, curves, settings       svg      curves -> a chart
-html    page -> one self-contained file               table    page -> terminal
+page     the data: title, rows, curves, settings      svg      curves -> a chart
+html     page -> one self-contained file              table    page -> terminal
+profile  a profiled step -> its page, its table       stack    bands -> a chart
+bands    what a step holds, cut by module
 """
 
 from elbowroom.report.html import render as render
+from elbowroom.report.html import render_profile as render_profile
 from elbowroom.report.html import write as write
+from elbowroom.report.html import write_text as write_text
 from elbowroom.report.page import Curve as Curve
 from elbowroom.report.page import Page as Page
 from elbowroom.report.page import Row as Row
+from elbowroom.report.profile import profile_table as profile_table
+from elbowroom.report.profile import step_page as step_page
 from elbowroom.report.table import table as table

@@ -9,7 +9,11 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from elbowroom.plan.profile import Profile
+from elbowroom.report.bands import bands
 from elbowroom.report.page import Page
+from elbowroom.report.profile import StepPage
+from elbowroom.report.stack import stack
 from elbowroom.report.svg import chart
 
 _TEMPLATES = Environment(
@@ -26,9 +30,19 @@ def render(page: Page) -> str:
     return _TEMPLATES.get_template("page.html.j2").render(page=page, chart=drawn)
 
 
+def render_profile(page: StepPage, profile: Profile) -> str:
+    """The page of a profiled step as HTML text."""
+    drawn = Markup(stack(profile, bands(profile)))
+    return _TEMPLATES.get_template("profile.html.j2").render(page=page, chart=drawn)
+
+
 def write(page: Page, path: Path) -> None:
     """Write the page so that `path` is always the old file or the whole new one, never a part."""
-    text = render(page)
+    write_text(render(page), path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """The same for any text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

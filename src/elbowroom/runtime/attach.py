@@ -30,12 +30,15 @@ class Around(Protocol):
         ...
 
 
+Meet = Callable[[nn.Module], bool]
+
 _attached: "weakref.WeakKeyDictionary[nn.Module, Around]" = weakref.WeakKeyDictionary()
+_meet: Meet | None = None
 _lock = threading.Lock()
 
 
 class _Thread(threading.local):
-    """The attached modules whose forward runs on this thread, innermost last."""
+    """The attached modules whose forward runs on this thread, innermost last; and those met."""
 
     def __init__(self) -> None:
         self.open: list[nn.Module] = []
@@ -47,18 +50,33 @@ _thread = _Thread()
 def attach(model: nn.Module, around: Around) -> None:
     """From now on every call of `model` that records gradients goes through `around.run`."""
     with _lock:
-        if not _attached:
-            calls.watch(_around)
         _attached[model] = around
+        _watch()
 
 
 def detach(model: nn.Module) -> Around | None:
     """Undo `attach`. Returns what it was given, if anything."""
     with _lock:
         found = _attached.pop(model, None)
-        if not _attached:
-            calls.watch(None)
+        _watch()
         return found
+
+
+def discover(meet: Meet | None) -> None:
+    """From now on `meet` sees outermost modules before they run with gradients on; None: no more.
+
+    Those that are attached already are not shown, nor what is called in backward or on a thread of
+    its own. `meet` may attach a module: then this very call goes through it. It returns whether
+    what is called inside is part of it; else that is met in its turn.
+    """
+    global _meet
+    with _lock:
+        _meet = meet
+        _watch()
+
+
+def _watch() -> None:
+    calls.watch(_around if _attached or _meet is not None else None)
 
 
 def opener_of(model: nn.Module) -> Around | None:
@@ -69,18 +87,36 @@ def opener_of(model: nn.Module) -> Around | None:
 def _around(
     module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    model = original(module)
-    around = _attached.get(module) or _attached.get(model)
-    if around is None or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return call(*args, **kwargs)
+    around = _around_of(module)
+    if around is None:
+        if _meet is None or not _is_outermost() or not _meet(module):
+            return call(*args, **kwargs)
+        around = _around_of(module)
     outer = _thread.open[-1] if _thread.open else None
-    if outer is not None and outer is not module and original(outer) is model:
+    if outer is not None and outer is not module and original(outer) is original(module):
         return call(*args, **kwargs)  # the compiled wrapper of this model has opened it already
     _thread.open.append(module)
     try:
-        return around.run(model, lambda: _forward(module, call, args, kwargs))
+        if around is None:
+            return call(*args, **kwargs)
+        return around.run(original(module), lambda: _forward(module, call, args, kwargs))
     finally:
         _thread.open.pop()
+
+
+def _around_of(module: nn.Module) -> Around | None:
+    return _attached.get(module) or _attached.get(original(module))
+
+
+def _is_outermost() -> bool:
+    """Neither inside another module, nor run again by somebody's checkpointing in backward."""
+    return (
+        not _thread.open
+        and threading.current_thread() is threading.main_thread()
+        and torch._C._current_graph_task_id() == -1
+    )
 
 
 def _forward(

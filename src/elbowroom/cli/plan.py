@@ -1,0 +1,125 @@
+"""`elbowroom plan`: a dry run: would it fit, at what cost, and what would be done."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import elbowroom as er
+from elbowroom.cli.polite import check_writable, errors_console, polite
+from elbowroom.errors import BudgetTooSmall, DataError, UnknownField
+from elbowroom.plan.make import plain_peak
+from elbowroom.plan.plan import Plan
+from elbowroom.plan.profile import Profile
+from elbowroom.units import parse_nbytes, show_nbytes
+
+_STEPS = 10  # of a sweep, from the plain peak to nothing
+
+From = Annotated[
+    Path, typer.Argument(metavar="PROFILE.json", help='What "elbowroom profile" wrote.')
+]
+Budget = Annotated[
+    str | None, typer.Option(help='The peak that is allowed: "6GiB", "500 MiB"; 6GB is 6 * 10**9.')
+]
+IsExact = Annotated[
+    bool, typer.Option("--exact", help="Exact actions only: no bit of any gradient changes.")
+]
+Solver = Annotated[
+    str,
+    typer.Option(help="auto, milp, rounding, greedy; the baselines uniform, delta, dtr, capuchin."),
+]
+Out = Annotated[Path | None, typer.Option(help="Write the plan as JSON.")]
+Explains = Annotated[bool, typer.Option("--explain", help="A line for each tensor.")]
+Sweeps = Annotated[
+    bool,
+    typer.Option("--sweep", help="Budgets from the plain peak down to the least, a line each."),
+]
+
+
+@polite
+def plan(
+    profile: From,
+    budget: Budget = None,
+    exact: IsExact = False,
+    solver: Solver = "auto",
+    out: Out = None,
+    explain: Explains = False,
+    sweep: Sweeps = False,
+) -> None:
+    """Say what a budget would take: a dry run from a profile. All figures are estimated.
+
+    Exit code: 0 if the budget can be met, 3 if not (with the least that can, and what takes the
+    room), 2 for a mistake that one line explains.
+    """
+    if budget is None and not sweep:
+        raise UnknownField('a plan needs --budget, as in --budget "6GiB", or --sweep')
+    if budget is None and (out is not None or explain):
+        raise UnknownField("--out and --explain are for one plan: name its --budget")
+    if budget is not None:
+        parse_nbytes(budget)
+    if out is not None:
+        check_writable(out, "--out")
+    if not profile.is_file():
+        raise DataError(f'there is no profile {profile}; "elbowroom profile train.py" writes one')
+    known = Profile.load(profile)
+    if sweep:
+        Console().print(_sweep(known, exact or None, solver))
+    if budget is None:
+        return
+    made = er.plan(known, budget=budget, exact=exact or None, solver=solver)
+    if explain:
+        Console().print(Text(made.explain()), soft_wrap=True)
+    else:
+        Console().print(f"[bold]{made}[/]", soft_wrap=True, highlight=False)
+        Console().print(_table(made))
+    if out is not None:
+        made.save(out)
+        errors_console().print(f"[dim]The plan:[/] {out}", soft_wrap=True)
+
+
+def _table(made: Plan) -> Table:
+    """What is done, by action."""
+    table = Table("action")
+    for name in ("tensors", "plain", "held"):
+        table.add_column(name, justify="right")
+    for action, (before, after) in sorted(made.totals().items(), key=lambda one: -one[1][0]):
+        tensors = sum(1 for line in made.lines if line.action == action)
+        table.add_row(action, str(tensors), show_nbytes(before), show_nbytes(after))
+    return table
+
+
+def _sweep(known: Profile, exact: bool | None, solver: str) -> Table:
+    """Budgets, from the plain peak in steps of a tenth down to the least that can be met."""
+    plain = plain_peak(known)
+    table = Table(
+        title=f"plain peak {show_nbytes(plain)}; all estimated",
+        title_justify="left",
+        title_style="bold",
+    )
+    for name in ("budget", "of plain", "peak", "time", "held"):
+        table.add_column(name, justify="right")
+    table.add_column("gradients")
+    for nbytes in (plain * step // _STEPS for step in range(_STEPS, 0, -1)):
+        try:
+            _add(table, er.plan(known, budget=nbytes, exact=exact, solver=solver), plain)
+        except BudgetTooSmall as error:
+            least = error.least_nbytes
+            made = er.plan(known, budget=least, exact=exact, solver=solver)
+            _add(table, made, plain, note="the least")
+            break
+    return table
+
+
+def _add(table: Table, made: Plan, plain_nbytes: int, note: str = "") -> None:
+    gradients = "exact" if made.exact else "lossy"
+    table.add_row(
+        show_nbytes(made.budget),
+        f"{made.budget / plain_nbytes:.0%}",
+        show_nbytes(made.peak),
+        f"{100 * made.slowdown:+.1f} %",
+        show_nbytes(made.held_nbytes),
+        f"{gradients}, {note}" if note else gradients,
+    )

@@ -1,0 +1,146 @@
+"""`elbowroom profile`: where the memory of a script's training step goes."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from torch import nn
+
+from elbowroom.cli.polite import check_writable, errors_console, polite
+from elbowroom.cli.script import Arguments, Script, check_script, run_script, show_traceback
+from elbowroom.control import Discovery, Profiling
+from elbowroom.errors import PlanError
+from elbowroom.plan.make import plain_peak
+from elbowroom.plan.profile import Profile
+from elbowroom.report import profile_table, render_profile, step_page, write_text
+from elbowroom.runtime.attach import attach, detach
+from elbowroom.units import show_nbytes
+
+Out = Annotated[Path, typer.Option(help="Where the profile goes, as JSON.")]
+Html = Annotated[Path | None, typer.Option(help="Where the page goes; by default beside --out.")]
+
+
+@polite
+def profile(
+    script: Script,
+    arguments: Arguments = None,
+    out: Out = Path("profile.json"),
+    html: Html = None,
+) -> None:
+    """Run a script until one of its training steps was written down; show where its memory goes.
+
+    The first step passes, the second is recorded; at the third the script is ended (SystemExit is
+    raised in it). Writes a profile, which "elbowroom plan" reads, and a self-contained page.
+
+    Options of elbowroom stand before the script; all that follows it is the script's.
+
+    Exit code: 0 if a step was written down; the script's own if it ended before with an error; 2
+    for a mistake that one line explains; 130 if stopped.
+    """
+    html = out.with_suffix(".html") if html is None else html
+    check_script(script)
+    check_writable(out, "--out")
+    check_writable(html, "--html")
+    running = _Run()
+    code = running.of(script, arguments or [])
+    if running.profile is None:
+        if code:
+            raise typer.Exit(code)
+        raise PlanError(running.why_none)
+    _show(running.profile, running.model, running.remark, out, html)
+
+
+def _show(found: Profile, model: str, remark: str, out: Path, html: Path) -> None:
+    found.save(out)
+    write_text(render_profile(step_page(found, model, remark), found), html)
+    Console().print(profile_table(found))
+    Console().print(
+        f"{model}: peak {show_nbytes(found.peak)}, of which {show_nbytes(found.static)} is held "
+        f"before the step; {show_nbytes(found.saved_nbytes)} saved for backward in "
+        f"{len(found.storages)} tensors. {remark}",
+        soft_wrap=True,
+    )
+    half = -(-(found.static + (plain_peak(found) - found.static) // 2) // 2**20)
+    errors_console().print(
+        f"[dim]Page: {html}. What would half of it take?[/]  "
+        f"elbowroom plan {out} --budget {half}MiB",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+class _Enough(SystemExit):
+    """A step was written down: the script may end."""
+
+
+class _Run:
+    """One run of a script: the first model that was found in it, and one step of that."""
+
+    def __init__(self) -> None:
+        self.model = ""
+        self.others: list[str] = []
+        self._profiling: Profiling | None = None
+        self._fitted: nn.Module | None = None
+        self._discovery = Discovery(self._found)
+
+    @property
+    def profile(self) -> Profile | None:
+        return None if self._profiling is None else self._profiling.profile
+
+    @property
+    def remark(self) -> str:
+        """What else was trained."""
+        if not self.others:
+            return ""
+        return (
+            f"The script trains {', '.join(self.others)} as well: that is in the level, but what "
+            "it saves is not told apart."
+        )
+
+    @property
+    def why_none(self) -> str:
+        """Why there is no profile."""
+        if self._profiling is None:
+            return (
+                "the script ended, and no model was trained: no module that holds an optimizer's "
+                "parameters was called in training mode with gradients on, on the main thread"
+            )
+        return (
+            f"{self.model} was called {self._profiling.steps} times with gradients on, and no "
+            "backward followed the second call or a later one before the next; let the script "
+            "run two training steps, each one forward and its backward"
+        )
+
+    def of(self, script: Path, arguments: list[str]) -> int:
+        """The exit code."""
+        try:
+            with self._discovery:
+                return run_script(script, arguments)
+        except Exception as error:
+            show_traceback(error, script)
+            return 1
+        finally:
+            if self._profiling is not None:
+                self._profiling.finish()
+            self._release()
+
+    def _found(self, model: nn.Module) -> None:
+        name = type(model).__name__
+        if self._profiling is not None:
+            if name not in self.others:
+                self.others.append(name)
+            return
+        optimizers = self._discovery.optimizers_of(model)
+        self.model, self._fitted = name, model
+        self._profiling = Profiling(model, optimizers, self._done)
+        attach(model, self._profiling)
+
+    def _done(self) -> None:
+        self._release()  # if the script goes on all the same, then plainly
+        raise _Enough(0)
+
+    def _release(self) -> None:
+        if self._fitted is not None:
+            detach(self._fitted)
+            self._fitted = None

@@ -1,0 +1,199 @@
+"""`elbowroom run`: a script that has never heard of elbowroom, trained inside a budget."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+import elbowroom as er
+from elbowroom.cli.polite import check_writable, errors_console, mistake, polite
+from elbowroom.cli.script import Arguments, Script, check_script, run_script, show_traceback
+from elbowroom.control import Discovery, Fitting, Summary, summary
+from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.plan.plan import Line
+from elbowroom.runtime.attach import opener_of
+from elbowroom.units import parse_nbytes, show_nbytes
+
+Budget = Annotated[
+    str, typer.Option(help='The peak that is allowed: "6GiB", "500 MiB"; 6GB is 6 * 10**9.')
+]
+IsExact = Annotated[
+    bool, typer.Option("--exact", help="Exact actions only: no bit of any gradient changes.")
+]
+Report = Annotated[Path | None, typer.Option(help="Write the figures at the end as JSON.")]
+
+
+@polite
+def run(
+    script: Script,
+    budget: Budget,
+    arguments: Arguments = None,
+    exact: IsExact = False,
+    report: Report = None,
+) -> None:
+    """Train an unmodified script inside a budget of bytes.
+
+    The model that the script trains is found at its first call, and kept inside the budget as by
+    er.fit; its optimizers' states are counted. A script that trains two models is refused. What a
+    loss outside of the model saves is measured, and left as it is.
+
+    Options of elbowroom stand before the script; all that follows it is the script's. A table at
+    the end goes to stderr.
+
+    Exit code: the script's own; 3 if nothing that is allowed fits the budget; 2 for a mistake that
+    one line explains, or if a model was trained that could not be found; 130 if stopped.
+    """
+    parse_nbytes(budget)
+    check_script(script)
+    if report is not None:
+        check_writable(report, "--report")
+    running = _Run(budget, exact)
+    code = running.of(script, arguments or [])
+    told = running.told()
+    if told is None:
+        code = _say_not_found(code, made_optimizers=running.discovery.made_optimizers)
+    else:
+        errors_console().print(_table(told))
+        if report is not None:
+            figures = told.as_dict() | {"exit_code": code}
+            report.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    raise typer.Exit(code)
+
+
+class _SecondModel(PlanError):
+    """The script trains more than one."""
+
+
+class _Run:
+    """One run of a script: the model that was found in it, and what became of it."""
+
+    def __init__(self, budget: str, exact: bool) -> None:
+        self.discovery = Discovery(self._fit)
+        self._budget, self._exact = budget, exact
+        self._fitting: Fitting | None = None
+        self._name = ""
+
+    def of(self, script: Path, arguments: list[str]) -> int:
+        """The exit code. Raises BudgetTooSmall, or PlanError where there are two models."""
+        with self.discovery:
+            try:
+                return run_script(script, arguments)
+            except KeyboardInterrupt:
+                return 130
+            except (BudgetTooSmall, _SecondModel):
+                raise
+            except Exception as error:
+                show_traceback(error, script)
+                return 1
+            finally:
+                if self._fitting is not None:
+                    self._fitting.finish()
+
+    def told(self) -> Summary | None:
+        """The figures; None where no model was found."""
+        return None if self._fitting is None else summary(self._fitting, self._name)
+
+    def _fit(self, model: nn.Module) -> None:
+        name = type(model).__name__
+        if self._fitting is not None:
+            raise _SecondModel(
+                f"the script trains two models, {self._name} and {name}, and run keeps one inside "
+                "a budget; call both in the forward of one nn.Module, or save what they hold by "
+                "hand, with er.saving() around their forwards"
+            )
+        optimizers = self.discovery.optimizers_of(model)
+        er.fit(model, budget=self._budget, exact=self._exact or None)
+        fitting = opener_of(model)
+        assert isinstance(fitting, Fitting)
+        for optimizer in optimizers:
+            fitting.owned.add(optimizer)
+        self._fitting, self._name = fitting, name
+
+
+def _say_not_found(code: int, *, made_optimizers: bool) -> int:
+    """Nothing was fitted: harmless if nothing was trained."""
+    if code:
+        return code
+    if not made_optimizers:
+        errors_console().print("[dim]elbowroom: the script trained nothing, so nothing was done[/]")
+        return code
+    mistake(
+        "the script made an optimizer, but no module that holds its parameters was called in "
+        "training mode with gradients on, on the main thread; so the budget was not kept. Call "
+        "the model itself, model(x), rather than functions of its weights"
+    )
+    return 2
+
+
+def _table(told: Summary) -> Table:
+    """The figures, each measured or estimated."""
+    table = Table(
+        title=f"{told.model} inside {show_nbytes(told.budget_nbytes)}",
+        title_justify="left",
+        title_style="bold",
+    )
+    for name in ("one step", "measured", "estimated"):
+        table.add_column(name, justify="left" if name == "one step" else "right")
+    table.add_column("", overflow="fold")
+    for row in _rows(told):
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _rows(told: Summary) -> list[tuple[str, str, str, str]]:
+    """Name, measured, estimated, remark."""
+    unknown = "" if told.plain_nbytes else "not known: it takes three steps"
+    rows = [
+        ("peak, plain", "", _size(told.plain_nbytes), unknown),
+        ("peak, planned", "", _size(told.predicted_nbytes), _setting(told)),
+        ("peak", _size(told.last_nbytes), "", _verdict(told)),
+    ]
+    if told.highest_nbytes != told.last_nbytes:
+        over = _over(told.highest_nbytes, told.budget_nbytes)
+        rows.append(("highest peak", _size(told.highest_nbytes), "", f"while learning; {over}"))
+    if told.slowdown is not None:
+        rows.append(("time", "", f"{100 * told.slowdown:+.1f} %", "over plain autograd"))
+    gradients = "no bit of a gradient changed" if told.exact else "codes add noise to gradients"
+    rows.append(("exact" if told.exact else "lossy", "", "", gradients))
+    by_action: dict[str, list[Line]] = {}
+    for line in told.lines:
+        by_action.setdefault(line.action, []).append(line)
+    for action, lines in by_action.items():
+        before, after = sum(line.nbytes for line in lines), sum(line.held for line in lines)
+        what = f"{show_nbytes(before)} -> {show_nbytes(after)}"
+        rows.append((f"  {action}", "", what, _places(lines)))
+    return rows
+
+
+def _size(nbytes: int | None) -> str:
+    return "" if nbytes is None else show_nbytes(nbytes)
+
+
+def _setting(told: Summary) -> str:
+    if told.setting == "plan":
+        return ""
+    return "nothing needs to be done" if told.setting == "keep" else f"no plan: '{told.setting}'"
+
+
+def _verdict(told: Summary) -> str:
+    if told.last_nbytes is None:
+        return f"not measured: {told.steps} steps"
+    before = "" if told.last_setting == told.setting else f", with setting '{told.last_setting}'"
+    return _over(told.last_nbytes, told.budget_nbytes) + before
+
+
+def _over(nbytes: int | None, budget_nbytes: int) -> str:
+    over = (nbytes or 0) - budget_nbytes
+    return f"{show_nbytes(over)} over the budget" if over > 0 else "within the budget"
+
+
+def _places(lines: list[Line], most: int = 3) -> str:
+    """The modules of the largest tensors."""
+    largest = sorted(lines, key=lambda line: -line.nbytes)
+    names = list(dict.fromkeys(line.module or "(outermost)" for line in largest))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

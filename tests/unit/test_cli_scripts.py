@@ -1,0 +1,248 @@
+"""run, profile and plan: scripts that have never heard of elbowroom, each in a process of its own.
+
+Figures of the runs are compared with those that Python gives for the same script.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from elbowroom.cli import app
+from elbowroom.plan.plan import Plan
+from elbowroom.plan.profile import Profile
+
+TRAIN = """
+import argparse
+import helper
+import torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=6)
+parser.add_argument("--exit", type=int, default=0)
+args = parser.parse_args()
+torch.manual_seed(0)
+blocks = [m for _ in range(3) for m in (nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.GELU())]
+model = nn.Sequential(nn.Conv2d(3, 16, 3), *blocks, nn.Flatten(), nn.LazyLinear(10))
+model(torch.randn(2, 3, 32, 32))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+criterion = nn.CrossEntropyLoss()
+for step in range(args.steps):
+    x, y = helper.batch(step)
+    optimizer.zero_grad()
+    loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item(), __name__)
+raise SystemExit(args.exit)
+"""
+HELPER = """
+import torch
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(16, 3, 32, 32, generator=generator), torch.arange(16) % 10
+"""
+GAN = """
+import torch
+from torch import nn
+
+one, two = nn.Linear(256, 256), nn.Linear(256, 256)
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, two)]
+for _ in range(4):
+    two(one(torch.randn(256, 256))).sum().backward()
+"""
+BY_HAND = """
+import torch
+from torch import nn
+
+model, frozen = nn.Linear(256, 256), nn.Linear(256, 256).requires_grad_(False)
+average = nn.Linear(256, 256).eval()
+for _ in range(4):
+    loss = frozen(model(torch.randn(512, 256))).relu().sum() + average(torch.randn(4, 256)).sum()
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name, text in {"train": TRAIN, "helper": HELPER, "gan": GAN, "by_hand": BY_HAND}.items():
+        (tmp_path / "sub" / f"{name}.py").write_text(text)
+    return tmp_path
+
+
+def python(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "OMP_WAIT_POLICY": "passive", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def elbowroom(folder, *arguments):
+    return python(folder, "-m", "elbowroom", *arguments)
+
+
+def in_process(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def profiled(folder):
+    """A profile of the script, as the command writes it."""
+    done = elbowroom(folder, "profile", "--out", "p.json", "sub/train.py", "--", "--steps", "5")
+    assert done.returncode == 0, done.stderr
+    return done, folder / "p.json"
+
+
+def test_a_profile_a_plan_and_a_run_agree_and_an_exact_run_changes_no_bit(folder):
+    done, path = profiled(folder)
+    assert len(done.stdout.split("__main__")) - 1 == 2, "the script ends at its third step"
+    assert "saved for backward" in done.stdout
+    page = (folder / "p.html").read_text()
+    assert "<svg" in page
+    assert not re.search(r"<script|<link|<img|src=|href=|@import|url\(|https?://", page)
+    profile = Profile.load(path)
+    plain = in_process("plan", path, "--budget", profile.peak)
+    assert plain.exit_code == 0, plain.output
+    assert "+0.0 % time" in plain.stdout
+    budget = profile.static + (profile.peak - profile.static) * 9 // 10
+    out = folder / "plan.json"
+    planned = in_process("plan", path, "--budget", budget, "--exact", "--out", out, "--explain")
+    assert planned.exit_code == 0, planned.output
+    assert "rebuild" in planned.stdout
+    plan = Plan.load(out)
+    assert plan.exact
+    assert plan.peak <= budget < plan.plain_peak
+
+    report = folder / "report.json"
+    options = ["--budget", budget, "--exact", "--report", report]
+    ran = elbowroom(folder, "run", *options, "sub/train.py", "--", "--exit", "7")
+    assert ran.returncode == 7, ran.stderr
+    assert ran.stdout == python(folder, "sub/train.py", "--exit", "7").stdout
+    told = json.loads(report.read_text())
+    assert told["exact"]
+    assert told["exit_code"] == 7
+    assert told["setting"] == told["last_setting"] == "plan"
+    assert told["last_nbytes"] <= told["highest_nbytes"] <= budget
+    assert told["plain_nbytes"] == pytest.approx(profile.peak, rel=0.02)
+    assert told["predicted_nbytes"] == pytest.approx(told["last_nbytes"], rel=0.1)
+    for word in ("within the budget", "no bit of a gradient changed", "rebuild"):
+        assert word in ran.stderr
+
+
+def test_a_budget_that_nothing_meets_ends_with_3_and_says_what_to_type(folder):
+    ran = elbowroom(folder, "run", "--budget", "1MiB", "sub/train.py")
+    assert ran.returncode == 3
+    assert "Traceback" not in ran.stderr
+    assert re.search(
+        r"elbowroom: budget 1.00 MiB is below the .* or give --budget \d+MiB", ran.stderr
+    )
+
+
+def test_two_models_are_refused_with_their_names(folder):
+    ran = elbowroom(folder, "run", "--budget", "1GiB", "sub/gan.py")
+    assert ran.returncode == 2
+    assert "the script trains two models, Linear and Linear" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_of_two_models_the_first_is_profiled_and_the_other_named(folder):
+    done = elbowroom(folder, "profile", "sub/gan.py")
+    assert done.returncode == 0, done.stderr
+    assert "The script trains Linear as well" in done.stdout
+    assert {"profile.json", "profile.html"} <= {path.name for path in folder.iterdir()}
+
+
+def test_weights_that_are_updated_by_hand_are_a_model_too(folder):
+    report = folder / "r.json"
+    ran = elbowroom(folder, "run", "--budget", "1GiB", "--report", report, "sub/by_hand.py")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(report.read_text())["steps"] == 3  # of four: the first had no gradient yet
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("raise ValueError('of its own')", 1, "ValueError: of its own"),
+        ("import sys; sys.exit('in words')", 1, "in words"),
+        ("print('no training')", 0, "trained nothing"),
+        (
+            "import torch\nw = torch.nn.Linear(2, 2)\n"
+            "torch.optim.SGD(w.parameters(), lr=1)\n(w.weight * 2).sum().backward()",
+            2,
+            "so the budget was not kept",
+        ),
+    ],
+)
+def test_a_script_ends_as_it_would(folder, text, code, message):
+    (folder / "other.py").write_text(text)
+    ran = elbowroom(folder, "run", "--budget", "1GiB", "other.py")
+    assert ran.returncode == code
+    assert message in ran.stderr
+    assert "runpy" not in ran.stderr, "frames that are not the script's"
+
+
+def test_too_few_steps_are_no_profile(folder):
+    done = elbowroom(folder, "profile", "sub/train.py", "--steps", "1")
+    assert done.returncode == 2
+    assert "Sequential was called 1 times with gradients on" in done.stderr
+    assert not (folder / "profile.json").exists()
+
+
+def test_a_sweep_goes_from_plain_to_the_least(folder):
+    _, path = profiled(folder)
+    told = in_process("plan", path, "--sweep")
+    assert told.exit_code == 0, told.output
+    assert "100%" in told.stdout
+    assert "the least" in told.stdout
+    small = in_process("plan", path, "--budget", "1MiB", "--exact")
+    assert small.exit_code == 3
+    assert "by leaving out --exact" in small.stderr
+    bad = in_process("plan", path, "--budget", "8MiB", "--solver", "gredy")
+    assert bad.exit_code == 2
+    assert "Did you mean 'greedy'?" in bad.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--budget", "1GiB", "nowhere.py"], "there is no script nowhere.py"),
+        (["run", "--budget", "1GiB", "."], "is a folder; name the script in it"),
+        (["run", "--budget", "much", "nowhere.py"], "cannot read 'much' as a size"),
+        (["profile", "nowhere.py"], "there is no script nowhere.py"),
+        (["plan", "nowhere.json", "--budget", "1GiB"], "there is no profile nowhere.json"),
+        (["plan", "nowhere.json"], "a plan needs --budget"),
+        (["plan", "nowhere.json", "--sweep", "--explain"], "name its --budget"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = in_process(*arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stderr.startswith("elbowroom: ")
+    assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--out", "--html"])
+def test_a_page_that_cannot_be_written_is_said_before_the_training(tmp_path, monkeypatch, option):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("raise SystemExit('it ran')")
+    result = in_process("profile", option, "/nowhere/p", "train.py")
+    assert result.exit_code == 2
+    assert f"cannot write {option} /nowhere/p" in result.stderr
