@@ -7,15 +7,21 @@
     loss.backward()
     print(saved.ledger)    # bytes before and after, and why what was left alone was
 
-    # One line: the mildest setting that fits the budget.
+    # One line: a plan for the model's own step, obeyed and verified.
     model = er.fit(model, budget="6 GiB", optimizer=opt)
+
+    # The same in three stages, each its own data.
+    profile = er.measure(step)
+    plan = er.plan(profile, budget="6 GiB")
+    with er.following(plan):
+        loss = loss_fn(model(x), y)
 
 The map, from the top down; imports point down only:
 
     cli/  demo/            commands, and the data and models that they show
-    _api.py                saving, fit, release: thin
+    _api.py                saving; measure, plan, following; fit, release: thin
     control/  report/      what adapts during training; tables and pages
-    measure/               FACTS: allocator peaks, paired times, the noise that codes add
+    measure/               FACTS: a step as a profile, allocator peaks, times, the noise that codes add
     runtime/               DEED: autograd's two hooks, and what is held between them
     plan/                  DECISION: site -> action, pure data
     codecs/                HOW BYTES SHRINK: one codec a file
@@ -24,7 +30,9 @@ The map, from the top down; imports point down only:
 
 To follow one tensor: runtime/hooks.py `_pack` -> identity.py -> consumers.py -> plan/policy.py ->
 runtime/perform.py -> codecs/dither.py -> kernels/ops.py -> kernels/numba/dither.py, and back
-through runtime/slot.py `View.restore`.
+through runtime/slot.py `View.restore`. To follow a budget: measure/recorder.py -> plan/profile.py ->
+plan/menu.py and pose.py -> plan/problem.py -> plan/solve/ -> plan/make.py -> plan/plan.py
+`action_for`, and what `fit` makes of it all: control/fitting.py.
 """
 
 from elbowroom import control as control
