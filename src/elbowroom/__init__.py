@@ -21,7 +21,7 @@ The map, from the top down; imports point down only:
     cli/  demo/            commands, and the data and models that they show
     _api.py                saving; measure, plan, following; fit, release: thin
     control/  report/      what adapts during training; tables and pages
-    measure/               FACTS: a step as a profile, allocator peaks, times, the noise that codes add
+    measure/               FACTS: a step as a profile, peaks, times, the noise of codes
     runtime/               DEED: autograd's two hooks, and what is held between them
     plan/                  DECISION: site -> action, pure data
     codecs/                HOW BYTES SHRINK: one codec a file
@@ -30,9 +30,10 @@ The map, from the top down; imports point down only:
 
 To follow one tensor: runtime/hooks.py `_pack` -> identity.py -> consumers.py -> plan/policy.py ->
 runtime/perform.py -> codecs/dither.py -> kernels/ops.py -> kernels/numba/dither.py, and back
-through runtime/slot.py `View.restore`. To follow a budget: measure/recorder.py -> plan/profile.py ->
-plan/menu.py and pose.py -> plan/problem.py -> plan/solve/ -> plan/make.py -> plan/plan.py
-`action_for`, and what `fit` makes of it all: control/fitting.py.
+through runtime/slot.py `View.restore`.
+
+To follow a budget: measure/recorder.py -> plan/profile.py -> plan/menu.py, pose.py ->
+plan/problem.py -> plan/solve/ -> plan/make.py -> plan/plan.py `action_for`; and control/fitting.py.
 """
 
 from elbowroom import control as control
