@@ -107,9 +107,9 @@ class _Run:
                 "parameters was called in training mode with gradients on, on the main thread"
             )
         return (
-            f"{self.model} was called {self._profiling.steps} times with gradients on, and no "
-            "backward followed the second call or a later one before the next; let the script "
-            "run two training steps, each one forward and its backward"
+            f"no step was written down (calls of {self.model} with gradients on: "
+            f"{self._profiling.steps}). The second call, or a later one, must be followed by its "
+            "backward before the next; let the script run at least two such steps"
         )
 
     def of(self, script: Path, arguments: list[str]) -> int:

@@ -154,7 +154,9 @@ def _rows(told: Summary) -> list[tuple[str, str, str, str]]:
     ]
     if told.highest_nbytes != told.last_nbytes:
         over = _over(told.highest_nbytes, told.budget_nbytes)
-        rows.append(("highest peak", _size(told.highest_nbytes), "", f"while learning; {over}"))
+        rows.append(
+            ("highest peak", _size(told.highest_nbytes), "", f"of all measured steps; {over}")
+        )
     if told.slowdown is not None:
         rows.append(("time", "", f"{100 * told.slowdown:+.1f} %", "over plain autograd"))
     gradients = "no bit of a gradient changed" if told.exact else "codes add noise to gradients"
