@@ -1,4 +1,4 @@
-"""measure -> plan -> following: what is predicted is what the allocator sees, and nothing else changes.
+"""measure -> plan -> following: what is predicted is what the allocator sees, to a few percent.
 
 Six networks, each of another kind; small, so that a peak is a matter of kilobytes.
 """
@@ -161,9 +161,7 @@ class Training:
         """What stands between steps, as `measure` counts it."""
         return profiled(self.kind).static
 
-    def peak(
-        self, context: Callable[[], AbstractContextManager[Any]], n: int | None = None
-    ) -> int:
+    def peak(self, context: Callable[[], AbstractContextManager[Any]], n: int | None = None) -> int:
         """Bytes of a step at its worst, all counted."""
         self.step(context(), n)
         return self.held_nbytes + er.peak(lambda: self.step(context(), n))
@@ -206,9 +204,7 @@ def test_a_problem_gives_back_what_was_measured(kind: str) -> None:
     """Base + what the profiled step held = its levels: to the byte."""
     profile = profiled(kind)
     posed = pose(profile, exact=True)
-    held = sum(
-        profiled_level(profile.storages[i], len(profile.level)) for i in posed.storages
-    )
+    held = sum(profiled_level(profile.storages[i], len(profile.level)) for i in posed.storages)
     assert np.array_equal(np.array(posed.problem.base) + held, profile.level)
     assert max(profile.level) == profile.peak
 
@@ -291,7 +287,9 @@ def test_a_tighter_budget_never_predicts_a_higher_peak_than_it_allows(kind: str)
 @KINDS
 def test_a_budget_too_small_names_one_that_does(kind: str) -> None:
     profile = profiled(kind)
-    with pytest.raises(BudgetTooSmall, match=r"this step needs at the least \(estimated\)") as error:
+    with pytest.raises(
+        BudgetTooSmall, match=r"this step needs at the least \(estimated\)"
+    ) as error:
         er.plan(profile, budget=profile.static + 1)
     least = error.value.least_nbytes
     assert f"give budget={least}" in str(error.value)
@@ -407,7 +405,7 @@ def other_files(good: str, key: str) -> dict[str, str]:
         "a field short": json.dumps({k: v for k, v in data.items() if k != lists[0]}),
         "another type": json.dumps(data | {lists[-1]: 5}),
         "other elements": json.dumps(data | {lists[-1]: ["x"]}),
-        "elements of another kind": json.dumps(data | dict.fromkeys(lists, [1])),
+        "elements of another kind": json.dumps(data | {name: [1] for name in lists}),
     }
 
 
@@ -450,9 +448,7 @@ def test_a_larger_batch_is_a_stranger_and_exact() -> None:
     plan = planned("resnet", 0.6)  # lossy
     assert plan is not None
     plain, other = Training("resnet"), Training("resnet")
-    assert torch.equal(
-        plain.step(n=2 * BATCH), other.step(following(plan)(), n=2 * BATCH)
-    )
+    assert torch.equal(plain.step(n=2 * BATCH), other.step(following(plan)(), n=2 * BATCH))
     one, two = plain.model.state_dict().values(), other.model.state_dict().values()
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert sum(plan.strangers.values()) > 20
@@ -486,9 +482,9 @@ def test_asking_for_a_setting_counts_no_stranger() -> None:
     plan = planned("resnet", 0.8)
     assert plan is not None
     site = Site("nowhere", "linear", "", (4,), torch.float32, 16, Need.EXACT)
-    assert plan.rung_for(site) is None
+    action = plan.look_up(site)
     assert not plan.strangers
-    plan(site)
+    assert plan(site) == action
     assert sum(plan.strangers.values()) == 1
     plan.strangers.clear()
 
@@ -569,7 +565,7 @@ def test_bad_arguments() -> None:
         er.measure(LSTM())
     with pytest.raises(UnknownField, match="min_nbytes"):
         er.measure(lambda: None, min_nbytes=-1)
-    with pytest.raises(PlanError, match="plan takes what er.measure"):
+    with pytest.raises(PlanError, match=r"plan takes what er\.measure"):
         er.plan("profile.json", budget="1 GiB")
     with pytest.raises(ValueError, match="size"):
         er.plan(profile, budget="much")
@@ -577,22 +573,24 @@ def test_bad_arguments() -> None:
         er.plan(profile, budget="1 GiB", exact="yes")
     with pytest.raises(PlanError, match="no solver 'gredy'"):
         er.plan(profile, budget="1 GiB", solver="gredy")
-    with pytest.raises(PlanError, match="following takes what er.plan"):
+    with pytest.raises(PlanError, match=r"following takes what er\.plan"):
         er.following("plan.json")
     with pytest.raises(UnknownField, match="min_nbytes"):
         er.following(er.plan(profile, budget="1 GiB"), min_nbytes="1 KiB")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("warm_up", -1), ("warm_up", 1.5), ("warm_up", True), ("recompute", "no"), ("recompute", 1)],
-)
-def test_bad_settings(name: str, value: Any) -> None:
-    with pytest.raises(UnknownField, match=f"{name}="):
-        if name == "warm_up":
-            er.measure(Training("lstm").step, warm_up=value)
-        else:
-            er.plan(profiled("lstm"), budget="1 GiB", recompute=value)
+@pytest.mark.parametrize("warm_up", [-1, 1.5, True])
+def test_a_bad_warm_up(warm_up: Any) -> None:
+    step = Training("lstm").step
+    with pytest.raises(UnknownField, match="warm_up="):
+        er.measure(step, warm_up=warm_up)
+
+
+@pytest.mark.parametrize("recompute", ["no", 1, None])
+def test_a_bad_recompute(recompute: Any) -> None:
+    profile = profiled("lstm")
+    with pytest.raises(UnknownField, match="recompute="):
+        er.plan(profile, budget="1 GiB", recompute=recompute)
 
 
 def test_a_generous_budget_changes_nothing() -> None:

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from elbowroom.control.fitted import FittedSaving
 from elbowroom.control.owned import Owned
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.measure.interval import Interval
+from elbowroom.measure.interval import Interval, may_measure
 from elbowroom.measure.recording import Recording
 from elbowroom.plan.ladder import EXACT_RUNGS, LOSSY_RUNGS, Rung, choose, held_nbytes
 from elbowroom.plan.make import make_plan
@@ -91,6 +91,7 @@ class Fitting:
         self._margin_nbytes = 0  # by which plans have been too hopeful
         self._rounds = self._tries = 0
         self._rehearsed = False  # the plan is made of a rehearsal, not of a whole step
+        self._outgrown = False  # the least rung has been measured, and is too much
         self._settled = False
         self._said = ""
         self._last: FittedSaving | None = None
@@ -108,15 +109,18 @@ class Fitting:
             with self._context():
                 return forward()
         rewind = Rewind(model)
-        with self._context(may_climb=False) as saving:
-            out = forward()
-        if not saving.too_much:
-            return out
-        del out
+        if not self._outgrown:
+            with self._context(may_climb=False) as saving:
+                out = forward()
+            if not saving.too_much:
+                return out
+            del out
+            rewind.back()
         self._stop()
-        rewind.back()
-        self._rehearse(forward)
-        rewind.back()
+        try:
+            self._rehearse(forward)
+        finally:
+            rewind.back()
         self._measure()
         with self._context():
             return forward()
@@ -152,15 +156,10 @@ class Fitting:
                 refused = refused or error
                 continue
             self._follow(plan, self.profile)
-            self._rehearsed = True
+            self._rehearsed, self._outgrown = True, False
             return
         assert refused is not None
         raise refused
-
-    @property
-    def planned(self) -> Rung | None:
-        """The plan, as a setting for all sites."""
-        return None if self.plan is None else Rung("plan", self.plan, self.plan.exact)
 
     @property
     def recompute(self) -> frozenset[str]:
@@ -255,7 +254,9 @@ class Fitting:
         if fits and (found is None or found > last.rung):
             found = last.rung
         if found is None and (peak_nbytes > self.budget_nbytes or not born_nbytes):
-            self._refuse(last)
+            if not may_measure(self.owned.device):
+                self._refuse(last)
+            self._outgrown = True  # no rung fits, but a plan may
         lossy = found is not None and not self.rungs[found].exact
         self.rung = last.rung if found is None or lossy else found  # a plan may do with exact ones
 

@@ -47,7 +47,7 @@ def too_small(
     static = min(profile.static, found.peak)
     saved = int(level[moment]) - posed.problem.base[moment]
     parts = (
-        ("held before the step", static),
+        ("weights and what else is held before the step", static),
         ("gradients and workspaces", max(found.peak - static - saved, 0)),
         ("saved for backward", saved),
     )
