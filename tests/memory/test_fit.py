@@ -387,9 +387,12 @@ class Run:
         if budget is not None:
             er.fit(self.model, budget=budget, optimizer=self.optimizer, min_nbytes=4096, **settings)
         self.losses = []
+        self.rehearsed = False
 
     def step(self, loss_of=None):
         loss = (loss_of or self.loss_of)(self.model, self.x)
+        fitting = opener_of(self.model)
+        self.rehearsed |= fitting is not None and fitting._rehearsed
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -457,7 +460,7 @@ def test_every_step_of_a_tight_exact_budget_is_within_it_and_plain_in_every_bit(
     plain = Run(kind)
     for _ in range(steps):
         plain.step()
-    expected = plain.end()
+    expected, done = plain.end(), 0
     for share in (0.85, 0.75, 0.65, 0.55):
         budget = share_of(kind, share)
         run = Run(kind, budget, exact=True)
@@ -468,28 +471,45 @@ def test_every_step_of_a_tight_exact_budget_is_within_it_and_plain_in_every_bit(
             er.release(run.model)
             continue
         assert same(run.end(), expected)
+        done += 1
         er.release(run.model)
+    assert done or kind == "lstm"  # one op saves nearly all, and nothing exact can be done with it
 
 
-@pytest.mark.parametrize("kind", ["droppy", "gpt", "unet"])
-@pytest.mark.parametrize("share", [0.85, 0.7])
-def test_the_first_step_under_a_plan_of_a_rehearsal_is_within_the_budget(kind, share):
-    """The budget is so tight that the exact rung, where fit begins, is too much."""
-    budget = share_of(kind, share)
-    run = Run(kind, budget, exact=True)
-    try:
-        first = run.peak()
-    except BudgetTooSmall as error:
+def measured_peaks(run, steps):
+    """Of each step, as fit's own profiler saw it: a second one beside it would turn it off."""
+    fitting, peaks = opener_of(run.model), []
+    run.step()
+    for _ in range(steps):
+        fitting.peak_nbytes = None
+        run.step()  # as it begins, fit reads what the last one took
+        peaks.append(fitting.peak_nbytes)
+    return [nbytes for nbytes in peaks if nbytes is not None]
+
+
+@pytest.mark.parametrize("kind", ["droppy", "gpt", "unet", "resnet"])
+def test_all_steps_of_a_tight_exact_budget_are_within_it(kind):
+    """The exact rung, where fit begins, would be too much: the first step is rehearsed.
+
+    A rehearsal knows nothing of workspaces; where it has to be hopeful, the first step may be over.
+    """
+    rehearsed = 0
+    for share in (0.8, 0.7, 0.6):
+        run = Run(kind, budget := share_of(kind, share), exact=True)
+        try:
+            peaks = measured_peaks(run, 5)
+        except BudgetTooSmall:
+            er.release(run.model)
+            continue
+        rehearsed += run.rehearsed
+        assert max(peaks[2:], default=0) <= budget
+        assert max(peaks) <= 1.1 * budget
         er.release(run.model)
-        run = Run(kind, error.least_nbytes, exact=True)
-        budget = error.least_nbytes
-        first = run.peak()
-    assert first <= budget
-    er.release(run.model)
+    assert rehearsed
 
 
 def test_a_rehearsal_harms_neither_rng_nor_statistics():
-    """With keyword arguments; the negative control would draw other masks."""
+    """With keyword arguments, and masks that another state of the RNG would draw otherwise."""
     scale = torch.rand(BATCH, 1, 1, 1, generator=torch.Generator().manual_seed(2))
 
     def loss_of(model, x):
@@ -505,11 +525,8 @@ def test_a_rehearsal_harms_neither_rng_nor_statistics():
         except BudgetTooSmall:
             er.release(run.model)
             continue
-        rehearsed += opener_of(run.model)._rehearsed
-        assert same(
-            [run.losses[0], *run.model.state_dict().values()],
-            [plain.losses[0], *plain.model.state_dict().values()],
-        )
+        rehearsed += run.rehearsed
+        assert same(run.end(), plain.end())
         er.release(run.model)
     assert rehearsed
 

@@ -262,6 +262,13 @@ def test_the_predicted_peak_is_the_measured_one(kind: str) -> None:
         assert not plan.strangers
 
 
+@KINDS
+def test_exact_actions_never_take_more_than_plain_autograd(kind: str) -> None:
+    """A tensor that is kept for one op serves another as its mask: nothing is decoded for that."""
+    exact = Training(kind).peak(lambda: er.saving("exact", min_nbytes=MIN_NBYTES))
+    assert exact <= plain_peak(kind)
+
+
 def test_what_was_wrong_by_so_much_would_be_seen() -> None:
     """The negative control: a plan that is not followed misses its prediction."""
     plan = planned("gpt", 0.6, exact=True)

@@ -11,7 +11,7 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.observer import Recorder
 
-_SAFE = 3  # largest tensors that backward takes at most, beside what is held; plan/rehearsal.py
+_SAFE = 6  # largest tensors that backward takes at most, beside what is held; plan/rehearsal.py
 
 
 class Fit(Protocol):
@@ -92,23 +92,25 @@ class FittedSaving(Saving):
     def _plan(self) -> Plan | None:
         return None if self.climbed else self._fit.plan
 
+    def _is_over(self, site: Site, allowed_nbytes: int) -> bool:
+        return self.ledger.held_nbytes + site_nbytes(self.setting, site) > allowed_nbytes
+
     def _decide_site(self, site: Site) -> Action:
         self.largest_nbytes = max(self.largest_nbytes, site.nbytes)
         # Whoever may not climb is rehearsed instead, and can be more careful with what it guesses.
         guessed = self.largest_nbytes * (1 if self._may_climb else _SAFE)
         allowed = self._fit.allowed_nbytes(guessed)
         rungs = self._fit.rungs
-        while (
-            not self.too_much
-            and self.rung < len(rungs) - 1
-            and self.ledger.held_nbytes + site_nbytes(self.setting, site) > allowed
-        ):
-            self.too_much = not self._may_climb
-            if self._may_climb:
+        while not self.too_much and self._is_over(site, allowed):
+            if not self._may_climb:
+                self.too_much = True
+            elif self.rung < len(rungs) - 1:
                 # No rung but the strictest is sure to hold less than a plan.
                 self.rung = self.rung + 1 if self._fit.plan is None else len(rungs) - 1
                 self.climbed = True
                 self.tighten(rungs[self.rung].policy)
+            else:
+                break
         if self.impossible or self.ledger.held_nbytes > self._fit.surely_allowed_nbytes():
             self.impossible = True
             self.too_much = self.too_much or not self._may_climb

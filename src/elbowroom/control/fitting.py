@@ -48,7 +48,14 @@ _log = logging.getLogger("elbowroom")
 _GENEROUS = 12  # so many largest tensors cover the transients of a step that was not measured yet
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
 _CAREFUL = 0.03  # of what is not static is left free by a plan that was not measured, if it can be
-_TRANSIENTS = (3, 2, 1)  # largest tensors that backward takes beside what is held, see rehearsal.py
+_TRANSIENTS = (
+    6,
+    5,
+    4,
+    3,
+    2,
+    1,
+)  # largest tensors that backward takes beside what is held, see rehearsal.py
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
 _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
@@ -281,7 +288,10 @@ class Fitting:
                 or self._plan_for(profile, careful, exact=self.exact)
                 or make_plan(profile, budget, exact=self.exact)
             )
-        except BudgetTooSmall:
+        except BudgetTooSmall as error:
+            if self._rehearsed:
+                self._replace_rehearsal(profile, error)
+                return
             self.plan = None
             if profile.peak > self.budget_nbytes:
                 raise
@@ -291,6 +301,25 @@ class Fitting:
             self.plan, self.rung, self._settled = None, 0, True
             return
         self._follow(plan, profile)
+
+    def _replace_rehearsal(self, profile: Profile, error: BudgetTooSmall) -> None:
+        """The plan of a rehearsal needs more than the budget, and no other plan of it needs less.
+
+        Its next step is written down, so that what is said is true. That cannot be done while
+        modules run again; then the estimate is all there is, and what it was wrong by.
+        """
+        assert self.plan is not None
+        if not self.plan.recompute:
+            self._margin_nbytes = 0
+            self._follow(self.plan, profile)
+            return
+        least = error.least_nbytes + self._margin_nbytes
+        raise BudgetTooSmall(
+            f"budget {show_nbytes(self.budget_nbytes)} is below the {show_nbytes(least)} that this "
+            "step needs at the least (estimated, and corrected by a measured step). Halve the "
+            f"batch, or give budget={least}.",
+            least_nbytes=least,
+        ) from error
 
     def _follow(self, plan: Plan, profile: Profile) -> None:
         self.plan = plan
@@ -311,12 +340,13 @@ class Fitting:
             "budget %s: peak predicted %s, measured %s",
             *map(show_nbytes, (self.budget_nbytes, self.plan.peak, peak_nbytes)),
         )
-        peak_nbytes += max(0, self.static_nbytes - self._measured_from)  # states that it has made
         self._tries += 1
         if last.climbed or (self._unborn_states and peak_nbytes <= self.budget_nbytes):
+            # A step that makes the optimizer's states has a peak of its own: the next one tells.
             self._settled = self._tries >= _MOST_TRIES
             return
         self._learn_transient(last, peak_nbytes)
+        peak_nbytes += max(0, self.static_nbytes - self._measured_from)  # states that it has made
         too_hopeful = peak_nbytes - self.plan.peak
         slack = self.budget_nbytes - peak_nbytes
         useful = self._rehearsed and slack > _SLACK * (self.budget_nbytes - self.profile.static)
