@@ -1,4 +1,4 @@
-"""measure -> plan -> following: what is predicted is what the allocator sees, and nothing else changes.
+"""measure -> plan -> following: what is predicted is what the allocator sees, to a few percent.
 
 Six networks, each of another kind; small, so that a peak is a matter of kilobytes.
 """
@@ -262,6 +262,13 @@ def test_the_predicted_peak_is_the_measured_one(kind: str) -> None:
         assert not plan.strangers
 
 
+@KINDS
+def test_exact_actions_never_take_more_than_plain_autograd(kind: str) -> None:
+    """A tensor that is kept for one op serves another as its mask: nothing is decoded for that."""
+    exact = Training(kind).peak(lambda: er.saving("exact", min_nbytes=MIN_NBYTES))
+    assert exact <= plain_peak(kind)
+
+
 def test_what_was_wrong_by_so_much_would_be_seen() -> None:
     """The negative control: a plan that is not followed misses its prediction."""
     plan = planned("gpt", 0.6, exact=True)
@@ -405,7 +412,7 @@ def other_files(good: str, key: str) -> dict[str, str]:
         "a field short": json.dumps({k: v for k, v in data.items() if k != lists[0]}),
         "another type": json.dumps(data | {lists[-1]: 5}),
         "other elements": json.dumps(data | {lists[-1]: ["x"]}),
-        "elements of another kind": json.dumps(data | dict.fromkeys(lists, [1])),
+        "elements of another kind": json.dumps(data | {name: [1] for name in lists}),
     }
 
 
@@ -482,9 +489,9 @@ def test_asking_for_a_setting_counts_no_stranger() -> None:
     plan = planned("resnet", 0.8)
     assert plan is not None
     site = Site("nowhere", "linear", "", (4,), torch.float32, 16, Need.EXACT)
-    assert plan.rung_for(site) is None
+    action = plan.look_up(site)
     assert not plan.strangers
-    plan(site)
+    assert plan(site) == action
     assert sum(plan.strangers.values()) == 1
     plan.strangers.clear()
 
@@ -565,7 +572,7 @@ def test_bad_arguments() -> None:
         er.measure(LSTM())
     with pytest.raises(UnknownField, match="min_nbytes"):
         er.measure(lambda: None, min_nbytes=-1)
-    with pytest.raises(PlanError, match="plan takes what er.measure"):
+    with pytest.raises(PlanError, match=r"plan takes what er\.measure"):
         er.plan("profile.json", budget="1 GiB")
     with pytest.raises(ValueError, match="size"):
         er.plan(profile, budget="much")
@@ -573,22 +580,24 @@ def test_bad_arguments() -> None:
         er.plan(profile, budget="1 GiB", exact="yes")
     with pytest.raises(PlanError, match="no solver 'gredy'"):
         er.plan(profile, budget="1 GiB", solver="gredy")
-    with pytest.raises(PlanError, match="following takes what er.plan"):
+    with pytest.raises(PlanError, match=r"following takes what er\.plan"):
         er.following("plan.json")
     with pytest.raises(UnknownField, match="min_nbytes"):
         er.following(er.plan(profile, budget="1 GiB"), min_nbytes="1 KiB")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("warm_up", -1), ("warm_up", 1.5), ("warm_up", True), ("recompute", "no"), ("recompute", 1)],
-)
-def test_bad_settings(name: str, value: Any) -> None:
-    with pytest.raises(UnknownField, match=f"{name}="):
-        if name == "warm_up":
-            er.measure(Training("lstm").step, warm_up=value)
-        else:
-            er.plan(profiled("lstm"), budget="1 GiB", recompute=value)
+@pytest.mark.parametrize("warm_up", [-1, 1.5, True])
+def test_a_bad_warm_up(warm_up: Any) -> None:
+    step = Training("lstm").step
+    with pytest.raises(UnknownField, match="warm_up="):
+        er.measure(step, warm_up=warm_up)
+
+
+@pytest.mark.parametrize("recompute", ["no", 1, None])
+def test_a_bad_recompute(recompute: Any) -> None:
+    profile = profiled("lstm")
+    with pytest.raises(UnknownField, match="recompute="):
+        er.plan(profile, budget="1 GiB", recompute=recompute)
 
 
 def test_a_generous_budget_changes_nothing() -> None:

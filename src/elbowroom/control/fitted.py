@@ -5,10 +5,13 @@ from typing import Protocol
 
 from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung, SavedStorage, site_nbytes
+from elbowroom.plan.plan import Plan
 from elbowroom.plan.site import Site
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.observer import Recorder
+
+_SAFE = 6  # largest tensors that backward takes at most, beside what is held; plan/rehearsal.py
 
 
 class Fit(Protocol):
@@ -19,8 +22,8 @@ class Fit(Protocol):
     min_nbytes: int
     context: Context
 
-    @property
-    def planned(self) -> Rung | None: ...
+    plan: Plan | None
+
     @property
     def recompute(self) -> frozenset[str]: ...
     def allowed_nbytes(self, largest_nbytes: int) -> int: ...
@@ -80,28 +83,38 @@ class FittedSaving(Saving):
     @property
     def setting(self) -> Rung:
         """What decides now."""
-        planned = None if self.climbed else self._fit.planned
-        return self._fit.rungs[self.rung] if planned is None else planned
+        plan = self._plan
+        if plan is None:
+            return self._fit.rungs[self.rung]
+        return Rung("plan", plan.look_up, plan.exact)
+
+    @property
+    def _plan(self) -> Plan | None:
+        return None if self.climbed else self._fit.plan
+
+    def _is_over(self, site: Site, allowed_nbytes: int) -> bool:
+        return self.ledger.held_nbytes + site_nbytes(self.setting, site) > allowed_nbytes
 
     def _decide_site(self, site: Site) -> Action:
         self.largest_nbytes = max(self.largest_nbytes, site.nbytes)
-        allowed = self._fit.allowed_nbytes(self.largest_nbytes)
+        # Whoever may not climb is rehearsed instead, and can be more careful with what it guesses.
+        guessed = self.largest_nbytes * (1 if self._may_climb else _SAFE)
+        allowed = self._fit.allowed_nbytes(guessed)
         rungs = self._fit.rungs
-        while (
-            not self.too_much
-            and self.rung < len(rungs) - 1
-            and self.ledger.held_nbytes + site_nbytes(self.setting, site) > allowed
-        ):
-            self.too_much = not self._may_climb
-            if self._may_climb:
+        while not self.too_much and self._is_over(site, allowed):
+            if not self._may_climb:
+                self.too_much = True
+            elif self.rung < len(rungs) - 1:
                 # No rung but the strictest is sure to hold less than a plan.
-                planned = self._fit.planned is not None
-                self.rung = len(rungs) - 1 if planned else self.rung + 1
+                self.rung = self.rung + 1 if self._fit.plan is None else len(rungs) - 1
                 self.climbed = True
                 self.tighten(rungs[self.rung].policy)
+            else:
+                break
         if self.impossible or self.ledger.held_nbytes > self._fit.surely_allowed_nbytes():
             self.impossible = True
             self.too_much = self.too_much or not self._may_climb
         if self.impossible or self.too_much:
             self.drop_everything()
-        return self.setting.policy(site)
+        plan = self._plan
+        return self.setting.policy(site) if plan is None else plan(site)

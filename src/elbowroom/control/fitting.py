@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from elbowroom.control.fitted import FittedSaving
 from elbowroom.control.owned import Owned
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.measure.interval import Interval
+from elbowroom.measure.interval import Interval, may_measure
 from elbowroom.measure.recording import Recording
 from elbowroom.plan.ladder import EXACT_RUNGS, LOSSY_RUNGS, Rung, choose, held_nbytes
 from elbowroom.plan.make import make_plan
@@ -52,8 +52,8 @@ _SAFE = 6
 # What a rehearsal tries: exact or lossy, and how many largest tensors backward takes beside what is
 # held (rehearsal.py).
 _TRIES: dict[bool | None, tuple[tuple[bool | None, int], ...]] = {
-    True: ((True, _SAFE), (True, 3), (True, 2)),
-    None: ((True, _SAFE), (True, 3), (None, _SAFE), (None, 3), (None, 2)),
+    True: ((True, _SAFE), (True, 4), (True, 2), (True, 1)),
+    None: ((True, _SAFE), (True, 3), (None, _SAFE), (None, 3), (None, 1)),
 }
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
@@ -106,6 +106,7 @@ class Fitting:
         self._margin_nbytes = 0  # by which plans have been too hopeful
         self._rounds = self._tries = 0
         self.rehearsed = False  # the plan is made of a rehearsal, not of a whole step
+        self._outgrown = False  # the least rung has been measured, and is too much
         self._settled = False
         self._said = ""
         self._last: FittedSaving | None = None
@@ -123,15 +124,18 @@ class Fitting:
             with self._context():
                 return forward()
         rewind = Rewind(model)
-        with self._context(may_climb=False) as saving:
-            out = forward()
-        if not saving.too_much:
-            return out
-        del out
+        if not self._outgrown:
+            with self._context(may_climb=False) as saving:
+                out = forward()
+            if not saving.too_much:
+                return out
+            del out
+            rewind.back()
         self._stop()
-        rewind.back()
-        self._rehearse(forward)
-        rewind.back()
+        try:
+            self._rehearse(forward)
+        finally:
+            rewind.back()
         self._measure()
         with self._context():
             return forward()
@@ -163,7 +167,7 @@ class Fitting:
             plan = self._plan_for(self.profile, 0, exact=exact)
             if plan is not None:
                 self._follow(plan, self.profile)
-                self.rehearsed = True
+                self.rehearsed, self._outgrown = True, False
                 return
         self._make_plan(with_backward(seen, *born, _SAFE), 0, exact=self.exact)
 
@@ -294,7 +298,9 @@ class Fitting:
         if fits and (found is None or found > last.rung):
             found = last.rung
         if found is None and (peak_nbytes > self.budget_nbytes or not born_nbytes):
-            self._refuse(last)
+            if not may_measure(self.owned.device):
+                self._refuse(last)
+            self._outgrown = True  # no rung fits, but a plan may
         lossy = found is not None and not self.rungs[found].exact
         self.rung = last.rung if found is None or lossy else found  # a plan may do with exact ones
 
@@ -319,9 +325,12 @@ class Fitting:
                 or self._plan_for(profile, careful, exact=self.exact)
                 or self._make_plan(profile, margin, exact=self.exact)
             )
-        except BudgetTooSmall:
+        except BudgetTooSmall as error:
+            if self.rehearsed:
+                self._replace_rehearsal(profile, error)
+                return
             self.plan = None
-            if self.rehearsed or profile.peak > self.budget_nbytes:
+            if profile.peak > self.budget_nbytes:
                 raise
             self._settled = True  # the uniform rung has been seen to fit
             return
@@ -329,6 +338,25 @@ class Fitting:
             self.plan, self.rung, self._settled = None, 0, True
             return
         self._follow(plan, profile)
+
+    def _replace_rehearsal(self, profile: Profile, error: BudgetTooSmall) -> None:
+        """The plan of a rehearsal needs more than the budget, and no other plan of it needs less.
+
+        Its next step is written down, so that what is said is true. That cannot be done while
+        modules run again; then the estimate is all there is, and what it was wrong by.
+        """
+        assert self.plan is not None
+        if not self.plan.recompute:
+            self._margin_nbytes = 0
+            self._follow(self.plan, profile)
+            return
+        least = error.least_nbytes
+        raise BudgetTooSmall(
+            f"budget {show_nbytes(self.budget_nbytes)} is below the {show_nbytes(least)} that this "
+            "step needs at the least (estimated, and corrected by a measured step). Halve the "
+            f"batch, or give budget={least}.",
+            least_nbytes=least,
+        ) from error
 
     def _follow(self, plan: Plan, profile: Profile) -> None:
         self.plan = plan
@@ -356,6 +384,7 @@ class Fitting:
         )
         self._tries += 1
         if last.climbed or (self._unborn_states and peak_nbytes <= self.budget_nbytes):
+            # A step that makes the optimizer's states has a peak of its own: the next one tells.
             self._settled = self._tries >= _MOST_TRIES
             return
         self._learn_transient(last, peak_nbytes)

@@ -30,8 +30,7 @@ class Interval:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return cls(base_nbytes, device, None)
-        on_main = threading.current_thread() is threading.main_thread()
-        if not on_main or cls._running is not None or torch._C._autograd._profiler_enabled():
+        if not may_measure(device):
             return None
         quiet_profiler()
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -60,3 +59,12 @@ class Interval:
         Interval._running = None
         self._profiler.stop()
         return True
+
+
+def may_measure(device: torch.device) -> bool:
+    """Whether an interval could start now, on this thread."""
+    if device.type == "cuda":
+        return True
+    on_main = threading.current_thread() is threading.main_thread()
+    busy = Interval._running is not None or torch._C._autograd._profiler_enabled()
+    return on_main and not busy

@@ -67,7 +67,7 @@ def _too_small(
     saved = int(level[moment]) - posed.problem.base[moment]
     least = found.peak + margin
     parts = (
-        ("held before the step", static),
+        ("weights and what else is held before the step", static),
         ("gradients and workspaces", max(least - static - saved, 0)),
         ("saved for backward", saved),
     )

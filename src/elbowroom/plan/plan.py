@@ -84,14 +84,16 @@ class Plan:
 
     def action_for(self, site: Site) -> Action:
         """What to do with what this site saves."""
-        rung = self.rung_for(site)
-        if rung is None:
+        if self._rung_for(site) is None:
             self.strangers[site.name] += 1
-            return EXACT_MENU[0].policy(site)
-        return rung.policy(site)
+        return self.look_up(site)
 
-    def rung_for(self, site: Site) -> Rung | None:
-        """The setting that decides for a site; None for a stranger. Asking counts nothing."""
+    def look_up(self, site: Site) -> Action:
+        """The same, for somebody who only wants to know: a stranger is not counted."""
+        return (self._rung_for(site) or EXACT_MENU[0]).policy(site)
+
+    def _rung_for(self, site: Site) -> Rung | None:
+        """The setting that decides for a site; None for a stranger."""
         known = self.sites.get(site.name)
         if known is not None and _is(known, site):
             return RUNGS[known.rung]
