@@ -392,7 +392,7 @@ class Run:
     def step(self, loss_of=None):
         loss = (loss_of or self.loss_of)(self.model, self.x)
         fitting = opener_of(self.model)
-        self.rehearsed |= fitting is not None and fitting._rehearsed
+        self.rehearsed |= fitting is not None and fitting.rehearsed
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
