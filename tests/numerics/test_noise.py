@@ -41,9 +41,7 @@ class Trained:
         if hasattr(self, "state"):
             self.model.load_state_dict(self.state)
         self.model.zero_grad()
-        saving = Saving(
-            policy or er.plan.KeepAll(), min_nbytes=0, context=Context(seed), observer=observer
-        )
+        saving = Saving(policy or KeepAll(), min_nbytes=0, context=Context(seed), observer=observer)
         with saving:
             loss = self.task.loss(self.model(self.batch[0]), self.batch[1])
         loss.backward()
