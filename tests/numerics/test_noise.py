@@ -11,7 +11,7 @@ import elbowroom as er
 from elbowroom.demo.tasks import task
 from elbowroom.measure import NoiseMeter
 from elbowroom.measure.gradient_variance import GradientVariance
-from elbowroom.plan import Encode, Keep, Lossy, Need
+from elbowroom.plan import Encode, Keep, KeepAll, Lossy, Need
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 
