@@ -9,6 +9,8 @@ import io
 import logging
 import pickle
 import re
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -647,3 +649,16 @@ def test_a_checkpoint_of_the_users_around_the_model():
             one.step(loss_of)
     assert same(plain.end(), run.end())
     er.release(run.model)
+
+
+def test_a_script_that_ends_while_its_step_is_measured():
+    """A profiler that runs on, with a checkpoint under it, crashes the interpreter at its end."""
+    script = """
+import elbowroom, torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+model = elbowroom.fit(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), budget="1 GiB")
+checkpoint(model, torch.randn(512, 64), use_reentrant=False).sum().backward()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -262,6 +262,7 @@ def test_the_predicted_peak_is_the_measured_one(kind: str) -> None:
         assert not plan.strangers
 
 
+@pytest.mark.filterwarnings("ignore:this saving context changed nothing")
 @KINDS
 def test_exact_actions_never_take_more_than_plain_autograd(kind: str) -> None:
     """A tensor that is kept for one op serves another as its mask: nothing is decoded for that."""

@@ -11,7 +11,7 @@ import elbowroom as er
 from elbowroom.demo.tasks import task
 from elbowroom.measure import NoiseMeter
 from elbowroom.measure.gradient_variance import GradientVariance
-from elbowroom.plan import Encode, Keep, Lossy, Need
+from elbowroom.plan import Encode, Keep, KeepAll, Lossy, Need
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 
@@ -41,9 +41,7 @@ class Trained:
         if hasattr(self, "state"):
             self.model.load_state_dict(self.state)
         self.model.zero_grad()
-        saving = Saving(
-            policy or er.plan.KeepAll(), min_nbytes=0, context=Context(seed), observer=observer
-        )
+        saving = Saving(policy or KeepAll(), min_nbytes=0, context=Context(seed), observer=observer)
         with saving:
             loss = self.task.loss(self.model(self.batch[0]), self.batch[1])
         loss.backward()

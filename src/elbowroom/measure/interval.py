@@ -7,6 +7,7 @@ profiler of the user's: `start` then gives None, and one tries again later. An i
 needed any more must be closed.
 """
 
+import atexit
 import threading
 from typing import Any
 
@@ -59,6 +60,13 @@ class Interval:
         Interval._running = None
         self._profiler.stop()
         return True
+
+
+@atexit.register
+def _close_running() -> None:
+    """A profiler that runs while the interpreter ends crashes it."""
+    if Interval._running is not None:
+        Interval._running.close()
 
 
 def may_measure(device: torch.device) -> bool:
