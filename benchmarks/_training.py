@@ -129,7 +129,8 @@ def memory(bench: Bench, way: Way) -> Memory:
     held_nbytes = ARENA.nbytes
     curve = memory_curve(step)
     ledger = getattr(kept[0], "ledger", None)
-    counted = None if ledger is None else ledger.after_nbytes - bench.input_nbytes
+    counts = ledger is not None and ledger.before_nbytes > 0  # a plan that does nothing has none
+    counted = ledger.after_nbytes - bench.input_nbytes if counts else None
     loss_nbytes = torch.float32.itemsize
     return Memory(level(curve, "backward") - loss_nbytes, curve.peak_nbytes + held_nbytes, counted)
 

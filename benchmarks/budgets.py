@@ -10,7 +10,7 @@ column means: benchmarks/_training.py; "peak" here includes what stood before th
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,9 @@ def main() -> None:
     bench, blocks = _bench(options)
     profile = er.measure(lambda: _whole_step(bench))
     bench.optimizer.zero_grad(set_to_none=True)
+    # What stands before a step here has no gradients; the profiled one began with those of before.
+    gradients = sum(p.nbytes for p in bench.model.parameters() if p.requires_grad)
+    profile = replace(profile, static=profile.static - gradients)
     tell(f"profiled: {len(profile.storages)} storages, plain needs {mib(_plain(profile))} MiB")
     entries = list(_entries(bench, blocks, profile))
     found = measure(bench, [entry.way for entry in entries], pairs=options.pairs)

@@ -270,14 +270,21 @@ def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -
             loss = loss_fn(model(x), y)
         loss.backward()
 
-    What the plan does not know (another shape, another branch) is held exactly, and counted in
-    `plan.strangers`. min_nbytes and seed as in `saving`.
+    A plan that changes nothing opens no hooks, and its ledger stays empty. What the plan does
+    not know (another shape, another branch) is held exactly, and counted in `plan.strangers`.
+    min_nbytes and seed as in `saving`.
     """
     _check_min_nbytes(min_nbytes)
     if not isinstance(plan, Plan):
         raise PlanError(f"following takes what er.plan(...) gave; got {type(plan).__name__}")
     context = PROCESS if seed is None else Context(seed, learns=False)
-    return Saving(plan, min_nbytes=min_nbytes, context=context, recompute=plan.recompute)
+    return Saving(
+        plan,
+        min_nbytes=min_nbytes,
+        context=context,
+        recompute=plan.recompute,
+        idle=plan.changes_nothing,
+    )
 
 
 def _check_offload(offload: str | None) -> None:

@@ -85,6 +85,7 @@ class Saving:
     observer    who may watch what errors the codes make
     recorder    who writes down what is saved, when, and when it is asked for
     recompute   names of modules whose forward runs again in backward
+    idle        nothing is to be done: open no hooks at all
     """
 
     def __init__(
@@ -97,10 +98,12 @@ class Saving:
         observer: Observer | None = None,
         recorder: Recorder | None = None,
         recompute: Container[str] = (),
+        idle: bool = False,
     ) -> None:
         self.policy = policy
         self.recorder = recorder
         self.recompute = recompute
+        self.idle = idle
         self.observer = observer
         self.warns = warns
         self.min_nbytes = min_nbytes
@@ -122,6 +125,9 @@ class Saving:
                 "this saving context is open already; make another one for a nested or second use, "
                 "as in 'with er.saving(...)'"
             )
+        if self.idle:
+            self._open = ExitStack()
+            return self
         with ExitStack() as opening:  # undone if a later part fails: inside torch.func, for one
             opening.enter_context(eagerly())
             modules.watch()
