@@ -335,6 +335,11 @@ def fit(
             "Pass the optimizer itself, or leave it out."
         )
     _check_offload(offload)
+    if offload == "host" and all(p.device.type == "cpu" for p in model.parameters()):
+        raise PlanError(
+            "offload='host' moves tensors from a GPU to host memory; this model is in host memory "
+            "already. Use offload='file', or move the model to its GPU before fit."
+        )
     budget_nbytes = parse_nbytes(budget)
     release(model)
     fitting = Fitting(

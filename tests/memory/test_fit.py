@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
 from elbowroom.demo.models import GPT, ResNet18, UNet
-from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.measure import peak
 from elbowroom.runtime import attach, calls, modules
 from elbowroom.runtime.attach import opener_of
@@ -181,11 +181,59 @@ def test_an_impossible_budget_holds_little_while_it_counts():
     er.release(model)
 
 
+class Momentum(nn.Module):
+    """Changes what stays between forwards: a buffer of 2 MiB, and, if asked to, a parameter."""
+
+    def __init__(self, parameter: bool) -> None:
+        super().__init__()
+        self.inner = ResNet18(width=8)
+        self.slow = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.register_buffer("queue", torch.zeros(1 << 19))
+        self.parameter = parameter
+
+    def forward(self, x):
+        self.queue += 1
+        if self.parameter:
+            with torch.no_grad():
+                self.slow += 1
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("parameter", [False, True])
+def test_a_forward_that_is_run_again_changes_nothing_twice(parameter):
+    torch.manual_seed(0)
+    model = Momentum(parameter)
+    x, y = batch()
+    er.fit(model, budget="10 MiB", exact=True, min_nbytes=4096)
+    if parameter:
+        with pytest.raises(PlanError, match="changes the parameter 'slow' in place"):
+            model(x)
+    else:
+        F.cross_entropy(model(x), y).backward()
+        assert opener_of(model).rehearsed
+        assert torch.equal(model.queue, torch.ones(1 << 19))
+    er.release(model)
+
+
+def test_exact_false_is_the_same_as_none():
+    model, optimizer = make()
+    budget = int(needs(("exact",)) * 0.78)
+    er.fit(model, budget=budget, optimizer=optimizer, exact=False, min_nbytes=4096)
+    losses, fitting = train(model, optimizer, 5)
+    assert len(losses) == 5
+    assert fitting.plan is not None
+    er.release(model)
+
+
 def test_unreadable_budgets_and_things_that_are_no_model():
     model, _ = make()
     for budget in ("0.9", 0, -5, 1.5, "6 parsec", True):
         with pytest.raises(ValueError, match="size"):
             er.fit(model, budget=budget)
+    with pytest.raises(PlanError, match="offload='host' moves tensors from a GPU"):
+        er.fit(model, budget="1 GiB", offload="host")
+    with pytest.raises(UnknownField, match="offload='disk' is not possible"):
+        er.fit(model, budget="1 GiB", offload="disk")
     with pytest.raises(PlanError, match=r"fit takes a torch\.nn\.Module; got function"):
         er.fit(lambda x: x, budget="1 GiB")
 

@@ -24,11 +24,9 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import is_parameter, untouchable
-from elbowroom.runtime.recompute import state_nbytes, tensors_in
+from elbowroom.runtime.recompute import LARGEST_BUFFER, state_nbytes, tensors_in
 from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.weak import WeakStorage
-
-_LARGE_BUFFER = 1 << 16  # bytes: as in runtime/recompute.py, must not change in forward
 
 
 class Clock(Protocol):
@@ -149,14 +147,15 @@ class StepRecorder:
             note.extra_nbytes = state_nbytes(module)
             self._modules.append(note)
             inputs = tensors_in(tree_leaves((args, kwargs)))
-            changing = inputs + [b for b in module.buffers() if b.nbytes > _LARGE_BUFFER]
+            large = [b for b in module.buffers() if b.nbytes > LARGEST_BUFFER]
+            changing = [*inputs, *large, *module.parameters()]
             versions = [version_of(x) for x in changing]
         start_s = time.perf_counter()
         out = call(*args, **kwargs)
         note.seconds = time.perf_counter() - start_s
         with torch._C.DisableTorchFunction():
             if versions != [version_of(x) for x in changing]:
-                note.why_not = "it changes an input or a large buffer in place"
+                note.why_not = "it changes an input, a parameter or a large buffer in place"
             if not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(out)):
                 note.why_not = "nothing that it gives needs a gradient"
             self._note_inputs(note, inputs)

@@ -37,7 +37,7 @@ def make_plan(
     allowed = budget - margin
     posed = pose(profile, exact=True, recompute=recompute, offload=offload)
     found = solve(posed.problem, allowed, exact=True, solver=solver)
-    if not found.feasible and exact is None:
+    if not found.feasible and not exact:
         posed = pose(profile, exact=False, recompute=recompute, offload=offload)
         found = solve(posed.problem, allowed, solver=solver)
     if not found.feasible:

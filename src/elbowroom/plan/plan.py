@@ -80,7 +80,7 @@ class Plan:
         return self.action_for(site)
 
     def __hash__(self) -> int:
-        return id(self)
+        return hash((self.budget, self.peak, self.solver, self.recompute))  # sites is a dict
 
     def action_for(self, site: Site) -> Action:
         """What to do with what this site saves."""

@@ -30,7 +30,7 @@ from elbowroom.runtime.handles.keep import check_version, version_of
 
 # Bytes. Up to here a buffer is copied whatever happens to it: BatchNorm writes to its statistics
 # without raising their version. Larger ones are not, and must not change.
-_LARGEST_BUFFER = 1 << 16
+LARGEST_BUFFER = 1 << 16
 
 
 def recomputed(
@@ -69,7 +69,7 @@ def tensors_in(leaves: Iterable[Any]) -> list[Tensor]:
 def state_nbytes(module: nn.Module) -> int:
     """Bytes that are held for the second run besides its inputs: small buffers, the RNG's state."""
     sizes = [b.numel() * b.element_size() for b in module.buffers()]
-    return torch.get_rng_state().nbytes + sum(n for n in sizes if n <= _LARGEST_BUFFER)
+    return torch.get_rng_state().nbytes + sum(n for n in sizes if n <= LARGEST_BUFFER)
 
 
 class _Again:
@@ -113,7 +113,7 @@ class _State:
             for name, buffer in owner._buffers.items():
                 if buffer is None:
                     continue
-                if buffer.numel() * buffer.element_size() <= _LARGEST_BUFFER:
+                if buffer.numel() * buffer.element_size() <= LARGEST_BUFFER:
                     self._buffers.append((owner, name, buffer.detach().clone()))
                 else:
                     large.append((name, buffer, version_of(buffer)))

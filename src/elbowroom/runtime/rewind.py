@@ -3,24 +3,43 @@
 import torch
 from torch import Tensor, nn
 
-_LARGEST_BUFFER = 1 << 20  # bytes; a larger one is not copied
+from elbowroom.errors import PlanError
+from elbowroom.runtime.handles.keep import version_of
 
 
 class Rewind:
-    """RNG states and small buffers of a module, as they are now."""
+    """RNG states and buffers of a module, as they are now.
+
+    Parameters are not copied: a forward that changes them (a momentum encoder) cannot be undone.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._cpu = torch.get_rng_state()
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = torch.cuda.get_rng_state_all() if in_use else []
-        small = [b for b in module.buffers() if b.nbytes <= _LARGEST_BUFFER]
-        self._buffers: list[tuple[Tensor, Tensor]] = [(b, b.detach().clone()) for b in small]
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = [
+            (owner, name, buffer, buffer.detach().clone())
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        self._parameters = [
+            (name, p.detach(), version_of(p)) for name, p in module.named_parameters()
+        ]
 
     @torch.no_grad()
     def back(self) -> None:
-        """Make them what they were."""
+        """Make them what they were. Raises PlanError if a parameter was changed."""
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
-        for buffer, before in self._buffers:
+        for owner, name, buffer, before in self._buffers:
             buffer.copy_(before)
+            owner._buffers[name] = buffer
+        for name, parameter, version in self._parameters:
+            if version_of(parameter) != version:
+                raise PlanError(
+                    f"this budget needs the first forward to be run again, and it changes the "
+                    f"parameter '{name}' in place, which cannot be undone. Give a larger budget, "
+                    "or change parameters outside of forward."
+                )
