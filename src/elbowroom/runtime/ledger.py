@@ -193,7 +193,8 @@ def _render(ledger: Ledger) -> str:
     if not ledger.before_nbytes:
         return (
             "saved tensors: none. Forward ran without gradients, inside a compiled function "
-            "(open the context around its call instead), or not at all.\n"
+            "(open the context around its call instead), by a plan that changes nothing, or not at "
+            "all.\n"
         )
     before, after = show_nbytes(ledger.before_nbytes), show_nbytes(ledger.after_nbytes)
     any_away = ledger.away_nbytes > 0
