@@ -19,6 +19,7 @@ import elbowroom as er
 from elbowroom.demo.models import GPT, ResNet18
 from elbowroom.plan import Lossy
 from elbowroom.runtime.arena import ARENA
+from elbowroom.runtime.tiers.choose import file_tier
 
 MODES: dict[str, Callable[[], Any]] = {
     "keep": lambda: er.saving("keep", min_nbytes=0),
@@ -60,6 +61,8 @@ class Watched(nn.Module):
         return x
 
     def alive(self) -> int:
+        """How many of these storages live; what a thread was just writing is written by then."""
+        file_tier().flush()
         return sum(not made.expired() for made in self.made)
 
 

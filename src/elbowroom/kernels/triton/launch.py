@@ -22,13 +22,18 @@ _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 def launch(kernel: Any, tiles: int, *args: Any, R: int | None = None, **constants: Any) -> None:
     """Run `kernel` over `tiles` tiles, R of them a program, on the device of the first argument.
 
-    A GPU has programs enough with one tile each; the interpreter takes 4 ms a program, whatever is
-    in it (triton 3.7, a busy CPU), and so gets two.
+    A GPU has programs enough with one tile each; the interpreter takes as long for a program,
+    whatever is in it (4 ms to 0.4 s by its length; triton 3.7), and so gets at most two, and one
+    for two tiles.
     """
     if tiles == 0:
         return
     if R is None:
-        R = 1 if args[0].is_cuda else triton.next_power_of_2(triton.cdiv(tiles, 2))
+        R = (
+            1
+            if args[0].is_cuda
+            else triton.next_power_of_2(2 if tiles == 2 else triton.cdiv(tiles, 2))
+        )
     with torch.cuda.device_of(args[0]):
         kernel[(triton.cdiv(tiles, R),)](*args, R=R, enable_fp_fusion=False, **constants)
 

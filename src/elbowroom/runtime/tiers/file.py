@@ -179,10 +179,9 @@ class FileTicket:
         else:
             self._is_written = True
             self._tier.written(self)
-        finally:
-            self._tier.window.leave(self._nbytes)
         if self._is_dropped:
             self._release()
+        self._tier.window.leave(self._nbytes)  # last: who waits for an empty window finds all freed
 
     def let_go(self) -> None:
         """It is written: the tensor is needed no more."""
