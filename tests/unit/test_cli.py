@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import elbowroom as er
 from elbowroom.cli import app
+from elbowroom.codecs import ahead
 
 SMALL = ["demo", "--steps", "2", "--width", "4", "--batch", "16"]
 
@@ -98,6 +100,13 @@ def test_codecs_lists_the_registry():
     assert result.exit_code == 0, result.output
     for name in er.codecs():
         assert name in result.stdout
+
+
+def test_compiling_ahead_calls_every_codec_that_takes_floats():
+    named = {id for id, dtype in ahead._jobs() if dtype.is_floating_point}
+    assert named == {id for id in er.codecs() if torch.float32 in er.codec(id).dtypes}
+    for job in ahead._jobs():
+        ahead._call(job)
 
 
 def test_doctor_names_what_it_found():

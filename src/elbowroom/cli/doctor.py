@@ -4,23 +4,33 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import elbowroom as er
 from elbowroom.cli.polite import polite
+from elbowroom.codecs.ahead import compile_ahead
 from elbowroom.units import show_nbytes
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PROBE = 1 << 20  # bytes
 
 
+Compile = Annotated[
+    bool, typer.Option("--compile", help="First compile all CPU kernels: a minute or two, once.")
+]
+
+
 @polite
-def doctor() -> None:
+def doctor(compile: Compile = False) -> None:
     """Say what this machine has, and what that means for elbowroom."""
+    if compile:
+        compile_ahead()
     table = Table("what", "found", "what it means")
     for row in (*_packages(), _device(), *_fragments(), _threads(), _memory(), _peaks()):
         table.add_row(*(Text(cell) for cell in row))
