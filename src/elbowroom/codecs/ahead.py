@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import torch
 
-from elbowroom.codecs.base import Facts
+from elbowroom.codecs.facts import Facts
 from elbowroom.codecs.registry import codec, codecs
 from elbowroom.errors import UnsupportedTensor
 
