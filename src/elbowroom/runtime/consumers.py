@@ -12,6 +12,7 @@ the arguments named here may carry an error, never its weights or statistics.
 
 import types
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -80,6 +81,16 @@ _RESHAPES = (
     *("TBackward", "Transpose", "Permute"),
 )
 _MOST_RESHAPES = 8
+_QUESTIONS = frozenset(  # what asks a tensor for its metadata saves nothing and makes nothing
+    (
+        *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous),
+        *(Tensor.is_floating_point, Tensor.data_ptr, torch.is_floating_point, torch.numel),
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")
+        ),
+    )
+)
 
 is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # inside vmap: no memory
 
@@ -118,6 +129,7 @@ class Call:
             self.small.append(x.detach())
 
 
+@lru_cache(1024)
 def _name(func: Callable[..., Any]) -> str:
     """The name of one of torch's own functions; "mylib::relu" for anybody else's of that name.
 
@@ -145,6 +157,8 @@ class Consumers(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func in _QUESTIONS:
+            return func(*args, **(kwargs or {}))
         outer, self.call = self.call, Call(func, args, kwargs or {})
         try:
             out = func(*args, **(kwargs or {}))
@@ -186,6 +200,8 @@ def _is(x: Tensor, argument: Any) -> bool:
 
     Either the same memory, or what the op made of it before its own work (a cast, a reshape).
     """
+    if x is argument:
+        return True
     if not isinstance(argument, Tensor) or is_functorch_wrapped(argument):
         return False
     if (
@@ -214,9 +230,9 @@ def _is_reshaped(x: Tensor, argument: Tensor) -> bool:
 
 def is_buffer(x: Tensor, call: Call | None) -> bool:
     """Whether x is a running statistic: the module's, as its parameters are."""
-    return call is not None and any(
-        _is(x, call.arg(*buffer)) for buffer in BUFFERS.get(call.name, ())
-    )
+    if call is None or call.name not in BUFFERS:
+        return False
+    return any(_is(x, call.arg(*buffer)) for buffer in BUFFERS[call.name])
 
 
 def is_argument(x: Tensor, call: Call | None) -> bool:

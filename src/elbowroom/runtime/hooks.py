@@ -13,7 +13,6 @@ thread, or never.
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Container
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elbowroom.errors import CodecError, ElbowroomError, PlanError, RestoreError
 from elbowroom.plan import (
@@ -34,6 +33,7 @@ from elbowroom.plan import (
     Rebuild,
     Rebuildable,
     Site,
+    SiteName,
 )
 from elbowroom.runtime import modules
 from elbowroom.runtime.advice import warn_if_useless
@@ -114,7 +114,7 @@ class Saving:
         self._open: ExitStack | None = None
         self._waiting: list[Waiting] = []
         self._watch: Watch | None = None
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self._counts: dict[tuple[str, str], int] = {}
         self._region = ""  # whose inputs are being saved
 
     def __enter__(self) -> Self:
@@ -266,44 +266,44 @@ class Saving:
             return self._packed(x)
 
     def _packed(self, x: Tensor) -> View | Lone | KeepHandle:
+        if type(x) is nn.Parameter:
+            return KeepHandle(x, "a parameter or buffer")
         why = untouchable(x)
         if why:
             entry = self.ledger.open(self._module, self._consumer, str(x.dtype), storage_nbytes(x))
             return Lone(KeepHandle(x, why), entry)
-        slot = self._identity.slot(x)
         call = None if self._consumers is None else self._consumers.call
-        if slot is None:
-            if is_parameter(x) or is_buffer(x, call):
-                return KeepHandle(x, "a parameter or buffer")
-            slot = self._new_slot(x)
+        if is_parameter(x) or is_buffer(x, call):
+            return KeepHandle(x, "a parameter or buffer")
+        name = self._name(call)
+        slot = self._identity.slot(x) or self._new_slot(x, name)
         need, why = need_of(x, call)
-        if need is Need.MASK and differ_on_nan(self._consumer, slot.mask_of):
+        if need is Need.MASK and differ_on_nan(name.consumer, slot.mask_of):
             need, why = Need.EXACT, f"'{slot.mask_of}' holds its mask, and takes NaN otherwise"
-        nth = self._nth()
         noted = None
         if self.recorder is not None and call is not None:
-            noted = self._site(slot, x, call, need, why, self._ready(x), nth)
+            noted = self._site(slot, x, call, need, why, self._ready(x), name)
         if not slot.serves(need):
-            self._serve(slot, x, call, need, why, nth)
-        slot.promise(need, self._consumer)
+            left_alone = self._left_alone(slot, x, call, need)
+            if left_alone:
+                slot.hold(KeepHandle(slot.base.on(x), left_alone))
+            else:
+                self._serve(slot, x, call, need, why, name)
+        slot.promise(need, name.consumer)
         view = View(slot, x, need)
-        if self.recorder is not None and call is not None and noted is not None:
-            left = left_alone_because(
-                x, noted, call, self.min_nbytes, is_window=dense_base(x) is None
-            )
-            view = self.recorder.saved(view, x, noted, left)
+        if self.recorder is not None and noted is not None:
+            view = self.recorder.saved(view, x, noted, self._left_alone(slot, x, call, need))
         if call is not None:
             call.note_saved(slot, x)
             if self._watch is not None and need is Need.LOSSY:
-                self._watch.saved(Use(call, view, self._module), x)
+                self._watch.saved(Use(call, view, name.module), x)
         return view
 
-    def _new_slot(self, x: Tensor) -> Slot:
+    def _new_slot(self, x: Tensor, name: SiteName) -> Slot:
         base = dense_base(x)
-        entry = self.ledger.open(
-            self._module, self._consumer, str(x.dtype).removeprefix("torch."), storage_nbytes(x)
-        )
-        slot = Slot(x if base is None else base, entry)
+        dtype = str(x.dtype).removeprefix("torch.")
+        entry = self.ledger.open(name.module, name.consumer, dtype, storage_nbytes(x))
+        slot = Slot(x if base is None else base, entry, is_window=base is None)
         self._identity.remember(x, slot)
         return slot
 
@@ -311,22 +311,35 @@ class Saving:
         origin = self._identity.origin(x)
         return None if origin is None or origin.recipe is None else origin.recipe.ready()
 
+    def _left_alone(self, slot: Slot, x: Tensor, call: Call | None, need: Need) -> str:
+        """Why this storage is kept whatever the policy says, or ""."""
+        if slot.entry.before_nbytes < max(self.min_nbytes, _HARD_MIN_NBYTES):
+            return "small"
+        if slot.is_window:
+            return "a window onto a larger storage"
+        if is_made_of_parameters(x):
+            return "made of parameters only"
+        if (
+            x.grad_fn is None
+            and x.dtype is not torch.bool
+            and (need is Need.LOSSY or is_argument(x, call))
+        ):
+            return "an input: its owner holds it"
+        return ""
+
     def _serve(
-        self, slot: Slot, x: Tensor, call: Call | None, need: Need, why: str, nth: int
+        self, slot: Slot, x: Tensor, call: Call | None, need: Need, why: str, name: SiteName
     ) -> None:
         """Make the slot hold what this op needs."""
         ready = self._ready(x)
-        site = self._site(slot, x, call, need, why, ready, nth)
+        site = self._site(slot, x, call, need, why, ready, name)
         key = (site.module, site.consumer, site.shape, site.dtype)
         whole = slot.base.on(x)
-        left_alone = left_alone_because(
-            x, site, call, self.min_nbytes, is_window=dense_base(x) is None
-        )
-        if not left_alone and self.context.keeps(key):
-            left_alone = "somebody else held it until backward"
-        if not left_alone:
+        if self.context.keeps(key):
+            action: Action = Keep("somebody else held it until backward")
+        else:
             slot.sites.append(site)
-        action = Keep(left_alone) if left_alone else self._decide(site, ready)
+            action = self._decide(site, ready)
         if isinstance(action, Offload) and covering(x) is None:
             action = Keep("a part of a storage whose other parts may change")
         slot.entry.why = action.why if isinstance(action, Keep) else ""
@@ -388,7 +401,7 @@ class Saving:
         need: Need,
         why: str,
         ready: Ready | None,
-        nth: int,
+        name: SiteName,
     ) -> Site:
         origin = self._identity.origin(x)
         facts = facts_of(x, call)
@@ -402,24 +415,25 @@ class Saving:
             else Rebuildable.LOSSY
         )
         return Site(
-            module=self._module,
-            consumer=self._consumer,
+            module=name.module,
+            consumer=name.consumer,
             producer="" if origin is None else origin.op,
             shape=slot.base.shape,
             dtype=x.dtype,
-            nbytes=storage_nbytes(x),
+            nbytes=slot.entry.before_nbytes,
             need=need,
             rebuildable=rebuildable,
             facts=facts,
             why=why,
-            nth=nth,
+            nth=name.nth,
         )
 
-    def _nth(self) -> int:
-        """How many tensors this op of this module has saved before, whatever became of them."""
-        key = self._module, self._consumer
-        self._counts[key] += 1
-        return self._counts[key] - 1
+    def _name(self, call: Call | None) -> SiteName:
+        """Whose save this is, and how many this op of this module has made before."""
+        key = self._module, "" if call is None else call.name
+        nth = self._counts.get(key, 0)
+        self._counts[key] = nth + 1
+        return SiteName(*key, nth)
 
     @property
     def _module(self) -> str:
@@ -435,25 +449,6 @@ def is_lossy(action: Action, need: Need) -> bool:
     """Whether the tensor may be, or may become, a lossy code."""
     at_once = isinstance(action, Offload) or (isinstance(action, Encode) and action.codec.lossless)
     return need is Need.LOSSY and not at_once
-
-
-def left_alone_because(
-    x: Tensor, site: Site, call: Call | None, min_nbytes: int, *, is_window: bool
-) -> str:
-    """Why this storage is kept whatever the policy says, or ""."""
-    if site.nbytes < max(min_nbytes, _HARD_MIN_NBYTES):
-        return "small"
-    if is_window:
-        return "a window onto a larger storage"
-    if is_made_of_parameters(x):
-        return "made of parameters only"
-    if (
-        x.grad_fn is None
-        and x.dtype is not torch.bool
-        and (site.need is Need.LOSSY or is_argument(x, call))
-    ):
-        return "an input: its owner holds it"
-    return ""
 
 
 def _unpack(held: View | Lone | KeepHandle) -> Tensor:

@@ -49,9 +49,7 @@ class _Storage:
 
     def __init__(self, x: Tensor) -> None:
         self.weak = WeakStorage(x)
-        self.slots: weakref.WeakValueDictionary[tuple[int, torch.dtype], Slot] = (
-            weakref.WeakValueDictionary()
-        )
+        self.slots: dict[tuple[int, torch.dtype], weakref.ref[Slot]] = {}
         self.origins: dict[int, Origin] = {}
 
 
@@ -65,7 +63,8 @@ class Identity:
     def slot(self, x: Tensor) -> Slot | None:
         """The slot of x's storage at its version, if some op has saved it already."""
         known = self._known(x)
-        return None if known is None else known.slots.get((version_of(x), x.dtype))
+        found = None if known is None else known.slots.get((version_of(x), x.dtype))
+        return None if found is None else found()
 
     def slots_of(self, *values: Any) -> list[Slot]:
         """The slots of all tensors in these arguments."""
@@ -73,7 +72,7 @@ class Identity:
         return [slot for x in tensors if (slot := self.slot(x)) is not None]
 
     def remember(self, x: Tensor, slot: Slot) -> None:
-        self._storage(x).slots[version_of(x), x.dtype] = slot
+        self._storage(x).slots[version_of(x), x.dtype] = weakref.ref(slot)
 
     def origin(self, x: Tensor, version: int | None = None) -> Origin | None:
         """What made x's storage, at this version (default: x's own)."""
@@ -90,18 +89,15 @@ class Identity:
 
     def slots(self) -> list[Slot]:
         """All slots that are alive."""
-        return [slot for known in self._storages.values() for slot in known.slots.values()]
+        found = [ref() for known in self._storages.values() for ref in known.slots.values()]
+        return [slot for slot in found if slot is not None]
 
     def clear(self) -> None:
         self._storages.clear()
 
     def _known(self, x: Tensor) -> _Storage | None:
-        address = x.untyped_storage()._cdata
-        known = self._storages.get(address)
-        if known is not None and known.weak.expired():
-            del self._storages[address]
-            return None
-        return known
+        # A weakly held address is never reused: who lives there now is who lived there then.
+        return self._storages.get(x.untyped_storage()._cdata)
 
     def _storage(self, x: Tensor) -> _Storage:
         known = self._known(x)
@@ -123,6 +119,17 @@ def untouchable(x: Tensor) -> str:
     """Why x must be kept as it is, or "" if it is a plain dense tensor."""
     if type(x) not in _PLAIN:
         return f"tensor subclass {type(x).__name__}"
+    keys = torch._C._dispatch_keys(x).raw_repr()  # which say it all: ask once for each set
+    why = _untouchable_keys.get(keys)
+    if why is None:
+        why = _untouchable_keys[keys] = _why_untouchable(x)
+    return why
+
+
+_untouchable_keys: dict[int, str] = {}
+
+
+def _why_untouchable(x: Tensor) -> str:
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
         return f"layout {str(x.layout).removeprefix('torch.')}"
     if x.device.type not in ("cpu", "cuda"):
@@ -136,8 +143,12 @@ def untouchable(x: Tensor) -> str:
 
 def is_parameter(x: Tensor) -> bool:
     """Whether x is a parameter or another trainable leaf, or a view of one."""
-    owner = x if x._base is None else x._base
-    return isinstance(owner, nn.Parameter) or (owner.grad_fn is None and owner.requires_grad)
+    base = x._base
+    owner = x if base is None else base
+    kind = type(owner)
+    if kind is nn.Parameter or (kind is not Tensor and isinstance(owner, nn.Parameter)):
+        return True
+    return owner.requires_grad and owner.grad_fn is None
 
 
 def is_made_of_parameters(x: Tensor) -> bool:
@@ -184,6 +195,11 @@ def dense_base(x: Tensor) -> Tensor | None:
     return x.detach().as_strided((n,), (1,), 0)
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether x's elements fill a run of memory, each place once, in whatever order."""
+    return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)
+
+
 def covering(x: Tensor) -> Tensor | None:
     """x or what it is a view of, where that is dense and covers the storage.
 
@@ -196,7 +212,7 @@ def covering(x: Tensor) -> Tensor | None:
             candidate is not None
             and candidate.dtype is x.dtype
             and candidate.numel() * candidate.element_size() == nbytes
-            and torch.ops.aten.is_non_overlapping_and_dense(candidate)
+            and is_dense(candidate)
         ):
             return candidate
     return None

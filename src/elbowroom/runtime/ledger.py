@@ -56,7 +56,7 @@ class Entry:
     def __init__(
         self, ledger: "Ledger", module: str, consumer: str, dtype: str, before_nbytes: int
     ) -> None:
-        self._ledger = weakref.ref(ledger)  # no cycle: a step's garbage would wake the collector
+        self._ledger = ledger._weak  # no cycle: a step's garbage would wake the collector
         self.module, self.consumer, self.dtype = module, consumer, dtype
         self.before_nbytes = before_nbytes
         self.after_nbytes = self.away_nbytes = 0
@@ -91,6 +91,7 @@ class Ledger:
     def __init__(self) -> None:
         # Reentrant: the garbage collector may close an entry inside any of our own lines.
         self._lock = threading.RLock()
+        self._weak = weakref.ref(self)
         self._entries: dict[int, Entry] = {}
         self._clock = 0
         self._plain_nbytes = 0

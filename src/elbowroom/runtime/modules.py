@@ -26,6 +26,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
+        self.names: dict[int, str] = {}  # by id, those in the first of them
 
 
 _thread = _Thread()
@@ -57,10 +58,11 @@ def current() -> str:
 
     The class of one that the outermost does not contain.
     """
-    if not _thread.running:
+    running = _thread.running
+    if not running:
         return ""
-    root, module = _thread.running[0], _thread.running[-1]
-    return _names_in(root).get(id(module)) or type(module).__name__
+    module = running[-1]
+    return _thread.names.get(id(module)) or type(module).__name__
 
 
 def stack() -> tuple[str, ...]:
@@ -70,20 +72,22 @@ def stack() -> tuple[str, ...]:
     """
     if not _thread.running:
         return ()
-    names = _names_in(_thread.running[0])
+    names = _thread.names
     return tuple(name for module in _thread.running[1:] if (name := names.get(id(module))))
 
 
 def name_of(module: nn.Module) -> str:
     """The name of a module that is about to be called; "" for one that nobody contains."""
-    root = _thread.running[0] if _thread.running else module
-    return _names_in(root).get(id(module)) or ""
+    names = _thread.names if _thread.running else _names_in(module)
+    return names.get(id(module)) or ""
 
 
 def _enter(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     say_eager(module)
+    if not _thread.running:
+        _thread.names = _names_in(module)
     _thread.running.append(module)
 
 
@@ -91,8 +95,10 @@ def _leave(module: nn.Module, args: Any, out: Any) -> None:
     if torch.compiler.is_compiling():
         return
     running = _thread.running
+    if running and running[-1] is module:
+        running.pop()
     # A module that raised may still lie above its caller: cut down to the one that ends.
-    if any(other is module for other in running):
+    elif any(other is module for other in running):
         while running.pop() is not module:
             pass
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from elbowroom.codecs import Affine
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
-from elbowroom.runtime.identity import Identity, Origin, untouchable
+from elbowroom.runtime.identity import Identity, Origin, is_dense, untouchable
 from elbowroom.runtime.recipes import Op, Recipe, same_order
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.statistics import statistics_of
@@ -26,9 +26,7 @@ def note_origin(call: Call, out: Any, identity: Identity) -> None:
     x = call.arg(0, "input")
     if untouchable(out) or not isinstance(x, Tensor) or untouchable(x):
         return
-    if out.numel() * out.element_size() != storage_nbytes(
-        out
-    ) or not torch.ops.aten.is_non_overlapping_and_dense(out):
+    if out.numel() * out.element_size() != storage_nbytes(out) or not is_dense(out):
         return
     if (
         version_of(out) == call.version
@@ -50,13 +48,13 @@ def _source(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geome
     held = identity.slot(x) if version_of(x) == call.version else None
     if held is not None and held in call.saved and held.value is not None:
         return held, seen
-    copies = [
-        slot
-        for slot in call.saved
-        if slot.base.shape == tuple(x.shape) and slot.dtype is not x.dtype
-    ]
-    if copies and torch.is_autocast_enabled(x.device.type):
-        return copies[0], copies[0].base
+    for slot in call.saved:  # a cast that autocast made
+        if (
+            slot.dtype is not x.dtype
+            and slot.base.shape == seen.shape
+            and torch.is_autocast_enabled(x.device.type)
+        ):
+            return slot, slot.base
     origin = identity.origin(x, call.version)
     if origin is not None and origin.recipe is not None:
         return origin.recipe, seen
@@ -102,7 +100,11 @@ def _relu(call: Call, out: Tensor, identity: Identity) -> Origin:
 
 def _relu_of_norm(norm: Op) -> Op:
     """ReLU after a norm: one op of both, so that a decoded tensor is passed over once."""
-    return replace(norm, exact=lambda x, private: norm.exact(x, private).relu_(), needs_bits=True)
+
+    def exact(x: Tensor, private: bool) -> Tensor:
+        return norm.exact(x, private).relu_()
+
+    return Op(exact, norm.lossy, norm.affine, True, norm.fixed, norm.noise)
 
 
 def _gelu(call: Call, out: Tensor, identity: Identity) -> Origin:

@@ -5,8 +5,8 @@ backward, which needs no more. Each op that saves the storage gets a `View`: slo
 that op needs. The last view to die takes the slot with it, and the ledger hears of it.
 """
 
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from elbowroom.runtime.ledger import Entry
 from elbowroom.runtime.normal import Statistics, flat_of
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """Where a tensor lies in its storage."""
 
     shape: tuple[int, ...]
@@ -36,11 +35,13 @@ class Geometry:
 
     def on(self, x: Tensor) -> Tensor:
         """The tensor of this geometry on x's storage: x itself, if it has it."""
-        return (
-            x
-            if Geometry.of(x) == self
-            else x.detach().as_strided(self.shape, self.stride, self.offset)
-        )
+        if (
+            x.shape == self.shape
+            and x.stride() == self.stride
+            and x.storage_offset() == self.offset
+        ):
+            return x
+        return x.detach().as_strided(self.shape, self.stride, self.offset)
 
     def within(self, base: "Geometry", x: Tensor) -> Tensor:
         """The part of x, which has the geometry `base`, that has this one."""
@@ -60,6 +61,7 @@ class Slot:
         "device",
         "dtype",
         "entry",
+        "is_window",
         "mask_of",
         "pinned",
         "shape_is_enough",
@@ -68,8 +70,10 @@ class Slot:
         "value",
     )
 
-    def __init__(self, base: Tensor, entry: Entry) -> None:
+    def __init__(self, base: Tensor, entry: Entry, *, is_window: bool = False) -> None:
+        """is_window: base covers only a small part of its storage."""
         self.base = Geometry.of(base)
+        self.is_window = is_window
         self.dtype, self.device = base.dtype, base.device
         self.shape_is_enough = False  # so far every op has asked for the geometry only
         self.entry = entry
@@ -123,11 +127,12 @@ class Slot:
     def hold(self, value: Handle) -> None:
         """Take a value, in place of one that is there. Bits that it brings along replace ours."""
         self.value = value
-        bitmap = getattr(value, "bitmap", None)
-        self.bits = self.bits if bitmap is None else bitmap
         self.entry.action = value.label
         if isinstance(value, KeepHandle):
             self.entry.why = value.why
+        else:
+            bitmap = getattr(value, "bitmap", None)
+            self.bits = self.bits if bitmap is None else bitmap
         self._tell()
         if isinstance(value, OffloadHandle):
             value.when_away(partial(self.entry.move_away, value.full_nbytes))
@@ -151,7 +156,11 @@ class Slot:
         self._tell()
 
     def _tell(self) -> None:
-        nbytes = 0 if self.value is None else getattr(self.value, "full_nbytes", self.value.nbytes)
+        value = self.value
+        if value is None:
+            nbytes = 0
+        else:
+            nbytes = value.full_nbytes if isinstance(value, OffloadHandle) else value.nbytes
         if self.bits is not None and self.bits is not getattr(self.value, "bitmap", None):
             nbytes += self.bits.numel()
         self.entry.hold(nbytes)
@@ -192,6 +201,9 @@ class View:
 
     def restore(self) -> Tensor:
         """The saved tensor again: same shape, dtype, device, strides."""
+        slot = self.slot
+        if type(slot.value) is KeepHandle and self.geometry == slot.base:
+            return slot.value.restore()
         with torch.no_grad():
             if self.need is Need.SHAPE and not isinstance(self.slot.value, KeepHandle):
                 return self._blank()

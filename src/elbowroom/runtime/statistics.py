@@ -85,7 +85,7 @@ _FINDERS: dict[str, Callable[[Call, Tensor], Statistics | None]] = {
 def _channel_run(x: Tensor) -> int | None:
     """How many elements of one channel are neighbours in memory order; None for other layouts."""
     if x.is_contiguous():
-        return x[0, 0].numel() if x.dim() > 2 else 1
+        return prod(x.shape[2:])
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     if x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]):
         return 1

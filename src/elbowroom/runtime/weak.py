@@ -3,35 +3,38 @@
 The storage's address is not reused while the reference exists.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class WeakStorage:
     """Weak reference to the storage under a tensor."""
 
-    __slots__ = ("_ref",)
+    __slots__ = ("_pointer",)
 
     def __init__(self, x: Tensor) -> None:
-        self._ref: Any = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
+        self._pointer: Any = x.untyped_storage()._weak_ref()  # typed otherwise, but an int
+
+    def __del__(self, free: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref) -> None:
+        free(self._pointer)  # by a default: at the end of the process no module is left
 
     def expired(self) -> bool:
-        return bool(self._ref.expired())
+        return bool(torch.UntypedStorage._expired(self._pointer))
 
     def holders(self) -> int:
         """How many tensors share it, views and detached ones counted."""
         return 0 if self.expired() else self._count() - _counted_always()
 
     def _count(self) -> int:
-        return torch._C._storage_Use_Count(self._ref.cdata)
+        return torch._C._storage_Use_Count(self._pointer)
 
     def tensor(self, dtype: torch.dtype) -> Tensor | None:
         """An empty tensor of `dtype` on the storage (use `as_strided`); None if it is gone."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._pointer)
         if storage is None:
             return None
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
