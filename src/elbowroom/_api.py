@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from elbowroom.codecs import Codec, codec, codecs
 from elbowroom.codecs.registry import nearest
-from elbowroom.control import ActNN, Adaptive, Fitting, NoiseBudget
+from elbowroom.control import ActNN, Adaptive, Fitting, NoiseBudget, Terms
 from elbowroom.errors import PlanError, UnknownCodec, UnknownField
 from elbowroom.measure import NoiseMeter
 from elbowroom.measure.record import record
@@ -340,12 +340,9 @@ def fit(
             "offload='host' moves tensors from a GPU to host memory; this model is in host memory "
             "already. Use offload='file', or move the model to its GPU before fit."
         )
-    budget_nbytes = parse_nbytes(budget)
+    terms = Terms(parse_nbytes(budget), exact, offload, min_nbytes)
     release(model)
-    fitting = Fitting(
-        model, budget_nbytes, optimizer, exact=exact, min_nbytes=min_nbytes, offload=offload
-    )
-    attach(model, fitting)
+    attach(model, Fitting(model, terms, optimizer))
     return model
 
 

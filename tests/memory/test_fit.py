@@ -99,7 +99,7 @@ def test_a_generous_budget_ends_at_keep_and_never_changes_a_bit():
     model, optimizer = make()
     assert er.fit(model, budget="4 GiB", optimizer=optimizer) is model
     losses, fitting = train(model, optimizer)
-    assert fitting.rungs[fitting.rung].name == "keep"
+    assert fitting.terms.rungs[fitting.planning.rung].name == "keep"
     assert torch.equal(torch.stack(plain), torch.stack(losses))
     assert all(
         torch.equal(a, b) for a, b in zip(plain_model.parameters(), model.parameters(), strict=True)
@@ -143,7 +143,7 @@ def test_an_exact_budget_between_exact_and_plain_stays_exact():
     model, optimizer = make()
     er.fit(model, budget=(plain + exact) // 2, optimizer=optimizer, exact=True)
     losses, fitting = train(model, optimizer, 5)
-    assert fitting.rungs[fitting.rung].exact
+    assert fitting.terms.rungs[fitting.planning.rung].exact
     assert torch.equal(torch.stack(reference), torch.stack(losses))
     er.release(model)
 
@@ -210,7 +210,7 @@ def test_a_forward_that_is_run_again_changes_nothing_twice(parameter):
             model(x)
     else:
         F.cross_entropy(model(x), y).backward()
-        assert opener_of(model).rehearsed
+        assert opener_of(model).planning.rehearsed
         assert torch.equal(model.queue, torch.ones(1 << 19))
     er.release(model)
 
@@ -221,7 +221,7 @@ def test_exact_false_is_the_same_as_none():
     er.fit(model, budget=budget, optimizer=optimizer, exact=False, min_nbytes=4096)
     losses, fitting = train(model, optimizer, 5)
     assert len(losses) == 5
-    assert fitting.plan is not None
+    assert fitting.planning.plan is not None
     er.release(model)
 
 
@@ -337,11 +337,11 @@ def test_a_larger_batch_climbs_for_that_step():
     er.fit(model, budget=int(needs() * 1.1), optimizer=optimizer, min_nbytes=4096)
     for _ in range(5):
         step(model, optimizer)
-    before = opener_of(model).rung
-    assert opener_of(model).rungs[before].exact
+    before = opener_of(model).planning.rung
+    assert opener_of(model).terms.rungs[before].exact
     model(torch.randn(2 * BATCH, 1, 28, 28))
     assert opener_of(model)._last.rung > before
-    assert opener_of(model).rung == before
+    assert opener_of(model).planning.rung == before
     er.release(model)
 
 
@@ -442,7 +442,7 @@ class Run:
     def step(self, loss_of=None):
         loss = (loss_of or self.loss_of)(self.model, self.x)
         fitting = opener_of(self.model)
-        self.rehearsed |= fitting is not None and fitting.rehearsed
+        self.rehearsed |= fitting is not None and fitting.planning.rehearsed
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -478,10 +478,10 @@ def settle(run, most=12):
     """Steps until fit measures no more. Returns its controller."""
     fitting = opener_of(run.model)
     for _ in range(most):
-        if fitting._settled:
+        if fitting.planning.settled:
             break
         run.step()
-    assert fitting._settled
+    assert fitting.planning.settled
     return fitting
 
 
@@ -603,11 +603,11 @@ def test_predicted_and_measured_are_logged(caplog):
 def test_a_plan_of_its_own_step_knows_all_its_sites():
     run = Run("gpt", share_of("gpt", 0.7))
     fitting = settle(run)
-    assert fitting.plan is not None
-    fitting.plan.strangers.clear()
+    assert fitting.planning.plan is not None
+    fitting.planning.plan.strangers.clear()
     run.step()
-    assert not fitting.plan.strangers
-    assert fitting.plan.peak <= fitting.budget_nbytes
+    assert not fitting.planning.plan.strangers
+    assert fitting.planning.plan.peak <= fitting.terms.budget_nbytes
     er.release(run.model)
 
 
@@ -654,7 +654,7 @@ def test_the_model_called_on_another_thread():
         plain.step()
     assert len(run.losses) == 4
     assert run.losses[0].item() == pytest.approx(plain.losses[0].item(), rel=1e-3)
-    assert opener_of(run.model).plan is None
+    assert opener_of(run.model).planning.plan is None
     er.release(run.model)
 
 
@@ -665,7 +665,7 @@ def test_an_alternating_batch_size():
     small, large = pixels(BATCH // 2), pixels()
     for i in range(10):
         run.x = large if i % 2 else small
-        assert run.peak() <= budget or not opener_of(run.model)._settled
+        assert run.peak() <= budget or not opener_of(run.model).planning.settled
     assert all(loss.isfinite() for loss in run.losses)
     er.release(run.model)
 

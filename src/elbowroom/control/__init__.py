@@ -5,7 +5,7 @@
     CometBounds   error bounds that follow the momentum of each layer's gradient
     Guard         milder codes as soon as the training loss suffers, leaner ones while it does not
     BatchAdvisor  how large a batch the saved memory would take: says so, and does nothing
-    Fitting       what `er.fit` runs; Summary: what became of it
+    Fitting       what `er.fit` runs, by its Terms; Summary: what became of it
     Profiling     writes down one step of a program
     Discovery     finds the model and the optimizers of somebody else's program
 
@@ -24,3 +24,4 @@ from elbowroom.control.guard import Guard as Guard
 from elbowroom.control.profiling import Profiling as Profiling
 from elbowroom.control.summary import Summary as Summary
 from elbowroom.control.summary import summary as summary
+from elbowroom.control.terms import Terms as Terms

@@ -3,6 +3,7 @@
 from types import TracebackType
 from typing import Protocol
 
+from elbowroom.control.terms import Terms
 from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung, SavedStorage, site_nbytes
 from elbowroom.plan.plan import Plan
@@ -15,20 +16,17 @@ _SAFE = 6  # largest tensors that backward takes at most, beside what is held; p
 
 
 class Fit(Protocol):
-    """What a forward asks of the controller of its model."""
+    """What a forward asks of the plan that it follows, or of what stands in for one."""
 
-    rungs: tuple[Rung, ...]
-    rung: int
-    min_nbytes: int
+    terms: Terms
     context: Context
-
+    rung: int
     plan: Plan | None
 
     @property
     def recompute(self) -> frozenset[str]: ...
     def allowed_nbytes(self, largest_nbytes: int) -> int: ...
     def surely_allowed_nbytes(self) -> int: ...
-    def forward_ended(self, saving: "FittedSaving") -> None: ...
 
 
 class FittedSaving(Saving):
@@ -52,7 +50,7 @@ class FittedSaving(Saving):
         """may_climb: else it only counts, from where it would have to. counts: from the start."""
         super().__init__(
             self._decide_site,
-            min_nbytes=fit.min_nbytes,
+            min_nbytes=fit.terms.min_nbytes,
             context=fit.context,
             recorder=recorder,
             recompute=fit.recompute,
@@ -77,15 +75,13 @@ class FittedSaving(Saving):
             for slot in self._identity.slots()
         ]
         super().__exit__(kind, error, trace)
-        if kind is None:
-            self._fit.forward_ended(self)
 
     @property
     def setting(self) -> Rung:
         """What decides now."""
         plan = self._plan
         if plan is None:
-            return self._fit.rungs[self.rung]
+            return self._fit.terms.rungs[self.rung]
         return Rung("plan", plan.look_up, plan.exact)
 
     @property
@@ -100,7 +96,7 @@ class FittedSaving(Saving):
         # Whoever may not climb is rehearsed instead, and can be more careful with what it guesses.
         guessed = self.largest_nbytes * (1 if self._may_climb else _SAFE)
         allowed = self._fit.allowed_nbytes(guessed)
-        rungs = self._fit.rungs
+        rungs = self._fit.terms.rungs
         while not self.too_much and self._is_over(site, allowed):
             if not self._may_climb:
                 self.too_much = True

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elbowroom.control.terms import Stock
+
 
 class Owned:
     """Weights, buffers, gradients and optimizer states. None of the owners is kept alive."""
@@ -50,6 +52,10 @@ class Owned:
         return tensors + [
             value for state in states for value in state.values() if isinstance(value, Tensor)
         ]
+
+    def stock(self) -> Stock:
+        """What stands now, and what the next step will add to it."""
+        return Stock(self.nbytes, self.unborn_gradient_nbytes(), self.unborn_state_nbytes())
 
     def unborn_gradient_nbytes(self) -> int:
         """Bytes of the gradients that a step will create."""

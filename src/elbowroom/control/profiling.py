@@ -52,12 +52,6 @@ class Profiling:
         self._tries = 0
         self._recording: Recording | None = None
 
-    def __call__(self) -> Saving:
-        """A context for the forward that begins now."""
-        recorder = None if self._recording is None else self._recording.recorder
-        context = Context(learns=False)
-        return Saving(KeepAll(), min_nbytes=self._min_nbytes, context=context, recorder=recorder)
-
     def run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
         """One forward of the model."""
         self.finish()
@@ -70,8 +64,13 @@ class Profiling:
             self._recording = Recording.start(self.owned.tensors(), self.owned.device)
         if self._recording is None:
             return forward()
-        with self():
+        with self._context():
             return forward()
+
+    def _context(self) -> Saving:
+        recorder = None if self._recording is None else self._recording.recorder
+        context = Context(learns=False)
+        return Saving(KeepAll(), min_nbytes=self._min_nbytes, context=context, recorder=recorder)
 
     def finish(self) -> None:
         """The step that is recorded, if one is, ends here."""

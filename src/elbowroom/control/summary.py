@@ -45,19 +45,20 @@ class Summary:
 
 def summary(fitting: Fitting, model: str) -> Summary:
     """Of a model by this name; before or after its fitting was closed."""
-    plan, profile = fitting.plan, fitting.profile
+    planning = fitting.planning
+    plan, profile = planning.plan, planning.profile
     # A rehearsed profile has an invented backward: no ground for a claim about plain autograd.
-    known = profile is not None and not fitting.rehearsed
+    known = profile is not None and not planning.rehearsed
     return Summary(
         model=model,
         device=fitting.owned.device.type,
-        budget_nbytes=fitting.budget_nbytes,
+        budget_nbytes=fitting.terms.budget_nbytes,
         plain_nbytes=plain_peak(profile) if profile is not None and known else None,
         predicted_nbytes=None if plan is None else plan.peak,
         last_nbytes=fitting.peak_nbytes,
         last_setting=fitting.peak_setting,
         highest_nbytes=fitting.highest_nbytes,
-        setting=fitting.setting,
+        setting=planning.setting,
         slowdown=plan.slowdown if plan is not None and known else None,
         exact=fitting.was_exact,
         steps=fitting.context.step,

@@ -8,7 +8,6 @@ plain model (a copy is not in the table), and detaching leaves nothing behind.
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -19,14 +18,10 @@ from elbowroom.runtime.compiler import original, say_eager
 
 
 class Around(Protocol):
-    """What runs around a forward of the model."""
-
-    def __call__(self) -> AbstractContextManager[Any]:
-        """A context for the forward that begins."""
-        ...
+    """What runs the forwards of the model."""
 
     def run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
-        """forward(), inside the context; it may be run more than once."""
+        """forward(), inside a context; it may be run more than once."""
         ...
 
 

@@ -1,0 +1,299 @@
+"""One plan, from the first forward of its kind to a step that is known to fit.
+
+1. The first forward starts at the safest exact rung of the ladder (`plan/ladder.py`). Transients
+   are not known yet; one tensor of the largest size is set aside for them. If what is held comes
+   closer to the budget than that, nothing is held any more, and forward runs twice again: once to
+   be written down (`rehearse`), then by a plan whose backward is an estimate
+   (`plan/rehearsal.py`). Where that cannot be measured (not on the main thread, or under somebody's
+   profiler), forward climbs to a stricter rung on the spot instead.
+2. That step is measured by the allocator. With its transients known, the mildest rung that fits is
+   taken, and the next step is written down moment by moment.
+3. From that profile a plan is made (`plan/make.py`), each tensor with an action of its own, and
+   followed. The first step under it is measured: if it needs more than was predicted, the plan is
+   made again with that much less, up to three times; then the uniform rung comes back for good.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from elbowroom.control.fitted import FittedSaving
+from elbowroom.control.measurement import Measurement
+from elbowroom.control.owned import Owned
+from elbowroom.control.refusal import refusal
+from elbowroom.control.terms import Stock, Terms
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.measure.interval import may_measure
+from elbowroom.measure.recorder import StepRecorder
+from elbowroom.measure.recording import Recording
+from elbowroom.plan.ladder import choose
+from elbowroom.plan.make import make_plan
+from elbowroom.plan.plan import Plan
+from elbowroom.plan.profile import Profile
+from elbowroom.plan.rehearsal import with_backward
+from elbowroom.runtime.context import Context
+from elbowroom.units import show_nbytes
+
+_log = logging.getLogger("elbowroom")
+_SAFEST_EXACT = 1  # index of "exact" in every ladder
+_CAREFUL = 0.03  # of what is not static is left free by a plan that was not measured, if it can be
+_SAFE = 6
+# What a rehearsal tries: exact or lossy, and how many largest tensors backward takes beside what is
+# held (rehearsal.py).
+_TRIES: dict[bool, tuple[tuple[bool | None, int], ...]] = {
+    True: ((True, _SAFE), (True, 4), (True, 2), (True, 1)),
+    False: ((True, _SAFE), (True, 3), (None, _SAFE), (None, 3), (None, 1)),
+}
+_SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
+_MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
+_MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
+
+
+class Planning:
+    """What forwards of one kind run at, and how it is found.
+
+    stock      as this step began
+    profile    of the step that was written down
+    rehearsed  its backward is an estimate
+    plan       that is followed; None: all tensors are at `terms.rungs[rung]`
+    settled    nothing more is to be learned
+    outgrown   the least rung has been measured, and is too much
+    """
+
+    def __init__(self, terms: Terms, owned: Owned, context: Context) -> None:
+        self.terms = terms
+        self.context = context
+        self.stock = Stock(0)
+        self.rung = _SAFEST_EXACT
+        self.plan: Plan | None = None
+        self.profile: Profile | None = None
+        self.rehearsed = self.settled = self.outgrown = False
+        self._owned = owned
+        self._transient_nbytes: int | None = None
+        self._margin_nbytes = 0  # by which plans have been too hopeful
+        self._rounds = self._tries = 0
+
+    @property
+    def setting(self) -> str:
+        """What forwards run at: "plan", or the name of a rung."""
+        return "plan" if self.plan is not None else self.terms.rungs[self.rung].name
+
+    @property
+    def recompute(self) -> frozenset[str]:
+        """Modules whose forward runs again in backward."""
+        return frozenset() if self.plan is None else self.plan.recompute
+
+    def context_of(self, recorder: StepRecorder | None, *, may_climb: bool = True) -> FittedSaving:
+        """For the forward that begins now."""
+        return FittedSaving(self, recorder, may_climb=may_climb)
+
+    def rehearse(self, forward: Callable[[], Any]) -> None:
+        """Write down a forward that holds nothing; plan the step by it.
+
+        Raises BudgetTooSmall where no plan of it fits. Does nothing where it cannot be measured.
+        """
+        recording = Recording.start(self._owned.tensors(), self._owned.device)
+        if recording is None:
+            return
+        try:
+            with FittedSaving(self, recording.recorder, counts=True):
+                forward()
+            seen = recording.finish_forward()
+        finally:
+            recording.close()
+        if seen is not None:
+            self._plan_by_forward(seen)
+
+    def _plan_by_forward(self, seen: Profile) -> None:
+        born = self.stock.unborn_gradient_nbytes, self.stock.unborn_state_nbytes
+        for exact, transients in _TRIES[bool(self.terms.exact)]:
+            self.profile = with_backward(seen, *born, transients)
+            plan = self._plan_for(self.profile, 0, exact=exact)
+            if plan is not None:
+                self._follow(plan, self.profile)
+                self.rehearsed, self.outgrown = True, False
+                return
+        self._make_plan(with_backward(seen, *born, _SAFE), 0, exact=self.terms.exact)
+
+    def allowed_nbytes(self, largest_nbytes: int) -> int:
+        """What may be held for backward; as long as nothing is measured, a guess for the rest."""
+        free = self.terms.budget_nbytes - self.stock.static_nbytes
+        if self._transient_nbytes is None:
+            return free - largest_nbytes
+        return free - self._transient_nbytes + self._passing_nbytes
+
+    @property
+    def _passing_nbytes(self) -> int:
+        """Forward may hold so much more for a moment: a norm's input until its ReLU has run.
+
+        The plan knows; the ledger, which is asked here, does not.
+        """
+        return 0 if self.plan is None else max(line.nbytes for line in self.plan.lines)
+
+    def surely_allowed_nbytes(self) -> int:
+        """The same without guesses.
+
+        More than this cannot be held, or the optimizer's states would not fit.
+        """
+        free = self.terms.budget_nbytes - self.stock.static_nbytes
+        transient = (self._transient_nbytes or 0) - self._passing_nbytes
+        return -1 if self.stock.unborn_nbytes > free else free - transient
+
+    def forward_ended(self, saving: FittedSaving) -> None:
+        """Note how far this forward had to climb; refuse a budget that cannot be met."""
+        if saving.impossible:
+            raise self._refusal(saving)
+        self.rung = saving.rung if self._transient_nbytes is None else self.rung
+
+    @property
+    def wants_writing(self) -> bool:
+        """Whether the step that begins should be written down, not just measured."""
+        unborn_states = self.stock.unborn_state_nbytes > 0
+        if self.plan is None:
+            return self._transient_nbytes is not None and not unborn_states
+        return unborn_states or (self.rehearsed and not self.plan.recompute)
+
+    def learn(self, last: FittedSaving, step: Measurement, stock: Stock) -> None:
+        """What did the last step need? stock: as the next one begins."""
+        if self.settled:
+            return
+        self.stock = stock
+        born = max(0, stock.static_nbytes - step.stock.static_nbytes)
+        if step.writes and not (step.makes_states and self.plan is not None):
+            self._take_profile(step, last)
+        elif step.peak is None:
+            return
+        elif self.plan is None:
+            self._relax(last, step, born)
+        elif step.profile is not None:
+            self._verify(last, step, step.profile.peak_with(born))
+        else:
+            self._verify(last, step, step.peak)
+
+    def _relax(self, last: FittedSaving, step: Measurement, born_nbytes: int) -> None:
+        """After the first step: its transients are known now. born: the optimizer's states."""
+        assert step.peak is not None
+        self._learn_transient(last, step, step.peak)
+        rungs, budget_nbytes = self.terms.rungs, self.terms.budget_nbytes
+        found = choose(rungs, last.storages, self.allowed_nbytes(0))
+        fits = step.peak + born_nbytes <= budget_nbytes
+        if fits and (found is None or found > last.rung):
+            found = last.rung
+        if found is None and (step.peak > budget_nbytes or not born_nbytes):
+            if not may_measure(self._owned.device):
+                raise self._refusal(last)
+            self.outgrown = True  # no rung fits, but a plan may
+        lossy = found is not None and not rungs[found].exact
+        self.rung = last.rung if found is None or lossy else found  # a plan may do with exact ones
+
+    def _take_profile(self, step: Measurement, last: FittedSaving) -> None:
+        """The step was written down: plan, or stay at the rung that it ran at."""
+        self._tries += 1
+        if step.profile is None or last.climbed:
+            self.settled = self._tries >= _MOST_TRIES
+            return
+        self.profile = step.profile
+        self.rehearsed, self._margin_nbytes = False, 0
+        self._learn_transient(last, step, self.profile.peak)
+        self._plan(self.profile)
+
+    def _plan(self, profile: Profile) -> None:
+        margin, budget_nbytes = self._margin_nbytes, self.terms.budget_nbytes
+        careful = margin + int(_CAREFUL * (budget_nbytes - profile.static))
+        try:
+            plan = (
+                self._plan_for(profile, careful, exact=True)
+                or self._plan_for(profile, margin, exact=True)
+                or self._plan_for(profile, careful, exact=self.terms.exact)
+                or self._make_plan(profile, margin, exact=self.terms.exact)
+            )
+        except BudgetTooSmall as error:
+            if self.rehearsed:
+                self._replace_rehearsal(profile, error)
+                return
+            self.plan = None
+            if profile.peak > budget_nbytes:
+                raise
+            self.settled = True  # the uniform rung has been seen to fit
+            return
+        if plan.changes_nothing:
+            self.plan, self.rung, self.settled = None, 0, True
+            return
+        self._follow(plan, profile)
+
+    def _replace_rehearsal(self, profile: Profile, error: BudgetTooSmall) -> None:
+        """The plan of a rehearsal needs more than the budget, and no other plan of it needs less.
+
+        Its next step is written down, so that what is said is true. That cannot be done while
+        modules run again; then the estimate is all there is, and what it was wrong by.
+        """
+        assert self.plan is not None
+        if not self.plan.recompute:
+            self._margin_nbytes = 0
+            self._follow(self.plan, profile)
+            return
+        least = error.least_nbytes
+        raise BudgetTooSmall(
+            f"budget {show_nbytes(self.terms.budget_nbytes)} is below the {show_nbytes(least)} "
+            "that this step needs at the least (estimated, and corrected by a measured step). "
+            f"Halve the batch, or give budget={least}.",
+            least_nbytes=least,
+        ) from error
+
+    def _follow(self, plan: Plan, profile: Profile) -> None:
+        self.plan = plan
+        other = plan.peak + self._margin_nbytes - profile.static - plan.held_nbytes
+        self._transient_nbytes = max(0, other)
+
+    def _plan_for(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan | None:
+        try:
+            return self._make_plan(profile, margin, exact=exact)
+        except BudgetTooSmall:
+            return None
+
+    def _make_plan(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan:
+        terms = self.terms
+        return make_plan(
+            profile, terms.budget_nbytes, margin=margin, exact=exact, offload=terms.offload
+        )
+
+    def _verify(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
+        """A step under the plan was measured."""
+        assert self.plan is not None
+        assert self.profile is not None
+        budget_nbytes = self.terms.budget_nbytes
+        _log.info(
+            "budget %s: peak predicted %s, measured %s",
+            *map(show_nbytes, (budget_nbytes, self.plan.peak, peak_nbytes)),
+        )
+        self._tries += 1
+        if last.climbed or (step.makes_states and peak_nbytes <= budget_nbytes):
+            # A step that makes the optimizer's states has a peak of its own: the next one tells.
+            self.settled = self._tries >= _MOST_TRIES
+            return
+        self._learn_transient(last, step, peak_nbytes)
+        slack = budget_nbytes - peak_nbytes
+        useful = self.rehearsed and slack > _SLACK * (budget_nbytes - self.profile.static)
+        if slack >= 0 and not (useful and self._rounds < _MOST_ROUNDS):
+            self.settled = True
+            return
+        if self._rounds < _MOST_ROUNDS:
+            self._rounds += 1
+            self._margin_nbytes = peak_nbytes - self.plan.peak
+            self._plan(self.profile)
+            return
+        self.plan, self.settled = None, True
+        _log.warning(
+            "budget %s: the plan needs %s after %d corrections, so all tensors are at rung '%s'",
+            show_nbytes(budget_nbytes),
+            show_nbytes(peak_nbytes),
+            _MOST_ROUNDS,
+            self.terms.rungs[self.rung].name,
+        )
+
+    def _learn_transient(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
+        rest = peak_nbytes - step.stock.static_nbytes - last.ledger.after_nbytes
+        self._transient_nbytes = max(0, rest)
+
+    def _refusal(self, saving: FittedSaving) -> BudgetTooSmall:
+        return refusal(saving, self.terms, self._owned, self.stock, self._transient_nbytes)

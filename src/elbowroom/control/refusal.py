@@ -1,0 +1,42 @@
+"""The error for a step that no rung of the ladder brings inside its budget: what takes the room."""
+
+from elbowroom.control.fitted import FittedSaving
+from elbowroom.control.owned import Owned
+from elbowroom.control.terms import Stock, Terms
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.plan.ladder import LOSSY_RUNGS, held_nbytes
+from elbowroom.units import show_nbytes
+
+_GENEROUS = 12  # so many largest tensors cover the transients of a step that is refused unmeasured
+
+
+def refusal(
+    saving: FittedSaving, terms: Terms, owned: Owned, stock: Stock, transient_nbytes: int | None
+) -> BudgetTooSmall:
+    """transient_nbytes: as measured; None: not yet."""
+    step = saving.storages
+    least_rung = min(terms.rungs, key=lambda rung: held_nbytes(rung, step))
+    saved = held_nbytes(least_rung, step)
+    other, kind = transient_nbytes, "measured"
+    if other is None:  # a guess must be named generously
+        other, kind = stock.unborn_nbytes + _GENEROUS * saving.largest_nbytes, "estimated"
+    least = stock.static_nbytes + saved + other
+    weight_nbytes = owned.weight_nbytes
+    parts = (
+        ("weights", weight_nbytes),
+        ("gradients and optimizer states", stock.static_nbytes - weight_nbytes),
+        ("saved for backward", saved),
+        ("transients and what the first step will create", other),
+    )
+    what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts if size)
+    more = "Allow lossy codes with exact=None, or h" if _lossy_helps(saving, saved) else "H"
+    return BudgetTooSmall(
+        f"budget {show_nbytes(terms.budget_nbytes)} is below the {show_nbytes(least)} that this "
+        f"step needs at rung '{least_rung.name}' ({kind}): {what}. "
+        f"{more}alve the batch, or give budget={least}.",
+        least_nbytes=least,
+    )
+
+
+def _lossy_helps(saving: FittedSaving, saved_nbytes: int) -> bool:
+    return held_nbytes(LOSSY_RUNGS[-1], saving.storages) < saved_nbytes

@@ -1,0 +1,48 @@
+"""What a budget asks for, and what stands against it as a step begins."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from elbowroom.plan.ladder import EXACT_RUNGS, LOSSY_RUNGS, Rung
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the user gave.
+
+    exact    True: exact actions only; else exact ones first
+    offload  where plans may move tensors to: "file", "host", or None
+    """
+
+    budget_nbytes: int
+    exact: bool | None = None
+    offload: str | None = None
+    min_nbytes: int = 65536
+
+    @property
+    def rungs(self) -> tuple[Rung, ...]:
+        """The ladder that they allow."""
+        return EXACT_RUNGS if self.exact else EXACT_RUNGS + LOSSY_RUNGS
+
+    def within(self, budget_nbytes: int) -> Self:
+        """The same for another budget."""
+        return replace(self, budget_nbytes=budget_nbytes)
+
+
+@dataclass(frozen=True)
+class Stock:
+    """Bytes as a step begins.
+
+    static_nbytes           held: weights, buffers, gradients, optimizer states
+    unborn_gradient_nbytes  of gradients that the step will create
+    unborn_state_nbytes     of states that the optimizer will
+    """
+
+    static_nbytes: int
+    unborn_gradient_nbytes: int = 0
+    unborn_state_nbytes: int = 0
+
+    @property
+    def unborn_nbytes(self) -> int:
+        """What the step will create and leave behind."""
+        return self.unborn_gradient_nbytes + self.unborn_state_nbytes
