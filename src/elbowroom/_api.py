@@ -5,7 +5,7 @@ The only file that knows all stages.
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -305,6 +305,7 @@ def fit(
     exact: bool | None = None,
     offload: str | None = None,
     min_nbytes: int = 65536,
+    worst: Any = None,
 ) -> M:
     """Train `model` inside a budget of bytes.
 
@@ -314,17 +315,22 @@ def fit(
     model comes back, unchanged: from now on each of its forwards that records gradients runs
     inside a `saving` context. It starts at the safest setting, writes a step down, and from then on
     follows a plan, whose peak is measured and, if need be, corrected (`elbowroom.control.fitting`).
-    A loss computed outside of `model` is not covered. A first forward that would need more than
-    the budget is run up to three times, with RNG and buffers put back.
+    Forwards of another kind (shapes, flags, modes) get plans of their own, as they come. A loss
+    computed outside of `model` is not covered. A first forward that would need more than the budget
+    is run up to three times, with RNG and buffers put back.
 
     budget      an int of bytes, or "6 GiB"; "6 GB" is 6 * 10**9
     optimizer   its states are counted, from before it makes them
     exact       True: exact actions only, no bit of any gradient changes; None: exact first, lossy
                 codecs only if the budget needs them, said in one line by the logger "elbowroom"
     offload     "file", or, from a GPU, "host": plans may move tensors there; None: they stay
+    worst       what the model is called with for the longest batch: a tensor, a tuple of arguments
+                or a dict of keyword arguments. Its forward runs once, holding nothing, and is
+                planned before the training begins; RNG, buffers and modes are put back
 
-    Raises ValueError for a budget that cannot be read; forward raises BudgetTooSmall with the least
-    budget that would do. `er.release(model)` undoes it; a copied or pickled model is a plain one.
+    Raises ValueError for a budget that cannot be read; forward (and fit, for `worst`) raises
+    BudgetTooSmall with the least budget that would do. `er.release(model)` undoes it; a copied or
+    pickled model is a plain one.
     """
     _check_model(model, "fit")
     _check_min_nbytes(min_nbytes)
@@ -341,9 +347,27 @@ def fit(
             "already. Use offload='file', or move the model to its GPU before fit."
         )
     terms = Terms(parse_nbytes(budget), exact, offload, min_nbytes)
+    args, kwargs = _arguments(worst)
     release(model)
-    attach(model, Fitting(model, terms, optimizer))
+    fitting = Fitting(model, terms, optimizer)
+    if worst is not None:
+        fitting.prepare(model, args, kwargs)
+    attach(model, fitting)
     return model
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with for this batch."""
+    if batch is None or isinstance(batch, tuple):
+        return batch or (), {}
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    raise PlanError(
+        f"worst={type(batch).__name__} is not possible; it is a tensor, a tuple of arguments, or a "
+        "dict of keyword arguments, as the model is called with for the longest batch"
+    )
 
 
 def release(model: M) -> M:

@@ -85,6 +85,11 @@ class FittedSaving(Saving):
         return Rung("plan", plan.look_up, plan.exact)
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing is held any more: backward has been, or nobody waits for it."""
+        return self.ledger.held_nbytes == 0
+
+    @property
     def _plan(self) -> Plan | None:
         return None if self.climbed else self._fit.plan
 

@@ -5,9 +5,9 @@
   + transients           workspaces, restored tensors, fresh gradients              measured:
   <= budget                                                                         peak - the rest
 
-How a plan comes about is told in `planning.py`. Here is what belongs to the model: what it owns,
-the one measurement that may run at a time, and what was said. Every forward is watched: a larger
-batch than before climbs the ladder for that step.
+How a plan comes about is told in `planning.py`; each kind of forward has its own (`signature.py`).
+Here is what belongs to the model: what it owns, the one measurement that may run at a time, and
+what was said. Every forward is watched: one that would hold more than is allowed climbs the ladder.
 
 A budget that nothing meets raises BudgetTooSmall with the least that would do: in forward, as soon
 as it is certain, or at the beginning of the step after the one that was measured. A forward that is
@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,6 +26,8 @@ from elbowroom.control.fitted import FittedSaving
 from elbowroom.control.measurement import Measurement
 from elbowroom.control.owned import Owned
 from elbowroom.control.planning import Planning
+from elbowroom.control.plannings import Plannings
+from elbowroom.control.signature import Signature, signature_of
 from elbowroom.control.terms import Terms
 from elbowroom.plan.ladder import EXACT_RUNGS, Rung
 from elbowroom.runtime.context import Context
@@ -50,6 +53,7 @@ class Fitting:
         self.terms = terms
         self.owned = Owned(model, optimizer)
         self.context = Context()
+        self._plannings = Plannings(terms, self.owned, self.context)
         self.planning = Planning(terms, self.owned, self.context)
         self.peak_nbytes: int | None = None
         self.peak_setting = ""
@@ -58,9 +62,15 @@ class Fitting:
         self._said = ""
         self._closed = False
 
-    def run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
+    def run(
+        self,
+        model: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """One forward of the model."""
-        self._begin()
+        self._begin(signature_of(model, args, kwargs))
         planning = self.planning
         if planning.plan is not None or planning.settled or self._step is None:
             return self._forward(forward)
@@ -91,10 +101,37 @@ class Fitting:
         recorder = None if self._step is None else self._step.recorder
         return self.planning.context_of(recorder, may_climb=may_climb)
 
-    def _begin(self) -> None:
+    def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan model(*args, **kwargs), in training mode, before the training begins.
+
+        Its forward runs once and holds nothing; RNG, buffers and modes are put back. Raises
+        BudgetTooSmall where no plan fits.
+        """
+        modes = [(module, module.training) for module in model.modules()]
+        rewind = Rewind(model)
+        try:
+            if not model.training:
+                model.train()
+            signature = signature_of(model, args, kwargs)
+            self.planning = self._plannings.of(signature)
+            self.planning.begin(self.owned.stock(), signature)
+            with torch.enable_grad():
+                self.planning.rehearse(lambda: model(*args, **kwargs))
+        finally:
+            for module, training in modes:
+                module.training = training
+            rewind.back()
+
+    def passes(self) -> None:
+        """Evaluation begins: it is no part of the step before, unless backward is still to come."""
+        if self._last is not None and self._step is not None and self._last.is_over:
+            self._step.end()
+
+    def _begin(self, signature: Signature) -> None:
         self.context.begin_step()
         self._learn()
-        self.planning.stock = self.owned.stock()
+        self.planning = self._plannings.of(signature)
+        self.planning.begin(self.owned.stock(), signature)
         self._measure()
 
     def _learn(self) -> None:
@@ -114,7 +151,7 @@ class Fitting:
     def _measure(self) -> None:
         """Start to measure the step that begins, if there is something to learn from it."""
         planning = self.planning
-        if self._closed or planning.settled or self._step is not None:
+        if self._closed or self._step is not None or not planning.wants_measuring:
             return
         self._step = Measurement.start(self.owned, planning.stock, writes=planning.wants_writing)
 

@@ -11,6 +11,11 @@
 3. From that profile a plan is made (`plan/make.py`), each tensor with an action of its own, and
    followed. The first step under it is measured: if it needs more than was predicted, the plan is
    made again with that much less, up to three times; then the uniform rung comes back for good.
+
+Shapes may vary inside a bucket (`signature.py`). Whatever is learned counts for the largest that
+was seen: what a smaller step needs above what stands grows with the number of its elements. When a
+larger one comes, the plan is made again for it from the same profile, and the next step of about
+that size is measured. If no such plan fits, all is learned again, from steps of the largest size.
 """
 
 import logging
@@ -21,6 +26,7 @@ from elbowroom.control.fitted import FittedSaving
 from elbowroom.control.measurement import Measurement
 from elbowroom.control.owned import Owned
 from elbowroom.control.refusal import refusal
+from elbowroom.control.signature import Signature
 from elbowroom.control.terms import Stock, Terms
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.interval import may_measure
@@ -45,6 +51,7 @@ _TRIES: dict[bool, tuple[tuple[bool | None, int], ...]] = {
     False: ((True, _SAFE), (True, 3), (None, _SAFE), (None, 3), (None, 1)),
 }
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
+_NEAR = 0.75  # of the largest call: large enough to verify a plan by
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
 _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
 
@@ -58,6 +65,8 @@ class Planning:
     plan       that is followed; None: all tensors are at `terms.rungs[rung]`
     settled    nothing more is to be learned
     outgrown   the least rung has been measured, and is too much
+    now        the call that runs, or has run last
+    largest    the least signature that covers all of them
     """
 
     def __init__(self, terms: Terms, owned: Owned, context: Context) -> None:
@@ -68,6 +77,10 @@ class Planning:
         self.plan: Plan | None = None
         self.profile: Profile | None = None
         self.rehearsed = self.settled = self.outgrown = False
+        self.now = self.largest = Signature(None)
+        self._profiled = self.largest  # the call that was written down
+        self._started_over = False
+        self._guess_nbytes: int | None = None  # transients of a larger kind
         self._owned = owned
         self._transient_nbytes: int | None = None
         self._margin_nbytes = 0  # by which plans have been too hopeful
@@ -77,6 +90,60 @@ class Planning:
     def setting(self) -> str:
         """What forwards run at: "plan", or the name of a rung."""
         return "plan" if self.plan is not None else self.terms.rungs[self.rung].name
+
+    @property
+    def numel(self) -> int:
+        """Elements of the largest call."""
+        return self.largest.numel
+
+    def covers(self, signature: Signature) -> bool:
+        """Whether what was learned is safe for this call, too."""
+        learned = self.plan is not None or self.settled
+        return learned and self.largest.covers(signature)
+
+    def inherit(self, larger: "Planning") -> None:
+        """Until its own are measured, transients are at most those of a larger kind."""
+        self._guess_nbytes = larger._transient_nbytes
+
+    def begin(self, stock: Stock, signature: Signature) -> None:
+        """A forward begins."""
+        self.stock, self.now = stock, signature
+        if self.largest.structure is None:
+            self.largest = signature
+        elif not self.largest.covers(signature):
+            before, self.largest = self.largest, self.largest.joined(signature)
+            self._plan_again(self.largest.numel / before.numel)
+
+    def use(self, terms: Terms) -> None:
+        """From now on."""
+        self.terms = terms
+        self._plan_again(1.0)
+
+    def _plan_again(self, growth: float) -> None:
+        """The largest call has grown, or the budget is another."""
+        if self._transient_nbytes is None or self.rehearsed or self.outgrown:
+            self._start_over()
+            return
+        self._transient_nbytes = int(growth * self._transient_nbytes)
+        self.settled, self._rounds, self._tries = False, 0, 0
+        self.rung = max(self.rung, _SAFEST_EXACT)
+        try:
+            if self.profile is not None:
+                self._plan(self.profile)
+        except BudgetTooSmall:
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """Forget what was measured: as before the first forward."""
+        self.plan = self.profile = self._transient_nbytes = None
+        self.rung, self._margin_nbytes = _SAFEST_EXACT, 0
+        self._rounds = self._tries = 0
+        self.rehearsed = self.settled = self.outgrown = False
+
+    @property
+    def _ratio(self) -> float:
+        """How much larger than the profiled call the largest is."""
+        return self.largest.numel / self._profiled.numel if self.profile is not None else 1.0
 
     @property
     def recompute(self) -> frozenset[str]:
@@ -102,6 +169,7 @@ class Planning:
         finally:
             recording.close()
         if seen is not None:
+            self._profiled = self.now
             self._plan_by_forward(seen)
 
     def _plan_by_forward(self, seen: Profile) -> None:
@@ -109,6 +177,9 @@ class Planning:
         for exact, transients in _TRIES[bool(self.terms.exact)]:
             self.profile = with_backward(seen, *born, transients)
             plan = self._plan_for(self.profile, 0, exact=exact)
+            if plan is not None and plan.changes_nothing:
+                self.profile = None  # there is room for a step that is measured
+                return
             if plan is not None:
                 self._follow(plan, self.profile)
                 self.rehearsed, self.outgrown = True, False
@@ -119,7 +190,7 @@ class Planning:
         """What may be held for backward; as long as nothing is measured, a guess for the rest."""
         free = self.terms.budget_nbytes - self.stock.static_nbytes
         if self._transient_nbytes is None:
-            return free - largest_nbytes
+            return free - min(largest_nbytes, self._guess_nbytes or largest_nbytes)
         return free - self._transient_nbytes + self._passing_nbytes
 
     @property
@@ -146,12 +217,26 @@ class Planning:
         self.rung = saving.rung if self._transient_nbytes is None else self.rung
 
     @property
+    def wants_measuring(self) -> bool:
+        """Whether there is something to learn from the step that begins."""
+        if self.settled:
+            return False
+        if self._started_over:
+            return self.now == self.largest
+        if self.profile is None:
+            return True
+        if self.plan is None:
+            return self.now.numel > self._profiled.numel
+        return self.now.numel >= _NEAR * self.largest.numel
+
+    @property
     def wants_writing(self) -> bool:
         """Whether the step that begins should be written down, not just measured."""
         unborn_states = self.stock.unborn_state_nbytes > 0
         if self.plan is None:
             return self._transient_nbytes is not None and not unborn_states
-        return unborn_states or (self.rehearsed and not self.plan.recompute)
+        better = self.rehearsed or self.now.numel > self._profiled.numel
+        return unborn_states or (better and not self.plan.recompute)
 
     def learn(self, last: FittedSaving, step: Measurement, stock: Stock) -> None:
         """What did the last step need? stock: as the next one begins."""
@@ -192,7 +277,7 @@ class Planning:
         if step.profile is None or last.climbed:
             self.settled = self._tries >= _MOST_TRIES
             return
-        self.profile = step.profile
+        self.profile, self._profiled = step.profile, self.now
         self.rehearsed, self._margin_nbytes = False, 0
         self._learn_transient(last, step, self.profile.peak)
         self._plan(self.profile)
@@ -208,6 +293,10 @@ class Planning:
                 or self._make_plan(profile, margin, exact=self.terms.exact)
             )
         except BudgetTooSmall as error:
+            if self.now != self.largest or self._ratio > 1:  # scaled: no ground to refuse
+                self._start_over()
+                self._started_over = True
+                return
             if self.rehearsed:
                 self._replace_rehearsal(profile, error)
                 return
@@ -217,7 +306,7 @@ class Planning:
             self.settled = True  # the uniform rung has been seen to fit
             return
         if plan.changes_nothing:
-            self.plan, self.rung, self.settled = None, 0, True
+            self.plan, self.rung, self.settled = None, 0, self._ratio == 1
             return
         self._follow(plan, profile)
 
@@ -252,16 +341,21 @@ class Planning:
             return None
 
     def _make_plan(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan:
-        terms = self.terms
-        return make_plan(
-            profile, terms.budget_nbytes, margin=margin, exact=exact, offload=terms.offload
-        )
+        budget_nbytes, ratio, static = self.terms.budget_nbytes, self._ratio, profile.static
+        if ratio == 1:
+            return make_plan(
+                profile, budget_nbytes, margin=margin, exact=exact, offload=self.terms.offload
+            )
+        smaller = static + int((budget_nbytes - margin - static) / ratio)
+        plan = make_plan(profile, smaller, exact=exact, offload=self.terms.offload)
+        return plan.grown(ratio, static, budget_nbytes)
 
     def _verify(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
         """A step under the plan was measured."""
         assert self.plan is not None
         assert self.profile is not None
         budget_nbytes = self.terms.budget_nbytes
+        peak_nbytes = self._at_largest(step, peak_nbytes)
         _log.info(
             "budget %s: peak predicted %s, measured %s",
             *map(show_nbytes, (budget_nbytes, self.plan.peak, peak_nbytes)),
@@ -273,7 +367,8 @@ class Planning:
             return
         self._learn_transient(last, step, peak_nbytes)
         slack = budget_nbytes - peak_nbytes
-        useful = self.rehearsed and slack > _SLACK * (budget_nbytes - self.profile.static)
+        estimated = self.rehearsed or self._ratio > 1
+        useful = estimated and slack > _SLACK * (budget_nbytes - self.profile.static)
         if slack >= 0 and not (useful and self._rounds < _MOST_ROUNDS):
             self.settled = True
             return
@@ -291,9 +386,14 @@ class Planning:
             self.terms.rungs[self.rung].name,
         )
 
+    def _at_largest(self, step: Measurement, peak_nbytes: int) -> int:
+        """What this step would have needed if it had been the largest."""
+        static = step.stock.static_nbytes
+        return static + int((peak_nbytes - static) * self.largest.numel / self.now.numel)
+
     def _learn_transient(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
         rest = peak_nbytes - step.stock.static_nbytes - last.ledger.after_nbytes
-        self._transient_nbytes = max(0, rest)
+        self._transient_nbytes = int(max(0, rest) * self.largest.numel / self.now.numel)
 
     def _refusal(self, saving: FittedSaving) -> BudgetTooSmall:
         return refusal(saving, self.terms, self._owned, self.stock, self._transient_nbytes)

@@ -52,7 +52,16 @@ class Profiling:
         self._tries = 0
         self._recording: Recording | None = None
 
-    def run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
+    def passes(self) -> None:
+        """A forward without gradients is part of the step that is written down."""
+
+    def run(
+        self,
+        model: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """One forward of the model."""
         self.finish()
         if self.profile is not None or self._tries >= _MOST_TRIES:

@@ -7,7 +7,8 @@ batch is fine); for any other it has one exact answer, and counts it.
 
 import io
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,31 @@ class Plan:
         if site.consumer == RECOMPUTE and site.module in self.recompute and known is None:
             return EXACT_MENU[0]  # an input that is saved for the second run only
         return None
+
+    def grown(self, ratio: float, static_nbytes: int, budget: int) -> "Plan":
+        """The same actions where every tensor may be `ratio` times as large, for `budget`.
+
+        A line keeps the shape that was profiled. static_nbytes: what does not grow of the peak.
+        """
+
+        def larger(nbytes: int) -> int:
+            return ceil(nbytes * ratio)
+
+        lines = (
+            replace(line, nbytes=larger(line.nbytes), held=larger(line.held)) for line in self.lines
+        )
+        return replace(
+            self,
+            budget=budget,
+            peak=static_nbytes + larger(self.peak - static_nbytes),
+            plain_peak=static_nbytes + larger(self.plain_peak - static_nbytes),
+            seconds=ratio * self.seconds,
+            plain_seconds=ratio * self.plain_seconds,
+            sites={
+                name: replace(one, nbytes=larger(one.nbytes)) for name, one in self.sites.items()
+            },
+            lines=tuple(lines),
+        )
 
     @property
     def slowdown(self) -> float:

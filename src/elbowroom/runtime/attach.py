@@ -20,8 +20,18 @@ from elbowroom.runtime.compiler import original, say_eager
 class Around(Protocol):
     """What runs the forwards of the model."""
 
-    def run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
-        """forward(), inside a context; it may be run more than once."""
+    def run(
+        self,
+        model: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """forward() is model(*args, **kwargs): in a context; it may be run more than once."""
+        ...
+
+    def passes(self) -> None:
+        """A forward begins that records no gradients, and is left alone."""
         ...
 
 
@@ -82,9 +92,11 @@ def opener_of(model: nn.Module) -> Around | None:
 def _around(
     module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if not torch.is_grad_enabled():
-        return call(*args, **kwargs)
     around = _around_of(module)
+    if not torch.is_grad_enabled():
+        if around is not None:
+            around.passes()
+        return call(*args, **kwargs)
     if around is None:
         if _meet is None or not _is_outermost() or not _meet(module):
             return call(*args, **kwargs)
@@ -96,7 +108,9 @@ def _around(
     try:
         if around is None:
             return call(*args, **kwargs)
-        return around.run(original(module), lambda: _forward(module, call, args, kwargs))
+        return around.run(
+            original(module), lambda: _forward(module, call, args, kwargs), args, kwargs
+        )
     finally:
         _thread.open.pop()
 
