@@ -19,7 +19,7 @@
 The map, from the top down; imports point down only:
 
     cli/  demo/            commands, and the data and models that they show
-    _api.py                saving; measure, plan, following; fit, release: thin
+    _api.py                saving; measure, plan, following; fit, step, release: thin
     control/  report/      what adapts during training; tables and pages
     measure/               FACTS: a step as a profile, peaks, times, the noise of codes
     runtime/               DEED: autograd's two hooks, and what is held between them
@@ -44,6 +44,7 @@ from elbowroom._api import measure as measure
 from elbowroom._api import plan as plan
 from elbowroom._api import release as release
 from elbowroom._api import saving as saving
+from elbowroom._api import step as step
 from elbowroom.codecs import Codec as Codec
 from elbowroom.codecs import Encoded as Encoded
 from elbowroom.codecs import Facts as Facts

@@ -1,4 +1,4 @@
-"""The public verbs: `saving`; `measure`, `plan`, `following`; `fit`, `release`. Thin.
+"""The public verbs: `saving`; `measure`, `plan`, `following`; `fit`, `step`, `release`. Thin.
 
 The only file that knows all stages.
 """
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from elbowroom.codecs import Codec, codec, codecs
 from elbowroom.codecs.registry import nearest
-from elbowroom.control import ActNN, Adaptive, Fitting, NoiseBudget, Terms
+from elbowroom.control import ActNN, Adaptive, Fitting, NoiseBudget, Terms, repeat
 from elbowroom.errors import PlanError, UnknownCodec, UnknownField
 from elbowroom.measure import NoiseMeter
 from elbowroom.measure.record import record
@@ -23,13 +23,14 @@ from elbowroom.plan import Exact, KeepAll, Lean, Lossy, OffloadRest, Policy
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
-from elbowroom.runtime.attach import attach, detach
+from elbowroom.runtime.attach import attach, attached, detach
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.observer import Observer
 from elbowroom.units import parse_nbytes
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 _POLICIES = ("exact", "keep", "lean", "actnn", "offload")
 
 
@@ -368,6 +369,33 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"worst={type(batch).__name__} is not possible; it is a tensor, a tuple of arguments, or a "
         "dict of keyword arguments, as the model is called with for the longest batch"
     )
+
+
+def step(run: Callable[[], T]) -> T:
+    """Run one training step of fitted models; if memory runs out, undo it, plan with less, repeat.
+
+        def run():
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        loss = er.step(run)
+
+    run: forward, backward and, if you like, the optimizer that was given to `fit`; what else it
+    changes (a counter, an iterator over batches) happens once more each time it is run. Before it
+    is run again, PyTorch's RNG, the model's buffers and gradients are what they were. The smaller
+    budget stays; the logger "elbowroom" says so once.
+
+    Copied for every step: buffers and, where gradients are accumulated, those that stand already.
+    Returns what `run` returns. Raises PlanError where no model is fitted, and OutOfMemory if plans
+    for less memory do not help, or if the optimizer's update had begun.
+    """
+    found = [(model, one) for model, one in attached() if isinstance(one, Fitting)]
+    if not found:
+        raise PlanError("step runs a step of a fitted model, and there is none; call er.fit first")
+    return repeat(run, [model for model, _ in found], [fitting for _, fitting in found])
 
 
 def release(model: M) -> M:

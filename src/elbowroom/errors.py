@@ -3,6 +3,7 @@
     ElbowroomError
     |-- PlanError                  a plan cannot be made or followed
     |   |-- BudgetTooSmall         ... because the bytes do not suffice      (also a ValueError)
+    |   |-- OutOfMemory            ... because the device has less           (also a MemoryError)
     |   `-- SiteMismatch           ... because the step saved something else
     |-- CodecError                 a codec cannot do what was asked
     |   |-- UnknownCodec           no such id                                (also a KeyError)
@@ -31,6 +32,10 @@ class BudgetTooSmall(PlanError, ValueError):
     def __init__(self, message: str, *, least_nbytes: int) -> None:
         super().__init__(message)
         self.least_nbytes = least_nbytes
+
+
+class OutOfMemory(PlanError, MemoryError):
+    """A step ran out of memory, and no smaller plan of it has helped."""
 
 
 class SiteMismatch(PlanError):

@@ -20,6 +20,7 @@ def test_every_error_hangs_below_the_root_and_is_in_the_drawing(cls):
     ("cls", "builtin"),
     [
         (errors.BudgetTooSmall, ValueError),
+        (errors.OutOfMemory, MemoryError),
         (errors.UnknownCodec, KeyError),
         (errors.UnknownField, TypeError),
         (errors.UnknownField, ValueError),

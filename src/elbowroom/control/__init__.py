@@ -6,6 +6,7 @@
     Guard         milder codes as soon as the training loss suffers, leaner ones while it does not
     BatchAdvisor  how large a batch the saved memory would take: says so, and does nothing
     Fitting       what `er.fit` runs, by its Terms; Summary: what became of it
+    repeat        runs a step again that ran out of memory
     Profiling     writes down one step of a program
     Discovery     finds the model and the optimizers of somebody else's program
 
@@ -22,6 +23,7 @@ from elbowroom.control.discovery import Discovery as Discovery
 from elbowroom.control.fitting import Fitting as Fitting
 from elbowroom.control.guard import Guard as Guard
 from elbowroom.control.profiling import Profiling as Profiling
+from elbowroom.control.repeat import repeat as repeat
 from elbowroom.control.summary import Summary as Summary
 from elbowroom.control.summary import summary as summary
 from elbowroom.control.terms import Terms as Terms

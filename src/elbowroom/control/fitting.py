@@ -31,10 +31,12 @@ from elbowroom.control.signature import Signature, signature_of
 from elbowroom.control.terms import Terms
 from elbowroom.plan.ladder import EXACT_RUNGS, Rung
 from elbowroom.runtime.context import Context
+from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.rewind import Rewind
 from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
+_LESS = 0.85  # of a budget that the device did not have
 
 
 class Fitting:
@@ -44,6 +46,7 @@ class Fitting:
     peak_nbytes     of the last measured step, everything included
     peak_setting    what that step ran at: "plan", or the name of a rung
     highest_nbytes  the highest of all measured peaks
+    terms           the budget is smaller than the user's once memory has run out
     was_exact       no forward so far has held a lossy code
     """
 
@@ -59,6 +62,9 @@ class Fitting:
         self.peak_setting = ""
         self.highest_nbytes: int | None = None
         self.was_exact = True
+        self._opened: FittedSaving | None = None  # the last context
+        self._less: Terms | None = None  # from the next step on
+        self._was_exhausted = False
         self._said = ""
         self._closed = False
 
@@ -69,8 +75,16 @@ class Fitting:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """One forward of the model."""
+        """One forward of the model. After an error that says there is no memory, plan with less."""
         self._begin(signature_of(model, args, kwargs))
+        try:
+            return self._run(model, forward)
+        except Exception as error:
+            if is_out_of_memory(error):
+                self.exhausted()
+            raise
+
+    def _run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
         planning = self.planning
         if planning.plan is not None or planning.settled or self._step is None:
             return self._forward(forward)
@@ -99,7 +113,34 @@ class Fitting:
 
     def _context(self, *, may_climb: bool = True) -> FittedSaving:
         recorder = None if self._step is None else self._step.recorder
-        return self.planning.context_of(recorder, may_climb=may_climb)
+        self._opened = self.planning.context_of(recorder, may_climb=may_climb)
+        return self._opened
+
+    def exhausted(self) -> None:
+        """There was no memory for this step: from the next one on keep to a smaller budget.
+
+        Nothing is planned now, while the step's graph may still be there. Twice is harmless.
+        """
+        if self._less is not None:
+            return
+        self._stop()
+        self._last = None
+        self._less = self.terms.within(self._smaller_nbytes())
+        _log.log(
+            logging.INFO if self._was_exhausted else logging.WARNING,
+            "there was no memory left within the budget %s; from now on steps keep to %s",
+            show_nbytes(self.terms.budget_nbytes),
+            show_nbytes(self._less.budget_nbytes),
+        )
+        self._was_exhausted = True
+
+    def _smaller_nbytes(self) -> int:
+        """Less than the device turned out to have, if that is known; else not less than half."""
+        budget, planning = self.terms.budget_nbytes, self.planning
+        if planning.plan is not None:
+            return int(_LESS * min(budget, planning.plan.peak))
+        held = 0 if self._opened is None else self._opened.ledger.after_nbytes
+        return min(int(_LESS * budget), max(budget // 2, planning.stock.static_nbytes + held))
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan model(*args, **kwargs), in training mode, before the training begins.
@@ -130,6 +171,9 @@ class Fitting:
     def _begin(self, signature: Signature) -> None:
         self.context.begin_step()
         self._learn()
+        if self._less is not None:
+            self.terms, self._less = self._less, None
+            self._plannings.use(self.terms)
         self.planning = self._plannings.of(signature)
         self.planning.begin(self.owned.stock(), signature)
         self._measure()

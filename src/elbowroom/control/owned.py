@@ -21,7 +21,7 @@ class Owned:
 
     def add(self, optimizer: Optimizer) -> None:
         """Count the states of this optimizer, too."""
-        if all(known is not optimizer for known in self._alive()):
+        if all(known is not optimizer for known in self.optimizers()):
             self._optimizers.append(weakref.ref(optimizer))
 
     @property
@@ -48,7 +48,7 @@ class Owned:
         parameters = [] if model is None else list(model.parameters())
         tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
         tensors += [] if model is None else list(model.buffers())
-        states = [state for optimizer in self._alive() for state in optimizer.state.values()]
+        states = [state for optimizer in self.optimizers() for state in optimizer.state.values()]
         return tensors + [
             value for state in states for value in state.values() if isinstance(value, Tensor)
         ]
@@ -67,7 +67,7 @@ class Owned:
         Two fp32 states a parameter, unless the class says less. A parameter that one optimizer has
         states for, or that two hold (as wrappers do), counts once.
         """
-        optimizers = self._alive()
+        optimizers = self.optimizers()
         born = {id(p) for one in optimizers if one.state for p in _parameters(one)}
         states: dict[int, int] = {}
         for one in optimizers:
@@ -77,7 +77,8 @@ class Owned:
                     states[id(p)] = max(nbytes, states.get(id(p), 0))
         return sum(states.values())
 
-    def _alive(self) -> list[Optimizer]:
+    def optimizers(self) -> list[Optimizer]:
+        """Those that are counted, and still there."""
         return [one for known in self._optimizers if (one := known()) is not None]
 
     def _trainable(self) -> list[Tensor]:

@@ -89,6 +89,11 @@ def opener_of(model: nn.Module) -> Around | None:
     return _attached.get(model)
 
 
+def attached() -> list[tuple[nn.Module, Around]]:
+    """All models that something is attached to."""
+    return list(_attached.items())
+
+
 def _around(
     module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

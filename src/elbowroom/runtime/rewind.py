@@ -27,6 +27,12 @@ class Rewind:
             (name, p.detach(), version_of(p)) for name, p in module.named_parameters()
         ]
 
+    @property
+    def changed(self) -> str | None:
+        """The first parameter that has been changed since, if any."""
+        found = (name for name, p, version in self._parameters if version_of(p) != version)
+        return next(found, None)
+
     @torch.no_grad()
     def back(self) -> None:
         """Make them what they were. Raises PlanError if a parameter was changed."""
@@ -36,10 +42,9 @@ class Rewind:
         for owner, name, buffer, before in self._buffers:
             buffer.copy_(before)
             owner._buffers[name] = buffer
-        for name, parameter, version in self._parameters:
-            if version_of(parameter) != version:
-                raise PlanError(
-                    f"this budget needs the first forward to be run again, and it changes the "
-                    f"parameter '{name}' in place, which cannot be undone. Give a larger budget, "
-                    "or change parameters outside of forward."
-                )
+        if self.changed is not None:
+            raise PlanError(
+                f"this budget needs the first forward to be run again, and it changes the "
+                f"parameter '{self.changed}' in place, which cannot be undone. Give a larger "
+                "budget, or change parameters outside of forward."
+            )

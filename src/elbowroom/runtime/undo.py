@@ -1,0 +1,106 @@
+"""What a training step changes until its optimizer's update begins, so that it can be run again.
+
+RNG, buffers      copied before the step (`rewind.py`)
+gradients         one that stood before is copied when backward is about to add to it; one that
+                  the step drops by itself costs nothing
+optimizer states  that the step made are removed; one that it has changed cannot be undone,
+                  and neither can a parameter
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elbowroom.runtime.handles.keep import version_of
+from elbowroom.runtime.rewind import Rewind
+
+
+class Undo:
+    """A model and its optimizers, as they are now; `close` when the step is over."""
+
+    def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        self._rewind = Rewind(model)
+        self._gradients = [_Gradient(p) for p in model.parameters() if p.requires_grad]
+        self._states = [_States(optimizer) for optimizer in optimizers]
+
+    @property
+    def changed(self) -> str | None:
+        """What the step has changed for good, in words; None: it can be undone."""
+        if self._rewind.changed is not None:
+            return f"the parameter '{self._rewind.changed}'"
+        return "the optimizer's states" if any(one.changed for one in self._states) else None
+
+    def back(self) -> None:
+        """Make all of it what it was."""
+        self._rewind.back()
+        for gradient in self._gradients:
+            gradient.back()
+        for states in self._states:
+            states.back()
+
+    def close(self) -> None:
+        """The step is over: watch no more."""
+        for gradient in self._gradients:
+            gradient.close()
+
+
+class _Gradient:
+    """That of one parameter, which may have none."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._parameter = parameter
+        self._before: weakref.ref[Tensor] | None = None
+        self._copy: Tensor | None = None
+        self._hook: Any = None
+        if parameter.grad is not None:
+            self._before = weakref.ref(parameter.grad)
+            self._hook = parameter.register_hook(self._accumulates)  # type: ignore[no-untyped-call]
+
+    def _accumulates(self, _: Tensor) -> None:
+        """Backward is about to add to it."""
+        before = self._still_there()
+        if before is not None and self._parameter.grad is before and self._copy is None:
+            self._copy = before.detach().clone()
+
+    def _still_there(self) -> Tensor | None:
+        """The gradient that stood before the step; None, too, if the step has dropped it."""
+        return None if self._before is None else self._before()
+
+    @torch.no_grad()
+    def back(self) -> None:
+        before = self._still_there()
+        if before is not None and self._copy is not None:
+            before.copy_(self._copy)
+        self._parameter.grad = before
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+class _States:
+    """Those of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before = {p: dict(state) for p, state in optimizer.state.items()}
+        self._versions = [(x, version_of(x)) for x in _tensors(self._before.values())]
+
+    @property
+    def changed(self) -> bool:
+        return any(version_of(x) != version for x, version in self._versions)
+
+    def back(self) -> None:
+        state = self._optimizer.state
+        for p in [p for p in state if p not in self._before]:
+            del state[p]
+        state.update(self._before)
+
+
+def _tensors(states: Iterable[dict[str, Any]]) -> list[Tensor]:
+    return [x for state in states for x in state.values() if isinstance(x, Tensor)]
