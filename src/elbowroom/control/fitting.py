@@ -157,7 +157,7 @@ class Fitting:
             self.planning = self._plannings.of(signature)
             self.planning.begin(self.owned.stock(), signature)
             with torch.enable_grad():
-                self.planning.rehearse(lambda: model(*args, **kwargs))
+                self.planning.prepare(lambda: model(*args, **kwargs))
         finally:
             for module, training in modes:
                 module.training = training

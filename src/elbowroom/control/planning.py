@@ -154,6 +154,12 @@ class Planning:
         """For the forward that begins now."""
         return FittedSaving(self, recorder, may_climb=may_climb)
 
+    def prepare(self, forward: Callable[[], Any]) -> None:
+        """Rehearse before the first step. If all may be kept, that step is better measured."""
+        self.rehearse(forward)
+        if self.plan is not None and self.plan.changes_nothing:
+            self._start_over()
+
     def rehearse(self, forward: Callable[[], Any]) -> None:
         """Write down a forward that holds nothing; plan the step by it.
 
@@ -177,9 +183,6 @@ class Planning:
         for exact, transients in _TRIES[bool(self.terms.exact)]:
             self.profile = with_backward(seen, *born, transients)
             plan = self._plan_for(self.profile, 0, exact=exact)
-            if plan is not None and plan.changes_nothing:
-                self.profile = None  # there is room for a step that is measured
-                return
             if plan is not None:
                 self._follow(plan, self.profile)
                 self.rehearsed, self.outgrown = True, False
