@@ -19,7 +19,7 @@
 The map, from the top down; imports point down only:
 
     cli/  demo/            commands, and the data and models that they show
-    _api.py                saving; measure, plan, following; fit, step, release: thin
+    _api.py                saving; measure, plan, following; fit, step, largest_batch, release: thin
     control/  report/      what adapts during training; tables and pages
     measure/               FACTS: a step as a profile, peaks, times, the noise of codes
     runtime/               DEED: autograd's two hooks, and what is held between them
@@ -40,6 +40,7 @@ from elbowroom import control as control
 from elbowroom import errors as errors
 from elbowroom._api import fit as fit
 from elbowroom._api import following as following
+from elbowroom._api import largest_batch as largest_batch
 from elbowroom._api import measure as measure
 from elbowroom._api import plan as plan
 from elbowroom._api import release as release

@@ -1,6 +1,6 @@
-"""The public verbs: `saving`; `measure`, `plan`, `following`; `fit`, `step`, `release`. Thin.
+"""The public verbs: `saving`; `measure`, `plan`, `following`; `fit`, `step`, `release`, and more.
 
-The only file that knows all stages.
+Thin: the only file that knows all stages.
 """
 
 import dataclasses
@@ -15,7 +15,16 @@ from torch.optim import Optimizer
 
 from elbowroom.codecs import Codec, codec, codecs
 from elbowroom.codecs.registry import nearest
-from elbowroom.control import ActNN, Adaptive, Fitting, NoiseBudget, Terms, repeat
+from elbowroom.control import (
+    ActNN,
+    Adaptive,
+    Fitting,
+    LargestBatch,
+    NoiseBudget,
+    Terms,
+    find_largest,
+    repeat,
+)
 from elbowroom.errors import PlanError, UnknownCodec, UnknownField
 from elbowroom.measure import NoiseMeter
 from elbowroom.measure.record import record
@@ -396,6 +405,47 @@ def step(run: Callable[[], T]) -> T:
     if not found:
         raise PlanError("step runs a step of a fitted model, and there is none; call er.fit first")
     return repeat(run, [model for model, _ in found], [fitting for _, fitting in found])
+
+
+def largest_batch(
+    model: nn.Module,
+    make_batch: Callable[[int], Any],
+    *,
+    budget: int | str,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    optimizer: Optimizer | None = None,
+    exact: bool | None = None,
+    min_nbytes: int = 65536,
+) -> LargestBatch:
+    """The largest batch whose step `fit` could keep inside a budget.
+
+        found = er.largest_batch(
+            model,
+            lambda n: (torch.randn(n, 3, 224, 224), torch.randint(0, 1000, (n,))),
+            budget="6 GiB",
+            loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+            optimizer=optimizer,
+        )
+        print(found)    # batch, predicted and measured peak, seconds a sample
+
+    make_batch  batch size -> a batch, as `loss` takes it
+    loss        (model, batch) -> a scalar; its backward runs, no optimizer does
+    optimizer   its states are counted, from before it makes them; its update's workspace is not
+    exact       True: plans with exact actions only; None: lossy codes count as room
+
+    Predicted by a line through two small batches, then confirmed by one measured run of forward and
+    backward. Model, gradients, buffers, RNG and optimizer stay as they are, and so does the batch
+    that you train with. Raises BudgetTooSmall where a batch of 1 does not fit, and PlanError for a
+    step that changes its parameters, or is another one at another batch size.
+    """
+    _check_model(model, "largest_batch")
+    _check_min_nbytes(min_nbytes)
+    _check_exact(exact)
+    for name, given in (("make_batch", make_batch), ("loss", loss)):
+        if not callable(given):
+            raise PlanError(f"{name} is a function; got {type(given).__name__}")
+    terms = Terms(parse_nbytes(budget), exact, None, min_nbytes)
+    return find_largest(model, make_batch, loss, terms, optimizer)
 
 
 def release(model: M) -> M:

@@ -6,6 +6,7 @@
     Guard         milder codes as soon as the training loss suffers, leaner ones while it does not
     BatchAdvisor  how large a batch the saved memory would take: says so, and does nothing
     Fitting       what `er.fit` runs, by its Terms; Summary: what became of it
+    find_largest  the largest batch that a budget has room for
     repeat        runs a step again that ran out of memory
     Profiling     writes down one step of a program
     Discovery     finds the model and the optimizers of somebody else's program
@@ -22,6 +23,8 @@ from elbowroom.control.budget import NoiseBudget as NoiseBudget
 from elbowroom.control.discovery import Discovery as Discovery
 from elbowroom.control.fitting import Fitting as Fitting
 from elbowroom.control.guard import Guard as Guard
+from elbowroom.control.largest import LargestBatch as LargestBatch
+from elbowroom.control.largest import find_largest as find_largest
 from elbowroom.control.profiling import Profiling as Profiling
 from elbowroom.control.repeat import repeat as repeat
 from elbowroom.control.summary import Summary as Summary

@@ -123,8 +123,7 @@ class Fitting:
         """
         if self._less is not None:
             return
-        self._stop()
-        self._last = None
+        self.interrupt()
         self._less = self.terms.within(self._smaller_nbytes())
         _log.log(
             logging.INFO if self._was_exhausted else logging.WARNING,
@@ -221,9 +220,13 @@ class Fitting:
 
     def close(self) -> None:
         """End a measurement that runs. The model is not fitted any more."""
+        self.interrupt()
+        self._closed = True
+
+    def interrupt(self) -> None:
+        """What is measured now will be no step of a training: forget it."""
         self._stop()
         self._last = None
-        self._closed = True
 
     def _stop(self) -> None:
         step, self._step = self._step, None

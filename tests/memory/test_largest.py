@@ -1,0 +1,115 @@
+"""largest_batch: predicted, confirmed, and nothing of the user's is changed."""
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom as er
+from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.runtime import attach
+from elbowroom.runtime.attach import opener_of
+
+WIDTH = 64
+
+
+def make():
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.SiLU(), nn.Dropout(0.1))
+        for _ in range(4)
+    ]
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.randn(8, WIDTH)).sum().backward()  # gradients stand
+    return model, optimizer
+
+
+def batch_of(n):
+    return torch.randn(64 * n, WIDTH)
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+def everything(model, optimizer):
+    states = [v for s in optimizer.state.values() for v in s.values()]
+    return [*model.state_dict().values(), *states, torch.get_rng_state()] + [
+        p.grad for p in model.parameters()
+    ]
+
+
+def find(model, optimizer, budget, **settings):
+    return er.largest_batch(
+        model,
+        batch_of,
+        budget=budget,
+        loss=loss_of,
+        optimizer=optimizer,
+        min_nbytes=4096,
+        **settings,
+    )
+
+
+class Uneven(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) if len(x) < 200 else self[0](x)
+
+
+@pytest.mark.parametrize("exact", [True, None])
+def test_the_largest_batch_fits_as_measured_and_one_much_larger_does_not(exact):
+    model, optimizer = make()
+    before = [t.clone() for t in everything(model, optimizer)]
+    gradients = [p.grad for p in model.parameters()]
+    found = find(model, optimizer, "8 MiB", exact=exact)
+    assert all(map(torch.equal, before, everything(model, optimizer)))
+    assert all(p.grad is one for p, one in zip(model.parameters(), gradients, strict=True))
+    assert not optimizer.state
+    assert not attach._attached
+    assert found.measured_nbytes <= 8 << 20
+    assert found.measured_nbytes == pytest.approx(found.predicted_nbytes, rel=0.1)
+    assert found.measured_nbytes > 0.85 * (8 << 20)
+    assert found.seconds_per_sample > 0
+    assert found.exact or exact is None
+    assert f"batch {found.batch} fits 8.00 MiB" in str(found)
+    er.fit(model, budget="8 MiB", optimizer=optimizer, exact=exact, min_nbytes=4096)
+    for n in (found.batch, int(1.5 * found.batch)):
+        optimizer.zero_grad(set_to_none=True)
+        try:
+            for _ in range(4):
+                loss_of(model, batch_of(n)).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        except BudgetTooSmall:
+            assert n > found.batch
+        else:
+            assert n == found.batch
+    er.release(model)
+
+
+def test_a_fitted_model_stays_fitted():
+    model, optimizer = make()
+    er.fit(model, budget="1 GiB", optimizer=optimizer)
+    fitting = opener_of(model)
+    find(model, optimizer, "2 MiB")
+    assert opener_of(model) is fitting
+    assert fitting.context.step == 0
+    er.release(model)
+
+
+def test_what_cannot_be_found_is_said_and_harms_nothing():
+    model, optimizer = make()
+    before = [t.clone() for t in everything(model, optimizer)]
+    with pytest.raises(BudgetTooSmall, match="this step needs"):
+        find(model, optimizer, "100 KiB")
+
+    with pytest.raises(PlanError, match="saves other tensors than one with batch"):
+        er.largest_batch(Uneven(*model), batch_of, budget="8 MiB", loss=loss_of, min_nbytes=4096)
+    with pytest.raises(PlanError, match="a step with batch 2 cannot be written down"):
+        er.largest_batch(model, batch_of, budget="8 MiB", loss=lambda model, x: model[0](x).sum())
+    with pytest.raises(PlanError, match="make_batch is a function; got int"):
+        er.largest_batch(model, 3, budget="8 MiB", loss=loss_of)
+    with pytest.raises(ZeroDivisionError):
+        er.largest_batch(model, batch_of, budget="8 MiB", loss=lambda *_: 1 / 0)
+    assert all(map(torch.equal, before, everything(model, optimizer)))
+    assert not attach._attached
