@@ -14,7 +14,7 @@ from torch import nn
 import elbowroom as er
 from elbowroom.measure import peak
 
-WIDTH, ROWS, STEPS = 64, 12288, 3
+WIDTH, ROWS, STEPS = 64, 12288, 2
 MIB = 1 << 20
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 
