@@ -206,6 +206,7 @@ def measure(
     device: torch.device | str | None = None,
     min_nbytes: int = 65536,
     warm_up: int = 1,
+    noise: bool = False,
 ) -> Profile:
     """Run a training step warm_up + 2 times, and write down what it saves, when, and what it takes.
 
@@ -223,8 +224,12 @@ def measure(
     warm_up     steps before, in which optimizer states come into being; not for an optimizer that
                 has made them
 
-    Exact actions are used meanwhile, so no bit of any gradient changes. Raises PlanError for a step
-    that saves nothing, or not the same each time.
+    noise       run 8 steps more, with lossy codes of 16 levels, to learn what the codes of each
+                tensor add to the gradient's variance, and what mini-batches vary by anyway; the
+                step should take another batch each time
+
+    But for these, exact actions are used meanwhile, so no bit of any gradient changes. Raises
+    PlanError for a step that saves nothing, or not the same each time.
     """
     _check_min_nbytes(min_nbytes)
     if not callable(step) or isinstance(step, nn.Module):
@@ -233,7 +238,9 @@ def measure(
         )
     if not isinstance(warm_up, int) or isinstance(warm_up, bool) or warm_up < 0:
         raise UnknownField(f"warm_up={warm_up!r} is not possible; it is a number of steps, or 0")
-    return record(step, device=device, min_nbytes=min_nbytes, warm_up=warm_up)
+    if not isinstance(noise, bool):
+        raise UnknownField(f"noise={noise!r} is not possible; it is True or False")
+    return record(step, device=device, min_nbytes=min_nbytes, warm_up=warm_up, noise=noise)
 
 
 def plan(
@@ -243,6 +250,7 @@ def plan(
     exact: bool | None = None,
     recompute: bool = True,
     offload: str | None = None,
+    noise: float | None = None,
     solver: str = "auto",
 ) -> Plan:
     """What to do with each tensor of a profiled step so that its peak stays within a budget.
@@ -251,6 +259,9 @@ def plan(
     exact      True: exact actions only; None: lossy codes only if the budget needs them
     recompute  modules may run their forward a second time, in backward
     offload    "file", or, from a GPU, "host": tensors may be moved there; None: they stay
+    noise      the most that codes may add to the variance of the gradient, as a share of what
+               mini-batches vary by anyway (0.1: a tenth); None: as much as the budget asks for.
+               It is known if the profile was measured with noise=True, and guessed by size else
     solver     "auto"; "milp", "rounding", "greedy"; and the baselines "uniform", "delta", "dtr",
                "capuchin"
 
@@ -263,12 +274,14 @@ def plan(
     _check_offload(offload)
     if not isinstance(recompute, bool):
         raise UnknownField(f"recompute={recompute!r} is not possible; it is True or False")
+    _check_noise(noise)
     return make_plan(
         profile,
         parse_nbytes(budget),
         exact=exact,
         recompute=recompute,
         offload=offload,
+        noise=noise,
         solver=solver,
     )
 
@@ -302,6 +315,15 @@ def _check_offload(offload: str | None) -> None:
         raise UnknownField(f"offload={offload!r} is not possible; it is 'file', 'host' or None")
 
 
+def _check_noise(noise: float | None) -> None:
+    is_number = isinstance(noise, int | float) and not isinstance(noise, bool)
+    if noise is not None and not (is_number and noise >= 0):
+        raise UnknownField(
+            f"noise={noise!r} is not possible; it is a number, as 0.1 for a tenth of what "
+            "mini-batches vary by, or None"
+        )
+
+
 def _check_exact(exact: bool | None) -> None:
     if exact is not None and not isinstance(exact, bool):
         raise UnknownField(f"exact={exact!r} is not possible; it is True, or None for exact first")
@@ -314,6 +336,7 @@ def fit(
     optimizer: Optimizer | None = None,
     exact: bool | None = None,
     offload: str | None = None,
+    noise: float | None = None,
     min_nbytes: int = 65536,
     worst: Any = None,
 ) -> M:
@@ -334,6 +357,10 @@ def fit(
     exact       True: exact actions only, no bit of any gradient changes; None: exact first, lossy
                 codecs only if the budget needs them, said in one line by the logger "elbowroom"
     offload     "file", or, from a GPU, "host": plans may move tensors there; None: they stay
+    noise       the most that codes may add to the variance of the gradient, as a share of what
+                mini-batches vary by anyway (0.1: a tenth). Measured in eight steps once a lossy
+                plan stands, if there is room to look; a budget that asks for more is refused then.
+                None: what is added is said by the logger, at WARNING above a tenth
     worst       what the model is called with for the longest batch: a tensor, a tuple of arguments
                 or a dict of keyword arguments. Its forward runs once, holding nothing, and is
                 planned before the training begins; RNG, buffers and modes are put back
@@ -356,7 +383,8 @@ def fit(
             "offload='host' moves tensors from a GPU to host memory; this model is in host memory "
             "already. Use offload='file', or move the model to its GPU before fit."
         )
-    terms = Terms(parse_nbytes(budget), exact, offload, min_nbytes)
+    _check_noise(noise)
+    terms = Terms(parse_nbytes(budget), exact, offload, min_nbytes, noise)
     args, kwargs = _arguments(worst)
     release(model)
     fitting = Fitting(model, terms, optimizer)

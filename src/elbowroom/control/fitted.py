@@ -4,6 +4,7 @@ from types import TracebackType
 from typing import Protocol
 
 from elbowroom.control.terms import Terms
+from elbowroom.measure.meter import NoiseMeter
 from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung, SavedStorage, site_nbytes
 from elbowroom.plan.plan import Plan
@@ -22,6 +23,7 @@ class Fit(Protocol):
     context: Context
     rung: int
     plan: Plan | None
+    meter: NoiseMeter | None
 
     @property
     def recompute(self) -> frozenset[str]: ...
@@ -54,6 +56,7 @@ class FittedSaving(Saving):
             context=fit.context,
             recorder=recorder,
             recompute=fit.recompute,
+            observer=fit.meter,
         )
         self.rung = fit.rung
         self.climbed = False

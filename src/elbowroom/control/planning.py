@@ -11,6 +11,9 @@
 3. From that profile a plan is made (`plan/make.py`), each tensor with an action of its own, and
    followed. The first step under it is measured: if it needs more than was predicted, the plan is
    made again with that much less, up to three times; then the uniform rung comes back for good.
+4. A plan with lossy codes that has been verified is watched for a few steps, if it can be made so
+   that there is room to look (`measure/shares.py`). Then it is known what each code adds to the
+   gradient, and the plan is made, and verified, again.
 
 Shapes may vary inside a bucket (`signature.py`). Whatever is learned counts for the largest that
 was seen: what a smaller step needs above what stands grows with the number of its elements. When a
@@ -20,6 +23,8 @@ that size is measured. If no such plan fits, all is learned again, from steps of
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from elbowroom.control.fitted import FittedSaving
@@ -30,8 +35,10 @@ from elbowroom.control.signature import Signature
 from elbowroom.control.terms import Stock, Terms
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.interval import may_measure
+from elbowroom.measure.meter import NoiseMeter
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.measure.recording import Recording
+from elbowroom.measure.shares import STEPS, menu_meter, shares_of
 from elbowroom.plan.ladder import choose
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan
@@ -52,6 +59,8 @@ _TRIES: dict[bool, tuple[tuple[bool | None, int], ...]] = {
 }
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
+_LOOKING = 5  # largest tensors that a watched step takes beside what it holds, or a little more
+_UNNOTICED = 0.1  # of mini-batch variance
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
 _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
 
@@ -65,6 +74,7 @@ class Planning:
     plan       that is followed; None: all tensors are at `terms.rungs[rung]`
     settled    nothing more is to be learned
     outgrown   the least rung has been measured, and is too much
+    meter      watches what codes add to the gradient; None: nobody does
     now        the call that runs, or has run last
     largest    the least signature that covers all of them
     """
@@ -75,6 +85,7 @@ class Planning:
         self.stock = Stock(0)
         self.rung = _SAFEST_EXACT
         self.plan: Plan | None = None
+        self.meter: NoiseMeter | None = None
         self.profile: Profile | None = None
         self.rehearsed = self.settled = self.outgrown = False
         self.now = self.largest = Signature(None)
@@ -85,6 +96,7 @@ class Planning:
         self._transient_nbytes: int | None = None
         self._margin_nbytes = 0  # by which plans have been too hopeful
         self._rounds = self._tries = 0
+        self._was_watched = False
 
     @property
     def setting(self) -> str:
@@ -139,6 +151,7 @@ class Planning:
         self.rung, self._margin_nbytes = _SAFEST_EXACT, 0
         self._rounds = self._tries = 0
         self.rehearsed = self.settled = self.outgrown = False
+        self.meter, self._was_watched = None, False
 
     @property
     def _ratio(self) -> float:
@@ -224,6 +237,8 @@ class Planning:
         """Whether there is something to learn from the step that begins."""
         if self.settled:
             return False
+        if self.meter is not None:
+            return True
         if self._started_over:
             return self.now == self.largest
         if self.profile is None:
@@ -246,6 +261,9 @@ class Planning:
         if self.settled:
             return
         self.stock = stock
+        if self.meter is not None:
+            self._look(step)
+            return
         born = max(0, stock.static_nbytes - step.stock.static_nbytes)
         if step.writes and not (step.makes_states and self.plan is not None):
             self._take_profile(step, last)
@@ -345,12 +363,12 @@ class Planning:
 
     def _make_plan(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan:
         budget_nbytes, ratio, static = self.terms.budget_nbytes, self._ratio, profile.static
+        noise = None if profile.noise is None else self.terms.noise  # no ground to refuse before
+        make = partial(make_plan, profile, exact=exact, offload=self.terms.offload, noise=noise)
         if ratio == 1:
-            return make_plan(
-                profile, budget_nbytes, margin=margin, exact=exact, offload=self.terms.offload
-            )
+            return make(budget_nbytes, margin=margin)
         smaller = static + int((budget_nbytes - margin - static) / ratio)
-        plan = make_plan(profile, smaller, exact=exact, offload=self.terms.offload)
+        plan = make(smaller)
         return plan.grown(ratio, static, budget_nbytes)
 
     def _verify(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
@@ -373,7 +391,7 @@ class Planning:
         estimated = self.rehearsed or self._ratio > 1
         useful = estimated and slack > _SLACK * (budget_nbytes - self.profile.static)
         if slack >= 0 and not (useful and self._rounds < _MOST_ROUNDS):
-            self.settled = True
+            self.settled = not self._begin_to_watch()
             return
         if self._rounds < _MOST_ROUNDS:
             self._rounds += 1
@@ -387,6 +405,56 @@ class Planning:
             show_nbytes(peak_nbytes),
             _MOST_ROUNDS,
             self.terms.rungs[self.rung].name,
+        )
+
+    def _begin_to_watch(self) -> bool:
+        """Go on with a plan that leaves room for a meter. False: nothing to watch, or no room.
+
+        Looking at a tensor takes it once more, and an op that is probed runs again in backward.
+        """
+        assert self.plan is not None
+        assert self.profile is not None
+        if self.plan.exact or self._was_watched:
+            return False
+        self._was_watched = True
+        room = _LOOKING * max(line.nbytes for line in self.plan.lines)
+        watched = self._plan_for(self.profile, self._margin_nbytes + room, exact=self.terms.exact)
+        if watched is None:
+            _log.log(
+                logging.INFO if self.terms.noise is None else logging.WARNING,
+                "budget %s leaves no room to measure what codes add to the gradient",
+                show_nbytes(self.terms.budget_nbytes),
+            )
+            return False
+        self._follow(watched, self.profile)
+        self.meter = menu_meter(probes=1)
+        return True
+
+    def _look(self, step: Measurement) -> None:
+        """A step was watched. Plan again once it is known what the codes add."""
+        assert self.meter is not None
+        assert self.profile is not None
+        too_much = step.peak is not None and step.peak > self.terms.budget_nbytes
+        if self.meter.step < STEPS and not too_much:
+            return
+        self.meter.harvest()
+        shares, self.meter = shares_of(self.meter.table), None
+        self.profile, self._rounds = replace(self.profile, noise=shares), 0
+        if self.terms.noise is not None:  # what is refused now must not fall back to a rung
+            self._make_plan(self.profile, self._margin_nbytes, exact=self.terms.exact)
+        self._plan(self.profile)
+        if self.plan is not None and shares is not None and not self.plan.exact:
+            self._say_noise(self.plan)
+
+    def _say_noise(self, plan: Plan) -> None:
+        """What codes add: at WARNING where that is more than training would not notice."""
+        _log.log(
+            logging.INFO if plan.noise <= _UNNOTICED else logging.WARNING,
+            "budget %s: codes add %.2g %% of what mini-batches vary by anyway (estimated, after "
+            "%d watched steps)",
+            show_nbytes(self.terms.budget_nbytes),
+            100 * plan.noise,
+            plan.watched,
         )
 
     def _at_largest(self, step: Measurement, peak_nbytes: int) -> int:

@@ -12,12 +12,15 @@ class Terms:
 
     exact    True: exact actions only; else exact ones first
     offload  where plans may move tensors to: "file", "host", or None
+    noise    the most that codes may add to the gradient's variance, as a share of that of
+             mini-batches; None: as much as the budget asks for
     """
 
     budget_nbytes: int
     exact: bool | None = None
     offload: str | None = None
     min_nbytes: int = 65536
+    noise: float | None = None
 
     @property
     def rungs(self) -> tuple[Rung, ...]:

@@ -19,6 +19,7 @@ from elbowroom.measure.held import Held, all_tensors
 from elbowroom.measure.peak import curve_of, pick_device, quiet_profiler
 from elbowroom.measure.rates import rates
 from elbowroom.measure.recorder import Clock, StepRecorder
+from elbowroom.measure.shares import watch_noise
 from elbowroom.plan import Exact, Policy
 from elbowroom.plan.profile import Profile
 from elbowroom.runtime.context import Context
@@ -34,8 +35,11 @@ def record(
     policy: Policy | None = None,
     min_nbytes: int = 65536,
     warm_up: int = 1,
+    noise: bool = False,
 ) -> Profile:
     """Run `step` warm_up + 2 times, and write down what the last two did.
+
+    noise: and STEPS times more (`shares.py`), with lossy codes, to learn what these add.
 
     Raises PlanError if nothing was saved for backward, or if two runs of the step differ.
     """
@@ -69,6 +73,7 @@ def record(
         modules=timed.modules(),
         rates=rates(chosen.type),
         device=(chosen.type, _name_of(chosen)),
+        noise=watch_noise(step, min_nbytes=min_nbytes) if noise else None,
     )
 
 

@@ -1,6 +1,7 @@
 """From a profile to a plan: pose the problem, solve it, say what that means for each site."""
 
 from collections.abc import Iterator
+from math import inf
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.plan.menu import KEEP, RUNGS, action_name
@@ -21,6 +22,7 @@ def make_plan(
     exact: bool | None = None,
     recompute: bool = True,
     offload: str | None = None,
+    noise: float | None = None,
     solver: str = "auto",
 ) -> Plan:
     """The plan that adds the fewest seconds within `budget` bytes.
@@ -29,6 +31,8 @@ def make_plan(
     exact      True: exact actions only; None: lossy codes only if exact actions do not suffice
     recompute  modules may run a second time
     offload    "file" or "host": where tensors may be moved to; None: nowhere
+    noise      variance that codes may add to the gradient, as a share of that of mini-batches;
+               None: as much as the budget asks for
 
     Raises BudgetTooSmall with the least budget that would do.
     """
@@ -39,9 +43,10 @@ def make_plan(
     found = solve(posed.problem, allowed, exact=True, solver=solver)
     if not found.feasible and not exact:
         posed = pose(profile, exact=False, recompute=recompute, offload=offload)
-        found = solve(posed.problem, allowed, solver=solver)
+        variance = inf if noise is None else noise
+        found = solve(posed.problem, allowed, variance=variance, solver=solver)
     if not found.feasible:
-        raise _too_small(profile, posed, found, budget, margin, exact=exact)
+        raise _too_small(profile, posed, found, budget, margin, exact=exact, noise=noise)
     return _plan(profile, posed, found, allowed + in_flight, in_flight)
 
 
@@ -59,6 +64,7 @@ def _too_small(
     margin: int,
     *,
     exact: bool | None,
+    noise: float | None,
 ) -> BudgetTooSmall:
     """The error that says what takes the room, and what to type next."""
     level = levels(posed.problem, found.choice)
@@ -72,10 +78,14 @@ def _too_small(
         ("saved for backward", saved),
     )
     what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts if size > 0)
-    more = "Allow lossy codes with exact=None, or h" if exact else "H"
+    within, more = "", "H"
+    if exact:
+        more = "Allow lossy codes with exact=None, or h"
+    elif noise is not None and solve(posed.problem, budget - margin).peak < found.peak:
+        within, more = f" with noise={noise:g}", "Allow more noise, or h"
     return BudgetTooSmall(
-        f"budget {show_nbytes(budget)} is below the {show_nbytes(least)} that this step needs "
-        f"at the least (estimated): {what}. {more}alve the batch, or give budget={least}.",
+        f"budget {show_nbytes(budget)} is below the {show_nbytes(least)} that this step needs"
+        f"{within} at the least (estimated): {what}. {more}alve the batch, or give budget={least}.",
         least_nbytes=least,
     )
 
@@ -95,6 +105,7 @@ def _plan(profile: Profile, posed: Posed, found: Solution, budget: int, in_fligh
         sites=sites,
         recompute=frozenset(problem.regions[r].name for r in choice.recomputed),
         lines=lines,
+        watched=0 if profile.noise is None else profile.noise.steps,
     )
 
 

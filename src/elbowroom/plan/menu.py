@@ -162,9 +162,12 @@ def rate_name(verb: str, codec: Codec) -> str:
 
 
 def _error(codec: Codec, site: Site, profile: Profile) -> float:
-    """The share of all saved bytes that this is, times the variance of a code of a normal.
+    """What the code adds to the gradient's variance, as a share of that of mini-batches.
 
-    Without a measured sensitivity (`measure/noise.py`), all tensors matter as their size.
+    Where that was not measured, all tensors matter as their size: the share of all saved bytes that
+    this is, times the variance of a code of a normal.
     """
     levels = codec.levels if isinstance(codec, Dither) else 4
+    if profile.noise is not None:
+        return profile.noise.of(site.name, site.nbytes, levels)
     return site.nbytes / max(profile.saved_nbytes, 1) / (levels - 1) ** 2

@@ -62,6 +62,7 @@ class Plan:
     seconds    predicted; plain_seconds: of plain autograd
     exact      no bit of any gradient changes
     recompute  modules whose forward runs again in backward
+    watched    steps in which the noise of codes was measured; 0: it is guessed by size
     """
 
     budget: int
@@ -74,6 +75,7 @@ class Plan:
     sites: dict[SiteName, Known]
     recompute: frozenset[str]
     lines: tuple[Line, ...]
+    watched: int = 0
     strangers: Counter[SiteName] = field(default_factory=Counter, compare=False, repr=False)
 
     def __call__(self, site: Site) -> Action:
@@ -133,6 +135,11 @@ class Plan:
         return self.seconds / self.plain_seconds - 1 if self.plain_seconds > 0 else 0.0
 
     @property
+    def noise(self) -> float:
+        """Variance that codes add to the gradient, as a share of that of mini-batches."""
+        return sum(line.error for line in self.lines)
+
+    @property
     def held_nbytes(self) -> int:
         """What is held between forward and backward, in bytes."""
         return sum(line.held for line in self.lines)
@@ -158,8 +165,16 @@ class Plan:
         return (
             f"plan for {show_nbytes(self.budget)}: peak {show_nbytes(self.peak)} "
             f"(plain {show_nbytes(self.plain_peak)}), {100 * self.slowdown:+.1f} % time, both "
-            f"estimated; {'exact' if self.exact else 'lossy'}"
+            f"estimated; {self._gradients}"
         )
+
+    @property
+    def _gradients(self) -> str:
+        if self.exact:
+            return "exact"
+        if not self.watched:
+            return "lossy, by a noise that was not measured"
+        return f"lossy, adding {100 * self.noise:.2g} % of what mini-batches vary by (estimated)"
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""

@@ -16,7 +16,8 @@ import torch
 from elbowroom.codecs import Facts
 from elbowroom.kernels.windows import Window
 from elbowroom.plan import files
-from elbowroom.plan.site import Need, Rebuildable, Site
+from elbowroom.plan.shares import NoiseShares, SiteShares
+from elbowroom.plan.site import Need, Rebuildable, Site, SiteName
 
 VERSION = 1
 
@@ -97,6 +98,7 @@ class Profile:
     seconds   of the whole step
     static    bytes held before it
     rates     bytes a second of the machine: "encode dither, 4 levels", "out file", ...
+    noise     what codes would add to the gradient's variance; None: not measured
     device    "cpu" or "cuda", and what it is called
     """
 
@@ -111,6 +113,7 @@ class Profile:
     rates: dict[str, float] = field(default_factory=dict)
     device: tuple[str, str] = ("cpu", "")
     measured: bool = True
+    noise: NoiseShares | None = None
 
     @property
     def peak(self) -> int:
@@ -171,6 +174,8 @@ def _profile(data: dict[str, Any]) -> Profile:
     )
     for name in ("level", "floor", "starts_s", "device"):
         data[name] = tuple(data[name])
+    if data.get("noise") is not None:
+        data["noise"] = _noise(data["noise"])
     profile = Profile(**data)
     _check(profile)
     return profile
@@ -197,6 +202,14 @@ def _check(profile: Profile) -> None:
             raise ValueError("an input is a storage")
     if not all(isinstance(moment, int) and 0 <= moment < moments for moment in seen):
         raise ValueError("something happens at no moment")
+
+
+def _noise(data: dict[str, Any]) -> NoiseShares:
+    sites = (
+        SiteShares(SiteName(*one["site"]), tuple(one["levels"]), tuple(one["shares"]))
+        for one in data["sites"]
+    )
+    return NoiseShares(data["steps"], tuple(sites), data["per_byte"])
 
 
 def _storage(data: dict[str, Any]) -> Storage:

@@ -1,0 +1,79 @@
+"""What each code of the menu would add to the gradient's variance: found in a few watched steps.
+
+The steps run with codes of 16 levels wherever an error is tolerated. Of each tensor that is held so
+the meter tells what its error adds to the gradient; the other codes of the menu are tried on a
+sample of it, and add as much more, or less, as their squared error is larger, or smaller.
+"""
+
+from collections.abc import Callable, Sequence
+
+from elbowroom.codecs import Codec, Dither
+from elbowroom.measure.meter import NoiseMeter
+from elbowroom.measure.noise import HeldNoise, NoiseTable
+from elbowroom.plan import Lossy, Site
+from elbowroom.plan.gentle import gentle
+from elbowroom.plan.menu import LEVELS
+from elbowroom.plan.shares import NoiseShares, SiteShares
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.hooks import Saving
+
+STEPS = (
+    8  # in full, at the start of a meter: enough for three draws of mini-batch variance, and two
+)
+_WATCHED = Lossy(Dither(levels=16))
+
+
+def menu_meter(probes: int = 2) -> NoiseMeter:
+    """A meter that tries the codes of the menu. probes: as in `NoiseMeter`; each takes memory."""
+    return NoiseMeter(run=STEPS // 2, probes=probes, rungs=_codes)
+
+
+def watch_noise(step: Callable[[], object], *, min_nbytes: int) -> NoiseShares | None:
+    """Run `step` STEPS times with lossy codes. None: nothing was lossy, or had a gradient."""
+    meter = menu_meter()
+    for _ in range(STEPS):
+        context = Context(learns=False)
+        with Saving(_WATCHED, min_nbytes=min_nbytes, context=context, observer=meter):
+            step()
+    meter.harvest()
+    return shares_of(meter.table)
+
+
+def shares_of(table: NoiseTable) -> NoiseShares | None:
+    """What a meter has found. None: not enough yet."""
+    sampling = table.sampling
+    if not sampling:
+        return None
+    known = [
+        (held, shares)
+        for held in table.held.values()
+        if (shares := _shares(table, held, sampling)) is not None
+    ]
+    if not known:
+        return None
+    per_byte = sum(_unit(shares) for _, shares in known) / sum(h.site.nbytes for h, _ in known)
+    return NoiseShares(table.steps, tuple(shares for _, shares in known), per_byte)
+
+
+def _unit(shares: SiteShares) -> float:
+    """The share times (levels - 1) ** 2, about the same for all levels: their mean."""
+    pairs = zip(shares.levels, shares.shares, strict=True)
+    return sum(share * (levels - 1) ** 2 for levels, share in pairs) / len(shares.levels)
+
+
+def _shares(table: NoiseTable, held: HeldNoise, sampling: float) -> SiteShares | None:
+    variance = table.variance_of(held.site.name)
+    now = next((trial.error for trial in held.trials if trial.codec == held.codec), 0.0)
+    if variance is None or now <= 0:
+        return None
+    rated = {
+        trial.codec.levels: variance * trial.error / now / sampling
+        for trial in held.trials
+        if isinstance(trial.codec, Dither)
+    }
+    return SiteShares(held.site.name, tuple(rated), tuple(rated.values()))
+
+
+def _codes(site: Site) -> Sequence[Codec]:
+    codes = (gentle(Dither(levels=levels), site) for levels in LEVELS)
+    return tuple(dict.fromkeys(code for code in codes if site.dtype in code.dtypes))

@@ -1,0 +1,146 @@
+"""Plans that know what codes add to the gradient: measured, bounded, and true."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import elbowroom as er
+from elbowroom.errors import BudgetTooSmall, UnknownField
+from elbowroom.measure.meter import NoiseMeter
+from elbowroom.plan.make import plain_peak
+from elbowroom.plan.profile import Profile
+from elbowroom.runtime.attach import opener_of
+from elbowroom.runtime.hooks import Saving
+
+
+class Deep(nn.Module):
+    """Functions only: there is no module to run again, so tight budgets need codes."""
+
+    def __init__(self, depth: int = 16, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(
+            nn.Parameter(torch.randn(width, width) * width**-0.5) for _ in range(depth)
+        )
+        self.head = nn.Parameter(torch.randn(10, width) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.layers:
+            x = x + F.gelu(F.linear(F.layer_norm(x, (x.shape[-1],)), weight)) * 0.3
+        return F.linear(x, self.head)
+
+
+class Training:
+    """Deep on random classes."""
+
+    def __init__(self, lr: float) -> None:
+        torch.manual_seed(0)
+        self.net = Deep()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr)
+
+    def loss(self) -> Tensor:
+        y = torch.randint(0, 10, (512,))
+        return F.cross_entropy(self.net(torch.randn(512, 64) + y[:, None] * 0.1), y)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return er.measure(Training(lr=0.0).step, noise=True)
+
+
+def test_the_noise_of_each_code_is_known(profile, tmp_path):
+    assert profile.noise is not None
+    assert profile.noise.steps == 8
+    for known in profile.noise.sites:
+        by_levels = dict(zip(known.levels, known.shares, strict=True))
+        assert by_levels[256] < by_levels[16] < by_levels[4]
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+
+
+def test_what_was_not_watched_goes_by_the_mean_of_a_byte(profile):
+    known = profile.noise.sites[0].site
+    strange = known._replace(module="elsewhere")
+    assert profile.noise.of(strange, 1000, 5) == pytest.approx(profile.noise.per_byte * 1000 / 16)
+    assert profile.noise.of(known, 1000, 16) == profile.noise.of(known, 9999, 16)
+
+
+def test_a_plan_keeps_to_the_noise_that_is_allowed(profile):
+    budget = int(0.4 * plain_peak(profile))
+    free = er.plan(profile, budget=budget)
+    assert not free.exact
+    assert "of what mini-batches vary by" in str(free)
+    bounded = er.plan(profile, budget=budget, noise=free.noise / 20)
+    assert 0 < bounded.noise <= free.noise / 20
+    assert bounded.seconds >= free.seconds
+
+
+def test_a_noise_that_no_plan_keeps_to_is_refused_with_what_would_do(profile):
+    budget = int(0.4 * plain_peak(profile))
+    with pytest.raises(BudgetTooSmall, match=r"with noise=1e-09 .* Allow more noise") as refused:
+        er.plan(profile, budget=budget, noise=1e-9)
+    enough = er.plan(profile, budget=refused.value.least_nbytes, noise=1e-9)
+    assert enough.noise <= 1e-9
+
+
+def test_what_a_plan_predicts_is_what_a_meter_finds(profile):
+    plan = er.plan(profile, budget=int(0.35 * plain_peak(profile)))
+    training, meter = Training(lr=0.0), NoiseMeter()
+    for _ in range(8):
+        with Saving(plan, observer=meter):
+            loss = training.loss()
+        loss.backward()
+        training.optimizer.zero_grad()
+    meter.harvest()
+    assert meter.table.ratio is not None
+    assert 0.5 < plan.noise / meter.table.ratio < 2
+
+
+@pytest.mark.parametrize("noise", [None, 1e-4])
+def test_fit_measures_what_its_codes_add_and_keeps_to_the_budget(noise, caplog):
+    caplog.set_level(logging.INFO, "elbowroom")
+    training = Training(lr=1e-3)
+    training.step()
+    budget = int(0.45 * er.peak(training.step))
+    er.fit(training.net, budget=budget, optimizer=training.optimizer, noise=noise)
+    for _ in range(14):
+        training.step()
+    fitting = opener_of(training.net)
+    plan = fitting.planning.plan
+    assert fitting.planning.settled
+    assert fitting.planning.meter is None
+    assert plan.watched == 8
+    assert 0 < plan.noise <= (noise or 1)
+    assert fitting.highest_nbytes <= budget
+    assert "codes add" in caplog.text
+    er.release(training.net)
+
+
+def test_fit_refuses_a_noise_that_no_plan_keeps_to():
+    training = Training(lr=1e-3)
+    training.step()
+    budget = int(0.45 * er.peak(training.step))
+    er.fit(training.net, budget=budget, optimizer=training.optimizer, noise=0.0)
+
+    def train() -> None:
+        for _ in range(14):
+            training.step()
+
+    with pytest.raises(BudgetTooSmall, match="noise=0"):
+        train()
+    er.release(training.net)
+
+
+@pytest.mark.parametrize("noise", [-0.1, "0.1", True, float("nan")])
+def test_what_is_no_share_is_refused(profile, noise):
+    with pytest.raises(UnknownField, match="for a tenth"):
+        er.plan(profile, budget="1 MiB", noise=noise)
+    with pytest.raises(UnknownField, match="for a tenth"):
+        er.fit(nn.Linear(2, 2), budget="1 MiB", noise=noise)
