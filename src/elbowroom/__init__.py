@@ -16,12 +16,16 @@
     with er.following(plan):
         loss = loss_fn(model(x), y)
 
+    # Optimizer states in 2 bytes a parameter, not 8.
+    opt = er.optim.AdamW(model.parameters(), lr=3e-4, state="int8")
+
 The map, from the top down; imports point down only:
 
     cli/  demo/            commands, and the data and models that they show
     _api.py                saving; measure, plan, following; fit, step, largest_batch, release: thin
     control/  report/      what adapts during training; tables and pages
     measure/               FACTS: a step as a profile, peaks, times, the noise of codes
+    optim/                 AdamW, Lion, SGD over encoded states
     runtime/               DEED: autograd's two hooks, and what is held between them
     plan/                  DECISION: site -> action, pure data
     codecs/                HOW BYTES SHRINK: one codec a file
@@ -38,6 +42,7 @@ plan/problem.py -> plan/solve/ -> plan/make.py -> plan/plan.py `action_for`; and
 
 from elbowroom import control as control
 from elbowroom import errors as errors
+from elbowroom import optim as optim
 from elbowroom._api import fit as fit
 from elbowroom._api import following as following
 from elbowroom._api import largest_batch as largest_batch

@@ -10,6 +10,11 @@
     |   |-- UnknownField           no such setting, or a value out of range  (also a TypeError and
     |   |                                                                     a ValueError)
     |   `-- UnsupportedTensor      this dtype, layout or content             (also a TypeError)
+    |-- OptimizerError             an optimizer cannot do what was asked
+    |   |-- InvalidSetting         ... with this setting                     (also a ValueError)
+    |   |-- UnsupportedParameter   ... for this parameter                    (also a TypeError)
+    |   |-- UnsupportedGradient    ... with this gradient                    (also a RuntimeError)
+    |   `-- StateMismatch          ... with this state_dict                  (also a ValueError)
     |-- RestoreError               a saved tensor cannot be given back       (also a RuntimeError)
     `-- DataError                  a file is missing or is not what it says  (also an OSError)
 
@@ -59,6 +64,26 @@ class UnknownField(CodecError, TypeError, ValueError):
 
 class UnsupportedTensor(CodecError, TypeError):
     """A codec does not take tensors of this dtype, layout or content."""
+
+
+class OptimizerError(ElbowroomError):
+    """An optimizer cannot do what was asked."""
+
+
+class InvalidSetting(OptimizerError, ValueError):
+    """An optimizer has no such setting, or it is out of range."""
+
+
+class UnsupportedParameter(OptimizerError, TypeError):
+    """An optimizer does not take parameters of this dtype or layout."""
+
+
+class UnsupportedGradient(OptimizerError, RuntimeError):
+    """An optimizer does not take gradients of this layout."""
+
+
+class StateMismatch(OptimizerError, ValueError):
+    """A state_dict does not fit the optimizer, or is of a newer version."""
 
 
 class RestoreError(ElbowroomError, RuntimeError):

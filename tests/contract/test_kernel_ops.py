@@ -15,7 +15,11 @@ from elbowroom.kernels import ops, reference
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 PAIRS = [60, 1, 2, 1, 2, 0, 0, 1, 1]  # windows of two neighbours in a row of 60
-UNSERVED = {"triton": {"places_pack", "places_unpack"}}  # by now: the reference serves them
+CONVERSIONS = {"moments_quantize", "moments_dequantize"}  # once a load or save: not worth a kernel
+UNSERVED = {  # by now: the reference serves them
+    "triton": {"places_pack", "places_unpack", "optimizer_step", *CONVERSIONS},
+    "numba": CONVERSIONS,
+}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -23,6 +27,13 @@ def reference_index(n: int, device: str) -> torch.Tensor:
     """What max-pooling by PAIRS might save for 2 x n / 100 maps of 50 rows: n indices."""
     row = torch.arange(n, device=device) // (n // 100) % 50
     return row * 60 + torch.arange(n, device=device) % (n // 100) * 2 + 1
+
+
+def moments(n: int, device: str) -> list[torch.Tensor]:
+    """An optimizer's states, 100 a row: codes and bounds of the first and the second moment."""
+    made = [torch.zeros(n // 100, 100, dtype=d, device=device) for d in (torch.int8, torch.uint8)]
+    bounds = [torch.zeros(n // 100, k, dtype=torch.int16, device=device) for k in (1, 2)]
+    return [made[0], bounds[0], made[1], bounds[1]]
 
 
 def arguments(op: str, device: str, n: int = 3000) -> tuple:
@@ -63,6 +74,12 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
         ),
         "fp8_quantize": lambda: (x, 64, "e4m3"),
         "fp8_dequantize": lambda: (*reference.fp8_quantize(x, 64, "e4m3"), 64, "e4m3", out),
+        "optimizer_step": lambda: (
+            *(x, None, x.cos(), *moments(n, device), "adamw", "nearest", "softsign8", "log8", 100),
+            *([1.0, 1e-3, 0.9, 0.1, 0.999, 0.001, 1.0, 1e-8], 1),
+        ),
+        "moments_quantize": lambda: (x, x * x, *moments(n, device), "softsign8", "log8", 100, 1),
+        "moments_dequantize": lambda: (*moments(n, device), "softsign8", "log8", 100, n),
         "affine": lambda: (x, *torch.ones(2, 3, device=device), 5, bits, out),
         "fdsr_quantize": lambda: (x, *bands),
         "fdsr_dequantize": lambda: (*reference.fdsr_quantize(x, *bands), *bands, out),

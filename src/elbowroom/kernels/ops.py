@@ -15,6 +15,9 @@
     comet_quantize(x, grid, seed, rounding, aware, rows, columns, inner)
                                                           bits, headers, sizes, payload (depends)
     affine(x, scale, shift, inner, bits, out!)            x * scale + shift by channel; 0 for bit 0
+    optimizer_step(param!, residual!, grad, states!, rule, weights, kinds, row, factors, seed)
+    moments_quantize(m, v, states!, kinds, row, seed)     an optimizer's states, [D, ...] each
+    moments_dequantize(states, kinds, row, n)             m, v
 
 and a `_dequantize` for each `_quantize`, which writes `out`: the caller owns the memory of what is
 restored and may reuse it (fresh pages cost more than decoding: docs/log.md). ! marks what an op
@@ -57,6 +60,7 @@ _QUANTIZE = (
     f"(Tensor x, int seed, int levels, int group_size, {_CHANNELS}) -> (Tensor, Tensor, Tensor)"
 )
 _FDSR = "int seed, int[] maps, int block, int[] levels, int kept, bool dither"
+_STATES = "Tensor(c!) m_codes, Tensor(d!) m_bounds, Tensor(e!) v_codes, Tensor(f!) v_bounds"
 _SCHEMAS = {
     "pack_bits": "(Tensor x) -> Tensor",
     "unpack_bits": "(Tensor bits, float value, Tensor(a!) out) -> ()",
@@ -95,6 +99,17 @@ _SCHEMAS = {
     ),
     "fp8_quantize": "(Tensor x, int group_size, str fmt) -> (Tensor, Tensor)",
     "fp8_dequantize": "(Tensor codes, Tensor scale, int group_size, str fmt, Tensor(a!) out) -> ()",
+    "optimizer_step": (
+        f"(Tensor(a!) param, Tensor(b!)? residual, Tensor grad, {_STATES}, str rule, str weights, "
+        "str m_kind, str v_kind, int row, float[] factors, int seed) -> ()"
+    ),
+    "moments_quantize": (
+        f"(Tensor m, Tensor v, {_STATES}, str m_kind, str v_kind, int row, int seed) -> ()"
+    ),
+    "moments_dequantize": (
+        "(Tensor m_codes, Tensor m_bounds, Tensor v_codes, Tensor v_bounds, str m_kind, "
+        "str v_kind, int row, int n) -> (Tensor, Tensor)"
+    ),
     "affine": (
         "(Tensor x, Tensor scale, Tensor shift, int inner, Tensor? bits, Tensor(a!) out) -> ()"
     ),
@@ -248,6 +263,11 @@ def _fake_comet(
     )
 
 
+def _fake_moments(m_codes: Tensor, *states: Any) -> tuple[Tensor, Tensor]:
+    n = states[-1]
+    return m_codes.new_empty(n, dtype=torch.float32), m_codes.new_empty(n, dtype=torch.float32)
+
+
 # An op that writes `out` returns nothing, and its fake does nothing.
 _FAKES: dict[str, Callable[..., Any]] = {
     "pack_bits": lambda x: x.new_empty(-(-x.numel() // 8), dtype=torch.uint8),
@@ -267,6 +287,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "fp8_quantize": _fake_fp8,
     "fdsr_quantize": _fake_fdsr,
     "comet_quantize": _fake_comet,
+    "moments_dequantize": _fake_moments,
 }
 
 for _op, _schema in _SCHEMAS.items():
@@ -306,4 +327,7 @@ comet_quantize = cast(
 )
 comet_dequantize = cast(Callable[..., None], _calls.comet_dequantize.default)
 affine = cast(Callable[..., None], _calls.affine.default)
+optimizer_step = cast(Callable[..., None], _calls.optimizer_step.default)
+moments_quantize = cast(Callable[..., None], _calls.moments_quantize.default)
+moments_dequantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.moments_dequantize.default)
 NAMES = tuple(_SCHEMAS)

@@ -25,3 +25,4 @@ from elbowroom.kernels.numba.places import places_pack as places_pack
 from elbowroom.kernels.numba.places import places_unpack as places_unpack
 from elbowroom.kernels.numba.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.numba.sided import sided_quantize as sided_quantize
+from elbowroom.kernels.numba.step import optimizer_step as optimizer_step

@@ -13,4 +13,7 @@ TILE = 2048
 CHUNK = 16  # tiles a work item of the parallel loop: scratch is allocated once for all of them
 
 jit = numba.njit(cache=True, error_model="numpy", nogil=True)
+# For functions that are called many times by one loop and make no array: they count no references.
+# Two threads that count on the same arrays wait for each other (kernels/numba/step.py).
+leaf = numba.njit(cache=True, error_model="numpy", nogil=True, _nrt=False)
 inlined = numba.njit(inline="always", error_model="numpy")

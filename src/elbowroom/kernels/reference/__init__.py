@@ -25,3 +25,6 @@ from elbowroom.kernels.reference.places import places_pack as places_pack
 from elbowroom.kernels.reference.places import places_unpack as places_unpack
 from elbowroom.kernels.reference.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.reference.sided import sided_quantize as sided_quantize
+from elbowroom.kernels.reference.step import moments_dequantize as moments_dequantize
+from elbowroom.kernels.reference.step import moments_quantize as moments_quantize
+from elbowroom.kernels.reference.step import optimizer_step as optimizer_step

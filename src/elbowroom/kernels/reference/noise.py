@@ -25,12 +25,14 @@ def mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def uniform(seed: int, first_tile: int, tiles: int, device: torch.device) -> Tensor:
-    """u in (0, 1) for `tiles` whole tiles, [tiles, TILE] float32."""
+def uniform(
+    seed: int, first_tile: int, tiles: int, device: torch.device, size: int = TILE
+) -> Tensor:
+    """u in (0, 1) for `tiles` whole tiles of `size`, [tiles, size] float32."""
     low, high = seed & _MASK, (seed >> 32) & _MASK
     tile = torch.arange(first_tile, first_tile + tiles, device=device)
     key = mix(mix(mix(tile) ^ low) ^ high)  # [tiles]
-    step = torch.arange(TILE // 2, device=device) * 0x9E3779B9  # [TILE / 2]
-    word = mix((key[:, None] + step) & _MASK)  # [tiles, TILE / 2]
-    halves = torch.cat([word & 0xFFFF, word >> 16], dim=1)  # [tiles, TILE]
+    step = torch.arange(size // 2, device=device) * 0x9E3779B9  # [size / 2]
+    word = mix((key[:, None] + step) & _MASK)  # [tiles, size / 2]
+    halves = torch.cat([word & 0xFFFF, word >> 16], dim=1)  # [tiles, size]
     return halves.to(torch.float32) * (1 / 65536) + (0.5 / 65536)

@@ -1,0 +1,190 @@
+"""One step of an optimizer over encoded states, in one pass (specification: `reference/step.py`).
+
+Weight, gradient and states are read once and written once: a group of 128 is loaded into scratch
+that stays in the first-level cache, updated and stored. Rule and kinds are integers; which loop
+serves is a branch a group, so that all formats share one compiled function and one update.
+"""
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from elbowroom.kernels.numba.compiled import f32, i32, leaf, u32, u64
+from elbowroom.kernels.numba.launch import array, parallel, split_seed, words
+from elbowroom.kernels.numba.moments import (
+    FP32,
+    LOG4,
+    LOG8,
+    load_first,
+    load_second,
+    store_first,
+    store_second,
+)
+from elbowroom.kernels.numba.noise import mix, tile_key
+from elbowroom.kernels.numba.prefetch import prefetch_run
+from elbowroom.kernels.numba.weights import NEAREST, floats_load, weights_load, weights_store
+from elbowroom.kernels.reference.step import WEIGHT_STREAM
+from elbowroom.kernels.states import BOUNDS, GROUP, KINDS, RULES, WEIGHTS, code_shape, rows_of
+
+ADAMW, LION, SGD = range(len(RULES))
+RUN = 4  # groups that are worked on together: their scratch, 28 KiB, stays in the nearest cache
+ITEM = 64  # groups of a work item of the parallel loop
+_EMPTY, _BYTES, _FLOATS = (np.empty(0, dtype) for dtype in (np.int8, np.uint8, np.float32))
+
+
+def optimizer_step(
+    param: Tensor,
+    residual: Tensor | None,
+    grad: Tensor,
+    m_codes: Tensor,
+    m_bounds: Tensor,
+    v_codes: Tensor,
+    v_bounds: Tensor,
+    rule: str,
+    weights: str,
+    m_kind: str,
+    v_kind: str,
+    row: int,
+    factors: list[float],
+    seed: int,
+) -> None:
+    n = param.numel()
+    if n == 0:
+        return
+    D, R, G = rows_of(n, row)
+    _step(
+        *words(param),
+        _EMPTY if residual is None else array(residual.view(-1)),
+        *words(grad),
+        *_state(m_codes, m_bounds, m_kind, n, row),
+        *_state(v_codes, v_bounds, v_kind, n, row),
+        RULES.index(rule),
+        WEIGHTS.index(weights),
+        *(D, R, G),
+        np.array(factors, np.float32),
+        *split_seed(seed),
+        split_seed(seed ^ WEIGHT_STREAM)[0],
+    )
+
+
+def _state(codes: Tensor, bounds: Tensor, kind: str, n: int, row: int):
+    """Codes, or floats; bounds; the kind, codes of a row and bounds of a group."""
+    flat = codes.view(-1)
+    held = (_BYTES, array(flat)) if kind == "fp32" else (array(flat.view(torch.uint8)), _FLOATS)
+    return (
+        *held,
+        array(bounds.view(-1)),
+        KINDS.index(kind),
+        code_shape(kind, n, row)[1],
+        BOUNDS[kind],
+    )
+
+
+@leaf
+def adamw(w, g, m, v, f, n):
+    decay, lr, b1, b1_rest, b2, b2_rest, root, eps = f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7]
+    for o in range(n):
+        m[o] = m[o] * b1 + g[o] * b1_rest
+        v[o] = v[o] * b2 + (g[o] * g[o]) * b2_rest
+        w[o] = w[o] * decay - (m[o] * lr) / (np.sqrt(v[o]) * root + eps)
+
+
+@leaf
+def lion(w, g, m, f, n):
+    decay, lr, b1, b1_rest, b2, b2_rest = f[0], f[1], f[2], f[3], f[4], f[5]
+    for o in range(n):
+        c = m[o] * b1 + g[o] * b1_rest
+        sign = f32(i32(c > f32(0)) - i32(c < f32(0)))
+        w[o] = w[o] * decay - sign * lr
+        m[o] = m[o] * b2 + g[o] * b2_rest
+
+
+@leaf
+def sgd(w, g, m, f, n):
+    decay, lr, momentum, look, keep = f[0], f[1], f[2], f[3], f[4]
+    for o in range(n):
+        d = g[o] + w[o] * decay
+        m[o] = m[o] * momentum + d
+        w[o] = w[o] - (m[o] * look + d * keep) * lr
+
+
+@leaf
+def update(rule, w, g, m, v, f, n):
+    if rule == ADAMW:
+        adamw(w, g, m, v, f, n)
+    elif rule == LION:
+        lion(w, g, m, f, n)
+    else:
+        sgd(w, g, m, f, n)
+
+
+@leaf
+def draw(first, seed_low, seed_high, places, count, u):
+    """u <- uniform numbers of a run; what a short group has too much, the next writes over."""
+    for i in range(count):
+        key = tile_key(u32(first + i), seed_low, seed_high)
+        s = places[i, 0]
+        for o in range(u64(GROUP // 2)):
+            word = mix(u32(key + u32(o) * u32(0x9E3779B9)))
+            u[s + o] = f32(i32(word & u32(0xFFFF))) * f32(1 / 65536) + f32(0.5 / 65536)
+            high = f32(i32(word >> u32(16))) * f32(1 / 65536) + f32(0.5 / 65536)
+            u[s + o + u64(GROUP // 2)] = high
+
+
+@leaf
+def find_places(first, count, R, G, m_width, v_width, v_kind, places):
+    """Where each group begins: in scratch, in m's codes, in v's; its size."""
+    i_r, i_s = first // G, first % G
+    start = i_r * R + i_s * u64(GROUP)
+    for i in range(count):
+        o = i_s * u64(GROUP)
+        places[i, 0] = i_r * R + o - start
+        places[i, 1] = i_r * m_width + o
+        places[i, 2] = i_r * v_width + (o >> u64(1) if v_kind == LOG4 else o)
+        places[i, 3] = min(u64(GROUP), R - o)
+        i_s += u64(1)
+        if i_s == G:
+            i_r, i_s = i_r + u64(1), u64(0)
+    return start
+
+
+@parallel
+def _step(
+    param, p_kind, residual, grad, g_kind,
+    m_codes, m_floats, m_bounds, m_kind, m_width, m_held,
+    v_codes, v_floats, v_bounds, v_kind, v_width, v_held,
+    rule, weights, D, R, G, f, seed_low, seed_high, weight_seed_low,
+):  # fmt: skip
+    rooted = v_kind in (LOG8, LOG4)
+    for i_c in prange((D * G + ITEM - 1) // ITEM):
+        w, g, m = np.empty(RUN * GROUP, f32), np.empty(RUN * GROUP, f32), np.empty(RUN * GROUP, f32)
+        v, root, u = (
+            np.empty(RUN * GROUP, f32),
+            np.empty(RUN * GROUP, f32),
+            np.empty((RUN + 1) * GROUP, f32),
+        )
+        spare, places = np.empty(RUN * GROUP, np.int32), np.empty((RUN, 4), np.uint64)
+        for first in range(i_c * ITEM, min(i_c * ITEM + ITEM, D * G), RUN):
+            i_g, count = u64(first), u64(min(RUN, D * G - first))
+            at = find_places(i_g, count, u64(R), u64(G), u64(m_width), u64(v_width), v_kind, places)
+            n = places[count - u64(1), 0] + places[count - u64(1), 3]
+            b_m, b_v = i_g * u64(m_held), i_g * u64(v_held)
+            prefetch_run(param, at + n, n)
+            prefetch_run(grad, at + n, n)
+            if m_kind == FP32:
+                prefetch_run(m_floats, at + n, n)
+            if v_kind == FP32:
+                prefetch_run(v_floats, at + n, n)
+            weights_load(param, p_kind, residual, at, w, n)
+            floats_load(grad, g_kind, at, g, n)
+            load_second(v_kind, v_codes, v_floats, v_bounds, b_v, places, count, v, root, spare)
+            load_first(m_kind, m_codes, m_floats, m_bounds, b_m, places, count, root, rooted, m)
+            update(rule, w, g, m, v, f, n)
+            if weights != NEAREST and p_kind == 1:
+                draw(i_g, weight_seed_low, seed_high, places, count, u)
+            weights_store(w, u, weights, param, p_kind, residual, at, n)
+            if rooted:
+                draw(i_g, seed_low, seed_high, places, count, u)
+            store_second(v_kind, v, u, v_codes, v_floats, v_bounds, b_v, places, count, root, spare)
+            store_first(m_kind, m, root, rooted, m_codes, m_floats, m_bounds, b_m, places, count)

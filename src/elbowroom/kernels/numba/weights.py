@@ -1,0 +1,80 @@
+"""Weights and gradients of a group, bf16 ones with a residual or stochastic rounding.
+
+Specification: `reference/weights.py`. Places as in `moments.py`.
+"""
+
+import numpy as np
+
+from elbowroom.kernels.numba.compiled import f32, i32, inlined, leaf
+from elbowroom.kernels.numba.rounding import (
+    TOP,
+    as_bits,
+    as_float,
+    bf16_nearest,
+    half_nearest,
+    half_value,
+)
+from elbowroom.kernels.reference.weights import NEAR
+from elbowroom.kernels.states import WEIGHTS
+
+NEAREST, SR, RESIDUAL = range(len(WEIGHTS))
+_MAGIC, _NEAR = f32(12582912), f32(NEAR)
+_INFINITE = i32(0x7F800000)
+
+
+@inlined
+def half_exponent(bits):
+    return max(((bits & TOP) >> i32(23)) - i32(8), i32(1))
+
+
+@leaf
+def floats_load(words, kind, at, x, n):
+    """x [n] <- words of float32 (kind 0), bfloat16 (1) or float16 (2)."""
+    if kind == 0:
+        for o in range(n):
+            x[o] = as_float(words[at + o])
+    elif kind == 1:
+        for o in range(n):
+            x[o] = as_float(i32(words[at + o]) << i32(16))
+    else:
+        for o in range(n):
+            x[o] = half_value(words[at + o])
+
+
+@leaf
+def weights_load(param, kind, residual, at, w, n):
+    """w [n] <- param, residual (of length 0: there is none)."""
+    floats_load(param, kind, at, w, n)
+    if residual.shape[0]:
+        for o in range(n):
+            bits = as_bits(w[o])
+            half = as_float(half_exponent(bits) << i32(23))
+            more = w[o] + (f32(residual[at + o]) * f32(1 / 127)) * half
+            w[o] = more if (bits & TOP) < _INFINITE else w[o]
+
+
+@leaf
+def weights_store(w, noise, how, param, kind, residual, at, n):
+    """The inverse; noise [n] in (0, 1), for all but `nearest`."""
+    if kind == 0:
+        for o in range(n):
+            param[at + o] = as_bits(w[o])
+    elif kind == 2:
+        for o in range(n):
+            param[at + o] = half_nearest(w[o])
+    elif how == SR:
+        for o in range(n):
+            bits = as_bits(w[o])
+            rounded = (bits + i32(noise[o] * f32(65536))) >> i32(16)
+            param[at + o] = rounded if (bits & TOP) < _INFINITE else bf16_nearest(w[o])
+    else:
+        for o in range(n):
+            param[at + o] = bf16_nearest(w[o])
+    if residual.shape[0]:
+        for o in range(n):
+            bits = i32(param[at + o]) << i32(16)
+            inverse = as_float((i32(254) - half_exponent(bits)) << i32(23))
+            e = min(max((w[o] - as_float(bits)) * inverse, f32(-1)), f32(1)) * f32(127)
+            near = (e + _MAGIC) - _MAGIC
+            code = i32(near if abs(e - near) <= _NEAR else np.floor(e + noise[o]))
+            residual[at + o] = code if (bits & TOP) < _INFINITE else i32(0)

@@ -1,0 +1,198 @@
+"""An optimizer's states in 8 or 4 bits: how a group of 128 is stored and loaded.
+
+softsign8, for a first moment m. With w = the stored root of v beside a `log` v, else w = 1:
+
+    r = m / w;   s = max |r| rounded up to bf16
+    code = round(127 * 3 r / (2 s + |r|)),   m~ = w * 2 s * code / (381 - |code|)
+
+m / sqrt(v) is what moves a weight, and it is bounded: |m| <= 7.3 sqrt(v) at betas 0.9, 0.999 (by
+Cauchy and Schwarz). So a group's codes are spent where the update needs them: 1.2 to 10 times less
+error of the update than with w = 1, most where v differs within a group (docs/log.md, 2026-11-22).
+
+log8 and log4, for a second moment v, with K = 254 or 14 steps between a group's extremes:
+
+    L, H = log2 min v (over v > 0), log2 max v, rounded outward to 1/256;   st = (H - L) / K
+    code 0 = 0, code c = 2^(L + (c - 1) st)
+
+Stochastic rounding between the two neighbours lo, hi: up where (v - lo) > u (hi - lo), so
+E[v~] = v: to nearest, v would stop to decay at beta2 = 0.999. A v > 0 never gets code 0.
+
+expanded8, for either: E4M3 after the dynamic range expansion of COAT (arXiv 2410.19313):
+
+    L, H as above of |x|;   k = log2(448 / 2^-9) / (H - L)
+    code = E4M3(sign x * 448 (|x| / 2^H)^k), to nearest;   x~ = sign * 2^H (|code| / 448)^(1 / k)
+
+k < 1 where a group is wider than E4M3. COAT stores three float32 a group; the two bounds give all
+of them, and an x != 0 never gets code 0. A constant group has H - L <= 2/256, taken as 9/256.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from elbowroom.kernels.reference.powers import exp2_from, log2_above
+from elbowroom.kernels.reference.rounding import bf16_up
+from elbowroom.kernels.states import (
+    CEILING,
+    E4M3_OCTAVES,
+    FLOOR,
+    GROUP,
+    LEAST,
+    LEAST_RANGE,
+    MOST,
+    OCTAVES,
+    STEPS,
+    rows_of,
+)
+
+
+def grouped(x: Tensor, row: int) -> Tensor:
+    """x [N] in rows -> [groups, 128], padded with 0 at the end of each row."""
+    D, R, G = rows_of(x.numel(), row)
+    return pad(x.view(D, R), (0, G * GROUP - R)).view(D * G, GROUP)
+
+
+def flat(x: Tensor, row: int, n: int) -> Tensor:
+    """The inverse of `grouped`."""
+    D, R, G = rows_of(n, row)
+    return x.view(D, G * GROUP)[:, :R].reshape(-1)
+
+
+# --- each kind: load(codes, bounds) -> values, store(values) -> codes, bounds ---
+
+
+def softsign_load(codes: Tensor, bounds: Tensor, root: Tensor | None) -> Tensor:
+    """codes [G, 128] int8, bounds [G, 1] -> [G, 128]."""
+    code = codes.float()
+    m = bounds.view(torch.bfloat16).float() * ((code + code) / (381 - code.abs()))
+    return m if root is None else m * root
+
+
+def softsign_store(m: Tensor, root: Tensor | None) -> tuple[Tensor, Tensor]:
+    """m [G, 128] -> codes [G, 128] int8, bounds [G, 1] int16."""
+    r = m if root is None else torch.where(root > 0, m / root, 0.0)
+    s = bf16_up(r.abs().amax(dim=1, keepdim=True))
+    s = torch.where(s < 1e-36, 0, s)
+    s32 = s.float()
+    code = torch.where(s32 > 0, (r * 381) / ((s32 + s32) + r.abs()), 0.0)
+    return code.round().to(torch.int8), s.view(torch.int16)
+
+
+def log_load(codes: Tensor, bounds: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """codes [G, 128], bounds [G, 2] int16 -> v, sqrt(v) [G, 128]."""
+    low, step = _grid(bounds, steps)
+    root = exp2_from((codes.int() - 1).clamp(min=0).float() * step, low, 9)
+    root = torch.where(codes == 0, 0.0, root)
+    return root * root, root
+
+
+def log_store(v: Tensor, u: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """v [G, 128] >= 0, u uniform -> codes [G, 128] uint8, bounds [G, 2], the stored root of v."""
+    positive = v > 0
+    v = v.clamp(LEAST, MOST)
+    bounds = _bounds(v, positive)
+    low, step = _grid(bounds, steps)
+    ratio = exp2_from(step, torch.zeros_like(low), 9)
+    above = log2_above(v, bounds[:, :1].float() * (1 / 256))
+    below = (above * (0.5 / step)).to(torch.int32).clamp(0, steps - 1)
+    root = exp2_from(below.float() * step, low, 9)
+    lo = root * root
+    up = (v - lo) > u * (lo * (ratio * ratio - 1))
+    codes = torch.where(positive, below + up + 1, 0).to(torch.uint8)
+    return codes, bounds, torch.where(positive, torch.where(up, root * ratio, root), 0.0)
+
+
+def expanded_load(codes: Tensor, bounds: Tensor) -> Tensor:
+    """codes [G, 128] uint8, bounds [G, 2] int16 -> [G, 128]."""
+    table = torch.tensor(E4M3_OCTAVES, device=codes.device)
+    inverse_k = _range(bounds) * (1 / OCTAVES)
+    magnitude = codes.int() & 127
+    size = exp2_from(table[magnitude] * inverse_k, bounds[:, :1].int(), 8)
+    size = torch.where(magnitude == 0, 0.0, size)
+    return torch.where(codes > 127, -size, size)
+
+
+def expanded_store(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [G, 128] -> codes [G, 128] uint8, bounds [G, 2] int16."""
+    size, sign = x.abs(), (x < 0) * 128
+    there = size > 0
+    size = size.clamp(LEAST, MOST)
+    bounds = _bounds(size, there)
+    width = _range(bounds)
+    k = torch.full_like(width, OCTAVES) / width  # one rounding; OCTAVES / width has two
+    above = log2_above(size, bounds[:, :1].float() * (1 / 256))
+    minus_nine = torch.full_like(bounds[:, :1], -9 * 256, dtype=torch.int32)
+    expanded = exp2_from((above * k).clamp(0, OCTAVES), minus_nine, 8).clamp(max=448)
+    code = expanded.to(torch.float8_e4m3fn).view(torch.uint8).int() | sign
+    return torch.where(there, code, 0).to(torch.uint8), bounds
+
+
+def _bounds(size: Tensor, there: Tensor) -> Tensor:
+    """log2 of the least and the largest in units of 1/256, rounded outward [G, 2]; 0, 0 if none."""
+    least = torch.where(there, size, MOST).amin(dim=1)
+    most = torch.where(there, size, LEAST).amax(dim=1)
+    low = (log2_above(least, 0.0) * 256).floor().clamp(FLOOR, CEILING)
+    high = (log2_above(most, 0.0) * 256).ceil().clamp(FLOOR, CEILING)
+    some = there.any(dim=1)
+    return torch.stack([torch.where(some, low, 0), torch.where(some, high, 0)], 1).to(torch.int16)
+
+
+def _grid(bounds: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """L [G, 1] int32 and half a step in octaves (roots are stored) [G, 1]."""
+    low, high = bounds[:, :1].int(), bounds[:, 1:].int()
+    return low, (high - low).clamp(min=1).float() * (1 / (512 * steps))
+
+
+def _range(bounds: Tensor) -> Tensor:
+    """H - L in octaves [G, 1]."""
+    low, high = bounds[:, :1].int(), bounds[:, 1:].int()
+    return ((high - low).float() * (1 / 256)).clamp(min=LEAST_RANGE)
+
+
+# --- a state of a parameter: flat buffers <-> groups ---
+
+
+def load(
+    kind: str, codes: Tensor, bounds: Tensor, row: int, n: int, root: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Values [G, 128], and for a `log` kind their roots."""
+    match kind:
+        case "fp32":
+            return grouped(codes.reshape(-1), row), None
+        case "softsign8":
+            return softsign_load(grouped(codes.reshape(-1), row), bounds.view(-1, 1), root), None
+        case "expanded8":
+            return expanded_load(grouped(codes.reshape(-1), row), bounds.view(-1, 2)), None
+        case "log8":
+            return log_load(grouped(codes.reshape(-1), row), bounds.view(-1, 2), STEPS[kind])
+    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows_of(n, row).D, -1)[:, :row]
+    return log_load(grouped(nibbles.reshape(-1), row), bounds.view(-1, 2), STEPS[kind])
+
+
+def store(
+    kind: str,
+    x: Tensor,
+    codes: Tensor,
+    bounds: Tensor,
+    row: int,
+    n: int,
+    root: Tensor | None,
+    u: Tensor,
+) -> Tensor | None:
+    """codes, bounds <- x [G, 128]; returns the stored roots of a `log` kind."""
+    made, limits, held = x, None, None
+    match kind:
+        case "softsign8":
+            made, limits = softsign_store(x, root)
+        case "expanded8":
+            made, limits = expanded_store(x)
+        case "log8" | "log4":
+            made, limits, held = log_store(x, u, STEPS[kind])
+    values = flat(made, row, n)
+    if kind == "log4":
+        even = pad(values.view(-1, row), (0, row % 2))
+        values = even[:, ::2] | (even[:, 1::2] << 4)
+    codes.copy_(values.reshape(codes.shape))
+    if limits is not None:
+        bounds.copy_(limits.view(bounds.shape))
+    return held

@@ -1,0 +1,172 @@
+"""One step of an optimizer over encoded states: load, update in float32, store.
+
+The update knows nothing of bits, and moves the weight by the moments before they are encoded again.
+`factors` are the numbers of a rule, float32 in the order that its function names them.
+
+    adamw   m, v = b1 m + (1-b1) g, b2 v + (1-b2) g^2;  w = decay w - lr m / (sqrt(v) root + eps)
+    lion    w = decay w - lr sign(b1 m + (1-b1) g);     m = b2 m + (1-b2) g
+    sgd     m = momentum m + (g + decay w);             w = w - lr (look m + keep (g + decay w))
+
+Noise is a hash of (seed, group, element of the group).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from elbowroom.kernels.reference.moments import flat, grouped, load, store
+from elbowroom.kernels.reference.noise import uniform
+from elbowroom.kernels.reference.weights import weights_load, weights_store
+from elbowroom.kernels.states import GROUP
+
+WEIGHT_STREAM = 0x5851F42D  # the seed of weights is that of states, but for these bits
+
+
+def adamw(
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: list[float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Decoupled weight decay (arXiv 1711.05101); lr and root hold the corrections of the biases."""
+    decay, lr, b1, b1_rest, b2, b2_rest, root, eps = factors
+    m = m * b1 + g * b1_rest
+    v = v * b2 + (g * g) * b2_rest
+    return w * decay - (m * lr) / (square_root(v) * root + eps), m, v
+
+
+def square_root(v: Tensor) -> Tensor:
+    """Correctly rounded; `torch.sqrt` of float32 is not (CPU, torch 2.13: 17 % are 1 ulp off)."""
+    return v.double().sqrt().float()
+
+
+def lion(
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: list[float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sign of an average (arXiv 2302.06675)."""
+    decay, lr, b1, b1_rest, b2, b2_rest = factors
+    update = (m * b1 + g * b1_rest).sign()
+    return w * decay - update * lr, m * b2 + g * b2_rest, v
+
+
+def sgd(
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: list[float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Momentum; (look, keep) = (1, 0), or (momentum, 1) for Nesterov's."""
+    decay, lr, momentum, look, keep = factors
+    g = g + w * decay
+    m = m * momentum + g
+    return w - (m * look + g * keep) * lr, m, v
+
+
+_RULES: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "adamw": adamw,
+    "lion": lion,
+    "sgd": sgd,
+}
+
+
+def optimizer_step(
+    param: Tensor,
+    residual: Tensor | None,
+    grad: Tensor,
+    m_codes: Tensor,
+    m_bounds: Tensor,
+    v_codes: Tensor,
+    v_bounds: Tensor,
+    rule: str,
+    weights: str,
+    m_kind: str,
+    v_kind: str,
+    row: int,
+    factors: list[float],
+    seed: int,
+) -> None:
+    """param, residual and states [N] are written; rows and shapes as in `kernels/states.py`."""
+    n = param.numel()
+    if n == 0:
+        return
+    w, g = (grouped(x, row) for x in (weights_load(param, residual), grad.float()))
+    factors = torch.tensor(factors).tolist()  # as float32
+    m, v = states_load(m_codes, m_bounds, v_codes, v_bounds, m_kind, v_kind, row, n)
+    w, m, v = _RULES[rule](w, g, m, v, factors)
+    states_store(m, v, m_codes, m_bounds, v_codes, v_bounds, m_kind, v_kind, row, n, seed)
+    u = None
+    if weights != "nearest" and param.dtype is torch.bfloat16:
+        u = flat(uniform(seed ^ WEIGHT_STREAM, 0, w.shape[0], w.device, GROUP), row, n)
+    weights_store(flat(w, row, n), param, residual, weights, u)
+
+
+def states_load(
+    m_codes: Tensor,
+    m_bounds: Tensor,
+    v_codes: Tensor,
+    v_bounds: Tensor,
+    m_kind: str,
+    v_kind: str,
+    row: int,
+    n: int,
+) -> tuple[Tensor, Tensor]:
+    """m, v [groups, 128] float32."""
+    v, root = None, None
+    if v_kind != "none":
+        v, root = load(v_kind, v_codes, v_bounds, row, n, None)
+    m, _ = load(m_kind, m_codes, m_bounds, row, n, root)
+    return m, torch.zeros_like(m) if v is None else v
+
+
+def states_store(
+    m: Tensor,
+    v: Tensor,
+    m_codes: Tensor,
+    m_bounds: Tensor,
+    v_codes: Tensor,
+    v_bounds: Tensor,
+    m_kind: str,
+    v_kind: str,
+    row: int,
+    n: int,
+    seed: int,
+) -> None:
+    """The inverse."""
+    u = uniform(seed, 0, m.shape[0], m.device, GROUP)
+    root = None
+    if v_kind != "none":
+        root = store(v_kind, v, v_codes, v_bounds, row, n, None, u)
+    store(m_kind, m, m_codes, m_bounds, row, n, root, u)
+
+
+def moments_dequantize(
+    m_codes: Tensor,
+    m_bounds: Tensor,
+    v_codes: Tensor,
+    v_bounds: Tensor,
+    m_kind: str,
+    v_kind: str,
+    row: int,
+    n: int,
+) -> tuple[Tensor, Tensor]:
+    """m, v [N] float32; v is 0 where there is none."""
+    if n == 0:
+        empty = m_codes.new_empty(0, dtype=torch.float32)
+        return empty, empty.clone()
+    m, v = states_load(m_codes, m_bounds, v_codes, v_bounds, m_kind, v_kind, row, n)
+    return flat(m, row, n), flat(v, row, n)
+
+
+def moments_quantize(
+    m: Tensor,
+    v: Tensor,
+    m_codes: Tensor,
+    m_bounds: Tensor,
+    v_codes: Tensor,
+    v_bounds: Tensor,
+    m_kind: str,
+    v_kind: str,
+    row: int,
+    seed: int,
+) -> None:
+    """The states are written <- m, v [N] float32."""
+    if m.numel() == 0:
+        return
+    n = m.numel()
+    states = (m_codes, m_bounds, v_codes, v_bounds)
+    states_store(grouped(m, row), grouped(v, row), *states, m_kind, v_kind, row, n, seed)

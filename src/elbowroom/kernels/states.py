@@ -1,0 +1,94 @@
+"""How optimizer states lie in memory, and the constants of their mathematics, for all backends.
+
+A parameter of shape [D, ...] is D rows of R elements. A row is cut into groups of 128, the last one
+shorter; no group crosses a row, so that a shard of whole rows is encoded as the whole would be.
+
+    kind        codes, a row               bounds, a group     held by
+    fp32        R float32                  none                itself
+    softsign8   R int8                     1 (bf16 bits)       abs maximum
+    expanded8   R uint8                    2 (int16)           log2 of the least and the largest
+    log8        R uint8                    2 (int16)           log2 of the least and the largest
+    log4        ceil(R / 2) uint8          2 (int16)           log2 of the least and the largest
+    none        0                          none                there is no such state
+
+Bounds in log2 are integers in units of 1/256, rounded outward: least [-32256, 32767].
+"""
+
+from math import log2
+from typing import NamedTuple
+
+import torch
+
+GROUP = 128
+KINDS = ("none", "fp32", "softsign8", "expanded8", "log8", "log4")
+RULES = ("adamw", "lion", "sgd")
+WEIGHTS = ("nearest", "sr", "residual")
+STEPS = {"log8": 254, "log4": 14}  # between the least and the largest; code 0 is for 0
+CODES = {
+    "fp32": torch.float32,
+    "softsign8": torch.int8,
+    "expanded8": torch.uint8,
+    "log8": torch.uint8,
+    "log4": torch.uint8,
+}
+BOUNDS = {"none": 0, "fp32": 0, "softsign8": 1, "expanded8": 2, "log8": 2, "log4": 2}
+
+# log2(1 + f) / f to 1.6e-6 and (2^f - 1) / f to 1.5e-8 for f in [0, 1): least maximal error.
+LOG2 = (
+    1.4426934719085693,
+    -0.7211798429489136,
+    0.47790515422821045,
+    -0.34009748697280884,
+    0.21722687780857086,
+    -0.09752227365970612,
+    0.020975612103939056,
+)
+EXP2 = (
+    0.6931471824645996,
+    0.24022722244262695,
+    0.05549584701657295,
+    0.009652688167989254,
+    0.0012686527334153652,
+    0.00020840489014517516,
+)
+LEAST = 2.0**-126  # what is smaller, but not 0, is held as this: the least normal float32
+MOST = 2.0**127.99  # what is larger (a square may be Inf) is held as this
+FLOOR, CEILING = -126 * 256, 32767
+
+# E4M3: 126 magnitudes from 2^-9 to 448, in octaves above 2^-9; code 0 is for 0.
+OCTAVES = log2(448) + 9
+LEAST_RANGE = 9 / 256  # of a group, in octaves: beyond it the exponent k would exceed 507
+
+
+def _octaves(code: int) -> float:
+    exponent, fraction = code >> 3, code & 7
+    value = fraction * 2.0**-9 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7)
+    return log2(value) + 9 if 0 < code < 127 else 0.0
+
+
+E4M3_OCTAVES = tuple(_octaves(code) for code in range(128))
+
+
+class Rows(NamedTuple):
+    """D rows of R elements, each of G groups."""
+
+    D: int
+    R: int
+    G: int
+
+
+def rows_of(n: int, row: int) -> Rows:
+    """n elements in rows of `row`."""
+    return Rows(n // row if row else 0, row, -(-row // GROUP))
+
+
+def code_shape(kind: str, n: int, row: int) -> tuple[int, int]:
+    """[D, codes a row]."""
+    D, R, _ = rows_of(n, row)
+    return D, {"none": 0, "log4": -(-R // 2)}.get(kind, R)
+
+
+def bound_shape(kind: str, n: int, row: int) -> tuple[int, int]:
+    """[D, bounds a row]."""
+    D, _, G = rows_of(n, row)
+    return D, G * BOUNDS[kind]

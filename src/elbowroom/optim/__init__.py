@@ -1,0 +1,17 @@
+"""Optimizers over encoded states: `torch.optim` in a fourth of its memory.
+
+    opt = er.optim.AdamW(model.parameters(), lr=3e-4, state="int8")   # 2 bytes each, not 8
+
+    formats.py      which parameter is held how, and in how many bytes
+    base.py         the step that all share: checks, one kernel call a parameter
+    adamw.py lion.py sgd.py      the settings of a rule, as the numbers that the kernel takes
+    state_dict.py   save and load, and to and from what torch.optim saves
+
+The mathematics is in `kernels/reference/step.py` and `moments.py`.
+"""
+
+from elbowroom.optim.adamw import AdamW as AdamW
+from elbowroom.optim.formats import STATES as STATES
+from elbowroom.optim.formats import state_nbytes as state_nbytes
+from elbowroom.optim.lion import Lion as Lion
+from elbowroom.optim.sgd import SGD as SGD

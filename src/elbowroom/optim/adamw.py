@@ -1,0 +1,63 @@
+"""AdamW (arXiv 1711.05101) over encoded states."""
+
+from math import sqrt
+from typing import Any
+
+from elbowroom.errors import InvalidSetting
+from elbowroom.optim.base import EncodedOptimizer
+from elbowroom.optim.formats import Group
+
+
+class AdamW(EncodedOptimizer):
+    """`torch.optim.AdamW` whose two states take 8 to 1.55 bytes a parameter.
+
+    state    "fp32" | "coat" | "int8" | "int4" (see `formats.py`); a param group may have its own
+    weights  for bfloat16 parameters: "residual" (one byte more each: 24 bits), "sr" (stochastic
+             rounding, no byte) or "nearest" (updates below half a step are lost)
+    seed     of stochastic rounding
+
+    Raises InvalidSetting and UnsupportedParameter.
+    """
+
+    rule = "adamw"
+    moments = "exp_avg", "exp_avg_sq"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        state: str = "int8",
+        weights: str = "residual",
+        maximize: bool = False,
+        seed: int = 0,
+    ) -> None:
+        check(lr=lr, eps=eps, weight_decay=weight_decay, betas=betas)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, state=state, weights=weights, seed=seed)
+
+    def factors(self, group: Group, step: int) -> list[float]:
+        """decay, lr, b1, 1 - b1, b2, 1 - b2, root, eps: see `kernels/reference/step.py`."""
+        lr, (b1, b2) = float(group["lr"]), group["betas"]
+        sign = -1 if group["maximize"] else 1
+        rate, root = lr / (1 - b1**step), 1 / sqrt(1 - b2**step)
+        decay = 1 - lr * group["weight_decay"]
+        return [decay, rate, b1, sign * (1 - b1), b2, 1 - b2, root, group["eps"]]
+
+
+def check(betas: tuple[float, ...] = (), **least_zero: float) -> None:
+    """Raises InvalidSetting for what makes no optimizer."""
+    for name, value in least_zero.items():
+        if not float(value) >= 0:
+            raise InvalidSetting(f"{name} is at least 0; got {value}")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise InvalidSetting(f"betas are at least 0 and below 1; got {betas}")

@@ -1,0 +1,219 @@
+"""The step that all optimizers share: checks, then one kernel call for each parameter.
+
+    step   refuse what cannot be done -> skip if a gradient is not finite -> states -> kernel
+
+1. A step is done for all parameters or for none: one Inf would spoil a group of 128 for long.
+   `skipped` counts the steps that were not done. Under GradScaler, which looks itself, it stays 0.
+2. A parameter is a flat run in memory order, so one in channels_last is not copied; its gradient
+   is brought into the same order.
+3. Noise is a hash of (seed, step, place of the parameter, group, element): replicas that see the
+   same gradients stay equal to the last bit, and a resumed run continues with the same bits.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from elbowroom.errors import InvalidSetting, UnsupportedGradient, UnsupportedParameter
+from elbowroom.kernels import ops
+from elbowroom.kernels.states import WEIGHTS
+from elbowroom.optim.formats import (
+    Format,
+    Group,
+    check_state,
+    flat,
+    format_of,
+    names,
+    row_of,
+    seed_of,
+)
+from elbowroom.optim.state_dict import VERSION, checked_groups, held_as_of, loaded, portable
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_log = logging.getLogger("elbowroom.optim")
+
+
+class EncodedOptimizer(Optimizer):
+    """A rule over encoded states; a subclass gives its names and its numbers.
+
+    Raises InvalidSetting, and UnsupportedParameter for what is not a dense float32, bfloat16 or
+    float16 tensor.
+    """
+
+    rule: ClassVar[str]
+    moments: ClassVar[tuple[str, ...]]  # names in state_dict, as torch.optim has them
+    skipped: int = 0
+
+    def __init__(self, params: Any, defaults: Group, *, state: str, weights: str, seed: int):
+        more = {"state": state, "weights": weights, "seed": seed, "version": VERSION}
+        super().__init__(params, defaults | more)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As torch's; a group may have a `state` and `weights` of its own."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except Exception:
+            del self.param_groups[-1]
+            raise
+
+    def factors(self, group: Group, step: int) -> list[float]:
+        """The numbers of this step that the kernel of `rule` takes."""
+        raise NotImplementedError
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient, or none if a gradient is not finite.
+
+        Raises UnsupportedGradient for sparse ones, before anything has changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        due = list(self._due())
+        if not _finite(grad for *_, grad in due):
+            self.skipped += 1
+            _log.warning("a gradient is not finite: step skipped, %d so far", self.skipped)
+            return loss
+        for index, group, p, grad in due:
+            self._update(index, group, p, grad)
+        return loss
+
+    def portable_state_dict(self) -> dict[str, Any]:
+        """Float32 states as the class of the same name in `torch.optim` loads them."""
+        return portable(self)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this class, with whichever `state`, or its twin in `torch.optim` has saved.
+
+        `state` and `weights` stay as constructed. Raises StateMismatch, and then nothing changed.
+        """
+        theirs = state_dict["param_groups"]
+        groups, held_as = checked_groups(self, theirs), held_as_of(theirs)
+        ids = [id for group in groups for id in group["params"]]
+        params = [(p, group) for group in self.param_groups for p in group["params"]]
+        made = {
+            p: loaded(self, p, state_dict["state"][id], group, held)
+            for (p, group), id, held in zip(params, ids, held_as, strict=True)
+            if id in state_dict["state"]
+        }
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        self.state.update(made)
+
+    def format_of(self, p: Tensor, state: str) -> Format:
+        """How the states of p are held."""
+        return format_of(p.shape, state, second=len(self.moments) > 1)
+
+    def fresh(self, p: Tensor, group: Group) -> dict[str, Tensor]:
+        """States before the first step."""
+        made = {"step": torch.zeros((), dtype=torch.float32)}
+        found = self.format_of(p, group["state"])
+        for name, moment in zip(self.moments, (found.first, found.second), strict=False):
+            held = names(name, moment.kind)
+            codes, bounds = moment.empty(p)
+            made |= (
+                {held.codes: codes}
+                if moment.kind == "fp32"
+                else dict(zip(held, (codes, bounds), strict=True))
+            )
+        if group["weights"] == "residual" and p.dtype is torch.bfloat16:
+            made["residual"] = torch.zeros_like(p, dtype=torch.int8)
+        return made
+
+    def arguments(self, p: Tensor, state: dict[str, Tensor], found: Format) -> tuple[Any, ...]:
+        """Codes and bounds of both moments as the kernels take them, then their kinds."""
+        nothing = p.new_empty(0, dtype=torch.uint8), p.new_empty(0, dtype=torch.int16)
+        parts: list[Tensor] = []
+        for i, moment in enumerate((found.first, found.second)):
+            held = names(self.moments[i], moment.kind) if i < len(self.moments) else None
+            codes = nothing[0] if held is None else state[held.codes]
+            bounds = nothing[1] if held is None else state.get(held.bounds, nothing[1])
+            parts += [flat(codes) if moment.kind == "fp32" else codes, bounds]
+        return *parts, found.first.kind, found.second.kind
+
+    def _due(self) -> Iterator[tuple[int, Group, Tensor, Tensor]]:
+        index = 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    yield index, group, p, self._usable(p.grad, p)
+                index += 1
+
+    def _usable(self, grad: Tensor, p: Tensor) -> Tensor:
+        if grad.layout is not torch.strided:
+            raise UnsupportedGradient(
+                f"{type(self).__name__} takes dense gradients; that of a parameter of shape "
+                f"{tuple(p.shape)} is {str(grad.layout).removeprefix('torch.')}. Use sparse=False "
+                "in the embedding, or torch.optim.SparseAdam for it"
+            )
+        if grad.stride() != p.stride() or grad.dtype not in DTYPES:
+            return torch.empty_like(p).copy_(grad)
+        return grad
+
+    def _update(self, index: int, group: Group, p: Tensor, grad: Tensor) -> None:
+        state = self.state[p]
+        if not state:
+            state.update(self.fresh(p, group))
+        state["step"] += 1
+        step = int(state["step"].item())
+        found = self.format_of(p, group["state"])
+        residual = state.get("residual")
+        *tensors, first, second = self.arguments(p, state, found)
+        ops.optimizer_step(
+            *(flat(p), None if residual is None else flat(residual), flat(grad), *tensors),
+            *(self.rule, group["weights"], first, second, row_of(p.shape)),
+            *(self.factors(group, step), seed_of(group["seed"], step, index)),
+        )
+
+    def _check_group(self, group: Group) -> None:
+        check_state(group["state"], second=len(self.moments) > 1)
+        if group["weights"] not in WEIGHTS:
+            raise InvalidSetting(f"no weights={group['weights']!r}; there are {', '.join(WEIGHTS)}")
+        for p in group["params"]:
+            _check_parameter(p, group["weights"])
+
+
+def _check_parameter(p: Tensor, weights: str) -> None:
+    what = f"a parameter of shape {tuple(p.shape)} is {str(p.dtype).removeprefix('torch.')}"
+    if p.dtype not in DTYPES:
+        raise UnsupportedParameter(
+            f"{what}; states are encoded for float32, bfloat16 and float16. Give it to an "
+            "optimizer of torch.optim"
+        )
+    if p.dtype is torch.float16 and weights != "nearest":
+        raise UnsupportedParameter(
+            f"{what}, for which there is no weights={weights!r}. Use bfloat16, or say "
+            "weights='nearest' and lose updates below half a step of float16"
+        )
+    if hasattr(p, "to_local"):
+        raise UnsupportedParameter(f"{what} and a DTensor, which is not supported yet")
+    if p.layout is not torch.strided or not _dense(p):
+        raise UnsupportedParameter(f"{what} with gaps or overlaps in memory; use .contiguous()")
+
+
+def _dense(x: Tensor) -> bool:
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda d: -strides[d])
+    return x.numel() == 0 or x.permute(order).is_contiguous()
+
+
+def _finite(grads: Iterable[Tensor]) -> bool:
+    """One reading pass and, on a GPU, one wait a device."""
+    edges: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        if grad.numel():
+            edges.setdefault(grad.device, []).extend(torch.aminmax(grad.detach()))
+    return all(
+        bool(torch.stack([edge.float() for edge in some]).isfinite().all())
+        for some in edges.values()
+    )

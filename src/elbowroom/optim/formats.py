@@ -1,0 +1,117 @@
+"""How the states of a parameter are held, and in how many bytes.
+
+    state   first moment             second moment   bytes a parameter (rows of 128)
+    fp32    float32                  float32         8
+    coat    E4M3, expanded range     the same        2.0625
+    int8    8 bits, companded        8 bits, log     2.0469
+    int4    8 bits, companded        4 bits, log     1.5469
+
+SGD and Lion have a first moment only. Parameters of one dimension, with fewer than 4096 elements,
+or with rows (all but the first dimension) shorter than 32 keep float32 states: they are few, and
+their groups would be short. The rule reads the whole shape, which is the same on every rank.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from elbowroom.errors import InvalidSetting
+from elbowroom.kernels.states import CODES, bound_shape, code_shape
+
+Group = dict[str, Any]  # of torch's param_groups
+LEAST_ELEMENTS, LEAST_ROW = 4096, 32
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One state of a parameter, held as `kind` (`kernels/states.py`)."""
+
+    kind: str
+
+    def empty(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and bounds that stand for 0; codes of fp32 are like p."""
+        if self.kind == "fp32":
+            return torch.zeros_like(p, dtype=torch.float32), p.new_empty(0, dtype=torch.int16)
+        dtype = CODES.get(self.kind, torch.uint8)
+        shapes = self._shapes(p.numel(), row_of(p.shape))
+        return p.new_zeros(shapes[0], dtype=dtype), p.new_zeros(shapes[1], dtype=torch.int16)
+
+    def nbytes(self, n: int, row: int) -> int:
+        """Of codes and bounds."""
+        (rows, codes), (_, bounds) = self._shapes(n, row)
+        return rows * (codes * (4 if self.kind == "fp32" else 1) + 2 * bounds)
+
+    def _shapes(self, n: int, row: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        return code_shape(self.kind, n, row), bound_shape(self.kind, n, row)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How both moments are held."""
+
+    first: Moment
+    second: Moment
+
+
+NOTHING = Moment("none")
+FP32 = Format(Moment("fp32"), Moment("fp32"))
+STATES = {
+    "fp32": FP32,
+    "coat": Format(Moment("expanded8"), Moment("expanded8")),
+    "int8": Format(Moment("softsign8"), Moment("log8")),
+    "int4": Format(Moment("softsign8"), Moment("log4")),
+}
+
+
+def row_of(shape: torch.Size) -> int:
+    """Elements of a row: all dimensions but the first."""
+    return max(1, shape[1:].numel()) if len(shape) else 1
+
+
+def format_of(shape: torch.Size, state: str, *, second: bool) -> Format:
+    """The format of a parameter; `second`: whether the rule has a second moment."""
+    small = shape.numel() < LEAST_ELEMENTS or row_of(shape) < LEAST_ROW or len(shape) < 2
+    found = FP32 if small else STATES[state]
+    return found if second else replace(found, second=NOTHING)
+
+
+def check_state(state: object, *, second: bool) -> None:
+    """Raises InvalidSetting for what is not offered."""
+    offered = [name for name in STATES if second or name != "int4"]
+    if state not in offered:
+        why = "; int4 is int8 with a second moment of 4 bits" if state == "int4" else ""
+        raise InvalidSetting(f"no state={state!r} here; there are {', '.join(offered)}{why}")
+
+
+def state_nbytes(p: Tensor, state: str, *, second: bool = True, weights: str = "residual") -> int:
+    """Bytes of the states of p, the 4 of its step counter and a residual included."""
+    found, n, row = format_of(p.shape, state, second=second), p.numel(), row_of(p.shape)
+    residual = n if p.dtype is torch.bfloat16 and weights == "residual" else 0
+    return 4 + residual + found.first.nbytes(n, row) + found.second.nbytes(n, row)
+
+
+class Held(NamedTuple):
+    """The names of a moment's tensors in `optimizer.state[p]`."""
+
+    codes: str
+    bounds: str
+
+
+def names(moment: str, kind: str) -> Held:
+    """fp32 states have the names of torch.optim, so that they are interchangeable."""
+    return Held(moment if kind == "fp32" else f"{moment}_codes", f"{moment}_bounds")
+
+
+def seed_of(seed: int, step: int, index: int) -> int:
+    """64 bits: the step above, seed and place below, step below 2^31."""
+    low = (seed * 0x85EBCA6B + index * 0x9E3779B9) & 0xFFFFFFFF
+    return ((step & 0x7FFFFFFF) << 32) | low
+
+
+def flat(x: Tensor) -> Tensor:
+    """A dense tensor in memory order, not copied."""
+    if x.is_contiguous():
+        return x.view(-1)
+    return x.as_strided((x.numel(),), (1,))

@@ -1,0 +1,36 @@
+"""Lion (arXiv 2302.06675) over an encoded state."""
+
+from typing import Any
+
+from elbowroom.optim.adamw import check
+from elbowroom.optim.base import EncodedOptimizer
+from elbowroom.optim.formats import Group
+
+
+class Lion(EncodedOptimizer):
+    """The sign of an average of gradients; one state. Settings as those of `AdamW`."""
+
+    rule = "lion"
+    moments = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        state: str = "int8",
+        weights: str = "residual",
+        maximize: bool = False,
+        seed: int = 0,
+    ) -> None:
+        check(lr=lr, weight_decay=weight_decay, betas=betas)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, state=state, weights=weights, seed=seed)
+
+    def factors(self, group: Group, step: int) -> list[float]:
+        """decay, lr, b1, 1 - b1, b2, 1 - b2."""
+        lr, (b1, b2) = float(group["lr"]), group["betas"]
+        sign = -1 if group["maximize"] else 1
+        return [1 - lr * group["weight_decay"], lr, b1, sign * (1 - b1), b2, sign * (1 - b2)]

@@ -1,0 +1,47 @@
+"""SGD with momentum over an encoded state."""
+
+from typing import Any
+
+from elbowroom.errors import InvalidSetting
+from elbowroom.optim.adamw import check
+from elbowroom.optim.base import EncodedOptimizer
+from elbowroom.optim.formats import Group
+
+
+class SGD(EncodedOptimizer):
+    """`torch.optim.SGD` with momentum (dampening 0). Settings as those of `AdamW`."""
+
+    rule = "sgd"
+    moments = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        state: str = "int8",
+        weights: str = "residual",
+        seed: int = 0,
+    ) -> None:
+        check(lr=lr, weight_decay=weight_decay)
+        if not 0 < momentum < 1:
+            raise InvalidSetting(
+                f"momentum is above 0 and below 1; got {momentum}. Without momentum there is no "
+                "state to encode: use torch.optim.SGD"
+            )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults, state=state, weights=weights, seed=seed)
+
+    def factors(self, group: Group, step: int) -> list[float]:
+        """decay, lr, momentum, look, keep."""
+        momentum = group["momentum"]
+        ahead = (momentum, 1.0) if group["nesterov"] else (1.0, 0.0)
+        return [group["weight_decay"], float(group["lr"]), momentum, *ahead]

@@ -1,0 +1,162 @@
+"""What an optimizer saves, and what it can load.
+
+A state_dict holds codes as they are, so a resumed run continues with the same bits. It loads
+    its own format            bit for bit
+    another `state=`          decoded to float32, encoded anew
+    torch.optim's             encoded
+and refuses a newer version, wrong shapes, and amsgrad. `portable_state_dict` has float32 states
+under torch.optim's names, and nothing that torch.optim does not know.
+
+torch's own `load_state_dict` is not used for states: it casts each to its parameter's dtype, and
+codes are no such numbers.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from elbowroom.errors import StateMismatch
+from elbowroom.kernels import ops
+from elbowroom.optim.formats import STATES, Group, flat, names, row_of, seed_of
+
+if TYPE_CHECKING:
+    from elbowroom.optim.base import EncodedOptimizer
+
+VERSION = 1  # of what `state_dict` holds
+_OURS = ("state", "weights", "seed", "version")
+
+
+def portable(optimizer: "EncodedOptimizer") -> dict[str, Any]:
+    """See `EncodedOptimizer.portable_state_dict`."""
+    states: dict[int, dict[str, Tensor]] = {}
+    groups, index = [], 0
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if state := optimizer.state.get(p):
+                values = decoded(optimizer, p, state, group["state"])
+                states[index] = {"step": state["step"].clone(), **values}
+            index += 1
+        count = len(group["params"])
+        plain = {k: v for k, v in group.items() if k not in _OURS and k != "params"}
+        extra = {"dampening": 0} if optimizer.rule == "sgd" else {}
+        groups.append({**plain, **extra, "params": list(range(index - count, index))})
+    return {"state": states, "param_groups": groups}
+
+
+def decoded(
+    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Any], held_as: str
+) -> dict[str, Tensor]:
+    """The moments as float32, like p."""
+    first = optimizer.moments[0]
+    encoded = names(first, "").codes in state
+    found = optimizer.format_of(p, held_as if encoded else "fp32")
+    *tensors, m_kind, v_kind = optimizer.arguments(p, state, found)
+    row, n = row_of(p.shape), p.numel()
+    values = ops.moments_dequantize(*tensors, m_kind, v_kind, row, n)
+    made = {}
+    for name, value in zip(optimizer.moments, values, strict=False):
+        made[name] = torch.empty_like(p, dtype=torch.float32)
+        flat(made[name]).copy_(value)
+    return made
+
+
+def checked_groups(optimizer: "EncodedOptimizer", groups: list[Group]) -> list[Group]:
+    """The file's groups with only what this optimizer knows; `state` and `weights` are its own."""
+    if len(groups) != len(optimizer.param_groups) or any(
+        len(theirs["params"]) != len(ours["params"])
+        for theirs, ours in zip(groups, optimizer.param_groups, strict=True)
+    ):
+        raise StateMismatch(
+            f"the state_dict has param groups of {[len(g['params']) for g in groups]} parameters, "
+            f"the optimizer of {[len(g['params']) for g in optimizer.param_groups]}"
+        )
+    made = []
+    for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
+        version = theirs.get("version", VERSION)
+        if version > VERSION:
+            raise StateMismatch(
+                f"the state_dict is of version {version}, this elbowroom reads up to {VERSION}; "
+                "install a newer elbowroom"
+            )
+        if theirs.get("amsgrad"):
+            raise StateMismatch("the state_dict is of AdamW(amsgrad=True), which is not offered")
+        known = {k: theirs.get(k, ours[k]) for k in ours if k not in ("state", "weights")}
+        known |= {"version": VERSION, "params": theirs["params"]}
+        made.append(known | {k: ours[k] for k in ("state", "weights")})
+    return made
+
+
+def loaded(
+    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Any], group: Group, held_as: str
+) -> dict[str, Tensor]:
+    """The state of p as `optimizer` holds it, from one that may be held in another way."""
+    fresh = optimizer.fresh(p, group)
+    fresh["step"].fill_(float(state.get("step", 0)))
+    if "residual" in fresh and "residual" in state:
+        _fill(fresh["residual"], state["residual"], "residual")
+    wanted = [key for key in fresh if key not in ("step", "residual")]
+    encoded = any(key.endswith("_codes") for key in wanted)
+    if all(key in state for key in wanted) and (not encoded or held_as == group["state"]):
+        for key in wanted:
+            _fill(fresh[key], state[key], key)
+        return fresh
+    _transcode(optimizer, p, _like_saved(optimizer, p, state, held_as), group, held_as, fresh)
+    return fresh
+
+
+def _like_saved(
+    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Any], held_as: str
+) -> dict[str, Tensor]:
+    """The saved tensors, held against the shapes of the format that they are said to be in."""
+    encoded = names(optimizer.moments[0], "").codes in state
+    expected = optimizer.fresh(p, {"state": held_as if encoded else "fp32", "weights": "nearest"})
+    for key in expected:
+        if key != "step":
+            if state.get(key) is None:
+                raise StateMismatch(
+                    f"the state_dict has no {key!r} for a parameter of shape {tuple(p.shape)}, "
+                    f"only {sorted(state)}"
+                )
+            _fill(expected[key], state[key], key)
+    return expected
+
+
+def _transcode(
+    optimizer: "EncodedOptimizer",
+    p: Tensor,
+    saved: dict[str, Tensor],
+    group: Group,
+    held_as: str,
+    fresh: dict[str, Tensor],
+) -> None:
+    values = [flat(x) for x in decoded(optimizer, p, saved, held_as).values()]
+    values += [torch.zeros_like(values[0])] * (2 - len(values))
+    found = optimizer.format_of(p, group["state"])
+    seed = seed_of(group["seed"], int(fresh["step"].item()), 0)
+    *tensors, m_kind, v_kind = optimizer.arguments(p, fresh, found)
+    ops.moments_quantize(*values, *tensors, m_kind, v_kind, row_of(p.shape), seed)
+
+
+def _fill(target: Tensor, source: Tensor, key: str) -> None:
+    """target <- source; float states may come in another float dtype, codes may not."""
+    same = source.dtype == target.dtype or (
+        source.dtype.is_floating_point and target.dtype is torch.float32
+    )
+    if source.shape != target.shape or not same:
+        raise StateMismatch(
+            f"{key!r} of the state_dict is {source.dtype} of shape {tuple(source.shape)}; "
+            f"expected {target.dtype} of shape {tuple(target.shape)}"
+        )
+    target.copy_(source)
+
+
+def held_as_of(groups: list[Group]) -> list[str]:
+    """For each parameter of a file, the `state` of its group; torch.optim's are fp32."""
+    made = [group.get("state", "fp32") for group in groups for _ in group["params"]]
+    for state in made:
+        if state not in STATES:
+            raise StateMismatch(
+                f"the state_dict has state={state!r}; known are {', '.join(STATES)}"
+            )
+    return made

@@ -1,0 +1,291 @@
+"""Every optimizer with every state: bytes, resume, hostile input, torch.optim as the truth."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom as er
+from elbowroom import errors
+from elbowroom.optim import SGD, STATES, AdamW, Lion
+
+CASES = [
+    (cls, state)
+    for cls, state in itertools.product((AdamW, Lion, SGD), STATES)
+    if cls is AdamW or state != "int4"
+]
+every = pytest.mark.parametrize(("cls", "state"), CASES, ids=lambda x: getattr(x, "__name__", x))
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Rows of 100 (less than a group), of 150 (a group and a rest), and small parameters."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(100, 150), nn.Tanh(), nn.Linear(150, 41), nn.Tanh(), nn.Linear(41, 3))
+    return nn.Sequential(*layers).to(dtype)
+
+
+def steps(net: nn.Module, optimizer: torch.optim.Optimizer, n: int, seed: int = 0) -> float:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(n):
+        p = next(net.parameters())
+        x = torch.randn(16, 100, generator=generator)
+        loss = net(x.to(p.dtype)).float().square().mean() + net(-x.to(p.dtype)).float().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [t.clone() for s in optimizer.state.values() for t in s.values()]
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bytes_are_as_predicted_and_a_resumed_run_has_the_same_bits(cls, state, dtype):
+    net = model(dtype)
+    optimizer = cls(net.parameters(), lr=1e-3, state=state, weight_decay=0.01)
+    before = steps(net, optimizer, 3)
+    held = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
+    assert held == sum(
+        er.optim.state_nbytes(p, state, second=cls is AdamW) for p in net.parameters()
+    )
+    twin = copy.deepcopy(net)
+    resumed = cls(twin.parameters(), lr=9.0, state=state, seed=7)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    dtypes = [t.dtype for s in optimizer.state.values() for t in s.values()]
+    assert [t.dtype for s in resumed.state.values() for t in s.values()] == dtypes
+    assert steps(net, optimizer, 3, 1) == steps(twin, resumed, 3, 1) != before
+    assert same(net, twin)
+    assert all(map(torch.equal, snapshot(optimizer), snapshot(resumed)))
+
+
+def test_bytes_a_parameter_are_within_what_is_promised():
+    p = torch.empty(64, 1024)
+    for state, most in (("fp32", 8.001), ("coat", 2.19), ("int8", 2.07), ("int4", 1.56)):
+        assert er.optim.state_nbytes(p, state) / p.numel() <= most
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "settings"),
+    [
+        (AdamW, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
+        (AdamW, torch.optim.AdamW, {"lr": 1e-3, "maximize": True}),
+        (SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}),
+        (SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.8, "nesterov": True}),
+    ],
+)
+def test_fp32_is_torch_optim(ours, theirs, settings):
+    net, twin = model(), model()
+    one, other = (
+        ours(net.parameters(), state="fp32", **settings),
+        theirs(twin.parameters(), **settings),
+    )
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (one, other)]
+    for seed in range(5):
+        steps(net, one, 2, seed)
+        steps(twin, other, 2, seed)
+        for schedule in schedules:
+            schedule.step()
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@every
+def test_states_convert_to_any_other_and_to_torch_optim(cls, state):
+    net = model()
+    optimizer = cls(net.parameters(), lr=1e-3, state=state)
+    steps(net, optimizer, 3)
+    saved = optimizer.portable_state_dict()
+    if cls is not Lion:
+        twin = {AdamW: torch.optim.AdamW, SGD: torch.optim.SGD}[cls](net.parameters(), lr=1.0)
+        twin.load_state_dict(copy.deepcopy(saved))
+        saved = twin.state_dict()
+    for other in (s for c, s in CASES if c is cls):
+        for source in (optimizer.state_dict(), saved):
+            loaded = cls(net.parameters(), state=other)
+            loaded.load_state_dict(source)
+            assert loaded.param_groups[0]["state"] == other
+            assert loaded.param_groups[0]["lr"] == 1e-3
+            limit = 0.2 if "int4" in (state, other) else 0.02
+            again = loaded.portable_state_dict()["state"]
+            for i, truth in saved["state"].items():
+                for name in optimizer.moments:
+                    error = (again[i][name] - truth[name]).norm() / truth[name].norm()
+                    assert error <= limit, (other, name)
+            assert again[0]["step"] == 3
+            steps(net, loaded, 1)
+
+
+@every
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(cls, state, bad):
+    net = model()
+    optimizer = cls(net.parameters(), state=state)
+    steps(net, optimizer, 2)
+    before, weights = snapshot(optimizer), copy.deepcopy(net)
+    net[4].bias.grad[1] = bad
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert same(net, weights)
+    assert all(map(torch.equal, before, snapshot(optimizer)))
+
+
+@every
+def test_zero_gradients_at_lr_0_move_nothing_and_leave_no_nan(cls, state):
+    for dtype, weights in (
+        (torch.float32, "nearest"),
+        (torch.bfloat16, "residual"),
+        (torch.bfloat16, "sr"),
+    ):
+        net = model(dtype)
+        optimizer = cls(net.parameters(), lr=0.0, state=state, weights=weights)
+        before = copy.deepcopy(net)
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.step()
+        assert same(net, before)
+        assert all(t.float().isfinite().all() for t in snapshot(optimizer))
+
+
+@every
+def test_odd_parameters(cls, state):
+    shapes = [(), (0,), (0, 500), (5000,), (64, 65), (3, 5000), (2, 3, 64, 64)]
+    params = [nn.Parameter(torch.ones(s)) for s in shapes]
+    params.append(nn.Parameter(torch.ones(64, 32, 3, 3).to(memory_format=torch.channels_last)))
+    params.append(nn.Parameter(torch.ones(70, 80).t()))
+    frozen = nn.Parameter(torch.ones(64, 64))
+    optimizer = cls([*params, frozen], lr=0.1, state=state)
+    for p in params:
+        p.grad = (
+            torch.ones(p.shape) * torch.arange(max(1, p.numel())).view(p.shape or ())
+            if p.numel()
+            else torch.ones(p.shape)
+        )
+    optimizer.step()
+    for p in params:
+        assert p.isfinite().all()
+        assert p.numel() < 2 or (p.flatten()[1:] < 1).all()
+        if p.dim() > 1 and p.numel() and cls is AdamW:
+            # Adam's first step is lr times the sign, whatever the order in memory.
+            torch.testing.assert_close(p.flatten()[1:], torch.full((p.numel() - 1,), 0.899))
+    assert torch.equal(frozen, torch.ones(64, 64))
+    assert frozen not in optimizer.state
+    assert len(optimizer.portable_state_dict()["state"]) == len(params)
+
+
+def test_groups_have_states_of_their_own():
+    net = model()
+    groups = [
+        {"params": net[0].parameters()},
+        {"params": net[2].parameters(), "state": "fp32", "lr": 0.0},
+    ]
+    optimizer = AdamW(groups, state="int8")
+    before = net[2].weight.clone()
+    steps(net, optimizer, 1)
+    assert "exp_avg_codes" in optimizer.state[net[0].weight]
+    assert "exp_avg" in optimizer.state[net[2].weight]
+    assert torch.equal(net[2].weight, before)
+
+
+def test_grad_scaler_and_closure():
+    net = model()
+    optimizer = AdamW(net.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for bad in (False, True, False):
+        optimizer.zero_grad()
+        scaler.scale(net(torch.ones(2, 100)).sum()).backward()
+        if bad:
+            net[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert optimizer.state[net[0].weight]["step"] == 2
+    assert optimizer.skipped == 0
+    assert optimizer.step(lambda: 3.5) == 3.5
+
+
+# --- what is refused ---
+
+
+def test_what_is_refused_says_what_to_do():
+    real = nn.Parameter(torch.ones(4))
+    for dtype, say in (
+        (torch.complex64, "complex64"),
+        (torch.float64, "torch.optim"),
+        (torch.float16, "nearest"),
+    ):
+        with pytest.raises(errors.UnsupportedParameter, match=say):
+            AdamW([nn.Parameter(torch.ones(4, dtype=dtype))])
+    with pytest.raises(errors.UnsupportedParameter, match="contiguous"):
+        AdamW([nn.Parameter(torch.ones(8, 8)[:, ::2])])
+    for settings, say in (
+        ({"state": "int7"}, "coat"),
+        ({"weights": "master"}, "residual"),
+        ({"lr": -1.0}, "at least 0; got -1"),
+        ({"betas": (0.9, 1.0)}, "below 1"),
+    ):
+        with pytest.raises(errors.InvalidSetting, match=say):
+            AdamW([real], **settings)
+    with pytest.raises(errors.InvalidSetting, match="int8"):
+        Lion([real], state="int4")
+    with pytest.raises(errors.InvalidSetting, match=r"torch\.optim\.SGD"):
+        SGD([real], momentum=0.0)
+    optimizer = AdamW([real])
+    with pytest.raises(errors.UnsupportedParameter):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, dtype=torch.complex64))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_sparse_gradient_is_refused_before_anything_changes():
+    net = nn.Sequential(nn.Linear(4, 50), nn.Embedding(50, 4, sparse=True))
+    optimizer = AdamW(net.parameters())
+    (net[1](torch.tensor([3])).sum() + net[0].weight.sum()).backward()
+    before = copy.deepcopy(net)
+    with pytest.raises(errors.UnsupportedGradient, match="SparseAdam"):
+        optimizer.step()
+    assert same(net, before)
+    assert not optimizer.state
+
+
+def _saved() -> tuple[nn.Module, AdamW, dict]:
+    net = model()
+    optimizer = AdamW(net.parameters())
+    steps(net, optimizer, 1)
+    return net, optimizer, copy.deepcopy(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "say"),
+    [
+        (lambda d: d["param_groups"][0].update(version=2), "newer elbowroom"),
+        (lambda d: d["param_groups"][0].update(amsgrad=True), "amsgrad"),
+        (lambda d: d["param_groups"][0].update(state="int9"), "int9"),
+        (lambda d: d["param_groups"][0].update(state="coat"), "exp_avg"),
+        (lambda d: d["param_groups"][0].update(params=[0]), "param groups"),
+        (lambda d: d["state"][0].pop("exp_avg_bounds"), "exp_avg_bounds"),
+        (lambda d: d["state"][0].update(exp_avg_codes=torch.zeros(3)), "exp_avg_codes"),
+    ],
+)
+def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(spoil, say):
+    _, optimizer, saved = _saved()
+    before = snapshot(optimizer)
+    spoil(saved)
+    with pytest.raises(errors.StateMismatch, match=say):
+        optimizer.load_state_dict(saved)
+    assert all(map(torch.equal, before, snapshot(optimizer)))
+
+
+def test_an_optimizer_is_copied_and_pickled():
+    net, optimizer, _ = _saved()
+    twin, other = copy.deepcopy((net, optimizer))
+    steps(net, optimizer, 2)
+    steps(twin, other, 2)
+    assert same(net, twin)
