@@ -23,6 +23,7 @@ _FIRST = (
     "budgets",
     "arena",
     "planner",
+    "optimizer-states",
     "kernels",
 )
 _EXPECTED = {
@@ -35,6 +36,7 @@ _EXPECTED = {
     "budgets-resnet18": "budgets",
     "arena": "arena",
     "planner": "planner",
+    "optimizer-states": "optimizer_states",
     "kernels": "kernels",
 }
 _INTRO = """# Measured
