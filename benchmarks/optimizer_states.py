@@ -144,7 +144,7 @@ def step_times(n: int, pairs: int) -> Iterator[tuple[str, Any]]:
     fused = stepper(lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True))
     for state in ("fp32", *OURS):
         our = stepper(lambda ps, state=state: er.optim.AdamW(ps, lr=1e-3, state=state))  # type: ignore[misc]
-        yield state, paired(our, fused, pairs=pairs)
+        yield state, paired(fused, our, pairs=pairs)
 
 
 def main() -> None:

@@ -149,6 +149,55 @@ def find_places(first, count, R, G, m_width, v_width, v_kind, places):
     return start
 
 
+@leaf
+def run_of_groups(
+    first, last, w, g, m, v, root, u, spare, places,
+    param, p_kind, residual, grad, g_kind,
+    m_codes, m_floats, m_bounds, m_kind, m_width, m_held,
+    v_codes, v_floats, v_bounds, v_kind, v_width, v_held,
+    rule, weights, D, R, G, f, seed_low, seed_high, weight_seed_low,
+):  # fmt: skip
+    """One step of the groups from `first` to `last`; the arrays before `param` are scratch."""
+    rooted = v_kind in (LOG8, LOG4)
+    i_g, count = u64(first), u64(last - first)
+    at = find_places(i_g, count, u64(R), u64(G), u64(m_width), u64(v_width), v_kind, places)
+    n = places[count - u64(1), 0] + places[count - u64(1), 3]
+    b_m, b_v = i_g * u64(m_held), i_g * u64(v_held)
+    weights_load(param, p_kind, residual, at, w, n)
+    floats_load(grad, g_kind, at, g, n)
+    load_second(v_kind, v_codes, v_floats, v_bounds, b_v, places, count, v, root, spare)
+    load_first(m_kind, m_codes, m_floats, m_bounds, b_m, places, count, root, rooted, m)
+    update(rule, w, g, m, v, f, n)
+    if weights != NEAREST and p_kind == 1:
+        draw(i_g, weight_seed_low, seed_high, places, count, u)
+    weights_store(w, u, weights, param, p_kind, residual, at, n)
+    if rooted:
+        draw(i_g, seed_low, seed_high, places, count, u)
+    store_second(v_kind, v, u, v_codes, v_floats, v_bounds, b_v, places, count, root, spare)
+    store_first(m_kind, m, root, rooted, m_codes, m_floats, m_bounds, b_m, places, count)
+
+
+@leaf
+def item_of_groups(
+    i_c, b, spare, places,
+    param, p_kind, residual, grad, g_kind,
+    m_codes, m_floats, m_bounds, m_kind, m_width, m_held,
+    v_codes, v_floats, v_bounds, v_kind, v_width, v_held,
+    rule, weights, D, R, G, f, seed_low, seed_high, weight_seed_low,
+):  # fmt: skip
+    """One step of a work item."""
+    last = min(i_c * ITEM + ITEM, D * G)
+    for first in range(i_c * ITEM, last, RUN):
+        run_of_groups(
+            first, min(first + RUN, last), b[0], b[1], b[2], b[3], b[4], b[5], spare, places,
+            param, p_kind, residual, grad, g_kind,
+            m_codes, m_floats, m_bounds, m_kind, m_width, m_held,
+            v_codes, v_floats, v_bounds, v_kind, v_width, v_held,
+            rule, weights, D, R, G, f, seed_low, seed_high, weight_seed_low,
+        )  # fmt: skip
+
+
+# The loop does nothing but call: what it assigned, it would count references of.
 @parallel
 def _step(
     param, p_kind, residual, grad, g_kind,
@@ -156,35 +205,13 @@ def _step(
     v_codes, v_floats, v_bounds, v_kind, v_width, v_held,
     rule, weights, D, R, G, f, seed_low, seed_high, weight_seed_low,
 ):  # fmt: skip
-    rooted = v_kind in (LOG8, LOG4)
     for i_c in prange((D * G + ITEM - 1) // ITEM):
-        w, g, m = np.empty(RUN * GROUP, f32), np.empty(RUN * GROUP, f32), np.empty(RUN * GROUP, f32)
-        v, root, u = (
-            np.empty(RUN * GROUP, f32),
-            np.empty(RUN * GROUP, f32),
-            np.empty((RUN + 1) * GROUP, f32),
-        )
+        b = np.empty((6, (RUN + 1) * GROUP), f32)
         spare, places = np.empty(RUN * GROUP, np.int32), np.empty((RUN, 4), np.uint64)
-        for first in range(i_c * ITEM, min(i_c * ITEM + ITEM, D * G), RUN):
-            i_g, count = u64(first), u64(min(RUN, D * G - first))
-            at = find_places(i_g, count, u64(R), u64(G), u64(m_width), u64(v_width), v_kind, places)
-            n = places[count - u64(1), 0] + places[count - u64(1), 3]
-            b_m, b_v = i_g * u64(m_held), i_g * u64(v_held)
-            prefetch_run(param, at + n, n)
-            prefetch_run(grad, at + n, n)
-            if m_kind == FP32:
-                prefetch_run(m_floats, at + n, n)
-            if v_kind == FP32:
-                prefetch_run(v_floats, at + n, n)
-            weights_load(param, p_kind, residual, at, w, n)
-            floats_load(grad, g_kind, at, g, n)
-            load_second(v_kind, v_codes, v_floats, v_bounds, b_v, places, count, v, root, spare)
-            load_first(m_kind, m_codes, m_floats, m_bounds, b_m, places, count, root, rooted, m)
-            update(rule, w, g, m, v, f, n)
-            if weights != NEAREST and p_kind == 1:
-                draw(i_g, weight_seed_low, seed_high, places, count, u)
-            weights_store(w, u, weights, param, p_kind, residual, at, n)
-            if rooted:
-                draw(i_g, seed_low, seed_high, places, count, u)
-            store_second(v_kind, v, u, v_codes, v_floats, v_bounds, b_v, places, count, root, spare)
-            store_first(m_kind, m, root, rooted, m_codes, m_floats, m_bounds, b_m, places, count)
+        item_of_groups(
+            i_c, b, spare, places,
+            param, p_kind, residual, grad, g_kind,
+            m_codes, m_floats, m_bounds, m_kind, m_width, m_held,
+            v_codes, v_floats, v_bounds, v_kind, v_width, v_held,
+            rule, weights, D, R, G, f, seed_low, seed_high, weight_seed_low,
+        )  # fmt: skip
