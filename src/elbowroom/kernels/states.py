@@ -7,8 +7,8 @@ shorter; no group crosses a row, so that a shard of whole rows is encoded as the
     fp32        R float32                  none                itself
     softsign8   R int8                     1 (bf16 bits)       abs maximum
     expanded8   R uint8                    2 (int16)           log2 of the least and the largest
-    log8        R uint8                    2 (int16)           log2 of the least and the largest
-    log4        ceil(R / 2) uint8          2 (int16)           log2 of the least and the largest
+    log8        R uint8                    2 (bf16 bits)       roots of the least and the largest
+    log4        ceil(R / 2) uint8          2 (bf16 bits)       roots of the least and the largest
     none        0                          none                there is no such state
 
 Bounds in log2 are integers in units of 1/256, rounded outward: least [-32256, 32767].

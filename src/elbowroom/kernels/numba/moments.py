@@ -97,10 +97,26 @@ def find_bounds(x, s, n, bounds, b):
     bounds[b + u64(1)] = min(max(i32(high), i32(FLOOR)), i32(CEILING))
 
 
+@leaf
+def find_root_bounds(v, s, n, bounds, b):
+    """Two bounds <- bf16 below and above the roots of what is not 0 in v [n]."""
+    least, most = _MOST_BITS, i32(0)
+    for o in range(n):
+        bits = as_bits(v[s + o])
+        least = min(least, bits if bits > i32(0) else _MOST_BITS)
+        most = max(most, bits)
+    low = np.sqrt(as_float(max(least, _LEAST_BITS)))
+    high = np.sqrt(as_float(min(max(most, _LEAST_BITS), _MOST_BITS)))
+    there = most > i32(0)
+    bounds[b] = as_bits(low) >> i32(16) if there else i32(0)
+    bounds[b + u64(1)] = i32(as_bits(high) + i32(0xFFFF)) >> i32(16) if there else i32(0)
+
+
 @inlined
-def half_step(bounds, b, steps):
-    low, high = i32(bounds[b]), i32(bounds[b + u64(1)])
-    return f32(max(i32(high - low), i32(1))) * f32(1 / (512 * steps))
+def step_of(bounds, b, steps):
+    """In bits, from a level to the next."""
+    wide = i32(i32(i32(bounds[b + u64(1)]) - i32(bounds[b])) << i32(16))
+    return i32((max(wide, i32(steps)) + steps - 1) // steps)
 
 
 @inlined
@@ -111,13 +127,12 @@ def range_of(bounds, b):
 
 @leaf
 def log_load(codes, bounds, b, step, v, root, s, n):
-    """v, root [n] <- codes [n] int32; step: half a step in octaves."""
-    low = i32(bounds[b])
-    part, whole = part_of(low, 9), i32(low >> i32(9))
+    """v, root [n] <- codes [n] int32."""
+    low = i32(i32(bounds[b]) << i32(16))
     for o in range(n):
         code = codes[s + o]
-        r = exp2_from(f32(max(i32(code - i32(1)), i32(0))) * step, part, whole)
-        r = r if code > i32(0) else f32(0)
+        bits = i32(low + i32(max(i32(code - i32(1)), i32(0)) * step))
+        r = as_float(bits if code > i32(0) else i32(0))
         root[s + o] = r
         v[s + o] = r * r
 
@@ -125,19 +140,18 @@ def log_load(codes, bounds, b, step, v, root, s, n):
 @leaf
 def log_store(v, u, s, n, bounds, b, step, steps, codes, root):
     """Codes int32, root [n] <- v, u [n]."""
-    low = i32(bounds[b])
-    part, whole = part_of(low, 9), i32(low >> i32(9))
-    level, per = f32(low) * f32(1 / 256), f32(0.5) / step
-    ratio = exp2_from(step, f32(0), i32(0))
-    rest, last = ratio * ratio - f32(1), i32(steps - 1)
+    low = i32(i32(bounds[b]) << i32(16))
+    per, last = f32(1) / f32(step), i32(steps - 1)
     for o in range(n):
         x = min(max(v[s + o], _LEAST), _MOST)
-        below = min(max(i32(log2_above(x, level) * per), i32(0)), last)
-        r = exp2_from(f32(below) * step, part, whole)
-        lo = r * r
-        up = (x - lo) > u[s + o] * (lo * rest)
+        above = i32(as_bits(np.sqrt(x)) - low)
+        below = min(max(i32(f32(above) * per), i32(0)), last)
+        bits = i32(low + i32(below * step))
+        lower, upper = as_float(bits), as_float(i32(bits + step))
+        lo, hi = lower * lower, upper * upper
+        up = (x - lo) > u[s + o] * (hi - lo)
         code = i32(below + (i32(2) if up else i32(1)))
-        r = r * ratio if up else r
+        r = upper if up else lower
         there = v[s + o] > f32(0)
         codes[s + o] = code if there else i32(0)
         root[s + o] = r if there else f32(0)
@@ -222,7 +236,7 @@ def load_second(kind, state, floats, bounds, b, places, count, v, root, spare):
             expanded_load(state, at, bounds, b, v, s, n)
         elif kind in (LOG8, LOG4):
             widen(state, at, kind, spare, s, n)
-            log_load(spare, bounds, b, half_step(bounds, b, steps), v, root, s, n)
+            log_load(spare, bounds, b, step_of(bounds, b, steps), v, root, s, n)
         b += u64(2)
 
 
@@ -234,14 +248,17 @@ def store_second(kind, v, u, state, floats, bounds, b, places, count, root, spar
             copy(v, places[i, 0], floats, places[i, 2], places[i, 3])
         return
     for i in range(count):
-        find_bounds(v, places[i, 0], places[i, 3], bounds, b + (i << u64(1)))
+        if kind == EXPANDED8:
+            find_bounds(v, places[i, 0], places[i, 3], bounds, b + (i << u64(1)))
+        else:
+            find_root_bounds(v, places[i, 0], places[i, 3], bounds, b + (i << u64(1)))
     steps = _STEPS8 if kind == LOG8 else _STEPS4
     for i in range(count):
         s, at, n = places[i, 0], places[i, 2], places[i, 3]
         if kind == EXPANDED8:
             expanded_store(v, s, n, state, at, bounds, b)
         else:
-            step = half_step(bounds, b, steps)
+            step = step_of(bounds, b, steps)
             log_store(v, u, s, n, bounds, b, step, steps, spare, root)
             narrow(spare, s, n, kind, state, at)
         b += u64(2)

@@ -13,7 +13,6 @@ from torch import Tensor
 from elbowroom.kernels.numba.compiled import f32, i32, leaf, u32, u64
 from elbowroom.kernels.numba.launch import array, parallel, split_seed, words
 from elbowroom.kernels.numba.moments import (
-    FP32,
     LOG4,
     LOG8,
     load_first,
@@ -22,7 +21,6 @@ from elbowroom.kernels.numba.moments import (
     store_second,
 )
 from elbowroom.kernels.numba.noise import mix, tile_key
-from elbowroom.kernels.numba.prefetch import prefetch_run
 from elbowroom.kernels.numba.weights import NEAREST, floats_load, weights_load, weights_store
 from elbowroom.kernels.reference.step import WEIGHT_STREAM
 from elbowroom.kernels.states import BOUNDS, GROUP, KINDS, RULES, WEIGHTS, code_shape, rows_of

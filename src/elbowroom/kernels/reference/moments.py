@@ -9,13 +9,16 @@ m / sqrt(v) is what moves a weight, and it is bounded: |m| <= 7.3 sqrt(v) at bet
 Cauchy and Schwarz). So a group's codes are spent where the update needs them: 1.2 to 10 times less
 error of the update than with w = 1, most where v differs within a group (docs/log.md, 2026-11-22).
 
-log8 and log4, for a second moment v, with K = 254 or 14 steps between a group's extremes:
+log8 and log4, for a second moment v, with K = 254 or 14 steps between a group's extremes. The bits
+of a positive float32, read as an integer, are its logarithm to base 2 but for at most 0.086:
 
-    L, H = log2 min v (over v > 0), log2 max v, rounded outward to 1/256;   st = (H - L) / K
-    code 0 = 0, code c = 2^(L + (c - 1) st)
+    L, H = the bits of min sqrt(v) (over v > 0), max sqrt(v), rounded outward to bf16
+    st   = ceil((H - L) / K)
+    code 0 = 0, code c = the square of the float whose bits are L + (c - 1) st
 
-Stochastic rounding between the two neighbours lo, hi: up where (v - lo) > u (hi - lo), so
-E[v~] = v: to nearest, v would stop to decay at beta2 = 0.999. A v > 0 never gets code 0.
+so levels are evenly spaced within an octave, and no logarithm or power is computed. Stochastic
+rounding between the two neighbours lo, hi: up where (v - lo) > u (hi - lo), so E[v~] = v: to
+nearest, v would stop to decay at beta2 = 0.999. A v > 0 never gets code 0.
 
 expanded8, for either: E4M3 after the dynamic range expansion of COAT (arXiv 2410.19313):
 
@@ -31,7 +34,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from elbowroom.kernels.reference.powers import exp2_from, log2_above
-from elbowroom.kernels.reference.rounding import bf16_up
+from elbowroom.kernels.reference.rounding import bf16_up, square_root
 from elbowroom.kernels.states import (
     CEILING,
     E4M3_OCTAVES,
@@ -81,7 +84,7 @@ def softsign_store(m: Tensor, root: Tensor | None) -> tuple[Tensor, Tensor]:
 def log_load(codes: Tensor, bounds: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """codes [G, 128], bounds [G, 2] int16 -> v, sqrt(v) [G, 128]."""
     low, step = _grid(bounds, steps)
-    root = exp2_from((codes.int() - 1).clamp(min=0).float() * step, low, 9)
+    root = (low + (codes.int() - 1).clamp(min=0) * step).view(torch.float32)
     root = torch.where(codes == 0, 0.0, root)
     return root * root, root
 
@@ -90,16 +93,17 @@ def log_store(v: Tensor, u: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]
     """v [G, 128] >= 0, u uniform -> codes [G, 128] uint8, bounds [G, 2], the stored root of v."""
     positive = v > 0
     v = v.clamp(LEAST, MOST)
-    bounds = _bounds(v, positive)
+    bits = square_root(v).view(torch.int32)
+    bounds = _root_bounds(bits, positive)
     low, step = _grid(bounds, steps)
-    ratio = exp2_from(step, torch.zeros_like(low), 9)
-    above = log2_above(v, bounds[:, :1].float() * (1 / 256))
-    below = (above * (0.5 / step)).to(torch.int32).clamp(0, steps - 1)
-    root = exp2_from(below.float() * step, low, 9)
-    lo = root * root
-    up = (v - lo) > u * (lo * (ratio * ratio - 1))
+    per = torch.ones_like(step, dtype=torch.float32) / step.float()
+    below = ((bits - low).float() * per).to(torch.int32).clamp(0, steps - 1)
+    lower = (low + below * step).view(torch.float32)
+    upper = (low + below * step + step).view(torch.float32)
+    lo, hi = lower * lower, upper * upper
+    up = (v - lo) > u * (hi - lo)
     codes = torch.where(positive, below + up + 1, 0).to(torch.uint8)
-    return codes, bounds, torch.where(positive, torch.where(up, root * ratio, root), 0.0)
+    return codes, bounds, torch.where(positive, torch.where(up, upper, lower), 0.0)
 
 
 def expanded_load(codes: Tensor, bounds: Tensor) -> Tensor:
@@ -137,10 +141,18 @@ def _bounds(size: Tensor, there: Tensor) -> Tensor:
     return torch.stack([torch.where(some, low, 0), torch.where(some, high, 0)], 1).to(torch.int16)
 
 
+def _root_bounds(bits: Tensor, there: Tensor) -> Tensor:
+    """The bf16 at or below the least and at or above the largest root [G, 2]; 0, 0 if none."""
+    least = torch.where(there, bits, 0x7F000000).amin(dim=1) >> 16
+    most = (torch.where(there, bits, 0).amax(dim=1) + 0xFFFF) >> 16
+    some = there.any(dim=1)
+    return torch.stack([torch.where(some, least, 0), torch.where(some, most, 0)], 1).to(torch.int16)
+
+
 def _grid(bounds: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """L [G, 1] int32 and half a step in octaves (roots are stored) [G, 1]."""
-    low, high = bounds[:, :1].int(), bounds[:, 1:].int()
-    return low, (high - low).clamp(min=1).float() * (1 / (512 * steps))
+    """The bits of the lowest level and from one to the next [G, 1] int32."""
+    low, high = bounds[:, :1].int() << 16, bounds[:, 1:].int() << 16
+    return low, (torch.maximum(high - low, torch.full_like(low, steps)) + steps - 1) // steps
 
 
 def _range(bounds: Tensor) -> Tensor:
