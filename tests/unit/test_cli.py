@@ -9,8 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import elbowroom as er
-from elbowroom.cli import app
-from elbowroom.codecs import ahead
+from elbowroom.cli import ahead, app
 
 SMALL = ["demo", "--steps", "2", "--width", "4", "--batch", "16"]
 
@@ -103,7 +102,7 @@ def test_codecs_lists_the_registry():
 
 
 def test_compiling_ahead_calls_every_codec_that_takes_floats():
-    named = {id for id, dtype in ahead._jobs() if dtype.is_floating_point}
+    named = {id for id, dtype in ahead._jobs() if id and dtype.is_floating_point}
     assert named == {id for id in er.codecs() if torch.float32 in er.codec(id).dtypes}
     for job in ahead._jobs():
         ahead._call(job)

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 import elbowroom as er
+from elbowroom.cli.ahead import compile_ahead
 from elbowroom.cli.polite import polite
-from elbowroom.codecs.ahead import compile_ahead
 from elbowroom.units import show_nbytes
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
