@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elbowroom.control.terms import Stock
+from elbowroom.optim.base import EncodedOptimizer
 
 
 class Owned:
@@ -64,7 +65,7 @@ class Owned:
     def unborn_state_nbytes(self) -> int:
         """Bytes of the optimizer states that the first step will create.
 
-        Two fp32 states a parameter, unless the class says less. A parameter that one optimizer has
+        Two fp32 states a parameter, unless the class is known to have others. A parameter that one optimizer has
         states for, or that two hold (as wrappers do), counts once.
         """
         optimizers = self.optimizers()
@@ -73,8 +74,7 @@ class Owned:
         for one in optimizers:
             for p in _parameters(one):
                 if id(p) not in born:
-                    nbytes = 4 * p.numel() * _states_of(one)
-                    states[id(p)] = max(nbytes, states.get(id(p), 0))
+                    states[id(p)] = max(_state_nbytes(one, p), states.get(id(p), 0))
         return sum(states.values())
 
     def optimizers(self) -> list[Optimizer]:
@@ -90,11 +90,13 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def _states_of(optimizer: Optimizer) -> int:
-    """How many fp32 states a parameter will have."""
+def _state_nbytes(optimizer: Optimizer, p: Tensor) -> int:
+    """Bytes of the states that a parameter will have."""
+    if isinstance(optimizer, EncodedOptimizer):
+        return optimizer.state_nbytes(p)
     if not isinstance(optimizer, torch.optim.SGD):
-        return 2
-    return 1 if optimizer.defaults.get("momentum") else 0
+        return 8 * p.numel()
+    return 4 * p.numel() if optimizer.defaults.get("momentum") else 0
 
 
 def storage_nbytes(tensors: Iterable[Tensor]) -> int:

@@ -30,6 +30,7 @@ from elbowroom.optim.formats import (
     names,
     row_of,
     seed_of,
+    state_nbytes,
 )
 from elbowroom.optim.state_dict import VERSION, checked_groups, held_as_of, loaded, portable
 
@@ -109,6 +110,12 @@ class EncodedOptimizer(Optimizer):
         }
         super().load_state_dict({"state": {}, "param_groups": groups})
         self.state.update(made)
+
+    def state_nbytes(self, p: Tensor) -> int:
+        """Bytes of the states of one of its parameters, before or after they are made."""
+        group = next(g for g in self.param_groups if any(p is known for known in g["params"]))
+        second, weights = len(self.moments) > 1, group["weights"]
+        return state_nbytes(p, group["state"], second=second, weights=weights)
 
     def format_of(self, p: Tensor, state: str) -> Format:
         """How the states of p are held."""
