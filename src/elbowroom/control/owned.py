@@ -65,8 +65,8 @@ class Owned:
     def unborn_state_nbytes(self) -> int:
         """Bytes of the optimizer states that the first step will create.
 
-        Two fp32 states a parameter, unless the class is known to have others. A parameter that one optimizer has
-        states for, or that two hold (as wrappers do), counts once.
+        Two fp32 states a parameter, unless the class is known to have others. A parameter that one
+        optimizer has states for, or that two hold (as wrappers do), counts once.
         """
         optimizers = self.optimizers()
         born = {id(p) for one in optimizers if one.state for p in _parameters(one)}
