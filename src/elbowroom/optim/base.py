@@ -216,11 +216,15 @@ def _dense(x: Tensor) -> bool:
 
 def _finite(grads: Iterable[Tensor]) -> bool:
     """One reading pass and, on a GPU, one wait a device."""
-    edges: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        if grad.numel():
-            edges.setdefault(grad.device, []).extend(torch.aminmax(grad.detach()))
-    return all(
-        bool(torch.stack([edge.float() for edge in some]).isfinite().all())
-        for some in edges.values()
-    )
+    norms: dict[torch.device, list[Tensor]] = {}
+    large = [grad.detach() for grad in grads if grad.numel()]
+    for grad in large:
+        norms.setdefault(grad.device, []).append(torch.linalg.vector_norm(grad, dtype=_wide(grad)))
+    if all(bool(torch.stack(some).isfinite().all()) for some in norms.values()):
+        return True
+    return all(bool(grad.isfinite().all()) for grad in large)  # or a norm that overflowed
+
+
+def _wide(x: Tensor) -> torch.dtype | None:
+    """float16 overflows at once."""
+    return torch.float32 if x.dtype is not torch.float32 else None

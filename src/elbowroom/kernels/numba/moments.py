@@ -219,20 +219,12 @@ def narrow(spare, s, n, kind, codes, at):
 
 
 @leaf
-def copy(source, p, target, q, n):
-    for o in range(n):
-        target[q + o] = source[p + o]
-
-
-@leaf
-def load_second(kind, state, floats, bounds, b, places, count, v, root, spare):
-    """v and, for a log kind, root <- a run's codes and bounds, or floats."""
+def load_second(kind, state, bounds, b, places, count, v, root, spare):
+    """v and, for a log kind, root <- a run's codes and bounds."""
     steps = _STEPS8 if kind == LOG8 else _STEPS4
     for i in range(count):
         s, at, n = places[i, 0], places[i, 2], places[i, 3]
-        if kind == FP32:
-            copy(floats, at, v, s, n)
-        elif kind == EXPANDED8:
+        if kind == EXPANDED8:
             expanded_load(state, at, bounds, b, v, s, n)
         elif kind in (LOG8, LOG4):
             widen(state, at, kind, spare, s, n)
@@ -241,11 +233,9 @@ def load_second(kind, state, floats, bounds, b, places, count, v, root, spare):
 
 
 @leaf
-def store_second(kind, v, u, state, floats, bounds, b, places, count, root, spare):
+def store_second(kind, v, u, state, bounds, b, places, count, root, spare):
     """The inverse."""
-    if kind in (FP32, NONE):
-        for i in range(count if kind == FP32 else u64(0)):
-            copy(v, places[i, 0], floats, places[i, 2], places[i, 3])
+    if kind == NONE:
         return
     for i in range(count):
         if kind == EXPANDED8:
@@ -265,25 +255,22 @@ def store_second(kind, v, u, state, floats, bounds, b, places, count, root, spar
 
 
 @leaf
-def load_first(kind, state, floats, bounds, b, places, count, root, rooted, m):
+def load_first(kind, state, bounds, b, places, count, root, rooted, m):
+    """m <- a run's codes and bounds; root: that of v, if m is held relative to it."""
     for i in range(count):
         s, at, n = places[i, 0], places[i, 1], places[i, 3]
-        if kind == FP32:
-            copy(floats, at, m, s, n)
-        elif kind == EXPANDED8:
+        if kind == EXPANDED8:
             expanded_load(state, at, bounds, b + (i << u64(1)), m, s, n)
         else:
             softsign_load(state, at, bounds, b + i, root, rooted, m, s, n)
 
 
 @leaf
-def store_first(kind, m, root, rooted, state, floats, bounds, b, places, count):
-    """m is lost."""
+def store_first(kind, m, root, rooted, state, bounds, b, places, count):
+    """The inverse. m is lost."""
     for i in range(count):
         s, at, n = places[i, 0], places[i, 1], places[i, 3]
-        if kind == FP32:
-            copy(m, s, floats, at, n)
-        elif kind == EXPANDED8:
+        if kind == EXPANDED8:
             find_bounds(m, s, n, bounds, b + (i << u64(1)))
         else:
             softsign_bounds(m, root, rooted, s, n, bounds, b + i)

@@ -1,8 +1,10 @@
 """One step of an optimizer over encoded states, in one pass (specification: `reference/step.py`).
 
-Weight, gradient and states are read once and written once: a group of 128 is loaded into scratch
-that stays in the first-level cache, updated and stored. Rule and kinds are integers; which loop
-serves is a branch a group, so that all formats share one compiled function and one update.
+Weight, gradient and states are read once and written once. What is float32 already is updated where
+it lies; all else is loaded, a group of 128 at a time, into scratch that stays in the nearest cache.
+(To copy floats there and back took three times as long as the update itself.) Rule and kinds are
+integers; which loop serves is a branch a group, so that all formats share one compiled function and
+one update.
 """
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import Tensor
 from elbowroom.kernels.numba.compiled import f32, i32, leaf, u32, u64
 from elbowroom.kernels.numba.launch import array, parallel, split_seed, words
 from elbowroom.kernels.numba.moments import (
+    FP32,
     LOG4,
     LOG8,
     load_first,
@@ -53,8 +56,10 @@ def optimizer_step(
     D, R, G = rows_of(n, row)
     _step(
         *words(param),
+        _floats(param),
         _EMPTY if residual is None else array(residual.view(-1)),
         *words(grad),
+        _floats(grad),
         *_state(m_codes, m_bounds, m_kind, n, row),
         *_state(v_codes, v_bounds, v_kind, n, row),
         RULES.index(rule),
@@ -64,6 +69,10 @@ def optimizer_step(
         *split_seed(seed),
         split_seed(seed ^ WEIGHT_STREAM)[0],
     )
+
+
+def _floats(x: Tensor):
+    return array(x) if x.dtype is torch.float32 else _FLOATS
 
 
 def _state(codes: Tensor, bounds: Tensor, kind: str, n: int, row: int):
@@ -80,41 +89,47 @@ def _state(codes: Tensor, bounds: Tensor, kind: str, n: int, row: int):
 
 
 @leaf
-def adamw(w, g, m, v, f, n):
+def adamw(w, at_w, g, at_g, m, at_m, v, at_v, f, n):
     decay, lr, b1, b1_rest, b2, b2_rest, root, eps = f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7]
     for o in range(n):
-        m[o] = m[o] * b1 + g[o] * b1_rest
-        v[o] = v[o] * b2 + (g[o] * g[o]) * b2_rest
-        w[o] = w[o] * decay - (m[o] * lr) / (np.sqrt(v[o]) * root + eps)
+        gradient = g[at_g + o]
+        first = m[at_m + o] * b1 + gradient * b1_rest
+        second = v[at_v + o] * b2 + (gradient * gradient) * b2_rest
+        m[at_m + o], v[at_v + o] = first, second
+        w[at_w + o] = w[at_w + o] * decay - (first * lr) / (np.sqrt(second) * root + eps)
 
 
 @leaf
-def lion(w, g, m, f, n):
+def lion(w, at_w, g, at_g, m, at_m, f, n):
     decay, lr, b1, b1_rest, b2, b2_rest = f[0], f[1], f[2], f[3], f[4], f[5]
     for o in range(n):
-        c = m[o] * b1 + g[o] * b1_rest
+        gradient, before = g[at_g + o], m[at_m + o]
+        c = before * b1 + gradient * b1_rest
         sign = f32(i32(c > f32(0)) - i32(c < f32(0)))
-        w[o] = w[o] * decay - sign * lr
-        m[o] = m[o] * b2 + g[o] * b2_rest
+        w[at_w + o] = w[at_w + o] * decay - sign * lr
+        m[at_m + o] = before * b2 + gradient * b2_rest
 
 
 @leaf
-def sgd(w, g, m, f, n):
+def sgd(w, at_w, g, at_g, m, at_m, f, n):
     decay, lr, momentum, look, keep = f[0], f[1], f[2], f[3], f[4]
     for o in range(n):
-        d = g[o] + w[o] * decay
-        m[o] = m[o] * momentum + d
-        w[o] = w[o] - (m[o] * look + d * keep) * lr
+        weight = w[at_w + o]
+        d = g[at_g + o] + weight * decay
+        first = m[at_m + o] * momentum + d
+        m[at_m + o] = first
+        w[at_w + o] = weight - (first * look + d * keep) * lr
 
 
 @leaf
-def update(rule, w, g, m, v, f, n):
+def update(rule, w, at_w, g, at_g, m, at_m, v, at_v, f, n):
+    """`n` elements of each, from its own place on."""
     if rule == ADAMW:
-        adamw(w, g, m, v, f, n)
+        adamw(w, at_w, g, at_g, m, at_m, v, at_v, f, n)
     elif rule == LION:
-        lion(w, g, m, f, n)
+        lion(w, at_w, g, at_g, m, at_m, f, n)
     else:
-        sgd(w, g, m, f, n)
+        sgd(w, at_w, g, at_g, m, at_m, f, n)
 
 
 @leaf
@@ -150,7 +165,7 @@ def find_places(first, count, R, G, m_width, v_width, v_kind, places):
 @leaf
 def run_of_groups(
     first, last, w, g, m, v, root, u, spare, places,
-    param, p_kind, residual, grad, g_kind,
+    param, p_kind, param_floats, residual, grad, g_kind, grad_floats,
     m_codes, m_floats, m_bounds, m_kind, m_width, m_held,
     v_codes, v_floats, v_bounds, v_kind, v_width, v_held,
     rule, weights, D, R, G, f, seed_low, seed_high, weight_seed_low,
@@ -161,24 +176,44 @@ def run_of_groups(
     at = find_places(i_g, count, u64(R), u64(G), u64(m_width), u64(v_width), v_kind, places)
     n = places[count - u64(1), 0] + places[count - u64(1), 3]
     b_m, b_v = i_g * u64(m_held), i_g * u64(v_held)
-    weights_load(param, p_kind, residual, at, w, n)
-    floats_load(grad, g_kind, at, g, n)
-    load_second(v_kind, v_codes, v_floats, v_bounds, b_v, places, count, v, root, spare)
-    load_first(m_kind, m_codes, m_floats, m_bounds, b_m, places, count, root, rooted, m)
-    update(rule, w, g, m, v, f, n)
+    at_w, at_g, at_m, at_v = at, at, at, at  # where they are updated: in place, or in scratch
+    if p_kind:
+        weights_load(param, p_kind, residual, at, w, n)
+        at_w = u64(0)
+    else:
+        w = param_floats
+    if g_kind:
+        floats_load(grad, g_kind, at, g, n)
+        at_g = u64(0)
+    else:
+        g = grad_floats
+    if v_kind == FP32:
+        v = v_floats
+    else:
+        load_second(v_kind, v_codes, v_bounds, b_v, places, count, v, root, spare)
+        at_v = u64(0)
+    if m_kind == FP32:
+        m = m_floats
+    else:
+        load_first(m_kind, m_codes, m_bounds, b_m, places, count, root, rooted, m)
+        at_m = u64(0)
+    update(rule, w, at_w, g, at_g, m, at_m, v, at_v, f, n)
     if weights != NEAREST and p_kind == 1:
         draw(i_g, weight_seed_low, seed_high, places, count, u)
-    weights_store(w, u, weights, param, p_kind, residual, at, n)
+    if p_kind:
+        weights_store(w, u, weights, param, p_kind, residual, at, n)
     if rooted:
         draw(i_g, seed_low, seed_high, places, count, u)
-    store_second(v_kind, v, u, v_codes, v_floats, v_bounds, b_v, places, count, root, spare)
-    store_first(m_kind, m, root, rooted, m_codes, m_floats, m_bounds, b_m, places, count)
+    if v_kind != FP32:
+        store_second(v_kind, v, u, v_codes, v_bounds, b_v, places, count, root, spare)
+    if m_kind != FP32:
+        store_first(m_kind, m, root, rooted, m_codes, m_bounds, b_m, places, count)
 
 
 @leaf
 def item_of_groups(
     i_c, b, spare, places,
-    param, p_kind, residual, grad, g_kind,
+    param, p_kind, param_floats, residual, grad, g_kind, grad_floats,
     m_codes, m_floats, m_bounds, m_kind, m_width, m_held,
     v_codes, v_floats, v_bounds, v_kind, v_width, v_held,
     rule, weights, D, R, G, f, seed_low, seed_high, weight_seed_low,
@@ -188,7 +223,7 @@ def item_of_groups(
     for first in range(i_c * ITEM, last, RUN):
         run_of_groups(
             first, min(first + RUN, last), b[0], b[1], b[2], b[3], b[4], b[5], spare, places,
-            param, p_kind, residual, grad, g_kind,
+            param, p_kind, param_floats, residual, grad, g_kind, grad_floats,
             m_codes, m_floats, m_bounds, m_kind, m_width, m_held,
             v_codes, v_floats, v_bounds, v_kind, v_width, v_held,
             rule, weights, D, R, G, f, seed_low, seed_high, weight_seed_low,
@@ -198,7 +233,7 @@ def item_of_groups(
 # The loop does nothing but call: what it assigned, it would count references of.
 @parallel
 def _step(
-    param, p_kind, residual, grad, g_kind,
+    param, p_kind, param_floats, residual, grad, g_kind, grad_floats,
     m_codes, m_floats, m_bounds, m_kind, m_width, m_held,
     v_codes, v_floats, v_bounds, v_kind, v_width, v_held,
     rule, weights, D, R, G, f, seed_low, seed_high, weight_seed_low,
@@ -208,7 +243,7 @@ def _step(
         spare, places = np.empty(RUN * GROUP, np.int32), np.empty((RUN, 4), np.uint64)
         item_of_groups(
             i_c, b, spare, places,
-            param, p_kind, residual, grad, g_kind,
+            param, p_kind, param_floats, residual, grad, g_kind, grad_floats,
             m_codes, m_floats, m_bounds, m_kind, m_width, m_held,
             v_codes, v_floats, v_bounds, v_kind, v_width, v_held,
             rule, weights, D, R, G, f, seed_low, seed_high, weight_seed_low,
