@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elbowroom.codecs import Affine
@@ -135,6 +135,69 @@ def _dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     return _make(call, out, identity, op, has_zeros=has_zeros)
 
 
+def _mul(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """x * y: from a saved x, or what x is made from, and a saved y, a parameter or a number."""
+    x, y = call.arg(0, "input"), call.arg(1, "other")
+    if isinstance(y, Tensor) and type(x) is nn.Parameter:
+        x, y = y, x
+    source = None if untouchable(x) else _operand(x, call, identity)
+    if source is None:
+        return None
+    if not isinstance(y, Tensor) or type(y) is nn.Parameter:
+        factor: Any = _as_now(y) if isinstance(y, Tensor) else y
+        fixed = (factor,) if isinstance(factor, Tensor) else ()
+        op = Op(lambda x, _: x * factor, lambda x: x * factor, fixed=fixed)
+    else:
+        held = None if untouchable(y) else identity.slot(y)
+        if held is None or held.value is None:
+            return None
+        # `Ready` multiplies.
+        op = Op(lambda x, _: x, lambda x: x, other=(weakref.ref(held), Geometry.of(y)))
+    recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
+    return None if recipe is None else Origin(call.name, recipe=recipe)
+
+
+def _cast(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """x in another floating dtype."""
+    x = call.arg(0, "input")
+    source = _operand(x, call, identity)
+    if source is None or not x.is_floating_point() or x.device != out.device:
+        return None
+    dtype = out.dtype
+    op = Op(lambda x, _: x.to(dtype), lambda x: x.to(dtype))
+    recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
+    before = identity.origin(x)
+    has_zeros = before is not None and before.has_zeros
+    return None if recipe is None else Origin(call.name, has_zeros, recipe)
+
+
+def _operand(x: Tensor, call: Call, identity: Identity) -> Slot | Recipe | None:
+    """What x is made from: itself as this op saved it, its recipe, or as an earlier op did."""
+    held = identity.slot(x)
+    if held is not None and held.value is None:
+        held = None
+    if held is not None and held in call.saved:
+        return held
+    origin = identity.origin(x)
+    return held if origin is None or origin.recipe is None else origin.recipe
+
+
+def _rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """On a CPU the op is made of others, which save x as fp32 first of all."""
+    x, shape, eps = call.arg(0, "input"), call.arg(1, "normalized_shape"), call.arg(3, "eps")
+    weight, dtype = _as_now(call.arg(2, "weight")), x.dtype
+    held = next((slot for slot in call.saved if slot.base.shape == tuple(x.shape)), None)
+    if held is None or held.value is None or not x.is_contiguous():
+        return None
+
+    def run(x: Tensor, private: bool = False) -> Tensor:
+        return F.rms_norm(x.to(dtype), shape, weight, eps)
+
+    op = Op(run, run, fixed=_given(weight))
+    recipe = Recipe.of(op, held, held.base, out, identity.slot(out))
+    return None if recipe is None else Origin(call.name, recipe=recipe)
+
+
 def _layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     shape, eps = call.arg(1, "normalized_shape"), call.arg(4, "eps", 1e-5)
     weight, bias = _as_now(call.arg(2, "weight")), _as_now(call.arg(3, "bias"))
@@ -229,4 +292,7 @@ _MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {
     "layer_norm": _layer_norm,
     "group_norm": _group_norm,
     "batch_norm": _batch_norm,
+    "rms_norm": _rms_norm,
+    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _mul),
+    **dict.fromkeys(("to", "float", "bfloat16", "half", "type_as"), _cast),
 }

@@ -7,11 +7,14 @@
     GroupNorm   x, mean, rstd            the same op              x~ * scale + shift
                                                                   by (sample, channel)
     BatchNorm   x, mean, rstd            the same op, own stats   x~ * scale + shift by channel
+    RMSNorm     x                        the same op              the same op
     dropout     noise {0, 1 / (1 - p)}   x * noise                x~ * noise
+    product     x, y, or a parameter y   x * y                    x~ * y~
+    cast        (nothing)                the same op              the same op
 
 With an exact source the op itself runs again: same kernel, same bits. With an encoded source the
 *saved* mean and rstd are used, never statistics of x~, and masks come from their own bitmap, never
-from the sign of x~: so the result is linear in x~ and unbiased where x~ is (GELU and SiLU
+from the sign of x~: so the result is linear in x~ and unbiased where x~ is (GELU, SiLU and RMSNorm
 excepted), and ReLU's and dropout's backward stay exact.
 
 Recipes chain: relu(batch_norm(x)), dropout(gelu(x)). A `Recipe` is made in forward and refers to
@@ -34,6 +37,7 @@ from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.slot import Geometry, Slot
 
 _DEEPEST = 4  # ops in a chain: all of them run at every restore
+_DEEPEST_READY = 8  # the same, through saved tensors that are made again themselves
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Op:
     needs_bits          then 0 where the bits [ceil(N / 8)] of the output's non-zeros say so
     fixed               parameters that both read: unchanged until backward, or RestoreError
     noise               dropout's factor, a saved tensor of its own
+    other               the second factor of a product: a saved tensor, and where in it it lies
     """
 
     exact: Callable[[Tensor, bool], Tensor]
@@ -54,6 +59,7 @@ class Op:
     needs_bits: bool = False
     fixed: tuple[Tensor, ...] = ()
     noise: "weakref.ref[Slot] | None" = None
+    other: "tuple[weakref.ref[Slot], Geometry] | None" = None
 
     @property
     def works_lossy(self) -> bool:
@@ -123,10 +129,14 @@ class Recipe:
             noise is None or noise.value is None or not noise.value.exact
         ):
             return None
+        other = None if self.op.other is None else self.op.other[0]()
+        if self.op.other is not None and (other is None or other.value is None):
+            return None
         output = None if self.output is None else self.output()
         bits = output.bits if output is not None and self.op.needs_bits else None
-        ready = Ready(self.op, source, self.seen, self.made, self.versions, bits, noise)
-        return ready if ready.exact or ready.works_lossy else None
+        ready = Ready(self.op, source, self.seen, self.made, self.versions, bits, noise, other)
+        usable = ready.depth <= _DEEPEST_READY and (ready.exact or ready.works_lossy)
+        return ready if usable else None
 
 
 @dataclass(frozen=True)
@@ -140,11 +150,12 @@ class Ready:
     versions: tuple[int, ...]
     bits: Tensor | None
     noise: Slot | None
+    other: Slot | None = None
 
     @property
     def exact(self) -> bool:
-        """Whether the source is exact now. It may be encoded later, unless it is pinned."""
-        return self.source.exact
+        """Whether the sources are exact now. They may be encoded later, unless they are pinned."""
+        return self.source.exact and (self.other is None or self.other.exact)
 
     @property
     def works_lossy(self) -> bool:
@@ -155,13 +166,20 @@ class Ready:
         return here and (not isinstance(self.source, Ready) or self.source.works_lossy)
 
     @property
+    def depth(self) -> int:
+        """How many ops run to make it, one after the other."""
+        return 1 + max(map(_depth_of, (self.source, self.other)))
+
+    @property
     def root(self) -> Slot:
         """The slot that the chain starts at."""
         return self.source.root if isinstance(self.source, Ready) else self.source
 
     def pin(self) -> None:
-        """From now on the source must stay exact."""
+        """From now on the sources must stay exact."""
         self.source.pin()
+        if self.other is not None:
+            self.other.pin()
 
     def make(self) -> Tensor:
         """The output with the geometry `made`, in memory that the caller may overwrite."""
@@ -206,6 +224,8 @@ class Ready:
         if self.noise is not None:
             noise = self._noise_like(x)
             return x.mul_(noise) if private else x * noise
+        if self.other is not None:
+            return self._times_other(x, private)
         if exact:
             return self.op.exact(x, private)
         if affine is not None:
@@ -213,6 +233,14 @@ class Ready:
             return x
         assert self.op.lossy is not None
         return self.op.lossy(x)
+
+    def _times_other(self, x: Tensor, private: bool) -> Tensor:
+        """x * y, over x if it is the caller's and the product fits."""
+        assert self.other is not None
+        assert self.op.other is not None
+        y = self.op.other[1].within(self.other.base, self.other.restore_value())
+        fits = tuple(x.shape) == self.made.shape and torch.result_type(x, y) is x.dtype
+        return x.mul_(y) if private and fits else x * y
 
     def _noise_like(self, x: Tensor) -> Tensor:
         assert self.noise is not None
@@ -223,6 +251,16 @@ class Ready:
                 "use er.saving(..., rebuild=False)"
             )
         return noise
+
+
+def _depth_of(source: "Slot | Ready | None") -> int:
+    """The depth of a recipe, be it one that a saved tensor is made again by; else 0."""
+    depth: int = (
+        source.depth
+        if isinstance(source, Ready)
+        else getattr(getattr(source, "value", None), "depth", 0)
+    )
+    return depth
 
 
 def same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -11,13 +11,14 @@ from elbowroom.runtime.slot import Geometry, Slot
 class RebuildHandle:
     """Holds a ready recipe, and the geometry of `base`, a dense view of all the recipe makes."""
 
-    __slots__ = ("_base", "_device_type", "_dtype", "_ready")
+    __slots__ = ("_base", "_device_type", "_dtype", "_ready", "depth")
 
     label = "rebuild"
     nbytes = 0
 
     def __init__(self, ready: Ready, base: Tensor) -> None:
         self._ready = ready
+        self.depth = ready.depth
         self._device_type = base.device.type
         self._base, self._dtype = Geometry.of(base), base.dtype
 
