@@ -28,7 +28,7 @@ from elbowroom.control import (
 from elbowroom.errors import PlanError, UnknownCodec, UnknownField
 from elbowroom.measure import NoiseMeter
 from elbowroom.measure.record import record
-from elbowroom.plan import Exact, KeepAll, Lean, Lossy, OffloadRest, Policy
+from elbowroom.plan import Coat, Exact, KeepAll, Lean, Lossy, OffloadRest, Policy
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
@@ -40,7 +40,8 @@ from elbowroom.units import parse_nbytes
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
-_POLICIES = ("exact", "keep", "lean", "actnn", "offload")
+_UNIFORM: dict[str, type[Lean | Coat]] = {"lean": Lean, "coat": Coat}
+_POLICIES = ("exact", "keep", "lean", "coat", "actnn", "offload")
 
 
 def saving(
@@ -64,6 +65,8 @@ def saving(
                 "keep": change nothing, count;
                 "lean", with upper, lower, plain and group_size: the fewest bits, for
                 convolutions (see `elbowroom.plan.Lean`);
+                "coat", with group_size, wide and format: for transformers, products included, in
+                8-bit floats ("fp8") or dithered integers ("int8", "int4"; see `plan.Coat`);
                 a codec id with its fields as keywords, or a codec: that codec wherever the saving
                 op tolerates an error;
                 "actnn", with bits and group_size: group codes whose bits follow the sensitivity
@@ -146,8 +149,8 @@ def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str
                 f"{nearest(policy, known)}"
             )
         return Lossy(codec(policy, **fields), rebuild)
-    if policy == "lean":
-        return _lean(rebuild, fields)
+    if isinstance(policy, str) and policy in _UNIFORM:
+        return _uniform(policy, rebuild, fields)
     if policy == "offload":
         return _offload(rebuild, fields)
     if policy == "actnn":
@@ -170,9 +173,10 @@ def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str
     return policy
 
 
-def _lean(rebuild: bool, fields: dict[str, Any]) -> Lean:
-    _check_fields("lean", fields, [f.name for f in dataclasses.fields(Lean) if f.name != "rebuild"])
-    return Lean(**fields, rebuild=rebuild)
+def _uniform(name: str, rebuild: bool, fields: dict[str, Any]) -> Policy:
+    kind = _UNIFORM[name]
+    _check_fields(name, fields, [f.name for f in dataclasses.fields(kind) if f.name != "rebuild"])
+    return kind(**fields, rebuild=rebuild)
 
 
 def _offload(rebuild: bool, fields: dict[str, Any]) -> OffloadRest:

@@ -9,6 +9,7 @@ from elbowroom.plan.action import Encode as Encode
 from elbowroom.plan.action import Keep as Keep
 from elbowroom.plan.action import Offload as Offload
 from elbowroom.plan.action import Rebuild as Rebuild
+from elbowroom.plan.coat import Coat as Coat
 from elbowroom.plan.offload_rest import OffloadRest as OffloadRest
 from elbowroom.plan.policy import Exact as Exact
 from elbowroom.plan.policy import KeepAll as KeepAll

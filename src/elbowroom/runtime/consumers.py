@@ -8,6 +8,9 @@ function.
 Lossy only for known consumers. An op that is not in the table needs its tensors exactly: a 4-level
 code under `div`, `log` or `sqrt` gave gradients wrong by factors of 8 to 13,000. Of a known op only
 the arguments named here may carry an error, never its weights or statistics.
+
+Products are apart: their gradient is linear in the other factor, but element by element, and goes
+on upstream, where nothing averages it. A policy with codes fine enough for that says `products`.
 """
 
 import types
@@ -42,6 +45,11 @@ TOLERANT: dict[str, tuple[tuple[int, str], ...]] = {
     **dict.fromkeys(("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"), _CONV),
     **dict.fromkeys(("gelu", "silu"), _CONV),
     "scaled_dot_product_attention": ((0, "query"), (1, "key"), (2, "value")),
+}
+_BOTH = ((0, "input"), (1, "other"))
+PRODUCTS: dict[str, tuple[tuple[int, str], ...]] = {
+    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _BOTH),
+    **dict.fromkeys(("pow", "__pow__", "square"), ((0, "input"),)),
 }
 _RUNNING = ((1, "running_mean"), (2, "running_var"))
 NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm")
@@ -168,8 +176,11 @@ class Consumers(TorchFunctionMode):
         return out
 
 
-def need_of(x: Tensor, call: Call | None) -> tuple[Need, str]:
-    """What the op that saves x needs of it, and, where that is its exact value, why."""
+def need_of(x: Tensor, call: Call | None, products: bool = False) -> tuple[Need, str]:
+    """What the op that saves x needs of it, and, where that is its exact value, why.
+
+    products: whether the factors of products may carry an error, too.
+    """
     if call is None or not call.name:
         return Need.EXACT, "saved by an op that Python did not call"
     if call.name in MASKED_OUTPUT and x.is_floating_point():
@@ -178,6 +189,8 @@ def need_of(x: Tensor, call: Call | None) -> tuple[Need, str]:
         return Need.MASK, ""
     if call.name in SHAPE_ONLY and x.is_floating_point() and _is(x, call.arg(0, "input")):
         return Need.SHAPE, ""
+    if products and _is_factor(x, call):
+        return Need.LOSSY, ""
     if call.name not in TOLERANT:
         return Need.EXACT, f"'{call.name}' is not known to tolerate errors"
     if not x.is_floating_point():
@@ -193,6 +206,18 @@ def tolerant_argument(x: Tensor, call: Call) -> int | str | None:
         if _is(x, call.arg(position, name)):
             return position if position < len(call.args) else name
     return None
+
+
+def _is_factor(x: Tensor, call: Call) -> bool:
+    """Whether x is a factor of a product, of a square, or of what rms_norm is made of."""
+    if not x.is_floating_point():
+        return False
+    if call.name == "rms_norm":
+        normed = call.arg(0, "input")
+        return isinstance(normed, Tensor) and x.shape == normed.shape
+    if call.name == "pow" and call.arg(1, "exponent") != 2:
+        return False
+    return any(_is(x, call.arg(*factor)) for factor in PRODUCTS.get(call.name, ()))
 
 
 def _is(x: Tensor, argument: Any) -> bool:

@@ -77,7 +77,8 @@ class Saving:
 
     Backward may run inside or after it.
 
-    policy      site facts -> action
+    policy      site facts -> action; with an attribute `products` that is true, sites of products
+                tolerate errors
     min_nbytes  storages smaller than this stay as they are
     context     where seeds come from and what is learned goes to
     ledger      the count of bytes, filled as forward runs
@@ -101,6 +102,7 @@ class Saving:
         idle: bool = False,
     ) -> None:
         self.policy = policy
+        self._products = bool(getattr(policy, "products", False))
         self.recorder = recorder
         self.recompute = recompute
         self.idle = idle
@@ -277,7 +279,7 @@ class Saving:
             return KeepHandle(x, "a parameter or buffer")
         name = self._name(call)
         slot = self._identity.slot(x) or self._new_slot(x, name)
-        need, why = need_of(x, call)
+        need, why = need_of(x, call, self._products)
         if need is Need.MASK and differ_on_nan(name.consumer, slot.mask_of):
             need, why = Need.EXACT, f"'{slot.mask_of}' holds its mask, and takes NaN otherwise"
         noted = None
