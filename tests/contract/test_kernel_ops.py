@@ -81,6 +81,7 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
         "moments_quantize": lambda: (x, x * x, *moments(n, device), "softsign8", "log8", 100, 1),
         "moments_dequantize": lambda: (*moments(n, device), "softsign8", "log8", 100, n),
         "affine": lambda: (x, *torch.ones(2, 3, device=device), 5, bits, out),
+        "dropout": lambda: (x, 1, 0.3, out),
         "fdsr_quantize": lambda: (x, *bands),
         "fdsr_dequantize": lambda: (*reference.fdsr_quantize(x, *bands), *bands, out),
         "comet_quantize": lambda: (x, grid, 1, "dither", True, 0, 0, 0),

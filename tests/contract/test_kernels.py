@@ -90,6 +90,7 @@ WRITES = {
     "fp8_dequantize": 4,
     "comet_dequantize": 10,
     "affine": 5,
+    "dropout": 3,
 }
 
 
@@ -473,6 +474,13 @@ def test_the_seed_decides_on_two_sides(backend):
     ]
     for a, b in itertools.combinations(made, 2):
         assert not torch.equal(a, b)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999])
+def test_dropout_equals_the_reference(backend, p):
+    for n, dtype in itertools.product(backend.sizes, DTYPES):
+        x = normal(n, dtype)
+        assert_equal(backend, "dropout", x, SEED, p, torch.empty_like(x))
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])

@@ -89,6 +89,11 @@ def packed_nbytes(levels: int, numel: int) -> int:
     return full * codes_nbytes(levels, TILE) + codes_nbytes(levels, rest)
 
 
+def drop_below(p: float) -> int:
+    """The 32-bit word that dropout's words are held against: those below it are dropped."""
+    return min(round(p * 2**32), 2**32 - 1)
+
+
 def check_payload(payload: Tensor, nbytes: int) -> None:
     """Raise ValueError unless a payload of variable size is as long as its bitmap calls for."""
     if payload.numel() != nbytes:

@@ -18,6 +18,7 @@
     optimizer_step(param!, residual!, grad, states!, rule, weights, kinds, row, factors, seed)
     moments_quantize(m, v, states!, kinds, row, seed)     an optimizer's states, [D, ...] each
     moments_dequantize(states, kinds, row, n)             m, v
+    dropout(x, seed, p, out!)                             x / (1 - p) or 0, by counter
 
 and a `_dequantize` for each `_quantize`, which writes `out`: the caller owns the memory of what is
 restored and may reuse it (fresh pages cost more than decoding: docs/log.md). ! marks what an op
@@ -113,6 +114,7 @@ _SCHEMAS = {
     "affine": (
         "(Tensor x, Tensor scale, Tensor shift, int inner, Tensor? bits, Tensor(a!) out) -> ()"
     ),
+    "dropout": "(Tensor x, int seed, float p, Tensor(a!) out) -> ()",
     "fdsr_quantize": f"(Tensor x, {_FDSR}) -> (Tensor, Tensor, Tensor)",
     "fdsr_dequantize": (
         f"(Tensor payload, Tensor scales, Tensor codebook, {_FDSR}, Tensor(a!) out) -> ()"
@@ -330,4 +332,5 @@ affine = cast(Callable[..., None], _calls.affine.default)
 optimizer_step = cast(Callable[..., None], _calls.optimizer_step.default)
 moments_quantize = cast(Callable[..., None], _calls.moments_quantize.default)
 moments_dequantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.moments_dequantize.default)
+dropout = cast(Callable[..., None], _calls.dropout.default)
 NAMES = tuple(_SCHEMAS)

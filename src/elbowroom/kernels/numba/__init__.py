@@ -12,6 +12,7 @@ from elbowroom.kernels.numba.dither import dither_dequantize as dither_dequantiz
 from elbowroom.kernels.numba.dither import dither_quantize as dither_quantize
 from elbowroom.kernels.numba.division import division_dequantize as division_dequantize
 from elbowroom.kernels.numba.division import division_quantize as division_quantize
+from elbowroom.kernels.numba.dropout import dropout as dropout
 from elbowroom.kernels.numba.fdsr import fdsr_dequantize as fdsr_dequantize
 from elbowroom.kernels.numba.fdsr import fdsr_quantize as fdsr_quantize
 from elbowroom.kernels.numba.fp8 import fp8_dequantize as fp8_dequantize

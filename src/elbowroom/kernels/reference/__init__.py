@@ -12,6 +12,7 @@ from elbowroom.kernels.reference.dither import dither_dequantize as dither_dequa
 from elbowroom.kernels.reference.dither import dither_quantize as dither_quantize
 from elbowroom.kernels.reference.division import division_dequantize as division_dequantize
 from elbowroom.kernels.reference.division import division_quantize as division_quantize
+from elbowroom.kernels.reference.dropout import dropout as dropout
 from elbowroom.kernels.reference.fdsr import fdsr_dequantize as fdsr_dequantize
 from elbowroom.kernels.reference.fdsr import fdsr_quantize as fdsr_quantize
 from elbowroom.kernels.reference.fp8 import fp8_dequantize as fp8_dequantize

@@ -13,6 +13,7 @@ from elbowroom.kernels.triton.dither import dither_dequantize as dither_dequanti
 from elbowroom.kernels.triton.dither import dither_quantize as dither_quantize
 from elbowroom.kernels.triton.division import division_dequantize as division_dequantize
 from elbowroom.kernels.triton.division import division_quantize as division_quantize
+from elbowroom.kernels.triton.dropout import dropout as dropout
 from elbowroom.kernels.triton.fdsr import fdsr_dequantize as fdsr_dequantize
 from elbowroom.kernels.triton.fdsr import fdsr_quantize as fdsr_quantize
 from elbowroom.kernels.triton.fp8 import fp8_dequantize as fp8_dequantize
