@@ -25,6 +25,7 @@ The map, from the top down; imports point down only:
     _api.py                saving; measure, plan, following; fit, step, largest_batch, release: thin
     control/  report/      what adapts during training; tables and pages
     measure/               FACTS: a step as a profile, peaks, times, the noise of codes
+    nn/                    modules whose backward needs less, and how a model gets them
     optim/                 AdamW, Lion, SGD over encoded states
     runtime/               DEED: autograd's two hooks, and what is held between them
     plan/                  DECISION: site -> action, pure data
@@ -42,6 +43,7 @@ plan/problem.py -> plan/solve/ -> plan/make.py -> plan/plan.py `action_for`; and
 
 from elbowroom import control as control
 from elbowroom import errors as errors
+from elbowroom import nn as nn
 from elbowroom import optim as optim
 from elbowroom._api import fit as fit
 from elbowroom._api import following as following
@@ -57,5 +59,6 @@ from elbowroom.codecs import Facts as Facts
 from elbowroom.codecs import codec as codec
 from elbowroom.codecs import codecs as codecs
 from elbowroom.measure.peak import peak as peak
+from elbowroom.nn import convert as convert
 
 __version__ = "0.1.0"

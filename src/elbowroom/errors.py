@@ -10,6 +10,7 @@
     |   |-- UnknownField           no such setting, or a value out of range  (also a TypeError and
     |   |                                                                     a ValueError)
     |   `-- UnsupportedTensor      this dtype, layout or content             (also a TypeError)
+    |-- ModuleError                a module of er.nn cannot do this          (also a RuntimeError)
     |-- OptimizerError             an optimizer cannot do what was asked
     |   |-- InvalidSetting         ... with this setting                     (also a ValueError)
     |   |-- UnsupportedParameter   ... for this parameter                    (also a TypeError)
@@ -64,6 +65,10 @@ class UnknownField(CodecError, TypeError, ValueError):
 
 class UnsupportedTensor(CodecError, TypeError):
     """A codec does not take tensors of this dtype, layout or content."""
+
+
+class ModuleError(ElbowroomError, RuntimeError):
+    """A module of `elbowroom.nn`, or a conversion to one, cannot do what was asked."""
 
 
 class OptimizerError(ElbowroomError):

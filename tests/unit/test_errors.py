@@ -26,6 +26,7 @@ def test_every_error_hangs_below_the_root_and_is_in_the_drawing(cls):
         (errors.UnknownField, ValueError),
         (errors.UnsupportedTensor, TypeError),
         (errors.RestoreError, RuntimeError),
+        (errors.ModuleError, RuntimeError),
         (errors.DataError, OSError),
     ],
 )

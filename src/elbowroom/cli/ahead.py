@@ -1,9 +1,9 @@
 """Compiling the CPU kernels now, and not while somebody's first step waits for them.
 
 numba compiles a kernel at its first call for each kind of arguments, a few seconds each, and keeps
-the machine code on disk. What is called here: every registered codec with its default settings and
-the step of optimizers, both widths of floats, tensors short enough for the serial loops and long
-enough for the threaded.
+the machine code on disk. What is called here: every registered codec with its default settings,
+the step of optimizers, dropout, both widths of floats, tensors short enough for the serial loops
+and long enough for the threaded.
 """
 
 import multiprocessing
@@ -16,12 +16,13 @@ import torch
 
 from elbowroom.codecs import Facts, codec, codecs
 from elbowroom.errors import UnsupportedTensor
+from elbowroom.nn import Dropout
 from elbowroom.optim import AdamW
 
 _SIZES = (300, 70_000)  # elements: see SERIAL in kernels/numba/launch.py
 _FACTS = (Facts(), Facts(has_zeros=True), Facts(smallest=0, largest=255), Facts(value=1.0))
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
-_OPTIMIZER = ""  # where a job has the id of a codec
+_OPTIMIZER = ""  # where a job has the id of a codec; dropout with it
 
 Job = tuple[str, torch.dtype]
 
@@ -54,6 +55,7 @@ def _call(job: Job) -> None:
     for size in _SIZES:
         if id == _OPTIMIZER:
             _step(size, dtype)
+            Dropout()(torch.randn(size, dtype=dtype))
         else:
             _code(id, size, dtype)
 

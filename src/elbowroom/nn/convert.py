@@ -1,0 +1,50 @@
+"""Put modules of elbowroom in place of torch's, in a model that exists, and back."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from elbowroom.nn.activations import GELU, SiLU
+from elbowroom.nn.dropout import Dropout
+from elbowroom.nn.fp8 import Fp8Linear
+from elbowroom.nn.norms import LayerNorm, RMSNorm
+from elbowroom.nn.swap import Replaced, replace_classes
+
+Classes = dict[type[nn.Module], type[nn.Module]]
+_NORMS: Classes = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm}
+_ACTIVATIONS: Classes = {nn.GELU: GELU, nn.SiLU: SiLU}
+_DROPOUT: Classes = {nn.Dropout: Dropout}
+
+
+def convert(
+    model: nn.Module,
+    *,
+    norms: bool = True,
+    activations: bool = False,
+    dropout: bool = True,
+    keep: Iterable[str] = (),
+) -> Replaced:
+    """Let norms, activations and dropout of `model` save less, in place.
+
+        print(er.convert(model, norms=True, activations=True, dropout=True))
+
+    norms        LayerNorm and RMSNorm save their output, which the next layer saves too
+    activations  GELU and SiLU save their derivative in two bits: unbiased noise in gradients
+    dropout      Dropout saves a seed
+    keep         names of modules that stay as they are, with all inside
+
+    Weights, `state_dict` keys and optimizers stay. `er.nn.revert(model)` puts torch's back. Returns
+    what was replaced, and which modules were left alone because their class only inherits from
+    torch's. What a model calls as a function (F.gelu) is not a module, and is not seen. Raises
+    ModuleError for what is not a model, and for names in `keep` that do not exist.
+    """
+    wanted: Classes = {}
+    for chosen, classes in ((norms, _NORMS), (activations, _ACTIVATIONS), (dropout, _DROPOUT)):
+        wanted |= classes if chosen else {}
+    return replace_classes(model, wanted, keep=keep)
+
+
+def revert(model: nn.Module) -> Replaced:
+    """Undo `convert` and `fp8`: every module of elbowroom in `model` gets torch's class again."""
+    ours = {**_NORMS, **_ACTIVATIONS, **_DROPOUT, nn.Linear: Fp8Linear}
+    return replace_classes(model, {now: before for before, now in ours.items()})

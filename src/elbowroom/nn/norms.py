@@ -1,0 +1,140 @@
+"""LayerNorm and RMSNorm that save their output instead of their input.
+
+    y = weight * n + bias      n = (x - mean) * rstd      (RMSNorm: mean = 0, no bias)
+
+Backward needs n, rstd and weight, and n = (y - bias) / weight. The layer behind the norm saves y
+anyway, so that the norm saves one number a row, and x, which nobody else saves where a residual
+goes by, is freed. n comes back with y's rounding: relative error 2^-9 in bf16, times
+1 + abs(bias / weight).
+
+Where a weight is near 0 (below 1e-3) or a bias more than 8 times its weight, n cannot be had from
+y, and x is saved, as torch does. Whether that is so is looked at in each forward on a CPU; on a GPU
+when the parameters' versions have changed: one sync for each norm and optimizer step. (What writes
+to `p.data` changes no version: there convert again.) (Idea: MS-norm, arXiv 2406.16282, which merges
+the weight into the next layer instead.)
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from elbowroom.nn._autograd import apply, refuse_twice
+
+_LEAST, _MOST = 1e-3, 8.0
+
+
+def can_invert(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether n can be had from y: reads the values of both."""
+    size = weight.detach().abs()
+    fits = (size >= _LEAST).all()
+    if bias is not None:
+        fits &= (bias.detach().abs() <= _MOST * size).all()
+    return bool(fits)
+
+
+class _SavedOutput:
+    """Remembers, by the versions of a norm's parameters on a GPU, whether n can be had from y."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[Any, ...] | None = None
+        self.fits = False
+
+    def ask(self, weight: Tensor, bias: Tensor | None) -> bool:
+        if weight.device.type == "cpu":
+            return can_invert(weight, bias)
+        now = tuple(
+            None if each is None else (each.data_ptr(), each._version) for each in (weight, bias)
+        )
+        if now != self.seen:
+            self.seen, self.fits = now, can_invert(weight, bias)
+        return self.fits
+
+
+class _Norm(torch.autograd.Function):
+    """x, weight [D], bias [D] -> y, rstd [rows, 1] fp32. `centered`: LayerNorm, else RMSNorm."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
+    ) -> tuple[Tensor, Tensor]:
+        shape = weight.shape
+        if centered:
+            y, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+            return y, rstd
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dims = tuple(range(-len(shape), 0))
+        norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=wide)
+        return F.rms_norm(x, shape, weight, eps), (norm.square() / shape.numel() + eps).rsqrt()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, weight, bias, _, ctx.centered = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[0], weight, bias, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_twice("LayerNorm" if ctx.centered else "RMSNorm")
+        y, weight, bias, rstd = ctx.saved_tensors
+        wide = torch.promote_types(y.dtype, torch.float32)
+        g, n, rstd = grads[0].to(wide), y.to(wide, copy=True), rstd.to(wide)
+        n = (n if bias is None else n.sub_(bias)).div_(weight)
+        dims, rows = tuple(range(-weight.dim(), 0)), tuple(range(y.dim() - weight.dim()))
+        d_weight = _summed(g * n, rows).to(weight.dtype)
+        d_bias = None if bias is None else _summed(g, rows).to(bias.dtype)
+        g = g * weight
+        dx = g - n * (g * n).mean(dims, keepdim=True)
+        if ctx.centered:
+            dx -= g.mean(dims, keepdim=True)
+        return (dx * rstd).to(y.dtype), d_weight, d_bias, None, None
+
+
+def _summed(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """x summed over these dimensions; torch takes none to mean all."""
+    return x.sum(dims) if dims else x
+
+
+def _applies(x: Tensor, weight: Tensor | None) -> bool:
+    """Whether y may stand for x: gradients are recorded, and one dtype throughout."""
+    if not torch.is_grad_enabled() or not x.requires_grad or not x.is_floating_point():
+        return False
+    if torch.is_autocast_enabled(x.device.type):
+        return False  # autocast gives norms fp32, and the next layer a copy: nothing is shared
+    return weight is not None and weight.dtype is x.dtype and x.numel() > 0 and type(x) is Tensor
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's LayerNorm, saving its output. Same weights, keys, and bits of its output."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Input [..., *normalized_shape] -> the same."""
+        if _applies(input, self.weight) and _saved_output(self).ask(self.weight, self.bias):
+            y: Tensor = apply(_Norm, input, self.weight, self.bias, self.eps, True)[0]
+            return y
+        return super().forward(input)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm, saving its output. Same weights and keys.
+
+    Its output has the bits that torch's has without gradients; with them, torch's own is composed
+    of other ops on a CPU, and may round differently in bf16 and fp16.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., *normalized_shape] -> the same."""
+        if _applies(x, self.weight) and _saved_output(self).ask(self.weight, None):
+            eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+            y: Tensor = apply(_Norm, x, self.weight, None, eps, False)[0]
+            return y
+        return super().forward(x)
+
+
+def _saved_output(norm: nn.Module) -> _SavedOutput:
+    """What is remembered for a norm: made when first asked for, by a converted one too."""
+    found: _SavedOutput | None = norm.__dict__.get("_saved_output")
+    if found is None:
+        found = norm.__dict__["_saved_output"] = _SavedOutput()
+    return found

@@ -1,0 +1,101 @@
+"""One class of module for another, in a model that exists.
+
+A module changes its class, and nothing else: it is the same object with the same parameters, hooks
+and names, so that optimizers, `state_dict`, and whoever holds it notice nothing. Only the very
+classes that are named are taken; a subclass may mean something else, and is left alone.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from elbowroom.errors import ModuleError
+
+
+class Swap(NamedTuple):
+    """One module: its name in the model ("" for the model itself), and its class before and now."""
+
+    name: str
+    before: str
+    now: str
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What a conversion did. `str()` says it by class.
+
+    left  names and classes of modules that only look like those that are replaced
+    note  what else is worth saying
+    """
+
+    swaps: tuple[Swap, ...]
+    left: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+
+    def __len__(self) -> int:
+        return len(self.swaps)
+
+    def __str__(self) -> str:
+        kinds: dict[tuple[str, str], list[str]] = {}
+        for name, before, now in self.swaps:
+            kinds.setdefault((before, now), []).append(name or "the model itself")
+        lines = [
+            f"{len(names)} x {before} -> {now}: {_some(names)}"
+            for (before, now), names in kinds.items()
+        ]
+        if self.left:
+            lines.append(f"left alone: {_some([f'{name} ({kind})' for name, kind in self.left])}")
+        return "\n".join(
+            [*(lines or ["nothing was replaced"]), *([self.note] if self.note else [])]
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
+
+
+def replace_classes(
+    model: nn.Module,
+    classes: Mapping[type[nn.Module], type[nn.Module]],
+    *,
+    keep: Iterable[str] = (),
+    note: str = "",
+) -> Replaced:
+    """Give each module whose class is a key the class that is its value."""
+    kept = _checked(model, keep)
+    swaps, left = [], []
+    for name, module in model.named_modules():
+        if any(name == stays or name.startswith(f"{stays}.") for stays in kept):
+            continue
+        before, now = type(module), classes.get(type(module))
+        if now is not None:
+            module.__class__ = now
+            module.__dict__.pop("_saved_output", None)
+            swaps.append(Swap(name, _name(before), _name(now)))
+        elif isinstance(module, tuple(classes)) and not _is_ours(before):
+            left.append((name, before.__name__))
+    return Replaced(tuple(swaps), tuple(left), note)
+
+
+def _checked(model: nn.Module, keep: Iterable[str]) -> list[str]:
+    if not isinstance(model, nn.Module):
+        raise ModuleError(f"a torch.nn.Module is converted; got {type(model).__name__}.")
+    kept, names = list(keep), {name for name, _ in model.named_modules()}
+    if isinstance(keep, str) or not names.issuperset(kept):
+        wrong = keep if isinstance(keep, str) else ", ".join(set(kept) - names)
+        raise ModuleError(
+            f"keep={wrong!r} is not a list of names in this model; they are those of "
+            f"model.named_modules(): {_some(sorted(names - {''}))}."
+        )
+    return kept
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("elbowroom.")
+
+
+def _name(kind: type) -> str:
+    home = "er.nn" if _is_ours(kind) else "nn"
+    return f"{home}.{kind.__name__}"
