@@ -19,6 +19,8 @@ _FIRST = (
     "training-gpt",
     "accuracy",
     "noise",
+    "coat_block",
+    "nn_modules",
     "rate-distortion",
     "budgets",
     "arena",
