@@ -1,9 +1,9 @@
 """Writing down one step: what is saved, by whom, when it is read, asked for and let go of.
 
-The recorder is told by the hooks (`runtime/observer.py`), and holds no tensor: of a storage it
-keeps the address, of a slot a weak reference. What it writes is a list of moments and, for each
-storage and each call of a module, moments. A clock (`measure/clocks.py`) is told of every moment,
-and knows afterwards what it cost.
+The recorder is told by the hooks (`runtime/observer.py`), and holds no tensor: it refers weakly to
+storages and slots. What it writes is a list of moments and, for each storage and each call of a
+module, moments. A clock (`measure/clocks.py`) is told of every moment, and knows afterwards what it
+cost.
 """
 
 import time
@@ -63,6 +63,11 @@ class _Alive(NamedTuple):
     slot: weakref.ref[Slot]
     record: _Storage
 
+    def is_held(self) -> bool:
+        """Whether somebody besides the slot holds the storage."""
+        slot = self.slot()
+        return slot is not None and self.weak.holders() > isinstance(slot.value, KeepHandle)
+
 
 class _Made(NamedTuple):
     """By an op: its seconds, and the modules that ran."""
@@ -96,6 +101,7 @@ class StepRecorder:
         self._index: weakref.WeakKeyDictionary[Slot, int] = weakref.WeakKeyDictionary()
         self._at: dict[tuple[int, int], int] = {}  # storage address and version -> index
         self._made: dict[int, _Made] = {}  # storage address -> the op that made it
+        self._known: dict[int, WeakStorage] = {}  # by address: of all those above
         self._alive: list[_Alive] = []
         self._calls = 0  # so many ops have ended
         self._task = -1  # the backward that runs, or ran last
@@ -123,6 +129,7 @@ class StepRecorder:
         now_s = time.perf_counter()
         seconds, self._last_s = now_s - self._last_s, now_s
         self._calls += 1
+        self._note_alive()
         for slot in slots:
             index = self._index.get(slot)
             if index is not None:
@@ -235,17 +242,18 @@ class StepRecorder:
         return self.moments - 1
 
     def _note_alive(self) -> None:
-        """What is alive still has been so all through the moment that ends."""
-        self._alive = [one for one in self._alive if not one.weak.expired()]
-        for one in self._alive:
-            slot = one.slot()
-            ours = slot is not None and isinstance(slot.value, KeepHandle)
-            if slot is not None and one.weak.holders() > ours:
+        """What the step holds still was there while an op ran in this moment.
+
+        The value that an assignment replaces dies after the op that makes the new one, so moments
+        alone would not tell. What the step has let go of, it cannot take up again.
+        """
+        if self.backward is None and self._task == -1:
+            self._alive = [one for one in self._alive if one.is_held()]
+            for one in self._alive:
                 one.record.used = self._now
 
     def _begin(self, *, frees: bool = False) -> int:
-        if self.backward is None and self._task == -1:
-            self._note_alive()
+        self._note_alive()
         self._clock.begin(self.moments, frees=frees)
         self.moments += 1
         return self._now
@@ -253,13 +261,21 @@ class StepRecorder:
     def _new(self, slot: Slot, x: Tensor, site: Site) -> int:
         index = len(self._storages)
         moment = self._begin()
-        made = self._made.get(x.untyped_storage()._cdata)
+        address = self._address(x)
+        made = self._made.get(address)
         self._storages.append(_Storage(site.nbytes, moment, moment, made=made))
         self._index[slot] = index
         self._alive.append(_Alive(WeakStorage(x), weakref.ref(slot), self._storages[index]))
-        self._at[x.untyped_storage()._cdata, version_of(x)] = index
+        self._at[address, version_of(x)] = index
         weakref.finalize(slot, self._freed, index).atexit = False
         return index
+
+    def _address(self, x: Tensor) -> int:
+        """Of x's storage. Nobody gets it after x died, and would be taken for what x was."""
+        address: int = x.untyped_storage()._cdata
+        if address not in self._known:
+            self._known[address] = WeakStorage(x)
+        return address
 
     def _freed(self, index: int) -> None:
         self._storages[index].freed = self._now
@@ -267,7 +283,7 @@ class StepRecorder:
         self._asking = -1
 
     def _note_made(self, x: Tensor, made: _Made) -> None:
-        address = x.untyped_storage()._cdata
+        address = self._address(x)
         self._made[address] = made
         index = self._at.get((address, version_of(x)))
         if index is not None and self._storages[index].made is None:
