@@ -22,7 +22,8 @@
 The map, from the top down; imports point down only:
 
     cli/  demo/            commands, and the data and models that they show
-    _api.py                saving; measure, plan, following; fit, step, largest_batch, release: thin
+    _api.py                saving; measure, dry_run, plan, following; fit, step, largest_batch,
+                           release: thin
     control/  report/      what adapts during training; tables and pages
     measure/               FACTS: a step as a profile, peaks, times, the noise of codes
     nn/                    modules whose backward needs less, and how a model gets them
@@ -45,6 +46,7 @@ from elbowroom import control as control
 from elbowroom import errors as errors
 from elbowroom import nn as nn
 from elbowroom import optim as optim
+from elbowroom._api import dry_run as dry_run
 from elbowroom._api import fit as fit
 from elbowroom._api import following as following
 from elbowroom._api import largest_batch as largest_batch

@@ -27,7 +27,9 @@ from elbowroom.control import (
 )
 from elbowroom.errors import PlanError, UnknownCodec, UnknownField
 from elbowroom.measure import NoiseMeter
+from elbowroom.measure.dry import dry_run as run_dry
 from elbowroom.measure.record import record
+from elbowroom.measure.roofline import Speed
 from elbowroom.plan import Coat, Exact, KeepAll, Lean, Lossy, OffloadRest, Policy
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan
@@ -245,6 +247,72 @@ def measure(
     if not isinstance(noise, bool):
         raise UnknownField(f"noise={noise!r} is not possible; it is True or False")
     return record(step, device=device, min_nbytes=min_nbytes, warm_up=warm_up, noise=noise)
+
+
+def dry_run(
+    model: nn.Module,
+    make_batch: Callable[[], Any],
+    *,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    optimizer: Optimizer | None = None,
+    device: torch.device | str | None = None,
+    min_nbytes: int = 65536,
+    speed: Speed | None = None,
+) -> Profile:
+    """What `measure` would write down, from shapes alone: no memory, no data, estimated seconds.
+
+        with torch.device("meta"):
+            model = Model()    # of any size
+        profile = er.dry_run(
+            model,
+            lambda: (torch.randn(64, 3, 224, 224), torch.randint(0, 1000, (64,))),
+            loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+            optimizer=torch.optim.AdamW(model.parameters()),
+        )
+        print(er.plan(profile, budget="6 GiB").explain())
+
+    model       may be anywhere, also on "meta"; only its shapes are read
+    make_batch  gives a batch, as `loss` takes it; what it makes takes no memory
+    loss        (model, batch) -> a scalar
+    optimizer   its states and its update are counted; None: no update
+    device      where to pretend that all of it is; None: the model's own, or the CPU for "meta"
+    min_nbytes  as in `measure`
+    speed       of another machine's device, as `elbowroom.measure.Speed`; None: that of this one
+                and of its codecs is measured, once a process
+
+    The profile has `measured=False`. Its peak is that of plain autograd, without the workspaces
+    that ops take inside themselves. Model, optimizer, gradients and PyTorch's RNG stay as they are.
+    Raises PlanError for a step that looks at the values of tensors, for a model that cannot be
+    copied, and for a device that this machine does not have.
+    """
+    _check_model(model, "dry_run")
+    _check_min_nbytes(min_nbytes)
+    for name, given in (("make_batch", make_batch), ("loss", loss)):
+        if not callable(given):
+            raise PlanError(f"{name} is a function; got {type(given).__name__}")
+    return run_dry(
+        model,
+        make_batch,
+        loss,
+        optimizer,
+        device=_device_of(model, device),
+        min_nbytes=min_nbytes,
+        speed=speed,
+    )
+
+
+def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Where a dry run of this model pretends to be."""
+    if device is None:
+        own = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = torch.device("cpu") if own.type == "meta" else own
+    chosen = torch.device(device)
+    if chosen.type != "cpu" and not (chosen.type == "cuda" and torch.cuda.is_available()):
+        raise PlanError(
+            f"device='{chosen}' is not on this machine, whose autograd cannot even pretend to be "
+            "there; use device='cpu', or one with that device"
+        )
+    return chosen
 
 
 def plan(

@@ -7,6 +7,7 @@ CudaMemory     the same from the caching allocator's counters, read and reset at
 
 import time
 from bisect import bisect_right
+from collections.abc import Sequence
 
 import torch
 from torch.profiler import record_function
@@ -76,18 +77,31 @@ class CpuMemory:
         for name, at_s in curve.marks:
             if name.startswith(_MOMENT):
                 starts[int(name.removeprefix(_MOMENT))] = at_s
-        levels, floors = [], []
-        ends = (*starts[1:], float("inf"))
-        for start_s, end_s, before, frees in zip(
-            starts, ends, self._before, self._frees, strict=True
-        ):
-            first, last = bisect_right(curve.times_s, start_s), bisect_right(curve.times_s, end_s)
-            at_start = curve.nbytes[first - 1] if first else 0
-            if frees and first < last:  # the release is the first that happens
-                at_start = min(at_start, curve.nbytes[first])
-            floors.append(before + at_start)
-            levels.append(before + max((at_start, *curve.nbytes[first:last])))
-        return levels, floors
+        firsts = [bisect_right(curve.times_s, start_s) for start_s in starts]
+        levels, floors = levels_of(curve.nbytes, firsts, self._frees)
+        above = zip(levels, floors, self._before, strict=True)
+        both = [(level + before, floor + before) for level, floor, before in above]
+        return [level for level, _ in both], [floor for _, floor in both]
+
+
+def levels_of(
+    nbytes: Sequence[int], firsts: Sequence[int], frees: Sequence[bool]
+) -> tuple[list[int], list[int]]:
+    """The highest level in each moment, and that at its beginning, in bytes.
+
+    nbytes  the level after each change
+    firsts  of each moment, the first change in it
+    frees   whether that lets go of what belongs to the moment before
+    """
+    levels, floors = [], []
+    lasts = (*firsts[1:], len(nbytes))
+    for first, last, releases in zip(firsts, lasts, frees, strict=True):
+        at_start = nbytes[first - 1] if first else 0
+        if releases and first < last:
+            at_start = min(at_start, nbytes[first])
+        floors.append(at_start)
+        levels.append(max((at_start, *nbytes[first:last])))
+    return levels, floors
 
 
 class CudaMemory:

@@ -8,6 +8,7 @@ All inside a `saving` context of exact actions, so a step that plain autograd ha
 still be measured, and no bit of any gradient changes. The step is the user's: it really trains.
 """
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -49,14 +50,10 @@ def record(
         with Saving(policy, min_nbytes=min_nbytes, context=Context(learns=False)):
             step()
     clock = WallClock()
-    timed = _run(step, clock, policy, min_nbytes)
+    timed = run_recorded(step, clock, policy, min_nbytes)
     seconds = clock.seconds
     sized, (levels, floors), static = _sized(step, chosen, policy, min_nbytes)
-    if not sized.storages():
-        raise PlanError(
-            "the step saves nothing for backward; it should run forward and backward, with "
-            "parameters that require a gradient"
-        )
+    check_saves(sized)
     if not _alike(sized, timed):
         raise PlanError(
             "two runs of the step saved different tensors, so no plan can be made of it; give a "
@@ -77,14 +74,30 @@ def record(
     )
 
 
-def _run(step: Step, clock: Clock, policy: Policy, min_nbytes: int) -> StepRecorder:
-    recorder = StepRecorder(clock)
+def run_recorded(
+    step: Step,
+    clock: Clock,
+    policy: Policy,
+    min_nbytes: int,
+    now_s: Callable[[], float] = time.perf_counter,
+) -> StepRecorder:
+    """Run a step once, inside a context of `policy`, and write it down."""
+    recorder = StepRecorder(clock, now_s)
     with Saving(
         policy, min_nbytes=min_nbytes, context=Context(learns=False), recorder=recorder
     ) as saving:
         step()
     del saving
     return recorder
+
+
+def check_saves(recorder: StepRecorder) -> None:
+    """Raise PlanError if nothing was saved for backward."""
+    if not recorder.storages():
+        raise PlanError(
+            "the step saves nothing for backward; it should run forward and backward, with "
+            "parameters that require a gradient"
+        )
 
 
 def _sized(
@@ -95,14 +108,14 @@ def _sized(
         torch.cuda.synchronize(device)
         static = torch.cuda.memory_allocated(device)
         counters = CudaMemory(device)
-        recorder = _run(step, counters, policy, min_nbytes)
+        recorder = run_recorded(step, counters, policy, min_nbytes)
         return recorder, counters.levels(), static
     quiet_profiler()
     held = Held(all_tensors(device.type))
     static = held.nbytes()
     marks = CpuMemory(held)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        recorder = _run(step, marks, policy, min_nbytes)
+        recorder = run_recorded(step, marks, policy, min_nbytes)
     curve = curve_of(profiler, device.type)
     return recorder, marks.levels(curve), static
 

@@ -94,8 +94,9 @@ class _Module:
 class StepRecorder:
     """One step's record. It is complete when the step, backward included, is over."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, now_s: Callable[[], float] = time.perf_counter) -> None:
+        """now_s: seconds on any clock, to tell how long ops and modules take."""
+        self._clock, self._now_s = clock, now_s
         self._storages: list[_Storage] = []
         self._modules: list[_Module] = []
         self._index: weakref.WeakKeyDictionary[Slot, int] = weakref.WeakKeyDictionary()
@@ -106,7 +107,7 @@ class StepRecorder:
         self._calls = 0  # so many ops have ended
         self._task = -1  # the backward that runs, or ran last
         self._asking = -1  # the op whose backward asks
-        self._last_s = time.perf_counter()
+        self._last_s = now_s()
         self.moments = 0
         self.backward: int | None = None
         self._begin()
@@ -126,7 +127,7 @@ class StepRecorder:
         """An op that had read these has made `out`."""
         if call.name.endswith("__get__"):  # x.shape, x.dtype: no op
             return
-        now_s = time.perf_counter()
+        now_s = self._now_s()
         seconds, self._last_s = now_s - self._last_s, now_s
         self._calls += 1
         self._note_alive()
@@ -135,7 +136,7 @@ class StepRecorder:
             if index is not None:
                 self._storages[index].used = self._now
         for x in tree_leaves(out):
-            if type(x) is Tensor and not untouchable(x):
+            if isinstance(x, Tensor) and not untouchable(x):
                 self._note_made(x, _Made(seconds, modules.stack()))
 
     def module(
@@ -157,9 +158,9 @@ class StepRecorder:
             large = [b for b in module.buffers() if b.nbytes > LARGEST_BUFFER]
             changing = [*inputs, *large, *module.parameters()]
             versions = [version_of(x) for x in changing]
-        start_s = time.perf_counter()
+        start_s = self._now_s()
         out = call(*args, **kwargs)
-        note.seconds = time.perf_counter() - start_s
+        note.seconds = self._now_s() - start_s
         with torch._C.DisableTorchFunction():
             if versions != [version_of(x) for x in changing]:
                 note.why_not = "it changes an input, a parameter or a large buffer in place"

@@ -26,6 +26,7 @@ from elbowroom.codecs import Facts
 from elbowroom.kernels.windows import Window
 from elbowroom.plan import Need
 from elbowroom.runtime.handles.keep import version_of
+from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.slot import Slot
 
 # op -> the arguments (position, name) that may carry an error: its gradients are linear in them,
@@ -122,7 +123,9 @@ class Call:
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
         first = args[0] if args else kwargs.get("input")
         # A subclass may answer any question with an error (an uninitialized parameter does).
-        self.version = version_of(first) if type(first) is Tensor else 0
+        self.version = 0
+        if type(first) in PLAIN and isinstance(first, Tensor):
+            self.version = version_of(first)
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument, however it was passed."""
@@ -229,16 +232,20 @@ def _is(x: Tensor, argument: Any) -> bool:
         return True
     if not isinstance(argument, Tensor) or is_functorch_wrapped(argument):
         return False
-    if (
-        type(argument) is Tensor
-        and argument.layout is torch.strided
-        and x.data_ptr() == argument.data_ptr()
-    ):
+    if type(argument) in PLAIN and argument.layout is torch.strided and _starts_at(x, argument):
         return True
     if x.grad_fn is None:
         autocast = torch.is_autocast_enabled(x.device.type)
         return autocast and x.dtype is not argument.dtype and x.shape == argument.shape
     return argument.grad_fn is not None and _is_reshaped(x, argument)
+
+
+def _starts_at(x: Tensor, argument: Tensor) -> bool:
+    """Whether both begin at the same place in memory."""
+    if type(x) is Tensor:
+        return x.data_ptr() == argument.data_ptr()
+    same_storage = x.untyped_storage()._cdata == argument.untyped_storage()._cdata
+    return same_storage and x.storage_offset() == argument.storage_offset()
 
 
 def _is_reshaped(x: Tensor, argument: Tensor) -> bool:
@@ -290,7 +297,7 @@ def facts_of(x: Tensor, call: Call | None) -> Facts:
 def _dropout_scale(call: Call, dtype: torch.dtype) -> float:
     """1 / (1 - p), computed by the very op that dropout uses, so that it has the very bits."""
     keep = 1.0 - float(call.arg(1, "p", 0.5))
-    return float(torch.ones((), dtype=dtype).div_(keep)) if keep else 0.0
+    return float(torch.tensor(1.0, dtype=dtype).div_(keep)) if keep else 0.0
 
 
 def _pool_facts(call: Call) -> Facts:

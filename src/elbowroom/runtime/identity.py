@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
+from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.recipes import Recipe
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.weak import WeakStorage
@@ -30,7 +31,6 @@ _WINDOW = 4  # a view of less than a fourth of its storage is a window
 _DEEPEST_PARAMETER_GRAPH = 16
 _PICKS = ("Embedding", "Index", "Gather", "Take")  # what these make of a parameter is data
 _SCALES = ("Mul", "Mv", "Vdot", "Dot")  # pruning masks and spectral_norm's vectors enter here
-_PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Identity:
 
     def slots_of(self, *values: Any) -> list[Slot]:
         """The slots of all tensors in these arguments."""
-        tensors = [x for x in tree_leaves(values) if type(x) in _PLAIN and not untouchable(x)]
+        tensors = [x for x in tree_leaves(values) if type(x) in PLAIN and not untouchable(x)]
         return [slot for x in tensors if (slot := self.slot(x)) is not None]
 
     def remember(self, x: Tensor, slot: Slot) -> None:
@@ -117,7 +117,7 @@ class Identity:
 
 def untouchable(x: Tensor) -> str:
     """Why x must be kept as it is, or "" if it is a plain dense tensor."""
-    if type(x) not in _PLAIN:
+    if type(x) not in PLAIN:
         return f"tensor subclass {type(x).__name__}"
     keys = torch._C._dispatch_keys(x).raw_repr()  # which say it all: ask once for each set
     why = _untouchable_keys.get(keys)

@@ -1,0 +1,99 @@
+"""Bytes and seconds of ops that are not really run: a level that fake storages raise and lower.
+
+A fake tensor has a storage of a size, and no memory behind it. Every storage that an op gives is
+counted when it is born, and taken off when it dies. What an op takes and gives back inside itself
+(a workspace, a reordered weight) is not seen. Seconds are those of the roofline, one op after
+another.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from elbowroom.measure.clocks import levels_of
+from elbowroom.measure.roofline import Speed
+
+_CUDA_BLOCK = 512  # bytes: what its caching allocator rounds a request up to
+
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A clock for `StepRecorder`, whose time and memory are arithmetic.
+
+    level    bytes of all storages that were born under this mode, and are alive
+    seconds  of all ops under this mode
+    """
+
+    def __init__(self, speed: Speed, device_type: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._speed = speed
+        self._block = _CUDA_BLOCK if device_type == "cuda" else 1
+        self._alive: dict[int, int] = {}  # bytes by the address of the storage
+        self._begun: list[tuple[int, float, bool]] = []  # first change, seconds, frees
+        self._changes: list[int] = []  # the level after each
+        self.level = 0
+        self.seconds = 0.0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        written = _tensors(out)
+        for x in written:
+            if x.layout is torch.strided:  # else its parts were counted as they were made
+                self._count(x)
+        passed = [*_tensors((args, kwargs)), *written]
+        self.seconds += self._speed.seconds(func, args, {**kwargs, "out_val": out}, passed)
+        return out
+
+    def now_s(self) -> float:
+        """Seconds so far."""
+        return self.seconds
+
+    def start(self) -> None:
+        """A step begins: what is counted already was there before."""
+        self._begun.clear()
+        self._changes = [self.level]
+        self.seconds = 0.0
+
+    def begin(self, moment: int, *, frees: bool = False) -> None:
+        """The clock of the recorder: a moment begins."""
+        self._begun.append((len(self._changes), self.seconds, frees))
+
+    @property
+    def starts_s(self) -> list[float]:
+        """Of each moment."""
+        return [at_s for _, at_s, _ in self._begun]
+
+    def levels(self) -> tuple[list[int], list[int]]:
+        """The highest level in each moment, and that at its beginning, in bytes."""
+        firsts = [first for first, *_ in self._begun]
+        return levels_of(self._changes, firsts, [frees for *_, frees in self._begun])
+
+    def _count(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        address, nbytes = storage._cdata, storage.nbytes()
+        if nbytes and address not in self._alive:
+            self._alive[address] = -(-nbytes // self._block) * self._block
+            self._change(self._alive[address])
+            weakref.finalize(storage, self._gone, address).atexit = False
+
+    def _gone(self, address: int) -> None:
+        self._change(-self._alive.pop(address))
+
+    def _change(self, nbytes: int) -> None:
+        self.level += nbytes
+        self._changes.append(self.level)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, FakeTensor)]

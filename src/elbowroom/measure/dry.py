@@ -1,0 +1,116 @@
+"""A step that is not run, as a `Profile`: no memory, no data, only shapes.
+
+    1. the model, its optimizer and a batch become fake tensors             (`fakes.py`)
+    2. a step of these, in which optimizer states come into being
+    3. another one under the recorder: bytes are counted, seconds estimated (`counting.py`)
+
+Nothing is done to what is saved, so the peak is that of plain autograd. The ops are those that the
+device would run, because fake tensors pass for its own; their workspaces are not seen. A step that
+looks at a value (`loss.item()`, a boolean index) cannot run dry.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.optim import Optimizer
+
+from elbowroom.errors import PlanError
+from elbowroom.measure.counting import Counting
+from elbowroom.measure.fakes import Fakes
+from elbowroom.measure.rates import rates
+from elbowroom.measure.record import check_saves, run_recorded
+from elbowroom.measure.roofline import Speed, speed_of
+from elbowroom.plan import KeepAll
+from elbowroom.plan.profile import Profile
+from elbowroom.runtime.plain import standing_in
+
+Loss = Callable[[nn.Module, Any], Tensor]
+_NEED_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+
+def dry_run(
+    model: nn.Module,
+    make_batch: Callable[[], Any],
+    loss: Loss,
+    optimizer: Optimizer | None,
+    *,
+    device: torch.device,
+    min_nbytes: int,
+    speed: Speed | None,
+) -> Profile:
+    """Raises PlanError for a step that looks at values, or saves nothing."""
+    counting = Counting(speed or speed_of(device.type), device.type)
+    with _pretending(), counting:
+        step = _fake_step(model, make_batch, loss, optimizer, device)
+        step()
+        counting.start()
+        static = counting.level
+        recorder = run_recorded(step, counting, KeepAll(), min_nbytes, counting.now_s)
+    check_saves(recorder)
+    levels, floors = counting.levels()
+    return Profile(
+        level=tuple(levels),
+        floor=tuple(floors),
+        starts_s=tuple(counting.starts_s),
+        backward=recorder.moments - 1 if recorder.backward is None else recorder.backward,
+        seconds=counting.seconds,
+        static=static,
+        storages=recorder.storages(),
+        modules=recorder.modules(),
+        rates=rates(device.type) if speed is None else {},
+        device=(device.type, ""),
+        measured=False,
+    )
+
+
+@contextmanager
+def _pretending() -> Iterator[None]:
+    """Inside, new tensors are fake, the hooks take them for plain ones, and RNG stays as it is."""
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            standing_in(FakeTensor),
+            FakeTensorMode(allow_non_fake_inputs=True),
+        ):
+            yield
+    except _NEED_VALUES as error:
+        raise PlanError(
+            f"a dry run has shapes and no values, and this step needs more for {error.func}; leave "
+            "that out of `loss` (or the optimizer that does it), or run a real step by er.measure"
+        ) from error
+
+
+def _fake_step(
+    model: nn.Module,
+    make_batch: Callable[[], Any],
+    loss: Loss,
+    optimizer: Optimizer | None,
+    device: torch.device,
+) -> Callable[[], None]:
+    """A training step of stand-ins."""
+    fakes = Fakes(device)
+    twin, update = fakes.copy((model, optimizer))
+    batch = fakes.batch(make_batch())
+
+    def step() -> None:
+        loss(twin, batch).backward()  # type: ignore[no-untyped-call]
+        if update is not None:
+            update.step()
+        twin.zero_grad(set_to_none=True)
+
+    twin.zero_grad(set_to_none=True)
+    return step

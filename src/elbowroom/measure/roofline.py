@@ -1,0 +1,80 @@
+"""How long an op should take, from its shapes alone: the roofline.
+
+    seconds = overhead + max(operations / operations a second, bytes / bytes a second)
+
+with the bytes that it reads and writes if every tensor passes memory once. An op of which no count
+of operations is known is taken to wait for memory only; one that gives a view takes nothing.
+Source: Williams et al., "Roofline", CACM 2009. Errors of a factor of 2 are normal; ratios between
+the ops of one step are better than that, and it is ratios that a plan is made from.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SIDE = 512  # of the matrices that are multiplied
+_ELEMENTS = 1 << 23  # of the vector that is read and written: beyond any cache
+_RUNS = 5
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a device does in a second.
+
+    flops       additions and multiplications of a matrix product
+    nbytes      bytes read or written
+    overhead_s  seconds that the smallest op takes
+    """
+
+    flops: float
+    nbytes: float
+    overhead_s: float = 0.0
+
+    def seconds(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
+    ) -> float:
+        """Of one op. tensors: what it reads and writes; kwargs: with its output as `out_val`."""
+        if func.is_view or func.namespace == "prim":  # the latter ask for metadata
+            return 0.0
+        count = _counts().get(func._overloadpacket)
+        flops = 0 if count is None else count(*args, **kwargs)
+        nbytes = sum(x.numel() * x.element_size() for x in tensors)
+        return self.overhead_s + max(flops / self.flops, nbytes / self.nbytes)
+
+
+@cache
+def speed_of(device_type: str) -> Speed:
+    """Of this machine's device, in fp32: measured once a process, the best of a few runs."""
+    device = torch.device(device_type)
+    a = torch.ones(_SIDE, _SIDE, device=device)
+    x, one = torch.ones(_ELEMENTS, device=device), torch.ones(1, device=device)
+    return Speed(
+        flops=2 * _SIDE**3 / _seconds(lambda: a @ a, device),
+        nbytes=2 * x.nbytes / _seconds(x.neg_, device),
+        overhead_s=_seconds(one.neg_, device),
+    )
+
+
+@cache
+def _counts() -> dict[Any, Callable[..., int]]:
+    """By op, how many operations; PyTorch's own, whose module is slow to import."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    best = float("inf")
+    run()
+    for _ in range(_RUNS):
+        start_s = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start_s)
+    return best
