@@ -116,7 +116,7 @@ def main(capability):
         stored = kernels.dither_quantize(x, 5, levels, group_size)
         kernels.dither_dequantize(*stored, 5, levels, group_size, x)
         kernels.dither_dequantize(*stored, 5, levels, group_size, x, *by)
-        for maps in ([8, 25, 25, 1], [8, 5, 5, 25], [5, 1, 1000, 1]):
+        for maps in ([8, 25, 25, 1], [8, 5, 5, 25], [5, 1, 1000, 1])[: 3 if levels == 4 else 1]:
             stored = kernels.division_quantize(x, 5, levels, 8, 0, maps)
             kernels.division_dequantize(*stored, 5, levels, 8, 0, maps, True, x)
         stored = kernels.fp8_quantize(x, group_size, "e4m3")

@@ -8,7 +8,7 @@ and long enough for the threaded.
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 
@@ -21,18 +21,19 @@ from elbowroom.optim import AdamW
 
 _SIZES = (300, 70_000)  # elements: see SERIAL in kernels/numba/launch.py
 _FACTS = (Facts(), Facts(has_zeros=True), Facts(smallest=0, largest=255), Facts(value=1.0))
+_FOR_SMALL = {"fdsr": {"min_numel": 0}}  # it leaves small tensors as they are
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 _OPTIMIZER = ""  # where a job has the id of a codec; dropout with it
 
-Job = tuple[str, torch.dtype]
+Job = tuple[str, torch.dtype, tuple[int, ...]]  # codec, dtype, sizes
 
 
-def compile_ahead(processes: int | None = None) -> int:
+def compile_ahead(processes: int | None = None, threaded: Collection[torch.dtype] = _DTYPES) -> int:
     """Compile what is not compiled yet, in so many processes (None: one a core, at most 8).
 
-    Returns how many jobs there were.
+    threaded: the dtypes for which threaded loops are wanted, too. Returns how many jobs there were.
     """
-    jobs = list(_jobs())
+    jobs = list(_jobs(threaded))
     spawning = multiprocessing.get_context("spawn")
     processes = processes or min(os.cpu_count() or 1, 8)
     with ProcessPoolExecutor(processes, mp_context=spawning) as pool:
@@ -40,19 +41,17 @@ def compile_ahead(processes: int | None = None) -> int:
     return len(jobs)
 
 
-def _jobs() -> Iterator[Job]:
+def _jobs(threaded: Collection[torch.dtype] = _DTYPES) -> Iterator[Job]:
     """The longest first."""
-    yield _OPTIMIZER, torch.float32
-    for id in codecs():
+    for id in ("fdsr", _OPTIMIZER, *(id for id in codecs() if id != "fdsr")):
         for dtype in _DTYPES:
-            if dtype in codec(id).dtypes:
-                yield id, dtype
-    yield _OPTIMIZER, torch.bfloat16
+            if dtype in ((torch.float32, torch.bfloat16) if id == _OPTIMIZER else codec(id).dtypes):
+                yield id, dtype, _SIZES if dtype in threaded else _SIZES[:1]
 
 
 def _call(job: Job) -> None:
-    id, dtype = job
-    for size in _SIZES:
+    id, dtype, sizes = job
+    for size in sizes:
         if id == _OPTIMIZER:
             _step(size, dtype)
             Dropout()(torch.randn(size, dtype=dtype))
@@ -67,8 +66,8 @@ def _step(size: int, dtype: torch.dtype) -> None:
 
 
 def _code(id: str, size: int, dtype: torch.dtype) -> None:
-    coder = codec(id)
-    x = (torch.randn(2, 1, size // 4, 2) * 9).abs().to(dtype)
+    coder = codec(id, **_FOR_SMALL.get(id, {}))
+    x = (torch.randn(1, 2, size // 20, 10) * 9).abs().to(dtype)
     for facts in _FACTS:
         if _is_true(facts, x):
             with suppress(UnsupportedTensor):  # a codec for masks, say
