@@ -5,8 +5,11 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from elbowroom.measure import MemoryCurve, mark, memory_curve, peak
+from elbowroom.measure.held import Held, all_tensors
 
 MIB = 2**20
 
@@ -135,3 +138,11 @@ def test_a_changed_profiler_is_a_clear_error(monkeypatch):
 def test_an_empty_curve_is_flat():
     curve = MemoryCurve((), ())
     assert (curve.peak_nbytes, curve.duration_s) == (0, 0.0)
+
+
+def test_a_fake_tensor_that_a_compiler_left_behind_holds_nothing():
+    before = Held(all_tensors("cpu")).nbytes()
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        left = torch.zeros(1 << 20), torch.zeros(100).nonzero()  # the latter's size is a symbol
+    assert Held(all_tensors("cpu")).nbytes() == before
+    del left

@@ -19,7 +19,7 @@ class Held:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         found: dict[int, tuple[WeakStorage, int]] = {}
         for x in tensors:
-            nbytes = storage_nbytes(x) if x.layout is torch.strided else 0
+            nbytes = storage_nbytes(x) if x.layout is torch.strided and _is_real(x) else 0
             if nbytes:
                 found.setdefault(x.untyped_storage()._cdata, (WeakStorage(x), nbytes))
         self._alive = list(found.values())
@@ -28,6 +28,14 @@ class Held:
         """Bytes of those that are still alive."""
         self._alive = [(weak, nbytes) for weak, nbytes in self._alive if not weak.expired()]
         return sum(nbytes for _, nbytes in self._alive)
+
+
+def _is_real(x: Tensor) -> bool:
+    """Whether it has memory: a fake tensor, left behind by a compiler, only pretends its device."""
+    try:
+        return x.untyped_storage().device.type != "meta"
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def all_tensors(device_type: str) -> list[Tensor]:
