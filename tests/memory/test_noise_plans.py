@@ -144,3 +144,16 @@ def test_what_is_no_share_is_refused(profile, noise):
         er.plan(profile, budget="1 MiB", noise=noise)
     with pytest.raises(UnknownField, match="for a tenth"):
         er.fit(nn.Linear(2, 2), budget="1 MiB", noise=noise)
+
+
+def test_a_limit_that_cannot_be_checked_is_said_not_to_be(caplog, monkeypatch):
+    monkeypatch.setattr("elbowroom.control.planning.shares_of", lambda table: None)
+    training = Training(lr=1e-3)
+    training.step()
+    budget = int(0.45 * er.peak(training.step))
+    er.fit(training.net, budget=budget, optimizer=training.optimizer, noise=0.1)
+    for _ in range(14):
+        training.step()
+    er.release(training.net)
+    assert "what codes add to the gradient is not measured" in caplog.text
+    assert "the watched steps did not tell" in caplog.text

@@ -420,11 +420,7 @@ class Planning:
         room = _LOOKING * max(line.nbytes for line in self.plan.lines)
         watched = self._plan_for(self.profile, self._margin_nbytes + room, exact=self.terms.exact)
         if watched is None:
-            _log.log(
-                logging.INFO if self.terms.noise is None else logging.WARNING,
-                "budget %s leaves no room to measure what codes add to the gradient",
-                show_nbytes(self.terms.budget_nbytes),
-            )
+            self._say_unknown("the budget leaves no room to look")
             return False
         self._follow(watched, self.profile)
         self.meter = menu_meter(probes=1)
@@ -443,8 +439,20 @@ class Planning:
         if self.terms.noise is not None:  # what is refused now must not fall back to a rung
             self._make_plan(self.profile, self._margin_nbytes, exact=self.terms.exact)
         self._plan(self.profile)
-        if self.plan is not None and shares is not None and not self.plan.exact:
+        if shares is None:
+            self._say_unknown("the watched steps did not tell")
+        elif self.plan is not None and not self.plan.exact:
             self._say_noise(self.plan)
+
+    def _say_unknown(self, why: str) -> None:
+        """What codes add is not known: at WARNING where a limit was asked for."""
+        _log.log(
+            logging.INFO if self.terms.noise is None else logging.WARNING,
+            "budget %s: what codes add to the gradient is not measured, because %s; a larger "
+            "budget, or a smaller batch, would show it",
+            show_nbytes(self.terms.budget_nbytes),
+            why,
+        )
 
     def _say_noise(self, plan: Plan) -> None:
         """What codes add: at WARNING where that is more than training would not notice."""
