@@ -89,6 +89,8 @@ class _Module:
     last: int = 0
     seconds: float = 0.0
     why_not: str = ""
+    sources: tuple[int, ...] = ()
+    made_nbytes: int = 0
 
 
 class StepRecorder:
@@ -145,6 +147,7 @@ class StepRecorder:
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        source_of: Callable[[Tensor], Slot | None],
     ) -> Any:
         """A module is called."""
         name = modules.name_of(module)
@@ -166,7 +169,7 @@ class StepRecorder:
                 note.why_not = "it changes an input, a parameter or a large buffer in place"
             if not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(out)):
                 note.why_not = "nothing that it gives needs a gradient"
-            self._note_inputs(note, inputs)
+            self._note_inputs(note, inputs, source_of)
         note.last = self._now
         self._begin()
         return out
@@ -290,9 +293,11 @@ class StepRecorder:
         if index is not None and self._storages[index].made is None:
             self._storages[index].made = made
 
-    def _note_inputs(self, note: _Module, inputs: list[Tensor]) -> None:
+    def _note_inputs(
+        self, note: _Module, inputs: list[Tensor], source_of: Callable[[Tensor], Slot | None]
+    ) -> None:
         """In the order in which recomputing saves them; -1 for one that no op saves."""
-        found = []
+        found, sources = [], []
         for x in inputs:
             if untouchable(x) or is_parameter(x):
                 continue
@@ -301,8 +306,13 @@ class StepRecorder:
             if index != -1:
                 self._storages[index].used = self._now  # the caller's arguments live until now
             elif x.grad_fn is not None:
-                note.extra_nbytes += storage_nbytes(x)
-        note.inputs = tuple(found)
+                source = source_of(x)
+                if source is None or source not in self._index:
+                    note.extra_nbytes += storage_nbytes(x)
+                else:
+                    note.made_nbytes += storage_nbytes(x)
+                    sources.append(self._index[source])
+        note.inputs, note.sources = tuple(found), tuple(sources)
 
 
 class RecordedView(View):

@@ -152,12 +152,17 @@ def _region(
     ]
     start = min(asked, default=profile.backward)
     # The second forward is over before the op that has asked for it begins.
-    workspace = max(floor[start] + _workspace(call, inner, base, floor) - base[start], 0)
+    second = _workspace(call, inner, base, floor) + call.made_nbytes
+    workspace = max(floor[start] + second - base[start], 0)
     return Region(
         name=call.name,
         inside=tuple(at[i] for i in storages),
         inputs=tuple(
-            dict.fromkeys(at[i] for i in (*call.inputs, *_made_inside(profile, call)) if i in at)
+            dict.fromkeys(
+                at[i]
+                for i in (*call.inputs, *call.sources, *_made_inside(profile, call))
+                if i in at
+            )
         ),
         seconds=call.seconds,
         workspace=int(workspace),

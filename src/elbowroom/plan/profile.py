@@ -73,6 +73,8 @@ class ModuleCall:
     inputs        its tensor arguments, parameters left out: the storage, by index; -1 for one that
                   no op saves
     extra_nbytes  of arguments that no op saves, and that somebody would have to hold
+    sources       storages that arguments which no op saves are made from again, bit for bit
+    made_nbytes   of those arguments
     first, last   the moments of its forward
     why_not       the reason that it cannot be run a second time, or ""
     """
@@ -85,6 +87,8 @@ class ModuleCall:
     last: int
     seconds: float
     why_not: str = ""
+    sources: tuple[int, ...] = ()
+    made_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -167,11 +171,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _module(data: dict[str, Any]) -> ModuleCall:
+    places = {name: tuple(data.get(name, ())) for name in ("inputs", "sources")}
+    return ModuleCall(**{**data, **places})
+
+
 def _profile(data: dict[str, Any]) -> Profile:
     data["storages"] = tuple(_storage(one) for one in data["storages"])
-    data["modules"] = tuple(
-        ModuleCall(**{**one, "inputs": tuple(one["inputs"])}) for one in data["modules"]
-    )
+    data["modules"] = tuple(_module(one) for one in data["modules"])
     for name in ("level", "floor", "starts_s", "device"):
         data[name] = tuple(data[name])
     if data.get("noise") is not None:
@@ -200,6 +207,8 @@ def _check(profile: Profile) -> None:
         seen += [call.first, call.last]
         if not all(-1 <= index < len(profile.storages) for index in call.inputs):
             raise ValueError("an input is a storage")
+        if not all(0 <= index < len(profile.storages) for index in call.sources):
+            raise ValueError("an input is made from a storage")
     if not all(isinstance(moment, int) and 0 <= moment < moments for moment in seen):
         raise ValueError("something happens at no moment")
 

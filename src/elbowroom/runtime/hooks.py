@@ -228,7 +228,7 @@ class Saving:
         name, consumers = modules.name_of(module), self._consumers
         if name not in self.recompute or consumers is None or not torch.is_grad_enabled():
             if self.recorder is not None:
-                return self.recorder.module(module, call, args, kwargs)
+                return self.recorder.module(module, call, args, kwargs, self._source_of)
             return call(*args, **kwargs)
         if not self._is_asked():  # inside a checkpoint of the user's, or of ours
             return call(*args, **kwargs)
@@ -312,6 +312,10 @@ class Saving:
     def _ready(self, x: Tensor) -> Ready | None:
         origin = self._identity.origin(x)
         return None if origin is None or origin.recipe is None else origin.recipe.ready()
+
+    def _source_of(self, x: Tensor) -> Slot | None:
+        ready = self._ready(x)
+        return None if ready is None or not ready.exact else ready.sole_source
 
     def _left_alone(self, slot: Slot, x: Tensor, call: Call | None, need: Need) -> str:
         """Why this storage is kept whatever the policy says, or ""."""

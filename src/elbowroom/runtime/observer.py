@@ -77,8 +77,12 @@ class Recorder(Protocol):
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        source_of: Callable[[Tensor], Slot | None],
     ) -> Any:
-        """Run call(*args, **kwargs), which is that of a module."""
+        """Run call(*args, **kwargs), which is that of a module.
+
+        source_of: the one saved tensor that a tensor can be made from again bit for bit, if any.
+        """
         ...
 
     def forward_ended(self) -> None:

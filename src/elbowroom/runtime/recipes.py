@@ -175,6 +175,13 @@ class Ready:
         """The slot that the chain starts at."""
         return self.source.root if isinstance(self.source, Ready) else self.source
 
+    @property
+    def sole_source(self) -> Slot | None:
+        """The slot that the chain starts at, if it takes nothing else."""
+        if self.noise is not None or self.other is not None:
+            return None
+        return self.source.sole_source if isinstance(self.source, Ready) else self.source
+
     def pin(self) -> None:
         """From now on the sources must stay exact."""
         self.source.pin()
