@@ -23,7 +23,7 @@ The map, from the top down; imports point down only:
 
     cli/  demo/            commands, and the data and models that they show
     _api.py                saving; measure, dry_run, plan, following; fit, step, largest_batch,
-                           release: thin
+                           release: thin; _checks.py: what they refuse
     control/  report/      what adapts during training; tables and pages
     measure/               FACTS: a step as a profile, peaks, times, the noise of codes
     nn/                    modules whose backward needs less, and how a model gets them

@@ -3,34 +3,30 @@
 Thin: the only file that knows all stages.
 """
 
-import dataclasses
-import os
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from elbowroom.codecs import Codec, codec, codecs
-from elbowroom.codecs.registry import nearest
-from elbowroom.control import (
-    ActNN,
-    Adaptive,
-    Fitting,
-    LargestBatch,
-    NoiseBudget,
-    Terms,
-    find_largest,
-    repeat,
+from elbowroom._checks import (
+    check_exact,
+    check_flag,
+    check_function,
+    check_min_nbytes,
+    check_model,
+    check_noise,
+    check_offload,
 )
-from elbowroom.errors import PlanError, UnknownCodec, UnknownField
-from elbowroom.measure import NoiseMeter
+from elbowroom.codecs import Codec
+from elbowroom.control import Adaptive, Fitting, LargestBatch, Terms, find_largest, repeat
+from elbowroom.control.policies import meter_of, policy_of, within_noise
+from elbowroom.errors import PlanError, UnknownField
 from elbowroom.measure.dry import dry_run as run_dry
 from elbowroom.measure.record import record
 from elbowroom.measure.roofline import Speed
-from elbowroom.plan import Coat, Exact, KeepAll, Lean, Lossy, OffloadRest, Policy
+from elbowroom.plan import Policy
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
@@ -42,8 +38,6 @@ from elbowroom.units import parse_nbytes
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
-_UNIFORM: dict[str, type[Lean | Coat]] = {"lean": Lean, "coat": Coat}
-_POLICIES = ("exact", "keep", "lean", "coat", "actnn", "offload")
 
 
 def saving(
@@ -93,117 +87,19 @@ def saving(
     Raises UnknownCodec or UnknownField, which list what exists. Tensors that cannot be touched are
     kept; `.ledger` says which and why. Warns if that is all there were, 1 MiB or more.
     """
-    _check_min_nbytes(min_nbytes)
-    if not isinstance(rebuild, bool):
-        raise UnknownField(f"rebuild={rebuild!r} is not possible; it is True or False")
+    check_min_nbytes(min_nbytes)
+    check_flag("rebuild", rebuild)
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise UnknownField(f"seed={seed!r} is not possible; it is an int, or None")
-    if not isinstance(watch, bool):
-        raise UnknownField(f"watch={watch!r} is not possible; it is True or False")
+    check_flag("watch", watch)
     context = PROCESS if seed is None else Context(seed, learns=False)
-    chosen = _policy(policy, rebuild, fields)
+    chosen = policy_of(policy, rebuild, fields)
     if noise is not None:
-        chosen = _within_noise(chosen, noise, rebuild)
+        chosen = within_noise(chosen, noise, rebuild)
     observer: Observer | None = chosen if isinstance(chosen, Adaptive) else None
     if watch and observer is None:
-        observer = _meter_of(chosen)
+        observer = meter_of(chosen)
     return Saving(chosen, min_nbytes=min_nbytes, context=context, warns=True, observer=observer)
-
-
-def _within_noise(policy: Policy, noise: float, rebuild: bool) -> NoiseBudget:
-    if not isinstance(policy, Lossy):
-        raise UnknownField(
-            "noise= goes with a codec, whose settings it chooses, as in "
-            "saving('dither', noise=0.1); exact actions add none"
-        )
-    codec = policy.codec
-    make = partial(NoiseBudget, codec, noise=noise, rebuild=rebuild)
-    return PROCESS.remember(("noise", codec, repr(noise), rebuild), make)
-
-
-def _meter_of(policy: Policy) -> NoiseMeter:
-    """One for all contexts of the same setting; a function of the user's gets a fresh one."""
-    if not dataclasses.is_dataclass(policy):
-        return NoiseMeter(every=1)
-    return PROCESS.remember(("watch", policy), lambda: NoiseMeter(every=1))
-
-
-def _check_min_nbytes(min_nbytes: int) -> None:
-    if not isinstance(min_nbytes, int) or isinstance(min_nbytes, bool) or min_nbytes < 0:
-        raise UnknownField(
-            f"min_nbytes={min_nbytes!r} is not possible; it is an int of bytes, 0 or more"
-        )
-
-
-def _check_model(model: nn.Module, verb: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise PlanError(
-            f"{verb} takes a torch.nn.Module; got {type(model).__name__}. Pass the model itself."
-        )
-
-
-def _policy(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str, Any]) -> Policy:
-    if isinstance(policy, str) and policy not in _POLICIES:
-        if policy not in codecs():
-            known = [*_POLICIES, *codecs()]
-            raise UnknownCodec(
-                f"no policy or codec {policy!r}; there are {', '.join(known)}."
-                f"{nearest(policy, known)}"
-            )
-        return Lossy(codec(policy, **fields), rebuild)
-    if isinstance(policy, str) and policy in _UNIFORM:
-        return _uniform(policy, rebuild, fields)
-    if policy == "offload":
-        return _offload(rebuild, fields)
-    if policy == "actnn":
-        key = ("actnn", rebuild, repr(sorted(fields.items())))
-        return PROCESS.remember(key, lambda: _actnn(rebuild, fields))
-    if fields:
-        raise UnknownField(
-            f"{', '.join(fields)}: fields go with a codec id, as in saving('dither', bits=2)"
-        )
-    if isinstance(policy, Codec):
-        return Lossy(policy, rebuild)
-    if policy is None or policy == "exact":
-        return Exact(rebuild)
-    if policy == "keep":
-        return KeepAll()
-    if not callable(policy):
-        raise UnknownField(
-            f"policy={policy!r} is not possible; it is an id, a codec, or a function of a Site"
-        )
-    return policy
-
-
-def _uniform(name: str, rebuild: bool, fields: dict[str, Any]) -> Policy:
-    kind = _UNIFORM[name]
-    _check_fields(name, fields, [f.name for f in dataclasses.fields(kind) if f.name != "rebuild"])
-    return kind(**fields, rebuild=rebuild)
-
-
-def _offload(rebuild: bool, fields: dict[str, Any]) -> OffloadRest:
-    _check_fields("offload", fields, ["tier", "directory", "from_nbytes"])
-    policy = OffloadRest(**fields, rebuild=rebuild)
-    if policy.directory is not None and not os.path.isdir(policy.directory):
-        raise UnknownField(
-            f"policy 'offload': there is no directory {policy.directory!r}; "
-            "make it, or name another"
-        )
-    return policy
-
-
-def _actnn(rebuild: bool, fields: dict[str, Any]) -> ActNN:
-    _check_fields("actnn", fields, ["bits", "group_size"])
-    return ActNN(**fields, rebuild=rebuild)
-
-
-def _check_fields(policy: str, given: Iterable[str], known: list[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise UnknownField(
-                f"policy '{policy}' has no field {name!r}; it has {', '.join(known)}."
-                f"{nearest(name, known)}"
-            )
 
 
 def measure(
@@ -237,15 +133,14 @@ def measure(
     But for these, exact actions are used meanwhile, so no bit of any gradient changes. Raises
     PlanError for a step that saves nothing, or not the same each time.
     """
-    _check_min_nbytes(min_nbytes)
+    check_min_nbytes(min_nbytes)
     if not callable(step) or isinstance(step, nn.Module):
         raise PlanError(
             f"measure takes a function that runs one training step; got {type(step).__name__}"
         )
     if not isinstance(warm_up, int) or isinstance(warm_up, bool) or warm_up < 0:
         raise UnknownField(f"warm_up={warm_up!r} is not possible; it is a number of steps, or 0")
-    if not isinstance(noise, bool):
-        raise UnknownField(f"noise={noise!r} is not possible; it is True or False")
+    check_flag("noise", noise)
     return record(step, device=device, min_nbytes=min_nbytes, warm_up=warm_up, noise=noise)
 
 
@@ -285,11 +180,10 @@ def dry_run(
     Raises PlanError for a step that looks at the values of tensors, for a model that cannot be
     copied, and for a device that this machine does not have.
     """
-    _check_model(model, "dry_run")
-    _check_min_nbytes(min_nbytes)
-    for name, given in (("make_batch", make_batch), ("loss", loss)):
-        if not callable(given):
-            raise PlanError(f"{name} is a function; got {type(given).__name__}")
+    check_model(model, "dry_run")
+    check_min_nbytes(min_nbytes)
+    check_function("make_batch", make_batch)
+    check_function("loss", loss)
     return run_dry(
         model,
         make_batch,
@@ -342,11 +236,10 @@ def plan(
     """
     if not isinstance(profile, Profile):
         raise PlanError(f"plan takes what er.measure(step) gave; got {type(profile).__name__}")
-    _check_exact(exact)
-    _check_offload(offload)
-    if not isinstance(recompute, bool):
-        raise UnknownField(f"recompute={recompute!r} is not possible; it is True or False")
-    _check_noise(noise)
+    check_exact(exact)
+    check_offload(offload)
+    check_flag("recompute", recompute)
+    check_noise(noise)
     return make_plan(
         profile,
         parse_nbytes(budget),
@@ -369,7 +262,7 @@ def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -
     not know (another shape, another branch) is held exactly, and counted in `plan.strangers`.
     min_nbytes and seed as in `saving`.
     """
-    _check_min_nbytes(min_nbytes)
+    check_min_nbytes(min_nbytes)
     if not isinstance(plan, Plan):
         raise PlanError(f"following takes what er.plan(...) gave; got {type(plan).__name__}")
     context = PROCESS if seed is None else Context(seed, learns=False)
@@ -380,25 +273,6 @@ def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -
         recompute=plan.recompute,
         idle=plan.changes_nothing,
     )
-
-
-def _check_offload(offload: str | None) -> None:
-    if offload not in (None, "file", "host"):
-        raise UnknownField(f"offload={offload!r} is not possible; it is 'file', 'host' or None")
-
-
-def _check_noise(noise: float | None) -> None:
-    is_number = isinstance(noise, int | float) and not isinstance(noise, bool)
-    if noise is not None and not (is_number and noise >= 0):
-        raise UnknownField(
-            f"noise={noise!r} is not possible; it is a number, as 0.1 for a tenth of what "
-            "mini-batches vary by, or None"
-        )
-
-
-def _check_exact(exact: bool | None) -> None:
-    if exact is not None and not isinstance(exact, bool):
-        raise UnknownField(f"exact={exact!r} is not possible; it is True, or None for exact first")
 
 
 def fit(
@@ -441,21 +315,21 @@ def fit(
     BudgetTooSmall with the least budget that would do. `er.release(model)` undoes it; a copied or
     pickled model is a plain one.
     """
-    _check_model(model, "fit")
-    _check_min_nbytes(min_nbytes)
-    _check_exact(exact)
+    check_model(model, "fit")
+    check_min_nbytes(min_nbytes)
+    check_exact(exact)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise PlanError(
             f"fit takes a torch.optim.Optimizer; got {type(optimizer).__name__}. "
             "Pass the optimizer itself, or leave it out."
         )
-    _check_offload(offload)
+    check_offload(offload)
     if offload == "host" and all(p.device.type == "cpu" for p in model.parameters()):
         raise PlanError(
             "offload='host' moves tensors from a GPU to host memory; this model is in host memory "
             "already. Use offload='file', or move the model to its GPU before fit."
         )
-    _check_noise(noise)
+    check_noise(noise)
     terms = Terms(parse_nbytes(budget), exact, offload, min_nbytes, noise)
     args, kwargs = _arguments(worst)
     release(model)
@@ -538,19 +412,18 @@ def largest_batch(
     that you train with. Raises BudgetTooSmall where a batch of 1 does not fit, and PlanError for a
     step that changes its parameters, or is another one at another batch size.
     """
-    _check_model(model, "largest_batch")
-    _check_min_nbytes(min_nbytes)
-    _check_exact(exact)
-    for name, given in (("make_batch", make_batch), ("loss", loss)):
-        if not callable(given):
-            raise PlanError(f"{name} is a function; got {type(given).__name__}")
+    check_model(model, "largest_batch")
+    check_min_nbytes(min_nbytes)
+    check_exact(exact)
+    check_function("make_batch", make_batch)
+    check_function("loss", loss)
     terms = Terms(parse_nbytes(budget), exact, None, min_nbytes)
     return find_largest(model, make_batch, loss, terms, optimizer)
 
 
 def release(model: M) -> M:
     """Undo `fit`: the model's forwards run plainly again. One that was not fitted stays as is."""
-    _check_model(model, "release")
+    check_model(model, "release")
     fitting = detach(model)
     if isinstance(fitting, Fitting):
         fitting.close()

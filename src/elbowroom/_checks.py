@@ -1,0 +1,48 @@
+"""What the public verbs refuse, each in one sentence that says what is possible."""
+
+from torch import nn
+
+from elbowroom.errors import PlanError, UnknownField
+
+
+def check_model(model: nn.Module, verb: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"{verb} takes a torch.nn.Module; got {type(model).__name__}. Pass the model itself."
+        )
+
+
+def check_min_nbytes(min_nbytes: int) -> None:
+    if not isinstance(min_nbytes, int) or isinstance(min_nbytes, bool) or min_nbytes < 0:
+        raise UnknownField(
+            f"min_nbytes={min_nbytes!r} is not possible; it is an int of bytes, 0 or more"
+        )
+
+
+def check_exact(exact: bool | None) -> None:
+    if exact is not None and not isinstance(exact, bool):
+        raise UnknownField(f"exact={exact!r} is not possible; it is True, or None for exact first")
+
+
+def check_offload(offload: str | None) -> None:
+    if offload not in (None, "file", "host"):
+        raise UnknownField(f"offload={offload!r} is not possible; it is 'file', 'host' or None")
+
+
+def check_noise(noise: float | None) -> None:
+    is_number = isinstance(noise, int | float) and not isinstance(noise, bool)
+    if noise is not None and not (is_number and noise >= 0):
+        raise UnknownField(
+            f"noise={noise!r} is not possible; it is a number, as 0.1 for a tenth of what "
+            "mini-batches vary by, or None"
+        )
+
+
+def check_flag(name: str, given: object) -> None:
+    if not isinstance(given, bool):
+        raise UnknownField(f"{name}={given!r} is not possible; it is True or False")
+
+
+def check_function(name: str, given: object) -> None:
+    if not callable(given):
+        raise PlanError(f"{name} is a function; got {type(given).__name__}")
