@@ -27,6 +27,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from elbowroom.control import looking
 from elbowroom.control.fitted import FittedSaving
 from elbowroom.control.measurement import Measurement
 from elbowroom.control.owned import Owned
@@ -59,8 +60,6 @@ _TRIES: dict[bool, tuple[tuple[bool | None, int], ...]] = {
 }
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
-_LOOKING = 5  # largest tensors that a watched step takes beside what it holds, or a little more
-_UNNOTICED = 0.1  # of mini-batch variance
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
 _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
 
@@ -408,19 +407,16 @@ class Planning:
         )
 
     def _begin_to_watch(self) -> bool:
-        """Go on with a plan that leaves room for a meter. False: nothing to watch, or no room.
-
-        Looking at a tensor takes it once more, and an op that is probed runs again in backward.
-        """
+        """Go on with a plan that leaves room for a meter. False: nothing to watch, or no room."""
         assert self.plan is not None
         assert self.profile is not None
         if self.plan.exact or self._was_watched:
             return False
         self._was_watched = True
-        room = _LOOKING * max(line.nbytes for line in self.plan.lines)
-        watched = self._plan_for(self.profile, self._margin_nbytes + room, exact=self.terms.exact)
+        margin = self._margin_nbytes + looking.room_nbytes(self.plan)
+        watched = self._plan_for(self.profile, margin, exact=self.terms.exact)
         if watched is None:
-            self._say_unknown("the budget leaves no room to look")
+            looking.say_unknown(self.terms, "the budget leaves no room to look")
             return False
         self._follow(watched, self.profile)
         self.meter = menu_meter(probes=1)
@@ -440,30 +436,9 @@ class Planning:
             self._make_plan(self.profile, self._margin_nbytes, exact=self.terms.exact)
         self._plan(self.profile)
         if shares is None:
-            self._say_unknown("the watched steps did not tell")
+            looking.say_unknown(self.terms, "the watched steps did not tell")
         elif self.plan is not None and not self.plan.exact:
-            self._say_noise(self.plan)
-
-    def _say_unknown(self, why: str) -> None:
-        """What codes add is not known: at WARNING where a limit was asked for."""
-        _log.log(
-            logging.INFO if self.terms.noise is None else logging.WARNING,
-            "budget %s: what codes add to the gradient is not measured, because %s; a larger "
-            "budget, or a smaller batch, would show it",
-            show_nbytes(self.terms.budget_nbytes),
-            why,
-        )
-
-    def _say_noise(self, plan: Plan) -> None:
-        """What codes add: at WARNING where that is more than training would not notice."""
-        _log.log(
-            logging.INFO if plan.noise <= _UNNOTICED else logging.WARNING,
-            "budget %s: codes add %.2g %% of what mini-batches vary by anyway (estimated, after "
-            "%d watched steps)",
-            show_nbytes(self.terms.budget_nbytes),
-            100 * plan.noise,
-            plan.watched,
-        )
+            looking.say_noise(self.terms, self.plan)
 
     def _at_largest(self, step: Measurement, peak_nbytes: int) -> int:
         """What this step would have needed if it had been the largest."""
