@@ -31,7 +31,6 @@ from elbowroom.plan import (
     Offload,
     Policy,
     Rebuild,
-    Rebuildable,
     Site,
     SiteName,
 )
@@ -43,8 +42,6 @@ from elbowroom.runtime.consumers import (
     NORMS,
     Call,
     Consumers,
-    facts_of,
-    is_argument,
     is_buffer,
     need_of,
 )
@@ -55,7 +52,6 @@ from elbowroom.runtime.identity import (
     Identity,
     covering,
     dense_base,
-    is_made_of_parameters,
     is_parameter,
     untouchable,
 )
@@ -65,11 +61,10 @@ from elbowroom.runtime.perform import differ_on_nan, mask_bits, perform
 from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
+from elbowroom.runtime.sites import left_alone, site_of
 from elbowroom.runtime.slot import Lone, Slot, View
 from elbowroom.runtime.statistics import statistics_of
 from elbowroom.runtime.waiting import Waiting, relu_mask
-
-_HARD_MIN_NBYTES = 16  # scalars gain nothing
 
 
 class Saving:
@@ -284,17 +279,20 @@ class Saving:
             need, why = Need.EXACT, f"'{slot.mask_of}' holds its mask, and takes NaN otherwise"
         noted = None
         if self.recorder is not None and call is not None:
-            noted = self._site(slot, x, call, need, why, self._ready(x), name)
+            origin, ready = self._identity.origin(x), self._ready(x)
+            noted = site_of(slot, x, call, need, why, ready, name, origin)
         if not slot.serves(need):
-            left_alone = self._left_alone(slot, x, call, need)
-            if left_alone:
-                slot.hold(KeepHandle(slot.base.on(x), left_alone))
+            why_kept = left_alone(slot, x, call, need, self.min_nbytes)
+            if why_kept:
+                slot.hold(KeepHandle(slot.base.on(x), why_kept))
             else:
                 self._serve(slot, x, call, need, why, name)
         slot.promise(need, name.consumer)
         view = View(slot, x, need)
         if self.recorder is not None and noted is not None:
-            view = self.recorder.saved(view, x, noted, self._left_alone(slot, x, call, need))
+            view = self.recorder.saved(
+                view, x, noted, left_alone(slot, x, call, need, self.min_nbytes)
+            )
         if call is not None:
             call.note_saved(slot, x)
             if self._watch is not None and need is Need.LOSSY:
@@ -317,28 +315,12 @@ class Saving:
         ready = self._ready(x)
         return None if ready is None or not ready.exact else ready.sole_source
 
-    def _left_alone(self, slot: Slot, x: Tensor, call: Call | None, need: Need) -> str:
-        """Why this storage is kept whatever the policy says, or ""."""
-        if slot.entry.before_nbytes < max(self.min_nbytes, _HARD_MIN_NBYTES):
-            return "small"
-        if slot.is_window:
-            return "a window onto a larger storage"
-        if is_made_of_parameters(x):
-            return "made of parameters only"
-        if (
-            x.grad_fn is None
-            and x.dtype is not torch.bool
-            and (need is Need.LOSSY or is_argument(x, call))
-        ):
-            return "an input: its owner holds it"
-        return ""
-
     def _serve(
         self, slot: Slot, x: Tensor, call: Call | None, need: Need, why: str, name: SiteName
     ) -> None:
         """Make the slot hold what this op needs."""
         ready = self._ready(x)
-        site = self._site(slot, x, call, need, why, ready, name)
+        site = site_of(slot, x, call, need, why, ready, name, self._identity.origin(x))
         key = (site.module, site.consumer, site.shape, site.dtype)
         whole = slot.base.on(x)
         if self.context.keeps(key):
@@ -398,41 +380,6 @@ class Saving:
         if isinstance(action, Rebuild) and ready is None and site.need is not Need.SHAPE:
             return Keep("the policy asked to rebuild what cannot be rebuilt")
         return action
-
-    def _site(
-        self,
-        slot: Slot,
-        x: Tensor,
-        call: Call | None,
-        need: Need,
-        why: str,
-        ready: Ready | None,
-        name: SiteName,
-    ) -> Site:
-        origin = self._identity.origin(x)
-        facts = facts_of(x, call)
-        if origin is not None and origin.has_zeros and x.is_floating_point():
-            facts = replace(facts, has_zeros=True)
-        rebuildable = (
-            Rebuildable.NO
-            if ready is None
-            else Rebuildable.EXACT
-            if ready.exact
-            else Rebuildable.LOSSY
-        )
-        return Site(
-            module=name.module,
-            consumer=name.consumer,
-            producer="" if origin is None else origin.op,
-            shape=slot.base.shape,
-            dtype=x.dtype,
-            nbytes=slot.entry.before_nbytes,
-            need=need,
-            rebuildable=rebuildable,
-            facts=facts,
-            why=why,
-            nth=name.nth,
-        )
 
     def _name(self, call: Call | None) -> SiteName:
         """Whose save this is, and how many this op of this module has made before."""

@@ -1,0 +1,68 @@
+"""What is known of a save without looking at a value: the facts that a policy decides by."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from elbowroom.plan import Need, Rebuildable, Site, SiteName
+from elbowroom.runtime.consumers import Call, facts_of, is_argument
+from elbowroom.runtime.identity import Origin, is_made_of_parameters
+from elbowroom.runtime.recipes import Ready
+from elbowroom.runtime.slot import Slot
+
+_HARD_MIN_NBYTES = 16  # scalars gain nothing
+
+
+def site_of(
+    slot: Slot,
+    x: Tensor,
+    call: Call | None,
+    need: Need,
+    why: str,
+    ready: Ready | None,
+    name: SiteName,
+    origin: Origin | None,
+) -> Site:
+    """The site at which `call` saves x.
+
+    need    what its backward asks of x, and `why`
+    ready   how x could be made again now
+    origin  the op that made x
+    """
+    facts = facts_of(x, call)
+    if origin is not None and origin.has_zeros and x.is_floating_point():
+        facts = replace(facts, has_zeros=True)
+    rebuildable = (
+        Rebuildable.NO if ready is None else Rebuildable.EXACT if ready.exact else Rebuildable.LOSSY
+    )
+    return Site(
+        module=name.module,
+        consumer=name.consumer,
+        producer="" if origin is None else origin.op,
+        shape=slot.base.shape,
+        dtype=x.dtype,
+        nbytes=slot.entry.before_nbytes,
+        need=need,
+        rebuildable=rebuildable,
+        facts=facts,
+        why=why,
+        nth=name.nth,
+    )
+
+
+def left_alone(slot: Slot, x: Tensor, call: Call | None, need: Need, min_nbytes: int) -> str:
+    """Why this storage is kept whatever the policy says, or ""."""
+    if slot.entry.before_nbytes < max(min_nbytes, _HARD_MIN_NBYTES):
+        return "small"
+    if slot.is_window:
+        return "a window onto a larger storage"
+    if is_made_of_parameters(x):
+        return "made of parameters only"
+    if (
+        x.grad_fn is None
+        and x.dtype is not torch.bool
+        and (need is Need.LOSSY or is_argument(x, call))
+    ):
+        return "an input: its owner holds it"
+    return ""
