@@ -1,4 +1,4 @@
-"""ResNet-50 for images of 224 x 224 (arXiv 1512.03385; stride in the 3x3 convolution)."""
+"""ResNet-50 and -101 for images of 224 x 224 (arXiv 1512.03385; stride in the 3x3 convolution)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,11 +34,16 @@ class Bottleneck(nn.Module):
         return z
 
 
-def resnet50(classes: int = 1000) -> nn.Sequential:
+def resnet101() -> nn.Sequential:
+    """3, 4, 23 and 3 bottlenecks."""
+    return resnet50(depths=(3, 4, 23, 3))
+
+
+def resnet50(classes: int = 1000, depths: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Sequential:
     """3, 4, 6 and 3 bottlenecks of width 64, 128, 256 and 512."""
     blocks: list[nn.Module] = []
     inputs = 64
-    for stage, count in enumerate((3, 4, 6, 3)):
+    for stage, count in enumerate(depths):
         width = 64 << stage
         for i in range(count):
             blocks.append(Bottleneck(inputs, width, 2 if stage and i == 0 else 1))

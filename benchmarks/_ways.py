@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+import torch._functorch.config
+import torch._inductor.config
 from torch import nn
+from torch._inductor.compile_fx import compile_fx
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
@@ -15,12 +19,17 @@ import elbowroom as er
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run forward: `context(seed)` goes around it; its noise starts at `seed`."""
+    """One way to run forward: `context(seed)` goes around it; its noise starts at `seed`.
+
+    exact  gradients are bit-equal to plain ones
+    base   the way that it is, but for what it does for memory
+    """
 
     name: str
     context: Callable[[int], AbstractContextManager[Any]]
     exact: bool = True
     ours: bool = False
+    base: str = "plain fp32"
 
 
 PLAIN = Way("plain fp32", lambda seed: nullcontext())
@@ -42,6 +51,40 @@ def saving(policy: str | None = None, **fields: Any) -> Way:
 def typed(value: Any) -> str:
     """A setting as one would type it."""
     return f'"{value}"' if isinstance(value, str) else f"{value}"
+
+
+COMPILED = "torch.compile"
+
+
+def compiled(model: nn.Module, budget: float | None = None) -> Way:
+    """torch.compile; with a budget (0..1), what it saves is cut to that share of what it may save.
+
+    The partitioner picks by a knapsack what backward makes again. Dropout draws from PyTorch's own
+    RNG, so that gradients can be compared; they differ in rounding.
+    """
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        share = 1.0 if budget is None else budget
+        with (
+            torch._functorch.config.patch(activation_memory_budget=share),
+            torch._inductor.config.patch(fallback_random=True),
+        ):
+            return compile_fx(graph, inputs)
+
+    forward = torch.compile(model.forward, backend=backend)  # each its own: none takes another's
+
+    @contextmanager
+    def context(seed: int) -> Iterator[None]:
+        model.forward = forward
+        try:
+            yield
+        finally:
+            del model.forward
+
+    if budget is None:
+        return Way(COMPILED, context, exact=False, base=COMPILED)
+    name = f"{COMPILED}, activation_memory_budget={budget}"
+    return Way(name, context, exact=False, base=COMPILED)
 
 
 def checkpointed(blocks: Iterable[nn.Module]) -> Way:

@@ -222,7 +222,8 @@ def plan(
     """What to do with each tensor of a profiled step so that its peak stays within a budget.
 
     budget     bytes, or "6 GiB": the peak, everything that is held counted
-    exact      True: exact actions only; None: lossy codes only if the budget needs them
+    exact      True: exact actions only; None: lossy codes only if the budget needs them; False:
+               whatever is cheapest, seconds and noise together
     recompute  modules may run their forward a second time, in backward
     offload    "file", or, from a GPU, "host": tensors may be moved there; None: they stay
     noise      the most that codes may add to the variance of the gradient, as a share of what
@@ -301,7 +302,8 @@ def fit(
     budget      an int of bytes, or "6 GiB"; "6 GB" is 6 * 10**9
     optimizer   its states are counted, from before it makes them
     exact       True: exact actions only, no bit of any gradient changes; None: exact first, lossy
-                codecs only if the budget needs them, said in one line by the logger "elbowroom"
+                codecs only if the budget needs them, said in one line by the logger "elbowroom";
+                False: whatever is cheapest, where noise is priced as the steps that it costs
     offload     "file", or, from a GPU, "host": plans may move tensors there; None: they stay
     noise       the most that codes may add to the variance of the gradient, as a share of what
                 mini-batches vary by anyway (0.1: a tenth). Measured in eight steps once a lossy
@@ -405,7 +407,7 @@ def largest_batch(
     make_batch  batch size -> a batch, as `loss` takes it
     loss        (model, batch) -> a scalar; its backward runs, no optimizer does
     optimizer   its states are counted, from before it makes them; its update's workspace is not
-    exact       True: plans with exact actions only; None: lossy codes count as room
+    exact       as in `fit`; but for True, lossy codes count as room
 
     Predicted by a line through two small batches, then confirmed by one measured run of forward and
     backward. Model, gradients, buffers, RNG and optimizer stay as they are, and so does the batch

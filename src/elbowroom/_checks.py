@@ -21,7 +21,10 @@ def check_min_nbytes(min_nbytes: int) -> None:
 
 def check_exact(exact: bool | None) -> None:
     if exact is not None and not isinstance(exact, bool):
-        raise UnknownField(f"exact={exact!r} is not possible; it is True, or None for exact first")
+        raise UnknownField(
+            f"exact={exact!r} is not possible; it is True, None for exact first, or False for "
+            "whatever is cheapest"
+        )
 
 
 def check_offload(offload: str | None) -> None:

@@ -100,8 +100,9 @@ def test_a_fitted_model_stays_fitted():
 def test_what_cannot_be_found_is_said_and_harms_nothing():
     model, optimizer = make()
     before = [t.clone() for t in everything(model, optimizer)]
-    with pytest.raises(BudgetTooSmall, match="this step needs"):
+    with pytest.raises(BudgetTooSmall, match="needs at the least with a batch of 1") as refused:
         find(model, optimizer, "100 KiB")
+    assert find(model, optimizer, int(1.05 * refused.value.least_nbytes)).batch >= 1
 
     with pytest.raises(PlanError, match="saves other tensors than one with batch"):
         er.largest_batch(Uneven(*model), batch_of, budget="8 MiB", loss=loss_of, min_nbytes=4096)

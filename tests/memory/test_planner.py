@@ -416,6 +416,18 @@ def test_a_prediction_is_right_whatever_the_clock_said(kind: str) -> None:
         assert plan.peak == pytest.approx(measured, rel=NEAR), str(plan)
 
 
+@KINDS
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+def test_what_is_cheapest_takes_no_more_time_than_exact_first(kind: str, share: float) -> None:
+    first, cheapest = planned(kind, share), planned(kind, share, exact=False)
+    if first is None or cheapest is None:
+        assert first is cheapest
+        return
+    worth = profiled(kind).seconds * (cheapest.noise - first.noise)
+    assert cheapest.seconds + worth <= 1.005 * first.seconds  # a solver's gap
+    assert cheapest.peak <= budget_of(kind, share)
+
+
 @pytest.mark.filterwarnings("ignore:this saving context changed nothing")
 @KINDS
 def test_exact_actions_never_take_more_than_plain_autograd(kind: str) -> None:

@@ -245,7 +245,10 @@ class Fitting:
             return
         was_lossy = self._said not in ("", *(rung.name for rung in EXACT_RUNGS))
         self._said = chosen.name
-        kind = "exact" if chosen.exact else "lossy, because the exact rungs do not fit"
+        lossy = (
+            "lossy" if self.terms.exact is False else "lossy, because the exact rungs do not fit"
+        )
+        kind = "exact" if chosen.exact else lossy
         _log.log(
             logging.INFO if chosen.exact or was_lossy else logging.WARNING,
             "budget %s: saved tensors at rung '%s' (%s)",

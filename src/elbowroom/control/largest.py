@@ -4,7 +4,7 @@
     2. the largest batch that has a plan, by bisection; if that is far from the two, once more with
        larger ones
     3. one measured run at that batch under its plan, and a timed one; if it takes more than the
-       budget, a smaller batch, up to _MOST_RUNS times
+       budget, 2 and 3 again for that much less, up to _MOST_RUNS times
 
 No parameter and no optimizer state is touched: the states count as their class will make them, an
 update's own workspace does not count. RNG, buffers and gradients are put back.
@@ -40,6 +40,9 @@ Loss = Callable[[nn.Module, Any], Tensor]
 _SMALL = 2  # and twice as much: the first two batches
 _FAR = 8  # a line is not trusted further than so many times the larger of the two
 _MOST_RUNS = 4
+_CUT = (
+    0.75  # of what a plan was allowed, at the least: a step that ran out says little of by how much
+)
 _MOST = 1 << 20
 
 
@@ -75,22 +78,23 @@ def find_largest(
     model: nn.Module, make_batch: MakeBatch, loss: Loss, terms: Terms, optimizer: Optimizer | None
 ) -> LargestBatch:
     """Raises BudgetTooSmall where a batch of 1 has no plan."""
-    trial = _Trial(model, make_batch, loss, terms, optimizer)
+    trial, budget = _Trial(model, make_batch, loss, terms, optimizer), terms.budget_nbytes
     with _untouched(model, trial.owned):
         pair = trial.pair(_SMALL)
-        batch = _largest(pair, terms)
+        batch = _largest(pair, budget, terms.exact)
         if batch > _FAR * pair.two:
             pair = trial.pair(batch // _FAR)
-            batch = _largest(pair, terms)
+            batch = _largest(pair, budget, terms.exact)
+        allowed = budget
         for _ in range(_MOST_RUNS):
-            plan = pair.plan(batch, terms.budget_nbytes, exact=terms.exact)
+            plan = pair.plan(batch, allowed, exact=terms.exact)
             peak = trial.peak(batch, plan)
-            if peak is None or peak <= terms.budget_nbytes:
+            if peak is None or peak <= budget:
                 seconds = trial.seconds(batch, plan) / batch
-                return LargestBatch(
-                    batch, terms.budget_nbytes, plan.peak, peak, seconds, plan.exact
-                )
-            batch = max(1, min(batch - 1, int(batch * terms.budget_nbytes / peak)))
+                predicted = plan.peak + budget - allowed
+                return LargestBatch(batch, budget, predicted, peak, seconds, plan.exact)
+            allowed = max(min(allowed, budget - (peak - plan.peak)), int(_CUT * allowed))
+            batch = min(batch, _largest(pair, allowed, terms.exact))
     raise PlanError(
         f"{_MOST_RUNS} predictions were too hopeful for {show_nbytes(terms.budget_nbytes)}, the "
         f"last for batch {batch}: what this step needs does not grow evenly with its batch. Give "
@@ -205,12 +209,12 @@ class _Following:
             return forward()
 
 
-def _largest(pair: TwoBatches, terms: Terms) -> int:
+def _largest(pair: TwoBatches, budget: int, exact: bool | None) -> int:
     """The largest batch that has a plan; monotone, so bisection finds it."""
 
     def fits(batch: int) -> bool:
         try:
-            pair.plan(batch, terms.budget_nbytes, exact=terms.exact)
+            pair.plan(batch, budget, exact=exact)
         except BudgetTooSmall:
             return False
         return True
@@ -222,7 +226,7 @@ def _largest(pair: TwoBatches, terms: Terms) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     if low == 0:
-        pair.plan(1, terms.budget_nbytes, exact=terms.exact)  # raises with the least that would do
+        pair.plan(1, budget, exact=exact)  # raises with the least that would do
     return max(low, 1)
 
 

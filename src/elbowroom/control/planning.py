@@ -307,8 +307,7 @@ class Planning:
         careful = margin + int(_CAREFUL * (budget_nbytes - profile.static))
         try:
             plan = (
-                self._plan_for(profile, careful, exact=True)
-                or self._plan_for(profile, margin, exact=True)
+                (self.terms.exact is None and self._exact_plan(profile, careful, margin))
                 or self._plan_for(profile, careful, exact=self.terms.exact)
                 or self._make_plan(profile, margin, exact=self.terms.exact)
             )
@@ -353,6 +352,11 @@ class Planning:
         self.plan = plan
         other = plan.peak + self._margin_nbytes - profile.static - plan.held_nbytes
         self._transient_nbytes = max(0, other)
+
+    def _exact_plan(self, profile: Profile, *margins: int) -> Plan | None:
+        """Rather exact with less left free than lossy."""
+        plans = (self._plan_for(profile, margin, exact=True) for margin in margins)
+        return next((plan for plan in plans if plan is not None), None)
 
     def _plan_for(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan | None:
         try:

@@ -10,7 +10,7 @@ from elbowroom.plan.ladder import EXACT_RUNGS, LOSSY_RUNGS, Rung
 class Terms:
     """What the user gave.
 
-    exact    True: exact actions only; else exact ones first
+    exact    True: exact actions only; None: exact ones first; False: what is cheapest
     offload  where plans may move tensors to: "file", "host", or None
     noise    the most that codes may add to the gradient's variance, as a share of that of
              mini-batches; None: as much as the budget asks for

@@ -9,12 +9,14 @@ linear, such as a workspace, or a loss over all pairs of a batch.
 """
 
 from dataclasses import dataclass, replace
+from math import ceil
 
-from elbowroom.errors import PlanError
+from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.site import SiteName
+from elbowroom.units import show_nbytes
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,15 @@ class TwoBatches:
     def plan(self, batch: int, budget: int, *, exact: bool | None) -> Plan:
         """For `batch` within `budget` bytes. Raises BudgetTooSmall."""
         ratio = batch / self.two
-        plan = make_plan(self.profile(batch), int(budget / ratio), exact=exact)
+        try:
+            plan = make_plan(self.profile(batch), int(budget / ratio), exact=exact)
+        except BudgetTooSmall as error:
+            least = ceil(error.least_nbytes * ratio)
+            raise BudgetTooSmall(
+                f"budget {show_nbytes(budget)} is below the {show_nbytes(least)} that this step "
+                f"needs at the least with a batch of {batch} (estimated). Give budget={least}.",
+                least_nbytes=least,
+            ) from None
         return plan.grown(ratio, 0, budget)
 
 

@@ -7,7 +7,15 @@ from elbowroom.errors import BudgetTooSmall
 from elbowroom.plan.menu import KEEP, RUNGS, action_name
 from elbowroom.plan.plan import RECOMPUTE, Known, Line, Plan
 from elbowroom.plan.pose import Posed, pose
-from elbowroom.plan.problem import Choice, Option, Solution, keep_all, levels, recomputed_items
+from elbowroom.plan.problem import (
+    Choice,
+    Option,
+    Solution,
+    cost,
+    keep_all,
+    levels,
+    recomputed_items,
+)
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.site import Site, SiteName
 from elbowroom.plan.solve import solve
@@ -28,7 +36,8 @@ def make_plan(
     """The plan that adds the fewest seconds within `budget` bytes.
 
     margin     bytes of the budget that are left free
-    exact      True: exact actions only; None: lossy codes only if exact actions do not suffice
+    exact      True: exact actions only; None: lossy codes only if exact actions do not suffice;
+               False: whatever is cheapest
     recompute  modules may run a second time
     offload    "file" or "host": where tensors may be moved to; None: nowhere
     noise      variance that codes may add to the gradient, as a share of that of mini-batches;
@@ -41,10 +50,15 @@ def make_plan(
     allowed = budget - margin
     posed = pose(profile, exact=True, recompute=recompute, offload=offload)
     found = solve(posed.problem, allowed, exact=True, solver=solver)
-    if not found.feasible and not exact:
-        posed = pose(profile, exact=False, recompute=recompute, offload=offload)
+    if exact is False or not (exact or found.feasible):
+        freely = pose(profile, exact=False, recompute=recompute, offload=offload)
         variance = inf if noise is None else noise
-        found = solve(posed.problem, allowed, variance=variance, solver=solver)
+        other = solve(freely.problem, allowed, variance=variance, solver=solver)
+        if not found.feasible or (
+            other.feasible
+            and cost(freely.problem, other.choice) < cost(posed.problem, found.choice)
+        ):
+            posed, found = freely, other
     if not found.feasible:
         raise _too_small(profile, posed, found, budget, margin, exact=exact, noise=noise)
     return _plan(profile, posed, found, allowed + in_flight, in_flight)

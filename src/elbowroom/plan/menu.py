@@ -25,7 +25,7 @@ from elbowroom.plan.site import Need, Rebuildable, Site
 
 KEEP = Rung("keep", KeepAll(), exact=True)
 EXACT_MENU = (Rung("exact", Exact(), exact=True),)
-LEVELS = (256, 64, 16, 8, 6, 4)
+LEVELS = (256, 64, 16, 8, 6, 4, 3, 2)
 LOSSY_MENU = tuple(
     Rung(f"dither, {n} levels", Lossy(Dither(levels=n)), exact=False) for n in LEVELS
 )

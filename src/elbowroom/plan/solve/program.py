@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, vstack
 
+from elbowroom.plan.solve.quiet import stdout_to_stderr
+
 Vector = NDArray[np.float64]
 
 _FAILED = 4  # what scipy calls all that is neither an answer nor a proof nor a limit
@@ -86,13 +88,14 @@ class Program:
             options["time_limit"] = limit_s
         constraints = LinearConstraint(A, lows, highs) if lows else None
         for presolve in (True, False):  # HiGHS 1.12's presolve now and then ends in an error
-            answer = milp(
-                np.array(self.cost),
-                integrality=np.zeros(n) if relaxed else np.array(self.whole, float),
-                bounds=Bounds(low, high),
-                constraints=constraints,
-                options={**options, "presolve": presolve},
-            )
+            with stdout_to_stderr():
+                answer = milp(
+                    np.array(self.cost),
+                    integrality=np.zeros(n) if relaxed else np.array(self.whole, float),
+                    bounds=Bounds(low, high),
+                    constraints=constraints,
+                    options={**options, "presolve": presolve},
+                )
             if answer.status != _FAILED:
                 break
         return None if answer.x is None else np.asarray(answer.x)

@@ -1,0 +1,93 @@
+"""Slowdown against peak, a line a planner, as `budgets.py` draws it.
+
+    ./scripts/bench _sweep_plot FILE.json        draws FILE.png again from a result
+
+Needs matplotlib (pip install -e '.[bench]'); without it there is no picture.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from _common import tell
+
+Line = list[tuple[float, float]]
+_OURS = {"elbowroom, exact": "#1f5f8b", "elbowroom, lossy where needed": "#c8102e"}
+_THEIRS = {
+    "delta": "#7a7a7a",
+    "dtr": "#2a9d8f",
+    "capuchin": "#8c564b",
+    "greedy": "#c9a000",
+    "torch.compile": "#7b2cbf",
+    "one codec everywhere": "#e377c2",
+    "checkpoint, per block": "#222222",
+}
+
+
+def draw(result: dict[str, Any], path: Path) -> Path | None:
+    """Write the picture; None, and a line on stderr, if it cannot be drawn."""
+    try:
+        import matplotlib
+    except ImportError:
+        tell("matplotlib is not installed, so there is no picture: pip install -e '.[bench]'")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure, axes = pyplot.subplots(figsize=(9, 5.6))
+    lines = _lines(result)
+    for name, color in (_THEIRS | _OURS).items():
+        points = sorted(lines.get(name, []))
+        if points:
+            peaks, slowdowns = zip(*points, strict=True)
+            ours = name in _OURS
+            axes.plot(
+                *(peaks, slowdowns, "-" if ours else "--"),
+                color=color,
+                lw=2.2 if ours else 1.2,
+                zorder=3 if ours else 2,
+                marker="o",
+                ms=5 if ours else 4,
+                label=name,
+            )
+    axes.plot([100], [1], marker="*", ms=13, color="#222222", ls="", label="plain PyTorch")
+    axes.set(
+        xlabel="measured peak of a whole step, % of plain PyTorch's",
+        ylabel="time of a step, over the same without economies",
+        title=f"{result['settings']['model']}: what each byte saved costs",
+    )
+    axes.grid(True, color="#e6e6e6", lw=0.8)
+    axes.legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+    return path
+
+
+def _lines(result: dict[str, Any]) -> dict[str, Line]:
+    """Points (peak in % of plain's, slowdown), by the name in the legend."""
+    plain = result["plain"]["static_nbytes"] + result["plain"]["peak_nbytes"]
+    lines: dict[str, Line] = {}
+    for row in result["rows"]:
+        if row["slowdown"] is not None:
+            point = (100 * row["whole_peak_nbytes"] / plain, row["slowdown"])
+            lines.setdefault(_family(row), []).append(point)
+    return lines
+
+
+def _family(row: dict[str, Any]) -> str:
+    way = row["way"]
+    if way.startswith("plan for"):
+        return "elbowroom, exact" if row["exact"] else "elbowroom, lossy where needed"
+    if row["solver"] is not None:
+        return str(row["solver"])
+    if way.startswith("er.saving("):
+        return "one codec everywhere"
+    return next((name for name in _THEIRS if name in way.replace("torch.utils.", "")), way)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(draw(json.loads(Path(name).read_text()), Path(name).with_suffix(".png")))
