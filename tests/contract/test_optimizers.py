@@ -168,6 +168,26 @@ def test_zero_gradients_at_lr_0_move_nothing_and_leave_no_nan(cls, state):
 
 
 @every
+def test_autograd_sees_that_a_step_has_changed_a_parameter(cls, state):
+    net = model()
+    optimizer = cls(net.parameters(), state=state)
+    steps(net, optimizer, 1)
+    losses = [net(torch.ones(2, 100)).sum()]
+    with er.saving():
+        losses.append(net(torch.ones(2, 100)).sum())
+    versions = [x._version for x in everything(net, optimizer)]
+    optimizer.step()
+    assert all(x._version > v for x, v in zip(everything(net, optimizer), versions, strict=True))
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [*net.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
+
+
+@every
 def test_odd_parameters(cls, state):
     shapes = [(), (0,), (0, 500), (5000,), (64, 65), (3, 5000), (2, 3, 64, 64)]
     params = [nn.Parameter(torch.ones(s)) for s in shapes]

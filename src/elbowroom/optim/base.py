@@ -16,6 +16,7 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from elbowroom.errors import InvalidSetting, UnsupportedGradient, UnsupportedParameter
@@ -181,6 +182,8 @@ class EncodedOptimizer(Optimizer):
             *(self.rule, group["weights"], first, second, row_of(p.shape)),
             *(self.factors(group, step), seed_of(group["seed"], step, index)),
         )
+        # The kernel writes unseen by autograd, whose checks go by these counters.
+        increment_version([p, *(tensor for key, tensor in state.items() if key != "step")])
 
     def _check_group(self, group: Group) -> None:
         check_state(group["state"], second=len(self.moments) > 1)
