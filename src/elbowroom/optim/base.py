@@ -4,6 +4,7 @@
 
 1. A step is done for all parameters or for none: one Inf would spoil a group of 128 for long.
    `skipped` counts the steps that were not done. Under GradScaler, which looks itself, it stays 0.
+   Where gradients are released (`release.py`) this holds for each parameter by itself.
 2. A parameter is a flat run in memory order, so one in channels_last is not copied; its gradient
    is brought into the same order.
 3. Noise is a hash of (seed, step, place of the parameter, group, element): replicas that see the
@@ -33,6 +34,7 @@ from elbowroom.optim.formats import (
     seed_of,
     state_nbytes,
 )
+from elbowroom.optim.release import CANNOT, GradientRelease, check_alone
 from elbowroom.optim.state_dict import VERSION, checked_groups, held_as_of, loaded, portable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,7 +50,8 @@ class EncodedOptimizer(Optimizer):
 
     rule: ClassVar[str]
     moments: ClassVar[tuple[str, ...]]  # names in state_dict, as torch.optim has them
-    skipped: int = 0
+    skipped: int = 0  # steps, of which at least one gradient was not applied
+    released: GradientRelease | None = None  # gradients are, inside backward, as long as it lasts
 
     def __init__(self, params: Any, defaults: Group, *, state: str, weights: str, seed: int):
         more = {"state": state, "weights": weights, "seed": seed, "version": VERSION}
@@ -62,6 +65,36 @@ class EncodedOptimizer(Optimizer):
         except Exception:
             del self.param_groups[-1]
             raise
+        if self.released is not None:
+            self.released.watch(len(self.param_groups) - 1)
+
+    def release_gradients(self) -> GradientRelease:
+        """From now on each gradient is applied, and freed, inside backward.
+
+            release = optimizer.release_gradients()
+            loss.backward()      # updates; one gradient exists at a time
+            optimizer.step()     # ends the step; must be called after each backward
+
+        The bits are those of an ordinary step, if all gradients are finite; one that is not leaves
+        its parameter as it is, and no other. `release.remove()`, or the end of a `with` around it,
+        undoes it. Raises InvalidSetting for what needs all gradients: several backwards a step,
+        GradScaler, DistributedDataParallel. `clip_grad_norm_` finds no gradient, and does nothing.
+        """
+        if self.released is not None:
+            raise InvalidSetting("gradients of this optimizer are released already")
+        check_alone([p for group in self.param_groups for p in group["params"]])
+        self.released = GradientRelease(self)
+        return self.released
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by GradScaler, before its step, and by nobody else."""
+        if self.released is not None:
+            raise InvalidSetting(
+                f"{CANNOT}, but GradScaler's are scaled. Train in bfloat16 without a scaler, or "
+                "remove() what release_gradients() has returned"
+            )
+        return False
 
     def factors(self, group: Group, step: int) -> list[float]:
         """The numbers of this step that the kernel of `rule` takes."""
@@ -75,20 +108,34 @@ class EncodedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient, or none if a gradient is not finite.
 
-        Raises UnsupportedGradient for sparse ones, before anything has changed.
+        Raises UnsupportedGradient for sparse ones, before anything has changed. Where gradients are
+        released there are none left, but of parameters that were unfrozen later or set by hand.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         due = list(self._due())
-        if not _finite(grad for *_, grad in due):
+        left = 0 if self.released is None else self.released.end_step()
+        if _finite(grad for *_, grad in due):
+            for index, group, p, grad in due:
+                self._update(index, group, p, grad)
+        else:
+            left += len(due)
+        if left:
             self.skipped += 1
-            _log.warning("a gradient is not finite: step skipped, %d so far", self.skipped)
-            return loss
-        for index, group, p, grad in due:
-            self._update(index, group, p, grad)
+            _log.warning(
+                "a gradient is not finite: step skipped for %s parameters, %d so far",
+                *(left if self.released is not None else "all", self.skipped),
+            )
         return loss
+
+    def apply(self, index: int, group: Group, p: Tensor, grad: Tensor) -> bool:
+        """Update one parameter, the index-th of all; False: not, since grad is not finite."""
+        usable = self._usable(grad, p)
+        if finite := _finite([usable]):
+            self._update(index, group, p, usable)
+        return finite
 
     def portable_state_dict(self) -> dict[str, Any]:
         """Float32 states as the class of the same name in `torch.optim` loads them."""
@@ -154,6 +201,8 @@ class EncodedOptimizer(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
+                    if self.released is not None:
+                        self.released.check(index, p)
                     yield index, group, p, self._usable(p.grad, p)
                 index += 1
 
