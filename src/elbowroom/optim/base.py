@@ -35,6 +35,7 @@ from elbowroom.optim.formats import (
     state_nbytes,
 )
 from elbowroom.optim.release import CANNOT, GradientRelease, check_alone
+from elbowroom.optim.sharded import agreed, aligned, in_whole_rows, local, shard_of, spread
 from elbowroom.optim.state_dict import VERSION, checked_groups, held_as_of, loaded, portable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -117,7 +118,7 @@ class EncodedOptimizer(Optimizer):
                 loss = closure()
         due = list(self._due())
         left = 0 if self.released is None else self.released.end_step()
-        if _finite(grad for *_, grad in due):
+        if _all_finite([(p, grad) for *_, p, grad in due]):
             for index, group, p, grad in due:
                 self._update(index, group, p, grad)
         else:
@@ -133,7 +134,7 @@ class EncodedOptimizer(Optimizer):
     def apply(self, index: int, group: Group, p: Tensor, grad: Tensor) -> bool:
         """Update one parameter, the index-th of all; False: not, since grad is not finite."""
         usable = self._usable(grad, p)
-        if finite := _finite([usable]):
+        if finite := _all_finite([(p, usable)]):
             self._update(index, group, p, usable)
         return finite
 
@@ -171,28 +172,30 @@ class EncodedOptimizer(Optimizer):
 
     def fresh(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         """States before the first step."""
-        made = {"step": torch.zeros((), dtype=torch.float32)}
-        found = self.format_of(p, group["state"])
+        made: dict[str, Tensor] = {}
+        found, part = self.format_of(p, group["state"]), local(p)
         for name, moment in zip(self.moments, (found.first, found.second), strict=False):
             held = names(name, moment.kind)
-            codes, bounds = moment.empty(p)
+            codes, bounds = moment.empty(part)
             made |= (
                 {held.codes: codes}
                 if moment.kind == "fp32"
                 else dict(zip(held, (codes, bounds), strict=True))
             )
         if group["weights"] == "residual" and p.dtype is torch.bfloat16:
-            made["residual"] = torch.zeros_like(p, dtype=torch.int8)
-        return made
+            made["residual"] = torch.zeros_like(part, dtype=torch.int8)
+        step = {"step": torch.zeros((), dtype=torch.float32)}
+        return step | {key: spread(state, p) for key, state in made.items()}
 
     def arguments(self, p: Tensor, state: dict[str, Tensor], found: Format) -> tuple[Any, ...]:
-        """Codes and bounds of both moments as the kernels take them, then their kinds."""
-        nothing = p.new_empty(0, dtype=torch.uint8), p.new_empty(0, dtype=torch.int16)
+        """Codes and bounds of this rank as the kernels take them, then their kinds."""
+        like = local(p)
+        nothing = like.new_empty(0, dtype=torch.uint8), like.new_empty(0, dtype=torch.int16)
         parts: list[Tensor] = []
         for i, moment in enumerate((found.first, found.second)):
             held = names(self.moments[i], moment.kind) if i < len(self.moments) else None
-            codes = nothing[0] if held is None else state[held.codes]
-            bounds = nothing[1] if held is None else state.get(held.bounds, nothing[1])
+            codes = nothing[0] if held is None else local(state[held.codes])
+            bounds = nothing[1] if held is None else local(state.get(held.bounds, nothing[1]))
             parts += [flat(codes) if moment.kind == "fp32" else codes, bounds]
         return *parts, found.first.kind, found.second.kind
 
@@ -207,14 +210,16 @@ class EncodedOptimizer(Optimizer):
                 index += 1
 
     def _usable(self, grad: Tensor, p: Tensor) -> Tensor:
+        """This rank's part of grad, in the order of p."""
         if grad.layout is not torch.strided:
             raise UnsupportedGradient(
                 f"{type(self).__name__} takes dense gradients; that of a parameter of shape "
                 f"{tuple(p.shape)} is {str(grad.layout).removeprefix('torch.')}. Use sparse=False "
                 "in the embedding, or torch.optim.SparseAdam for it"
             )
-        if grad.stride() != p.stride() or grad.dtype not in DTYPES:
-            return torch.empty_like(p).copy_(grad)
+        part, grad = local(p), local(aligned(grad, p))
+        if grad.stride() != part.stride() or grad.dtype not in DTYPES:
+            return torch.empty_like(part).copy_(grad)
         return grad
 
     def _update(self, index: int, group: Group, p: Tensor, grad: Tensor) -> None:
@@ -226,10 +231,11 @@ class EncodedOptimizer(Optimizer):
         found = self.format_of(p, group["state"])
         residual = state.get("residual")
         *tensors, first, second = self.arguments(p, state, found)
+        part, residual = local(p), None if residual is None else flat(local(residual))
         ops.optimizer_step(
-            *(flat(p), None if residual is None else flat(residual), flat(grad), *tensors),
+            *(flat(part), residual, flat(grad), *tensors),
             *(self.rule, group["weights"], first, second, row_of(p.shape)),
-            *(self.factors(group, step), seed_of(group["seed"], step, index)),
+            *(self.factors(group, step), seed_of(group["seed"], step, index, shard_of(p))),
         )
         # The kernel writes unseen by autograd, whose checks go by these counters.
         increment_version([p, *(tensor for key, tensor in state.items() if key != "step")])
@@ -254,9 +260,12 @@ def _check_parameter(p: Tensor, weights: str) -> None:
             f"{what}, for which there is no weights={weights!r}. Use bfloat16, or say "
             "weights='nearest' and lose updates below half a step of float16"
         )
-    if hasattr(p, "to_local"):
-        raise UnsupportedParameter(f"{what} and a DTensor, which is not supported yet")
-    if p.layout is not torch.strided or not _dense(p):
+    if not in_whole_rows(p):
+        raise UnsupportedParameter(
+            f"{what} and a DTensor that is cut otherwise than in rows; states are encoded by rows. "
+            "Replicate it, or cut it by Shard(0), as fully_shard does"
+        )
+    if p.layout is not torch.strided or not _dense(local(p)):
         raise UnsupportedParameter(f"{what} with gaps or overlaps in memory; use .contiguous()")
 
 
@@ -264,6 +273,11 @@ def _dense(x: Tensor) -> bool:
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda d: -strides[d])
     return x.numel() == 0 or x.permute(order).is_contiguous()
+
+
+def _all_finite(due: list[tuple[Tensor, Tensor]]) -> bool:
+    """On all ranks. due: parameters, and this rank's parts of their gradients."""
+    return agreed((p for p, _ in due), _finite(grad for _, grad in due))
 
 
 def _finite(grads: Iterable[Tensor]) -> bool:
