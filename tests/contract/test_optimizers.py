@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import elbowroom as er
@@ -313,6 +314,26 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(spoil, sa
     with pytest.raises(errors.StateMismatch, match=say):
         optimizer.load_state_dict(saved)
     assert all(map(torch.equal, before, snapshot(optimizer)))
+
+
+@every
+def test_states_go_through_safetensors(cls, state, tmp_path):
+    net = model(torch.bfloat16)
+    optimizer = cls(net.parameters(), lr=1e-3, state=state)
+    steps(net, optimizer, 2)
+    saved = optimizer.state_dict()
+    flat = {f"{i}.{key}": x for i, held in saved["state"].items() for key, x in held.items()}
+    save_file(flat, tmp_path / "states.safetensors")
+    read: dict[int, dict[str, torch.Tensor]] = {}
+    for name, x in load_file(tmp_path / "states.safetensors").items():
+        index, key = name.split(".")
+        read.setdefault(int(index), {})[key] = x
+    twin = copy.deepcopy(net)
+    resumed = cls(twin.parameters(), state=state)
+    resumed.load_state_dict({"state": read, "param_groups": saved["param_groups"]})
+    steps(net, optimizer, 2)
+    steps(twin, resumed, 2)
+    assert same(net, twin)
 
 
 def test_an_optimizer_is_copied_and_pickled():
