@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import elbowroom as er
@@ -168,6 +169,26 @@ def test_zero_gradients_at_lr_0_move_nothing_and_leave_no_nan(cls, state):
 
 
 @every
+def test_autograd_sees_that_a_step_has_changed_a_parameter(cls, state):
+    net = model()
+    optimizer = cls(net.parameters(), state=state)
+    steps(net, optimizer, 1)
+    losses = [net(torch.ones(2, 100)).sum()]
+    with er.saving():
+        losses.append(net(torch.ones(2, 100)).sum())
+    versions = [x._version for x in everything(net, optimizer)]
+    optimizer.step()
+    assert all(x._version > v for x, v in zip(everything(net, optimizer), versions, strict=True))
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [*net.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
+
+
+@every
 def test_odd_parameters(cls, state):
     shapes = [(), (0,), (0, 500), (5000,), (64, 65), (3, 5000), (2, 3, 64, 64)]
     params = [nn.Parameter(torch.ones(s)) for s in shapes]
@@ -293,6 +314,26 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(spoil, sa
     with pytest.raises(errors.StateMismatch, match=say):
         optimizer.load_state_dict(saved)
     assert all(map(torch.equal, before, snapshot(optimizer)))
+
+
+@every
+def test_states_go_through_safetensors(cls, state, tmp_path):
+    net = model(torch.bfloat16)
+    optimizer = cls(net.parameters(), lr=1e-3, state=state)
+    steps(net, optimizer, 2)
+    saved = optimizer.state_dict()
+    flat = {f"{i}.{key}": x for i, held in saved["state"].items() for key, x in held.items()}
+    save_file(flat, tmp_path / "states.safetensors")
+    read: dict[int, dict[str, torch.Tensor]] = {}
+    for name, x in load_file(tmp_path / "states.safetensors").items():
+        index, key = name.split(".")
+        read.setdefault(int(index), {})[key] = x
+    twin = copy.deepcopy(net)
+    resumed = cls(twin.parameters(), state=state)
+    resumed.load_state_dict({"state": read, "param_groups": saved["param_groups"]})
+    steps(net, optimizer, 2)
+    steps(twin, resumed, 2)
+    assert same(net, twin)
 
 
 def test_an_optimizer_is_copied_and_pickled():

@@ -77,7 +77,13 @@ class LargestBatch:
 def find_largest(
     model: nn.Module, make_batch: MakeBatch, loss: Loss, terms: Terms, optimizer: Optimizer | None
 ) -> LargestBatch:
-    """Raises BudgetTooSmall where a batch of 1 has no plan."""
+    """Raises BudgetTooSmall where a batch of 1 has no plan; PlanError if backward would train."""
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
+        raise PlanError(
+            "largest_batch runs backward, and this model's parameters have hooks that run in it "
+            "(release_gradients() of an optimizer), which would change them. remove() those, and "
+            "release gradients again afterwards"
+        )
     trial, budget = _Trial(model, make_batch, loss, terms, optimizer), terms.budget_nbytes
     with _untouched(model, trial.owned):
         pair = trial.pair(_SMALL)

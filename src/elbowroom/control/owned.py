@@ -59,8 +59,14 @@ class Owned:
         return Stock(self.nbytes, self.unborn_gradient_nbytes(), self.unborn_state_nbytes())
 
     def unborn_gradient_nbytes(self) -> int:
-        """Bytes of the gradients that a step will create."""
-        return sum(p.nbytes for p in self._trainable() if p.grad is None)
+        """Bytes of the gradients that a step will create, and hold at one time.
+
+        Of those that are released inside backward, that is the largest.
+        """
+        unborn = [p for p in self._trainable() if p.grad is None]
+        released = self._released()
+        passing = max((p.nbytes for p in unborn if id(p) in released), default=0)
+        return passing + sum(p.nbytes for p in unborn if id(p) not in released)
 
     def unborn_state_nbytes(self) -> int:
         """Bytes of the optimizer states that the first step will create.
@@ -80,6 +86,15 @@ class Owned:
     def optimizers(self) -> list[Optimizer]:
         """Those that are counted, and still there."""
         return [one for known in self._optimizers if (one := known()) is not None]
+
+    def _released(self) -> set[int]:
+        """Parameters that an optimizer updates inside backward."""
+        releasing = [
+            one
+            for one in self.optimizers()
+            if isinstance(one, EncodedOptimizer) and one.released is not None
+        ]
+        return {id(p) for one in releasing for p in _parameters(one)}
 
     def _trainable(self) -> list[Tensor]:
         model = self._model()

@@ -92,7 +92,8 @@ class _Attempt:
         changed = [undo.changed for undo in self._undos if undo.changed is not None]
         if changed:
             raise OutOfMemory(
-                "the step ran out of memory in the optimizer's update, and cannot be run again: "
+                "the step ran out of memory in the optimizer's update (which is in backward where "
+                "gradients are released), and cannot be run again: "
                 f"{' and '.join(changed)} had been changed ({self.why}). No plan makes an update "
                 "smaller: give the optimizer foreach=False or fused=True, or halve the batch."
             )

@@ -14,4 +14,5 @@ from elbowroom.optim.adamw import AdamW as AdamW
 from elbowroom.optim.formats import STATES as STATES
 from elbowroom.optim.formats import state_nbytes as state_nbytes
 from elbowroom.optim.lion import Lion as Lion
+from elbowroom.optim.release import GradientRelease as GradientRelease
 from elbowroom.optim.sgd import SGD as SGD

@@ -4,6 +4,7 @@
 
 1. A step is done for all parameters or for none: one Inf would spoil a group of 128 for long.
    `skipped` counts the steps that were not done. Under GradScaler, which looks itself, it stays 0.
+   Where gradients are released (`release.py`) this holds for each parameter by itself.
 2. A parameter is a flat run in memory order, so one in channels_last is not copied; its gradient
    is brought into the same order.
 3. Noise is a hash of (seed, step, place of the parameter, group, element): replicas that see the
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from elbowroom.errors import InvalidSetting, UnsupportedGradient, UnsupportedParameter
@@ -32,6 +34,8 @@ from elbowroom.optim.formats import (
     seed_of,
     state_nbytes,
 )
+from elbowroom.optim.release import CANNOT, GradientRelease, check_alone
+from elbowroom.optim.sharded import agreed, aligned, in_whole_rows, local, shard_of, spread
 from elbowroom.optim.state_dict import VERSION, checked_groups, held_as_of, loaded, portable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,7 +51,8 @@ class EncodedOptimizer(Optimizer):
 
     rule: ClassVar[str]
     moments: ClassVar[tuple[str, ...]]  # names in state_dict, as torch.optim has them
-    skipped: int = 0
+    skipped: int = 0  # steps, of which at least one gradient was not applied
+    released: GradientRelease | None = None  # gradients are, inside backward, as long as it lasts
 
     def __init__(self, params: Any, defaults: Group, *, state: str, weights: str, seed: int):
         more = {"state": state, "weights": weights, "seed": seed, "version": VERSION}
@@ -61,6 +66,36 @@ class EncodedOptimizer(Optimizer):
         except Exception:
             del self.param_groups[-1]
             raise
+        if self.released is not None:
+            self.released.watch(len(self.param_groups) - 1)
+
+    def release_gradients(self) -> GradientRelease:
+        """From now on each gradient is applied, and freed, inside backward.
+
+            release = optimizer.release_gradients()
+            loss.backward()      # updates; one gradient exists at a time
+            optimizer.step()     # ends the step; must be called after each backward
+
+        The bits are those of an ordinary step, if all gradients are finite; one that is not leaves
+        its parameter as it is, and no other. `release.remove()`, or the end of a `with` around it,
+        undoes it. Raises InvalidSetting for what needs all gradients: several backwards a step,
+        GradScaler, DistributedDataParallel. `clip_grad_norm_` finds no gradient, and does nothing.
+        """
+        if self.released is not None:
+            raise InvalidSetting("gradients of this optimizer are released already")
+        check_alone([p for group in self.param_groups for p in group["params"]])
+        self.released = GradientRelease(self)
+        return self.released
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by GradScaler, before its step, and by nobody else."""
+        if self.released is not None:
+            raise InvalidSetting(
+                f"{CANNOT}, but GradScaler's are scaled. Train in bfloat16 without a scaler, or "
+                "remove() what release_gradients() has returned"
+            )
+        return False
 
     def factors(self, group: Group, step: int) -> list[float]:
         """The numbers of this step that the kernel of `rule` takes."""
@@ -74,20 +109,34 @@ class EncodedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient, or none if a gradient is not finite.
 
-        Raises UnsupportedGradient for sparse ones, before anything has changed.
+        Raises UnsupportedGradient for sparse ones, before anything has changed. Where gradients are
+        released there are none left, but of parameters that were unfrozen later or set by hand.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         due = list(self._due())
-        if not _finite(grad for *_, grad in due):
+        left = 0 if self.released is None else self.released.end_step()
+        if _all_finite([(p, grad) for *_, p, grad in due]):
+            for index, group, p, grad in due:
+                self._update(index, group, p, grad)
+        else:
+            left += len(due)
+        if left:
             self.skipped += 1
-            _log.warning("a gradient is not finite: step skipped, %d so far", self.skipped)
-            return loss
-        for index, group, p, grad in due:
-            self._update(index, group, p, grad)
+            _log.warning(
+                "a gradient is not finite: step skipped for %s parameters, %d so far",
+                *(left if self.released is not None else "all", self.skipped),
+            )
         return loss
+
+    def apply(self, index: int, group: Group, p: Tensor, grad: Tensor) -> bool:
+        """Update one parameter, the index-th of all; False: not, since grad is not finite."""
+        usable = self._usable(grad, p)
+        if finite := _all_finite([(p, usable)]):
+            self._update(index, group, p, usable)
+        return finite
 
     def portable_state_dict(self) -> dict[str, Any]:
         """Float32 states as the class of the same name in `torch.optim` loads them."""
@@ -123,28 +172,30 @@ class EncodedOptimizer(Optimizer):
 
     def fresh(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         """States before the first step."""
-        made = {"step": torch.zeros((), dtype=torch.float32)}
-        found = self.format_of(p, group["state"])
+        made: dict[str, Tensor] = {}
+        found, part = self.format_of(p, group["state"]), local(p)
         for name, moment in zip(self.moments, (found.first, found.second), strict=False):
             held = names(name, moment.kind)
-            codes, bounds = moment.empty(p)
+            codes, bounds = moment.empty(part)
             made |= (
                 {held.codes: codes}
                 if moment.kind == "fp32"
                 else dict(zip(held, (codes, bounds), strict=True))
             )
         if group["weights"] == "residual" and p.dtype is torch.bfloat16:
-            made["residual"] = torch.zeros_like(p, dtype=torch.int8)
-        return made
+            made["residual"] = torch.zeros_like(part, dtype=torch.int8)
+        step = {"step": torch.zeros((), dtype=torch.float32)}
+        return step | {key: spread(state, p) for key, state in made.items()}
 
     def arguments(self, p: Tensor, state: dict[str, Tensor], found: Format) -> tuple[Any, ...]:
-        """Codes and bounds of both moments as the kernels take them, then their kinds."""
-        nothing = p.new_empty(0, dtype=torch.uint8), p.new_empty(0, dtype=torch.int16)
+        """Codes and bounds of this rank as the kernels take them, then their kinds."""
+        like = local(p)
+        nothing = like.new_empty(0, dtype=torch.uint8), like.new_empty(0, dtype=torch.int16)
         parts: list[Tensor] = []
         for i, moment in enumerate((found.first, found.second)):
             held = names(self.moments[i], moment.kind) if i < len(self.moments) else None
-            codes = nothing[0] if held is None else state[held.codes]
-            bounds = nothing[1] if held is None else state.get(held.bounds, nothing[1])
+            codes = nothing[0] if held is None else local(state[held.codes])
+            bounds = nothing[1] if held is None else local(state.get(held.bounds, nothing[1]))
             parts += [flat(codes) if moment.kind == "fp32" else codes, bounds]
         return *parts, found.first.kind, found.second.kind
 
@@ -153,18 +204,22 @@ class EncodedOptimizer(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
+                    if self.released is not None:
+                        self.released.check(index, p)
                     yield index, group, p, self._usable(p.grad, p)
                 index += 1
 
     def _usable(self, grad: Tensor, p: Tensor) -> Tensor:
+        """This rank's part of grad, in the order of p."""
         if grad.layout is not torch.strided:
             raise UnsupportedGradient(
                 f"{type(self).__name__} takes dense gradients; that of a parameter of shape "
                 f"{tuple(p.shape)} is {str(grad.layout).removeprefix('torch.')}. Use sparse=False "
                 "in the embedding, or torch.optim.SparseAdam for it"
             )
-        if grad.stride() != p.stride() or grad.dtype not in DTYPES:
-            return torch.empty_like(p).copy_(grad)
+        part, grad = local(p), local(aligned(grad, p))
+        if grad.stride() != part.stride() or grad.dtype not in DTYPES:
+            return torch.empty_like(part).copy_(grad)
         return grad
 
     def _update(self, index: int, group: Group, p: Tensor, grad: Tensor) -> None:
@@ -176,11 +231,14 @@ class EncodedOptimizer(Optimizer):
         found = self.format_of(p, group["state"])
         residual = state.get("residual")
         *tensors, first, second = self.arguments(p, state, found)
+        part, residual = local(p), None if residual is None else flat(local(residual))
         ops.optimizer_step(
-            *(flat(p), None if residual is None else flat(residual), flat(grad), *tensors),
+            *(flat(part), residual, flat(grad), *tensors),
             *(self.rule, group["weights"], first, second, row_of(p.shape)),
-            *(self.factors(group, step), seed_of(group["seed"], step, index)),
+            *(self.factors(group, step), seed_of(group["seed"], step, index, shard_of(p))),
         )
+        # The kernel writes unseen by autograd, whose checks go by these counters.
+        increment_version([p, *(tensor for key, tensor in state.items() if key != "step")])
 
     def _check_group(self, group: Group) -> None:
         check_state(group["state"], second=len(self.moments) > 1)
@@ -202,9 +260,12 @@ def _check_parameter(p: Tensor, weights: str) -> None:
             f"{what}, for which there is no weights={weights!r}. Use bfloat16, or say "
             "weights='nearest' and lose updates below half a step of float16"
         )
-    if hasattr(p, "to_local"):
-        raise UnsupportedParameter(f"{what} and a DTensor, which is not supported yet")
-    if p.layout is not torch.strided or not _dense(p):
+    if not in_whole_rows(p):
+        raise UnsupportedParameter(
+            f"{what} and a DTensor that is cut otherwise than in rows; states are encoded by rows. "
+            "Replicate it, or cut it by Shard(0), as fully_shard does"
+        )
+    if p.layout is not torch.strided or not _dense(local(p)):
         raise UnsupportedParameter(f"{what} with gaps or overlaps in memory; use .contiguous()")
 
 
@@ -212,6 +273,11 @@ def _dense(x: Tensor) -> bool:
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda d: -strides[d])
     return x.numel() == 0 or x.permute(order).is_contiguous()
+
+
+def _all_finite(due: list[tuple[Tensor, Tensor]]) -> bool:
+    """On all ranks. due: parameters, and this rank's parts of their gradients."""
+    return agreed((p for p, _ in due), _finite(grad for _, grad in due))
 
 
 def _finite(grads: Iterable[Tensor]) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from elbowroom.errors import InvalidSetting
 from elbowroom.kernels.states import CODES, bound_shape, code_shape
+from elbowroom.optim.sharded import local
 
 Group = dict[str, Any]  # of torch's param_groups
 LEAST_ELEMENTS, LEAST_ROW = 4096, 32
@@ -86,8 +87,11 @@ def check_state(state: object, *, second: bool) -> None:
 
 
 def state_nbytes(p: Tensor, state: str, *, second: bool = True, weights: str = "residual") -> int:
-    """Bytes of the states of p, the 4 of its step counter and a residual included."""
-    found, n, row = format_of(p.shape, state, second=second), p.numel(), row_of(p.shape)
+    """Bytes of the states of p, the 4 of its step counter and a residual included.
+
+    Of a DTensor, those of this rank.
+    """
+    found, n, row = format_of(p.shape, state, second=second), local(p).numel(), row_of(p.shape)
     residual = n if p.dtype is torch.bfloat16 and weights == "residual" else 0
     return 4 + residual + found.first.nbytes(n, row) + found.second.nbytes(n, row)
 
@@ -104,9 +108,9 @@ def names(moment: str, kind: str) -> Held:
     return Held(moment if kind == "fp32" else f"{moment}_codes", f"{moment}_bounds")
 
 
-def seed_of(seed: int, step: int, index: int) -> int:
+def seed_of(seed: int, step: int, index: int, shard: int = 0) -> int:
     """64 bits: the step above, seed and place below, step below 2^31."""
-    low = (seed * 0x85EBCA6B + index * 0x9E3779B9) & 0xFFFFFFFF
+    low = (seed * 0x85EBCA6B + index * 0x9E3779B9 + shard * 0xC2B2AE35) & 0xFFFFFFFF
     return ((step & 0x7FFFFFFF) << 32) | low
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from elbowroom.errors import StateMismatch
 from elbowroom.kernels import ops
 from elbowroom.optim.formats import STATES, Group, flat, names, row_of, seed_of
+from elbowroom.optim.sharded import is_sharded, local, shard_of
 
 if TYPE_CHECKING:
     from elbowroom.optim.base import EncodedOptimizer
@@ -52,12 +53,12 @@ def decoded(
     encoded = names(first, "").codes in state
     found = optimizer.format_of(p, held_as if encoded else "fp32")
     *tensors, m_kind, v_kind = optimizer.arguments(p, state, found)
-    row, n = row_of(p.shape), p.numel()
+    row, n = row_of(p.shape), local(p).numel()
     values = ops.moments_dequantize(*tensors, m_kind, v_kind, row, n)
     made = {}
     for name, value in zip(optimizer.moments, values, strict=False):
         made[name] = torch.empty_like(p, dtype=torch.float32)
-        flat(made[name]).copy_(value)
+        flat(local(made[name])).copy_(value)
     return made
 
 
@@ -130,10 +131,10 @@ def _transcode(
     held_as: str,
     fresh: dict[str, Tensor],
 ) -> None:
-    values = [flat(x) for x in decoded(optimizer, p, saved, held_as).values()]
+    values = [flat(local(x)) for x in decoded(optimizer, p, saved, held_as).values()]
     values += [torch.zeros_like(values[0])] * (2 - len(values))
     found = optimizer.format_of(p, group["state"])
-    seed = seed_of(group["seed"], int(fresh["step"].item()), 0)
+    seed = seed_of(group["seed"], int(fresh["step"].item()), 0, shard_of(p))
     *tensors, m_kind, v_kind = optimizer.arguments(p, fresh, found)
     ops.moments_quantize(*values, *tensors, m_kind, v_kind, row_of(p.shape), seed)
 
@@ -147,6 +148,12 @@ def _fill(target: Tensor, source: Tensor, key: str) -> None:
         raise StateMismatch(
             f"{key!r} of the state_dict is {source.dtype} of shape {tuple(source.shape)}; "
             f"expected {target.dtype} of shape {tuple(target.shape)}"
+        )
+    if is_sharded(source) != is_sharded(target):
+        raise StateMismatch(
+            f"{key!r} of the state_dict is {'a part' if is_sharded(source) else 'the whole'} of a "
+            "parameter, and the optimizer's is not. Load it by torch.distributed.checkpoint and "
+            "its set_optimizer_state_dict, which divide it anew"
         )
     target.copy_(source)
 

@@ -1,0 +1,118 @@
+"""Gradient release: each gradient is applied to its parameter, and freed, inside backward.
+
+    autograd has added up p.grad -> is it finite? -> update p -> p.grad = None
+
+One gradient exists at a time, not all of them. `step()` finds none; it ends the step.
+
+1. Autograd calls a parameter's hook once a backward, when all that uses it has run backward: its
+   gradient is whole, and nothing will ask for its value again. So tied and recomputed weights are
+   right. What reads a value beside the graph (through `detach()`) is stopped by the versions.
+2. A parameter is updated once between two `step()`s. A second backward that reaches it would be a
+   second update, not a sum: it is refused before this parameter changes.
+3. Nobody sees all gradients before the first is applied. So each parameter is skipped for itself
+   where its gradient is not finite, and what needs all of them cannot work (`CANNOT`).
+"""
+
+import weakref
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor, distributed
+from torch.utils.hooks import RemovableHandle
+
+from elbowroom.errors import InvalidSetting, UnsupportedGradient
+
+if TYPE_CHECKING:
+    from elbowroom.optim.base import EncodedOptimizer
+
+CANNOT = (
+    "with release_gradients() each gradient is applied inside backward, so that nothing can be "
+    "accumulated, clipped or unscaled afterwards"
+)
+
+
+class GradientRelease:
+    """What `release_gradients` returns: it ends by `remove()`, or as a context."""
+
+    def __init__(self, optimizer: "EncodedOptimizer") -> None:
+        # Weak: a parameter outlives its optimizer, and its hook must not train on for it.
+        self._optimizer = weakref.ref(optimizer)
+        self._hooks: list[RemovableHandle] = []
+        self._applied: set[int] = set()  # places of parameters, in this step
+        self._skipped = 0  # of them
+        for number in range(len(optimizer.param_groups)):
+            self.watch(number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """From now on gradients stay until `step()`. Twice is harmless."""
+        for hook in self._hooks:
+            hook.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.released is self:
+            optimizer.released = None
+            optimizer.skipped += self.end_step() > 0
+
+    def watch(self, number: int) -> None:
+        """Release the gradients of this param group, too."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        index = sum(len(group["params"]) for group in optimizer.param_groups[:number])
+        for place, p in enumerate(optimizer.param_groups[number]["params"], index):
+            if p.requires_grad:  # one that is unfrozen later is updated by `step()`
+                hook = partial(self._apply, number, place)
+                self._hooks.append(p.register_post_accumulate_grad_hook(hook))
+
+    def check(self, index: int, p: Tensor) -> None:
+        """Raises InvalidSetting if this parameter has been updated in this step."""
+        if index in self._applied:
+            raise InvalidSetting(
+                f"{CANNOT}. A parameter of shape {tuple(p.shape)} has been updated, and has a "
+                "second gradient before step(). Call step() after each backward, or remove() what "
+                "release_gradients() has returned, and accumulate without it"
+            )
+
+    def end_step(self) -> int:
+        """The step is over. How many of its gradients have not been applied."""
+        skipped, self._skipped = self._skipped, 0
+        self._applied.clear()
+        return skipped
+
+    @torch.no_grad()
+    def _apply(self, number: int, index: int, p: Tensor) -> None:
+        """p.grad is whole."""
+        optimizer, grad = self._optimizer(), p.grad
+        if optimizer is None or grad is None:
+            return
+        self.check(index, p)
+        if grad.requires_grad:
+            raise UnsupportedGradient(
+                f"{CANNOT}, and not differentiated either: use backward() without create_graph, "
+                "or remove() what release_gradients() has returned"
+            )
+        self._skipped += not optimizer.apply(index, optimizer.param_groups[number], p, grad)
+        self._applied.add(index)
+        p.grad = None
+
+
+def check_alone(params: list[Tensor]) -> None:
+    """Raises InvalidSetting where gradients are summed over processes after they are complete."""
+    if distributed.is_available() and distributed.is_initialized():
+        size = distributed.get_world_size()
+        if size > 1 and any(not hasattr(p, "to_local") for p in params):
+            raise InvalidSetting(
+                f"{CANNOT}; DistributedDataParallel sums them over its {size} processes only then. "
+                "Shard the model by torch.distributed.fsdp.fully_shard, or do without"
+            )
