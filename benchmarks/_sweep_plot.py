@@ -13,7 +13,7 @@ from typing import Any
 from _common import tell
 
 Line = list[tuple[float, float]]
-_OURS = {"elbowroom, exact": "#1f5f8b", "elbowroom, lossy where needed": "#c8102e"}
+_OURS = {"elbowroom, exact": "#1f5f8b", "elbowroom, codes allowed": "#c8102e"}
 _THEIRS = {
     "delta": "#7a7a7a",
     "dtr": "#2a9d8f",
@@ -80,7 +80,7 @@ def _lines(result: dict[str, Any]) -> dict[str, Line]:
 def _family(row: dict[str, Any]) -> str:
     way = row["way"]
     if way.startswith("plan for"):
-        return "elbowroom, exact" if row["exact"] else "elbowroom, lossy where needed"
+        return "elbowroom, exact" if row["exact"] else "elbowroom, codes allowed"
     if row["solver"] is not None:
         return str(row["solver"])
     if way.startswith("er.saving("):

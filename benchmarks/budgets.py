@@ -6,13 +6,13 @@ Each rival is measured first; then a plan is made for exactly the bytes that it 
 actions only where the rival's gradients are those of plain but for rounding, and all run in turns.
 Rivals: save_on_cpu, per-block torch.utils.checkpoint, torch.compile with an
 activation_memory_budget, uniform settings of our own, and the same profile planned by DELTA's,
-DTR's and Capuchin's rules and by a greedy one. Then the sweep: plans from 90 % of plain's peak down
-to the least, with any actions and with exact ones only. A compiled step is compared by its slowdown
-against torch.compile without a budget, all others by theirs against plain. What each column means:
-benchmarks/_training.py; "peak" here includes what stood before the step.
+DTR's and Capuchin's rules and by a greedy one. Then the sweep, from 90 % of plain's peak down to
+the least: the cheapest plan with codes allowed, and with exact actions only. A compiled step is
+compared by its slowdown against torch.compile without a budget, all others by theirs against plain.
+What each column means: benchmarks/_training.py; "peak" here includes what stood before the step.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,11 +52,11 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A way; the plan that it follows, if it does; the rival whose peak that was made for."""
+    """A way; the plan that it follows, if it does; the rivals whose peak that was made for."""
 
     way: Way
     plan: Plan | None = None
-    rival: str = ""
+    rivals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def main() -> None:
     gradients = sum(p.nbytes for p in bench.model.parameters() if p.requires_grad)
     profile = replace(profile, static=profile.static - gradients)
     tell(f"profiled: {len(profile.storages)} storages, plain needs {mib(_plain(profile))} MiB")
-    entries = list(_entries(bench, blocks, profile))
+    shares = COMPILED_SHARES[-1:] if options.quick else COMPILED_SHARES
+    entries = _entries(bench, blocks, profile, shares)
     found = measure(bench, [entry.way for entry in entries], pairs=options.pairs)
     name = f"{NAME}-{options.model}"
     result = _result(found, entries, profile, options, known, name)
@@ -113,59 +114,58 @@ def _plain(profile: Profile) -> int:
     return er.plan(profile, budget=1 << 50).peak
 
 
-def _entries(bench: Bench, blocks: list[nn.Module], profile: Profile) -> Iterable[Entry]:
-    plain = _plain(profile)
-    rivals = [ON_CPU, checkpointed(blocks), saving()]
-    rivals += [saving("dither", levels=levels) for levels in (256, 16, 4)]
-    for rival in rivals:
-        bench.grads(rival, seed=1)
-        needed = profile.static + memory(bench, rival).peak_nbytes
-        yield Entry(rival)
-        yield from _planned(bench, profile, needed, exact=rival.exact, rival=rival.name)
-    shares = COMPILED_SHARES[-1:] if bench.task.batch <= 8 else COMPILED_SHARES  # of a quick run
+def _entries(
+    bench: Bench, blocks: list[nn.Module], profile: Profile, shares: Sequence[float]
+) -> list[Entry]:
+    """Rivals with the plans for their peaks, then the sweep; each plan once."""
+    plain, found = _plain(profile), dict[str, Entry]()
+
+    def add(way: Way, *, theirs: Plan | None = None, exact: bool) -> None:
+        bench.grads(way, seed=1)
+        needed = profile.static + memory(bench, way).peak_nbytes
+        found[way.name] = Entry(way, theirs)
+        plan(needed, exact=exact, rival=way.name)
+
+    def plan(budget: int, *, exact: bool | None, rival: str = "") -> None:
+        ours = _planned(bench, profile, budget, exact=exact)
+        if ours is not None:
+            same = found.get(ours.way.name, ours)
+            found[ours.way.name] = replace(same, rivals=(*same.rivals, rival))
+
+    for rival in (ON_CPU, checkpointed(blocks), saving()):
+        add(rival, exact=True)
+    for levels in (256, 16, 4):
+        add(saving("dither", levels=levels), exact=False)
     for rival in (compiled(bench.model), *(compiled(bench.model, share) for share in shares)):
-        bench.grads(rival, seed=1)
-        tell(f"compiled: {rival.name}")
-        needed = profile.static + memory(bench, rival).peak_nbytes
-        yield Entry(rival)
-        yield from _planned(bench, profile, needed, exact=True, rival=rival.name)
+        tell(rival.name)
+        add(rival, exact=True)
     for solver in ("delta", "dtr", "capuchin", "greedy"):
         for share in SHARES:
-            budget = int(share * plain)
-            theirs = _plan(profile, budget, exact=True, solver=solver)
-            if theirs is None:
-                continue
-            way = _following(f"{solver}'s plan, {share:.0%} of plain", theirs)
-            bench.grads(way, seed=1)
-            needed = profile.static + memory(bench, way).peak_nbytes
-            yield Entry(way, theirs)
-            yield from _planned(bench, profile, needed, exact=True, rival=way.name)
-    seen = set()
-    for exact in (None, True):
+            theirs = _plan(profile, int(share * plain), exact=True, solver=solver)
+            if theirs is not None:
+                name = f"{solver}'s plan, {share:.0%} of plain"
+                add(_following(name, theirs), theirs=theirs, exact=True)
+    for exact in (False, True):
         for share in SWEEP:
-            for entry in _planned(bench, profile, int(share * plain), exact=exact, rival=""):
-                if entry.way.name not in seen:
-                    seen.add(entry.way.name)
-                    yield entry
+            plan(int(share * plain), exact=exact)
+    return list(found.values())
 
 
-def _planned(
-    bench: Bench, profile: Profile, budget: int, *, exact: bool | None, rival: str
-) -> Iterable[Entry]:
+def _planned(bench: Bench, profile: Profile, budget: int, *, exact: bool | None) -> Entry | None:
     """A plan that was seen to fit: made again with what it was over, as `er.fit` does."""
     allowed = budget
     for _ in range(_ROUNDS):
-        plan = _plan(profile, allowed, exact=exact or None)
+        plan = _plan(profile, allowed, exact=exact)
         if plan is None:
-            return
+            return None
         kind = "exact" if plan.exact else "lossy"
         way = _following(f"plan for {mib(budget)} MiB, {kind}", plan)
         bench.grads(way, seed=1)
         over = profile.static + memory(bench, way).peak_nbytes - budget
         if over <= 0:
-            yield Entry(way, plan, rival)
-            return
+            return Entry(way, plan)
         allowed -= over
+    return None
 
 
 def _plan(
@@ -193,14 +193,14 @@ def _result(
     peaks = {row.way.name: profile.static + row.memory.peak_nbytes for row in found.rows}
     plain = profile.static + found.plain.peak_nbytes
     pairs = list(zip(entries, found.rows, strict=True))
-    beside = {entry.rival: row for entry, row in pairs if entry.rival}
+    beside = {rival: row for entry, row in pairs for rival in entry.rivals if rival}
     slowdowns = _slowdowns(found.rows)
     rows = [
         {
             **row.as_dict(found.plain, found.elements),
             "whole_peak_nbytes": peaks[row.way.name],
             "predicted_nbytes": None if entry.plan is None else entry.plan.peak,
-            "rival": entry.rival,
+            "rivals": entry.rivals,
             "solver": None if entry.plan is None else entry.plan.solver,
             "slowdown": slowdowns[row.way.name],
         }
