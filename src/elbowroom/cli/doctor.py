@@ -116,4 +116,9 @@ def _peaks() -> tuple[str, str, str]:
     if seen != _PROBE:
         found = f"measured {show_nbytes(seen)} of {show_nbytes(_PROBE)}"
         return "CPU peaks", found, "fit, run and profile cannot be trusted on this CPU"
-    return "CPU peaks", "measured to the byte", "by PyTorch's profiler, on the main thread"
+    return (
+        "CPU peaks",
+        "measured to the byte",
+        "by PyTorch's profiler, on the main thread; what it says of a 'memory block of unknown size' "
+        "is harmless, and TORCH_CPP_LOG_LEVEL=ERROR silences it",
+    )
