@@ -71,6 +71,7 @@ ARMS = {
     "coat": Arm("coat states", "coat"),
     "int8": Arm("int8 states", "int8"),
     "int4": Arm("int4 states: m in 8 bits, v in 4", "int4"),
+    "int4x2": Arm("int4x2 states: both in 4 bits", "int4x2"),
     "24-bit": Arm("fp32 states, bf16 weights with residual", "fp32", "residual"),
     "sr": Arm("fp32 states, bf16 weights, stochastic rounding", "fp32", "sr"),
     "int8, 24-bit": Arm("int8 states, bf16 weights with residual", "int8", "residual"),

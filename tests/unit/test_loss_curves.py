@@ -32,7 +32,7 @@ def test_its_quick_form_runs_and_goes_on_where_it_stood(script, tmp_path):
     assert len(result["table"]["rows"]) == 2 * 2 * len(script.ARMS)
     assert not any(line["met"] for line in result["targets"])  # two seeds prove nothing
     by = {row["arm"]: row for row in result["rows"] if row["network"] == "gpt"}
-    assert by["plain"]["nbytes"] > by["coat"]["nbytes"] > by["int4"]["nbytes"]
+    assert by["plain"]["nbytes"] > by["coat"]["nbytes"] > by["int4x2"]["nbytes"]
     assert by["24-bit"]["nbytes"] == pytest.approx(by["fp32"]["nbytes"] - 3, abs=0.01)
 
     known = result["runs"].pop("gpt 0.95 int8 1")

@@ -5,6 +5,9 @@
     coat    E4M3, expanded range     the same        2.0625
     int8    8 bits, companded        8 bits, log     2.0469
     int4    8 bits, companded        4 bits, log     1.5469
+    int4x2  4 bits, companded        4 bits, log     1.0469
+
+`int4x2` costs accuracy, and it is the first moment that does: for what does not fit with `int4`.
 
 SGD and Lion have a first moment only. Parameters of one dimension, with fewer than 4096 elements,
 or with rows (all but the first dimension) shorter than 32 keep float32 states: they are few, and
@@ -62,6 +65,7 @@ STATES = {
     "coat": Format(Moment("expanded8"), Moment("expanded8")),
     "int8": Format(Moment("softsign8"), Moment("log8")),
     "int4": Format(Moment("softsign8"), Moment("log4")),
+    "int4x2": Format(Moment("softsign4"), Moment("log4")),
 }
 
 
