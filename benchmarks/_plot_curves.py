@@ -3,7 +3,7 @@
     ./scripts/bench _plot_curves FILE.json        draws FILE.png again from a result
 
 A panel for each network and beta2; each line a mean over paired seeds; shaded is the noise of the
-held-out loss under another order of batches. Needs matplotlib (pip install -e '.[bench]').
+final loss under another order of batches. Needs matplotlib (pip install -e '.[bench]').
 """
 
 import json
@@ -47,7 +47,7 @@ def draw(result: dict[str, Any], path: Path) -> Path | None:
 
 def _panel(axes: Any, panel: tuple[str, float], rows: list[Any], colors: dict[str, str]) -> None:
     if rows[0]["noise"]:
-        noise = 1e3 * rows[0]["noise"]
+        noise = 1e3 * rows[0]["noise"]["final"]
         axes.axhspan(-noise, noise, color="#f0ece4", zorder=0)
     for row in rows:
         along = [100 * (i + 0.5) / len(row["curve"]) for i in range(len(row["curve"]))]

@@ -71,7 +71,7 @@ def test_within_noise_is_a_bound_against_the_spread_of_other_batch_orders(script
     wide = [0.05, -0.05, 0.05, -0.05, 0.0]  # no worse on average, but who knows
     made = script.rows_of(runs(script, order=noisy, coat=close, int8=far, sr=wide))
     by = {row["arm"]: row for row in made}
-    assert by["coat"]["noise"] == pytest.approx(0.02 / sqrt(2))
+    assert by["coat"]["noise"]["held_out"] == pytest.approx(0.02 / sqrt(2))
     assert by["coat"]["held_out_mean"] == pytest.approx(0.0006)
     # sd 0.00114, t(0.95, 4) = 2.132
     assert by["coat"]["held_out_bound"] == pytest.approx(
@@ -84,7 +84,8 @@ def test_within_noise_is_a_bound_against_the_spread_of_other_batch_orders(script
 
 
 def test_a_goal_needs_every_network_and_five_seeds(script):
-    row = {"network": "gpt", "beta2": 0.95, "n": 5, "noise": 0.01, "within": "yes"}
+    row = {"network": "gpt", "beta2": 0.95, "n": 5, "within": "yes"}
+    row["noise"] = {"final": 0.01, "held_out": 0.01}
     row |= {"final_bound": 0.001, "held_out_bound": 0.002}
     assert script.goal("int8", [row, row])["met"]
     assert not script.goal("int8", [row, row | {"n": 4}])["met"]
