@@ -7,7 +7,8 @@
     int4    8 bits, companded        4 bits, log     1.5469
     int4x2  4 bits, companded        4 bits, log     1.0469
 
-`int4x2` costs accuracy, and it is the first moment that does: for what does not fit with `int4`.
+With `int4x2` an update errs by 2 % of its square, and it is the first moment that does it: for
+fine-tuning, or what does not fit with `int4`.
 
 SGD and Lion have a first moment only. Parameters of one dimension, with fewer than 4096 elements,
 or with rows (all but the first dimension) shorter than 32 keep float32 states: they are few, and
