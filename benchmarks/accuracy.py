@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from _arms import ARMS, Costs, cost, ways
 from _common import arguments, facts, mib, out_path, show, target, tell, write_json
+from _resume import earlier, margin
 from _training import Bench
 from _ways import PLAIN, Way, saving
-from scipy.stats import t as student
 
 from elbowroom.demo.data import load_images
 from elbowroom.demo.tasks import Clothing
@@ -123,31 +123,11 @@ def _done(
     path: Path, settings: dict[str, Any], versions: dict[str, Any]
 ) -> tuple[dict[str, float], Costs]:
     """Accuracies and costs of an earlier run with the same settings and versions."""
-    if not path.exists():
-        return {}, {}
-    try:
-        earlier = json.loads(path.read_text())
-        differing = _differing(earlier["settings"], settings) + _differing(
-            earlier["versions"], versions
-        )
-        scores: dict[str, float] = earlier["scores"]
-        costs: Costs = earlier.get("costs", {})  # older files have none
-    except (ValueError, KeyError) as error:
-        raise SystemExit(f"cannot read {path}: {error!r}; remove it, or use --fresh") from error
-    if differing:
-        raise SystemExit(
-            f"{path} was made otherwise ({'; '.join(differing)}): --fresh begins anew, "
-            "--out FILE writes elsewhere"
-        )
+    found = earlier(path, settings, versions)
+    scores: dict[str, float] = found.get("scores", {})
     if scores:
         tell(f"{len(scores)} trainings are done already")
-    return scores, costs
-
-
-def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Where b, of now, is not a; the commit may differ, and is the last one's."""
-    names = sorted({**a, **b}.keys() - {"commit"})
-    return [f"{n}: {a.get(n)}, now {b.get(n)}" for n in names if a.get(n) != b.get(n)]
+    return scores, found.get("costs", {})  # older files have none
 
 
 def _result(
@@ -206,9 +186,9 @@ def _row(arm: str, way: Way, scores: dict[str, float], costs: Costs) -> dict[str
 
 def paired_bound(points: list[float]) -> dict[str, float]:
     """Mean, spread, and the one-sided 95 % lower bound of the mean (Student's t)."""
-    n, spread = len(points), stdev(points)
-    margin = float(student.ppf(0.95, n - 1)) * spread / n**0.5
-    return {"mean_points": mean(points), "sd_points": spread, "bound_points": mean(points) - margin}
+    average = mean(points)
+    bound = average - margin(points)
+    return {"mean_points": average, "sd_points": stdev(points), "bound_points": bound}
 
 
 _HEAD = [

@@ -31,7 +31,7 @@ from elbowroom.measure.timing import paired
 from elbowroom.optim.formats import format_of, row_of
 
 EPS, BETA1 = 1e-8, 0.9
-OURS = ("coat", "int8", "int4")
+OURS = ("coat", "int8", "int4", "int4x2")
 NBYTES = {"e4m3": 2 + 2 * 2 / 128, "flash": 2 + 2 * 2 / 32}  # with 16-bit scales
 
 
@@ -190,7 +190,7 @@ def result(
             worst <= 2e-4,
         )
     ]
-    for state, most in (("coat", 2.19), ("int8", 2.07), ("int4", 1.56)):
+    for state, most in (("coat", 2.19), ("int8", 2.07), ("int4", 1.56), ("int4x2", 1.07)):
         got = by[state]["nbytes"]
         lines.append(target(f"{state}: <= {most} bytes a parameter", f"{got:.4f}", got <= most))
     for state, limit in (("int8", 1.3), ("coat", 2.0)):

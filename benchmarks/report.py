@@ -27,6 +27,7 @@ _FIRST = (
     "overhead",
     "planner",
     "optimizer-states",
+    "loss-curves",
     "kernels",
 )
 _EXPECTED = {
@@ -41,6 +42,7 @@ _EXPECTED = {
     "overhead": "overhead",
     "planner": "planner",
     "optimizer-states": "optimizer_states",
+    "loss-curves": "loss_curves",
     "kernels": "kernels",
 }
 _INTRO = """# Measured

@@ -16,7 +16,9 @@ KINDS = [
     ("adamw", "expanded8", "expanded8"),
     ("adamw", "softsign8", "log8"),
     ("adamw", "softsign8", "log4"),
+    ("adamw", "softsign4", "log4"),
     ("lion", "softsign8", "none"),
+    ("sgd", "softsign4", "none"),
     ("sgd", "expanded8", "none"),
 ]
 WEIGHTS = [

@@ -87,7 +87,47 @@ def test_relative_first_moments_err_less_where_v_varies():
     assert (codes > 0).all()
 
 
-@pytest.mark.parametrize(("state", "within"), [("int8", 0.01), ("int4", 0.03)])
+def test_stochastic_rounding_of_m_is_unbiased_and_to_nearest_would_not_be():
+    """Every draw falls in a cell: Hoeffding's limit at a false alarm of 1e-6 for all elements."""
+    generator, n = torch.Generator().manual_seed(0), 600
+    m = torch.randn(4, 128, generator=generator)
+    m[1] *= 1e-20
+    m[2, ::3] = 0
+    m[3] = 0
+    kinds, held = ("softsign4", "none", 128), []
+    for seed in range(n):
+        codes, bounds = torch.zeros(4, 64, dtype=torch.uint8), torch.zeros(4, 1, dtype=torch.int16)
+        nothing = torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.int16)
+        parts = (codes, bounds, *nothing)
+        ops.moments_quantize(m.view(-1), torch.zeros(512), *parts, *kinds, seed << 32)
+        held.append(ops.moments_dequantize(*parts, *kinds, 512)[0].view_as(m))
+    assert all(torch.equal(back[m == 0], m[m == 0]) for back in held)
+    bias = (sum(back.double() for back in held) / n - m).abs()
+    widest = 0.3 * 1.01 * m.abs().amax(1, keepdim=True)  # the outermost cell, of a bound rounded up
+    limit = widest * math.sqrt(math.log(2 * m.numel() / 1e-6) / (2 * n))
+    assert (bias <= limit).all()
+    assert (bias.mean(1) <= limit.view(-1) / 6).all()  # to nearest it would be 0.03 of the maximum
+    assert (held[0] != held[1])[0].any()
+
+
+@pytest.mark.parametrize("state", ["int4", "int4x2"])
+def test_m_whose_gradients_have_ended_fades(state):
+    """As 0.9^t, though the rest of its group goes on: else it would move its weight for ever."""
+    p = torch.nn.Parameter(torch.zeros(64, 256))
+    optimizer = AdamW([p], lr=0.0, state=state, betas=(0.9, 0.999))
+    gone = torch.arange(256) % 2 == 0
+    sums = []
+    for t in range(60):
+        p.grad = torch.full_like(p, 0.01)
+        if t >= 40:
+            p.grad[:, gone] = 0
+        optimizer.step()
+        sums.append(optimizer.portable_state_dict()["state"][0]["exp_avg"][:, gone].sum())
+    assert abs(sums[49] / (sums[39] * 0.9**10) - 1) <= 0.1
+    assert sums[59] <= 0.2 * sums[39]
+
+
+@pytest.mark.parametrize(("state", "within"), [("int8", 0.01), ("int4", 0.03), ("int4x2", 0.03)])
 def test_v_does_not_stall_at_beta2_of_0_999(state, within):
     """Constant gradients, then none on half of every group: their v decays as 0.999^t."""
     p = torch.nn.Parameter(torch.zeros(64, 256))

@@ -6,6 +6,7 @@ shorter; no group crosses a row, so that a shard of whole rows is encoded as the
     kind        codes, a row               bounds, a group     held by
     fp32        R float32                  none                itself
     softsign8   R int8                     1 (bf16 bits)       abs maximum
+    softsign4   ceil(R / 2) uint8          1 (bf16 bits)       abs maximum
     expanded8   R uint8                    2 (int16)           log2 of the least and the largest
     log8        R uint8                    2 (bf16 bits)       roots of the least and the largest
     log4        ceil(R / 2) uint8          2 (bf16 bits)       roots of the least and the largest
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 GROUP = 128
-KINDS = ("none", "fp32", "softsign8", "expanded8", "log8", "log4")
+KINDS = ("none", "fp32", "softsign8", "expanded8", "log8", "log4", "softsign4")
 RULES = ("adamw", "lion", "sgd")
 WEIGHTS = ("nearest", "sr", "residual")
 STEPS = {"log8": 254, "log4": 14}  # between the least and the largest; code 0 is for 0
@@ -30,8 +31,18 @@ CODES = {
     "expanded8": torch.uint8,
     "log8": torch.uint8,
     "log4": torch.uint8,
+    "softsign4": torch.uint8,
 }
-BOUNDS = {"none": 0, "fp32": 0, "softsign8": 1, "expanded8": 2, "log8": 2, "log4": 2}
+HALVES = ("log4", "softsign4")  # two codes a byte
+BOUNDS = {
+    "none": 0,
+    "fp32": 0,
+    "softsign8": 1,
+    "expanded8": 2,
+    "log8": 2,
+    "log4": 2,
+    "softsign4": 1,
+}
 
 # log2(1 + f) / f to 1.6e-6 and (2^f - 1) / f to 1.5e-8 for f in [0, 1): least maximal error.
 LOG2 = (
@@ -85,7 +96,9 @@ def rows_of(n: int, row: int) -> Rows:
 def code_shape(kind: str, n: int, row: int) -> tuple[int, int]:
     """[D, codes a row]."""
     D, R, _ = rows_of(n, row)
-    return D, {"none": 0, "log4": -(-R // 2)}.get(kind, R)
+    if kind in HALVES:
+        return D, -(-R // 2)
+    return D, 0 if kind == "none" else R
 
 
 def bound_shape(kind: str, n: int, row: int) -> tuple[int, int]:

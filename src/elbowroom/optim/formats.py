@@ -5,6 +5,10 @@
     coat    E4M3, expanded range     the same        2.0625
     int8    8 bits, companded        8 bits, log     2.0469
     int4    8 bits, companded        4 bits, log     1.5469
+    int4x2  4 bits, companded        4 bits, log     1.0469
+
+With `int4x2` an update errs by 2 % of its square, and it is the first moment that does it: for
+fine-tuning, or what does not fit with `int4`.
 
 SGD and Lion have a first moment only. Parameters of one dimension, with fewer than 4096 elements,
 or with rows (all but the first dimension) shorter than 32 keep float32 states: they are few, and
@@ -63,6 +67,7 @@ STATES = {
     "coat": Format(Moment("expanded8"), Moment("expanded8")),
     "int8": Format(Moment("softsign8"), Moment("log8")),
     "int4": Format(Moment("softsign8"), Moment("log4")),
+    "int4x2": Format(Moment("softsign4"), Moment("log4")),
 }
 
 

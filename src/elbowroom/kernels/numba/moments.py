@@ -27,7 +27,7 @@ from elbowroom.kernels.states import (
     STEPS,
 )
 
-NONE, FP32, SOFTSIGN8, EXPANDED8, LOG8, LOG4 = range(len(KINDS))
+NONE, FP32, SOFTSIGN8, EXPANDED8, LOG8, LOG4, SOFTSIGN4 = range(len(KINDS))
 _STEPS8, _STEPS4 = STEPS["log8"], STEPS["log4"]
 _LEAST, _MOST = f32(LEAST), f32(MOST)
 _LEAST_BITS, _MOST_BITS = i32(_LEAST.view(np.int32)), i32(_MOST.view(np.int32))
@@ -57,6 +57,18 @@ def softsign_load(codes, at, bounds, b, root, rooted, m, s, n):
 
 
 @leaf
+def softsign4_load(codes, bounds, b, root, rooted, m, s, n):
+    """m [n] <- codes [n] int32 below 16, bounds; root [n]."""
+    scale = bf16_value(bounds[b])
+    for o in range(n):
+        code = f32(i32(i32(codes[s + o] ^ i32(8)) - i32(8)))
+        m[s + o] = scale * ((code + code) / (f32(21) - abs(code)))
+    if rooted:
+        for o in range(n):
+            m[s + o] = m[s + o] * root[s + o]
+
+
+@leaf
 def softsign_bounds(m, root, rooted, s, n, bounds, b):
     """m [n] <- m / root; its bound."""
     if rooted:
@@ -77,6 +89,21 @@ def softsign_store(m, s, n, codes, at, bounds, b):
     twice = f32(scale + scale) if scale > f32(0) else f32(np.inf)
     for o in range(n):
         codes[at + o] = u8(nearest((m[s + o] * f32(381)) / (twice + abs(m[s + o]))))
+
+
+@leaf
+def softsign4_store(m, u, s, n, bounds, b, codes):
+    """Codes [n] int32 below 16 <- m [n], already divided by its root, u [n]."""
+    scale = bf16_value(bounds[b])
+    twice = f32(scale + scale) if scale > f32(0) else f32(np.inf)
+    for o in range(n):
+        size = abs(m[s + o])
+        below = min(i32((size * f32(21)) / (twice + size)), i32(6))
+        lower = scale * (f32(i32(below + below)) / f32(i32(i32(21) - below)))
+        upper = scale * (f32(i32(below + below + i32(2))) / f32(i32(i32(20) - below)))
+        up = (size - lower) > u[s + o] * (upper - lower)
+        code = i32(below + (i32(1) if up else i32(0)))
+        codes[s + o] = i32(i32(-code) if m[s + o] < f32(0) else code) & i32(15)
 
 
 @leaf
@@ -255,18 +282,21 @@ def store_second(kind, v, u, state, bounds, b, places, count, root, spare):
 
 
 @leaf
-def load_first(kind, state, bounds, b, places, count, root, rooted, m):
+def load_first(kind, state, bounds, b, places, count, root, rooted, m, spare):
     """m <- a run's codes and bounds; root: that of v, if m is held relative to it."""
     for i in range(count):
         s, at, n = places[i, 0], places[i, 1], places[i, 3]
         if kind == EXPANDED8:
             expanded_load(state, at, bounds, b + (i << u64(1)), m, s, n)
+        elif kind == SOFTSIGN4:
+            widen(state, at, kind, spare, s, n)
+            softsign4_load(spare, bounds, b + i, root, rooted, m, s, n)
         else:
             softsign_load(state, at, bounds, b + i, root, rooted, m, s, n)
 
 
 @leaf
-def store_first(kind, m, root, rooted, state, bounds, b, places, count):
+def store_first(kind, m, u, root, rooted, state, bounds, b, places, count, spare):
     """The inverse. m is lost."""
     for i in range(count):
         s, at, n = places[i, 0], places[i, 1], places[i, 3]
@@ -280,3 +310,6 @@ def store_first(kind, m, root, rooted, state, bounds, b, places, count):
             expanded_store(m, s, n, state, at, bounds, b + (i << u64(1)))
         elif kind == SOFTSIGN8:
             softsign_store(m, s, n, state, at, bounds, b + i)
+        else:
+            softsign4_store(m, u, s, n, bounds, b + i, spare)
+            narrow(spare, s, n, kind, state, at)

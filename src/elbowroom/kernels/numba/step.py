@@ -18,6 +18,7 @@ from elbowroom.kernels.numba.moments import (
     FP32,
     LOG4,
     LOG8,
+    SOFTSIGN4,
     load_first,
     load_second,
     store_first,
@@ -25,12 +26,13 @@ from elbowroom.kernels.numba.moments import (
 )
 from elbowroom.kernels.numba.noise import mix, tile_key
 from elbowroom.kernels.numba.weights import NEAREST, floats_load, weights_load, weights_store
-from elbowroom.kernels.reference.step import WEIGHT_STREAM
+from elbowroom.kernels.reference.step import FIRST_STREAM, WEIGHT_STREAM
 from elbowroom.kernels.states import BOUNDS, GROUP, KINDS, RULES, WEIGHTS, code_shape, rows_of
 
 ADAMW, LION, SGD = range(len(RULES))
 RUN = 4  # groups that are worked on together: their scratch, 28 KiB, stays in the nearest cache
 ITEM = 64  # groups of a work item of the parallel loop
+_FIRST_STREAM = u32(FIRST_STREAM)
 _EMPTY, _BYTES, _FLOATS = (np.empty(0, dtype) for dtype in (np.int8, np.uint8, np.float32))
 
 
@@ -146,14 +148,14 @@ def draw(first, seed_low, seed_high, places, count, u):
 
 
 @leaf
-def find_places(first, count, R, G, m_width, v_width, v_kind, places):
+def find_places(first, count, R, G, m_width, m_kind, v_width, v_kind, places):
     """Where each group begins: in scratch, in m's codes, in v's; its size."""
     i_r, i_s = first // G, first % G
     start = i_r * R + i_s * u64(GROUP)
     for i in range(count):
         o = i_s * u64(GROUP)
         places[i, 0] = i_r * R + o - start
-        places[i, 1] = i_r * m_width + o
+        places[i, 1] = i_r * m_width + (o >> u64(1) if m_kind == SOFTSIGN4 else o)
         places[i, 2] = i_r * v_width + (o >> u64(1) if v_kind == LOG4 else o)
         places[i, 3] = min(u64(GROUP), R - o)
         i_s += u64(1)
@@ -173,7 +175,7 @@ def run_of_groups(
     """One step of the groups from `first` to `last`; the arrays before `param` are scratch."""
     rooted = v_kind in (LOG8, LOG4)
     i_g, count = u64(first), u64(last - first)
-    at = find_places(i_g, count, u64(R), u64(G), u64(m_width), u64(v_width), v_kind, places)
+    at = find_places(i_g, count, u64(R), u64(G), u64(m_width), m_kind, u64(v_width), v_kind, places)
     n = places[count - u64(1), 0] + places[count - u64(1), 3]
     b_m, b_v = i_g * u64(m_held), i_g * u64(v_held)
     at_w, at_g, at_m, at_v = at, at, at, at  # where they are updated: in place, or in scratch
@@ -195,7 +197,7 @@ def run_of_groups(
     if m_kind == FP32:
         m = m_floats
     else:
-        load_first(m_kind, m_codes, m_bounds, b_m, places, count, root, rooted, m)
+        load_first(m_kind, m_codes, m_bounds, b_m, places, count, root, rooted, m, spare)
         at_m = u64(0)
     update(rule, w, at_w, g, at_g, m, at_m, v, at_v, f, n)
     if weights != NEAREST and p_kind == 1:
@@ -207,7 +209,9 @@ def run_of_groups(
     if v_kind != FP32:
         store_second(v_kind, v, u, v_codes, v_bounds, b_v, places, count, root, spare)
     if m_kind != FP32:
-        store_first(m_kind, m, root, rooted, m_codes, m_bounds, b_m, places, count)
+        if m_kind == SOFTSIGN4:
+            draw(i_g, u32(seed_low ^ _FIRST_STREAM), seed_high, places, count, u)
+        store_first(m_kind, m, u, root, rooted, m_codes, m_bounds, b_m, places, count, spare)
 
 
 @leaf

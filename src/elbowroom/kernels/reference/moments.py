@@ -9,6 +9,14 @@ m / sqrt(v) is what moves a weight, and it is bounded: |m| <= 7.3 sqrt(v) at bet
 Cauchy and Schwarz). So a group's codes are spent where the update needs them: 1.2 to 10 times less
 error of the update than with w = 1, most where v differs within a group (docs/log.md, 2026-11-22).
 
+softsign4, the same with 15 levels, a code in four bits of two's complement:
+
+    x = 21 |r| / (2 s + |r|);   |code| = floor(x) or, stochastically, one more: E[m~] = m
+    m~ = w * 2 s * code / (21 - |code|)
+
+To nearest, 0.9 of a level would be that level again: an m whose gradients have ended would stay,
+and move its weight for ever (docs/log.md, 2026-11-22).
+
 log8 and log4, for a second moment v, with K = 254 or 14 steps between a group's extremes. The bits
 of a positive float32, read as an integer, are its logarithm to base 2 but for at most 0.086:
 
@@ -40,6 +48,7 @@ from elbowroom.kernels.states import (
     E4M3_OCTAVES,
     FLOOR,
     GROUP,
+    HALVES,
     LEAST,
     LEAST_RANGE,
     MOST,
@@ -73,12 +82,36 @@ def softsign_load(codes: Tensor, bounds: Tensor, root: Tensor | None) -> Tensor:
 
 def softsign_store(m: Tensor, root: Tensor | None) -> tuple[Tensor, Tensor]:
     """m [G, 128] -> codes [G, 128] int8, bounds [G, 1] int16."""
-    r = m if root is None else torch.where(root > 0, m / root, 0.0)
-    s = bf16_up(r.abs().amax(dim=1, keepdim=True))
-    s = torch.where(s < 1e-36, 0, s)
+    r, s = _relative(m, root)
     s32 = s.float()
     code = torch.where(s32 > 0, (r * 381) / ((s32 + s32) + r.abs()), 0.0)
     return code.round().to(torch.int8), s.view(torch.int16)
+
+
+def softsign4_load(codes: Tensor, bounds: Tensor, root: Tensor | None) -> Tensor:
+    """codes [G, 128] uint8, below 16, bounds [G, 1] -> [G, 128]."""
+    code = ((codes.int() ^ 8) - 8).float()
+    m = bounds.view(torch.bfloat16).float() * ((code + code) / (21 - code.abs()))
+    return m if root is None else m * root
+
+
+def softsign4_store(m: Tensor, root: Tensor | None, u: Tensor) -> tuple[Tensor, Tensor]:
+    """m [G, 128], u uniform -> codes [G, 128] uint8, below 16, bounds [G, 1] int16."""
+    r, s = _relative(m, root)
+    s32, size = s.float(), r.abs()
+    x = torch.where(s32 > 0, (size * 21) / ((s32 + s32) + size), 0.0)
+    below = x.to(torch.int32).clamp(0, 6)
+    lower = s32 * ((below + below).float() / (21 - below).float())
+    upper = s32 * ((below + below + 2).float() / (20 - below).float())
+    code = below + ((size - lower) > u * (upper - lower))
+    return (torch.where(r < 0, -code, code) & 15).to(torch.uint8), s.view(torch.int16)
+
+
+def _relative(m: Tensor, root: Tensor | None) -> tuple[Tensor, Tensor]:
+    """m over the stored root of v [G, 128], and its absolute maximum [G, 1] bfloat16."""
+    r = m if root is None else torch.where(root > 0, m / root, 0.0)
+    s = bf16_up(r.abs().amax(dim=1, keepdim=True))
+    return r, torch.where(s < 1e-36, 0, s)
 
 
 def log_load(codes: Tensor, bounds: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -178,7 +211,10 @@ def load(
         case "log8":
             return log_load(grouped(codes.reshape(-1), row), bounds.view(-1, 2), STEPS[kind])
     nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows_of(n, row).D, -1)[:, :row]
-    return log_load(grouped(nibbles.reshape(-1), row), bounds.view(-1, 2), STEPS[kind])
+    fours = grouped(nibbles.reshape(-1), row)
+    if kind == "softsign4":
+        return softsign4_load(fours, bounds.view(-1, 1), root), None
+    return log_load(fours, bounds.view(-1, 2), STEPS[kind])
 
 
 def store(
@@ -196,12 +232,14 @@ def store(
     match kind:
         case "softsign8":
             made, limits = softsign_store(x, root)
+        case "softsign4":
+            made, limits = softsign4_store(x, root, u)
         case "expanded8":
             made, limits = expanded_store(x)
         case "log8" | "log4":
             made, limits, held = log_store(x, u, STEPS[kind])
     values = flat(made, row, n)
-    if kind == "log4":
+    if kind in HALVES:
         even = pad(values.view(-1, row), (0, row % 2))
         values = even[:, ::2] | (even[:, 1::2] << 4)
     codes.copy_(values.reshape(codes.shape))

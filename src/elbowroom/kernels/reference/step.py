@@ -7,7 +7,7 @@ The update knows nothing of bits, and moves the weight by the moments before the
     lion    w = decay w - lr sign(b1 m + (1-b1) g);     m = b2 m + (1-b2) g
     sgd     m = momentum m + (g + decay w);             w = w - lr (look m + keep (g + decay w))
 
-Noise is a hash of (seed, group, element of the group).
+Noise is a hash of (seed, group, element of the group), one for each of m, v and the weight.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,8 @@ from elbowroom.kernels.reference.rounding import square_root
 from elbowroom.kernels.reference.weights import weights_load, weights_store
 from elbowroom.kernels.states import GROUP
 
-WEIGHT_STREAM = 0x5851F42D  # the seed of weights is that of states, but for these bits
+WEIGHT_STREAM = 0x5851F42D  # the seed of weights is that of v, but for these bits
+FIRST_STREAM = 0x2545F491  # and that of m: one noise for both would bias m, which is relative to v
 
 
 def adamw(
@@ -123,10 +124,11 @@ def states_store(
     seed: int,
 ) -> None:
     """The inverse."""
-    u = uniform(seed, 0, m.shape[0], m.device, GROUP)
-    root = None
+    groups, root = m.shape[0], None
     if v_kind != "none":
+        u = uniform(seed, 0, groups, m.device, GROUP)
         root = store(v_kind, v, v_codes, v_bounds, row, n, None, u)
+    u = uniform(seed ^ FIRST_STREAM, 0, groups, m.device, GROUP)
     store(m_kind, m, m_codes, m_bounds, row, n, root, u)
 
 
