@@ -22,6 +22,7 @@ from _sweep_plot import draw
 from _training import Bench, Findings, Row, measure, memory
 from _ways import ON_CPU, PLAIN, Way, checkpointed, compiled, saving
 from torch import nn
+from torch._inductor.exc import InductorError
 
 import elbowroom as er
 from elbowroom.demo.data import load_images
@@ -84,10 +85,11 @@ def main() -> None:
     profile = replace(profile, static=profile.static - gradients)
     tell(f"profiled: {len(profile.storages)} storages, plain needs {mib(_plain(profile))} MiB")
     shares = COMPILED_SHARES[-1:] if options.quick else COMPILED_SHARES
-    entries = _entries(bench, blocks, profile, shares)
+    entries, failed = _entries(bench, blocks, profile, shares)
     found = measure(bench, [entry.way for entry in entries], pairs=options.pairs)
     name = f"{NAME}-{options.model}"
     result = _result(found, entries, profile, options, known, name)
+    result["notes"] += failed
     path = out_path(options, name)
     draw(result, path.with_suffix(".png"))
     finish(result, path)
@@ -116,9 +118,9 @@ def _plain(profile: Profile) -> int:
 
 def _entries(
     bench: Bench, blocks: list[nn.Module], profile: Profile, shares: Sequence[float]
-) -> list[Entry]:
-    """Rivals with the plans for their peaks, then the sweep; each plan once."""
-    plain, found = _plain(profile), dict[str, Entry]()
+) -> tuple[list[Entry], list[str]]:
+    """Rivals with the plans for their peaks, then the sweep; each plan once. And what failed."""
+    plain, found, failed = _plain(profile), dict[str, Entry](), []
 
     def add(way: Way, *, theirs: Plan | None = None, exact: bool) -> None:
         bench.grads(way, seed=1)
@@ -137,8 +139,11 @@ def _entries(
     for levels in (256, 16, 4):
         add(saving("dither", levels=levels), exact=False)
     for rival in (compiled(bench.model), *(compiled(bench.model, share) for share in shares)):
-        tell(rival.name)
-        add(rival, exact=True)
+        try:
+            add(rival, exact=True)
+        except InductorError as error:  # dropout that is run again, with PyTorch's own RNG
+            failed.append(f"{rival.name} does not compile: {str(error).splitlines()[0]}")
+            tell(failed[-1])
     for solver in ("delta", "dtr", "capuchin", "greedy"):
         for share in SHARES:
             theirs = _plan(profile, int(share * plain), exact=True, solver=solver)
@@ -148,7 +153,7 @@ def _entries(
     for exact in (False, True):
         for share in SWEEP:
             plan(int(share * plain), exact=exact)
-    return list(found.values())
+    return list(found.values()), failed
 
 
 def _planned(bench: Bench, profile: Profile, budget: int, *, exact: bool | None) -> Entry | None:
