@@ -1,4 +1,4 @@
-"""Slowdown against peak, a line a planner, as `budgets.py` draws it.
+"""Slowdown against peak, a color a planner, medians and quartiles, as `budgets.py` draws it.
 
     ./scripts/bench _sweep_plot FILE.json        draws FILE.png again from a result
 
@@ -12,7 +12,8 @@ from typing import Any
 
 from _common import tell
 
-Line = list[tuple[float, float]]
+Spread = tuple[float, float]  # below and above the median, to its quartiles
+Line = list[tuple[float, float, Spread]]
 _OURS = {"elbowroom, exact": "#1f5f8b", "elbowroom, codes allowed": "#c8102e"}
 _THEIRS = {
     "delta": "#7a7a7a",
@@ -36,20 +37,22 @@ def draw(result: dict[str, Any], path: Path) -> Path | None:
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = pyplot.subplots(figsize=(9, 5.6))
+    figure, axes = pyplot.subplots(figsize=(9, 6.2))
     lines = _lines(result)
     for name, color in (_THEIRS | _OURS).items():
         points = sorted(lines.get(name, []))
         if points:
-            peaks, slowdowns = zip(*points, strict=True)
+            peaks, slowdowns, spread = zip(*points, strict=True)
             ours = name in _OURS
-            axes.plot(
-                *(peaks, slowdowns, "-" if ours else "--"),
+            axes.plot(peaks, slowdowns, ":", color=color, lw=1, alpha=0.45)
+            axes.errorbar(
+                *(peaks, slowdowns, tuple(zip(*spread, strict=True))),
+                fmt="o",
                 color=color,
-                lw=2.2 if ours else 1.2,
+                ms=6 if ours else 4,
+                elinewidth=1,
+                alpha=1 if ours else 0.8,
                 zorder=3 if ours else 2,
-                marker="o",
-                ms=5 if ours else 4,
                 label=name,
             )
     axes.plot([100], [1], marker="*", ms=13, color="#222222", ls="", label="plain PyTorch")
@@ -59,7 +62,7 @@ def draw(result: dict[str, Any], path: Path) -> Path | None:
         title=f"{result['settings']['model']}: what each byte saved costs",
     )
     axes.grid(True, color="#e6e6e6", lw=0.8)
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
@@ -67,12 +70,15 @@ def draw(result: dict[str, Any], path: Path) -> Path | None:
 
 
 def _lines(result: dict[str, Any]) -> dict[str, Line]:
-    """Points (peak in % of plain's, slowdown), by the name in the legend."""
+    """Points (peak in % of plain's, slowdown, its spread), by the name in the legend."""
     plain = result["plain"]["static_nbytes"] + result["plain"]["peak_nbytes"]
     lines: dict[str, Line] = {}
     for row in result["rows"]:
         if row["slowdown"] is not None:
-            point = (100 * row["whole_peak_nbytes"] / plain, row["slowdown"])
+            ratio, (low, high) = row["time"]["ratio"], row["time"]["ratio_quartiles"]
+            scale = row["slowdown"] / ratio
+            spread = (scale * (ratio - low), scale * (high - ratio))
+            point = (100 * row["whole_peak_nbytes"] / plain, row["slowdown"], spread)
             lines.setdefault(_family(row), []).append(point)
     return lines
 

@@ -91,8 +91,8 @@ def main() -> None:
     result = _result(found, entries, profile, options, known, name)
     result["notes"] += failed
     path = out_path(options, name)
-    draw(result, path.with_suffix(".png"))
-    finish(result, path)
+    picture = draw(result, path.with_suffix(".png"))
+    finish(result if picture is None else result | {"plot": picture.name}, path)
 
 
 def _bench(options: Any) -> tuple[Bench, list[nn.Module]]:

@@ -7,6 +7,7 @@ momentum, the batch itself), is the budget of all others. `er.largest_batch` the
 with exact actions and with whatever is cheapest; and the largest batch of torch.utils.checkpoint
 around each block is found by measuring, too. At that batch `er.fit` trains until it has settled;
 its steps are then timed in turns with plain ones at `--batch`, and the peak of one is measured.
+The last row is a plain step at the largest of these batches, whatever it needs.
 
 Published, of a GPU: DELTA 2.04x (ResNet-50) and 2.25x (ResNet-101), arXiv 2203.15980.
 """
@@ -121,6 +122,7 @@ def main() -> None:
     found = [_checkpointed(plain, budget, options.pairs)]
     for way in GOALS:
         found.append(_fitted(way, plain, budget, options.pairs))
+    found.append(_plainly(plain, found[-1].batch, options.pairs))
     name = f"{NAME}-{options.model}"
     finish(_result(found, plain, budget, options, known, name), out_path(options, name))
 
@@ -152,6 +154,15 @@ def _checkpointed(plain: Trainer, budget: int, pairs: int) -> Found:
     peak_nbytes = trainer.peak_nbytes()
     timed = _timed(plain, trainer, pairs)
     return Found(CHECKPOINT, batch, None, None, peak_nbytes, timed, exact=True)
+
+
+def _plainly(plain: Trainer, batch: int, pairs: int) -> Found:
+    """What a sample takes at that batch anyway, with all the memory that it wants."""
+    trainer = _at(plain, batch)
+    peak_nbytes = trainer.peak_nbytes()
+    return Found(
+        PLAIN.name, batch, None, None, peak_nbytes, _timed(plain, trainer, pairs), exact=True
+    )
 
 
 def _fitted(way: str, plain: Trainer, budget: int, pairs: int) -> Found:
@@ -228,7 +239,7 @@ def _result(
     known: dict[str, Any],
     name: str,
 ) -> dict[str, Any]:
-    base = plain.task.batch
+    base, within = plain.task.batch, [one for one in found if one.way != PLAIN.name]
     seconds = found[0].pairs.median_a_s
     first = ["plain fp32", f"{base}", "", "1.00x", "", mib(budget), f"1 ({seconds:.3f} s)", "yes"]
     return {
@@ -255,8 +266,8 @@ def _result(
             *(_goal(one, base, budget) for one in found if one.way in GOALS),
             target(
                 "no step takes more than the plain one whose memory it was given",
-                ", ".join(f"{one.way} {one.peak_nbytes / budget:.3f}" for one in found),
-                all(one.peak_nbytes <= budget for one in found),
+                ", ".join(f"{one.way} {one.peak_nbytes / budget:.3f}" for one in within),
+                all(one.peak_nbytes <= budget for one in within),
             ),
         ],
         "notes": [

@@ -409,10 +409,11 @@ def largest_batch(
     optimizer   its states are counted, from before it makes them; its update's workspace is not
     exact       as in `fit`; but for True, lossy codes count as room
 
-    Predicted by a line through two small batches, then confirmed by one measured run of forward and
-    backward. Model, gradients, buffers, RNG and optimizer stay as they are, and so does the batch
-    that you train with. Raises BudgetTooSmall where a batch of 1 does not fit, and PlanError for a
-    step that changes its parameters, or is another one at another batch size.
+    Predicted by a line through two small batches, then confirmed by a measured run of forward and
+    backward; planned again, up to three times, for what that was over. Model, gradients, buffers,
+    RNG and optimizer stay as they are, and so does the batch that you train with. Raises
+    BudgetTooSmall where a batch of 1 does not fit, and PlanError for a step that changes its
+    parameters, or is another one at another batch size.
     """
     check_model(model, "largest_batch")
     check_min_nbytes(min_nbytes)

@@ -23,6 +23,8 @@ A message says what was asked, what was found, and what to type next. Broken inv
 our own code can cause, are asserts and are not listed here.
 """
 
+from collections.abc import Mapping
+
 
 class ElbowroomError(Exception):
     """The root: catch this to catch everything that elbowroom raises on purpose."""
@@ -33,11 +35,17 @@ class PlanError(ElbowroomError):
 
 
 class BudgetTooSmall(PlanError, ValueError):
-    """No allowed set of actions fits the budget; `least_nbytes` is the smallest that would do."""
+    """No allowed set of actions fits the budget; `least_nbytes` is the smallest that would do.
 
-    def __init__(self, message: str, *, least_nbytes: int) -> None:
+    parts  what takes the room at the worst moment, in bytes by name; empty where that is not known
+    """
+
+    def __init__(
+        self, message: str, *, least_nbytes: int, parts: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__(message)
         self.least_nbytes = least_nbytes
+        self.parts = dict(parts or {})
 
 
 class OutOfMemory(PlanError, MemoryError):

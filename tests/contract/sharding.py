@@ -125,6 +125,19 @@ def all_ranks_skip_together(rule: str, state: str) -> dict[str, Any]:
     return {"skipped": optimizer.skipped, "same": same(before, everything(net, optimizer))}
 
 
+def one_rank_has_no_gradient(rule: str, state: str) -> dict[str, Any]:
+    """It must ask all the same whether gradients are finite: the other one waits for its answer."""
+    net, optimizer = made(rule, state, shard=True)
+    train(net, optimizer, range(2))
+    before = [p.to_local().clone() for p in net.parameters()]
+    net(torch.ones(2, 100)).sum().backward()
+    if dist.get_rank() == 1:
+        optimizer.zero_grad()
+    optimizer.step()
+    after = [p.to_local() for p in net.parameters()]
+    return {"same": same(before, after), "rank": dist.get_rank()}
+
+
 def save(rule: str, state: str, directory: str) -> dict[str, Any]:
     """Save after 2 steps; go on for 2; load, and go on again: the same bits."""
     net, optimizer = made(rule, state, shard=True)
@@ -208,6 +221,7 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "steps": steps_are_those_of_one_process,
     "released": released_bits_are_the_same,
     "skip": all_ranks_skip_together,
+    "lacking": one_rank_has_no_gradient,
     "save": save,
     "load": load_on_one,
     "convert": conversions_and_refusals,

@@ -68,6 +68,7 @@ def run(world: int, jobs: list[list[str]]) -> list[dict[tuple[str, ...], Any]]:
 def two() -> list[dict[tuple[str, ...], Any]]:
     jobs = [["steps", *case] for case in STEPS]
     jobs += [["save", *case, checkpoint(*case)] for case in SAVED]
+    jobs += [["lacking", "AdamW", "int8"]]
     jobs += [["skip", "AdamW", "int8"], ["released", "AdamW", "int8"], ["convert", "AdamW", "fp32"]]
     return run(2, jobs)
 
@@ -99,6 +100,12 @@ def test_a_checkpoint_of_two_resumes_bit_for_bit_and_loads_on_one(rule, state):
 def test_all_ranks_skip_a_step_in_which_one_has_a_gradient_that_is_not_finite():
     for found in two():
         assert found["skip", "AdamW", "int8"] == {"skipped": 1, "same": True}
+
+
+def test_a_rank_without_gradients_keeps_nobody_waiting():
+    for found in two():
+        results = found["lacking", "AdamW", "int8"]
+        assert results["same"] == (results["rank"] == 1)
 
 
 def test_gradients_are_released_under_fully_shard():

@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 import elbowroom as er
+from elbowroom.control.largest import _Trial
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.runtime import attach
 from elbowroom.runtime.attach import opener_of
+from elbowroom.units import show_nbytes
 
 WIDTH = 64
 
@@ -100,7 +102,7 @@ def test_a_fitted_model_stays_fitted():
 def test_what_cannot_be_found_is_said_and_harms_nothing():
     model, optimizer = make()
     before = [t.clone() for t in everything(model, optimizer)]
-    with pytest.raises(BudgetTooSmall, match="needs at the least with a batch of 1") as refused:
+    with pytest.raises(BudgetTooSmall, match="needs with a batch of 1 at the least") as refused:
         find(model, optimizer, "100 KiB")
     assert find(model, optimizer, int(1.05 * refused.value.least_nbytes)).batch >= 1
 
@@ -114,3 +116,28 @@ def test_what_cannot_be_found_is_said_and_harms_nothing():
         er.largest_batch(model, batch_of, budget="8 MiB", loss=lambda *_: 1 / 0)
     assert all(map(torch.equal, before, everything(model, optimizer)))
     assert not attach._attached
+
+
+def test_a_refusal_after_a_correction_names_the_users_budget_and_what_was_measured(monkeypatch):
+    model, optimizer = make()
+    with pytest.raises(BudgetTooSmall) as refused:
+        find(model, optimizer, "100 KiB")
+    budget = int(1.2 * refused.value.least_nbytes)
+    monkeypatch.setattr(_Trial, "peak", lambda trial, batch, plan: plan.peak + budget)
+    with pytest.raises(BudgetTooSmall, match="weights and what else") as corrected:
+        find(model, optimizer, budget)
+    assert str(corrected.value).startswith(f"budget {show_nbytes(budget)} is below")
+    assert corrected.value.least_nbytes >= refused.value.least_nbytes + budget
+
+
+def test_a_run_that_fits_after_a_correction_predicts_with_it(monkeypatch):
+    model, optimizer = make()
+    over, real = [1 << 20], _Trial.peak
+
+    def once(trial, batch, plan):
+        return plan.peak + over.pop() if over else real(trial, batch, plan)
+
+    monkeypatch.setattr(_Trial, "peak", once)
+    found = find(model, optimizer, "8 MiB")
+    assert found.measured_nbytes <= found.budget_nbytes == 8 << 20
+    assert found.predicted_nbytes == pytest.approx(found.measured_nbytes + (1 << 20), rel=0.05)

@@ -6,7 +6,11 @@ import pytest
 
 from elbowroom import errors
 
-CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass)]
+CLASSES = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if cls.__module__ == errors.__name__
+]
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)

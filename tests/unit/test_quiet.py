@@ -17,6 +17,19 @@ def test_what_c_prints_goes_to_stderr_and_stdout_is_the_programs_again(capfd):
     assert err == "noise"
 
 
+def test_what_c_has_buffered_before_stays_in_stdout(capfd):
+    ctypes.CDLL(None).printf(b"result")  # stdout is a file here: C writes when its buffer is full
+    with stdout_to_stderr():
+        pass
+    assert capfd.readouterr() == ("result", "")
+
+
+def test_a_stdout_of_somebodys_own_is_no_obstacle(monkeypatch):
+    monkeypatch.setattr("sys.stdout", object())
+    with stdout_to_stderr():
+        pass
+
+
 def test_many_threads_leave_stdout_where_it_was(capfd):
     def work():
         for _ in range(50):

@@ -26,6 +26,7 @@ from elbowroom.control.profiling import Profiling
 from elbowroom.control.terms import Stock, Terms
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.plan.batch import TwoBatches
+from elbowroom.plan.make import too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.runtime.attach import Around, attach, detach
@@ -40,9 +41,9 @@ Loss = Callable[[nn.Module, Any], Tensor]
 _SMALL = 2  # and twice as much: the first two batches
 _FAR = 8  # a line is not trusted further than so many times the larger of the two
 _MOST_RUNS = 4
-_CUT = (
-    0.75  # of what a plan was allowed, at the least: a step that ran out says little of by how much
-)
+# Of what a plan was allowed: a step that ran out of memory does not tell by how much.
+_CUT = 0.75
+_RAN_OUT = 1 << 62
 _MOST = 1 << 20
 
 
@@ -91,16 +92,19 @@ def find_largest(
         if batch > _FAR * pair.two:
             pair = trial.pair(batch // _FAR)
             batch = _largest(pair, budget, terms.exact)
-        allowed = budget
+        allowed, error = budget, 0
         for _ in range(_MOST_RUNS):
             plan = pair.plan(batch, allowed, exact=terms.exact)
             peak = trial.peak(batch, plan)
             if peak is None or peak <= budget:
                 seconds = trial.seconds(batch, plan) / batch
-                predicted = plan.peak + budget - allowed
-                return LargestBatch(batch, budget, predicted, peak, seconds, plan.exact)
-            allowed = max(min(allowed, budget - (peak - plan.peak)), int(_CUT * allowed))
-            batch = min(batch, _largest(pair, allowed, terms.exact))
+                return LargestBatch(batch, budget, plan.peak + error, peak, seconds, plan.exact)
+            if peak < _RAN_OUT:
+                error = max(error, peak - plan.peak)
+                allowed = min(allowed, budget - error)
+            else:
+                allowed = int(_CUT * allowed)
+            batch = min(batch, _corrected(pair, budget, allowed, terms.exact))
     raise PlanError(
         f"{_MOST_RUNS} predictions were too hopeful for {show_nbytes(terms.budget_nbytes)}, the "
         f"last for batch {batch}: what this step needs does not grow evenly with its batch. Give "
@@ -130,7 +134,7 @@ class _Trial:
     def peak(self, batch: int, plan: Plan) -> int | None:
         """Of one step under a plan, once the optimizer has its states; None: not measurable.
 
-        More than any budget if there was no memory for it.
+        _RAN_OUT if there was no memory for it.
         """
         data = self._make_batch(batch)  # is no part of a budget
         measurement = Measurement.start(self.owned, self._stock(), writes=False)
@@ -140,7 +144,7 @@ class _Trial:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return 2 * self._terms.budget_nbytes
+            return _RAN_OUT
         finally:
             if measurement is not None:
                 measurement.end()
@@ -234,6 +238,15 @@ def _largest(pair: TwoBatches, budget: int, exact: bool | None) -> int:
     if low == 0:
         pair.plan(1, budget, exact=exact)  # raises with the least that would do
     return max(low, 1)
+
+
+def _corrected(pair: TwoBatches, budget: int, allowed: int, exact: bool | None) -> int:
+    """The same where less is allowed than the budget, because predictions were too hopeful."""
+    try:
+        return _largest(pair, allowed, exact)
+    except BudgetTooSmall as error:
+        least = error.least_nbytes + budget - allowed
+        raise too_small(budget, least, error.parts, " with a batch of 1") from None
 
 
 @contextmanager

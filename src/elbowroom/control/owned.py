@@ -89,12 +89,8 @@ class Owned:
 
     def _released(self) -> set[int]:
         """Parameters that an optimizer updates inside backward."""
-        releasing = [
-            one
-            for one in self.optimizers()
-            if isinstance(one, EncodedOptimizer) and one.released is not None
-        ]
-        return {id(p) for one in releasing for p in _parameters(one)}
+        releases = [one.released for one in self.optimizers() if isinstance(one, EncodedOptimizer)]
+        return {p for release in releases if release is not None for p in release.watched}
 
     def _trainable(self) -> list[Tensor]:
         model = self._model()

@@ -54,9 +54,10 @@ _CAREFUL = 0.03  # of what is not static is left free by a plan that was not mea
 _SAFE = 6
 # What a rehearsal tries: exact or lossy, and how many largest tensors backward takes beside what is
 # held (rehearsal.py).
-_TRIES: dict[bool, tuple[tuple[bool | None, int], ...]] = {
+_TRIES: dict[bool | None, tuple[tuple[bool | None, int], ...]] = {
     True: ((True, _SAFE), (True, 4), (True, 2), (True, 1)),
-    False: ((True, _SAFE), (True, 3), (None, _SAFE), (None, 3), (None, 1)),
+    None: ((True, _SAFE), (True, 3), (None, _SAFE), (None, 3), (None, 1)),
+    False: ((False, _SAFE), (False, 3), (False, 1)),
 }
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
@@ -192,7 +193,7 @@ class Planning:
 
     def _plan_by_forward(self, seen: Profile) -> None:
         born = self.stock.unborn_gradient_nbytes, self.stock.unborn_state_nbytes
-        for exact, transients in _TRIES[bool(self.terms.exact)]:
+        for exact, transients in _TRIES[self.terms.exact]:
             self.profile = with_backward(seen, *born, transients)
             plan = self._plan_for(self.profile, 0, exact=exact)
             if plan is not None:

@@ -92,10 +92,11 @@ class _Attempt:
         changed = [undo.changed for undo in self._undos if undo.changed is not None]
         if changed:
             raise OutOfMemory(
-                "the step ran out of memory in the optimizer's update (which is in backward where "
-                "gradients are released), and cannot be run again: "
-                f"{' and '.join(changed)} had been changed ({self.why}). No plan makes an update "
-                "smaller: give the optimizer foreach=False or fused=True, or halve the batch."
+                "the step ran out of memory when "
+                f"{' and '.join(changed)} had been changed, and cannot be run again ({self.why}). "
+                "In the optimizer's update, give the optimizer foreach=False or fused=True, or "
+                "halve the batch. In backward, where gradients are released: the next step keeps "
+                "to less memory; without release_gradients() this one could have been repeated."
             )
         for undo in self._undos:
             undo.back()

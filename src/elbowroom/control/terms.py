@@ -37,7 +37,7 @@ class Stock:
     """Bytes as a step begins.
 
     static_nbytes           held: weights, buffers, gradients, optimizer states
-    unborn_gradient_nbytes  of gradients that the step will create
+    unborn_gradient_nbytes  of gradients that the step will create, and hold at one time
     unborn_state_nbytes     of states that the optimizer will
     """
 
@@ -47,5 +47,5 @@ class Stock:
 
     @property
     def unborn_nbytes(self) -> int:
-        """What the step will create and leave behind."""
+        """What the step will create on top."""
         return self.unborn_gradient_nbytes + self.unborn_state_nbytes

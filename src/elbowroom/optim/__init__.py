@@ -5,6 +5,8 @@
     formats.py      which parameter is held how, and in how many bytes
     base.py         the step that all share: checks, one kernel call a parameter
     adamw.py lion.py sgd.py      the settings of a rule, as the numbers that the kernel takes
+    release.py      gradients that are applied, and freed, inside backward
+    sharded.py      parameters that are spread over processes (DTensor)
     state_dict.py   save and load, and to and from what torch.optim saves
 
 The mathematics is in `kernels/reference/step.py` and `moments.py`.

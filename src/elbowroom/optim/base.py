@@ -7,8 +7,8 @@
    Where gradients are released (`release.py`) this holds for each parameter by itself.
 2. A parameter is a flat run in memory order, so one in channels_last is not copied; its gradient
    is brought into the same order.
-3. Noise is a hash of (seed, step, place of the parameter, group, element): replicas that see the
-   same gradients stay equal to the last bit, and a resumed run continues with the same bits.
+3. Noise is a hash of (seed, step, place of the parameter, shard, group, element): replicas that
+   see the same gradients stay equal to the last bit, and a resumed run continues with the same.
 """
 
 import logging
@@ -118,7 +118,9 @@ class EncodedOptimizer(Optimizer):
                 loss = closure()
         due = list(self._due())
         left = 0 if self.released is None else self.released.end_step()
-        if _all_finite([(p, grad) for *_, p, grad in due]):
+        # All ranks must ask, also one where a parameter has no gradient in this step.
+        everything = (p for group in self.param_groups for p in group["params"])
+        if agreed(everything, _finite(grad for *_, grad in due)):
             for index, group, p, grad in due:
                 self._update(index, group, p, grad)
         else:
@@ -134,7 +136,7 @@ class EncodedOptimizer(Optimizer):
     def apply(self, index: int, group: Group, p: Tensor, grad: Tensor) -> bool:
         """Update one parameter, the index-th of all; False: not, since grad is not finite."""
         usable = self._usable(grad, p)
-        if finite := _all_finite([(p, usable)]):
+        if finite := agreed([p], _finite([usable])):
             self._update(index, group, p, usable)
         return finite
 
@@ -273,11 +275,6 @@ def _dense(x: Tensor) -> bool:
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda d: -strides[d])
     return x.numel() == 0 or x.permute(order).is_contiguous()
-
-
-def _all_finite(due: list[tuple[Tensor, Tensor]]) -> bool:
-    """On all ranks. due: parameters, and this rank's parts of their gradients."""
-    return agreed((p for p, _ in due), _finite(grad for _, grad in due))
 
 
 def _finite(grads: Iterable[Tensor]) -> bool:

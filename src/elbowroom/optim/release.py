@@ -23,6 +23,7 @@ from torch import Tensor, distributed
 from torch.utils.hooks import RemovableHandle
 
 from elbowroom.errors import InvalidSetting, UnsupportedGradient
+from elbowroom.optim.sharded import is_sharded
 
 if TYPE_CHECKING:
     from elbowroom.optim.base import EncodedOptimizer
@@ -34,12 +35,16 @@ CANNOT = (
 
 
 class GradientRelease:
-    """What `release_gradients` returns: it ends by `remove()`, or as a context."""
+    """What `release_gradients` returns: it ends by `remove()`, or as a context.
+
+    watched  ids of the parameters whose gradients it applies
+    """
 
     def __init__(self, optimizer: "EncodedOptimizer") -> None:
         # Weak: a parameter outlives its optimizer, and its hook must not train on for it.
         self._optimizer = weakref.ref(optimizer)
         self._hooks: list[RemovableHandle] = []
+        self.watched: set[int] = set()  # ids of parameters
         self._applied: set[int] = set()  # places of parameters, in this step
         self._skipped = 0  # of them
         for number in range(len(optimizer.param_groups)):
@@ -74,14 +79,16 @@ class GradientRelease:
             if p.requires_grad:  # one that is unfrozen later is updated by `step()`
                 hook = partial(self._apply, number, place)
                 self._hooks.append(p.register_post_accumulate_grad_hook(hook))
+                self.watched.add(id(p))
 
     def check(self, index: int, p: Tensor) -> None:
         """Raises InvalidSetting if this parameter has been updated in this step."""
         if index in self._applied:
             raise InvalidSetting(
                 f"{CANNOT}. A parameter of shape {tuple(p.shape)} has been updated, and has a "
-                "second gradient before step(). Call step() after each backward, or remove() what "
-                "release_gradients() has returned, and accumulate without it"
+                "second gradient before step(). Call step() after each backward, also after one "
+                "that did not finish; or remove() what release_gradients() has returned, and "
+                "accumulate without it"
             )
 
     def end_step(self) -> int:
@@ -111,7 +118,7 @@ def check_alone(params: list[Tensor]) -> None:
     """Raises InvalidSetting where gradients are summed over processes after they are complete."""
     if distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()
-        if size > 1 and any(not hasattr(p, "to_local") for p in params):
+        if size > 1 and not all(map(is_sharded, params)):
             raise InvalidSetting(
                 f"{CANNOT}; DistributedDataParallel sums them over its {size} processes only then. "
                 "Shard the model by torch.distributed.fsdp.fully_shard, or do without"

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from elbowroom.errors import BudgetTooSmall, PlanError
-from elbowroom.plan.make import make_plan
+from elbowroom.plan.make import LOSSY_HELPS, make_plan, too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.site import SiteName
-from elbowroom.units import show_nbytes
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,10 @@ class TwoBatches:
         try:
             plan = make_plan(self.profile(batch), int(budget / ratio), exact=exact)
         except BudgetTooSmall as error:
-            least = ceil(error.least_nbytes * ratio)
-            raise BudgetTooSmall(
-                f"budget {show_nbytes(budget)} is below the {show_nbytes(least)} that this step "
-                f"needs at the least with a batch of {batch} (estimated). Give budget={least}.",
-                least_nbytes=least,
-            ) from None
+            parts = {name: ceil(nbytes * ratio) for name, nbytes in error.parts.items()}
+            ways = (LOSSY_HELPS,) if exact else ()
+            least, within = ceil(error.least_nbytes * ratio), f" with a batch of {batch}"
+            raise too_small(budget, least, parts, within, *ways) from None
         return plan.grown(ratio, 0, budget)
 
 

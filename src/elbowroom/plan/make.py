@@ -1,6 +1,6 @@
 """From a profile to a plan: pose the problem, solve it, say what that means for each site."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import inf
 
 from elbowroom.errors import BudgetTooSmall
@@ -20,6 +20,8 @@ from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.site import Site, SiteName
 from elbowroom.plan.solve import solve
 from elbowroom.units import show_nbytes
+
+LOSSY_HELPS = "allow lossy codes with exact=None"
 
 
 def make_plan(
@@ -60,7 +62,7 @@ def make_plan(
         ):
             posed, found = freely, other
     if not found.feasible:
-        raise _too_small(profile, posed, found, budget, margin, exact=exact, noise=noise)
+        raise _refusal(profile, posed, found, budget, margin, exact=exact, noise=noise)
     return _plan(profile, posed, found, allowed + in_flight, in_flight)
 
 
@@ -70,7 +72,7 @@ def plain_peak(profile: Profile) -> int:
     return int(levels(problem, keep_all(problem)).max(initial=0))
 
 
-def _too_small(
+def _refusal(
     profile: Profile,
     posed: Posed,
     found: Solution,
@@ -86,21 +88,31 @@ def _too_small(
     static = min(profile.static, found.peak)
     saved = int(level[moment]) - posed.problem.base[moment]
     least = found.peak + margin
-    parts = (
-        ("weights and what else is held before the step", static),
-        ("gradients and workspaces", max(least - static - saved, 0)),
-        ("saved for backward", saved),
-    )
-    what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts if size > 0)
-    within, more = "", "H"
+    parts = {
+        "weights and what else is held before the step": static,
+        "gradients and workspaces": max(least - static - saved, 0),
+        "saved for backward": saved,
+    }
+    within, ways = "", ["halve the batch"]
     if exact:
-        more = "Allow lossy codes with exact=None, or h"
+        ways.insert(0, LOSSY_HELPS)
     elif noise is not None and solve(posed.problem, budget - margin).peak < found.peak:
-        within, more = f" with noise={noise:g}", "Allow more noise, or h"
+        within = f" with noise={noise:g}"
+        ways.insert(0, "allow more noise")
+    return too_small(budget, least, parts, within, *ways)
+
+
+def too_small(
+    budget: int, least: int, parts: Mapping[str, int], within: str, *ways: str
+) -> BudgetTooSmall:
+    """The error. within: of which step, or by which terms; ways: out, beside a larger budget."""
+    what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size > 0)
+    advice = ", or ".join((*ways, f"give budget={least}"))
     return BudgetTooSmall(
         f"budget {show_nbytes(budget)} is below the {show_nbytes(least)} that this step needs"
-        f"{within} at the least (estimated): {what}. {more}alve the batch, or give budget={least}.",
+        f"{within} at the least (estimated): {what}. {advice[0].upper()}{advice[1:]}.",
         least_nbytes=least,
+        parts=parts,
     )
 
 

@@ -172,8 +172,8 @@ def _plain(value: Any) -> Any:
 
 
 def _module(data: dict[str, Any]) -> ModuleCall:
-    places = {name: tuple(data.get(name, ())) for name in ("inputs", "sources")}
-    return ModuleCall(**{**data, **places})
+    inputs, sources = tuple(data["inputs"]), tuple(data.get("sources", ()))
+    return ModuleCall(**{**data, "inputs": inputs, "sources": sources})
 
 
 def _profile(data: dict[str, Any]) -> Profile:

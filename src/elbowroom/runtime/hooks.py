@@ -312,6 +312,8 @@ class Saving:
         return None if origin is None or origin.recipe is None else origin.recipe.ready()
 
     def _source_of(self, x: Tensor) -> Slot | None:
+        if storage_nbytes(x) < self.min_nbytes:
+            return None  # kept, whatever it could be made from
         ready = self._ready(x)
         return None if ready is None or not ready.exact else ready.sole_source
 

@@ -37,6 +37,8 @@ k < 1 where a group is wider than E4M3. COAT stores three float32 a group; the t
 of them, and an x != 0 never gets code 0. A constant group has H - L <= 2/256, taken as 9/256.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -225,19 +227,22 @@ def store(
     row: int,
     n: int,
     root: Tensor | None,
-    u: Tensor,
+    draw: Callable[[], Tensor],
 ) -> Tensor | None:
-    """codes, bounds <- x [G, 128]; returns the stored roots of a `log` kind."""
+    """codes, bounds <- x [G, 128]; returns the stored roots of a `log` kind.
+
+    draw  u [G, 128], only asked for by a kind that rounds stochastically
+    """
     made, limits, held = x, None, None
     match kind:
         case "softsign8":
             made, limits = softsign_store(x, root)
         case "softsign4":
-            made, limits = softsign4_store(x, root, u)
+            made, limits = softsign4_store(x, root, draw())
         case "expanded8":
             made, limits = expanded_store(x)
         case "log8" | "log4":
-            made, limits, held = log_store(x, u, STEPS[kind])
+            made, limits, held = log_store(x, draw(), STEPS[kind])
     values = flat(made, row, n)
     if kind in HALVES:
         even = pad(values.view(-1, row), (0, row % 2))

@@ -11,6 +11,7 @@ Noise is a hash of (seed, group, element of the group), one for each of m, v and
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -125,11 +126,13 @@ def states_store(
 ) -> None:
     """The inverse."""
     groups, root = m.shape[0], None
+
+    def drawn(stream: int) -> Tensor:
+        return uniform(seed ^ stream, 0, groups, m.device, GROUP)
+
     if v_kind != "none":
-        u = uniform(seed, 0, groups, m.device, GROUP)
-        root = store(v_kind, v, v_codes, v_bounds, row, n, None, u)
-    u = uniform(seed ^ FIRST_STREAM, 0, groups, m.device, GROUP)
-    store(m_kind, m, m_codes, m_bounds, row, n, root, u)
+        root = store(v_kind, v, v_codes, v_bounds, row, n, None, partial(drawn, 0))
+    store(m_kind, m, m_codes, m_bounds, row, n, root, partial(drawn, FIRST_STREAM))
 
 
 def moments_dequantize(
