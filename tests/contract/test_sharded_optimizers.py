@@ -3,12 +3,14 @@
 One pair of processes does all jobs, in turn (`sharding.py`): to start one takes seconds.
 """
 
+import atexit
 import json
 import os
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -30,7 +32,9 @@ pytestmark = [
 
 @cache
 def directory() -> Path:
-    return Path(mkdtemp(prefix="elbowroom-sharded-"))
+    made = Path(mkdtemp(prefix="elbowroom-sharded-"))
+    atexit.register(rmtree, made, ignore_errors=True)
+    return made
 
 
 def checkpoint(rule: str, state: str) -> str:
