@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _common import tell
+from _pictures import pyplot, save
 
 _OURS = ("#c8102e", "#f28e2b", "#7b2cbf", "#8c564b", "#e377c2", "#c9a000", "#5f0f40")
 _BASELINES = ("#1f5f8b", "#2a9d8f", "#3c78d8", "#52796f")
@@ -25,19 +25,13 @@ _STYLES = {"ours": "-", "baseline": "--", "peer": ":"}
 
 def draw(result: dict[str, Any], path: Path) -> Path | None:
     """Write the picture; None, and a line on stderr, if it cannot be drawn."""
-    try:
-        import matplotlib
-    except ImportError:
-        tell("matplotlib is not installed, so there is no picture: pip install -e '.[bench]'")
+    plots = pyplot()
+    if plots is None:
         return None
     lines = _lines(result["rows"])
     if not lines:
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = pyplot.subplots(figsize=(10, 7.2))
+    figure, axes = plots.subplots(figsize=(10, 7.2))
     _lay_out(axes, result, lines)
     biased = {row["family"] for row in result["rows"] if row["biased"]}
     ends = []
@@ -52,12 +46,7 @@ def draw(result: dict[str, Any], path: Path) -> Path | None:
         ends.append((name, color, points[-1]))
     _front(axes, result["rows"])
     _label(figure, axes, ends)
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-    from PIL import Image  # comes with matplotlib
-
-    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)  # a third of the bytes
-    return path
+    return save(figure, path)
 
 
 Line = list[tuple[float, float]]

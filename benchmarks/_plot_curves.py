@@ -11,38 +11,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _common import tell
+from _pictures import pyplot, save
 
 _COLORS = ("#7a7a7a", "#1f5f8b", "#c8102e", "#f28e2b", "#2a9d8f", "#7b2cbf", "#8c564b", "#e377c2")
 
 
 def draw(result: dict[str, Any], path: Path) -> Path | None:
     """Write the picture; None, and a line on stderr, if it cannot be drawn."""
-    try:
-        import matplotlib
-    except ImportError:
-        tell("matplotlib is not installed, so there is no picture: pip install -e '.[bench]'")
+    plots = pyplot()
+    if plots is None:
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = [row for row in result["rows"] if row["arm"] not in ("plain", "order") and row["n"]]
     panels = list(dict.fromkeys((row["network"], row["beta2"]) for row in rows))
     colors = dict(zip(dict.fromkeys(row["arm"] for row in rows), _COLORS * 2, strict=False))
-    figure, grid = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    figure, grid = plots.subplots(2, 2, figsize=(10, 7), layout="constrained")
     for axes, panel in zip(grid.flat, panels, strict=True):
         shown = [row for row in rows if (row["network"], row["beta2"]) == panel]
         _panel(axes, panel, shown, colors)
     lines, names = grid.flat[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     figure.suptitle("Training loss above plain AdamW's; shaded: seed noise", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-    from PIL import Image  # comes with matplotlib
-
-    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)  # a third of the bytes
-    return path
+    return save(figure, path)
 
 
 def _panel(axes: Any, panel: tuple[str, float], rows: list[Any], colors: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _common import tell
+from _pictures import pyplot, save
 
 Spread = tuple[float, float]  # below and above the median, to its quartiles
 Line = list[tuple[float, float, Spread]]
@@ -28,16 +28,10 @@ _THEIRS = {
 
 def draw(result: dict[str, Any], path: Path) -> Path | None:
     """Write the picture; None, and a line on stderr, if it cannot be drawn."""
-    try:
-        import matplotlib
-    except ImportError:
-        tell("matplotlib is not installed, so there is no picture: pip install -e '.[bench]'")
+    plots = pyplot()
+    if plots is None:
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = pyplot.subplots(figsize=(9, 6.2))
+    figure, axes = plots.subplots(figsize=(9, 6.2))
     lines = _lines(result)
     for name, color in (_THEIRS | _OURS).items():
         points = sorted(lines.get(name, []))
@@ -64,9 +58,7 @@ def draw(result: dict[str, Any], path: Path) -> Path | None:
     axes.grid(True, color="#e6e6e6", lw=0.8)
     axes.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-    return path
+    return save(figure, path)
 
 
 def _lines(result: dict[str, Any]) -> dict[str, Line]:

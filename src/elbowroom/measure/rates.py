@@ -6,7 +6,6 @@ of a codec plans for the noise.
 
 import threading
 import time
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from elbowroom.codecs import Codec, Facts, Narrow
 from elbowroom.errors import PlanError
+from elbowroom.measure.timing import least_s
 from elbowroom.plan import Offload
 from elbowroom.plan.menu import RATED, rate_name
 from elbowroom.runtime.tiers import Tier, tier_for
@@ -35,7 +35,7 @@ def rates(device_type: str) -> dict[str, float]:
             ("encode", lambda codec=codec, x=x, facts=facts: codec.encode(x, 1, facts)),
             ("decode", encoded.decode),
         ):
-            found[rate_name(verb, codec)] = x.nbytes / _seconds(run, device)
+            found[rate_name(verb, codec)] = x.nbytes / least_s(run, device)
     return found | _links(device)
 
 
@@ -81,14 +81,3 @@ def _sample(codec: Codec, device: torch.device) -> tuple[Tensor, Facts]:
         return x.to(device), Facts(smallest=0, largest=999)
     x = torch.randint(0, 2, (_ELEMENTS,), generator=generator).float()
     return x.to(device), Facts(value=1.0)
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    best = float("inf")
-    for _ in range(_RUNS):
-        start_s = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start_s)
-    return best

@@ -8,7 +8,6 @@ Source: Williams et al., "Roofline", CACM 2009. Errors of a factor of 2 are norm
 the ops of one step are better than that, and it is ratios that a plan is made from.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elbowroom.measure.timing import least_s
+
 _SIDE = 512  # of the matrices that are multiplied
 _ELEMENTS = 1 << 23  # of the vector that is read and written: beyond any cache
-_RUNS = 5
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ def speed_of(device_type: str) -> Speed:
     a = torch.ones(_SIDE, _SIDE, device=device)
     x, one = torch.ones(_ELEMENTS, device=device), torch.ones(1, device=device)
     return Speed(
-        flops=2 * _SIDE**3 / _seconds(lambda: a @ a, device),
-        nbytes=2 * x.nbytes / _seconds(x.neg_, device),
-        overhead_s=_seconds(one.neg_, device),
+        flops=2 * _SIDE**3 / least_s(lambda: a @ a, device),
+        nbytes=2 * x.nbytes / least_s(x.neg_, device),
+        overhead_s=least_s(one.neg_, device),
     )
 
 
@@ -66,15 +66,3 @@ def _counts() -> dict[Any, Callable[..., int]]:
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    best = float("inf")
-    run()
-    for _ in range(_RUNS):
-        start_s = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start_s)
-    return best

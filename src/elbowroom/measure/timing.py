@@ -101,3 +101,19 @@ def _seconds(step: Callable[[], object], clock: Callable[[], float]) -> float:
 def _wait() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
+
+
+def least_s(run: Callable[[], object], device: torch.device, runs: int = 5) -> float:
+    """The least seconds of several runs, after one that warms up: what the device can do.
+
+    For a rate, not for a comparison: what a neighbour takes away is left out.
+    """
+    run()
+    least = float("inf")
+    for _ in range(runs):
+        start_s = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        least = min(least, time.perf_counter() - start_s)
+    return least

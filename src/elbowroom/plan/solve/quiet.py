@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-_LIBC = ctypes.CDLL(None)
+_LIBC = ctypes.CDLL(None if os.name == "posix" else "msvcrt")
 _LOCK = threading.Lock()  # two at once would put back each other's
 
 
