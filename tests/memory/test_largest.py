@@ -118,15 +118,18 @@ def test_what_cannot_be_found_is_said_and_harms_nothing():
     assert not attach._attached
 
 
-def test_a_refusal_after_a_correction_names_the_users_budget_and_what_was_measured(monkeypatch):
+@pytest.mark.parametrize("exact", [True, None])
+def test_a_refusal_after_a_correction_says_what_the_first_one_would(monkeypatch, exact):
+    """The user's budget, what was measured, and the ways out."""
     model, optimizer = make()
     with pytest.raises(BudgetTooSmall) as refused:
-        find(model, optimizer, "100 KiB")
+        find(model, optimizer, "100 KiB", exact=exact)
     budget = int(1.2 * refused.value.least_nbytes)
     monkeypatch.setattr(_Trial, "peak", lambda trial, batch, plan: plan.peak + budget)
     with pytest.raises(BudgetTooSmall, match="weights and what else") as corrected:
-        find(model, optimizer, budget)
+        find(model, optimizer, budget, exact=exact)
     assert str(corrected.value).startswith(f"budget {show_nbytes(budget)} is below")
+    assert ("Allow lossy codes with exact=None" in str(corrected.value)) == (exact is True)
     assert corrected.value.least_nbytes >= refused.value.least_nbytes + budget
 
 
