@@ -13,7 +13,8 @@ TILE = 2048
 CHUNK = 16  # tiles a work item of the parallel loop: scratch is allocated once for all of them
 
 jit = numba.njit(cache=True, error_model="numpy", nogil=True)
-# For functions that are called many times by one loop and make no array: they count no references.
-# Two threads that count on the same arrays wait for each other (kernels/numba/step.py).
-leaf = numba.njit(cache=True, error_model="numpy", nogil=True, _nrt=False)
+# For functions that are called many times by one loop and make no array: they count no references,
+# since two threads that count on the same arrays wait for each other (kernels/numba/step.py), and
+# LLVM puts them where they are called, since an array is seven words of arguments: half the time.
+leaf = numba.njit(cache=True, error_model="numpy", nogil=True, _nrt=False, forceinline=True)
 inlined = numba.njit(inline="always", error_model="numpy")
