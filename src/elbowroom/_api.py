@@ -33,6 +33,7 @@ from elbowroom.plan.profile import Profile
 from elbowroom.runtime.attach import attach, attached, detach
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.inert import inertness_of
 from elbowroom.runtime.observer import Observer
 from elbowroom.units import parse_nbytes
 
@@ -273,6 +274,7 @@ def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -
         context=context,
         recompute=plan.recompute,
         idle=plan.changes_nothing,
+        inertness=inertness_of(plan),
     )
 
 

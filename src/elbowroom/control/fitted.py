@@ -11,6 +11,7 @@ from elbowroom.plan.plan import Plan
 from elbowroom.plan.site import Site
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.inert import Inertness
 from elbowroom.runtime.observer import Recorder
 
 _SAFE = 6  # largest tensors that backward takes at most, beside what is held; plan/rehearsal.py
@@ -48,6 +49,7 @@ class FittedSaving(Saving):
         *,
         may_climb: bool = True,
         counts: bool = False,
+        inertness: Inertness | None = None,
     ) -> None:
         """may_climb: else it only counts, from where it would have to. counts: from the start."""
         super().__init__(
@@ -57,6 +59,7 @@ class FittedSaving(Saving):
             recorder=recorder,
             recompute=fit.recompute,
             observer=fit.meter,
+            inertness=inertness,
         )
         self.rung = fit.rung
         self.climbed = False
@@ -64,6 +67,7 @@ class FittedSaving(Saving):
         self.too_much = counts
         self._may_climb = may_climb
         self.largest_nbytes = 0
+        self._limit: tuple[int, int] | None = None
         self.storages: list[SavedStorage] = []
         self._fit = fit
 
@@ -97,13 +101,22 @@ class FittedSaving(Saving):
         return None if self.climbed else self._fit.plan
 
     def _is_over(self, site: Site, allowed_nbytes: int) -> bool:
-        return self.ledger.held_nbytes + site_nbytes(self.setting, site) > allowed_nbytes
+        held = self.ledger.held_nbytes
+        if held + site.nbytes <= allowed_nbytes:
+            return False
+        return held + site_nbytes(self.setting, site) > allowed_nbytes
+
+    def _limits(self, nbytes: int) -> tuple[int, int]:
+        """What may be held, and what without guesses; they change with the largest storage only."""
+        if self._limit is None or nbytes > self.largest_nbytes:
+            self.largest_nbytes = max(self.largest_nbytes, nbytes)
+            # Who may not climb is rehearsed instead, and can be more careful with what it guesses.
+            guessed = self.largest_nbytes * (1 if self._may_climb else _SAFE)
+            self._limit = self._fit.allowed_nbytes(guessed), self._fit.surely_allowed_nbytes()
+        return self._limit
 
     def _decide_site(self, site: Site) -> Action:
-        self.largest_nbytes = max(self.largest_nbytes, site.nbytes)
-        # Whoever may not climb is rehearsed instead, and can be more careful with what it guesses.
-        guessed = self.largest_nbytes * (1 if self._may_climb else _SAFE)
-        allowed = self._fit.allowed_nbytes(guessed)
+        allowed, surely_allowed = self._limits(site.nbytes)
         rungs = self._fit.terms.rungs
         while not self.too_much and self._is_over(site, allowed):
             if not self._may_climb:
@@ -115,9 +128,11 @@ class FittedSaving(Saving):
                 self.tighten(rungs[self.rung].policy)
             else:
                 break
-        if self.impossible or self.ledger.held_nbytes > self._fit.surely_allowed_nbytes():
+        if self.impossible or self.ledger.held_nbytes > surely_allowed:
             self.impossible = True
             self.too_much = self.too_much or not self._may_climb
+        if self.climbed or self.impossible or self.too_much:
+            self.look_at_all()
         if self.impossible or self.too_much:
             self.drop_everything()
         plan = self._plan

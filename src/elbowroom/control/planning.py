@@ -46,6 +46,7 @@ from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import with_backward
 from elbowroom.runtime.context import Context
+from elbowroom.runtime.inert import inertness_of
 from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
@@ -165,7 +166,10 @@ class Planning:
 
     def context_of(self, recorder: StepRecorder | None, *, may_climb: bool = True) -> FittedSaving:
         """For the forward that begins now."""
-        return FittedSaving(self, recorder, may_climb=may_climb)
+        inertness = None
+        if self.plan is not None and recorder is None and self.meter is None:
+            inertness = inertness_of(self.plan)
+        return FittedSaving(self, recorder, may_climb=may_climb, inertness=inertness)
 
     def prepare(self, forward: Callable[[], Any]) -> None:
         """Rehearse before the first step. If all may be kept, that step is better measured."""
@@ -215,7 +219,7 @@ class Planning:
 
         The plan knows; the ledger, which is asked here, does not.
         """
-        return 0 if self.plan is None else max(line.nbytes for line in self.plan.lines)
+        return 0 if self.plan is None else self.plan.largest_nbytes
 
     def surely_allowed_nbytes(self) -> int:
         """The same without guesses.

@@ -5,7 +5,7 @@ from math import inf
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.plan.menu import KEEP, RUNGS, action_name
-from elbowroom.plan.plan import RECOMPUTE, Known, Line, Plan
+from elbowroom.plan.plan import Known, Line, Plan
 from elbowroom.plan.pose import Posed, pose
 from elbowroom.plan.problem import (
     Choice,
@@ -17,7 +17,7 @@ from elbowroom.plan.problem import (
     recomputed_items,
 )
 from elbowroom.plan.profile import Profile, Storage
-from elbowroom.plan.site import Site, SiteName
+from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.plan.solve import solve
 from elbowroom.units import show_nbytes
 

@@ -8,6 +8,7 @@ batch is fine); for any other it has one exact answer, and counts it.
 import io
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,11 @@ from rich.table import Table
 from elbowroom.plan import files
 from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung
-from elbowroom.plan.menu import EXACT_MENU, RUNGS
-from elbowroom.plan.site import Site, SiteName
+from elbowroom.plan.menu import EXACT_MENU, KEEP, RUNGS
+from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.units import show_nbytes, show_seconds
 
 VERSION = 1
-RECOMPUTE = "recompute"  # the op that saves a region's inputs, as the runtime calls it
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,17 @@ class Plan:
     def held_nbytes(self) -> int:
         """What is held between forward and backward, in bytes."""
         return sum(line.held for line in self.lines)
+
+    @property
+    def acting_ops(self) -> frozenset[tuple[str, str]]:
+        """Module and op of the sites that something is done at."""
+        acting = (name for name, known in self.sites.items() if known.rung != KEEP.name)
+        return frozenset((name.module, name.consumer) for name in acting)
+
+    @cached_property
+    def largest_nbytes(self) -> int:
+        """Of one storage, in bytes. Asked for at every save."""
+        return max((line.nbytes for line in self.lines), default=0)
 
     @property
     def changes_nothing(self) -> bool:

@@ -11,6 +11,8 @@ import torch
 
 from elbowroom.codecs import Facts
 
+RECOMPUTE = "recompute"  # the op that saves a region's inputs, as the runtime calls it
+
 
 class SiteName(NamedTuple):
     """Which save of a step: how many saves this op of this module has made before."""

@@ -4,7 +4,7 @@ hooks       the two hooks themselves, on the main path
 consumers   which op is saving, and what its backward needs
 identity    one record (`Slot`) for one storage at one version, however many ops save it
 producers   how an op's output could be made again, in the terms of recipes
-uneven      norms whose input no lossy code should hold
+inert       ops that need not be looked at under a plan
 perform     action -> handle, the only `match` on actions
 handles/    keep, encode, rebuild, drop
 arena       memory that restored tensors take turns in

@@ -154,12 +154,20 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 class Consumers(TorchFunctionMode):
-    """Keeps `call` at the torch function that runs now, and reports to `finished` what ended."""
+    """Keeps `call` at the torch function that runs now, and reports to `finished` what ended.
 
-    def __init__(self, finished: Callable[[Call, Any], None]) -> None:
+    One for which `passes`(its name) is true is not reported; `passing` is its name while it runs.
+    """
+
+    def __init__(
+        self,
+        finished: Callable[[Call, Any], None],
+        passes: Callable[[str], bool] | None = None,
+    ) -> None:
         super().__init__()
         self.call: Call | None = None
-        self._finished = finished
+        self.passing = ""
+        self._finished, self._passes = finished, passes
 
     def __torch_function__(
         self,
@@ -170,7 +178,14 @@ class Consumers(TorchFunctionMode):
     ) -> Any:
         if func in _QUESTIONS:
             return func(*args, **(kwargs or {}))
-        outer, self.call = self.call, Call(func, args, kwargs or {})
+        outer = self.call
+        if self._passes is not None and self._passes(_name(func)):
+            self.call, self.passing = None, _name(func)
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                self.call, self.passing = outer, ""
+        self.call = Call(func, args, kwargs or {})
         try:
             out = func(*args, **(kwargs or {}))
             self._finished(self.call, out)

@@ -34,6 +34,7 @@ from elbowroom.plan import (
     Site,
     SiteName,
 )
+from elbowroom.plan.site import RECOMPUTE
 from elbowroom.runtime import modules
 from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.calls import intercepted
@@ -55,9 +56,11 @@ from elbowroom.runtime.identity import (
     is_parameter,
     untouchable,
 )
+from elbowroom.runtime.inert import Inertness, OpName, Parts, begin_looking
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.observer import Observer, Recorder, Use, Watch
 from elbowroom.runtime.perform import differ_on_nan, mask_bits, perform
+from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
@@ -82,6 +85,7 @@ class Saving:
     recorder    who writes down what is saved, when, and when it is asked for
     recompute   names of modules whose forward runs again in backward
     idle        nothing is to be done: open no hooks at all
+    inertness   knows, or learns, which ops need not be looked at
     """
 
     def __init__(
@@ -95,8 +99,13 @@ class Saving:
         recorder: Recorder | None = None,
         recompute: Container[str] = (),
         idle: bool = False,
+        inertness: Inertness | None = None,
     ) -> None:
         self.policy = policy
+        self._inertness = inertness
+        self._inert: frozenset[OpName] = frozenset()
+        self._parts: Parts | None = None  # looks for those ops, in this forward
+        self._passed: set[int] = set()  # storages, by address: those that inert ops have saved
         self._products = bool(getattr(policy, "products", False))
         self.recorder = recorder
         self.recompute = recompute
@@ -131,7 +140,9 @@ class Saving:
             opening.callback(modules.unwatch)
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
             opening.enter_context(hooks)
-            self._consumers = opening.enter_context(Consumers(self._finished))
+            self._inert, self._parts = begin_looking(self._inertness)
+            passes = self._passes if self._inert else None
+            self._consumers = opening.enter_context(Consumers(self._finished, passes))
             if self.recorder is not None or self.recompute:
                 opening.enter_context(intercepted(self._called))
             self._watch = None if self.observer is None else self.observer.begin()
@@ -148,11 +159,16 @@ class Saving:
             return
         self._open.close()
         self._open = self._consumers = None
+        slots = [] if self._parts is None else self._identity.slots()
         self._identity.clear()
         self._counts.clear()
+        self._passed.clear()
         if kind is None:  # else what waits stays as it is: nothing may fail now, nor take memory
             self._end_all_waiting()
         self._waiting.clear()
+        if self._inertness is not None and kind is None:
+            self._inertness.learn(self.ledger, self._inert, self._parts, slots)
+        self._parts = None
         self._watch = None
         if self.recorder is not None:
             self.recorder.forward_ended()
@@ -183,6 +199,10 @@ class Saving:
                 seed, known = self.context.next_seed(), slot.statistics
                 slot.hold(perform(action, base, Need.LOSSY, None, seed, statistics=known))
 
+    def look_at_all(self) -> None:
+        """From now on, and learn nothing from this forward."""
+        self._inert, self._parts = frozenset(), None
+
     def error_report(self) -> Any:
         """What the lossy codes add to the gradient's variance, predicted beside measured.
 
@@ -207,6 +227,8 @@ class Saving:
             for finish in call.at_end:
                 finish(call)
             note_origin(call, out, self._identity)
+            if self._parts is not None:
+                self._parts.ended((self._module, call.name), call, out, self._identity)
             if self._watch is not None:
                 self._watch.ended(call, out)
             if self.recorder is not None:
@@ -228,7 +250,7 @@ class Saving:
         if not self._is_asked():  # inside a checkpoint of the user's, or of ours
             return call(*args, **kwargs)
         self._end_all_waiting()
-        outer, region = consumers.call, Call(recomputed, args, kwargs, name="recompute")
+        outer, region = consumers.call, Call(recomputed, args, kwargs, name=RECOMPUTE)
 
         def begin() -> None:
             consumers.call, self._region = outer, ""
@@ -260,7 +282,23 @@ class Saving:
 
     def _pack(self, x: Tensor) -> View | Lone | KeepHandle:
         with torch._C.DisableTorchFunction():
+            consumers = self._consumers
+            if consumers is not None and consumers.passing and type(x) in PLAIN:
+                return self._kept(x, consumers.passing)
             return self._packed(x)
+
+    def _passes(self, op: str) -> bool:
+        """Whether the op that begins is inert. What waits for one more op must see that."""
+        return (modules.current(), op) in self._inert and not self._waiting
+
+    def _kept(self, x: Tensor, op: str) -> Lone | KeepHandle:
+        """What an inert op saves."""
+        handle, address = KeepHandle(x, "the plan keeps it"), x.untyped_storage()._cdata
+        if is_parameter(x) or address in self._passed:
+            return handle
+        self._passed.add(address)
+        dtype = str(x.dtype).removeprefix("torch.")
+        return Lone(handle, self.ledger.open(self._module, op, dtype, handle.nbytes))
 
     def _packed(self, x: Tensor) -> View | Lone | KeepHandle:
         if type(x) is nn.Parameter:
@@ -288,6 +326,8 @@ class Saving:
             else:
                 self._serve(slot, x, call, need, why, name)
         slot.promise(need, name.consumer)
+        if self._parts is not None:
+            self._parts.saved((name.module, name.consumer), slot, x, self._identity)
         view = View(slot, x, need)
         if self.recorder is not None and noted is not None:
             view = self.recorder.saved(

@@ -182,6 +182,12 @@ class Ready:
             return None
         return self.source.sole_source if isinstance(self.source, Ready) else self.source
 
+    @property
+    def slots(self) -> "list[Slot]":
+        """All that it takes."""
+        below = self.source.slots if isinstance(self.source, Ready) else [self.source]
+        return [*below, *(slot for slot in (self.noise, self.other) if slot is not None)]
+
     def pin(self) -> None:
         """From now on the sources must stay exact."""
         self.source.pin()

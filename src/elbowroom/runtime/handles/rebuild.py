@@ -11,34 +11,34 @@ from elbowroom.runtime.slot import Geometry, Slot
 class RebuildHandle:
     """Holds a ready recipe, and the geometry of `base`, a dense view of all the recipe makes."""
 
-    __slots__ = ("_base", "_device_type", "_dtype", "_ready", "depth")
+    __slots__ = ("_base", "_device_type", "_dtype", "depth", "ready")
 
     label = "rebuild"
     nbytes = 0
 
     def __init__(self, ready: Ready, base: Tensor) -> None:
-        self._ready = ready
+        self.ready = ready
         self.depth = ready.depth
         self._device_type = base.device.type
         self._base, self._dtype = Geometry.of(base), base.dtype
 
     @property
     def exact(self) -> bool:
-        return self._ready.exact
+        return self.ready.exact
 
     @property
     def source(self) -> Slot:
         """The slot at the start of the recipe."""
-        return self._ready.root
+        return self.ready.root
 
     def pin(self) -> None:
         """From now on the sources must stay exact."""
-        self._ready.pin()
+        self.ready.pin()
 
     def restore(self, *, private: bool = False) -> Tensor:
         """Run the recipe. It always gives fresh memory, or memory that its caller may overwrite."""
         with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
-            x = self._ready.make()
+            x = self.ready.make()
         if x.dtype is not self._dtype:
             raise RestoreError(
                 f"rebuilding gave {_name(x.dtype)} where {_name(self._dtype)} was saved. "
