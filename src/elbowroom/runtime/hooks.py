@@ -70,6 +70,9 @@ from elbowroom.runtime.statistics import statistics_of
 from elbowroom.runtime.waiting import Waiting, relu_mask
 
 
+_UNCOUNTED = 4096  # bytes. Of inert ops: to count statistics and scalars costs more than it tells
+
+
 class Saving:
     """Context manager: what autograd saves inside goes through `policy`.
 
@@ -293,12 +296,13 @@ class Saving:
 
     def _kept(self, x: Tensor, op: str) -> Lone | KeepHandle:
         """What an inert op saves."""
-        handle, address = KeepHandle(x, "the plan keeps it"), x.untyped_storage()._cdata
-        if is_parameter(x) or address in self._passed:
+        handle, storage = KeepHandle(x, "the plan keeps it"), x.untyped_storage()
+        nbytes, address = storage.nbytes(), storage._cdata
+        if nbytes < _UNCOUNTED or address in self._passed or is_parameter(x):
             return handle
         self._passed.add(address)
         dtype = str(x.dtype).removeprefix("torch.")
-        return Lone(handle, self.ledger.open(self._module, op, dtype, handle.nbytes))
+        return Lone(handle, self.ledger.open(self._module, op, dtype, nbytes))
 
     def _packed(self, x: Tensor) -> View | Lone | KeepHandle:
         if type(x) is nn.Parameter:
