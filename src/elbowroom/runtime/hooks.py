@@ -69,7 +69,6 @@ from elbowroom.runtime.slot import Lone, Slot, View
 from elbowroom.runtime.statistics import statistics_of
 from elbowroom.runtime.waiting import Waiting, relu_mask
 
-
 _UNCOUNTED = 4096  # bytes. Of inert ops: to count statistics and scalars costs more than it tells
 
 
@@ -298,7 +297,7 @@ class Saving:
         """What an inert op saves."""
         handle, storage = KeepHandle(x, "the plan keeps it"), x.untyped_storage()
         nbytes, address = storage.nbytes(), storage._cdata
-        if nbytes < _UNCOUNTED or address in self._passed or is_parameter(x):
+        if nbytes < min(_UNCOUNTED, self.min_nbytes) or address in self._passed or is_parameter(x):
             return handle
         self._passed.add(address)
         dtype = str(x.dtype).removeprefix("torch.")
