@@ -5,7 +5,8 @@
 A plain step at `--batch` is measured first: its peak, everything counted (weights, gradients,
 momentum, the batch itself), is the budget of all others. `er.largest_batch` then names a batch,
 with exact actions and with whatever is cheapest; and the largest batch of torch.utils.checkpoint
-around each block is found by measuring, too. At that batch `er.fit` trains until it has settled;
+around each block is found by measuring, too. At that batch `er.fit` trains, beginning with the plan
+that it was found with, until it has settled;
 its steps are then timed in turns with plain ones at `--batch`, and the peak of one is measured.
 The last row is a plain step at the largest of these batches, whatever it needs.
 
@@ -186,11 +187,11 @@ def _fitted(way: str, plain: Trainer, budget: int, pairs: int) -> Found:
     )
     tell(f"{way}: {best}")
     batch = best.batch
-    while True:  # a first step, of which only forward is known, may be refused where a plan exists
+    while True:  # what the optimizer's update takes beside its states was not counted
         trainer = _at(plain, batch)
         inputs_nbytes = sum(x.nbytes for x in next(trainer.batches))
         try:
-            with _fitting(trainer, budget - inputs_nbytes, exact) as plan:
+            with _fitting(trainer, budget - inputs_nbytes, exact, best.plan) as plan:
                 peak = trainer.peak_nbytes()
                 measured = _timed(plain, trainer, pairs)
                 return Found(way, batch, best.batch, plan.peak, peak, measured, plan.exact)
@@ -200,9 +201,10 @@ def _fitted(way: str, plain: Trainer, budget: int, pairs: int) -> Found:
 
 
 @contextmanager
-def _fitting(trainer: Trainer, budget: int, exact: bool | None) -> Iterator[Plan]:
-    """Inside, the trainer's model is fitted, and has settled: on this plan."""
-    er.fit(trainer.model, budget=budget, optimizer=trainer.optimizer, exact=exact)
+def _fitting(trainer: Trainer, budget: int, exact: bool | None, first: Plan) -> Iterator[Plan]:
+    """Inside, the trainer's model is fitted, and has settled: on this plan, if not on `first`."""
+    given = first if first.peak <= budget else None
+    er.fit(trainer.model, budget=budget, optimizer=trainer.optimizer, exact=exact, plan=given)
     try:
         fitting = next(one for model, one in attached() if model is trainer.model)
         assert isinstance(fitting, Fitting)
@@ -271,8 +273,8 @@ def _result(
             ),
         ],
         "notes": [
-            "named: what er.largest_batch says. er.fit may refuse that: of a first step it knows "
-            "forward only; batch is the largest below at which it trains.",
+            "named: what er.largest_batch says; batch: the largest from there down at which er.fit "
+            "trains, beginning with its plan.",
             "Weights are random and images noise: which plans fit depends on shapes alone; what "
             "their codes would add to a training's gradient is another benchmark's matter (noise).",
         ],

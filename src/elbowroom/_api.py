@@ -3,7 +3,9 @@
 Thin: the only file that knows all stages.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +20,7 @@ from elbowroom._checks import (
     check_model,
     check_noise,
     check_offload,
+    check_plan,
 )
 from elbowroom.codecs import Codec
 from elbowroom.control import Adaptive, Fitting, LargestBatch, Terms, find_largest, repeat
@@ -288,6 +291,7 @@ def fit(
     noise: float | None = None,
     min_nbytes: int = 65536,
     worst: Any = None,
+    plan: Plan | None = None,
 ) -> M:
     """Train `model` inside a budget of bytes.
 
@@ -314,8 +318,12 @@ def fit(
     worst       what the model is called with for the longest batch: a tensor, a tuple of arguments
                 or a dict of keyword arguments. Its forward runs once, holding nothing, and is
                 planned before the training begins; RNG, buffers and modes are put back
+    plan        what the first step follows, in place of learning: from `er.plan`, a file, or
+                `er.largest_batch(...).plan`. Its step is measured; if it does not fit, or saves
+                what the plan does not know, another is made
 
-    Raises ValueError for a budget that cannot be read; forward (and fit, for `worst`) raises
+    Raises ValueError for a budget that cannot be read, and PlanError for a plan that needs more or
+    is lossy where `exact` is True; forward (and fit, for `worst`) raises
     BudgetTooSmall with the least budget that would do. `er.release(model)` undoes it; a copied or
     pickled model is a plain one.
     """
@@ -336,8 +344,10 @@ def fit(
     check_noise(noise)
     terms = Terms(parse_nbytes(budget), exact, offload, min_nbytes, noise)
     args, kwargs = _arguments(worst)
+    check_plan(plan, terms.budget_nbytes, exact, worst)
     release(model)
-    fitting = Fitting(model, terms, optimizer)
+    given = None if plan is None else replace(plan, strangers=Counter())  # it counts for this fit
+    fitting = Fitting(model, terms, optimizer, given)
     if worst is not None:
         fitting.prepare(model, args, kwargs)
     attach(model, fitting)

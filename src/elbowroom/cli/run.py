@@ -10,11 +10,12 @@ from rich.text import Text
 from torch import nn
 
 import elbowroom as er
+from elbowroom._checks import check_plan
 from elbowroom.cli.polite import check_writable, errors_console, mistake, polite
 from elbowroom.cli.script import Arguments, Script, check_script, run_script, show_traceback
 from elbowroom.control import Discovery, Fitting, Summary, summary
 from elbowroom.errors import BudgetTooSmall, PlanError
-from elbowroom.plan.plan import Line
+from elbowroom.plan.plan import Line, Plan
 from elbowroom.runtime.attach import opener_of
 from elbowroom.units import parse_nbytes, show_nbytes
 
@@ -23,6 +24,12 @@ Budget = Annotated[
 ]
 IsExact = Annotated[
     bool, typer.Option("--exact", help="Exact actions only: no bit of any gradient changes.")
+]
+Begin = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan", metavar="PLAN.json", help='Begin with what "elbowroom plan --out" wrote.'
+    ),
 ]
 Report = Annotated[Path | None, typer.Option(help="Write the figures at the end as JSON.")]
 
@@ -33,6 +40,7 @@ def run(
     budget: Budget,
     arguments: Arguments = None,
     exact: IsExact = False,
+    plan: Begin = None,
     report: Report = None,
 ) -> None:
     """Train an unmodified script inside a budget of bytes.
@@ -47,11 +55,12 @@ def run(
     Exit code: the script's own; 3 if nothing that is allowed fits the budget; 2 for a mistake that
     one line explains, or if a model was trained that could not be found; 130 if stopped.
     """
-    parse_nbytes(budget)
+    given = None if plan is None else Plan.load(plan)
+    check_plan(given, parse_nbytes(budget), exact or None)
     check_script(script)
     if report is not None:
         check_writable(report, "--report")
-    running = _Run(budget, exact)
+    running = _Run(budget, exact, given)
     code = running.of(script, arguments or [])
     told = running.told()
     if told is None:
@@ -71,9 +80,9 @@ class _SecondModel(PlanError):
 class _Run:
     """One run of a script: the model that was found in it, and what became of it."""
 
-    def __init__(self, budget: str, exact: bool) -> None:
+    def __init__(self, budget: str, exact: bool, plan: Plan | None) -> None:
         self.discovery = Discovery(self._fit)
-        self._budget, self._exact = budget, exact
+        self._budget, self._exact, self._plan = budget, exact, plan
         self._fitting: Fitting | None = None
         self._name = ""
 
@@ -106,7 +115,7 @@ class _Run:
                 "hand, with er.saving() around their forwards"
             )
         optimizers = self.discovery.optimizers_of(model)
-        er.fit(model, budget=self._budget, exact=self._exact or None)
+        er.fit(model, budget=self._budget, exact=self._exact or None, plan=self._plan)
         fitting = opener_of(model)
         assert isinstance(fitting, Fitting)
         for optimizer in optimizers:

@@ -30,6 +30,7 @@ from elbowroom.control.plannings import Plannings
 from elbowroom.control.signature import Signature, signature_of
 from elbowroom.control.terms import Terms
 from elbowroom.plan.ladder import EXACT_RUNGS, Rung
+from elbowroom.plan.plan import Plan
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.rewind import Rewind
@@ -50,13 +51,20 @@ class Fitting:
     was_exact       no forward so far has held a lossy code
     """
 
-    def __init__(self, model: nn.Module, terms: Terms, optimizer: Optimizer | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        terms: Terms,
+        optimizer: Optimizer | None,
+        plan: Plan | None = None,
+    ) -> None:
+        """plan: what the first step begins with."""
         self._step: Measurement | None = None
         self._last: FittedSaving | None = None
         self.terms = terms
         self.owned = Owned(model, optimizer)
         self.context = Context()
-        self._plannings = Plannings(terms, self.owned, self.context)
+        self._plannings = Plannings(terms, self.owned, self.context, plan)
         self.planning = Planning(terms, self.owned, self.context)
         self.peak_nbytes: int | None = None
         self.peak_setting = ""

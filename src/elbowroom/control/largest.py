@@ -13,7 +13,7 @@ update's own workspace does not count. RNG, buffers and gradients are put back.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ class LargestBatch:
     measured_nbytes     likewise, measured; None where this thread cannot measure
     seconds_per_sample  of forward and backward under the plan: measured
     exact               its plan changes no bit of any gradient
+    plan                that plan: `er.fit(..., plan=)` begins with it
     """
 
     batch: int
@@ -63,6 +64,7 @@ class LargestBatch:
     measured_nbytes: int | None
     seconds_per_sample: float
     exact: bool
+    plan: Plan = field(repr=False)
 
     def __str__(self) -> str:
         measured = self.measured_nbytes
@@ -98,7 +100,8 @@ def find_largest(
             peak = trial.peak(batch, plan)
             if peak is None or peak <= budget:
                 seconds = trial.seconds(batch, plan) / batch
-                return LargestBatch(batch, budget, plan.peak + error, peak, seconds, plan.exact)
+                predicted, plan = plan.peak + error, replace(plan, budget=budget)
+                return LargestBatch(batch, budget, predicted, peak, seconds, plan.exact, plan)
             if peak < _RAN_OUT:
                 error = max(error, peak - plan.peak)
                 allowed = min(allowed, budget - error)

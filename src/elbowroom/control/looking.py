@@ -16,7 +16,7 @@ def room_nbytes(plan: Plan) -> int:
 
     Looking at a tensor takes it once more, and an op that is probed runs again in backward.
     """
-    return _LARGEST_TENSORS * max(line.nbytes for line in plan.lines)
+    return _LARGEST_TENSORS * plan.largest_nbytes
 
 
 def say_unknown(terms: Terms, why: str) -> None:

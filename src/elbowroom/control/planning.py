@@ -15,6 +15,9 @@
    that there is room to look (`measure/shares.py`). Then it is known what each code adds to the
    gradient, and the plan is made, and verified, again.
 
+A plan that is given to begin with (`er.fit(..., plan=)`) takes the place of 1 and 2: the first step
+follows it, and is measured. If it does not fit, or does not know the step, all is learned as above.
+
 Shapes may vary inside a bucket (`signature.py`). Whatever is learned counts for the largest that
 was seen: what a smaller step needs above what stands grows with the number of its elements. When a
 larger one comes, the plan is made again for it from the same profile, and the next step of about
@@ -75,6 +78,7 @@ class Planning:
     plan       that is followed; None: all tensors are at `terms.rungs[rung]`
     settled    nothing more is to be learned
     outgrown   the least rung has been measured, and is too much
+    given      a plan to begin with; None: there is none, or not any more
     meter      watches what codes add to the gradient; None: nobody does
     now        the call that runs, or has run last
     largest    the least signature that covers all of them
@@ -86,6 +90,7 @@ class Planning:
         self.stock = Stock(0)
         self.rung = _SAFEST_EXACT
         self.plan: Plan | None = None
+        self.given: Plan | None = None
         self.meter: NoiseMeter | None = None
         self.profile: Profile | None = None
         self.rehearsed = self.settled = self.outgrown = False
@@ -122,7 +127,11 @@ class Planning:
         """A forward begins."""
         self.stock, self.now = stock, signature
         if self.largest.structure is None:
-            self.largest = signature
+            self.largest, self.plan = signature, self.given
+            if self.given is not None:
+                stands = stock.static_nbytes + stock.unborn_nbytes
+                rest = self.given.peak - stands - self.given.held_nbytes
+                self._transient_nbytes = max(0, rest)
         elif not self.largest.covers(signature):
             before, self.largest = self.largest, self.largest.joined(signature)
             self._plan_again(self.largest.numel / before.numel)
@@ -148,7 +157,7 @@ class Planning:
 
     def _start_over(self) -> None:
         """Forget what was measured: as before the first forward."""
-        self.plan = self.profile = self._transient_nbytes = None
+        self.plan = self.given = self.profile = self._transient_nbytes = None
         self.rung, self._margin_nbytes = _SAFEST_EXACT, 0
         self._rounds = self._tries = 0
         self.rehearsed = self.settled = self.outgrown = False
@@ -268,6 +277,9 @@ class Planning:
         if self.meter is not None:
             self._look(step)
             return
+        if last.climbed and self.plan is not None and self.plan is self.given:
+            self._drop_given()
+            return
         born = max(0, stock.static_nbytes - step.stock.static_nbytes)
         if step.writes and not (step.makes_states and self.plan is not None):
             self._take_profile(step, last)
@@ -382,7 +394,6 @@ class Planning:
     def _verify(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
         """A step under the plan was measured."""
         assert self.plan is not None
-        assert self.profile is not None
         budget_nbytes = self.terms.budget_nbytes
         peak_nbytes = self._at_largest(step, peak_nbytes)
         _log.info(
@@ -390,9 +401,17 @@ class Planning:
             *map(show_nbytes, (budget_nbytes, self.plan.peak, peak_nbytes)),
         )
         self._tries += 1
+        if self.profile is None and peak_nbytes > budget_nbytes:
+            self._drop_given()
+            return
         if last.climbed or (step.makes_states and peak_nbytes <= budget_nbytes):
             # A step that makes the optimizer's states has a peak of its own: the next one tells.
             self.settled = self._tries >= _MOST_TRIES
+            return
+        if self.profile is None:
+            self.settled = not self.plan.strangers
+            if self.plan.strangers:
+                self._drop_given()
             return
         self._learn_transient(last, step, peak_nbytes)
         slack = budget_nbytes - peak_nbytes
@@ -414,6 +433,17 @@ class Planning:
             _MOST_ROUNDS,
             self.terms.rungs[self.rung].name,
         )
+
+    def _drop_given(self) -> None:
+        """The step of the plan that was given does not fit, or is not the one that it knows."""
+        assert self.plan is not None
+        unknown = sum(self.plan.strangers.values())
+        _log.warning(
+            "budget %s: the step does not fit by the plan that was given%s; another one is made",
+            show_nbytes(self.terms.budget_nbytes),
+            f", which does not know {unknown} of its tensors" if unknown else "",
+        )
+        self._start_over()
 
     def _begin_to_watch(self) -> bool:
         """Go on with a plan that leaves room for a meter. False: nothing to watch, or no room."""

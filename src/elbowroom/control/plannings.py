@@ -7,6 +7,7 @@ from elbowroom.control.owned import Owned
 from elbowroom.control.planning import Planning
 from elbowroom.control.signature import Signature
 from elbowroom.control.terms import Terms
+from elbowroom.plan.plan import Plan
 from elbowroom.runtime.context import Context
 
 _MOST = 16  # plans that are kept
@@ -20,8 +21,12 @@ class Plannings:
     structure, or stays at the safest exact rung, watched like all.
     """
 
-    def __init__(self, terms: Terms, owned: Owned, context: Context) -> None:
+    def __init__(
+        self, terms: Terms, owned: Owned, context: Context, plan: Plan | None = None
+    ) -> None:
+        """plan: what the first kind begins with."""
         self._terms, self._owned, self._context = terms, owned, context
+        self._given = plan
         self._known: OrderedDict[Hashable, Planning] = OrderedDict()
         self._learned = 0
 
@@ -55,6 +60,7 @@ class Plannings:
             return made
         if nearest is not None:
             made.inherit(nearest)
+        made.given, self._given = self._given, None
         self._learned += 1
         self._known[signature.bucket] = made
         if len(self._known) > _MOST:

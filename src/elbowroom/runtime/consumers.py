@@ -178,14 +178,14 @@ class Consumers(TorchFunctionMode):
     ) -> Any:
         if func in _QUESTIONS:
             return func(*args, **(kwargs or {}))
-        outer = self.call
-        if self._passes is not None and self._passes(_name(func)):
-            self.call, self.passing = None, _name(func)
+        outer, name = self.call, _name(func)
+        if self._passes is not None and self._passes(name):
+            self.call, self.passing = None, name
             try:
                 return func(*args, **(kwargs or {}))
             finally:
                 self.call, self.passing = outer, ""
-        self.call = Call(func, args, kwargs or {})
+        self.call = Call(func, args, kwargs or {}, name)
         try:
             out = func(*args, **(kwargs or {}))
             self._finished(self.call, out)

@@ -1,0 +1,190 @@
+"""fit(plan=): a plan from elsewhere is followed from the first step, and dropped if it is wrong."""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import elbowroom as er
+from elbowroom.demo.models import GPT, ResNet18
+from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.plan.plan import Plan
+from elbowroom.plan.profile import Profile
+from elbowroom.runtime.attach import attached, opener_of
+
+MIN_NBYTES = 4096
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+OPTIMIZERS = pytest.mark.parametrize("make", [sgd, adamw])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """So that no bit depends on how work is divided."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    for model, _ in attached():  # only after a failure
+        er.release(model)
+
+
+class Training:
+    """ResNet-18, in training."""
+
+    def __init__(self, make: Make = sgd, batch: int = 16) -> None:
+        torch.manual_seed(0)
+        self.model = ResNet18(width=8)
+        self.optimizer = make(self.model)
+        self.x = torch.randn(batch, 1, 28, 28)
+        self.y = torch.randint(0, 10, (batch,))
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = F.cross_entropy(self.model(self.x), self.y)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    @property
+    def planning(self):
+        return opener_of(self.model).planning
+
+    def fit(self, plan: Plan | None, budget: int | None = None, **settings) -> None:
+        budget = plan.peak if budget is None else budget
+        settings = {"min_nbytes": MIN_NBYTES, "optimizer": self.optimizer, **settings}
+        er.fit(self.model, budget=budget, plan=plan, **settings)
+
+
+def plan_of(make: Make = sgd, share: float = 0.7, **settings) -> Plan:
+    training = Training(make)
+    training.step()
+    return planned(er.measure(training.step, min_nbytes=MIN_NBYTES), share, **settings)
+
+
+def planned(profile: Profile, share: float, **settings) -> Plan:
+    """Within a share of what a plain step takes beside what stands before it, or the least."""
+    plain = er.plan(profile, budget=1 << 40).plain_peak
+    budget = profile.static + int(share * (plain - profile.static))
+    try:
+        return er.plan(profile, budget=budget, **settings)
+    except BudgetTooSmall as error:
+        return er.plan(profile, budget=error.least_nbytes, **settings)
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("recompute", [True, False])
+def test_it_is_followed_from_the_first_step_to_the_very_bits(make: Make, recompute: bool) -> None:
+    plan = plan_of(make, 0.85, exact=True, recompute=recompute)
+    plain, given = Training(make), Training(make)
+    given.fit(plan, budget=int(1.02 * plan.peak))
+    losses, settings = [], []
+    for _ in range(4):
+        losses.append(given.step())
+        settings.append(given.planning.setting)
+    assert set(settings) == {"plan"}
+    assert torch.equal(torch.stack(losses), torch.stack([plain.step() for _ in range(4)]))
+    for mine, other in zip(given.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    er.release(given.model)
+
+
+def test_a_step_of_it_is_run_once_and_stays_inside() -> None:
+    plan = plan_of(sgd, 0.7, exact=True)
+    training, forwards = Training(), []
+    training.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    budget = int(1.02 * plan.peak)
+    training.fit(plan, budget=budget)
+    static = sum(t.nbytes for t in (*training.model.parameters(), *training.model.buffers()))
+    assert static + er.peak(training.step) <= budget
+    assert len(forwards) == 1
+    er.release(training.model)
+
+
+def test_a_plan_of_a_file_and_a_lossy_one(tmp_path: Path) -> None:
+    lossy = plan_of(sgd, 0.5, exact=False)
+    lossy.save(tmp_path / "plan.json")
+    training = Training()
+    training.fit(Plan.load(tmp_path / "plan.json"), budget=int(1.05 * lossy.peak))
+    losses = [float(training.step()) for _ in range(3)]
+    assert all(loss < 5 for loss in losses)
+    er.release(training.model)
+
+
+def test_a_plan_of_another_model_is_not_trusted() -> None:
+    x = torch.randint(0, 256, (4, 64))
+    gpt = GPT(width=32, depth=2, context=64)
+    profile = er.measure(lambda: gpt(x).square().mean().backward(), min_nbytes=MIN_NBYTES)
+    plain, other = Training(adamw), Training(adamw)
+    stranger = planned(profile, 0.8)
+    other.fit(stranger, budget=1 << 30)
+    losses = [other.step() for _ in range(4)]
+    assert torch.equal(torch.stack(losses), torch.stack([plain.step() for _ in range(4)]))
+    assert other.planning.settled
+    assert other.planning.plan != other.planning.given
+    er.release(other.model)
+
+
+def test_a_plan_that_takes_more_than_it_says_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    plan, tighter = plan_of(sgd, 0.95, exact=True), plan_of(sgd, 0.7, exact=True)
+    training = Training()
+    budget = int(1.01 * tighter.peak)
+    assert budget < plan.peak
+    with caplog.at_level(logging.WARNING, "elbowroom"):
+        training.fit(replace(plan, peak=budget), budget=budget)
+        for _ in range(5):
+            training.step()
+    assert "does not fit by the plan that was given; another" in caplog.text
+    static = sum(t.nbytes for t in (*training.model.parameters(), *training.model.buffers()))
+    assert static + er.peak(training.step) <= budget
+    er.release(training.model)
+
+
+def test_what_was_found_the_largest_can_be_trained_with() -> None:
+    """Without a plan, fit knows less of its first step, and may refuse the last few."""
+    probe = Training()
+    made = {"budget": 6 << 20, "min_nbytes": MIN_NBYTES, "exact": True}
+    found = er.largest_batch(
+        probe.model,
+        lambda n: (torch.randn(n, 1, 28, 28), torch.randint(0, 10, (n,))),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=probe.optimizer,
+        **made,
+    )
+    training = Training(batch=found.batch)
+    training.fit(found.plan, **made)
+    static = sum(t.nbytes for t in (*training.model.parameters(), *training.model.buffers()))
+    for _ in range(3):
+        assert static + er.peak(training.step) <= 1.01 * (6 << 20)
+    er.release(training.model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"budget": 1 << 20}, "more than the budget of 1.00 MiB"),
+        ({"exact": True}, "exact=True allows none"),
+        ({"worst": torch.zeros(1)}, "give one of them"),
+    ],
+)
+def test_impossible_ones_are_refused(settings: dict, says: str) -> None:
+    plan = plan_of(sgd, 0.5, exact=False)
+    assert not plan.exact
+    with pytest.raises(PlanError, match=says):
+        Training().fit(plan, **{"budget": 1 << 30, **settings})
+    with pytest.raises(PlanError, match=r"it is what er\.plan gives"):
+        Training().fit("plan.json", budget=1 << 30)  # type: ignore[arg-type]
