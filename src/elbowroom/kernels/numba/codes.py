@@ -1,5 +1,6 @@
 """The codes of one tile to bytes and back (specification: `reference/codes.py`)."""
 
+from elbowroom.kernels.numba.byte import left, right, times
 from elbowroom.kernels.numba.compiled import inlined, jit, u8, u16
 
 SLACK = 16  # codes are packed in whole bytes: up to 7 elements beyond the last are read and written
@@ -54,7 +55,7 @@ def pack(codes, n, levels, spare, out):
             if bits > 0 or start > 0:
                 part = spare
                 for o in range(codes.shape[0]):
-                    spare[o] = (codes[o] >> u8(bits)) & u8((1 << width) - 1)
+                    spare[o] = right(codes[o], u8(bits)) & u8((1 << width) - 1)
             pack_width(part, width, out[start : start + n_bytes])
             start += n_bytes
 
@@ -68,15 +69,15 @@ def pack_width(codes, width, out):
     elif width == 4:
         a, b = codes[:n], codes[n : 2 * n]
         for o in range(n):
-            out[o] = a[o] | b[o] << u8(4)
+            out[o] = a[o] | left(b[o], u8(4))
     elif width == 2:
         a, b, c, d = codes[:n], codes[n : 2 * n], codes[2 * n : 3 * n], codes[3 * n : 4 * n]
         for o in range(n):
-            out[o] = a[o] | b[o] << u8(2) | c[o] << u8(4) | d[o] << u8(6)
+            out[o] = a[o] | left(b[o], u8(2)) | left(c[o], u8(4)) | left(d[o], u8(6))
     else:
         a, b, c, d = codes[:n], codes[n : 2 * n], codes[2 * n : 3 * n], codes[3 * n : 4 * n]
         for o in range(n):
-            out[o] = a[o] | b[o] << u8(1) | c[o] << u8(2) | d[o] << u8(3)
+            out[o] = a[o] | left(b[o], u8(1)) | left(c[o], u8(2)) | left(d[o], u8(3))
         a, b, c, d = (
             codes[4 * n : 5 * n],
             codes[5 * n : 6 * n],
@@ -84,7 +85,8 @@ def pack_width(codes, width, out):
             codes[7 * n : 8 * n],
         )
         for o in range(n):
-            out[o] |= a[o] << u8(4) | b[o] << u8(5) | c[o] << u8(6) | d[o] << u8(7)
+            high = left(a[o], u8(4)) | left(b[o], u8(5)) | left(c[o], u8(6))
+            out[o] |= high | left(d[o], u8(7))
 
 
 @jit
@@ -93,11 +95,11 @@ def pack_radix(codes, levels, per, out):
     a, b, c = codes[:n], codes[n : 2 * n], codes[2 * n : 3 * n]
     base = u8(levels)
     for o in range(n):
-        out[o] = a[o] + b[o] * base + c[o] * u8(base * base)
+        out[o] = a[o] + times(b[o], base) + times(c[o], u8(base * base))
     if per == 5:
         a, b = codes[3 * n : 4 * n], codes[4 * n : 5 * n]
         for o in range(n):
-            out[o] += a[o] * u8(27) + b[o] * u8(81)
+            out[o] += times(a[o], u8(27)) + times(b[o], u8(81))
 
 
 @jit
@@ -136,19 +138,19 @@ def unpack_width(packed, width, shift, fresh, codes):
         for o in range(n):
             byte = packed[o]
             a[o] = byte & u8(3)
-            b[o] = (byte >> u8(2)) & u8(3)
-            c[o] = (byte >> u8(4)) & u8(3)
-            d[o] = byte >> u8(6)
+            b[o] = right(byte, u8(2)) & u8(3)
+            c[o] = right(byte, u8(4)) & u8(3)
+            d[o] = right(byte, u8(6))
         return
     mask = u8((1 << width) - 1)
     for k in range(8 // width):
         plane = codes[k * n : (k + 1) * n]
         if fresh:
             for o in range(n):
-                plane[o] = ((packed[o] >> u8(k * width)) & mask) << shift
+                plane[o] = left(right(packed[o], u8(k * width)) & mask, shift)
         else:
             for o in range(n):
-                plane[o] |= ((packed[o] >> u8(k * width)) & mask) << shift
+                plane[o] |= left(right(packed[o], u8(k * width)) & mask, shift)
 
 
 @jit
