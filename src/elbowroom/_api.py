@@ -20,7 +20,6 @@ from elbowroom._checks import (
     check_model,
     check_noise,
     check_offload,
-    check_plan,
 )
 from elbowroom.codecs import Codec
 from elbowroom.control import Adaptive, Fitting, LargestBatch, Terms, find_largest, repeat
@@ -31,7 +30,7 @@ from elbowroom.measure.record import record
 from elbowroom.measure.roofline import Speed
 from elbowroom.plan import Policy
 from elbowroom.plan.make import make_plan
-from elbowroom.plan.plan import Plan
+from elbowroom.plan.plan import Plan, check_plan
 from elbowroom.plan.profile import Profile
 from elbowroom.runtime.attach import attach, attached, detach
 from elbowroom.runtime.context import PROCESS, Context
@@ -344,7 +343,9 @@ def fit(
     check_noise(noise)
     terms = Terms(parse_nbytes(budget), exact, offload, min_nbytes, noise)
     args, kwargs = _arguments(worst)
-    check_plan(plan, terms.budget_nbytes, exact, worst)
+    check_plan(plan, terms.budget_nbytes, exact)
+    if plan is not None and worst is not None:
+        raise PlanError("plan= and worst= both say what to begin with; give one of them")
     release(model)
     given = None if plan is None else replace(plan, strangers=Counter())  # it counts for this fit
     fitting = Fitting(model, terms, optimizer, given)

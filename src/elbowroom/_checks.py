@@ -3,8 +3,6 @@
 from torch import nn
 
 from elbowroom.errors import PlanError, UnknownField
-from elbowroom.plan.plan import Plan
-from elbowroom.units import show_nbytes
 
 
 def check_model(model: nn.Module, verb: str) -> None:
@@ -51,22 +49,3 @@ def check_flag(name: str, given: object) -> None:
 def check_function(name: str, given: object) -> None:
     if not callable(given):
         raise PlanError(f"{name} is a function; got {type(given).__name__}")
-
-
-def check_plan(plan: Plan | None, budget: int, exact: bool | None, worst: object = None) -> None:
-    """A plan to begin with, for this budget."""
-    if plan is None:
-        return
-    if not isinstance(plan, Plan):
-        raise PlanError(f"plan={type(plan).__name__} is not possible; it is what er.plan gives")
-    if worst is not None:
-        raise PlanError("plan= and worst= both say what to begin with; give one of them")
-    if plan.peak > budget:
-        raise PlanError(
-            f"this plan needs {show_nbytes(plan.peak)}, more than the budget of "
-            f"{show_nbytes(budget)}; make it with budget={budget}, or give budget={plan.peak}"
-        )
-    if exact and not plan.exact:
-        raise PlanError(
-            "this plan has lossy codes, and exact=True allows none; make it with exact=True, too"
-        )

@@ -10,12 +10,11 @@ from rich.text import Text
 from torch import nn
 
 import elbowroom as er
-from elbowroom._checks import check_plan
 from elbowroom.cli.polite import check_writable, errors_console, mistake, polite
 from elbowroom.cli.script import Arguments, Script, check_script, run_script, show_traceback
 from elbowroom.control import Discovery, Fitting, Summary, summary
 from elbowroom.errors import BudgetTooSmall, PlanError
-from elbowroom.plan.plan import Line, Plan
+from elbowroom.plan.plan import Line, Plan, check_plan
 from elbowroom.runtime.attach import opener_of
 from elbowroom.units import parse_nbytes, show_nbytes
 

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from elbowroom.errors import PlanError
 from elbowroom.plan import files
 from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung
@@ -201,6 +202,23 @@ class Plan:
     def load(cls, path: str | Path) -> "Plan":
         """Read what `save` wrote. Raises DataError for anything else."""
         return files.read(path, "plan", VERSION, _plan)
+
+
+def check_plan(plan: Plan | None, budget: int, exact: bool | None) -> None:
+    """Raise PlanError unless this is a plan to begin with for a budget of bytes, or None."""
+    if plan is None:
+        return
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan={type(plan).__name__} is not possible; it is what er.plan gives")
+    if plan.peak > budget:
+        raise PlanError(
+            f"this plan needs {show_nbytes(plan.peak)}, more than the budget of "
+            f"{show_nbytes(budget)}; make it with budget={budget}, or give budget={plan.peak}"
+        )
+    if exact and not plan.exact:
+        raise PlanError(
+            "this plan has lossy codes, and exact=True allows none; make it with exact=True, too"
+        )
 
 
 def difference(one: Plan, other: Plan) -> list[str]:
