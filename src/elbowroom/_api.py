@@ -321,8 +321,8 @@ def fit(
                 `er.largest_batch(...).plan`. Its step is measured; if it does not fit, or saves
                 what the plan does not know, another is made
 
-    Raises ValueError for a budget that cannot be read, and PlanError for a plan that needs more or
-    is lossy where `exact` is True; forward (and fit, for `worst`) raises
+    Raises ValueError for a budget that cannot be read, and PlanError for a plan that does not keep
+    to these terms; forward (and fit, for `worst`) raises
     BudgetTooSmall with the least budget that would do. `er.release(model)` undoes it; a copied or
     pickled model is a plain one.
     """
@@ -343,7 +343,7 @@ def fit(
     check_noise(noise)
     terms = Terms(parse_nbytes(budget), exact, offload, min_nbytes, noise)
     args, kwargs = _arguments(worst)
-    check_plan(plan, terms.budget_nbytes, exact)
+    check_plan(plan, terms.budget_nbytes, exact, noise, offload)
     if plan is not None and worst is not None:
         raise PlanError("plan= and worst= both say what to begin with; give one of them")
     release(model)

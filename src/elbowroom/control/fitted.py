@@ -1,5 +1,6 @@
 """One forward of a fitted model: it follows its plan, or its rung, and climbs if it must."""
 
+import logging
 from types import TracebackType
 from typing import Protocol
 
@@ -13,7 +14,9 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.inert import Inertness
 from elbowroom.runtime.observer import Recorder
+from elbowroom.units import show_nbytes
 
+_log = logging.getLogger("elbowroom")
 _SAFE = 6  # largest tensors that backward takes at most, beside what is held; plan/rehearsal.py
 
 
@@ -68,6 +71,7 @@ class FittedSaving(Saving):
         self._may_climb = may_climb
         self.largest_nbytes = 0
         self._limit: tuple[int, int] | None = None
+        self._says = True
         self.storages: list[SavedStorage] = []
         self._fit = fit
 
@@ -115,6 +119,20 @@ class FittedSaving(Saving):
             self._limit = self._fit.allowed_nbytes(guessed), self._fit.surely_allowed_nbytes()
         return self._limit
 
+    def _warned(self) -> bool:
+        """This forward is another than the plan's, and holds what nobody looked at: say so.
+
+        It can be neither encoded now nor let go, so the step may need more than the budget.
+        """
+        if self.was_blind and self._says:
+            self._says = False
+            _log.warning(
+                "budget %s: this step saves more than those before it, and may need more than the "
+                "budget; the next one is planned by what it saves",
+                show_nbytes(self._fit.terms.budget_nbytes),
+            )
+        return self.was_blind
+
     def _decide_site(self, site: Site) -> Action:
         allowed, surely_allowed = self._limits(site.nbytes)
         rungs = self._fit.terms.rungs
@@ -128,7 +146,8 @@ class FittedSaving(Saving):
                 self.tighten(rungs[self.rung].policy)
             else:
                 break
-        if self.impossible or self.ledger.held_nbytes > surely_allowed:
+        too_full = self.ledger.held_nbytes > surely_allowed
+        if self.impossible or (too_full and not self._warned()):
             self.impossible = True
             self.too_much = self.too_much or not self._may_climb
         if self.climbed or self.impossible or self.too_much:

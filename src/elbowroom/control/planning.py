@@ -266,7 +266,8 @@ class Planning:
         unborn_states = self.stock.unborn_state_nbytes > 0
         if self.plan is None:
             return self._transient_nbytes is not None and not unborn_states
-        better = self.rehearsed or self.now.numel > self._profiled.numel
+        larger = self.now.numel > self._profiled.numel and self.plan is not self.given
+        better = self.rehearsed or larger
         return unborn_states or (better and not self.plan.recompute)
 
     def learn(self, last: FittedSaving, step: Measurement, stock: Stock) -> None:
@@ -409,9 +410,7 @@ class Planning:
             self.settled = self._tries >= _MOST_TRIES
             return
         if self.profile is None:
-            self.settled = not self.plan.strangers
-            if self.plan.strangers:
-                self._drop_given()
+            self._settle_given()
             return
         self._learn_transient(last, step, peak_nbytes)
         slack = budget_nbytes - peak_nbytes
@@ -433,6 +432,18 @@ class Planning:
             _MOST_ROUNDS,
             self.terms.rungs[self.rung].name,
         )
+
+    def _settle_given(self) -> None:
+        """The plan that was given fits: keep it, if it knows the step."""
+        assert self.plan is not None
+        if self.plan.strangers:
+            self._drop_given()
+            return
+        self.settled = True
+        if self.plan.watched:
+            looking.say_noise(self.terms, self.plan)
+        elif not self.plan.exact:
+            looking.say_unknown(self.terms, "the plan was made without")
 
     def _drop_given(self) -> None:
         """The step of the plan that was given does not fit, or is not the one that it knows."""

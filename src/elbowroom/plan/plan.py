@@ -20,7 +20,7 @@ from elbowroom.errors import PlanError
 from elbowroom.plan import files
 from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung
-from elbowroom.plan.menu import EXACT_MENU, KEEP, RUNGS
+from elbowroom.plan.menu import EXACT_MENU, KEEP, OFFLOAD, RUNGS
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.units import show_nbytes, show_seconds
 
@@ -204,8 +204,14 @@ class Plan:
         return files.read(path, "plan", VERSION, _plan)
 
 
-def check_plan(plan: Plan | None, budget: int, exact: bool | None) -> None:
-    """Raise PlanError unless this is a plan to begin with for a budget of bytes, or None."""
+def check_plan(
+    plan: Plan | None,
+    budget: int,
+    exact: bool | None,
+    noise: float | None = None,
+    offload: str | None = None,
+) -> None:
+    """Raise PlanError unless this is None, or a plan to begin with under these terms."""
     if plan is None:
         return
     if not isinstance(plan, Plan):
@@ -219,6 +225,15 @@ def check_plan(plan: Plan | None, budget: int, exact: bool | None) -> None:
         raise PlanError(
             "this plan has lossy codes, and exact=True allows none; make it with exact=True, too"
         )
+    if noise is not None and not plan.exact and not (plan.watched and plan.noise <= noise):
+        adds = f"adds {plan.noise:.2g}" if plan.watched else "was made without measuring its own"
+        raise PlanError(
+            f"noise={noise:g} is asked for, and this plan {adds}; make it with noise={noise:g}, "
+            "from er.measure(step, noise=True)"
+        )
+    places = {known.rung for known in plan.sites.values()} & {r.name for r in OFFLOAD.values()}
+    if places and offload is None:
+        raise PlanError("this plan moves tensors away; give offload= as it was made with")
 
 
 def difference(one: Plan, other: Plan) -> list[str]:

@@ -40,6 +40,7 @@ from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import (
+    BUFFERS,
     NORMS,
     Call,
     Consumers,
@@ -60,12 +61,11 @@ from elbowroom.runtime.inert import Inertness, OpName, Parts, begin_looking
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.observer import Observer, Recorder, Use, Watch
 from elbowroom.runtime.perform import differ_on_nan, mask_bits, perform
-from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.sites import left_alone, site_of
-from elbowroom.runtime.slot import Lone, Slot, View
+from elbowroom.runtime.slot import Beside, Lone, Slot, View
 from elbowroom.runtime.statistics import statistics_of
 from elbowroom.runtime.waiting import Waiting, relu_mask
 
@@ -106,8 +106,9 @@ class Saving:
         self.policy = policy
         self._inertness = inertness
         self._inert: frozenset[OpName] = frozenset()
+        self.was_blind = False  # some ops were not looked at, from the start
         self._parts: Parts | None = None  # looks for those ops, in this forward
-        self._passed: set[int] = set()  # storages, by address: those that inert ops have saved
+        self._passed: dict[int, weakref.ref[Lone]] = {}  # storages that inert ops have saved
         self._products = bool(getattr(policy, "products", False))
         self.recorder = recorder
         self.recompute = recompute
@@ -143,6 +144,7 @@ class Saving:
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
             opening.enter_context(hooks)
             self._inert, self._parts = begin_looking(self._inertness)
+            self.was_blind = bool(self._inert)
             passes = self._passes if self._inert else None
             self._consumers = opening.enter_context(Consumers(self._finished, passes))
             if self.recorder is not None or self.recompute:
@@ -169,7 +171,7 @@ class Saving:
             self._end_all_waiting()
         self._waiting.clear()
         if self._inertness is not None and kind is None:
-            self._inertness.learn(self.ledger, self._inert, self._parts, slots)
+            self._inertness.learn(self.ledger, self._parts, slots)
         self._parts = None
         self._watch = None
         if self.recorder is not None:
@@ -202,7 +204,9 @@ class Saving:
                 slot.hold(perform(action, base, Need.LOSSY, None, seed, statistics=known))
 
     def look_at_all(self) -> None:
-        """From now on, and learn nothing from this forward."""
+        """From now on, and learn nothing from this forward, nor trust what was learned."""
+        if self._inertness is not None and self._inert:
+            self._inertness.forget()
         self._inert, self._parts = frozenset(), None
 
     def error_report(self) -> Any:
@@ -282,10 +286,10 @@ class Saving:
         for one in waiting:
             one.end(relu_mask(call, out, one.slot(), self._identity))
 
-    def _pack(self, x: Tensor) -> View | Lone | KeepHandle:
+    def _pack(self, x: Tensor) -> View | Lone | Beside | KeepHandle:
         with torch._C.DisableTorchFunction():
             consumers = self._consumers
-            if consumers is not None and consumers.passing and type(x) in PLAIN:
+            if consumers is not None and consumers.passing and not untouchable(x):
                 return self._kept(x, consumers.passing)
             return self._packed(x)
 
@@ -293,15 +297,25 @@ class Saving:
         """Whether the op that begins is inert. What waits for one more op must see that."""
         return (modules.current(), op) in self._inert and not self._waiting
 
-    def _kept(self, x: Tensor, op: str) -> Lone | KeepHandle:
-        """What an inert op saves."""
+    def _kept(self, x: Tensor, op: str) -> View | Lone | Beside | KeepHandle:
+        """What an inert op saves. Where more is held than the plan's steps hold, it is none."""
         handle, storage = KeepHandle(x, "the plan keeps it"), x.untyped_storage()
         nbytes, address = storage.nbytes(), storage._cdata
-        if nbytes < min(_UNCOUNTED, self.min_nbytes) or address in self._passed or is_parameter(x):
+        if nbytes < min(_UNCOUNTED, self.min_nbytes) or is_parameter(x):
             return handle
-        self._passed.add(address)
+        if op in BUFFERS and x.dim() == 1:
+            return handle  # a statistic, of the module or of the batch
+        first = self._passed.get(address)
+        counted = None if first is None else first()
+        if counted is not None:
+            return Beside(handle, counted)
+        if self._inertness is not None and self._inertness.is_more(self.ledger.held_nbytes):
+            self.look_at_all()
+            return self._packed(x)
         dtype = str(x.dtype).removeprefix("torch.")
-        return Lone(handle, self.ledger.open(self._module, op, dtype, nbytes))
+        counted = Lone(handle, self.ledger.open(self._module, op, dtype, nbytes))
+        self._passed[address] = weakref.ref(counted)
+        return counted
 
     def _packed(self, x: Tensor) -> View | Lone | KeepHandle:
         if type(x) is nn.Parameter:
@@ -330,7 +344,8 @@ class Saving:
                 self._serve(slot, x, call, need, why, name)
         slot.promise(need, name.consumer)
         if self._parts is not None:
-            self._parts.saved((name.module, name.consumer), slot, x, self._identity)
+            op, held = (name.module, name.consumer), self.ledger.held_nbytes
+            self._parts.saved(op, slot, x, self._identity, held)
         view = View(slot, x, need)
         if self.recorder is not None and noted is not None:
             view = self.recorder.saved(
@@ -449,7 +464,7 @@ def is_lossy(action: Action, need: Need) -> bool:
     return need is Need.LOSSY and not at_once
 
 
-def _unpack(held: View | Lone | KeepHandle) -> Tensor:
+def _unpack(held: View | Lone | Beside | KeepHandle) -> Tensor:
     try:
         return held.restore()
     except ElbowroomError:

@@ -3,8 +3,8 @@
 Under a plan most ops often save what is kept as it is. To find that out anew in every step takes
 15 us of Python a save, and three times that between ops that fill the caches. One forward under the
 plan tells which ops they are; from then on the hooks only keep and count what these save. If more
-is held one day than was then, what nobody had looked at was needed after all, and another forward
-is learned from.
+is held one day than was then, what nobody had looked at was needed after all: the rest of that
+forward is looked at, and another one is learned from.
 
 An op takes part, and is not inert, if
     it saves a storage that is not simply kept, or an input of a module that is recomputed
@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.site import RECOMPUTE
@@ -35,36 +36,42 @@ _MOST_LESSONS = 3
 
 
 class Inertness:
-    """Which ops are inert under one plan. ops: None until one step has taught it."""
+    """Which ops are inert under one plan.
+
+    ops: None until a forward has taught it; none of them after lessons that did not hold.
+    """
 
     def __init__(self, plan: Plan) -> None:
         kept = (line.nbytes for line in plan.lines if line.action != RECOMPUTE)
         self._full_nbytes = _FULL * sum(kept)
         self._acting = plan.acting_ops
-        self._held_nbytes = self._lessons = 0
+        self._held_nbytes = self._highest_nbytes = self._lessons = 0
         self.ops: frozenset[OpName] | None = None
 
-    def learn(
-        self,
-        ledger: Ledger,
-        inert: frozenset[OpName],
-        parts: "Parts | None",
-        slots: Iterable[Slot],
-    ) -> None:
-        """A forward has ended. inert: ops that were not looked at; slots: all that are alive."""
+    def learn(self, ledger: Ledger, parts: "Parts | None", slots: Iterable[Slot]) -> None:
+        """A forward has ended. parts: what it has shown; slots: all that are alive."""
         held = ledger.held_nbytes
         if parts is not None and ledger.before_nbytes >= self._full_nbytes:
             self.ops, self._held_nbytes = parts.inert(slots) - self._acting, held
+            self._highest_nbytes = max(parts.highest_nbytes, held)
             self._lessons += 1
-        elif inert and held > _SAME * self._held_nbytes:
-            self.ops = None if self._lessons < _MOST_LESSONS else frozenset()
+        elif parts is None and self.ops and held > _SAME * self._held_nbytes:
+            self.forget()
+
+    def is_more(self, held_nbytes: int) -> bool:
+        """Whether so much is held at no time of a forward like that of the lesson."""
+        return held_nbytes > _SAME * self._highest_nbytes
+
+    def forget(self) -> None:
+        """The lesson did not hold: another one, or none any more."""
+        self.ops = None if self._lessons < _MOST_LESSONS else frozenset()
 
 
 _known: "weakref.WeakKeyDictionary[Plan, Inertness]" = weakref.WeakKeyDictionary()
 
 
 def inertness_of(plan: Plan) -> Inertness:
-    """One for all steps of a plan."""
+    """One for all steps of a plan, and of its equals."""
     found = _known.get(plan)
     if found is None:
         found = _known[plan] = Inertness(plan)
@@ -82,12 +89,14 @@ class Parts:
     """Finds out, in one forward, who takes part."""
 
     def __init__(self) -> None:
+        self.highest_nbytes = 0  # that were held as an op saved something
         self._seen: _Ops = set()
         self._saves: list[tuple[OpName, weakref.ref[Slot], _Ops]] = []  # and who made it
         self._made: dict[int, tuple[Origin, _Ops]] = {}  # by id, which is the origin's own
 
-    def saved(self, op: OpName, slot: Slot, x: Tensor, identity: Identity) -> None:
-        """The op has saved x, which `slot` stands for."""
+    def saved(self, op: OpName, slot: Slot, x: Tensor, identity: Identity, held: int) -> None:
+        """The op has saved x, which `slot` stands for; so many bytes are held now."""
+        self.highest_nbytes = max(self.highest_nbytes, held)
         makers = self._makers_of(identity.origin(x))
         self._saves.append((op, weakref.ref(slot), makers))
 
@@ -96,8 +105,11 @@ class Parts:
         self._seen.add(op)
         origin = _origin_of(out, None, identity)
         if origin is not None:
-            before = _origin_of(call.arg(0, "input"), call.version, identity)
-            self._made[id(origin)] = origin, {op} | self._makers_of(before)
+            ops = {op}
+            for x in tree_leaves((call.args, call.kwargs)):
+                version = call.version if x is call.arg(0, "input") else None
+                ops |= self._makers_of(_origin_of(x, version, identity))
+            self._made[id(origin)] = origin, ops
 
     def inert(self, slots: Iterable[Slot]) -> frozenset[OpName]:
         """The ops that take no part. slots: all that are alive; of one that died nobody knows."""

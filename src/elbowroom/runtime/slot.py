@@ -226,9 +226,12 @@ class View:
 
 
 class Lone:
-    """A tensor without a storage of the common kind (subclass, sparse): only kept and counted."""
+    """A tensor that is only kept and counted.
 
-    __slots__ = ("_entry", "_handle")
+    It has no storage of the common kind (subclass, sparse), or nobody need look at it (`inert.py`).
+    """
+
+    __slots__ = ("__weakref__", "_entry", "_handle")
 
     def __init__(self, handle: KeepHandle, entry: Entry) -> None:
         self._handle, self._entry = handle, entry
@@ -237,6 +240,18 @@ class Lone:
 
     def __del__(self) -> None:
         self._entry.close()
+
+    def restore(self) -> Tensor:
+        return self._handle.restore()
+
+
+class Beside:
+    """Another view of the storage that a `Lone` counts, which goes on for as long as both."""
+
+    __slots__ = ("_counted", "_handle")
+
+    def __init__(self, handle: KeepHandle, counted: Lone) -> None:
+        self._handle, self._counted = handle, counted
 
     def restore(self) -> Tensor:
         return self._handle.restore()
