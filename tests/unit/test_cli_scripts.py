@@ -144,6 +144,30 @@ def test_a_profile_a_plan_and_a_run_agree_and_an_exact_run_changes_no_bit(folder
         assert word in ran.stderr
 
 
+def test_a_run_begins_with_the_plan_that_it_is_given(folder):
+    _, path = profiled(folder)
+    profile, out = Profile.load(path), folder / "plan.json"
+    budget = profile.static + (profile.peak - profile.static) * 9 // 10
+    assert in_process("plan", path, "--budget", budget, "--exact", "--out", out).exit_code == 0
+    report = folder / "report.json"
+    options = ["--budget", budget, "--exact", "--plan", out, "--report", report]
+    ran = elbowroom(folder, "run", *options, "sub/train.py", "--", "--steps", "4")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == python(folder, "sub/train.py", "--steps", "4").stdout
+    told, plan = json.loads(report.read_text()), Plan.load(out)
+    assert told["setting"] == told["last_setting"] == "plan"
+    assert told["predicted_nbytes"] == plan.peak
+    assert told["plain_nbytes"] == plan.plain_peak
+    assert told["highest_nbytes"] <= budget
+
+    refused = elbowroom(folder, "run", "--budget", "1MiB", "--plan", out, "sub/train.py")
+    assert refused.returncode == 2
+    assert "more than the budget of 1.00 MiB" in refused.stderr
+    missing = elbowroom(folder, "run", "--budget", "1MiB", "--plan", "no.json", "sub/train.py")
+    assert missing.returncode == 2
+    assert "no.json cannot be read" in missing.stderr
+
+
 def test_a_budget_that_nothing_meets_ends_with_3_and_says_what_to_type(folder):
     ran = elbowroom(folder, "run", "--budget", "1MiB", "sub/train.py")
     assert ran.returncode == 3

@@ -49,11 +49,14 @@ def summary(fitting: Fitting, model: str) -> Summary:
     plan, profile = planning.plan, planning.profile
     # A rehearsed profile has an invented backward: no ground for a claim about plain autograd.
     known = profile is not None and not planning.rehearsed
+    plain = plain_peak(profile) if profile is not None and known else None
+    if plan is not None and plan is planning.given:  # it was made from a step elsewhere
+        plain, known = plan.plain_peak, True
     return Summary(
         model=model,
         device=fitting.owned.device.type,
         budget_nbytes=fitting.terms.budget_nbytes,
-        plain_nbytes=plain_peak(profile) if profile is not None and known else None,
+        plain_nbytes=plain,
         predicted_nbytes=None if plan is None else plan.peak,
         last_nbytes=fitting.peak_nbytes,
         last_setting=fitting.peak_setting,
