@@ -71,7 +71,7 @@ class FittedSaving(Saving):
         self._may_climb = may_climb
         self.largest_nbytes = 0
         self._limit: tuple[int, int] | None = None
-        self._says = True
+        self._has_warned = False
         self.storages: list[SavedStorage] = []
         self._fit = fit
 
@@ -119,19 +119,18 @@ class FittedSaving(Saving):
             self._limit = self._fit.allowed_nbytes(guessed), self._fit.surely_allowed_nbytes()
         return self._limit
 
-    def _warned(self) -> bool:
-        """This forward is another than the plan's, and holds what nobody looked at: say so.
+    def _warn(self) -> None:
+        """Once: this forward is another than the plan's, and holds what nobody looked at.
 
-        It can be neither encoded now nor let go, so the step may need more than the budget.
+        That can be neither encoded now nor let go, so the step may need more than the budget.
         """
-        if self.was_blind and self._says:
-            self._says = False
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "budget %s: this step saves more than those before it, and may need more than the "
-                "budget; the next one is planned by what it saves",
+                "budget; from the next one on all that is saved is looked at again",
                 show_nbytes(self._fit.terms.budget_nbytes),
             )
-        return self.was_blind
 
     def _decide_site(self, site: Site) -> Action:
         allowed, surely_allowed = self._limits(site.nbytes)
@@ -146,9 +145,12 @@ class FittedSaving(Saving):
                 self.tighten(rungs[self.rung].policy)
             else:
                 break
-        too_full = self.ledger.held_nbytes > surely_allowed
-        if self.impossible or (too_full and not self._warned()):
-            self.impossible = True
+        if self.ledger.held_nbytes > surely_allowed:
+            if self.was_blind:
+                self._warn()
+            else:
+                self.impossible = True
+        if self.impossible:
             self.too_much = self.too_much or not self._may_climb
         if self.climbed or self.impossible or self.too_much:
             self.look_at_all()

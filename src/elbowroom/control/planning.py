@@ -450,9 +450,9 @@ class Planning:
         assert self.plan is not None
         unknown = sum(self.plan.strangers.values())
         _log.warning(
-            "budget %s: the step does not fit by the plan that was given%s; another one is made",
+            "budget %s: the plan that was given %s; another one is made",
             show_nbytes(self.terms.budget_nbytes),
-            f", which does not know {unknown} of its tensors" if unknown else "",
+            f"does not know {unknown} of the tensors of this step" if unknown else "does not fit",
         )
         self._start_over()
 

@@ -233,7 +233,11 @@ def check_plan(
         )
     places = {known.rung for known in plan.sites.values()} & {r.name for r in OFFLOAD.values()}
     if places and offload is None:
-        raise PlanError("this plan moves tensors away; give offload= as it was made with")
+        place = next(place for place, rung in OFFLOAD.items() if rung.name in places)
+        raise PlanError(
+            f"this plan moves tensors to the {place}, and offload=None lets none leave; give "
+            f"offload='{place}', or make the plan without"
+        )
 
 
 def difference(one: Plan, other: Plan) -> list[str]:
