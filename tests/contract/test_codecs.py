@@ -39,6 +39,8 @@ from elbowroom.errors import CodecError, UnsupportedTensor
 from elbowroom.kernels.layout import TILE
 from elbowroom.kernels.ops import pack_bits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ZEROS = Facts(has_zeros=True)
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "bitmask": [{}],
@@ -187,15 +189,6 @@ CASES = cases(lambda case: True)
 LOSSY = cases(lambda case: not case.codec.lossless)
 FLOATING = cases(lambda case: case.dtype.is_floating_point)
 ZERO_AWARE = cases(lambda case: case.facts.has_zeros)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors are faster on one thread; the test of many threads asks for them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def inputs(case: Case) -> Iterator[tuple[str, Tensor]]:

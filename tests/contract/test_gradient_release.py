@@ -3,7 +3,7 @@
 import copy
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,21 +18,14 @@ from elbowroom.plan import Exact
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CASES = [
     (cls, state)
     for cls, state in itertools.product((AdamW, Lion, SGD), STATES)
     if cls is AdamW or state != "int4"
 ]
 every = pytest.mark.parametrize(("cls", "state"), CASES, ids=lambda x: getattr(x, "__name__", x))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """So that no bit depends on how work is divided."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Tied(nn.Module):

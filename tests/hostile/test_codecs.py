@@ -13,6 +13,8 @@ from torch import Tensor
 from elbowroom.codecs import Encoded, Facts, codec
 from elbowroom.errors import CodecError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ZEROS = Facts(has_zeros=True)
 NOISE = torch.randn(5, 700, generator=torch.Generator().manual_seed(0))
 SAMPLES: dict[str, Callable[[], Encoded]] = {
@@ -46,14 +48,6 @@ DAMAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "another device": lambda b: b.to("meta"),
     "one shorter": lambda b: b[:-1].clone(),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def damaged() -> Iterator[Any]:

@@ -19,15 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import elbowroom as er
 from elbowroom.plan import Lossy
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 N = 8  # every value is [N, N]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def fixed(seed: int, *shape: int) -> Tensor:

@@ -32,13 +32,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 OPTIMIZERS = pytest.mark.parametrize("make", [sgd, adamw])
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """So that no bit depends on how work is divided."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def nothing_stays_attached() -> Iterator[None]:
     yield
-    torch.set_num_threads(before)
     for model, _ in attached():  # only after a failure
         er.release(model)
 

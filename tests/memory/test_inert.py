@@ -1,6 +1,6 @@
 """Ops that nobody looks at any more: the same bits, the same bytes, errors where they are due."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -18,6 +18,8 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.inert import Inertness, OpName, Parts, inertness_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MIN_NBYTES = 1024
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "resnet": (lambda: ResNet18(width=8), lambda: torch.randn(8, 1, 28, 28)),
@@ -30,15 +32,6 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 KINDS = pytest.mark.parametrize("kind", NETS)
 SHARES = pytest.mark.parametrize("share", [0.95, 0.8, 0.65])
 EXACT = pytest.mark.parametrize("exact", [True, False])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """So that no bit depends on how work is divided."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def made(kind: str) -> tuple[nn.Module, Tensor]:

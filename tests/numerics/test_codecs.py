@@ -15,16 +15,10 @@ from elbowroom.codecs import Codec, Dither, Encoded, Facts, Group, Sided, codec
 from elbowroom.kernels.layout import TILE, codes_nbytes, groups
 from elbowroom.kernels.reference.dither import grid
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ZEROS = Facts(has_zeros=True)
 FALSE_ALARM = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def name(of: object) -> str | None:

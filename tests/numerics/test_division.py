@@ -3,7 +3,6 @@
 Thresholds are derived, seeds are fixed, and beside each statistic stands a control that fails it.
 """
 
-from collections.abc import Iterator
 from math import log, prod, sqrt
 
 import pytest
@@ -22,6 +21,8 @@ from elbowroom.kernels.reference.codes import unpack_codes
 from elbowroom.kernels.reference.division import spread
 from elbowroom.kernels.reference.noise import uniform
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FALSE_ALARM = 1e-6
 DRAWS = 2000
 LAST = torch.channels_last
@@ -32,14 +33,6 @@ SETTINGS = [
     {"bits": 4, "range_blocks": 1},
     {"block": 16, "range_blocks": 2, "rounding": "dither"},
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def values(*shape: int) -> Tensor:

@@ -5,7 +5,6 @@ all runs are mixed by orthonormal matrices, its variance is sum_c D_pc^2 w_c^2 s
 """
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from math import log
 
@@ -19,6 +18,8 @@ from elbowroom.kernels.bands import Bands, bands_of, cosines
 from elbowroom.kernels.layout import codes_nbytes
 from elbowroom.kernels.reference import fdsr, transform
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = (2, 3, 24, 19)  # ragged: 24 x 19
 SEEDS = range(1500)
 FALSE_ALARM = 1e-6
@@ -27,14 +28,6 @@ DITHERED = [
     {"bands": "6/3/2/1", "block": 4},
     {"bands": "5/2/2/1.6", "block": 7},
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def made(rounding: str = "dither", **settings) -> Codec:

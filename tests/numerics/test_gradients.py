@@ -20,14 +20,7 @@ import elbowroom as er
 from elbowroom.demo.models import GPT, ResNet18
 from elbowroom.plan import Encode, Exact, KeepAll, Lossy
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The networks are too small for more, and other processes may run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class GroupNormUNet(nn.Module):
