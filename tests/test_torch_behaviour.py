@@ -338,3 +338,26 @@ def test_numpy_forbids_for_good_that_a_storage_is_resized():
     x.numpy()
     with pytest.raises(RuntimeError, match="not resizable"):  # if not: launch.py may use numpy()
         x.untyped_storage().resize_(0)
+
+
+def test_a_node_tells_what_the_hook_made_of_its_saved_tensor_without_unpacking():
+    unpacked = []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            assert ctx._raw_saved_tensors[0].data == "packed"
+            return grad
+
+    x = torch.ones(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: "packed", unpacked.append):
+        y = Square.apply(x)
+    y.sum().backward()
+    assert not unpacked
+    with pytest.raises(RuntimeError, match="second time"):
+        y.grad_fn._raw_saved_tensors  # noqa: B018

@@ -36,7 +36,7 @@ The map, from the top down; imports point down only:
 
 To follow one tensor: runtime/hooks.py `_pack` -> identity.py -> consumers.py -> plan/policy.py ->
 runtime/perform.py -> codecs/dither.py -> kernels/ops.py -> kernels/numba/dither.py, and back
-through runtime/slot.py `View.restore`.
+through runtime/slot.py `View.restore`; or, for ops that need no restored tensor, runtime/direct/.
 
 To follow a budget: measure/recorder.py -> plan/profile.py -> plan/menu.py, pose.py ->
 plan/problem.py -> plan/solve/ -> plan/make.py -> plan/plan.py `action_for`; and control/fitting.py.

@@ -26,6 +26,7 @@ from elbowroom.runtime.handles import (
 )
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.ledger import Ledger
+from elbowroom.runtime.normal import Normalized, Statistics
 from elbowroom.runtime.perform import mask_bits, perform
 from elbowroom.runtime.recipes import Op, Ready, Recipe
 from elbowroom.runtime.slot import Geometry, Slot, View
@@ -218,8 +219,9 @@ def test_holds_no_graph(make):
 def test_an_image_is_that_of_what_is_restored(channels, inner):
     """In one pass where its channels and those of the way back split each other, else in two."""
     x = torch.randn(50, 6, 10)
-    back, forth = Affine(torch.rand(6) + 1, torch.randn(6), 10), torch.randn(2, channels)
-    handle = EncodeHandle(Dither(levels=4).encode(x, 3), x.clone(), undo=lambda: back)
+    normal = Normalized(Statistics(torch.randn(6), torch.rand(6) + 1, 10), keep_zeros=False)
+    handle = EncodeHandle(Dither(levels=4).encode(x, 3), x.clone(), normal=normal)
+    forth = torch.randn(2, channels)
     affine, kept = Affine(forth[0], forth[1], inner), torch.rand(x.shape) > 0.5
     bits = BitMask().encode(kept, facts=Facts(value=1.0)).buffers[0]
     image = slot_of(x, handle).restore_mapped(affine, bits)

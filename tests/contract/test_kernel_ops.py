@@ -17,7 +17,10 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 PAIRS = [60, 1, 2, 1, 2, 0, 0, 1, 1]  # windows of two neighbours in a row of 60
 CONVERSIONS = {"moments_quantize", "moments_dequantize"}  # once a load or save: not worth a kernel
 UNSERVED = {  # by now: the reference serves them
-    "triton": {"places_pack", "places_unpack", "optimizer_step", *CONVERSIONS},
+    "triton": {
+        *("places_pack", "places_unpack", "optimizer_step", "dither_norm_backward"),
+        *CONVERSIONS,
+    },
     "numba": CONVERSIONS,
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -57,6 +60,11 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
         "group_dequantize": lambda: (*reference.group_quantize(x, 1, 4, 64), 4, 64, out),
         "dither_quantize": lambda: (x, 1, 3, 64),
         "dither_dequantize": lambda: (*reference.dither_quantize(x, 1, 3, 64), 1, 3, 64, out),
+        "masked": lambda: (x, bits, out),
+        "dither_norm_backward": lambda: (
+            *(x.cos(), *reference.dither_quantize(x, 1, 3, 64), 1, 3, 64),
+            *(torch.ones(3, device=device), n // 30, out),
+        ),
         "nonzero_quantize": lambda: (x.relu(), 1, 4, 64),
         "nonzero_dequantize": lambda: (
             *reference.nonzero_quantize(x.relu(), 1, 4, 64),
@@ -319,6 +327,7 @@ def test_small_tensors_run_serially(monkeypatch):
     from elbowroom.kernels.numba import launch
 
     ran = []
+    monkeypatch.setattr(launch._pool, "threads", 0)
     monkeypatch.setattr(launch.torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(launch.numba, "set_num_threads", ran.append)  # a threaded loop asks for two
     for n, expected in ((0, []), (11, []), (launch.SERIAL, []), (launch.SERIAL + 1, [2])):

@@ -82,6 +82,7 @@ def run(where: Any, device: str, op: str, *args: Any) -> tuple[Tensor, ...]:
 
 WRITES = {
     "unpack_bits": 2,
+    "masked": 2,
     "group_dequantize": 5,
     "dither_dequantize": 6,
     "nonzero_dequantize": 6,
@@ -92,6 +93,11 @@ WRITES = {
     "affine": 5,
     "dropout": 3,
 }
+
+
+def on(backend: Backend) -> tuple[tuple[Any, str], ...]:
+    """Where to run an op for comparison: there, and by the reference."""
+    return (backend.module, backend.device), (reference, "cpu")
 
 
 def assert_equal(backend: Backend, op: str, *args: Any) -> tuple[Tensor, ...]:
@@ -517,6 +523,9 @@ def test_bits_equal_the_reference(backend, dtype):
         (bits,) = assert_equal(backend, "pack_bits", x)
         for value in (1.0, 1.25):
             assert_equal(backend, "unpack_bits", bits, value, torch.empty_like(x))
+        args = x, bits, torch.empty_like(x)
+        for got, expected in zip(*(run(*w, "masked", *args) for w in on(backend)), strict=True):
+            assert same_bits(got, expected)  # signs of zeros and payloads of NaN among them
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])

@@ -42,7 +42,7 @@ def test_every_kernel_compiles_and_keeps_its_bits(capability, tmp_path):
     assert {line.split()[0] for line in lines} == {
         *("maps.sum_blocks", "maps.finish_ranges"),
         *(f"comet._{name}" for name in ("measure", "encode", "decode", "restore")),
-        *("affine._affine", "bits._pack", "bits._unpack", "narrow._narrow"),
+        *("affine._affine", "bits._pack", "bits._unpack", "bits._masked", "narrow._narrow"),
         *("nonzero._sizes", "sided._sizes"),
         *(f"{op}._{verb}" for op in KINDS for verb in ("quantize", "dequantize")),
     }
@@ -123,6 +123,7 @@ def main(capability):
         kernels.fp8_dequantize(*stored, group_size, "e4m3", x)
         bits = kernels.pack_bits(x)
         kernels.unpack_bits(bits, 1.0, x)
+        kernels.masked(x, bits, x)
         kernels.affine(x, torch.zeros(3), torch.zeros(3), 7, bits, x)
         kernels.affine(x, torch.zeros(3), torch.zeros(3), 1, None, x)
     for dtype, rounding, aware, maps in COMET:

@@ -108,6 +108,12 @@ class Encoded:
             out = torch.empty(self.numel, dtype=self.dtype, device=self.buffers[0].device)
         else:
             self._check_out(out)
+        return self.decode_own(out, affine, bits)
+
+    def decode_own(
+        self, out: Tensor, affine: Affine | None = None, bits: Tensor | None = None
+    ) -> Tensor:
+        """`decode` without its checks, for who got this from `encode` and shows it to nobody."""
         if self.raw:
             out.copy_(self.buffers[0])
             if affine is not None:
@@ -117,6 +123,18 @@ class Encoded:
         else:
             self.codec._decode_mapped(self, out, affine, bits)
         return out.as_strided(self.shape, self.stride)
+
+    def norm_backward(
+        self, grad: Tensor, factor: Tensor, inner: int, out: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Backward of a batch norm, of whose normalized input this is the code.
+
+        grad, out  flat [numel], in memory order; out becomes the gradient of the input
+        factor     weight * rstd [C] float32; element i belongs to channel (i // inner) % C
+
+        Returns the gradients of weight and bias [C], or None where the codec has no kernel for it.
+        """
+        return None if self.raw else self.codec._norm_backward(self, grad, factor, inner, out)
 
     def _check_buffers(self) -> None:
         n = self.numel
@@ -258,6 +276,12 @@ class Codec(ABC):
         """`_decode_into`, then affine, and 0 where a bit is not set."""
         self._decode_into(encoded, out)
         affine.in_place(out, bits)
+
+    def _norm_backward(
+        self, encoded: Encoded, grad: Tensor, factor: Tensor, inner: int, out: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `Encoded.norm_backward`."""
+        return None
 
     def _bitmap(self, encoded: Encoded) -> Tensor | None:
         """See `Encoded.bitmap`."""

@@ -3,6 +3,7 @@
     op                                                    out
     pack_bits(x)                                          bits
     unpack_bits(bits, value, out!)
+    masked(x, bits, out!)                                 x where the bit is set, else 0
     narrow(x, dtype)                                      x as smaller integers; how many do not fit
     group_quantize(x, seed, levels, group_size)           codes, step, low
     dither_quantize(x, seed, levels, group_size)          codes, ranges, bounds
@@ -18,6 +19,7 @@
     optimizer_step(param!, residual!, grad, states!, rule, weights, kinds, row, factors, seed)
     moments_quantize(m, v, states!, kinds, row, seed)     an optimizer's states, [D, ...] each
     moments_dequantize(states, kinds, row, n)             m, v
+    dither_norm_backward(grad, ..., factor, inner, out!)  sums by channel; out is the gradient
     dropout(x, seed, p, out!)                             x / (1 - p) or 0, by counter
 
 and a `_dequantize` for each `_quantize`, which writes `out`: the caller owns the memory of what is
@@ -65,6 +67,7 @@ _STATES = "Tensor(c!) m_codes, Tensor(d!) m_bounds, Tensor(e!) v_codes, Tensor(f
 _SCHEMAS = {
     "pack_bits": "(Tensor x) -> Tensor",
     "unpack_bits": "(Tensor bits, float value, Tensor(a!) out) -> ()",
+    "masked": "(Tensor x, Tensor bits, Tensor(a!) out) -> ()",
     "narrow": "(Tensor x, ScalarType dtype) -> (Tensor, Tensor)",
     "places_pack": "(Tensor x, int[] window, int[] maps) -> (Tensor, Tensor)",
     "places_unpack": "(Tensor packed, int[] window, int[] maps, Tensor(a!) out) -> ()",
@@ -76,6 +79,10 @@ _SCHEMAS = {
     "dither_dequantize": (
         "(Tensor codes, Tensor ranges, Tensor bounds, int seed, int levels, int group_size, "
         f"{_RESTORED}) -> ()"
+    ),
+    "dither_norm_backward": (
+        "(Tensor grad, Tensor codes, Tensor ranges, Tensor bounds, int seed, int levels, "
+        "int group_size, Tensor factor, int inner, Tensor(a!) out) -> (Tensor, Tensor)"
     ),
     "nonzero_quantize": _QUANTIZE,
     "nonzero_dequantize": (
@@ -270,6 +277,11 @@ def _fake_moments(m_codes: Tensor, *states: Any) -> tuple[Tensor, Tensor]:
     return m_codes.new_empty(n, dtype=torch.float32), m_codes.new_empty(n, dtype=torch.float32)
 
 
+def _fake_norm_backward(grad: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    factor = settings[-3]
+    return torch.empty_like(factor), torch.empty_like(factor)
+
+
 # An op that writes `out` returns nothing, and its fake does nothing.
 _FAKES: dict[str, Callable[..., Any]] = {
     "pack_bits": lambda x: x.new_empty(-(-x.numel() // 8), dtype=torch.uint8),
@@ -283,6 +295,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     ),
     "group_quantize": _fake_group,
     "dither_quantize": _fake_dither,
+    "dither_norm_backward": _fake_norm_backward,
     "nonzero_quantize": _fake_nonzero,
     "division_quantize": _fake_division,
     "sided_quantize": _fake_sided,
@@ -303,6 +316,7 @@ for _op, _schema in _SCHEMAS.items():
 _calls = torch.ops.elbowroom
 pack_bits = cast(Callable[..., Tensor], _calls.pack_bits.default)
 unpack_bits = cast(Callable[..., None], _calls.unpack_bits.default)
+masked = cast(Callable[..., None], _calls.masked.default)
 narrow = cast(Callable[..., tuple[Tensor, Tensor]], _calls.narrow.default)
 places_pack = cast(Callable[..., tuple[Tensor, Tensor]], _calls.places_pack.default)
 places_unpack = cast(Callable[..., None], _calls.places_unpack.default)
@@ -310,6 +324,9 @@ group_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.group
 group_dequantize = cast(Callable[..., None], _calls.group_dequantize.default)
 dither_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.dither_quantize.default)
 dither_dequantize = cast(Callable[..., None], _calls.dither_dequantize.default)
+dither_norm_backward = cast(
+    Callable[..., tuple[Tensor, Tensor]], _calls.dither_norm_backward.default
+)
 nonzero_quantize = cast(
     Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.nonzero_quantize.default
 )

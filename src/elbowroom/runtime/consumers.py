@@ -157,17 +157,19 @@ class Consumers(TorchFunctionMode):
     """Keeps `call` at the torch function that runs now, and reports to `finished` what ended.
 
     One for which `passes`(its name) is true is not reported; `passing` is its name while it runs.
+    Any other runs as `direct`(call), if that is given.
     """
 
     def __init__(
         self,
         finished: Callable[[Call, Any], None],
         passes: Callable[[str], bool] | None = None,
+        direct: Callable[[Call], Callable[..., Any]] | None = None,
     ) -> None:
         super().__init__()
         self.call: Call | None = None
         self.passing = ""
-        self._finished, self._passes = finished, passes
+        self._finished, self._passes, self._direct = finished, passes, direct
 
     def __torch_function__(
         self,
@@ -187,7 +189,8 @@ class Consumers(TorchFunctionMode):
                 self.call, self.passing = outer, ""
         self.call = Call(func, args, kwargs or {}, name)
         try:
-            out = func(*args, **(kwargs or {}))
+            run = func if self._direct is None else self._direct(self.call)
+            out = run(*args, **(kwargs or {}))
             self._finished(self.call, out)
         finally:
             self.call = outer

@@ -48,6 +48,7 @@ from elbowroom.runtime.consumers import (
     need_of,
 )
 from elbowroom.runtime.context import PROCESS, Context
+from elbowroom.runtime.direct import direct
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.identity import (
@@ -146,7 +147,8 @@ class Saving:
             self._inert, self._parts = begin_looking(self._inertness)
             self.was_blind = bool(self._inert)
             passes = self._passes if self._inert else None
-            self._consumers = opening.enter_context(Consumers(self._finished, passes))
+            run_as = self._run_as if self.recorder is None else None
+            self._consumers = opening.enter_context(Consumers(self._finished, passes, run_as))
             if self.recorder is not None or self.recompute:
                 opening.enter_context(intercepted(self._called))
             self._watch = None if self.observer is None else self.observer.begin()
@@ -266,6 +268,11 @@ class Saving:
             return recomputed(module, call, args, kwargs, begin)
         finally:
             begin()
+
+    def _run_as(self, call: Call) -> Callable[..., Any]:
+        """The function to run for a call."""
+        run = direct(call)
+        return run if run is call.func or self._is_asked() else call.func
 
     def _is_asked(self) -> bool:
         """Whether what is saved now comes to this context: nobody else's hooks lie over its own."""

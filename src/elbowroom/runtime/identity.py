@@ -161,10 +161,10 @@ def is_made_of_parameters(x: Tensor) -> bool:
         return False
     waiting, seen, scaled, sizes = [x.grad_fn], 0, False, set()
     while waiting:
+        if seen + len(waiting) > _DEEPEST_PARAMETER_GRAPH:
+            return False
         node = waiting.pop()
         seen += 1
-        if seen > _DEEPEST_PARAMETER_GRAPH:
-            return False
         name = node.name()
         if name == "torch::autograd::AccumulateGrad":
             leaf = node.variable  # type: ignore[attr-defined]
@@ -179,7 +179,7 @@ def is_made_of_parameters(x: Tensor) -> bool:
             if not name.startswith(_SCALES):
                 return False
             scaled = True
-        waiting += edges
+        waiting += reversed(edges)  # data first: most graphs are soon seen to be too large
     return not scaled or x.numel() in sizes
 
 

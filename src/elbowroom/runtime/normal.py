@@ -31,12 +31,12 @@ class Statistics:
     def normalize(self, *, keep_zeros: bool) -> Affine:
         """x -> (x - mean) * rstd."""
         scale = self._scale(keep_zeros)
-        shift = torch.zeros_like(scale) if keep_zeros else -_flat(self.mean) * scale
+        shift = torch.zeros_like(scale) if keep_zeros else (_flat(self.mean) * scale).neg_()
         return Affine(scale, shift, self.inner)
 
     def undo(self, *, keep_zeros: bool) -> Affine:
         """y -> y / rstd + mean."""
-        scale = 1 / self._scale(keep_zeros)
+        scale = self._scale(keep_zeros).reciprocal()
         shift = torch.zeros_like(scale) if keep_zeros else _flat(self.mean)
         return Affine(scale, shift, self.inner)
 
@@ -44,6 +44,20 @@ class Statistics:
         rstd = _flat(self.rstd)
         # Where zeros matter, no channel is made smaller: nothing else may become a zero.
         return rstd / rstd.min() if keep_zeros else rstd
+
+
+@dataclass(frozen=True)
+class Normalized:
+    """What was encoded in place of x: (x - mean) * rstd, or, where zeros matter, scaled alone."""
+
+    statistics: Statistics
+    keep_zeros: bool
+
+    def normalize(self) -> Affine:
+        return self.statistics.normalize(keep_zeros=self.keep_zeros)
+
+    def undo(self) -> Affine:
+        return self.statistics.undo(keep_zeros=self.keep_zeros)
 
 
 def _flat(statistic: Tensor) -> Tensor:

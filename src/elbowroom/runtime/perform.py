@@ -1,7 +1,6 @@
 """An action becomes a handle: the only place that matches on actions."""
 
 from collections.abc import Callable
-from functools import partial
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from elbowroom.runtime.handles import (
     OffloadHandle,
     RebuildHandle,
 )
-from elbowroom.runtime.normal import Statistics
+from elbowroom.runtime.normal import Normalized, Statistics
 from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.tiers import tier_for
@@ -48,10 +47,9 @@ def perform(
         case Encode(codec, facts):
             if statistics is None or codec.lossless or facts.error_bound is not None:
                 return EncodeHandle(codec.encode(base, seed, facts), base, on_outlived)
-            normalize = statistics.normalize(keep_zeros=facts.has_zeros)
-            undo = partial(statistics.undo, keep_zeros=facts.has_zeros)
-            encoded = codec.encode(base, seed, facts, normalize)
-            return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else undo)
+            normal = Normalized(statistics, facts.has_zeros)
+            encoded = codec.encode(base, seed, facts, normal.normalize())
+            return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else normal)
         case Rebuild():
             assert ready is not None
             if need is Need.EXACT or not ready.works_lossy:

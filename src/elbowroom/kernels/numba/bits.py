@@ -26,6 +26,11 @@ def unpack_bits(bits: Tensor, value: float, out: Tensor) -> None:
     _unpack(array(bits), one, array(out, words))
 
 
+def masked(x: Tensor, bits: Tensor, out: Tensor) -> None:
+    words = _WORDS[x.element_size()]
+    _masked(array(x, words), array(bits), array(out, words))
+
+
 def _magnitudes(x: Tensor) -> tuple[np.ndarray[Any, Any], Any]:
     """x as integers, and a mask that drops the sign of a float, so that -0.0 is zero."""
     words = array(x, _WORDS[x.element_size()])
@@ -97,6 +102,20 @@ def _unpack(bits, one, out):
             part = out[first:last]
             for o in range(part.shape[0]):
                 part[o] = one & b_flag[o]
+
+
+@parallel
+def _masked(x, bits, out):
+    N = out.shape[0]
+    T = (N + TILE - 1) // TILE
+    for i_c in prange((T + CHUNK - 1) // CHUNK):
+        b_flag = np.empty(TILE, np.int8)
+        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
+            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
+            unpack_flags(bits[first // 8 : (last + 7) // 8], b_flag)
+            part, source = out[first:last], x[first:last]
+            for o in range(part.shape[0]):
+                part[o] = source[o] & b_flag[o]
 
 
 BELOW = np.array(  # a byte of bits -> in byte k of the result, how many bits are set below bit k

@@ -50,6 +50,15 @@ _forked = False
 _safe_layer: bool | None = None  # None until numba has chosen its layer, at the first parallel loop
 
 
+class _Pool(threading.local):
+    """How many threads this one has asked numba for: to ask anew at each call takes 20 us."""
+
+    threads = 0
+
+
+_pool = _Pool()
+
+
 def _after_fork() -> None:
     global _forked, _lock
     _forked, _lock = True, threading.Lock()
@@ -69,7 +78,9 @@ def parallel(loop: Callable[..., Any]) -> Callable[..., None]:
         if _forked or threads == 1 or _is_small(args):
             serial(*args)
             return
-        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        if threads != _pool.threads:
+            numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+            _pool.threads = threads
         if _safe_layer:
             threaded(*args)
         else:

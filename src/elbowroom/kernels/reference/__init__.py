@@ -4,6 +4,7 @@ Short enough to be believed by eye.
 """
 
 from elbowroom.kernels.reference.affine import affine as affine
+from elbowroom.kernels.reference.bits import masked as masked
 from elbowroom.kernels.reference.bits import pack_bits as pack_bits
 from elbowroom.kernels.reference.bits import unpack_bits as unpack_bits
 from elbowroom.kernels.reference.comet import comet_dequantize as comet_dequantize
@@ -22,6 +23,7 @@ from elbowroom.kernels.reference.group import group_quantize as group_quantize
 from elbowroom.kernels.reference.narrow import narrow as narrow
 from elbowroom.kernels.reference.nonzero import nonzero_dequantize as nonzero_dequantize
 from elbowroom.kernels.reference.nonzero import nonzero_quantize as nonzero_quantize
+from elbowroom.kernels.reference.norm_backward import dither_norm_backward as dither_norm_backward
 from elbowroom.kernels.reference.places import places_pack as places_pack
 from elbowroom.kernels.reference.places import places_unpack as places_unpack
 from elbowroom.kernels.reference.sided import sided_dequantize as sided_dequantize

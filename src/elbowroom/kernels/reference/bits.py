@@ -16,6 +16,11 @@ def unpack_bits(bits: Tensor, value: float, out: Tensor) -> None:
     out.zero_().masked_fill_(flags(bits, out.numel()), value)
 
 
+def masked(x: Tensor, bits: Tensor, out: Tensor) -> None:
+    """x [N], bits [ceil(N / 8)] uint8 -> out [N]: x where the bit is set, +0 elsewhere."""
+    torch.where(flags(bits, x.numel()), x, x.new_zeros(()), out=out)
+
+
 def flags(bits: Tensor, numel: int) -> Tensor:
     """bits [ceil(numel / 8)] uint8 -> [numel] bool."""
     return ((bits[:, None] >> torch.arange(8, device=bits.device)) & 1).view(-1)[:numel] != 0

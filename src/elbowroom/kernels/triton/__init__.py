@@ -5,6 +5,7 @@ tests.
 """
 
 from elbowroom.kernels.triton.affine import affine as affine
+from elbowroom.kernels.triton.bits import masked as masked
 from elbowroom.kernels.triton.bits import pack_bits as pack_bits
 from elbowroom.kernels.triton.bits import unpack_bits as unpack_bits
 from elbowroom.kernels.triton.comet import comet_dequantize as comet_dequantize

@@ -52,3 +52,18 @@ def _unpack(p_bits, p_out, N, one, R: tl.constexpr):
     b_byte = tl.load(p_bits + o_b, mask=o_b * 8 < N, other=0).to(tl.int32)
     b_flag = (b_byte[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
     tl.store(p_out + o_x, tl.where(b_flag != 0, one, 0).to(p_out.dtype.element_ty), mask=o_x < N)
+
+
+def masked(x: Tensor, bits: Tensor, out: Tensor) -> None:
+    words = _WORDS[x.element_size()]
+    launch(_masked, tiles(x.numel()), x.view(words), bits, out.view(words), x.numel())
+
+
+@triton.jit
+def _masked(p_x, p_bits, p_out, N, R: tl.constexpr):
+    i_t, _ = program_tiles(N, R)
+    o_b, o_x = byte_elements(i_t)
+    b_byte = tl.load(p_bits + o_b, mask=o_b * 8 < N, other=0).to(tl.int32)
+    b_flag = (b_byte[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+    b_x = tl.load(p_x + o_x, mask=(o_x < N) & (b_flag != 0), other=0)
+    tl.store(p_out + o_x, b_x, mask=o_x < N)

@@ -12,7 +12,7 @@ from torch import Tensor
 from elbowroom.codecs import Affine, Encoded
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
-from elbowroom.runtime.normal import flat_of
+from elbowroom.runtime.normal import Normalized, Statistics, flat_of
 from elbowroom.runtime.weak import WeakStorage
 from elbowroom.runtime.witness import counted, witness_of
 
@@ -23,10 +23,10 @@ class EncodeHandle:
     __slots__ = (
         "_encoded",
         "_nbytes",
+        "_normal",
         "_offset",
         "_original",
         "_restored",
-        "_undo",
         "_version",
         "_witness",
         "on_outlived",
@@ -37,11 +37,11 @@ class EncodeHandle:
         encoded: Encoded,
         base: Tensor,
         on_outlived: Callable[[], None] | None = None,
-        undo: Callable[[], Affine] | None = None,
+        normal: Normalized | None = None,
     ) -> None:
-        """undo: what makes of the decoded tensor the one that was saved."""
+        """normal: what the code stands for, if that is not base itself."""
         self._encoded = encoded
-        self._undo = undo
+        self._normal = normal
         self._offset = base.storage_offset()
         self._original = WeakStorage(base)
         self._witness = witness_of(base)
@@ -74,19 +74,26 @@ class EncodeHandle:
             if seen is not None:
                 return seen
         flat = self._room()
-        x = self._encoded.decode(flat, None if self._undo is None else self._undo())
+        x = self._encoded.decode_own(flat, None if self._normal is None else self._normal.undo())
         if not private and not ARENA.owns(flat):
             self._restored = WeakStorage(x), witness_of(x), x._version
         return x
 
     def restore_mapped(self, affine: Affine, bits: Tensor | None) -> Tensor:
         """affine(x), and 0 where a bit is not set: by one pass, in memory that nobody else sees."""
-        both = affine if self._undo is None else self._undo().then(affine)
+        both = affine if self._normal is None else self._normal.undo().then(affine)
         if both is not None:
-            return self._encoded.decode(self._room(), both, bits)
+            return self._encoded.decode_own(self._room(), both, bits)
         x = self.restore(private=True)
         affine.in_place(flat_of(x), bits)
         return x
+
+    def normalized(self) -> tuple[Encoded, Statistics] | None:
+        """The code, if it stands for (x - mean) * rstd, and these; None if x itself is there."""
+        normal = self._normal
+        if normal is None or normal.keep_zeros or self._still_there() is not None:
+            return None
+        return self._encoded, normal.statistics
 
     def _room(self) -> Tensor:
         encoded = self._encoded

@@ -1,0 +1,194 @@
+"""Backward of a batch norm on the code of its input (specification: `reference/norm_backward.py`).
+
+The first pass decodes each tile into the cache, takes the sums, and leaves it where the gradient
+will be; the second makes the gradient of it in place. So the restored input is no tensor of its
+own, and is read once.
+
+Sums are taken in float32 over what a tile has of a channel, then in float64, in the same order
+however many threads there are.
+"""
+
+import numba
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from elbowroom.kernels.layout import tiles
+from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, unpack
+from elbowroom.kernels.numba.compiled import TILE, f32, jit, u8
+from elbowroom.kernels.numba.dither import grid
+from elbowroom.kernels.numba.grids import dequantize
+from elbowroom.kernels.numba.launch import array, parallel, patterns, split_seed, words
+from elbowroom.kernels.numba.noise import draw, tile_key
+from elbowroom.kernels.numba.rounding import from_float, target, to_float
+
+_MOST_ITEMS = 64  # work items, each of which has sums of its own for every channel
+_EACH = 16  # tiles a work item, at the least
+# A sum over floats is a vector loop only if its order may change. NaN and Inf mean what they do.
+_summing = numba.njit(
+    cache=True, error_model="numpy", nogil=True, fastmath={"reassoc", "nsz", "contract"}
+)
+
+
+def dither_norm_backward(
+    grad: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    bounds: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    factor: Tensor,
+    inner: int,
+    out: Tensor,
+) -> tuple[Tensor, Tensor]:
+    source = *words(grad), array(codes), array(ranges), patterns(bounds)
+    settings = *split_seed(seed), levels, group_size, inner
+    items = max(1, min(_MOST_ITEMS, -(-tiles(grad.numel()) // _EACH)))
+    sums = np.zeros((items, 2, len(factor)))
+    made = words(out)[0]
+    _sums(*source, *settings, made, sums)
+    both = torch.from_numpy(sums.sum(0))
+    count = grad.numel() / len(factor)
+    by_value, shift = (-both.float() / count * factor).flip(0)
+    _gradient(*source[:2], array(factor), array(by_value), array(shift), inner, made)
+    return both[1].float(), both[0].float()
+
+
+@_summing
+def _add_run(dy, x, sums, c):
+    total, product = f32(0), f32(0)
+    for o in range(dy.shape[0]):
+        total += dy[o]
+        product += dy[o] * x[o]
+    sums[0, c] += total
+    sums[1, c] += product
+
+
+@jit
+def _add_each(dy, x, total, product):
+    for o in range(dy.shape[0]):
+        total[o] += dy[o]
+        product[o] += dy[o] * x[o]
+
+
+@jit
+def _add_runs(dy, x, start, inner, sums):
+    n, C = x.shape[0], sums.shape[1]
+    first, last = 0, min(inner - start % inner, n)
+    c = (start // inner) % C
+    while first < n:
+        _add_run(dy[first:last], x[first:last], sums, c)
+        first, last = last, min(last + inner, n)
+        c = c + 1 if c + 1 < C else 0
+
+
+@jit
+def _add_neighbours(dy, x, start, sums, part):
+    """The same for inner = 1; part [2, C] float32 is scratch."""
+    n, C = x.shape[0], sums.shape[1]
+    c = start % C
+    rest = min((C - c) % C, n)
+    _add_each(dy[:rest], x[:rest], sums[0, c:], sums[1, c:])
+    R = (n - rest) // C
+    rows_dy = dy[rest : rest + R * C].reshape(R, C)
+    rows_x = x[rest : rest + R * C].reshape(R, C)
+    part[:] = f32(0)
+    for i in range(R):
+        for o in range(C):
+            part[0, o] += rows_dy[i, o]
+            part[1, o] += rows_dy[i, o] * rows_x[i, o]
+    for o in range(C):
+        sums[0, o] += part[0, o]
+        sums[1, o] += part[1, o]
+    _add_each(dy[rest + R * C :], x[rest + R * C :], sums[0], sums[1])
+
+
+@jit
+def _decode(codes, ranges, bounds, i_t, key, levels, S, b_code, b_u, b_low, b_step, values):
+    """values [n] <- tile i_t of what was encoded."""
+    n, first = values.shape[0], i_t * (TILE // S)
+    P = codes_nbytes(levels, TILE)
+    draw(key, b_u)
+    unpack(codes[i_t * P : i_t * P + codes_nbytes(levels, n)], levels, b_code[: n + SLACK])
+    grid(ranges[first : first + (n + S - 1) // S], bounds[i_t], levels, b_low, b_step)
+    dequantize(b_code, b_u, S, b_low, b_step, values)
+
+
+@parallel
+def _sums(grad, kind, codes, ranges, bounds, seed_low, seed_high, levels, S, inner, out, sums):
+    N = grad.shape[0]
+    T = (N + TILE - 1) // TILE
+    each = (T + sums.shape[0] - 1) // sums.shape[0]
+    for i_c in prange(sums.shape[0]):
+        b_x, b_dy, b_u = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE, f32)
+        b_code, part = np.empty(TILE + SLACK, u8), np.empty((2, sums.shape[2]), f32)
+        b_low, b_step = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
+        for i_t in range(i_c * each, min(i_c * each + each, T)):
+            start = i_t * TILE
+            n = min(TILE, N - start)
+            key = tile_key(i_t, seed_low, seed_high)
+            x = target(out[start : start + n], kind, b_x[:n])
+            _decode(codes, ranges, bounds, i_t, key, levels, S, b_code, b_u, b_low, b_step, x)
+            dy = to_float(grad[start : start + n], kind, b_dy[:n])
+            if inner == 1:
+                _add_neighbours(dy, x, start, sums[i_c], part)
+            else:
+                _add_runs(dy, x, start, inner, sums[i_c])
+            from_float(x, kind, out[start : start + n])
+
+
+@jit
+def _mix_run(y, dy, factor, by, shift):
+    for o in range(y.shape[0]):
+        y[o] = dy[o] * factor + (y[o] * by + shift)
+
+
+@jit
+def _mix_each(y, dy, factor, by, shift):
+    for o in range(y.shape[0]):
+        y[o] = dy[o] * factor[o] + (y[o] * by[o] + shift[o])
+
+
+@jit
+def _mix_runs(y, dy, start, inner, factor, by, shift):
+    n, C = y.shape[0], factor.shape[0]
+    first, last = 0, min(inner - start % inner, n)
+    c = (start // inner) % C
+    while first < n:
+        _mix_run(y[first:last], dy[first:last], factor[c], by[c], shift[c])
+        first, last = last, min(last + inner, n)
+        c = c + 1 if c + 1 < C else 0
+
+
+@jit
+def _mix_neighbours(y, dy, start, factor, by, shift):
+    n, C = y.shape[0], factor.shape[0]
+    c = start % C
+    rest = min((C - c) % C, n)
+    _mix_each(y[:rest], dy[:rest], factor[c:], by[c:], shift[c:])
+    R = (n - rest) // C
+    rows, rows_dy = y[rest : rest + R * C].reshape(R, C), dy[rest : rest + R * C].reshape(R, C)
+    for i in range(R):
+        for o in range(C):
+            rows[i, o] = rows_dy[i, o] * factor[o] + (rows[i, o] * by[o] + shift[o])
+    _mix_each(y[rest + R * C :], dy[rest + R * C :], factor, by, shift)
+
+
+@parallel
+def _gradient(grad, kind, factor, by, shift, inner, out):
+    """out <- factor * grad + by * out + shift, by channel."""
+    N = grad.shape[0]
+    T = (N + TILE - 1) // TILE
+    for i_c in prange((T + _EACH - 1) // _EACH):
+        b_x, b_dy = np.empty(TILE, f32), np.empty(TILE, f32)
+        for i_t in range(i_c * _EACH, min(i_c * _EACH + _EACH, T)):
+            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
+            y = to_float(out[first:last], kind, b_x[: last - first])
+            dy = to_float(grad[first:last], kind, b_dy[: last - first])
+            if inner == 1:
+                _mix_neighbours(y, dy, first, factor, by, shift)
+            else:
+                _mix_runs(y, dy, first, inner, factor, by, shift)
+            from_float(y, kind, out[first:last])

@@ -1,0 +1,52 @@
+"""Backward on what is held: some ops need no restored tensor.
+
+    op           what is held        backward reads
+    relu         a bit an element    the bits
+    batch_norm   a dithered code     the code, tile by tile
+
+A restored tensor is written once and read once or twice, by an op that does little with it; on a
+CPU its memory is often fresh, too, and costs more than decoding. So inside a context these ops run
+as a node of ours: forward by the very kernel of torch, backward on the bits or the code. Where that
+is not possible (what was saved is kept, is asked for with `create_graph`, has other strides than
+the gradient) the node restores it, and calls torch's own backward.
+
+It is not done where others read what an op saves: under somebody else's hooks (checkpointing counts
+the tensors), in a step that is written down or watched, in tracing and transforms.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.direct.batch_norm import batch_norm
+from elbowroom.runtime.direct.relu import relu, relu_
+from elbowroom.runtime.identity import untouchable
+
+_OPS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.relu: relu,
+    torch.relu: relu,
+    torch.relu_: relu_,
+    Tensor.relu: relu,
+    Tensor.relu_: relu_,
+    F.batch_norm: batch_norm,
+}
+
+
+def direct(call: Call) -> Callable[..., Any]:
+    """The function to run for this call: its own, or one with a backward on what is held."""
+    found = _OPS.get(call.func)
+    if found is None or not torch.is_grad_enabled():
+        return call.func
+    x = call.arg(0, "input")
+    if type(x) is not Tensor or not x.requires_grad or untouchable(x) or _is_transformed():
+        return call.func
+    return found
+
+
+def _is_transformed() -> bool:
+    """Whether forward is traced, or differentiated forwards: our nodes have no rule for that."""
+    return torch._C._is_tracing() or torch.autograd.forward_ad._current_level >= 0

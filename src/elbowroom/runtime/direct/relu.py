@@ -1,0 +1,65 @@
+"""ReLU, whose backward lets the gradient pass where a bit is set: the same bits as torch's.
+
+torch restores a tensor of zeros and ones, and reads it beside the gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from elbowroom.kernels import ops
+from elbowroom.plan import Need
+from elbowroom.runtime.direct.held import flat_like, view_of
+from elbowroom.runtime.handles import KeepHandle
+
+
+def relu(input: Tensor, inplace: bool = False) -> Tensor:
+    """As torch.nn.functional.relu."""
+    if inplace:
+        return relu_(input)
+    made: Tensor = _ReLU.apply(input, False)  # type: ignore[no-untyped-call]
+    return made
+
+
+def relu_(input: Tensor) -> Tensor:
+    """As torch.relu_."""
+    if input.is_leaf or input._is_view():  # autograd has rules of its own for these
+        return torch.relu_(input)
+    made: Tensor = _ReLU.apply(input, True)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _ReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
+        out = F.relu(x, inplace)
+        if inplace:
+            ctx.mark_dirty(x)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        direct = None if torch.is_grad_enabled() else _masked(ctx, grad)
+        if direct is None:
+            (out,) = ctx.saved_tensors
+            direct = torch.ops.aten.threshold_backward(grad, out, 0)
+        return direct, None
+
+
+def _masked(ctx: Any, grad: Tensor) -> Tensor | None:
+    """The gradient by the bits alone; None where there are none, or in another order."""
+    view = view_of(ctx, 0)
+    if view is None or view.need is not Need.MASK or view.slot.bits is None:
+        return None
+    if isinstance(view.slot.value, KeepHandle):
+        return None  # which knows whether it was changed meanwhile
+    flat = flat_like(grad, view)
+    if flat is None:
+        return None
+    made = torch.empty_like(flat)
+    ops.masked(flat, view.slot.bits, made)
+    return made.as_strided(grad.shape, grad.stride())

@@ -1,0 +1,404 @@
+"""Ops whose backward works on what is held: torch's own gradient, whatever comes their way."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import elbowroom as er
+from elbowroom.errors import RestoreError
+from elbowroom.runtime import direct as table
+from elbowroom.runtime.slot import View
+
+LEVELS = {"levels": 16, "min_nbytes": 0, "seed": 5}
+
+
+@pytest.fixture
+def restored(monkeypatch) -> list[tuple[int, ...]]:
+    """The shapes of all tensors that backward asked to be restored."""
+    shapes: list[tuple[int, ...]] = []
+    restore = View.restore
+
+    def noted(view: View) -> Tensor:
+        shapes.append(tuple(view.geometry.shape))
+        return restore(view)
+
+    monkeypatch.setattr(View, "restore", noted)
+    return shapes
+
+
+@pytest.fixture
+def by_restoring(monkeypatch):
+    """Nothing is direct any more."""
+
+    def switch() -> None:
+        monkeypatch.setattr(table, "_OPS", {})
+
+    return switch
+
+
+def drawn(*shape: int, seed: int = 0, **kind) -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x.to(**kind)
+
+
+# --- relu ---
+
+RELUS = {
+    "functional": F.relu,
+    "in place": lambda x: F.relu(x, inplace=True),
+    "torch": torch.relu,
+    "torch in place": torch.relu_,
+    "method": lambda x: x.relu(),
+    "method in place": lambda x: x.relu_(),
+    "module": nn.ReLU(),
+    "module in place": nn.ReLU(inplace=True),
+    "keyword": lambda x: F.relu(input=x),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("way", RELUS)
+def test_relu_gives_the_bits_of_torch_and_restores_nothing(way, dtype, restored):
+    x = drawn(3, 4, 10, 10, dtype=dtype)
+    x[0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), 0.0, -0.0])
+    grad = drawn(3, 4, 10, 10, seed=1, dtype=dtype)
+    grad[0, 0, 0], grad[0, 0, 1, :3] = -0.0, torch.tensor([float("nan"), float("inf"), -1.0])
+
+    def gradient(context) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        with context:
+            out = RELUS[way](leaf * 1)
+        out.backward(grad)
+        assert leaf.grad is not None
+        return leaf.grad
+
+    expected = gradient(nullcontext())
+    got = gradient(er.saving(min_nbytes=0))
+    assert not restored
+    assert got.isnan().equal(expected.isnan())
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    assert got.nan_to_num().view(words).equal(expected.nan_to_num().view(words))  # signs of zeros
+
+
+def test_relu_in_channels_last(restored):
+    x = drawn(3, 8, 10, 10).to(memory_format=torch.channels_last)
+    leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    with er.saving(min_nbytes=0):
+        out = F.relu(leaf * 1)
+    out.backward(torch.ones_like(out))
+    assert not restored
+    assert leaf.grad.equal((x > 0).float())
+    assert leaf.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("shape", ["expanded", "transposed", "sliced"])
+def test_relu_under_a_gradient_of_another_layout(shape, restored):
+    leaf = drawn(6, 6).requires_grad_()
+    grad = {
+        "expanded": torch.ones(1).expand(6, 6),
+        "transposed": drawn(6, 6, seed=2).T,
+        "sliced": drawn(6, 12, seed=2)[:, ::2],
+    }[shape]
+    with er.saving(min_nbytes=0):
+        out = F.relu(leaf * 1)
+    out.backward(grad)
+    assert leaf.grad.equal(torch.where(leaf > 0, grad, 0.0))
+    assert restored  # it was done the other way
+
+
+def test_relu_that_changes_a_part_of_a_tensor():
+    leaf = drawn(6, 6).requires_grad_()
+
+    def gradient(context) -> Tensor:
+        leaf.grad = None
+        with context:
+            whole = leaf * 1
+            F.relu(whole[:, 2:4], inplace=True)
+            loss = (whole * whole).sum()
+        loss.backward()
+        return leaf.grad.clone()
+
+    assert gradient(er.saving(min_nbytes=0)).equal(gradient(nullcontext()))
+
+
+def test_relu_of_a_leaf_in_place_is_torchs_error():
+    leaf = drawn(6, 6).requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable"), er.saving(min_nbytes=0):
+        torch.relu_(leaf)
+
+
+def test_a_changed_output_of_relu_does_not_change_its_gradient():
+    """torch refuses it; the bits stand for what was saved."""
+    leaf = drawn(6, 6).requires_grad_()
+    with er.saving(min_nbytes=0):
+        out = F.relu(leaf * 1)
+        out.mul_(-1)
+    out.sum().backward()
+    assert leaf.grad.equal(-(leaf > 0).float())
+
+
+# --- batch norm ---
+
+
+def normed(x: Tensor, norm: nn.Module, context, grad: Tensor | None = None) -> list[Tensor]:
+    """The gradients of x, weight, bias."""
+    leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    norm.zero_grad()
+    with context:
+        out = norm(leaf * 1)
+    out.backward(drawn(*x.shape, seed=3, dtype=x.dtype).to(out) if grad is None else grad)
+    return [leaf.grad, *(p.grad for p in norm.parameters())]
+
+
+SHAPES = {
+    "1-D": ((40, 6), nn.BatchNorm1d),
+    "1-D maps": ((5, 6, 30), nn.BatchNorm1d),
+    "2-D": ((5, 6, 11, 13), nn.BatchNorm2d),
+    "2-D channels last": ((5, 6, 11, 13), nn.BatchNorm2d),
+    "3-D": ((3, 6, 5, 6, 7), nn.BatchNorm3d),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHAPES)
+def test_batch_norm_on_the_code_is_batch_norm_on_the_restored(name, dtype, restored, by_restoring):
+    shape, kind = SHAPES[name]
+    norm = kind(6)  # weights in float32, whatever the input is
+    nn.init.uniform_(norm.weight, 0.5, 2)
+    x = (drawn(*shape) * 3 + 1).to(dtype)
+    if "last" in name:
+        x = x.to(memory_format=torch.channels_last)
+    grad = torch.empty_like(x).copy_(drawn(*shape, seed=3))
+    found = normed(x, norm, er.saving("dither", **LEVELS), grad)
+    assert tuple(shape) not in restored
+    running = norm.running_mean.clone(), norm.running_var.clone(), norm.num_batches_tracked.clone()
+    by_restoring()
+    norm.reset_running_stats()
+    expected = normed(x, norm, er.saving("dither", **LEVELS), grad)
+    assert tuple(shape) in restored
+    assert all(map(torch.equal, running, norm.buffers()))
+    for got, wanted in zip(found, expected, strict=True):
+        assert (got.dtype, got.stride()) == (wanted.dtype, wanted.stride())
+        torch.testing.assert_close(got, wanted, **tolerance(dtype))
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 0.03, "atol": 0.03}
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(6, affine=False),
+        nn.BatchNorm2d(6, track_running_stats=False),
+        nn.BatchNorm2d(6, momentum=None),
+        nn.BatchNorm2d(6, eps=0.1, momentum=0.5),
+        nn.SyncBatchNorm(6).eval(),
+        nn.BatchNorm2d(6).double(),
+        nn.BatchNorm2d(6).eval(),
+    ],
+    ids=["no weights", "no statistics", "cumulative", "other numbers", "sync", "double", "eval"],
+)
+def test_batch_norm_of_any_kind_is_torchs_in_exact_mode(norm):
+    x = drawn(5, 6, 7, 7).to(next(norm.buffers(), torch.zeros(0)).dtype)
+    state = [b.clone() for b in norm.buffers()]
+    expected = normed(x, norm, nullcontext())
+    after = [b.clone() for b in norm.buffers()]
+    for buffer, before in zip(norm.buffers(), state, strict=True):
+        buffer.copy_(before)
+    found = normed(x, norm, er.saving(min_nbytes=0))
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, norm.buffers(), after))
+    if not x.dtype.is_floating_point or x.dtype is torch.float64:
+        return
+    lossy = normed(x, norm, er.saving("dither", levels=256, min_nbytes=0))
+    for got, wanted in zip(lossy, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0.1, atol=0.1)
+
+
+def test_one_input_of_two_norms():
+    """The code is normalized by the first one's statistics; eps sets the second one's apart."""
+    x, norms = drawn(8, 6, 9, 9), [nn.BatchNorm2d(6), nn.BatchNorm2d(6, eps=3.0)]
+
+    def gradients(context) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        for norm in norms:
+            norm.zero_grad()
+        with context:
+            h = leaf * 1
+            loss = sum((norm(h) * drawn(*x.shape, seed=i)).sum() for i, norm in enumerate(norms))
+        loss.backward()
+        return [leaf.grad, *(p.grad for norm in norms for p in norm.parameters())]
+
+    for got, wanted in zip(
+        gradients(er.saving("dither", levels=256, min_nbytes=0)),
+        gradients(nullcontext()),
+        strict=True,
+    ):
+        assert (got - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_an_input_that_is_not_finite():
+    x, norm = drawn(5, 6, 7, 7), nn.BatchNorm2d(6)
+    x[0, 2, 0, 0] = float("inf")
+    expected = normed(x, norm, nullcontext())
+    for got, wanted in zip(normed(x, norm, er.saving("dither", **LEVELS)), expected, strict=True):
+        assert got.isnan().equal(wanted.isnan())
+
+
+def test_an_input_that_somebody_holds_is_used_as_it_is(restored):
+    x, norm = drawn(5, 6, 7, 7).requires_grad_(), nn.BatchNorm2d(6)
+    expected = normed(x.detach(), norm, nullcontext())
+    norm.zero_grad()
+    with er.saving("dither", **LEVELS):
+        held = x * 1
+        out = norm(held)
+    out.backward(drawn(5, 6, 7, 7, seed=3))
+    assert x.grad.equal(expected[0])
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
+def test_frozen_parameters(frozen):
+    norm = nn.BatchNorm2d(6)
+    for name, p in norm.named_parameters():
+        p.requires_grad_(frozen not in (name, "both"))
+    found = normed(drawn(5, 6, 7, 7), norm, er.saving("dither", levels=256, min_nbytes=0))
+    expected = normed(drawn(5, 6, 7, 7), norm, nullcontext())
+    for got, wanted in zip(found, expected, strict=True):
+        assert (got is None) == (wanted is None)
+        assert got is None or (got - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_a_changed_weight_is_an_error():
+    norm, x = nn.BatchNorm2d(6), drawn(5, 6, 7, 7).requires_grad_()
+    with er.saving("dither", **LEVELS):
+        out = norm(x * 1)
+    with torch.no_grad():
+        norm.weight.mul_(2)
+    with pytest.raises(RestoreError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_one_value_for_a_channel_is_torchs_error():
+    with pytest.raises(ValueError, match="more than 1 value"), er.saving(min_nbytes=0):
+        nn.BatchNorm1d(4)(drawn(1, 4).requires_grad_())
+
+
+# --- both ---
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+    )
+
+
+def gradients(model: nn.Module, context, x: Tensor, **backward) -> list[Tensor]:
+    model.zero_grad()
+    with context:
+        loss = model(x).square().mean()
+    loss.backward(**backward)
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_twice_through_one_graph():
+    model, x = net(), drawn(4, 3, 12, 12)
+    with er.saving("dither", **LEVELS):
+        loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    for p, first in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(p.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_second_derivatives_are_those_of_torch():
+    x = drawn(4, 3, 12, 12)
+
+    def penalty(context) -> list[Tensor]:
+        model = net()
+        leaf = x.clone().requires_grad_()
+        with context:
+            loss = model(leaf).pow(3).mean()
+        (slope,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        slope.square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for got, wanted in zip(penalty(er.saving(min_nbytes=0)), penalty(nullcontext()), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_inside_a_checkpoint_torchs_own_ops_run():
+    """Checkpointing counts what is saved, and runs forward again outside the context."""
+    model, x = net(), drawn(4, 3, 12, 12)
+
+    class Checkpointed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(model, x, use_reentrant=False)
+
+    expected = gradients(model, nullcontext(), x)
+    again = Checkpointed()
+    model.zero_grad()
+    with er.saving(min_nbytes=0):
+        loss = again(x).square().mean()
+    loss.backward()
+    assert all(p.grad.equal(wanted) for p, wanted in zip(model.parameters(), expected, strict=True))
+
+
+def test_under_hooks_of_somebody_else():
+    model, x, seen = net(), drawn(4, 3, 12, 12), []
+    with (
+        er.saving(min_nbytes=0),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t),
+    ):
+        loss = model(x).square().mean()
+    loss.backward()
+    assert seen
+    expected = gradients(net(), nullcontext(), x)
+    assert all(p.grad.equal(wanted) for p, wanted in zip(model.parameters(), expected, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # of a tracer that torch has given up
+def test_forward_mode_and_vmap_and_tracing():
+    x = drawn(5, 6, 7, 7)
+    with er.saving(min_nbytes=0), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.clone().requires_grad_(), torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(F.relu(dual * 1)).tangent
+    assert tangent.equal((x > 0).float())
+    with er.saving(min_nbytes=0):
+        assert torch.vmap(F.relu)(x.requires_grad_() * 1).equal(x.relu())
+        traced = torch.jit.trace(F.relu, x.detach().requires_grad_() * 1, check_trace=False)
+    assert traced(-x).equal((-x).relu())
+
+
+def test_memory_is_flat_and_what_is_held_dies_with_the_graph():
+    import gc
+    import weakref
+
+    model, x = net(), drawn(4, 3, 12, 12)
+    with er.saving("dither", **LEVELS) as saved:
+        out = model(x)
+    node = weakref.ref(out.grad_fn)
+    assert saved.ledger.held_nbytes > 0
+    del out
+    gc.collect()
+    assert node() is None
+    assert saved.ledger.held_nbytes == 0
+
+
+def test_a_fitted_model_uses_it_too_and_stays_exact(restored):
+    model, x = net(), drawn(16, 3, 40, 40)
+    expected = gradients(model, nullcontext(), x)
+    fitted = er.fit(net(), budget="64 MiB", exact=True)
+    for _ in range(4):
+        found = gradients(fitted, nullcontext(), x)
+    assert all(map(torch.equal, found, expected))
+    er.release(fitted)
