@@ -215,6 +215,7 @@ def result(
 ) -> dict[str, Any]:
     rows = rows_with_losses(found, runs)
     batch = settings["bytes and times"].rpartition(", ")[2]
+    pairs = min(row["time"]["pairs"] for row in found.values())
     head = [
         *("training", "weights + masters + states + gradients", "bytes a parameter"),
         *("one line", "less", f"peak of {batch}, MiB", "less", "step / plain"),
@@ -224,7 +225,7 @@ def result(
         "name": NAME,
         "claim": __doc__.splitlines()[0],
         **known,
-        "n": f"{min(row['n'] for row in rows)} paired seeds",
+        "n": f"{min(row['n'] for row in rows)} paired seeds, {pairs} pairs of steps",
         "settings": settings,
         "found": found,
         "runs": runs,
