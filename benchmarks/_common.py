@@ -34,6 +34,7 @@ import elbowroom
 from elbowroom.measure import Paired
 
 RESULTS = Path(__file__).parent / "results"
+INSTALL = "pip install -c constraints.txt -r benchmarks/requirements.txt"
 _SWITCHES = ("OMP_", "KMP_", "GOMP_", "MKL_", "NUMBA_", "MALLOC_", "LD_PRELOAD", "ONEDNN_")
 _START_S = time.perf_counter()
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from _common import INSTALL
 from torch import Tensor
 
 from elbowroom.codecs.base import Buffers, Codec, Encoded, Expected, Layout
@@ -164,7 +165,7 @@ def _installed(peer: type[Peer]) -> bool:
 _ALL: tuple[type[Peer], ...] = (Sz3, Zfp, Prequant)
 PEERS = tuple(peer for peer in _ALL if _installed(peer))
 MISSING = tuple(
-    f"{peer.package} is not installed, so {peer.__name__} has no row: pip install -e '.[bench]'"
+    f"{peer.package} is not installed, so {peer.__name__} has no row: {INSTALL}"
     for peer in _ALL
     if peer not in PEERS
 )

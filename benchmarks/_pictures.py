@@ -1,9 +1,9 @@
-"""How every picture is opened and saved. Needs matplotlib (pip install -e '.[bench]')."""
+"""How every picture is opened and saved. Needs matplotlib (benchmarks/requirements.txt)."""
 
 from pathlib import Path
 from typing import Any
 
-from _common import tell
+from _common import INSTALL, tell
 
 
 def pyplot() -> Any | None:
@@ -11,7 +11,7 @@ def pyplot() -> Any | None:
     try:
         import matplotlib
     except ImportError:
-        tell("matplotlib is not installed, so there is no picture: pip install -e '.[bench]'")
+        tell(f"matplotlib is not installed, so there is no picture: {INSTALL}")
         return None
     matplotlib.use("Agg")
     from matplotlib import pyplot

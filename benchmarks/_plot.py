@@ -2,9 +2,9 @@
 
     ./scripts/bench _plot FILE.json        draws FILE.png again from a result
 
-Needs matplotlib (pip install -e '.[bench]'); without it there is no picture. A label stands at the
-end of its line, moved up or down until none lies on another. Rows that change no gradient have no
-place on a logarithmic axis.
+Needs matplotlib (benchmarks/requirements.txt); without it there is no picture. A label stands at
+the end of its line, moved up or down until none lies on another. Rows that change no gradient have
+no place on a logarithmic axis.
 """
 
 import json

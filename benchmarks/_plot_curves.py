@@ -3,7 +3,7 @@
     ./scripts/bench _plot_curves FILE.json        draws FILE.png again from a result
 
 A panel for each network and beta2; each line a mean over paired seeds; shaded is the noise of the
-final loss under another order of batches. Needs matplotlib (pip install -e '.[bench]').
+final loss under another order of batches. Needs matplotlib (benchmarks/requirements.txt).
 """
 
 import json

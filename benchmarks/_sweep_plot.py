@@ -2,7 +2,7 @@
 
     ./scripts/bench _sweep_plot FILE.json        draws FILE.png again from a result
 
-Needs matplotlib (pip install -e '.[bench]'); without it there is no picture.
+Needs matplotlib (benchmarks/requirements.txt); without it there is no picture.
 """
 
 import json

@@ -7,7 +7,7 @@ benchmarks/_training.py has them: bits by the allocator, over all that autograd 
 scales, masks, statistics and what no code could take. The columns on activations are those of
 benchmarks/_offline.py. ReLU's masks are bits in every row. Rivals: groups (ActNN, GACT), division
 (DIVISION), rounding to a bound (COMET), fp8, and SZ3, zfp and blosc2 where they are installed
-(pip install -e '.[bench]').
+(benchmarks/requirements.txt).
 
 front: no other row has fewer bits at no more gErr2, nor less gErr2 at no more bits; "of unbiased":
 no other row whose bias^2 is below half of its gErr2 has. Rows that change no gradient are on none.
