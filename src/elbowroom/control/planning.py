@@ -27,11 +27,11 @@ that size is measured. If no such plan fits, all is learned again, from steps of
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from elbowroom.control import looking
 from elbowroom.control.fitted import FittedSaving
+from elbowroom.control.making import Making
 from elbowroom.control.measurement import Measurement
 from elbowroom.control.owned import Owned
 from elbowroom.control.refusal import refusal
@@ -44,7 +44,6 @@ from elbowroom.measure.recorder import StepRecorder
 from elbowroom.measure.recording import Recording
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
 from elbowroom.plan.ladder import choose
-from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import with_backward
@@ -54,7 +53,6 @@ from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
-_CAREFUL = 0.03  # of what is not static is left free by a plan that was not measured, if it can be
 _SAFE = 6
 # What a rehearsal tries: exact or lossy, and how many largest tensors backward takes beside what is
 # held (rehearsal.py).
@@ -169,6 +167,10 @@ class Planning:
         return self.largest.numel / self._profiled.numel if self.profile is not None else 1.0
 
     @property
+    def _making(self) -> Making:
+        return Making(self.terms, self._ratio, self._margin_nbytes)
+
+    @property
     def recompute(self) -> frozenset[str]:
         """Modules whose forward runs again in backward."""
         return frozenset() if self.plan is None else self.plan.recompute
@@ -208,12 +210,12 @@ class Planning:
         born = self.stock.unborn_gradient_nbytes, self.stock.unborn_state_nbytes
         for exact, transients in _TRIES[self.terms.exact]:
             self.profile = with_backward(seen, *born, transients)
-            plan = self._plan_for(self.profile, 0, exact=exact)
+            plan = self._making.plan_for(self.profile, 0, exact=exact)
             if plan is not None:
                 self._follow(plan, self.profile)
                 self.rehearsed, self.outgrown = True, False
                 return
-        self._make_plan(with_backward(seen, *born, _SAFE), 0, exact=self.terms.exact)
+        self._making.make(with_backward(seen, *born, _SAFE), 0, exact=self.terms.exact)
 
     def allowed_nbytes(self, largest_nbytes: int) -> int:
         """What may be held for backward; as long as nothing is measured, a guess for the rest."""
@@ -321,14 +323,8 @@ class Planning:
         self._plan(self.profile)
 
     def _plan(self, profile: Profile) -> None:
-        margin, budget_nbytes = self._margin_nbytes, self.terms.budget_nbytes
-        careful = margin + int(_CAREFUL * (budget_nbytes - profile.static))
         try:
-            plan = (
-                (self.terms.exact is None and self._exact_plan(profile, careful, margin))
-                or self._plan_for(profile, careful, exact=self.terms.exact)
-                or self._make_plan(profile, margin, exact=self.terms.exact)
-            )
+            plan = self._making.best_plan(profile)
         except BudgetTooSmall as error:
             if self.now != self.largest or self._ratio > 1:  # scaled: no ground to refuse
                 self._start_over()
@@ -338,7 +334,7 @@ class Planning:
                 self._replace_rehearsal(profile, error)
                 return
             self.plan = None
-            if profile.peak > budget_nbytes:
+            if profile.peak > self.terms.budget_nbytes:
                 raise
             self.settled = True  # the uniform rung has been seen to fit
             return
@@ -370,27 +366,6 @@ class Planning:
         self.plan = plan
         other = plan.peak + self._margin_nbytes - profile.static - plan.held_nbytes
         self._transient_nbytes = max(0, other)
-
-    def _exact_plan(self, profile: Profile, *margins: int) -> Plan | None:
-        """Rather exact with less left free than lossy."""
-        plans = (self._plan_for(profile, margin, exact=True) for margin in margins)
-        return next((plan for plan in plans if plan is not None), None)
-
-    def _plan_for(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan | None:
-        try:
-            return self._make_plan(profile, margin, exact=exact)
-        except BudgetTooSmall:
-            return None
-
-    def _make_plan(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan:
-        budget_nbytes, ratio, static = self.terms.budget_nbytes, self._ratio, profile.static
-        noise = None if profile.noise is None else self.terms.noise  # no ground to refuse before
-        make = partial(make_plan, profile, exact=exact, offload=self.terms.offload, noise=noise)
-        if ratio == 1:
-            return make(budget_nbytes, margin=margin)
-        smaller = static + int((budget_nbytes - margin - static) / ratio)
-        plan = make(smaller)
-        return plan.grown(ratio, static, budget_nbytes)
 
     def _verify(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
         """A step under the plan was measured."""
@@ -464,7 +439,7 @@ class Planning:
             return False
         self._was_watched = True
         margin = self._margin_nbytes + looking.room_nbytes(self.plan)
-        watched = self._plan_for(self.profile, margin, exact=self.terms.exact)
+        watched = self._making.plan_for(self.profile, margin, exact=self.terms.exact)
         if watched is None:
             looking.say_unknown(self.terms, "the budget leaves no room to look")
             return False
@@ -483,7 +458,7 @@ class Planning:
         shares, self.meter = shares_of(self.meter.table), None
         self.profile, self._rounds = replace(self.profile, noise=shares), 0
         if self.terms.noise is not None:  # what is refused now must not fall back to a rung
-            self._make_plan(self.profile, self._margin_nbytes, exact=self.terms.exact)
+            self._making.make(self.profile, self._margin_nbytes, exact=self.terms.exact)
         self._plan(self.profile)
         if shares is None:
             looking.say_unknown(self.terms, "the watched steps did not tell")
