@@ -36,7 +36,9 @@ from elbowroom.control.measurement import Measurement
 from elbowroom.control.owned import Owned
 from elbowroom.control.refusal import refusal
 from elbowroom.control.signature import Signature
+from elbowroom.control.states import Chosen
 from elbowroom.control.terms import Stock, Terms
+from elbowroom.control.tries import SAFE, tries
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.meter import NoiseMeter
@@ -53,14 +55,6 @@ from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
-_SAFE = 6
-# What a rehearsal tries: exact or lossy, and how many largest tensors backward takes beside what is
-# held (rehearsal.py).
-_TRIES: dict[bool | None, tuple[tuple[bool | None, int], ...]] = {
-    True: ((True, _SAFE), (True, 4), (True, 2), (True, 1)),
-    None: ((True, _SAFE), (True, 3), (None, _SAFE), (None, 3), (None, 1)),
-    False: ((False, _SAFE), (False, 3), (False, 1)),
-}
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
@@ -127,6 +121,8 @@ class Planning:
         if self.largest.structure is None:
             self.largest, self.plan = signature, self.given
             if self.given is not None:
+                self._owned.states.begin_with(self.given, self, self.terms)
+                self.stock = stock = self._owned.stock()
                 stands = stock.static_nbytes + stock.unborn_nbytes
                 rest = self.given.peak - stands - self.given.held_nbytes
                 self._transient_nbytes = max(0, rest)
@@ -208,14 +204,25 @@ class Planning:
 
     def _plan_by_forward(self, seen: Profile) -> None:
         born = self.stock.unborn_gradient_nbytes, self.stock.unborn_state_nbytes
-        for exact, transients in _TRIES[self.terms.exact]:
-            self.profile = with_backward(seen, *born, transients)
-            plan = self._making.plan_for(self.profile, 0, exact=exact)
-            if plan is not None:
-                self._follow(plan, self.profile)
-                self.rehearsed, self.outgrown = True, False
-                return
-        self._making.make(with_backward(seen, *born, _SAFE), 0, exact=self.terms.exact)
+        seen = replace(seen, standing=self._owned.standing())
+        states = self._owned.states
+        for one in tries(self.terms.exact):
+            profile = with_backward(seen, *born, one.transients)
+            for candidate in states.candidates(profile, self)[one.state : one.state + 1]:
+                plan = self._making.plan_for(candidate.profile, 0, exact=one.exact)
+                if plan is not None:
+                    self._follow(self._taken(Chosen(candidate, plan)))
+                    self.rehearsed, self.outgrown = True, False
+                    return
+        formats = states.candidates(with_backward(seen, *born, SAFE), self)
+        last = formats[0 if self.terms.exact else -1]
+        self._making.make(last.profile, 0, exact=self.terms.exact)
+
+    def _taken(self, chosen: Chosen) -> Plan:
+        """The plan, once states are held as it was made for."""
+        chosen = self._owned.states.take(chosen, self, self.terms)
+        self.profile, self.stock = chosen.candidate.profile, self._owned.stock()
+        return chosen.plan
 
     def allowed_nbytes(self, largest_nbytes: int) -> int:
         """What may be held for backward; as long as nothing is measured, a guess for the rest."""
@@ -317,14 +324,17 @@ class Planning:
         if step.profile is None or last.climbed:
             self.settled = self._tries >= _MOST_TRIES
             return
-        self.profile, self._profiled = step.profile, self.now
+        self.profile = replace(step.profile, standing=self._owned.standing())
+        self._profiled = self.now
         self.rehearsed, self._margin_nbytes = False, 0
         self._learn_transient(last, step, self.profile.peak)
         self._plan(self.profile)
 
     def _plan(self, profile: Profile) -> None:
         try:
-            plan = self._making.best_plan(profile)
+            chosen = self._owned.states.choose(
+                profile, self, self._making, estimated=self.rehearsed
+            )
         except BudgetTooSmall as error:
             if self.now != self.largest or self._ratio > 1:  # scaled: no ground to refuse
                 self._start_over()
@@ -338,10 +348,11 @@ class Planning:
                 raise
             self.settled = True  # the uniform rung has been seen to fit
             return
+        plan = self._taken(chosen)
         if plan.changes_nothing:
             self.plan, self.rung, self.settled = None, 0, self._ratio == 1
             return
-        self._follow(plan, profile)
+        self._follow(plan)
 
     def _replace_rehearsal(self, profile: Profile, error: BudgetTooSmall) -> None:
         """The plan of a rehearsal needs more than the budget, and no other plan of it needs less.
@@ -352,7 +363,7 @@ class Planning:
         assert self.plan is not None
         if not self.plan.recompute:
             self._margin_nbytes = 0
-            self._follow(self.plan, profile)
+            self._follow(self.plan)
             return
         least = error.least_nbytes
         raise BudgetTooSmall(
@@ -362,9 +373,10 @@ class Planning:
             least_nbytes=least,
         ) from error
 
-    def _follow(self, plan: Plan, profile: Profile) -> None:
+    def _follow(self, plan: Plan) -> None:
+        assert self.profile is not None
         self.plan = plan
-        other = plan.peak + self._margin_nbytes - profile.static - plan.held_nbytes
+        other = plan.peak + self._margin_nbytes - self.profile.static - plan.held_nbytes
         self._transient_nbytes = max(0, other)
 
     def _verify(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
@@ -443,7 +455,7 @@ class Planning:
         if watched is None:
             looking.say_unknown(self.terms, "the budget leaves no room to look")
             return False
-        self._follow(watched, self.profile)
+        self._follow(watched)
         self.meter = menu_meter(probes=1)
         return True
 
@@ -458,7 +470,7 @@ class Planning:
         shares, self.meter = shares_of(self.meter.table), None
         self.profile, self._rounds = replace(self.profile, noise=shares), 0
         if self.terms.noise is not None:  # what is refused now must not fall back to a rung
-            self._making.make(self.profile, self._margin_nbytes, exact=self.terms.exact)
+            self._owned.states.choose(self.profile, self, self._making)
         self._plan(self.profile)
         if shares is None:
             looking.say_unknown(self.terms, "the watched steps did not tell")

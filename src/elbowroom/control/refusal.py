@@ -29,7 +29,9 @@ def refusal(
         ("transients and what the first step will create", other),
     )
     what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts if size)
-    more = "Allow lossy codes with exact=None, or h" if _lossy_helps(saving, saved) else "H"
+    helps = ["lossy codes"] if _lossy_helps(saving, saved) else []
+    helps += ["encoded states"] if terms.exact and owned.states.could_shrink() else []
+    more = f"Allow {' and '.join(helps)} with exact=None, or h" if helps else "H"
     return BudgetTooSmall(
         f"budget {show_nbytes(terms.budget_nbytes)} is below the {show_nbytes(least)} that this "
         f"step needs at rung '{least_rung.name}' ({kind}): {what}. "

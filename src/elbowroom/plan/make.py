@@ -132,6 +132,7 @@ def _plan(profile: Profile, posed: Posed, found: Solution, budget: int, in_fligh
         recompute=frozenset(problem.regions[r].name for r in choice.recomputed),
         lines=lines,
         watched=0 if profile.noise is None else profile.noise.steps,
+        standing=profile.standing,
     )
 
 
