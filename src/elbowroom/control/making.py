@@ -5,7 +5,7 @@ from functools import partial
 
 from elbowroom.control.terms import Terms
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.plan.make import make_plan
+from elbowroom.plan.make import LOSSY_HELPS, make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 
@@ -18,11 +18,13 @@ class Making:
 
     ratio          how much larger than the profiled call the largest is
     margin_nbytes  by which plans have been too hopeful
+    lossy_helps    what a refusal under exact=True tells to type
     """
 
     terms: Terms
     ratio: float = 1.0
     margin_nbytes: int = 0
+    lossy_helps: str = LOSSY_HELPS
 
     def exact_plan(self, profile: Profile) -> Plan | None:
         """Rather exact with less left free than lossy."""
@@ -50,7 +52,14 @@ class Making:
         """Raises BudgetTooSmall."""
         budget_nbytes, static = self.terms.budget_nbytes, profile.static
         noise = None if profile.noise is None else self.terms.noise  # no ground to refuse before
-        make = partial(make_plan, profile, exact=exact, offload=self.terms.offload, noise=noise)
+        make = partial(
+            make_plan,
+            profile,
+            exact=exact,
+            offload=self.terms.offload,
+            noise=noise,
+            lossy_helps=self.lossy_helps,
+        )
         if self.ratio == 1:
             return make(budget_nbytes, margin=margin)
         smaller = static + int((budget_nbytes - margin - static) / self.ratio)

@@ -46,6 +46,7 @@ from elbowroom.measure.recorder import StepRecorder
 from elbowroom.measure.recording import Recording
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
 from elbowroom.plan.ladder import choose
+from elbowroom.plan.make import LOSSY_HELPS
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import with_backward
@@ -164,7 +165,8 @@ class Planning:
 
     @property
     def _making(self) -> Making:
-        return Making(self.terms, self._ratio, self._margin_nbytes)
+        helps = self._owned.states.lossy_helps() or LOSSY_HELPS
+        return Making(self.terms, self._ratio, self._margin_nbytes, helps)
 
     @property
     def recompute(self) -> frozenset[str]:

@@ -162,9 +162,10 @@ class States:
         why = "lossy, because those of fp32 do not fit beside weights and gradients"
         return self._hold(state, terms, why)
 
-    def could_shrink(self) -> bool:
-        """Whether there is a format of fewer bytes."""
-        return self._nbytes_as(CHOICES[-1]) < self._nbytes_as(self._now())
+    def lossy_helps(self) -> str:
+        """What to type if exact=True leaves no room."""
+        could_shrink = self._nbytes_as(CHOICES[-1]) < self._nbytes_as(self._now())
+        return "allow lossy codes and optimizer states with exact=None" if could_shrink else ""
 
     def auto(self) -> list[EncodedOptimizer]:
         """The optimizers whose format is chosen here."""
@@ -218,12 +219,14 @@ class States:
         return seconds
 
     def _converting_nbytes(self, state: str) -> int:
-        """What it takes to convert the largest parameter's states to the next format."""
-        if state == CHOICES[-1]:
-            return 0
-        after = CHOICES[CHOICES.index(state) + 1]
+        """What it may take to convert the largest parameter's states from fp32 later on.
+
+        Those that it gets, and less than fp32 ones on the way (`optim/transcode.py`).
+        """
+        if state != CHOICES[0]:
+            return 0  # rather in a milder format than with room for what may never be
         sizes = (
-            one.state_nbytes(p, held_as(one, group, after))
+            one.state_nbytes(p, "fp32") + one.state_nbytes(p, held_as(one, group, CHOICES[-1]))
             for one in self.auto()
             for group in auto_groups(one)
             for p in group["params"]

@@ -2,8 +2,9 @@
 
     codes, bounds -> float32 m, v -> codes, bounds          some rows at a time
 
-No group crosses a row, so rows are converted by themselves, and what is float32 on the way is small
-beside the parameter.
+No group crosses a row, so rows are converted by themselves: what the kernels take on the way is
+less than the parameter's states in float32 (the plain torch reference: 26 float32 for each element
+of those rows).
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from elbowroom.optim.sharded import local, shard_of
 if TYPE_CHECKING:
     from elbowroom.optim.base import EncodedOptimizer
 
-_ELEMENTS = 1 << 16  # at a time, or one row
+_ELEMENTS, _SHARE = 1 << 16, 16  # at a time: so many, or so much of a large parameter, or one row
 
 
 def transcode(
@@ -37,7 +38,7 @@ def transcode(
     *before, m_before, v_before = optimizer.arguments(p, saved, theirs)
     *after, m_after, v_after = optimizer.arguments(p, fresh, ours)
     row, step = row_of(p.shape), int(fresh["step"].item())
-    for nth, (first, last) in enumerate(_rows(local(p).numel() // row, row)):
+    for nth, (first, last) in enumerate(_some(local(p).numel() // row, row)):
         old, new = ([_part(x, first, last, row) for x in side] for side in (before, after))
         values = ops.moments_dequantize(*old, m_before, v_before, row, (last - first) * row)
         seed = seed_of(group["seed"], step, nth, shard_of(p))
@@ -45,11 +46,11 @@ def transcode(
     torch.autograd.graph.increment_version([x for x in fresh.values() if x is not fresh["step"]])
 
 
-def _rows(count: int, row: int) -> Iterator[tuple[int, int]]:
-    """From, to."""
-    together = max(1, _ELEMENTS // row)
-    for first in range(0, count, together):
-        yield first, min(first + together, count)
+def _some(rows: int, row: int) -> Iterator[tuple[int, int]]:
+    """From, to: rows that are converted together."""
+    together = max(1, _ELEMENTS // row, rows // _SHARE)
+    for first in range(0, rows, together):
+        yield first, min(first + together, rows)
 
 
 def _part(x: Tensor, first: int, last: int, row: int) -> Tensor:
