@@ -22,7 +22,15 @@ from elbowroom._checks import (
     check_offload,
 )
 from elbowroom.codecs import Codec
-from elbowroom.control import Adaptive, Fitting, LargestBatch, Terms, find_largest, repeat
+from elbowroom.control import (
+    Adaptive,
+    Fitting,
+    LargestBatch,
+    Terms,
+    check_alone,
+    find_largest,
+    repeat,
+)
 from elbowroom.control.policies import meter_of, policy_of, within_noise
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.measure.dry import dry_run as run_dry
@@ -305,7 +313,9 @@ def fit(
     is run up to three times, with RNG and buffers put back.
 
     budget      an int of bytes, or "6 GiB"; "6 GB" is 6 * 10**9
-    optimizer   its states are counted, from before it makes them
+    optimizer   its states are counted, from before it makes them; those of an `er.optim` optimizer
+                with state="auto" are held in fewer bytes where that is the cheapest way to fit
+                (`elbowroom.control.states`)
     exact       True: exact actions only, no bit of any gradient changes; None: exact first, lossy
                 codecs only if the budget needs them, said in one line by the logger "elbowroom";
                 False: whatever is cheapest, where noise is priced as the steps that it costs
@@ -344,6 +354,7 @@ def fit(
     terms = Terms(parse_nbytes(budget), exact, offload, min_nbytes, noise)
     args, kwargs = _arguments(worst)
     check_plan(plan, terms.budget_nbytes, exact, noise, offload)
+    check_alone(optimizer, [one.owned.states for other, one in _fittings() if other is not model])
     if plan is not None and worst is not None:
         raise PlanError("plan= and worst= both say what to begin with; give one of them")
     release(model)
@@ -390,10 +401,15 @@ def step(run: Callable[[], T]) -> T:
     Returns what `run` returns. Raises PlanError where no model is fitted, and OutOfMemory if plans
     for less memory do not help, or if the optimizer's update had begun.
     """
-    found = [(model, one) for model, one in attached() if isinstance(one, Fitting)]
+    found = _fittings()
     if not found:
         raise PlanError("step runs a step of a fitted model, and there is none; call er.fit first")
     return repeat(run, [model for model, _ in found], [fitting for _, fitting in found])
+
+
+def _fittings() -> list[tuple[nn.Module, Fitting]]:
+    """All fitted models."""
+    return [(model, one) for model, one in attached() if isinstance(one, Fitting)]
 
 
 def largest_batch(

@@ -7,6 +7,7 @@
     BatchAdvisor  how large a batch the saved memory would take: says so, and does nothing
     Fitting       what `er.fit` runs, by its Terms; Summary: what became of it
     find_largest  the largest batch that a budget has room for
+    check_alone   refuses an optimizer whose states are chosen for another model
     repeat        runs a step again that ran out of memory
     Profiling     writes down one step of a program
     Discovery     finds the model and the optimizers of somebody else's program
@@ -27,6 +28,7 @@ from elbowroom.control.largest import LargestBatch as LargestBatch
 from elbowroom.control.largest import find_largest as find_largest
 from elbowroom.control.profiling import Profiling as Profiling
 from elbowroom.control.repeat import repeat as repeat
+from elbowroom.control.states import check_alone as check_alone
 from elbowroom.control.summary import Summary as Summary
 from elbowroom.control.summary import summary as summary
 from elbowroom.control.terms import Terms as Terms

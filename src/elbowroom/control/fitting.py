@@ -28,7 +28,7 @@ from elbowroom.control.owned import Owned
 from elbowroom.control.planning import Planning
 from elbowroom.control.plannings import Plannings
 from elbowroom.control.signature import Signature, signature_of
-from elbowroom.control.terms import Terms
+from elbowroom.control.terms import Stock, Terms
 from elbowroom.plan.ladder import EXACT_RUNGS, Rung
 from elbowroom.plan.plan import Plan
 from elbowroom.runtime.context import Context
@@ -162,7 +162,7 @@ class Fitting:
                 model.train()
             signature = signature_of(model, args, kwargs)
             self.planning = self._plannings.of(signature)
-            self.planning.begin(self.owned.stock(), signature)
+            self.planning.begin(self._stock(), signature)
             with torch.enable_grad():
                 self.planning.prepare(lambda: model(*args, **kwargs))
         finally:
@@ -182,8 +182,14 @@ class Fitting:
             self.terms, self._less = self._less, None
             self._plannings.use(self.terms)
         self.planning = self._plannings.of(signature)
-        self.planning.begin(self.owned.stock(), signature)
+        self.planning.begin(self._stock(), signature)
         self._measure()
+
+    def _stock(self) -> Stock:
+        """As a step begins. States that the step will make are given a format that has room."""
+        stock = self.owned.stock()
+        changed = self.owned.states.make_room(self.terms, stock)
+        return self.owned.stock() if changed else stock
 
     def _learn(self) -> None:
         """At the beginning of a step: what did the last one need?"""

@@ -7,16 +7,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elbowroom.control.states import States
 from elbowroom.control.terms import Stock
-from elbowroom.optim.base import EncodedOptimizer
+from elbowroom.measure.standing import (
+    expected_nbytes,
+    gradients_nbytes,
+    parameters_of,
+    standing_of,
+)
+from elbowroom.plan.standing import Standing
 
 
 class Owned:
-    """Weights, buffers, gradients and optimizer states. None of the owners is kept alive."""
+    """Weights, buffers, gradients and optimizer states. None of the owners is kept alive.
+
+    states  those whose format may be chosen
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._model = weakref.ref(model)
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        self.states = States(self.optimizers, self.standing)
         if optimizer is not None:
             self.add(optimizer)
 
@@ -64,50 +75,35 @@ class Owned:
         Of those that are released inside backward, that is the largest.
         """
         unborn = [p for p in self._trainable() if p.grad is None]
-        released = self._released()
-        passing = max((p.nbytes for p in unborn if id(p) in released), default=0)
-        return passing + sum(p.nbytes for p in unborn if id(p) not in released)
+        return gradients_nbytes(unborn, self.optimizers())
 
     def unborn_state_nbytes(self) -> int:
         """Bytes of the optimizer states that the first step will create.
 
-        Two fp32 states a parameter, unless the class is known to have others. A parameter that one
-        optimizer has states for, or that two hold (as wrappers do), counts once.
+        A parameter that one optimizer has states for, or that two hold (as wrappers do), counts
+        once.
         """
         optimizers = self.optimizers()
-        born = {id(p) for one in optimizers if one.state for p in _parameters(one)}
+        born = {id(p) for one in optimizers if one.state for p in parameters_of(one)}
         states: dict[int, int] = {}
         for one in optimizers:
-            for p in _parameters(one):
+            for p in parameters_of(one):
                 if id(p) not in born:
-                    states[id(p)] = max(_state_nbytes(one, p), states.get(id(p), 0))
+                    states[id(p)] = max(expected_nbytes(one, p), states.get(id(p), 0))
         return sum(states.values())
+
+    def standing(self) -> Standing | None:
+        """What stands between steps; None: the model is gone."""
+        model = self._model()
+        return None if model is None else standing_of(model, self.optimizers())
 
     def optimizers(self) -> list[Optimizer]:
         """Those that are counted, and still there."""
         return [one for known in self._optimizers if (one := known()) is not None]
 
-    def _released(self) -> set[int]:
-        """Parameters that an optimizer updates inside backward."""
-        releases = [one.released for one in self.optimizers() if isinstance(one, EncodedOptimizer)]
-        return {p for release in releases if release is not None for p in release.watched}
-
     def _trainable(self) -> list[Tensor]:
         model = self._model()
         return [] if model is None else [p for p in model.parameters() if p.requires_grad]
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
-def _state_nbytes(optimizer: Optimizer, p: Tensor) -> int:
-    """Bytes of the states that a parameter will have."""
-    if isinstance(optimizer, EncodedOptimizer):
-        return optimizer.state_nbytes(p)
-    if not isinstance(optimizer, torch.optim.SGD):
-        return 8 * p.numel()
-    return 4 * p.numel() if optimizer.defaults.get("momentum") else 0
 
 
 def storage_nbytes(tensors: Iterable[Tensor]) -> int:

@@ -27,16 +27,18 @@ that size is measured. If no such plan fits, all is learned again, from steps of
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from elbowroom.control import looking
 from elbowroom.control.fitted import FittedSaving
+from elbowroom.control.making import Making
 from elbowroom.control.measurement import Measurement
 from elbowroom.control.owned import Owned
 from elbowroom.control.refusal import refusal
 from elbowroom.control.signature import Signature
+from elbowroom.control.states import Chosen
 from elbowroom.control.terms import Stock, Terms
+from elbowroom.control.tries import SAFE, tries
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.meter import NoiseMeter
@@ -44,7 +46,7 @@ from elbowroom.measure.recorder import StepRecorder
 from elbowroom.measure.recording import Recording
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
 from elbowroom.plan.ladder import choose
-from elbowroom.plan.make import make_plan
+from elbowroom.plan.make import LOSSY_HELPS
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import with_backward
@@ -54,15 +56,6 @@ from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
-_CAREFUL = 0.03  # of what is not static is left free by a plan that was not measured, if it can be
-_SAFE = 6
-# What a rehearsal tries: exact or lossy, and how many largest tensors backward takes beside what is
-# held (rehearsal.py).
-_TRIES: dict[bool | None, tuple[tuple[bool | None, int], ...]] = {
-    True: ((True, _SAFE), (True, 4), (True, 2), (True, 1)),
-    None: ((True, _SAFE), (True, 3), (None, _SAFE), (None, 3), (None, 1)),
-    False: ((False, _SAFE), (False, 3), (False, 1)),
-}
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
@@ -129,6 +122,8 @@ class Planning:
         if self.largest.structure is None:
             self.largest, self.plan = signature, self.given
             if self.given is not None:
+                self._owned.states.begin_with(self.given, self, self.terms)
+                self.stock = stock = self._owned.stock()
                 stands = stock.static_nbytes + stock.unborn_nbytes
                 rest = self.given.peak - stands - self.given.held_nbytes
                 self._transient_nbytes = max(0, rest)
@@ -169,6 +164,11 @@ class Planning:
         return self.largest.numel / self._profiled.numel if self.profile is not None else 1.0
 
     @property
+    def _making(self) -> Making:
+        helps = self._owned.states.lossy_helps() or LOSSY_HELPS
+        return Making(self.terms, self._ratio, self._margin_nbytes, helps)
+
+    @property
     def recompute(self) -> frozenset[str]:
         """Modules whose forward runs again in backward."""
         return frozenset() if self.plan is None else self.plan.recompute
@@ -206,14 +206,25 @@ class Planning:
 
     def _plan_by_forward(self, seen: Profile) -> None:
         born = self.stock.unborn_gradient_nbytes, self.stock.unborn_state_nbytes
-        for exact, transients in _TRIES[self.terms.exact]:
-            self.profile = with_backward(seen, *born, transients)
-            plan = self._plan_for(self.profile, 0, exact=exact)
-            if plan is not None:
-                self._follow(plan, self.profile)
-                self.rehearsed, self.outgrown = True, False
-                return
-        self._make_plan(with_backward(seen, *born, _SAFE), 0, exact=self.terms.exact)
+        seen = replace(seen, standing=self._owned.standing())
+        states = self._owned.states
+        for one in tries(self.terms.exact):
+            profile = with_backward(seen, *born, one.transients)
+            for candidate in states.candidates(profile, self)[one.state : one.state + 1]:
+                plan = self._making.plan_for(candidate.profile, 0, exact=one.exact)
+                if plan is not None:
+                    self._follow(self._taken(Chosen(candidate, plan)))
+                    self.rehearsed, self.outgrown = True, False
+                    return
+        formats = states.candidates(with_backward(seen, *born, SAFE), self)
+        last = formats[0 if self.terms.exact else -1]
+        self._making.make(last.profile, 0, exact=self.terms.exact)
+
+    def _taken(self, chosen: Chosen) -> Plan:
+        """The plan, once states are held as it was made for."""
+        chosen = self._owned.states.take(chosen, self, self.terms)
+        self.profile, self.stock = chosen.candidate.profile, self._owned.stock()
+        return chosen.plan
 
     def allowed_nbytes(self, largest_nbytes: int) -> int:
         """What may be held for backward; as long as nothing is measured, a guess for the rest."""
@@ -315,19 +326,16 @@ class Planning:
         if step.profile is None or last.climbed:
             self.settled = self._tries >= _MOST_TRIES
             return
-        self.profile, self._profiled = step.profile, self.now
+        self.profile = replace(step.profile, standing=self._owned.standing())
+        self._profiled = self.now
         self.rehearsed, self._margin_nbytes = False, 0
         self._learn_transient(last, step, self.profile.peak)
         self._plan(self.profile)
 
     def _plan(self, profile: Profile) -> None:
-        margin, budget_nbytes = self._margin_nbytes, self.terms.budget_nbytes
-        careful = margin + int(_CAREFUL * (budget_nbytes - profile.static))
         try:
-            plan = (
-                (self.terms.exact is None and self._exact_plan(profile, careful, margin))
-                or self._plan_for(profile, careful, exact=self.terms.exact)
-                or self._make_plan(profile, margin, exact=self.terms.exact)
+            chosen = self._owned.states.choose(
+                profile, self, self._making, estimated=self.rehearsed
             )
         except BudgetTooSmall as error:
             if self.now != self.largest or self._ratio > 1:  # scaled: no ground to refuse
@@ -338,14 +346,15 @@ class Planning:
                 self._replace_rehearsal(profile, error)
                 return
             self.plan = None
-            if profile.peak > budget_nbytes:
+            if profile.peak > self.terms.budget_nbytes:
                 raise
             self.settled = True  # the uniform rung has been seen to fit
             return
+        plan = self._taken(chosen)
         if plan.changes_nothing:
             self.plan, self.rung, self.settled = None, 0, self._ratio == 1
             return
-        self._follow(plan, profile)
+        self._follow(plan)
 
     def _replace_rehearsal(self, profile: Profile, error: BudgetTooSmall) -> None:
         """The plan of a rehearsal needs more than the budget, and no other plan of it needs less.
@@ -356,7 +365,7 @@ class Planning:
         assert self.plan is not None
         if not self.plan.recompute:
             self._margin_nbytes = 0
-            self._follow(self.plan, profile)
+            self._follow(self.plan)
             return
         least = error.least_nbytes
         raise BudgetTooSmall(
@@ -366,31 +375,11 @@ class Planning:
             least_nbytes=least,
         ) from error
 
-    def _follow(self, plan: Plan, profile: Profile) -> None:
+    def _follow(self, plan: Plan) -> None:
+        assert self.profile is not None
         self.plan = plan
-        other = plan.peak + self._margin_nbytes - profile.static - plan.held_nbytes
+        other = plan.peak + self._margin_nbytes - self.profile.static - plan.held_nbytes
         self._transient_nbytes = max(0, other)
-
-    def _exact_plan(self, profile: Profile, *margins: int) -> Plan | None:
-        """Rather exact with less left free than lossy."""
-        plans = (self._plan_for(profile, margin, exact=True) for margin in margins)
-        return next((plan for plan in plans if plan is not None), None)
-
-    def _plan_for(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan | None:
-        try:
-            return self._make_plan(profile, margin, exact=exact)
-        except BudgetTooSmall:
-            return None
-
-    def _make_plan(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan:
-        budget_nbytes, ratio, static = self.terms.budget_nbytes, self._ratio, profile.static
-        noise = None if profile.noise is None else self.terms.noise  # no ground to refuse before
-        make = partial(make_plan, profile, exact=exact, offload=self.terms.offload, noise=noise)
-        if ratio == 1:
-            return make(budget_nbytes, margin=margin)
-        smaller = static + int((budget_nbytes - margin - static) / ratio)
-        plan = make(smaller)
-        return plan.grown(ratio, static, budget_nbytes)
 
     def _verify(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
         """A step under the plan was measured."""
@@ -464,11 +453,11 @@ class Planning:
             return False
         self._was_watched = True
         margin = self._margin_nbytes + looking.room_nbytes(self.plan)
-        watched = self._plan_for(self.profile, margin, exact=self.terms.exact)
+        watched = self._making.plan_for(self.profile, margin, exact=self.terms.exact)
         if watched is None:
             looking.say_unknown(self.terms, "the budget leaves no room to look")
             return False
-        self._follow(watched, self.profile)
+        self._follow(watched)
         self.meter = menu_meter(probes=1)
         return True
 
@@ -483,7 +472,7 @@ class Planning:
         shares, self.meter = shares_of(self.meter.table), None
         self.profile, self._rounds = replace(self.profile, noise=shares), 0
         if self.terms.noise is not None:  # what is refused now must not fall back to a rung
-            self._make_plan(self.profile, self._margin_nbytes, exact=self.terms.exact)
+            self._owned.states.choose(self.profile, self, self._making)
         self._plan(self.profile)
         if shares is None:
             looking.say_unknown(self.terms, "the watched steps did not tell")

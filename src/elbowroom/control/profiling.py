@@ -10,6 +10,7 @@ is written down is the plain step.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -87,6 +88,7 @@ class Profiling:
         if recording is None:
             return
         try:
-            self.profile = recording.finish()
+            found = recording.finish()
+            self.profile = found and replace(found, standing=self.owned.standing())
         finally:
             recording.close()

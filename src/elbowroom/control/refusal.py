@@ -5,6 +5,7 @@ from elbowroom.control.owned import Owned
 from elbowroom.control.terms import Stock, Terms
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.plan.ladder import LOSSY_RUNGS, held_nbytes
+from elbowroom.plan.make import LOSSY_HELPS
 from elbowroom.units import show_nbytes
 
 _GENEROUS = 12  # so many largest tensors cover the transients of a step that is refused unmeasured
@@ -29,7 +30,9 @@ def refusal(
         ("transients and what the first step will create", other),
     )
     what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts if size)
-    more = "Allow lossy codes with exact=None, or h" if _lossy_helps(saving, saved) else "H"
+    helps = LOSSY_HELPS if _lossy_helps(saving, saved) else ""
+    helps = (terms.exact and owned.states.lossy_helps()) or helps
+    more = f"{helps[0].upper()}{helps[1:]}, or h" if helps else "H"
     return BudgetTooSmall(
         f"budget {show_nbytes(terms.budget_nbytes)} is below the {show_nbytes(least)} that this "
         f"step needs at rung '{least_rung.name}' ({kind}): {what}. "

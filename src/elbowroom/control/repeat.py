@@ -10,6 +10,7 @@ An update that has begun cannot be undone: then the error says so.
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -63,6 +64,8 @@ class _Attempt:
             Undo(model, fitting.owned.optimizers())
             for model, fitting in zip(models, fittings, strict=True)
         ]
+        for fitting, undo in zip(fittings, self._undos, strict=True):
+            fitting.owned.states.around = undo.states_change
 
     def __enter__(self) -> Self:
         return self
@@ -73,7 +76,8 @@ class _Attempt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        for undo in self._undos:
+        for fitting, undo in zip(self._fittings, self._undos, strict=True):
+            fitting.owned.states.around = nullcontext
             undo.close()
         ran = [
             fitting

@@ -8,6 +8,8 @@
     release.py      gradients that are applied, and freed, inside backward
     sharded.py      parameters that are spread over processes (DTensor)
     state_dict.py   save and load, and to and from what torch.optim saves
+    auto.py         state="auto": which formats may be chosen, and states that exist changed to one
+    transcode.py    the states of one parameter from one format to another
 
 The mathematics is in `kernels/reference/step.py` and `moments.py`.
 """

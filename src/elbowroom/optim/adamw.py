@@ -11,8 +11,8 @@ from elbowroom.optim.formats import Group
 class AdamW(EncodedOptimizer):
     """`torch.optim.AdamW` whose two states take 8 to 1.05 bytes a parameter.
 
-    state    "fp32" | "coat" | "int8" | "int4" | "int4x2" (see `formats.py`); a param group may have
-             its own
+    state    "fp32" | "coat" | "int8" | "int4" | "int4x2" (see `formats.py`), or "auto": fp32, or
+             what `er.fit` chooses within its budget; a param group may have its own
     weights  for bfloat16 parameters: "residual" (one byte more each: 24 bits), "sr" (stochastic
              rounding, no byte) or "nearest" (updates below half a step are lost)
     seed     of stochastic rounding

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from elbowroom.errors import InvalidSetting, UnsupportedGradient, UnsupportedParameter
 from elbowroom.kernels import ops
 from elbowroom.kernels.states import WEIGHTS
+from elbowroom.optim.auto import resolve
 from elbowroom.optim.formats import (
     Format,
     Group,
@@ -62,6 +63,7 @@ class EncodedOptimizer(Optimizer):
         """As torch's; a group may have a `state` and `weights` of its own."""
         super().add_param_group(param_group)
         try:
+            resolve(self.param_groups)
             self._check_group(self.param_groups[-1])
         except Exception:
             del self.param_groups[-1]
@@ -148,12 +150,17 @@ class EncodedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class, with whichever `state`, or its twin in `torch.optim` has saved.
 
-        `state` and `weights` stay as constructed. Raises StateMismatch, and then nothing changed.
+        `state` and `weights` stay as constructed; with state="auto" the file's are taken, bit for
+        bit. Raises StateMismatch, and then nothing changed.
         """
         theirs = state_dict["param_groups"]
         groups, held_as = checked_groups(self, theirs), held_as_of(theirs)
         ids = [id for group in groups for id in group["params"]]
-        params = [(p, group) for group in self.param_groups for p in group["params"]]
+        params = [
+            (p, ours | {"state": theirs["state"]})
+            for ours, theirs in zip(self.param_groups, groups, strict=True)
+            for p in ours["params"]
+        ]
         made = {
             p: loaded(self, p, state_dict["state"][id], group, held)
             for (p, group), id, held in zip(params, ids, held_as, strict=True)
@@ -162,11 +169,17 @@ class EncodedOptimizer(Optimizer):
         super().load_state_dict({"state": {}, "param_groups": groups})
         self.state.update(made)
 
-    def state_nbytes(self, p: Tensor) -> int:
-        """Bytes of the states of one of its parameters, before or after they are made."""
-        group = next(g for g in self.param_groups if any(p is known for known in g["params"]))
-        second, weights = len(self.moments) > 1, group["weights"]
-        return state_nbytes(p, group["state"], second=second, weights=weights)
+    def group_of(self, p: Tensor) -> Group:
+        """The param group of one of its parameters."""
+        return next(g for g in self.param_groups if any(p is known for known in g["params"]))
+
+    def state_nbytes(self, p: Tensor, state: str = "") -> int:
+        """Bytes of the states of one of its parameters, before or after they are made.
+
+        state: held as this; "": as they are.
+        """
+        group, second = self.group_of(p), len(self.moments) > 1
+        return state_nbytes(p, state or group["state"], second=second, weights=group["weights"])
 
     def format_of(self, p: Tensor, state: str) -> Format:
         """How the states of p are held."""

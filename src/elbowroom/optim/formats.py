@@ -7,6 +7,8 @@
     int4    8 bits, companded        4 bits, log     1.5469
     int4x2  4 bits, companded        4 bits, log     1.0469
 
+    auto    fp32, unless `er.fit` chooses int8 or int4
+
 With `int4x2` an update errs by 2 % of its square, and it is the first moment that does it: for
 fine-tuning, or what does not fit with `int4`.
 
@@ -26,6 +28,7 @@ from elbowroom.kernels.states import CODES, bound_shape, code_shape
 from elbowroom.optim.sharded import local
 
 Group = dict[str, Any]  # of torch's param_groups
+AUTO = "auto"
 LEAST_ELEMENTS, LEAST_ROW = 4096, 32
 
 
@@ -83,12 +86,18 @@ def format_of(shape: torch.Size, state: str, *, second: bool) -> Format:
     return found if second else replace(found, second=NOTHING)
 
 
+def offered(*, second: bool) -> tuple[str, ...]:
+    """What a rule can hold its states as, the largest first."""
+    return tuple(name for name in STATES if second or name != "int4")
+
+
 def check_state(state: object, *, second: bool) -> None:
     """Raises InvalidSetting for what is not offered."""
-    offered = [name for name in STATES if second or name != "int4"]
-    if state not in offered:
+    known = offered(second=second)
+    if state not in known:
         why = "; int4 is int8 with a second moment of 4 bits" if state == "int4" else ""
-        raise InvalidSetting(f"no state={state!r} here; there are {', '.join(offered)}{why}")
+        there = ", ".join((*known, AUTO))
+        raise InvalidSetting(f"no state={state!r} here; there are {there}{why}")
 
 
 def state_nbytes(p: Tensor, state: str, *, second: bool = True, weights: str = "residual") -> int:

@@ -18,14 +18,16 @@ from torch import Tensor
 
 from elbowroom.errors import StateMismatch
 from elbowroom.kernels import ops
-from elbowroom.optim.formats import STATES, Group, flat, names, row_of, seed_of
-from elbowroom.optim.sharded import is_sharded, local, shard_of
+from elbowroom.optim.auto import taken
+from elbowroom.optim.formats import STATES, Group, flat, names, row_of
+from elbowroom.optim.sharded import is_sharded, local
+from elbowroom.optim.transcode import transcode
 
 if TYPE_CHECKING:
     from elbowroom.optim.base import EncodedOptimizer
 
 VERSION = 1  # of what `state_dict` holds
-_OURS = ("state", "weights", "seed", "version")
+_OURS = ("state", "weights", "seed", "version", "auto")
 
 
 def portable(optimizer: "EncodedOptimizer") -> dict[str, Any]:
@@ -63,7 +65,10 @@ def decoded(
 
 
 def checked_groups(optimizer: "EncodedOptimizer", groups: list[Group]) -> list[Group]:
-    """The file's groups with only what this optimizer knows; `state` and `weights` are its own."""
+    """The file's groups with only what this optimizer knows; `weights` are its own.
+
+    So is `state`, unless it is "auto": then the file's is taken, and nothing milder from now on.
+    """
     if len(groups) != len(optimizer.param_groups) or any(
         len(theirs["params"]) != len(ours["params"])
         for theirs, ours in zip(groups, optimizer.param_groups, strict=True)
@@ -82,9 +87,11 @@ def checked_groups(optimizer: "EncodedOptimizer", groups: list[Group]) -> list[G
             )
         if theirs.get("amsgrad"):
             raise StateMismatch("the state_dict is of AdamW(amsgrad=True), which is not offered")
-        known = {k: theirs.get(k, ours[k]) for k in ours if k not in ("state", "weights")}
+        own = ("state", "weights", "auto")
+        known = {k: theirs.get(k, ours[k]) for k in ours if k not in own}
         known |= {"version": VERSION, "params": theirs["params"]}
-        made.append(known | {k: ours[k] for k in ("state", "weights")})
+        known |= {k: ours[k] for k in own if k in ours}
+        made.append(known | (taken(theirs) if "auto" in ours else {}))
     return made
 
 
@@ -102,7 +109,7 @@ def loaded(
         for key in wanted:
             _fill(fresh[key], state[key], key)
         return fresh
-    _transcode(optimizer, p, _like_saved(optimizer, p, state, held_as), group, held_as, fresh)
+    transcode(optimizer, p, _like_saved(optimizer, p, state, held_as), held_as, fresh, group)
     return fresh
 
 
@@ -121,22 +128,6 @@ def _like_saved(
                 )
             _fill(expected[key], state[key], key)
     return expected
-
-
-def _transcode(
-    optimizer: "EncodedOptimizer",
-    p: Tensor,
-    saved: dict[str, Tensor],
-    group: Group,
-    held_as: str,
-    fresh: dict[str, Tensor],
-) -> None:
-    values = [flat(local(x)) for x in decoded(optimizer, p, saved, held_as).values()]
-    values += [torch.zeros_like(values[0])] * (2 - len(values))
-    found = optimizer.format_of(p, group["state"])
-    seed = seed_of(group["seed"], int(fresh["step"].item()), 0, shard_of(p))
-    *tensors, m_kind, v_kind = optimizer.arguments(p, fresh, found)
-    ops.moments_quantize(*values, *tensors, m_kind, v_kind, row_of(p.shape), seed)
 
 
 def _fill(target: Tensor, source: Tensor, key: str) -> None:

@@ -34,6 +34,7 @@ def make_plan(
     offload: str | None = None,
     noise: float | None = None,
     solver: str = "auto",
+    lossy_helps: str = LOSSY_HELPS,
 ) -> Plan:
     """The plan that adds the fewest seconds within `budget` bytes.
 
@@ -45,7 +46,8 @@ def make_plan(
     noise      variance that codes may add to the gradient, as a share of that of mini-batches;
                None: as much as the budget asks for
 
-    Raises BudgetTooSmall with the least budget that would do.
+    Raises BudgetTooSmall with the least budget that would do; with exact=True it says, in the words
+    of `lossy_helps`, what to allow.
     """
     in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
     margin += in_flight  # of what is moved, one tensor is on its way at any time
@@ -62,7 +64,8 @@ def make_plan(
         ):
             posed, found = freely, other
     if not found.feasible:
-        raise _refusal(profile, posed, found, budget, margin, exact=exact, noise=noise)
+        ways = (lossy_helps,) if exact else ()
+        raise _refusal(profile, posed, found, budget, margin, ways, noise=noise)
     return _plan(profile, posed, found, allowed + in_flight, in_flight)
 
 
@@ -78,8 +81,8 @@ def _refusal(
     found: Solution,
     budget: int,
     margin: int,
+    more_ways: tuple[str, ...],
     *,
-    exact: bool | None,
     noise: float | None,
 ) -> BudgetTooSmall:
     """The error that says what takes the room, and what to type next."""
@@ -93,10 +96,9 @@ def _refusal(
         "gradients and workspaces": max(least - static - saved, 0),
         "saved for backward": saved,
     }
-    within, ways = "", ["halve the batch"]
-    if exact:
-        ways.insert(0, LOSSY_HELPS)
-    elif noise is not None and solve(posed.problem, budget - margin).peak < found.peak:
+    within, ways = "", [*more_ways, "halve the batch"]
+    allows_codes = noise is not None and not more_ways
+    if allows_codes and solve(posed.problem, budget - margin).peak < found.peak:
         within = f" with noise={noise:g}"
         ways.insert(0, "allow more noise")
     return too_small(budget, least, parts, within, *ways)
@@ -132,6 +134,7 @@ def _plan(profile: Profile, posed: Posed, found: Solution, budget: int, in_fligh
         recompute=frozenset(problem.regions[r].name for r in choice.recomputed),
         lines=lines,
         watched=0 if profile.noise is None else profile.noise.steps,
+        standing=profile.standing,
     )
 
 

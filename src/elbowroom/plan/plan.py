@@ -22,6 +22,7 @@ from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.menu import EXACT_MENU, KEEP, OFFLOAD, RUNGS
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
+from elbowroom.plan.standing import Standing, standing_from
 from elbowroom.units import show_nbytes, show_seconds
 
 VERSION = 1
@@ -64,6 +65,7 @@ class Plan:
     exact      no bit of any gradient changes
     recompute  modules whose forward runs again in backward
     watched    steps in which the noise of codes was measured; 0: it is guessed by size
+    standing   what the model and its optimizers hold between steps; None: not known
     """
 
     budget: int
@@ -77,6 +79,7 @@ class Plan:
     recompute: frozenset[str]
     lines: tuple[Line, ...]
     watched: int = 0
+    standing: Standing | None = None
     strangers: Counter[SiteName] = field(default_factory=Counter, compare=False, repr=False)
 
     def __call__(self, site: Site) -> Action:
@@ -170,8 +173,11 @@ class Plan:
         return sums
 
     def explain(self) -> str:
-        """A table: module, op, shape, bytes, action, seconds, error and why."""
-        return _table(self)
+        """A table: module, op, shape, bytes, action, seconds, error and why.
+
+        Below it, where they are known, the bytes of states, weights and gradients a parameter.
+        """
+        return _table(self) + ("" if self.standing is None else f"{self.standing}\n")
 
     def __str__(self) -> str:
         return (
@@ -270,7 +276,13 @@ def _plan(data: dict[str, Any]) -> Plan:
         raise ValueError(f"no setting {sorted(strange)}")
     lines = tuple(Line(**{**line, "shape": tuple(line["shape"])}) for line in data["lines"])
     return Plan(
-        **{**data, "sites": sites, "recompute": frozenset(data["recompute"]), "lines": lines}
+        **{
+            **data,
+            "sites": sites,
+            "recompute": frozenset(data["recompute"]),
+            "lines": lines,
+            "standing": standing_from(data.get("standing")),
+        }
     )
 
 

@@ -6,7 +6,7 @@ into moments, as in `plan/problem.py`: one begins wherever a storage is saved, a
 of, and wherever a module begins or ends.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from elbowroom.kernels.windows import Window
 from elbowroom.plan import files
 from elbowroom.plan.shares import NoiseShares, SiteShares
 from elbowroom.plan.site import Need, Rebuildable, Site, SiteName
+from elbowroom.plan.standing import Standing, standing_from
 
 VERSION = 1
 
@@ -103,6 +104,7 @@ class Profile:
     static    bytes held before it
     rates     bytes a second of the machine: "encode dither, 4 levels", "out file", ...
     noise     what codes would add to the gradient's variance; None: not measured
+    standing  what the model and its optimizers hold between steps; None: they were not known
     device    "cpu" or "cuda", and what it is called
     """
 
@@ -118,6 +120,7 @@ class Profile:
     device: tuple[str, str] = ("cpu", "")
     measured: bool = True
     noise: NoiseShares | None = None
+    standing: Standing | None = None
 
     @property
     def peak(self) -> int:
@@ -130,6 +133,15 @@ class Profile:
         last = max(asked, default=len(self.level) - 1)
         during = max(self.level[: last + 1], default=self.static) + state_nbytes
         return max(during, *self.level[last + 1 :], 0)
+
+    def shifted(self, nbytes: int) -> "Profile":
+        """The same step with so many bytes more held before it, and all the while."""
+        return replace(
+            self,
+            static=self.static + nbytes,
+            level=tuple(level + nbytes for level in self.level),
+            floor=tuple(level + nbytes for level in self.floor),
+        )
 
     @property
     def saved_nbytes(self) -> int:
@@ -183,6 +195,7 @@ def _profile(data: dict[str, Any]) -> Profile:
         data[name] = tuple(data[name])
     if data.get("noise") is not None:
         data["noise"] = _noise(data["noise"])
+    data["standing"] = standing_from(data.get("standing"))
     profile = Profile(**data)
     _check(profile)
     return profile

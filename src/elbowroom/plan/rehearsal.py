@@ -24,7 +24,7 @@ def with_backward(
 
     gradient_nbytes, state_nbytes  what the step will create: gradients, states of the optimizer
     """
-    profile = _shifted(profile, state_nbytes)
+    profile = profile.shifted(state_nbytes)
     order = _order(profile.storages)
     first = len(profile.level)
     small = sum(storage.nbytes for storage in profile.storages if not is_planned(storage))
@@ -48,16 +48,6 @@ def with_backward(
         backward=first,
         seconds=3 * forward_s,
         storages=tuple(storages),
-    )
-
-
-def _shifted(profile: Profile, nbytes: int) -> Profile:
-    """With so many bytes more held before the step."""
-    return replace(
-        profile,
-        static=profile.static + nbytes,
-        level=tuple(level + nbytes for level in profile.level),
-        floor=tuple(level + nbytes for level in profile.floor),
     )
 
 

@@ -8,7 +8,8 @@ optimizer states  that the step made are removed; one that it has changed cannot
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,17 @@ class Undo:
             gradient.back()
         for states in self._states:
             states.back()
+
+    @contextmanager
+    def states_change(self) -> Iterator[None]:
+        """Inside, states are replaced by others that mean the same, and nothing holds the old."""
+        for states in self._states:
+            states.forget()
+        try:
+            yield
+        finally:
+            for states in self._states:
+                states.note()
 
     def close(self) -> None:
         """The step is over: watch no more."""
@@ -88,12 +100,24 @@ class _States:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._before = {p: dict(state) for p, state in optimizer.state.items()}
+        self._known = list(optimizer.state)
+        self._has_changed = False
+        self.note()
+
+    def note(self) -> None:
+        """What there is now is what there was before the step."""
+        state = self._optimizer.state
+        self._before = {p: dict(state[p]) for p in self._known}
         self._versions = [(x, version_of(x)) for x in _tensors(self._before.values())]
+
+    def forget(self) -> None:
+        """Hold none of it, until `note`."""
+        self._has_changed = self.changed
+        self._before, self._versions = {}, []
 
     @property
     def changed(self) -> bool:
-        return any(version_of(x) != version for x, version in self._versions)
+        return self._has_changed or any(version_of(x) != version for x, version in self._versions)
 
     def back(self) -> None:
         state = self._optimizer.state

@@ -1,0 +1,70 @@
+"""A plan of one profile under the terms of a fit, for calls larger than the profiled one, too."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from elbowroom.control.terms import Terms
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.plan.make import LOSSY_HELPS, make_plan
+from elbowroom.plan.plan import Plan
+from elbowroom.plan.profile import Profile
+
+_CAREFUL = 0.03  # of what is not static is left free by a plan that was not measured, if it can be
+
+
+@dataclass(frozen=True)
+class Making:
+    """How plans are made.
+
+    ratio          how much larger than the profiled call the largest is
+    margin_nbytes  by which plans have been too hopeful
+    lossy_helps    what a refusal under exact=True tells to type
+    """
+
+    terms: Terms
+    ratio: float = 1.0
+    margin_nbytes: int = 0
+    lossy_helps: str = LOSSY_HELPS
+
+    def exact_plan(self, profile: Profile) -> Plan | None:
+        """Rather exact with less left free than lossy."""
+        margins = self._careful_nbytes(profile), self.margin_nbytes
+        plans = (self.plan_for(profile, margin, exact=True) for margin in margins)
+        return next((plan for plan in plans if plan is not None), None)
+
+    def best_plan(self, profile: Profile) -> Plan:
+        """What the terms allow, with a little left free if it can be. Raises BudgetTooSmall."""
+        exact, careful = self.terms.exact, self._careful_nbytes(profile)
+        return (
+            (exact is None and self.exact_plan(profile))
+            or self.plan_for(profile, careful, exact=exact)
+            or self.make(profile, self.margin_nbytes, exact=exact)
+        )
+
+    def plan_for(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan | None:
+        """None where nothing fits. margin: bytes that are left free."""
+        try:
+            return self.make(profile, margin, exact=exact)
+        except BudgetTooSmall:
+            return None
+
+    def make(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan:
+        """Raises BudgetTooSmall."""
+        budget_nbytes, static = self.terms.budget_nbytes, profile.static
+        noise = None if profile.noise is None else self.terms.noise  # no ground to refuse before
+        make = partial(
+            make_plan,
+            profile,
+            exact=exact,
+            offload=self.terms.offload,
+            noise=noise,
+            lossy_helps=self.lossy_helps,
+        )
+        if self.ratio == 1:
+            return make(budget_nbytes, margin=margin)
+        smaller = static + int((budget_nbytes - margin - static) / self.ratio)
+        plan = make(smaller)
+        return plan.grown(self.ratio, static, budget_nbytes)
+
+    def _careful_nbytes(self, profile: Profile) -> int:
+        return self.margin_nbytes + int(_CAREFUL * (self.terms.budget_nbytes - profile.static))

@@ -1,0 +1,98 @@
+"""The bytes of a live model and its optimizers: of what is there, and of what a step will make."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elbowroom.optim.base import EncodedOptimizer
+from elbowroom.plan.standing import Standing
+
+
+def standing_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Standing:
+    """What stands between two steps, once all states have been made."""
+    optimizers = list(optimizers)
+    weights = list(model.parameters())
+    trained = [p for p in weights if p.requires_grad]
+    updated = {id(p): (one, p) for one in optimizers for p in parameters_of(one)}
+    pairs = updated.values()
+    return Standing(
+        weights=_elements(weights),
+        weights_nbytes=sum(p.nbytes for p in weights),
+        trained=_elements(trained),
+        gradients_nbytes=gradients_nbytes(trained, optimizers),
+        updated=_elements(p for _, p in pairs),
+        states_nbytes=sum(_held_nbytes(one, p) for one, p in pairs),
+        fp32_nbytes=sum(_fp32_nbytes(one, p) for one, p in pairs),
+        states=joined(_name(one, p) for one, p in pairs),
+    )
+
+
+def joined(names: Iterable[str]) -> str:
+    """Each once: "fp32 + int8"."""
+    return " + ".join(sorted({name for name in names if name}))
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Those that it trains."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def gradients_nbytes(trained: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> int:
+    """Of gradients that are there at one time: of those released inside backward, the largest."""
+    trained = list(trained)
+    released = _released(optimizers)
+    passing = max((p.nbytes for p in trained if id(p) in released), default=0)
+    return passing + sum(p.nbytes for p in trained if id(p) not in released)
+
+
+def expected_nbytes(optimizer: Optimizer, p: Tensor) -> int:
+    """Bytes of the states that a parameter has, or will have.
+
+    Two fp32 states a parameter, unless the class is known to have others.
+    """
+    if isinstance(optimizer, EncodedOptimizer):
+        return optimizer.state_nbytes(p)
+    if not isinstance(optimizer, torch.optim.SGD):
+        return 8 * p.numel()
+    return 4 * p.numel() if optimizer.defaults.get("momentum") else 0
+
+
+def _released(optimizers: Iterable[Optimizer]) -> set[int]:
+    """Parameters that an optimizer updates inside backward."""
+    releases = [one.released for one in optimizers if isinstance(one, EncodedOptimizer)]
+    return {p for release in releases if release is not None for p in release.watched}
+
+
+def _held_nbytes(optimizer: Optimizer, p: Tensor) -> int:
+    tensors = _tensors(optimizer, p)
+    return sum(x.nbytes for x in tensors) if tensors else expected_nbytes(optimizer, p)
+
+
+def _fp32_nbytes(optimizer: Optimizer, p: Tensor) -> int:
+    if isinstance(optimizer, EncodedOptimizer):
+        return optimizer.state_nbytes(p, "fp32")
+    tensors = _tensors(optimizer, p)
+    if not tensors:
+        return expected_nbytes(optimizer, p)
+    return sum(4 * x.numel() if x.is_floating_point() else x.nbytes for x in tensors)
+
+
+def _name(optimizer: Optimizer, p: Tensor) -> str:
+    """How the states of p are held; "" where there are none. Step counters are not looked at."""
+    if isinstance(optimizer, EncodedOptimizer):
+        return str(optimizer.group_of(p)["state"])
+    tensors = [x for x in _tensors(optimizer, p) if x.dim() or not p.dim()]
+    dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors}
+    if not tensors and expected_nbytes(optimizer, p):
+        dtypes = {"float32"}
+    return joined("fp32" if name == "float32" else name for name in dtypes)
+
+
+def _tensors(optimizer: Optimizer, p: Tensor) -> list[Tensor]:
+    return [x for x in optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
+
+
+def _elements(tensors: Iterable[Tensor]) -> int:
+    return sum(p.numel() for p in tensors)

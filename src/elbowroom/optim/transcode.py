@@ -1,0 +1,60 @@
+"""The states of one parameter from one format to another.
+
+    codes, bounds -> float32 m, v -> codes, bounds          some rows at a time
+
+No group crosses a row, so rows are converted by themselves: what the kernels take on the way is
+less than the parameter's states in float32 (the plain torch reference: 26 float32 for each element
+of those rows).
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from elbowroom.kernels import ops
+from elbowroom.optim.formats import Group, names, row_of, seed_of
+from elbowroom.optim.sharded import local, shard_of
+
+if TYPE_CHECKING:
+    from elbowroom.optim.base import EncodedOptimizer
+
+_ELEMENTS, _SHARE = 1 << 16, 16  # at a time: so many, or so much of a large parameter, or one row
+
+
+def transcode(
+    optimizer: "EncodedOptimizer",
+    p: Tensor,
+    saved: dict[str, Tensor],
+    held_as: str,
+    fresh: dict[str, Tensor],
+    group: Group,
+) -> None:
+    """Fill `fresh`, states of p held as `group` says, with what `saved` holds as `held_as`."""
+    encoded = names(optimizer.moments[0], "").codes in saved
+    theirs = optimizer.format_of(p, held_as if encoded else "fp32")
+    ours = optimizer.format_of(p, group["state"])
+    *before, m_before, v_before = optimizer.arguments(p, saved, theirs)
+    *after, m_after, v_after = optimizer.arguments(p, fresh, ours)
+    row, step = row_of(p.shape), int(fresh["step"].item())
+    for nth, (first, last) in enumerate(_some(local(p).numel() // row, row)):
+        old, new = ([_part(x, first, last, row) for x in side] for side in (before, after))
+        values = ops.moments_dequantize(*old, m_before, v_before, row, (last - first) * row)
+        seed = seed_of(group["seed"], step, nth, shard_of(p))
+        ops.moments_quantize(*values, *new, m_after, v_after, row, seed)
+    torch.autograd.graph.increment_version([x for x in fresh.values() if x is not fresh["step"]])
+
+
+def _some(rows: int, row: int) -> Iterator[tuple[int, int]]:
+    """From, to: rows that are converted together."""
+    together = max(1, _ELEMENTS // row, rows // _SHARE)
+    for first in range(0, rows, together):
+        yield first, min(first + together, rows)
+
+
+def _part(x: Tensor, first: int, last: int, row: int) -> Tensor:
+    """Some rows of a state: [D, ...], or flat where it is fp32."""
+    if x.numel() == 0:
+        return x
+    return x[first * row : last * row] if x.dim() == 1 else x[first:last]
