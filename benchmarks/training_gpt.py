@@ -27,7 +27,11 @@ from elbowroom.demo.text import load_text
 NAME = "training-gpt"
 EXACT = saving()
 GROUP = saving("group", bits=4, rebuild=False)
-LOSSY = (saving("dither", bits=8), saving("dither", bits=4))
+LOSSY = (
+    saving("dither", bits=8),
+    saving("dither", bits=4),
+    saving("dither", bits=4, rebuild=False),
+)
 PEAK_OFF, SAVED, TIME = 0.25, 4.0, 1.10
 
 

@@ -83,6 +83,7 @@ def run(where: Any, device: str, op: str, *args: Any) -> tuple[Tensor, ...]:
 WRITES = {
     "unpack_bits": 2,
     "masked": 2,
+    "times_bits": 3,
     "group_dequantize": 5,
     "dither_dequantize": 6,
     "nonzero_dequantize": 6,
@@ -526,6 +527,10 @@ def test_bits_equal_the_reference(backend, dtype):
         args = x, bits, torch.empty_like(x)
         for got, expected in zip(*(run(*w, "masked", *args) for w in on(backend)), strict=True):
             assert same_bits(got, expected)  # signs of zeros and payloads of NaN among them
+        if dtype in DTYPES and hasattr(backend.module, "times_bits"):
+            args = x, bits, 1 / 0.9, torch.empty_like(x)
+            both = zip(*(run(*w, "times_bits", *args) for w in on(backend)), strict=True)
+            assert all(same_bits(got.nan_to_num(), right.nan_to_num()) for got, right in both)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])

@@ -124,7 +124,7 @@ class Encoded:
             self.codec._decode_mapped(self, out, affine, bits)
         return out.as_strided(self.shape, self.stride)
 
-    def norm_backward(
+    def batch_norm_backward(
         self, grad: Tensor, factor: Tensor, inner: int, out: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """Backward of a batch norm, of whose normalized input this is the code.
@@ -134,7 +134,13 @@ class Encoded:
 
         Returns the gradients of weight and bias [C], or None where the codec has no kernel for it.
         """
-        return None if self.raw else self.codec._norm_backward(self, grad, factor, inner, out)
+        return None if self.raw else self.codec._batch_norm_backward(self, grad, factor, inner, out)
+
+    def layer_norm_backward(
+        self, grad: Tensor, weight: Tensor, rstd: Tensor, out: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """The same of a layer norm, with weight [D] and rstd [rows] float32: rows of D elements."""
+        return None if self.raw else self.codec._layer_norm_backward(self, grad, weight, rstd, out)
 
     def _check_buffers(self) -> None:
         n = self.numel
@@ -277,10 +283,16 @@ class Codec(ABC):
         self._decode_into(encoded, out)
         affine.in_place(out, bits)
 
-    def _norm_backward(
+    def _batch_norm_backward(
         self, encoded: Encoded, grad: Tensor, factor: Tensor, inner: int, out: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """See `Encoded.norm_backward`."""
+        """See `Encoded.batch_norm_backward`."""
+        return None
+
+    def _layer_norm_backward(
+        self, encoded: Encoded, grad: Tensor, weight: Tensor, rstd: Tensor, out: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `Encoded.layer_norm_backward`."""
         return None
 
     def _bitmap(self, encoded: Encoded) -> Tensor | None:

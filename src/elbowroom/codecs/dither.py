@@ -97,13 +97,21 @@ class Dither(Codec):
     _encode_mapped = _encode
     _decode_mapped = _decode_into
 
-    def _norm_backward(
+    def _batch_norm_backward(
         self, encoded: Encoded, grad: Tensor, factor: Tensor, inner: int, out: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         if encoded.facts.has_zeros:
             return None
-        settings = encoded.seed, self.levels, self.group_size
-        return ops.dither_norm_backward(grad, *encoded.buffers, *settings, factor, inner, out)
+        settings = encoded.seed, self.levels, self.group_size, factor, inner
+        return ops.dither_batch_norm_backward(grad, *encoded.buffers, *settings, out)
+
+    def _layer_norm_backward(
+        self, encoded: Encoded, grad: Tensor, weight: Tensor, rstd: Tensor, out: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        if encoded.facts.has_zeros:
+            return None
+        settings = encoded.seed, self.levels, self.group_size, weight, rstd
+        return ops.dither_layer_norm_backward(grad, *encoded.buffers, *settings, out)
 
     def _bitmap(self, encoded: Encoded) -> Tensor | None:
         return encoded.buffers[0] if encoded.facts.has_zeros else None

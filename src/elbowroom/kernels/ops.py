@@ -3,7 +3,8 @@
     op                                                    out
     pack_bits(x)                                          bits
     unpack_bits(bits, value, out!)
-    masked(x, bits, out!)                                 x where the bit is set, else 0
+    masked(x, bits, out!)                                 x where the bit is set, else +0
+    times_bits(x, bits, value, out!)                      x times value or 0
     narrow(x, dtype)                                      x as smaller integers; how many do not fit
     group_quantize(x, seed, levels, group_size)           codes, step, low
     dither_quantize(x, seed, levels, group_size)          codes, ranges, bounds
@@ -19,7 +20,8 @@
     optimizer_step(param!, residual!, grad, states!, rule, weights, kinds, row, factors, seed)
     moments_quantize(m, v, states!, kinds, row, seed)     an optimizer's states, [D, ...] each
     moments_dequantize(states, kinds, row, n)             m, v
-    dither_norm_backward(grad, ..., factor, inner, out!)  sums by channel; out is the gradient
+    dither_batch_norm_backward(grad, ..., factor, inner, out!)    grad_weight, grad_bias; out is
+    dither_layer_norm_backward(grad, ..., weight, rstd, out!)     the gradient of what was encoded
     dropout(x, seed, p, out!)                             x / (1 - p) or 0, by counter
 
 and a `_dequantize` for each `_quantize`, which writes `out`: the caller owns the memory of what is
@@ -62,12 +64,14 @@ _RESTORED = f"Tensor(a!) out, {_CHANNELS}, Tensor? mask=None"
 _QUANTIZE = (
     f"(Tensor x, int seed, int levels, int group_size, {_CHANNELS}) -> (Tensor, Tensor, Tensor)"
 )
+_DITHERED = "Tensor codes, Tensor ranges, Tensor bounds, int seed, int levels, int group_size"
 _FDSR = "int seed, int[] maps, int block, int[] levels, int kept, bool dither"
 _STATES = "Tensor(c!) m_codes, Tensor(d!) m_bounds, Tensor(e!) v_codes, Tensor(f!) v_bounds"
 _SCHEMAS = {
     "pack_bits": "(Tensor x) -> Tensor",
     "unpack_bits": "(Tensor bits, float value, Tensor(a!) out) -> ()",
     "masked": "(Tensor x, Tensor bits, Tensor(a!) out) -> ()",
+    "times_bits": "(Tensor x, Tensor bits, float value, Tensor(a!) out) -> ()",
     "narrow": "(Tensor x, ScalarType dtype) -> (Tensor, Tensor)",
     "places_pack": "(Tensor x, int[] window, int[] maps) -> (Tensor, Tensor)",
     "places_unpack": "(Tensor packed, int[] window, int[] maps, Tensor(a!) out) -> ()",
@@ -76,13 +80,13 @@ _SCHEMAS = {
         f"(Tensor codes, Tensor step, Tensor low, int levels, int group_size, {_RESTORED}) -> ()"
     ),
     "dither_quantize": _QUANTIZE,
-    "dither_dequantize": (
-        "(Tensor codes, Tensor ranges, Tensor bounds, int seed, int levels, int group_size, "
-        f"{_RESTORED}) -> ()"
+    "dither_dequantize": f"({_DITHERED}, {_RESTORED}) -> ()",
+    "dither_batch_norm_backward": (
+        f"(Tensor grad, {_DITHERED}, Tensor factor, int inner, Tensor(a!) out) -> (Tensor, Tensor)"
     ),
-    "dither_norm_backward": (
-        "(Tensor grad, Tensor codes, Tensor ranges, Tensor bounds, int seed, int levels, "
-        "int group_size, Tensor factor, int inner, Tensor(a!) out) -> (Tensor, Tensor)"
+    "dither_layer_norm_backward": (
+        f"(Tensor grad, {_DITHERED}, Tensor weight, Tensor rstd, Tensor(a!) out) -> "
+        "(Tensor, Tensor)"
     ),
     "nonzero_quantize": _QUANTIZE,
     "nonzero_dequantize": (
@@ -278,8 +282,8 @@ def _fake_moments(m_codes: Tensor, *states: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_norm_backward(grad: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    factor = settings[-3]
-    return torch.empty_like(factor), torch.empty_like(factor)
+    by_channel = settings[-3]  # the factor, or the weight
+    return torch.empty_like(by_channel), torch.empty_like(by_channel)
 
 
 # An op that writes `out` returns nothing, and its fake does nothing.
@@ -295,7 +299,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     ),
     "group_quantize": _fake_group,
     "dither_quantize": _fake_dither,
-    "dither_norm_backward": _fake_norm_backward,
+    "dither_batch_norm_backward": _fake_norm_backward,
+    "dither_layer_norm_backward": _fake_norm_backward,
     "nonzero_quantize": _fake_nonzero,
     "division_quantize": _fake_division,
     "sided_quantize": _fake_sided,
@@ -317,6 +322,7 @@ _calls = torch.ops.elbowroom
 pack_bits = cast(Callable[..., Tensor], _calls.pack_bits.default)
 unpack_bits = cast(Callable[..., None], _calls.unpack_bits.default)
 masked = cast(Callable[..., None], _calls.masked.default)
+times_bits = cast(Callable[..., None], _calls.times_bits.default)
 narrow = cast(Callable[..., tuple[Tensor, Tensor]], _calls.narrow.default)
 places_pack = cast(Callable[..., tuple[Tensor, Tensor]], _calls.places_pack.default)
 places_unpack = cast(Callable[..., None], _calls.places_unpack.default)
@@ -324,8 +330,11 @@ group_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.group
 group_dequantize = cast(Callable[..., None], _calls.group_dequantize.default)
 dither_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.dither_quantize.default)
 dither_dequantize = cast(Callable[..., None], _calls.dither_dequantize.default)
-dither_norm_backward = cast(
-    Callable[..., tuple[Tensor, Tensor]], _calls.dither_norm_backward.default
+dither_batch_norm_backward = cast(
+    Callable[..., tuple[Tensor, Tensor]], _calls.dither_batch_norm_backward.default
+)
+dither_layer_norm_backward = cast(
+    Callable[..., tuple[Tensor, Tensor]], _calls.dither_layer_norm_backward.default
 )
 nonzero_quantize = cast(
     Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.nonzero_quantize.default

@@ -111,13 +111,15 @@ def _gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
     approximate = call.arg(1, "approximate", "none")
     op = Op(
         lambda x, _: F.gelu(x, approximate=approximate),
-        lambda x: F.gelu(x, approximate=approximate),
+        # Over what was decoded: elementwise, so in place is the same.
+        lambda x: torch.ops.aten.gelu.out(x, approximate=approximate, out=x),
     )
     return _make(call, out, identity, op)
 
 
 def _silu(call: Call, out: Tensor, identity: Identity) -> Origin:
-    return _make(call, out, identity, Op(lambda x, _: F.silu(x), F.silu))
+    op = Op(lambda x, _: F.silu(x), lambda x: F.silu(x, inplace=True))
+    return _make(call, out, identity, op)
 
 
 def _dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:

@@ -8,7 +8,8 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, i32, jit, u8
-from elbowroom.kernels.numba.launch import array, parallel
+from elbowroom.kernels.numba.launch import array, parallel, words
+from elbowroom.kernels.numba.rounding import as_bits, as_float, from_float, target, to_float
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -29,6 +30,12 @@ def unpack_bits(bits: Tensor, value: float, out: Tensor) -> None:
 def masked(x: Tensor, bits: Tensor, out: Tensor) -> None:
     words = _WORDS[x.element_size()]
     _masked(array(x, words), array(bits), array(out, words))
+
+
+def times_bits(x: Tensor, bits: Tensor, value: float, out: Tensor) -> None:
+    one = float(torch.tensor(value, dtype=x.dtype))  # as the tensor of factors has it
+    source, kind = words(x)
+    _times(source, kind, array(bits), np.float32(one), words(out)[0])
 
 
 def _magnitudes(x: Tensor) -> tuple[np.ndarray[Any, Any], Any]:
@@ -116,6 +123,23 @@ def _masked(x, bits, out):
             part, source = out[first:last], x[first:last]
             for o in range(part.shape[0]):
                 part[o] = source[o] & b_flag[o]
+
+
+@parallel
+def _times(x, kind, bits, factor, out):
+    N = out.shape[0]
+    T = (N + TILE - 1) // TILE
+    one = as_bits(factor)
+    for i_c in prange((T + CHUNK - 1) // CHUNK):
+        b_flag, b_x = np.empty(TILE, np.int8), np.empty(TILE, np.float32)
+        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
+            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
+            unpack_flags(bits[first // 8 : (last + 7) // 8], b_flag)
+            values = to_float(x[first:last], kind, b_x[: last - first])
+            y = target(out[first:last], kind, b_x[: last - first])
+            for o in range(last - first):
+                y[o] = values[o] * as_float(one & i32(b_flag[o]))
+            from_float(y, kind, out[first:last])
 
 
 BELOW = np.array(  # a byte of bits -> in byte k of the result, how many bits are set below bit k

@@ -4,8 +4,12 @@ Short enough to be believed by eye.
 """
 
 from elbowroom.kernels.reference.affine import affine as affine
+from elbowroom.kernels.reference.batch_norm_backward import (
+    dither_batch_norm_backward as dither_batch_norm_backward,
+)
 from elbowroom.kernels.reference.bits import masked as masked
 from elbowroom.kernels.reference.bits import pack_bits as pack_bits
+from elbowroom.kernels.reference.bits import times_bits as times_bits
 from elbowroom.kernels.reference.bits import unpack_bits as unpack_bits
 from elbowroom.kernels.reference.comet import comet_dequantize as comet_dequantize
 from elbowroom.kernels.reference.comet import comet_quantize as comet_quantize
@@ -20,10 +24,12 @@ from elbowroom.kernels.reference.fp8 import fp8_dequantize as fp8_dequantize
 from elbowroom.kernels.reference.fp8 import fp8_quantize as fp8_quantize
 from elbowroom.kernels.reference.group import group_dequantize as group_dequantize
 from elbowroom.kernels.reference.group import group_quantize as group_quantize
+from elbowroom.kernels.reference.layer_norm_backward import (
+    dither_layer_norm_backward as dither_layer_norm_backward,
+)
 from elbowroom.kernels.reference.narrow import narrow as narrow
 from elbowroom.kernels.reference.nonzero import nonzero_dequantize as nonzero_dequantize
 from elbowroom.kernels.reference.nonzero import nonzero_quantize as nonzero_quantize
-from elbowroom.kernels.reference.norm_backward import dither_norm_backward as dither_norm_backward
 from elbowroom.kernels.reference.places import places_pack as places_pack
 from elbowroom.kernels.reference.places import places_unpack as places_unpack
 from elbowroom.kernels.reference.sided import sided_dequantize as sided_dequantize

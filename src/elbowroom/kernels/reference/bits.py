@@ -21,6 +21,13 @@ def masked(x: Tensor, bits: Tensor, out: Tensor) -> None:
     torch.where(flags(bits, x.numel()), x, x.new_zeros(()), out=out)
 
 
+def times_bits(x: Tensor, bits: Tensor, value: float, out: Tensor) -> None:
+    """x [N], bits [ceil(N / 8)] uint8 -> out [N]: x times `value` where the bit is set, else 0."""
+    factor = torch.empty_like(x)
+    unpack_bits(bits, value, factor)
+    torch.mul(x, factor, out=out)
+
+
 def flags(bits: Tensor, numel: int) -> Tensor:
     """bits [ceil(numel / 8)] uint8 -> [numel] bool."""
     return ((bits[:, None] >> torch.arange(8, device=bits.device)) & 1).view(-1)[:numel] != 0

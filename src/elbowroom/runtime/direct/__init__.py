@@ -2,7 +2,10 @@
 
     op           what is held        backward reads
     relu         a bit an element    the bits
-    batch_norm   a dithered code     the code, tile by tile
+    dropout      a bit an element    the bits (CPU)
+    batch_norm   a dithered code     the code, a tile at a time (CPU)
+    layer_norm   a dithered code     what is decoded, which becomes the gradient row by row (CPU)
+    gelu, silu   any code            what is decoded, which becomes the gradient
 
 A restored tensor is written once and read once or twice, by an op that does little with it; on a
 CPU its memory is often fresh, too, and costs more than decoding. So inside a context these ops run
@@ -22,7 +25,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.direct.activations import gelu, silu
 from elbowroom.runtime.direct.batch_norm import batch_norm
+from elbowroom.runtime.direct.dropout import dropout
+from elbowroom.runtime.direct.layer_norm import layer_norm
 from elbowroom.runtime.direct.relu import relu, relu_
 from elbowroom.runtime.identity import untouchable
 
@@ -33,6 +39,10 @@ _OPS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.relu: relu,
     Tensor.relu_: relu_,
     F.batch_norm: batch_norm,
+    F.layer_norm: layer_norm,
+    F.dropout: dropout,
+    F.gelu: gelu,
+    F.silu: silu,
 }
 
 

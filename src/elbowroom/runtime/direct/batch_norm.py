@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from elbowroom.runtime.direct.held import flat_like, packed, view_of
-from elbowroom.runtime.handles import EncodeHandle
+from elbowroom.runtime.direct.held import normalized_of, packed, wanted
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _Grads = tuple[Tensor | None, ...]
@@ -66,25 +65,15 @@ class _BatchNorm(torch.autograd.Function):
 
 def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
     """The gradients; None where there is no code of the normalized input, in grad's order."""
-    view = view_of(ctx, 0)
-    handle = None if view is None else view.slot.value
-    if view is None or not isinstance(handle, EncodeHandle):
+    found = normalized_of(ctx, grad)
+    if found is None:
         return None
-    normalized, flat = handle.normalized(), flat_like(grad, view)
-    if normalized is None or flat is None:
-        return None
-    encoded, statistics = normalized
-    mean, rstd = packed(ctx, 2).restore(), packed(ctx, 3).restore()
-    own = mean.data_ptr(), rstd.data_ptr()
-    if own != (statistics.mean.data_ptr(), statistics.rstd.data_ptr()):
-        return None  # another norm's, of the same input
-    factor = rstd.float()
+    encoded, statistics, flat = found
+    factor = statistics.rstd.float()
     if ctx.dtypes[0] is not None:
         factor = factor * packed(ctx, 1).restore().float()
     out = torch.empty_like(flat)
-    sums = encoded.norm_backward(flat, factor, statistics.inner, out)
+    sums = encoded.batch_norm_backward(flat, factor, statistics.inner, out)
     if sums is None:
         return None
-    wanted = zip(sums, ctx.dtypes, ctx.needs_input_grad[1:3], strict=True)
-    of_parameters = (s.to(dtype) if needed else None for s, dtype, needed in wanted)
-    return out.as_strided(grad.shape, grad.stride()), *of_parameters
+    return out.as_strided(grad.shape, grad.stride()), *wanted(sums, ctx)

@@ -4,6 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
+from elbowroom.codecs import Encoded
+from elbowroom.runtime.handles import EncodeHandle
+from elbowroom.runtime.normal import Statistics
 from elbowroom.runtime.slot import View
 
 
@@ -30,3 +33,41 @@ def flat_like(grad: Tensor, view: View) -> Tensor | None:
     if not alike or grad.shape != geometry.shape or grad.device != view.slot.device:
         return None
     return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
+
+
+def private_of(ctx: Any, i: int, grad: Tensor) -> Tensor | None:
+    """The i-th saved tensor, decoded into memory of its own, in grad's layout.
+
+    None where it is not a code, or would be given back as it was.
+    """
+    view = view_of(ctx, i)
+    handle = None if view is None else view.slot.value
+    if view is None or not isinstance(handle, EncodeHandle) or flat_like(grad, view) is None:
+        return None
+    return handle.restore(private=True) if handle.is_needed() else None
+
+
+def normalized_of(ctx: Any, grad: Tensor) -> tuple[Encoded, Statistics, Tensor] | None:
+    """The code of a norm's xhat, what x was normalized by, and grad as a flat run in its order.
+
+    Of a node that saved x first and mean, rstd last. None where there is no code of its own: the
+    input is kept, restored already, or was normalized by the statistics of another norm.
+    """
+    view = view_of(ctx, 0)
+    handle = None if view is None else view.slot.value
+    if view is None or not isinstance(handle, EncodeHandle):
+        return None
+    normalized, flat = handle.normalized(), flat_like(grad, view)
+    if normalized is None or flat is None:
+        return None
+    encoded, statistics = normalized
+    own = [packed(ctx, i).restore().data_ptr() for i in (-2, -1)]
+    if own != [statistics.mean.data_ptr(), statistics.rstd.data_ptr()]:
+        return None
+    return encoded, statistics, flat
+
+
+def wanted(sums: tuple[Tensor, ...], ctx: Any) -> list[Tensor | None]:
+    """The gradients of weight and bias, in their dtypes; None for one that nobody wants."""
+    each = zip(sums, ctx.dtypes, ctx.needs_input_grad[1:3], strict=True)
+    return [total.to(dtype) if needed else None for total, dtype, needed in each]

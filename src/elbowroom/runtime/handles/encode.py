@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from elbowroom.codecs import Affine, Encoded
+from elbowroom.codecs import Affine, BitMask, Encoded
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.normal import Normalized, Statistics, flat_of
@@ -88,12 +88,24 @@ class EncodeHandle:
         affine.in_place(flat_of(x), bits)
         return x
 
+    def is_needed(self) -> bool:
+        """Whether the code is all that there is: neither the original is left, nor one restored."""
+        return self._still_there() is None
+
     def normalized(self) -> tuple[Encoded, Statistics] | None:
         """The code, if it stands for (x - mean) * rstd, and these; None if x itself is there."""
         normal = self._normal
-        if normal is None or normal.keep_zeros or self._still_there() is not None:
+        if normal is None or normal.keep_zeros or not self.is_needed():
             return None
         return self._encoded, normal.statistics
+
+    def factors(self) -> tuple[Tensor, float] | None:
+        """Bits and a number, if the tensor is that number where a bit is set and 0 elsewhere."""
+        encoded = self._encoded
+        value = encoded.facts.value if isinstance(encoded.codec, BitMask) else None
+        if value is None or encoded.raw or not self.is_needed():
+            return None
+        return encoded.buffers[0], value
 
     def _room(self) -> Tensor:
         encoded = self._encoded

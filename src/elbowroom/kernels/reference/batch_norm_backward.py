@@ -11,7 +11,7 @@ from torch import Tensor
 from elbowroom.kernels.reference.dither import dither_dequantize
 
 
-def dither_norm_backward(
+def dither_batch_norm_backward(
     grad: Tensor,
     codes: Tensor,
     ranges: Tensor,

@@ -1,4 +1,4 @@
-"""Backward of a batch norm on the code of its input (specification: `reference/norm_backward.py`).
+"""Backward of a batch norm on the code of its input (spec: `reference/batch_norm_backward.py`).
 
 The first pass decodes each tile into the cache, takes the sums, and leaves it where the gradient
 will be; the second makes the gradient of it in place. So the restored input is no tensor of its
@@ -31,7 +31,7 @@ _summing = numba.njit(
 )
 
 
-def dither_norm_backward(
+def dither_batch_norm_backward(
     grad: Tensor,
     codes: Tensor,
     ranges: Tensor,

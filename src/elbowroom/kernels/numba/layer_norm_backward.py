@@ -1,0 +1,83 @@
+"""Backward of a layer norm on the code of its input (spec: `reference/layer_norm_backward.py`).
+
+The code is decoded to where the gradient will be, and each row there becomes its gradient while it
+is in the cache. Sums over rows are taken in float32 by work item, then in float64, in the same
+order however many threads there are.
+"""
+
+import numba
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from elbowroom.kernels.numba.compiled import f32, jit
+from elbowroom.kernels.numba.dither import dither_dequantize
+from elbowroom.kernels.numba.launch import array, parallel, words
+from elbowroom.kernels.numba.rounding import from_float, to_float
+
+_MOST_ITEMS = 64  # work items, each of which has sums of its own
+# A sum over floats is a vector loop only if its order may change. NaN and Inf mean what they do.
+_summing = numba.njit(
+    cache=True, error_model="numpy", nogil=True, fastmath={"reassoc", "nsz", "contract"}
+)
+
+
+def dither_layer_norm_backward(
+    grad: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    bounds: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    weight: Tensor,
+    rstd: Tensor,
+    out: Tensor,
+) -> tuple[Tensor, Tensor]:
+    dither_dequantize(codes, ranges, bounds, seed, levels, group_size, out)
+    row, rows = len(weight), len(rstd)
+    sums = np.zeros((max(1, min(_MOST_ITEMS, rows)), 2, row), f32)
+    _rows(*words(grad), array(weight), array(rstd), words(out)[0], sums)
+    of_weight, of_bias = (torch.from_numpy(part).double().sum(0) for part in sums.swapaxes(0, 1))
+    return of_weight.float(), of_bias.float()
+
+
+@_summing
+def _means(dy, x, weight):
+    """The means of dy * weight and of dy * weight * x."""
+    total, product = f32(0), f32(0)
+    for o in range(dy.shape[0]):
+        scaled = dy[o] * weight[o]
+        total += scaled
+        product += scaled * x[o]
+    each = f32(1) / f32(dy.shape[0])
+    return total * each, product * each
+
+
+@jit
+def _add(dy, x, of_weight, of_bias):
+    for o in range(dy.shape[0]):
+        of_weight[o] += dy[o] * x[o]
+        of_bias[o] += dy[o]
+
+
+@jit
+def _finish(y, dy, weight, scale, mean, slope):
+    for o in range(y.shape[0]):
+        y[o] = scale * (dy[o] * weight[o] - mean - y[o] * slope)
+
+
+@parallel
+def _rows(grad, kind, weight, rstd, out, sums):
+    R, D = rstd.shape[0], weight.shape[0]
+    each = (R + sums.shape[0] - 1) // sums.shape[0]
+    for i_c in prange(sums.shape[0]):
+        b_x, b_dy = np.empty(D, f32), np.empty(D, f32)
+        for i_r in range(i_c * each, min(i_c * each + each, R)):
+            y = to_float(out[i_r * D : i_r * D + D], kind, b_x)
+            dy = to_float(grad[i_r * D : i_r * D + D], kind, b_dy)
+            mean, slope = _means(dy, y, weight)
+            _add(dy, y, sums[i_c, 0], sums[i_c, 1])
+            _finish(y, dy, weight, rstd[i_r], mean, slope)
+            from_float(y, kind, out[i_r * D : i_r * D + D])

@@ -1,0 +1,65 @@
+"""GELU and SiLU on a code: the gradient takes the place of the input that was decoded for it.
+
+Nobody else sees a tensor that is decoded here, so torch's backward writes over it, and one tensor
+of the widest layer's size is not allocated. The bits are those of torch on the restored tensor.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from elbowroom.runtime.direct.held import private_of
+
+_aten: Any = torch.ops.aten
+
+
+def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
+    """As torch.nn.functional.gelu."""
+    made: Tensor = _GELU.apply(input, approximate)  # type: ignore[no-untyped-call]
+    return made
+
+
+def silu(input: Tensor, inplace: bool = False) -> Tensor:
+    """As torch.nn.functional.silu."""
+    if inplace:
+        return F.silu(input, inplace=True)
+    made: Tensor = _SiLU.apply(input)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _GELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.approximate = approximate
+        return F.gelu(x, approximate=approximate)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,), how = grads, {"approximate": ctx.approximate}
+        x = None if torch.is_grad_enabled() else private_of(ctx, 0, grad)
+        if x is not None:
+            return _aten.gelu_backward.grad_input(grad, x, **how, grad_input=x), None
+        (x,) = ctx.saved_tensors
+        return _aten.gelu_backward(grad, x, **how), None
+
+
+class _SiLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.silu(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,) = grads
+        x = None if torch.is_grad_enabled() else private_of(ctx, 0, grad)
+        if x is not None:
+            return cast(Tensor, _aten.silu_backward.grad_input(grad, x, grad_input=x))
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # torch's kernel has no derivative
+            slope = x.sigmoid()
+            return cast(Tensor, grad * slope * (1 + x * (1 - slope)))
+        return cast(Tensor, _aten.silu_backward(grad, x))

@@ -1,0 +1,72 @@
+"""Layer norm, whose backward reads the code of its input: xhat, which is what the code stands for.
+
+g = grad * weight
+grad_x = rstd * (g - mean(g) - xhat * mean(g * xhat))     means by row
+grad_weight = sum(grad * xhat);   grad_bias = sum(grad)   over rows
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from elbowroom.codecs.base import FLOATS
+from elbowroom.runtime.direct.held import normalized_of, packed, wanted
+
+_Grads = tuple[Tensor | None, ...]
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """As torch.nn.functional.layer_norm."""
+    if input.device.type != "cpu" or input.dtype not in FLOATS or not input.numel():
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+    made: Tensor = _LayerNorm.apply(  # type: ignore[no-untyped-call]
+        input, weight, bias, normalized_shape, eps
+    )
+    return made
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *settings: Any) -> Tensor:
+        weight, bias, shape, eps = settings
+        out, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.shape, ctx.dtypes = shape, [None if p is None else p.dtype for p in (weight, bias)]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> _Grads:
+        (grad,) = grads
+        found = None if torch.is_grad_enabled() else _on_code(ctx, grad)
+        if found is None:
+            x, weight, bias, mean, rstd = ctx.saved_tensors
+            found = torch.ops.aten.native_layer_norm_backward(
+                grad, x, ctx.shape, mean, rstd, weight, bias, ctx.needs_input_grad[:3]
+            )
+        return *found, None, None
+
+
+def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
+    """The gradients; None where there is no code of the normalized input, in grad's order."""
+    found = normalized_of(ctx, grad)
+    if found is None:
+        return None
+    encoded, statistics, flat = found
+    weight = torch.ones(statistics.inner)
+    if ctx.dtypes[0] is not None:
+        weight = packed(ctx, 1).restore().detach().float().flatten()
+    rstd, out = statistics.rstd.float().flatten(), torch.empty_like(flat)
+    sums = encoded.layer_norm_backward(flat, weight, rstd, out)
+    if sums is None:
+        return None
+    of_parameters = wanted(tuple(total.view(tuple(ctx.shape)) for total in sums), ctx)
+    return out.as_strided(grad.shape, grad.stride()), *of_parameters
