@@ -526,3 +526,160 @@ def test_a_fitted_model_uses_it_too_and_stays_exact(restored):
         found = gradients(fitted, nullcontext(), x)
     assert all(map(torch.equal, found, expected))
     er.release(fitted)
+
+
+# --- what torch refuses, and what others may see ---
+
+
+@pytest.mark.parametrize("which", ["running_mean", "weight", "bias"])
+def test_batch_norm_of_the_wrong_width_is_torchs_error(which):
+    """The kernel beneath torch.batch_norm would write beside the buffer."""
+    given = dict.fromkeys(("running_mean", "running_var", "weight", "bias")) | {
+        which: torch.ones(3)
+    }
+    if which == "running_mean":
+        given["running_var"] = torch.ones(3)
+    with pytest.raises(RuntimeError, match="should contain 6 elements"), er.saving(min_nbytes=0):
+        F.batch_norm(drawn(4, 6).requires_grad_() * 1, training=True, **given)
+    with pytest.raises(ValueError, match="eps"), er.saving(min_nbytes=0):
+        F.batch_norm(drawn(4, 6).requires_grad_() * 1, None, None, training=True, eps=0.0)
+
+
+class Doubled(Tensor):
+    """A weight that counts twice in a layer norm."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is not F.layer_norm:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*map(doubled, args), **{k: doubled(v) for k, v in (kwargs or {}).items()})
+
+
+def doubled(value):
+    return value.as_subclass(Tensor) * 2 if isinstance(value, Doubled) else value
+
+
+def test_a_weight_of_a_subclass_keeps_its_own_way():
+    x, weight = drawn(6, 8).requires_grad_(), drawn(8, seed=1)
+    with er.saving(min_nbytes=0):
+        out = F.layer_norm(x * 1, (8,), weight.as_subclass(Doubled))
+    torch.testing.assert_close(out.as_subclass(Tensor), F.layer_norm(x, (8,), 2 * weight))
+
+
+def test_a_function_mode_of_somebody_else_sees_the_call():
+    class Tripled(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return args[0] * 3 if func is F.dropout else func(*args, **(kwargs or {}))
+
+    x = drawn(6, 8).requires_grad_()
+    with Tripled(), er.saving(min_nbytes=0):
+        out = F.dropout(x * 1)
+    assert out.equal(3 * x)
+    with torch.device("cpu"), er.saving(min_nbytes=0):  # a mode of torch's that changes nothing
+        assert type(F.relu(x * 1).grad_fn).__name__ == "_ReLUBackward"
+
+
+OPS = {
+    "relu": F.relu,
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "layer_norm": lambda x: F.layer_norm(x, (8,)),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+}
+EVERY_OP = pytest.mark.parametrize("op", OPS)
+
+
+@EVERY_OP
+def test_a_gradient_that_does_not_exist_stays_so(op):
+    """Zeros in its place would let weight decay and momentum go on."""
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    x = drawn(6, 8).requires_grad_()
+    with er.saving("dither", **LEVELS):
+        loss = Stop.apply(OPS[op](x * 1)).sum()
+    loss.backward()
+    assert x.grad is None
+
+
+@EVERY_OP
+@pytest.mark.parametrize("policy", [None, "dither"])
+def test_batched_gradients(op, policy):
+    x, grads = drawn(6, 8).requires_grad_(), drawn(3, 6, 8, seed=1)
+    fields = LEVELS if policy else {"min_nbytes": 0}
+    torch.manual_seed(2)
+    with er.saving(policy, **fields):
+        out = OPS[op](x * 1)
+    (found,) = torch.autograd.grad(out, x, grads, is_grads_batched=True, retain_graph=True)
+    for got, grad in zip(found, grads, strict=True):
+        (wanted,) = torch.autograd.grad(out, x, grad, retain_graph=True)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@EVERY_OP
+def test_inside_a_map_over_something_else(op):
+    h, scales = drawn(6, 8).requires_grad_() * 1, torch.arange(3.0)
+    with er.saving(min_nbytes=0):
+        mapped = torch.vmap(lambda scale: OPS[op](h) * scale, randomness="same")(scales)
+    assert mapped.shape == (3, 6, 8)
+
+
+def test_the_default_dtype_is_nobodys_business():
+    torch.set_default_dtype(torch.float64)
+    try:
+        x = drawn(16, 8, dtype=torch.float32).requires_grad_()
+        with er.saving("dither", levels=256, min_nbytes=0):
+            loss = F.layer_norm(x * 1, (8,)).pow(3).sum()
+        loss.backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert x.grad.dtype is torch.float32
+
+
+def test_a_few_long_rows_take_no_more_than_restoring_them():
+    x, norm = drawn(4, 1 << 18).requires_grad_(), nn.LayerNorm(1 << 18)
+
+    def peak(context) -> int:
+        with context:
+            loss = norm(x * 1).sum()
+        found = er.peak(loss.backward)
+        x.grad = norm.weight.grad = norm.bias.grad = None
+        return found
+
+    assert peak(er.saving("dither", levels=4)) <= peak(nullcontext()) + x.nbytes
+
+
+def test_dropout_by_a_tensor_of_chances_is_torchs():
+    x = drawn(6, 80).requires_grad_()
+
+    def kept(context) -> Tensor:
+        torch.manual_seed(4)
+        with context:
+            return F.dropout(x * 1, p=torch.tensor(0.3)) != 0
+
+    assert kept(er.saving(min_nbytes=0)).equal(kept(nullcontext()))
+
+
+def test_the_node_of_a_batch_norm_has_the_inputs_of_torchs():
+    with er.saving(min_nbytes=0):
+        out = nn.BatchNorm1d(8)(drawn(6, 8).requires_grad_() * 1)
+    assert len(out.grad_fn.next_functions) == 3
+
+
+def test_a_changed_bias_is_torchs_error():
+    norm, x = nn.LayerNorm(8), drawn(6, 8).requires_grad_()
+    with er.saving("dither", **LEVELS):
+        out = norm(x * 1)
+    with torch.no_grad():
+        norm.bias.mul_(2)
+    with pytest.raises(RestoreError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -33,7 +33,7 @@ def masked(x: Tensor, bits: Tensor, out: Tensor) -> None:
 
 
 def times_bits(x: Tensor, bits: Tensor, value: float, out: Tensor) -> None:
-    one = float(torch.tensor(value, dtype=x.dtype))  # as the tensor of factors has it
+    one = float(torch.tensor(value, dtype=x.dtype, device="cpu"))  # as the tensor of factors has it
     source, kind = words(x)
     _times(source, kind, array(bits), np.float32(one), words(out)[0])
 

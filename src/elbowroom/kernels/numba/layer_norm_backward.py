@@ -17,6 +17,7 @@ from elbowroom.kernels.numba.launch import array, parallel, words
 from elbowroom.kernels.numba.rounding import from_float, to_float
 
 _MOST_ITEMS = 64  # work items, each of which has sums of its own
+_LEAST_ROWS = 16  # of an item: its sums take as much memory as two rows
 # A sum over floats is a vector loop only if its order may change. NaN and Inf mean what they do.
 _summing = numba.njit(
     cache=True, error_model="numpy", nogil=True, fastmath={"reassoc", "nsz", "contract"}
@@ -37,9 +38,9 @@ def dither_layer_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     dither_dequantize(codes, ranges, bounds, seed, levels, group_size, out)
     row, rows = len(weight), len(rstd)
-    sums = np.zeros((max(1, min(_MOST_ITEMS, rows)), 2, row), f32)
+    sums = np.zeros((max(1, min(_MOST_ITEMS, rows // _LEAST_ROWS)), 2, row), f32)
     _rows(*words(grad), array(weight), array(rstd), words(out)[0], sums)
-    of_weight, of_bias = (torch.from_numpy(part).double().sum(0) for part in sums.swapaxes(0, 1))
+    of_weight, of_bias = torch.from_numpy(sums).sum(0, dtype=torch.float64)
     return of_weight.float(), of_bias.float()
 
 

@@ -14,7 +14,8 @@ is not possible (what was saved is kept, is asked for with `create_graph`, has o
 the gradient) the node restores it, and calls torch's own backward.
 
 It is not done where others read what an op saves: under somebody else's hooks (checkpointing counts
-the tensors), in a step that is written down or watched, in tracing and transforms.
+the tensors), in a step that is written down, in tracing and transforms, under somebody else's
+function mode, with a subclass among the arguments.
 """
 
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._device import DeviceContext
 
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.activations import gelu, silu
@@ -49,14 +51,28 @@ _OPS: dict[Callable[..., Any], Callable[..., Any]] = {
 def direct(call: Call) -> Callable[..., Any]:
     """The function to run for this call: its own, or one with a backward on what is held."""
     found = _OPS.get(call.func)
-    if found is None or not torch.is_grad_enabled():
+    if found is None or not torch.is_grad_enabled() or _is_transformed() or _is_overridden():
         return call.func
     x = call.arg(0, "input")
-    if type(x) is not Tensor or not x.requires_grad or untouchable(x) or _is_transformed():
+    if type(x) is not Tensor or not x.requires_grad or not x.is_floating_point():
         return call.func
-    return found
+    return found if all(map(_is_plain, (*call.args, *call.kwargs.values()))) else call.func
+
+
+def _is_plain(argument: Any) -> bool:
+    return not isinstance(argument, Tensor) or not untouchable(argument)
 
 
 def _is_transformed() -> bool:
-    """Whether forward is traced, or differentiated forwards: our nodes have no rule for that."""
-    return torch._C._is_tracing() or torch.autograd.forward_ad._current_level >= 0
+    """Whether forward is traced, mapped, or differentiated forwards: our nodes cannot be."""
+    return (
+        torch._C._is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _is_overridden() -> bool:
+    """Whether somebody else's function mode wants to see the call, too."""
+    modes = range(torch._C._len_torch_function_stack())
+    return any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in modes)

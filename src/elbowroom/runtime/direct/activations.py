@@ -34,11 +34,14 @@ class _GELU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.approximate = approximate
+        ctx.set_materialize_grads(False)
         return F.gelu(x, approximate=approximate)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         (grad,), how = grads, {"approximate": ctx.approximate}
+        if grad is None:
+            return None, None
         x = None if torch.is_grad_enabled() else private_of(ctx, 0, grad)
         if x is not None:
             return _aten.gelu_backward.grad_input(grad, x, **how, grad_input=x), None
@@ -50,11 +53,14 @@ class _SiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
         return F.silu(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
         (grad,) = grads
+        if grad is None:
+            return None
         x = None if torch.is_grad_enabled() else private_of(ctx, 0, grad)
         if x is not None:
             return cast(Tensor, _aten.silu_backward.grad_input(grad, x, grad_input=x))

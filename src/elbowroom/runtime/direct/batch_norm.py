@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from elbowroom.codecs.base import FLOATS
 from elbowroom.runtime.direct.held import normalized_of, packed, wanted
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _Grads = tuple[Tensor | None, ...]
 
 
@@ -31,36 +31,49 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """As torch.nn.functional.batch_norm."""
-    by_channel = input.dim() > 1 and input.numel() > input.shape[1]  # else torch's own error
-    if not training or not by_channel or input.device.type != "cpu" or input.dtype not in _DTYPES:
+    per_channel = running_mean, running_var, weight, bias
+    numbers = isinstance(momentum, float) and isinstance(eps, float) and eps > 0
+    if not training or not numbers or not _fits(input, per_channel):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    # The running statistics in a tuple: no inputs of the node.
     made: Tensor = _BatchNorm.apply(  # type: ignore[no-untyped-call]
-        input, weight, bias, running_mean, running_var, momentum, eps
+        input, weight, bias, (running_mean, running_var), momentum, eps
     )
     return made
+
+
+def _fits(x: Tensor, per_channel: tuple[Tensor | None, ...]) -> bool:
+    """What torch.batch_norm refuses, and the kernel beneath it does not look at, goes to torch."""
+    if x.device.type != "cpu" or x.dtype not in FLOATS or x.dim() < 2:
+        return False
+    channels = x.shape[1]
+    return x.numel() > channels and all(p is None or p.numel() == channels for p in per_channel)
 
 
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *settings: Any) -> Tensor:
-        weight, bias, running_mean, running_var, momentum, eps = settings
+        weight, bias, (running_mean, running_var), momentum, eps = settings
         out, mean, rstd = torch.native_batch_norm(
             x, weight, bias, running_mean, running_var, True, momentum, eps
         )
         ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.set_materialize_grads(False)
         ctx.eps, ctx.dtypes = eps, [None if p is None else p.dtype for p in (weight, bias)]
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> _Grads:
+    def backward(ctx: Any, *grads: Tensor | None) -> _Grads:
         (grad,) = grads
+        if grad is None:
+            return (None,) * 6
         found = None if torch.is_grad_enabled() else _on_code(ctx, grad)
         if found is None:
             x, weight, mean, rstd = ctx.saved_tensors
             found = torch.ops.aten.native_batch_norm_backward(
                 *(grad, x, weight, None, None, mean, rstd, True, ctx.eps, ctx.needs_input_grad[:3])
             )
-        return *found, None, None, None, None
+        return *found, None, None, None
 
 
 def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:

@@ -16,8 +16,8 @@ from elbowroom.runtime.handles import EncodeHandle
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """As torch.nn.functional.dropout."""
-    plain = inplace or not training or not 0 < p < 1 or input.device.type != "cpu"
-    if plain or input.dtype not in FLOATS or not input.numel():
+    ours = not inplace and training is True and isinstance(p, float) and 0 < p < 1
+    if not ours or input.device.type != "cpu" or input.dtype not in FLOATS or not input.numel():
         return torch.nn.functional.dropout(input, p, training, inplace)
     made: Tensor = _Dropout.apply(input, p)  # type: ignore[no-untyped-call]
     return made
@@ -28,11 +28,14 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
         noise = torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)  # torch's own steps
         ctx.save_for_backward(noise)
+        ctx.set_materialize_grads(False)
         return x * noise
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         (grad,) = grads
+        if grad is None:
+            return None, None
         direct = None if torch.is_grad_enabled() else _by_bits(ctx, grad)
         if direct is None:
             (noise,) = ctx.saved_tensors

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from elbowroom.codecs import Encoded
 from elbowroom.runtime.handles import EncodeHandle
+from elbowroom.runtime.identity import untouchable
 from elbowroom.runtime.normal import Statistics
 from elbowroom.runtime.slot import View
 
@@ -27,7 +28,7 @@ def packed(ctx: Any, i: int) -> Any:
 def flat_like(grad: Tensor, view: View) -> Tensor | None:
     """grad as a flat run in the order of the view; None where it has another, or another dtype."""
     geometry = view.geometry
-    if view.slot.is_window:
+    if view.slot.is_window or type(grad) is not Tensor or untouchable(grad):  # batched, for one
         return None
     alike = grad.dtype is view.slot.dtype and grad.stride() == geometry.stride
     if not alike or grad.shape != geometry.shape or grad.device != view.slot.device:

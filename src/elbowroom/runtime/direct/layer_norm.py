@@ -26,7 +26,8 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """As torch.nn.functional.layer_norm."""
-    if input.device.type != "cpu" or input.dtype not in FLOATS or not input.numel():
+    plain = input.device.type != "cpu" or input.dtype not in FLOATS or not input.numel()
+    if plain or not isinstance(normalized_shape, Sequence):  # torch's own error
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
     made: Tensor = _LayerNorm.apply(  # type: ignore[no-untyped-call]
         input, weight, bias, normalized_shape, eps
@@ -40,12 +41,15 @@ class _LayerNorm(torch.autograd.Function):
         weight, bias, shape, eps = settings
         out, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.set_materialize_grads(False)
         ctx.shape, ctx.dtypes = shape, [None if p is None else p.dtype for p in (weight, bias)]
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> _Grads:
+    def backward(ctx: Any, *grads: Tensor | None) -> _Grads:
         (grad,) = grads
+        if grad is None:
+            return (None,) * 5
         found = None if torch.is_grad_enabled() else _on_code(ctx, grad)
         if found is None:
             x, weight, bias, mean, rstd = ctx.saved_tensors
@@ -61,9 +65,11 @@ def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
     if found is None:
         return None
     encoded, statistics, flat = found
-    weight = torch.ones(statistics.inner)
+    weight = torch.ones(statistics.inner, dtype=torch.float32, device="cpu")
     if ctx.dtypes[0] is not None:
         weight = packed(ctx, 1).restore().detach().float().flatten()
+    if ctx.dtypes[1] is not None:
+        packed(ctx, 2).restore()  # for the error of one that was changed in place, which is torch's
     rstd, out = statistics.rstd.float().flatten(), torch.empty_like(flat)
     sums = encoded.layer_norm_backward(flat, weight, rstd, out)
     if sums is None:

@@ -38,11 +38,14 @@ class _ReLU(torch.autograd.Function):
         if inplace:
             ctx.mark_dirty(x)
         ctx.save_for_backward(out)
+        ctx.set_materialize_grads(False)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         (grad,) = grads
+        if grad is None:
+            return None, None
         direct = None if torch.is_grad_enabled() else _masked(ctx, grad)
         if direct is None:
             (out,) = ctx.saved_tensors
