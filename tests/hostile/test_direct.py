@@ -215,9 +215,9 @@ def test_batch_norm_of_any_kind_is_torchs_in_exact_mode(norm):
     assert all(map(torch.equal, norm.buffers(), after))
     if not x.dtype.is_floating_point or x.dtype is torch.float64:
         return
-    lossy = normed(x, norm, er.saving("dither", levels=256, min_nbytes=0))
+    lossy = normed(x, norm, er.saving("dither", levels=256, min_nbytes=0, seed=5))
     for got, wanted in zip(lossy, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0.1, atol=0.1)
+        assert (got - wanted).norm() < 0.05 * wanted.norm()
 
 
 def test_one_input_of_two_norms():
@@ -518,13 +518,15 @@ def test_memory_is_flat_and_what_is_held_dies_with_the_graph():
     assert saved.ledger.held_nbytes == 0
 
 
-def test_a_fitted_model_uses_it_too_and_stays_exact(restored):
+def test_a_fitted_model_does_without_and_stays_exact():
+    """Its plan counts on restored tensors."""
     model, x = net(), drawn(16, 3, 40, 40)
     expected = gradients(model, nullcontext(), x)
     fitted = er.fit(net(), budget="64 MiB", exact=True)
     for _ in range(4):
         found = gradients(fitted, nullcontext(), x)
     assert all(map(torch.equal, found, expected))
+    assert "_ReLU" not in fitted(x).grad_fn.name()
     er.release(fitted)
 
 

@@ -89,6 +89,8 @@ class Saving:
     recompute   names of modules whose forward runs again in backward
     idle        nothing is to be done: open no hooks at all
     inertness   knows, or learns, which ops need not be looked at
+    runs_direct let ops differentiate on what is held, where they can (`direct/`); not for plans,
+                which count on restored tensors
     """
 
     def __init__(
@@ -103,8 +105,10 @@ class Saving:
         recompute: Container[str] = (),
         idle: bool = False,
         inertness: Inertness | None = None,
+        runs_direct: bool = False,
     ) -> None:
         self.policy = policy
+        self._runs_direct = runs_direct
         self._inertness = inertness
         self._inert: frozenset[OpName] = frozenset()
         self.was_blind = False  # some ops were not looked at, from the start
@@ -147,7 +151,7 @@ class Saving:
             self._inert, self._parts = begin_looking(self._inertness)
             self.was_blind = bool(self._inert)
             passes = self._passes if self._inert else None
-            run_as = self._run_as if self.recorder is None else None
+            run_as = self._run_as if self._runs_direct and self.recorder is None else None
             self._consumers = opening.enter_context(Consumers(self._finished, passes, run_as))
             if self.recorder is not None or self.recompute:
                 opening.enter_context(intercepted(self._called))
