@@ -8,27 +8,18 @@ Sums are taken in float32 over what a tile has of a channel, then in float64, in
 however many threads there are.
 """
 
-import numba
 import numpy as np
 import torch
 from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.layout import tiles
-from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, unpack
-from elbowroom.kernels.numba.compiled import TILE, f32, jit, u8
-from elbowroom.kernels.numba.dither import grid
-from elbowroom.kernels.numba.grids import dequantize
+from elbowroom.kernels.numba.codes import SLACK
+from elbowroom.kernels.numba.compiled import CHUNK, MOST_ITEMS, TILE, f32, jit, summing, u8
+from elbowroom.kernels.numba.dither import decode_tile
 from elbowroom.kernels.numba.launch import array, parallel, patterns, split_seed, words
-from elbowroom.kernels.numba.noise import draw, tile_key
+from elbowroom.kernels.numba.noise import tile_key
 from elbowroom.kernels.numba.rounding import from_float, target, to_float
-
-_MOST_ITEMS = 64  # work items, each of which has sums of its own for every channel
-_EACH = 16  # tiles a work item, at the least
-# A sum over floats is a vector loop only if its order may change. NaN and Inf mean what they do.
-_summing = numba.njit(
-    cache=True, error_model="numpy", nogil=True, fastmath={"reassoc", "nsz", "contract"}
-)
 
 
 def dither_batch_norm_backward(
@@ -45,7 +36,7 @@ def dither_batch_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     source = *words(grad), array(codes), array(ranges), patterns(bounds)
     settings = *split_seed(seed), levels, group_size, inner
-    items = max(1, min(_MOST_ITEMS, -(-tiles(grad.numel()) // _EACH)))
+    items = max(1, min(MOST_ITEMS, -(-tiles(grad.numel()) // CHUNK)))
     sums = np.zeros((items, 2, len(factor)))
     made = words(out)[0]
     _sums(*source, *settings, made, sums)
@@ -56,7 +47,7 @@ def dither_batch_norm_backward(
     return both[1].float(), both[0].float()
 
 
-@_summing
+@summing
 def _add_run(dy, x, sums, c):
     total, product = f32(0), f32(0)
     for o in range(dy.shape[0]):
@@ -105,17 +96,6 @@ def _add_neighbours(dy, x, start, sums, part):
     _add_each(dy[rest + R * C :], x[rest + R * C :], sums[0], sums[1])
 
 
-@jit
-def _decode(codes, ranges, bounds, i_t, key, levels, S, b_code, b_u, b_low, b_step, values):
-    """values [n] <- tile i_t of what was encoded."""
-    n, first = values.shape[0], i_t * (TILE // S)
-    P = codes_nbytes(levels, TILE)
-    draw(key, b_u)
-    unpack(codes[i_t * P : i_t * P + codes_nbytes(levels, n)], levels, b_code[: n + SLACK])
-    grid(ranges[first : first + (n + S - 1) // S], bounds[i_t], levels, b_low, b_step)
-    dequantize(b_code, b_u, S, b_low, b_step, values)
-
-
 @parallel
 def _sums(grad, kind, codes, ranges, bounds, seed_low, seed_high, levels, S, inner, out, sums):
     N = grad.shape[0]
@@ -130,7 +110,7 @@ def _sums(grad, kind, codes, ranges, bounds, seed_low, seed_high, levels, S, inn
             n = min(TILE, N - start)
             key = tile_key(i_t, seed_low, seed_high)
             x = target(out[start : start + n], kind, b_x[:n])
-            _decode(codes, ranges, bounds, i_t, key, levels, S, b_code, b_u, b_low, b_step, x)
+            decode_tile(codes, ranges, bounds, i_t, key, levels, S, b_code, b_u, b_low, b_step, x)
             dy = to_float(grad[start : start + n], kind, b_dy[:n])
             if inner == 1:
                 _add_neighbours(dy, x, start, sums[i_c], part)
@@ -181,9 +161,9 @@ def _gradient(grad, kind, factor, by, shift, inner, out):
     """out <- factor * grad + by * out + shift, by channel."""
     N = grad.shape[0]
     T = (N + TILE - 1) // TILE
-    for i_c in prange((T + _EACH - 1) // _EACH):
+    for i_c in prange((T + CHUNK - 1) // CHUNK):
         b_x, b_dy = np.empty(TILE, f32), np.empty(TILE, f32)
-        for i_t in range(i_c * _EACH, min(i_c * _EACH + _EACH, T)):
+        for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
             y = to_float(out[first:last], kind, b_x[: last - first])
             dy = to_float(grad[first:last], kind, b_dy[: last - first])

@@ -122,13 +122,23 @@ def _quantize(x, kind, scale, shift, inner, seed_low, seed_high, levels, S, out,
             pack(b_code, n, levels, b_spare, out[i_t * P : i_t * P + codes_nbytes(levels, n)])
 
 
+@jit
+def decode_tile(codes, ranges, bounds, i_t, key, levels, S, b_code, b_u, b_low, b_step, values):
+    """values [n] float32 <- tile i_t."""
+    n, first = values.shape[0], i_t * (TILE // S)
+    P = codes_nbytes(levels, TILE)
+    draw(key, b_u)
+    unpack(codes[i_t * P : i_t * P + codes_nbytes(levels, n)], levels, b_code[: n + SLACK])
+    grid(ranges[first : first + (n + S - 1) // S], bounds[i_t], levels, b_low, b_step)
+    dequantize(b_code, b_u, S, b_low, b_step, values)
+
+
 @parallel
 def _dequantize(
     codes, ranges, bounds, seed_low, seed_high, levels, S, scale, shift, inner, mask, out, kind
 ):
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
-    P = codes_nbytes(levels, TILE)
     for i_c in prange((T + CHUNK - 1) // CHUNK):
         b_x, b_u = np.empty(TILE, f32), np.empty(TILE, f32)
         b_code, b_flag = np.empty(TILE + SLACK, u8), np.empty(TILE, np.int8)
@@ -136,16 +146,8 @@ def _dequantize(
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             start = i_t * TILE
             n = min(TILE, N - start)
-            draw(tile_key(i_t, seed_low, seed_high), b_u)
-            unpack(codes[i_t * P : i_t * P + codes_nbytes(levels, n)], levels, b_code[: n + SLACK])
-            grid(
-                ranges[start // S : start // S + (n + S - 1) // S],
-                bounds[i_t],
-                levels,
-                b_low,
-                b_step,
-            )
-            values = target(out[start : start + n], kind, b_x[:n])
-            dequantize(b_code, b_u, S, b_low, b_step, values)
-            map_restored(values, start, scale, shift, inner, mask, b_flag)
-            from_restored(values, kind, out[start : start + n])
+            key = tile_key(i_t, seed_low, seed_high)
+            y = target(out[start : start + n], kind, b_x[:n])
+            decode_tile(codes, ranges, bounds, i_t, key, levels, S, b_code, b_u, b_low, b_step, y)
+            map_restored(y, start, scale, shift, inner, mask, b_flag)
+            from_restored(y, kind, out[start : start + n])

@@ -5,23 +5,17 @@ is in the cache. Sums over rows are taken in float32 by work item, then in float
 order however many threads there are.
 """
 
-import numba
 import numpy as np
 import torch
 from numba import prange
 from torch import Tensor
 
-from elbowroom.kernels.numba.compiled import f32, jit
+from elbowroom.kernels.numba.compiled import MOST_ITEMS, f32, jit, summing
 from elbowroom.kernels.numba.dither import dither_dequantize
 from elbowroom.kernels.numba.launch import array, parallel, words
 from elbowroom.kernels.numba.rounding import from_float, to_float
 
-_MOST_ITEMS = 64  # work items, each of which has sums of its own
 _LEAST_ROWS = 16  # of an item: its sums take as much memory as two rows
-# A sum over floats is a vector loop only if its order may change. NaN and Inf mean what they do.
-_summing = numba.njit(
-    cache=True, error_model="numpy", nogil=True, fastmath={"reassoc", "nsz", "contract"}
-)
 
 
 def dither_layer_norm_backward(
@@ -38,13 +32,13 @@ def dither_layer_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     dither_dequantize(codes, ranges, bounds, seed, levels, group_size, out)
     row, rows = len(weight), len(rstd)
-    sums = np.zeros((max(1, min(_MOST_ITEMS, rows // _LEAST_ROWS)), 2, row), f32)
+    sums = np.zeros((max(1, min(MOST_ITEMS, rows // _LEAST_ROWS)), 2, row), f32)
     _rows(*words(grad), array(weight), array(rstd), words(out)[0], sums)
     of_weight, of_bias = torch.from_numpy(sums).sum(0, dtype=torch.float64)
     return of_weight.float(), of_bias.float()
 
 
-@_summing
+@summing
 def _means(dy, x, weight):
     """The means of dy * weight and of dy * weight * x."""
     total, product = f32(0), f32(0)
