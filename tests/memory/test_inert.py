@@ -125,7 +125,7 @@ def found_inert(policy: str, forward: Callable[[], Tensor], **fields: int) -> fr
     parts = Parts()
     saving = Saving(er.saving(policy, **fields).policy, min_nbytes=0)
     with saving:
-        saving._parts = parts
+        saving._passing.parts = parts
         loss = forward()
         slots = saving._identity.slots()
     found = parts.inert(slots)

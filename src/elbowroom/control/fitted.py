@@ -146,14 +146,14 @@ class FittedSaving(Saving):
             else:
                 break
         if self.ledger.held_nbytes > surely_allowed:
-            if self.was_blind:
+            if self._passing.was_blind:
                 self._warn()
             else:
                 self.impossible = True
         if self.impossible:
             self.too_much = self.too_much or not self._may_climb
         if self.climbed or self.impossible or self.too_much:
-            self.look_at_all()
+            self._passing.stop()
         if self.impossible or self.too_much:
             self.drop_everything()
         plan = self._plan

@@ -40,7 +40,6 @@ from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import (
-    BUFFERS,
     NORMS,
     Call,
     Consumers,
@@ -58,9 +57,10 @@ from elbowroom.runtime.identity import (
     is_parameter,
     untouchable,
 )
-from elbowroom.runtime.inert import Inertness, OpName, Parts, begin_looking
+from elbowroom.runtime.inert import Inertness
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.observer import Observer, Recorder, Use, Watch
+from elbowroom.runtime.passing import Passing
 from elbowroom.runtime.perform import differ_on_nan, mask_bits, perform
 from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
@@ -69,8 +69,6 @@ from elbowroom.runtime.sites import left_alone, site_of
 from elbowroom.runtime.slot import Beside, Lone, Slot, View
 from elbowroom.runtime.statistics import statistics_of
 from elbowroom.runtime.waiting import Waiting, relu_mask
-
-_UNCOUNTED = 4096  # bytes. Of inert ops: to count statistics and scalars costs more than it tells
 
 
 class Saving:
@@ -110,10 +108,6 @@ class Saving:
         self.policy = policy
         self._runs_direct = runs_direct
         self._inertness = inertness
-        self._inert: frozenset[OpName] = frozenset()
-        self.was_blind = False  # some ops were not looked at, from the start
-        self._parts: Parts | None = None  # looks for those ops, in this forward
-        self._passed: dict[int, weakref.ref[Lone]] = {}  # storages that inert ops have saved
         self._products = bool(getattr(policy, "products", False))
         self.recorder = recorder
         self.recompute = recompute
@@ -123,6 +117,7 @@ class Saving:
         self.min_nbytes = min_nbytes
         self.context = context
         self.ledger = Ledger()
+        self._passing = Passing(None, self.ledger, min_nbytes)
         self._identity = Identity()
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
@@ -148,9 +143,8 @@ class Saving:
             opening.callback(modules.unwatch)
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
             opening.enter_context(hooks)
-            self._inert, self._parts = begin_looking(self._inertness)
-            self.was_blind = bool(self._inert)
-            passes = self._passes if self._inert else None
+            self._passing = Passing(self._inertness, self.ledger, self.min_nbytes)
+            passes = self._passes if self._passing.ops else None
             run_as = self._run_as if self._runs_direct and self.recorder is None else None
             self._consumers = opening.enter_context(Consumers(self._finished, passes, run_as))
             if self.recorder is not None or self.recompute:
@@ -169,16 +163,15 @@ class Saving:
             return
         self._open.close()
         self._open = self._consumers = None
-        slots = [] if self._parts is None else self._identity.slots()
+        slots = [] if self._passing.parts is None else self._identity.slots()
         self._identity.clear()
         self._counts.clear()
-        self._passed.clear()
         if kind is None:  # else what waits stays as it is: nothing may fail now, nor take memory
             self._end_all_waiting()
         self._waiting.clear()
-        if self._inertness is not None and kind is None:
-            self._inertness.learn(self.ledger, self._parts, slots)
-        self._parts = None
+        if kind is None:
+            self._passing.learn(slots)
+        self._passing = Passing(None, self.ledger, self.min_nbytes)
         self._watch = None
         if self.recorder is not None:
             self.recorder.forward_ended()
@@ -209,12 +202,6 @@ class Saving:
                 seed, known = self.context.next_seed(), slot.statistics
                 slot.hold(perform(action, base, Need.LOSSY, None, seed, statistics=known))
 
-    def look_at_all(self) -> None:
-        """From now on, and learn nothing from this forward, nor trust what was learned."""
-        if self._inertness is not None and self._inert:
-            self._inertness.forget()
-        self._inert, self._parts = frozenset(), None
-
     def error_report(self) -> Any:
         """What the lossy codes add to the gradient's variance, predicted beside measured.
 
@@ -239,8 +226,9 @@ class Saving:
             for finish in call.at_end:
                 finish(call)
             note_origin(call, out, self._identity)
-            if self._parts is not None:
-                self._parts.ended((self._module, call.name), call, out, self._identity)
+            if self._passing.parts is not None:
+                op = self._module, call.name
+                self._passing.parts.ended(op, call, out, self._identity)
             if self._watch is not None:
                 self._watch.ended(call, out)
             if self.recorder is not None:
@@ -301,32 +289,15 @@ class Saving:
         with torch._C.DisableTorchFunction():
             consumers = self._consumers
             if consumers is not None and consumers.passing and not untouchable(x):
-                return self._kept(x, consumers.passing)
+                kept = self._passing.keep(x, (self._module, consumers.passing))
+                if kept is not None:
+                    return kept
+                self._passing.stop()
             return self._packed(x)
 
     def _passes(self, op: str) -> bool:
         """Whether the op that begins is inert. What waits for one more op must see that."""
-        return (modules.current(), op) in self._inert and not self._waiting
-
-    def _kept(self, x: Tensor, op: str) -> View | Lone | Beside | KeepHandle:
-        """What an inert op saves. Where more is held than the plan's steps hold, it is none."""
-        handle, storage = KeepHandle(x, "the plan keeps it"), x.untyped_storage()
-        nbytes, address = storage.nbytes(), storage._cdata
-        if nbytes < min(_UNCOUNTED, self.min_nbytes) or is_parameter(x):
-            return handle
-        if op in BUFFERS and x.dim() == 1:
-            return handle  # a statistic, of the module or of the batch
-        first = self._passed.get(address)
-        counted = None if first is None else first()
-        if counted is not None:
-            return Beside(handle, counted)
-        if self._inertness is not None and self._inertness.is_more(self.ledger.held_nbytes):
-            self.look_at_all()
-            return self._packed(x)
-        dtype = str(x.dtype).removeprefix("torch.")
-        counted = Lone(handle, self.ledger.open(self._module, op, dtype, nbytes))
-        self._passed[address] = weakref.ref(counted)
-        return counted
+        return (modules.current(), op) in self._passing.ops and not self._waiting
 
     def _packed(self, x: Tensor) -> View | Lone | KeepHandle:
         if type(x) is nn.Parameter:
@@ -354,9 +325,9 @@ class Saving:
             else:
                 self._serve(slot, x, call, need, why, name)
         slot.promise(need, name.consumer)
-        if self._parts is not None:
+        if self._passing.parts is not None:
             op, held = (name.module, name.consumer), self.ledger.held_nbytes
-            self._parts.saved(op, slot, x, self._identity, held)
+            self._passing.parts.saved(op, slot, x, self._identity, held)
         view = View(slot, x, need)
         if self.recorder is not None and noted is not None:
             view = self.recorder.saved(

@@ -78,13 +78,6 @@ def inertness_of(plan: Plan) -> Inertness:
     return found
 
 
-def begin_looking(inertness: Inertness | None) -> "tuple[frozenset[OpName], Parts | None]":
-    """The ops that are inert; and, if nobody knows yet, what finds it out."""
-    if inertness is None:
-        return frozenset(), None
-    return inertness.ops or frozenset(), Parts() if inertness.ops is None else None
-
-
 class Parts:
     """Finds out, in one forward, who takes part."""
 

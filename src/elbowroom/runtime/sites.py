@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
-from elbowroom.runtime.consumers import Call, facts_of, is_argument
+from elbowroom.runtime.consumers import Call, is_argument
+from elbowroom.runtime.facts import facts_of
 from elbowroom.runtime.identity import Origin, is_made_of_parameters
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.slot import Slot

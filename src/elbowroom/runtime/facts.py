@@ -1,0 +1,80 @@
+"""What the saving op tells of a tensor, so that no value of it is looked at."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs import Facts
+from elbowroom.kernels.windows import Window
+from elbowroom.runtime.consumers import Call
+
+
+def facts_of(x: Tensor, call: Call | None) -> Facts:
+    """What the saving op tells of x: the range of its indices, or the one value of its mask."""
+    if call is None:
+        return Facts()
+    if call.name == "dropout" and x.grad_fn is None and x.is_floating_point():
+        return Facts(value=_dropout_scale(call, x.dtype))
+    if x.dtype is torch.int64 and call.name in _INDEX_FACTS:
+        return _INDEX_FACTS[call.name](call)
+    return Facts()
+
+
+def _dropout_scale(call: Call, dtype: torch.dtype) -> float:
+    """1 / (1 - p), computed by the very op that dropout uses, so that it has the very bits."""
+    keep = 1.0 - float(call.arg(1, "p", 0.5))
+    return float(torch.tensor(1.0, dtype=dtype).div_(keep)) if keep else 0.0
+
+
+def _pool_facts(call: Call) -> Facts:
+    """Max-pooling saves flat indices into one map, each inside its window."""
+    x = call.arg(0, "input")
+    dims = next((n for n in (1, 2, 3) if f"max_pool{n}d" in call.name), 2)
+    size = 1
+    for length in x.shape[-dims:]:
+        size *= length
+    return Facts(smallest=0, largest=size - 1, window=_window(call, x, dims))
+
+
+def _window(call: Call, x: Tensor, dims: int) -> Window | None:
+    """Of pooling over rows and columns, or columns alone, with a batch; else None."""
+    if dims > 2 or x.dim() != dims + 2 or call.name.startswith("adaptive"):
+        return None
+    kernel = call.arg(1, "kernel_size")
+    stride = call.arg(2, "stride")
+    padding, dilation = call.arg(3, "padding", 0), call.arg(4, "dilation", 1)
+    chosen = (kernel, 1), (stride or kernel, 1), (padding, 0), (dilation, 1)
+    settings = (_rows_columns(one, dims, flat) for one, flat in chosen)
+    return Window(x.shape[-1], *(number for pair in settings for number in pair))
+
+
+def _rows_columns(value: Any, dims: int, flat: int) -> tuple[int, int]:
+    """A setting of pooling as one for rows and columns; flat: that of the row of a 1-D pooling."""
+    given = list(value) if isinstance(value, Sequence) else [value]
+    return (int(given[0]) if dims == 2 else flat), int(given[-1])
+
+
+def _embedding_facts(call: Call) -> Facts:
+    weight = call.arg(1, "weight")
+    return Facts(smallest=0, largest=weight.shape[0] - 1)
+
+
+def _label_facts(call: Call) -> Facts:
+    """Class numbers, and ignore_index, which may be negative."""
+    classes = call.arg(0, "input").shape
+    ignore = int(call.arg(4, "ignore_index", -100))
+    return Facts(
+        smallest=min(0, ignore), largest=max(classes[1 if len(classes) > 1 else 0] - 1, ignore)
+    )
+
+
+_INDEX_FACTS: dict[str, Callable[[Call], Facts]] = {
+    **{f"max_pool{n}d": _pool_facts for n in (1, 2, 3)},
+    **{f"max_pool{n}d_with_indices": _pool_facts for n in (1, 2, 3)},
+    **{f"adaptive_max_pool{n}d": _pool_facts for n in (1, 2, 3)},
+    "embedding": _embedding_facts,
+    "cross_entropy": _label_facts,
+    "nll_loss": _label_facts,
+}
