@@ -116,7 +116,6 @@ def saving(
         context=context,
         warns=True,
         observer=observer,
-        runs_direct=True,
     )
 
 

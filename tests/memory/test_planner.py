@@ -22,13 +22,15 @@ from torch import Tensor, nn
 import elbowroom as er
 from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.errors import BudgetTooSmall, DataError, PlanError, UnknownField
-from elbowroom.plan.menu import RUNGS
+from elbowroom.plan import menu
 from elbowroom.plan.plan import Plan, difference
 from elbowroom.plan.pose import Posed, pose, profiled_level
 from elbowroom.plan.problem import Choice, keep_all, levels, option_spans, summed
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.site import Need, Site, SiteName
 from elbowroom.runtime import calls, modules
+from elbowroom.runtime import direct as direct_ops
+from elbowroom.runtime.slot import View
 
 BATCH = 16
 MIN_NBYTES = 4096
@@ -369,10 +371,43 @@ def test_the_options_of_the_profiled_step_are_what_it_held(kind: str) -> None:
     for index, item, option in zip(
         posed.storages, posed.problem.items, choice.options, strict=True
     ):
-        said = summed(option_spans(item, option), len(profile.level))
+        chosen = replace(item.options[option], direct=())  # it is written down with none
+        written = replace(item, options=(item.options[0], chosen))
+        said = summed(option_spans(written, min(option, 1)), len(profile.level))
         was = profiled_level(profile.storages[index], len(profile.level))
         assert np.array_equal(said, was), profile.storages[index].saves[0].site
-    assert levels(posed.problem, choice).max() == profile.peak
+        assert np.all(summed(option_spans(item, option), len(profile.level)) <= was)
+
+
+@KINDS
+@pytest.mark.parametrize("exact", [True, None])
+def test_what_backward_reads_as_it_is_held_is_not_restored(
+    kind: str, exact: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many tensors fewer are restored as the options say."""
+    profile = profiled(kind)
+    plan = next(
+        plan for share in (0.5, 0.7, 0.9, 1.0) if (plan := planned(kind, share, exact=exact))
+    )
+    said = 0
+    for storage in profile.storages:
+        names = {save.site.name for save in storage.saves} & plan.sites.keys()
+        for rung in {plan.sites[name].rung for name in names}:
+            direct = menu.option(profile, storage, menu.RUNGS[rung]).direct
+            said += sum(save.asked in direct for save in storage.saves)
+
+    def restored() -> int:
+        asked: list[View] = []
+        restore = View.restore
+        with monkeypatch.context() as patch:
+            patch.setattr(View, "restore", lambda view: asked.append(view) or restore(view))
+            Training(kind).step(following(plan)())
+        return len(asked)
+
+    restored()  # the first step under a plan looks at all, the others at what has to do with it
+    found = restored()
+    monkeypatch.setattr(direct_ops, "_OPS", {})
+    assert restored() - found == said
 
 
 @ALL
@@ -780,7 +815,7 @@ def test_a_generous_budget_changes_nothing() -> None:
     assert plan.exact
     assert plan.slowdown == 0
     assert {known.rung for known in plan.sites.values()} == {"keep"}
-    assert set(RUNGS) >= {known.rung for known in plan.sites.values()}
+    assert set(menu.RUNGS) >= {known.rung for known in plan.sites.values()}
 
 
 @pytest.mark.parametrize("solver", ["greedy", "uniform", "rounding"])

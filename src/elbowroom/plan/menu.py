@@ -21,7 +21,7 @@ from elbowroom.plan.offload_rest import OffloadRest
 from elbowroom.plan.policy import Exact, KeepAll, Lossy
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
-from elbowroom.plan.site import Need, Rebuildable, Site
+from elbowroom.plan.site import Need, Reads, Rebuildable, Site
 
 KEEP = Rung("keep", KeepAll(), exact=True)
 EXACT_MENU = (Rung("exact", Exact(), exact=True),)
@@ -42,6 +42,8 @@ class _Held:
     """What the runtime would hold for one storage so far.
 
     value  "" for nothing, "exact", "lossy"
+    codec  of the code that the value comes from, if it does
+    zeros  that code has a bitmap of them, which serves as bits
     """
 
     nbytes: int = 0
@@ -53,6 +55,8 @@ class _Held:
     shape: bool = False
     rebuilt: bool = False
     link: str = ""
+    codec: Codec | None = None
+    zeros: bool = False
 
     def serves(self, need: Need) -> bool:
         if need is Need.SHAPE:
@@ -61,9 +65,22 @@ class _Held:
             return bool(self.bits_nbytes) or self.value == "exact"
         return bool(self.value) if need is Need.LOSSY else self.value == "exact"
 
+    def restores(self, reads: Reads) -> bool:
+        """Whether a backward that could read what is held needs the tensor after all."""
+        match reads:
+            case Reads.BITS:
+                return not (self.bits_nbytes or self.zeros or isinstance(self.codec, BitMask))
+            case Reads.CODE:
+                return not isinstance(self.codec, Dither)
+            case Reads.GRADIENT:
+                return self.codec is None
+        return True
 
-def option(profile: Profile, storage: Storage, rung: Rung) -> Option:
+
+def option(profile: Profile, storage: Storage, rung: Rung, *, as_written: bool = False) -> Option:
     """What one rung would hold for one storage, and take.
+
+    as_written: in a step that is written down, which restores a tensor for every need.
 
     A variance of v shares of that of mini-batches makes a step worth 1 / (1 + v) steps (their
     noise adds up), so it is priced at v times the seconds of a step.
@@ -73,18 +90,32 @@ def option(profile: Profile, storage: Storage, rung: Rung) -> Option:
         if not save.left and not held.serves(save.site.need):
             _hold(held, rung, save.site, storage, profile)
     nbytes = held.nbytes + held.bits_nbytes
+    direct = {} if as_written else _direct_needs(storage, held)
+    free = [need for need, reads in direct.items() if Reads.GRADIENT not in reads]
     return Option(
         name=rung.name,
         nbytes=min(nbytes, storage.nbytes),
         forward_s=held.forward_s,
-        backward_s=held.restore_s * max(len(storage.needs), 1),
+        backward_s=held.restore_s * (max(len(storage.needs), 1) - len(free)),
         variance=held.error,
         exact=not held.error,
         noise_s=held.error * profile.seconds,
         link=held.link,
         ahead=_AHEAD if held.link else 0,
         values=held.value == "exact" and not held.rebuilt,
+        direct=tuple(direct),
     )
+
+
+def _direct_needs(storage: Storage, held: _Held) -> dict[int, list[Reads]]:
+    """The moments of backward at which only ops ask for it that read what is held, and how."""
+    asked = {
+        need: [save.site.reads for save in storage.saves if save.asked == need]
+        for need in storage.needs
+    }
+    return {
+        need: reads for need, reads in asked.items() if reads and not any(map(held.restores, reads))
+    }
 
 
 def options(profile: Profile, storage: Storage, rungs: Sequence[Rung]) -> dict[str, Option]:
@@ -123,6 +154,7 @@ def _hold(held: _Held, rung: Rung, site: Site, storage: Storage, profile: Profil
     match rung.policy(site):
         case Keep():
             held.value, held.nbytes, held.restore_s, held.error = "exact", storage.nbytes, 0.0, 0.0
+            held.codec = None
         case Offload(tier):
             held.value, held.nbytes, held.error, held.link = "exact", 0, 0.0, tier or ""
             if profile.device[0] == "cpu":  # the threads that copy take their time from the step
@@ -133,15 +165,16 @@ def _hold(held: _Held, rung: Rung, site: Site, storage: Storage, profile: Profil
         case Rebuild():
             held.value = "exact" if site.need is Need.EXACT or rung.exact else "lossy"
             held.nbytes, held.restore_s, held.rebuilt = 0, storage.producer_s, True
+            held.codec = None
         case Encode(codec) if site.need is Need.MASK:
             held.bits_nbytes = -(-prod(site.shape) // 8)
             held.forward_s += site.nbytes / _rate(profile, "encode", codec)
             held.restore_s += site.nbytes / _rate(profile, "decode", codec)
         case Encode(codec, facts):
             held.nbytes = codec.encoded_nbytes(site.shape, site.dtype, facts)
-            held.value = "exact" if codec.lossless else "lossy"
+            held.value, held.codec = "exact" if codec.lossless else "lossy", codec
             if facts.has_zeros:
-                held.bits_nbytes = 0  # the code has a bitmap of its own, which serves
+                held.bits_nbytes, held.zeros = 0, True
             held.forward_s += site.nbytes / _rate(profile, "encode", codec)
             held.restore_s += site.nbytes / _rate(profile, "decode", codec)
             held.error = 0.0 if codec.lossless else _error(codec, site, profile)

@@ -97,7 +97,9 @@ def profiled_level(storage: Storage, moments: int) -> Bytes:
 def _profiled_seconds(profile: Profile, planned: Sequence[int]) -> float:
     """What the actions of the profiled step took: those of exact mode, where it did not keep."""
     held = (
-        option(profile, s, EXACT_MENU[0]) for i in planned if not (s := profile.storages[i]).kept
+        option(profile, s, EXACT_MENU[0], as_written=True)
+        for i in planned
+        if not (s := profile.storages[i]).kept
     )
     return sum(one.forward_s + one.backward_s for one in held)
 

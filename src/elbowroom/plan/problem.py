@@ -6,6 +6,7 @@ backward; what is held changes only there. A storage (an `Item`) held by an opti
                  born ... used          used ... freed          each need
     keep         nbytes                 nbytes                  nbytes
     else         nbytes + a.nbytes      a.nbytes                nbytes + a.nbytes
+                                                                (a.nbytes where a.direct)
     recomputed   nbytes                 0                       nbytes, from the start of its region
 
 for `used` is the last moment of forward that reads it anyway. A recomputed region needs its inputs
@@ -37,6 +38,7 @@ class Option:
     link        the name of the link that `nbytes` of the item travel, out and in; "" for none
     ahead       so many moments before a need it is back in memory already (prefetched)
     values      all its values come back, not only what backward asks of them (as from a bitmap)
+    direct      first moments of needs for which it is not restored: backward reads what is held
     """
 
     name: str
@@ -49,6 +51,7 @@ class Option:
     ahead: int = 0
     values: bool = True
     noise_s: float = 0.0
+    direct: tuple[int, ...] = ()
 
     @property
     def cost_s(self) -> float:
@@ -188,7 +191,7 @@ def option_spans(item: Item, option: int, starts: Collection[int] = ()) -> list[
 
 def _whole(item: Item, option: Option, starts: Collection[int]) -> list[tuple[int, int]]:
     """The moments after forward at which it is back in memory, without overlaps."""
-    asked = list(item.needs)
+    asked = [need for need in item.needs if need[0] not in option.direct]
     for start in starts:  # what a region makes again holds its input until that is read
         asked.append((start, next((last for _, last in item.needs if last >= start), start)))
     whole: list[tuple[int, int]] = []

@@ -17,7 +17,7 @@ from elbowroom.codecs import Facts
 from elbowroom.kernels.windows import Window
 from elbowroom.plan import files
 from elbowroom.plan.shares import NoiseShares, SiteShares
-from elbowroom.plan.site import Need, Rebuildable, Site, SiteName
+from elbowroom.plan.site import Need, Reads, Rebuildable, Site, SiteName
 from elbowroom.plan.standing import Standing, standing_from
 
 VERSION = 1
@@ -257,6 +257,7 @@ def _site(data: dict[str, Any]) -> Site:
             "dtype": dtype,
             "need": Need(data["need"]),
             "rebuildable": Rebuildable(data["rebuildable"]),
+            "reads": Reads(data.get("reads", Reads.RESTORED)),
             "facts": Facts(**facts),
         }
     )

@@ -31,6 +31,15 @@ class Need(Enum):
     SHAPE = "shape"  # its shape and strides, no value (pooling)
 
 
+class Reads(Enum):
+    """What a backward reads of a tensor that is held as bits or as a code (`runtime/direct/`)."""
+
+    RESTORED = "restored"  # the tensor, which takes memory of its own until it is read
+    BITS = "bits"  # a bitmap (ReLU, dropout)
+    CODE = "code"  # a dithered code, a tile at a time (batch norm)
+    GRADIENT = "gradient"  # what is decoded to where the gradient will be (layer norm, GELU, SiLU)
+
+
 class Rebuildable(Enum):
     """Whether the tensor can be made again from what its producer saves anyway."""
 
@@ -45,6 +54,7 @@ class Site:
 
     why    says, where `need` is EXACT, which rule made it so; the ledger shows it
     nth    how many tensors this op of this module has saved before, in this step
+    reads  what its backward reads, unless the tensor itself is kept
     """
 
     module: str
@@ -58,6 +68,7 @@ class Site:
     facts: Facts = field(default_factory=Facts)
     why: str = ""
     nth: int = 0
+    reads: Reads = Reads.RESTORED
 
     @property
     def name(self) -> SiteName:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from elbowroom.plan import Need
+from elbowroom.plan.site import Reads
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.slot import Slot
@@ -105,7 +106,7 @@ is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # inside
 class Call:
     """One call from Python to a torch function, while it runs."""
 
-    __slots__ = ("args", "at_end", "func", "kwargs", "name", "saved", "small", "version")
+    __slots__ = ("args", "at_end", "func", "kwargs", "name", "reads", "saved", "small", "version")
 
     def __init__(
         self,
@@ -118,6 +119,7 @@ class Call:
         self.name = name or _name(func)
         self.saved: list[Slot] = []  # what it has saved so far
         self.at_end: list[Callable[[Call], None]] = []  # what waits for its statistics
+        self.reads = Reads.RESTORED  # what its backward reads
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
         first = args[0] if args else kwargs.get("input")
         # A subclass may answer any question with an error (an uninitialized parameter does).
@@ -155,19 +157,19 @@ class Consumers(TorchFunctionMode):
     """Keeps `call` at the torch function that runs now, and reports to `finished` what ended.
 
     One for which `passes`(its name) is true is not reported; `passing` is its name while it runs.
-    Any other runs as `direct`(call), if that is given.
+    Any other runs as `run_as`(call).
     """
 
     def __init__(
         self,
         finished: Callable[[Call, Any], None],
-        passes: Callable[[str], bool] | None = None,
-        direct: Callable[[Call], Callable[..., Any]] | None = None,
+        passes: Callable[[str], bool] | None,
+        run_as: Callable[[Call], Callable[..., Any]],
     ) -> None:
         super().__init__()
         self.call: Call | None = None
         self.passing = ""
-        self._finished, self._passes, self._direct = finished, passes, direct
+        self._finished, self._passes, self._run_as = finished, passes, run_as
 
     def __torch_function__(
         self,
@@ -187,8 +189,7 @@ class Consumers(TorchFunctionMode):
                 self.call, self.passing = outer, ""
         self.call = Call(func, args, kwargs or {}, name)
         try:
-            run = func if self._direct is None else self._direct(self.call)
-            out = run(*args, **(kwargs or {}))
+            out = self._run_as(self.call)(*args, **(kwargs or {}))
             self._finished(self.call, out)
         finally:
             self.call = outer

@@ -47,7 +47,7 @@ from elbowroom.runtime.consumers import (
     need_of,
 )
 from elbowroom.runtime.context import PROCESS, Context
-from elbowroom.runtime.direct import direct
+from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.identity import (
@@ -87,8 +87,6 @@ class Saving:
     recompute   names of modules whose forward runs again in backward
     idle        nothing is to be done: open no hooks at all
     inertness   knows, or learns, which ops need not be looked at
-    runs_direct let ops differentiate on what is held, where they can (`direct/`); not for plans,
-                which count on restored tensors
     """
 
     def __init__(
@@ -103,10 +101,8 @@ class Saving:
         recompute: Container[str] = (),
         idle: bool = False,
         inertness: Inertness | None = None,
-        runs_direct: bool = False,
     ) -> None:
         self.policy = policy
-        self._runs_direct = runs_direct
         self._inertness = inertness
         self._products = bool(getattr(policy, "products", False))
         self.recorder = recorder
@@ -145,8 +141,8 @@ class Saving:
             opening.enter_context(hooks)
             self._passing = Passing(self._inertness, self.ledger, self.min_nbytes)
             passes = self._passes if self._passing.ops else None
-            run_as = self._run_as if self._runs_direct and self.recorder is None else None
-            self._consumers = opening.enter_context(Consumers(self._finished, passes, run_as))
+            consumers = Consumers(self._finished, passes, self._run_as)
+            self._consumers = opening.enter_context(consumers)
             if self.recorder is not None or self.recompute:
                 opening.enter_context(intercepted(self._called))
             self._watch = None if self.observer is None else self.observer.begin()
@@ -262,9 +258,16 @@ class Saving:
             begin()
 
     def _run_as(self, call: Call) -> Callable[..., Any]:
-        """The function to run for a call."""
-        run = direct(call)
-        return run if run is call.func or self._is_asked() else call.func
+        """The function to run for a call: where it can be, one with a backward on what is held.
+
+        A step that is written down runs as it is, and says what it could.
+        """
+        direct = direct_of(call)
+        if direct is None:
+            return call.func
+        call.reads = direct.reads
+        runs = self.recorder is None and may_run(call) and self._is_asked()
+        return direct.run if runs else call.func
 
     def _is_asked(self) -> bool:
         """Whether what is saved now comes to this context: nobody else's hooks lie over its own."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
+from elbowroom.plan.site import Reads
 from elbowroom.runtime.consumers import Call, is_argument
 from elbowroom.runtime.facts import facts_of
 from elbowroom.runtime.identity import Origin, is_made_of_parameters
@@ -49,6 +50,7 @@ def site_of(
         facts=facts,
         why=why,
         nth=name.nth,
+        reads=Reads.RESTORED if call is None else call.reads,
     )
 
 

@@ -19,6 +19,7 @@ function mode, with a subclass among the arguments.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,37 +27,75 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._device import DeviceContext
 
+from elbowroom.plan.site import Reads
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.activations import gelu, silu
-from elbowroom.runtime.direct.batch_norm import batch_norm
-from elbowroom.runtime.direct.dropout import dropout
-from elbowroom.runtime.direct.layer_norm import layer_norm
-from elbowroom.runtime.direct.relu import relu, relu_
+from elbowroom.runtime.direct.batch_norm import batch_norm, fits_batch_norm
+from elbowroom.runtime.direct.dropout import dropout, fits_dropout
+from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
+from elbowroom.runtime.direct.relu import fits_relu, relu, relu_
 from elbowroom.runtime.identity import untouchable
 
-_OPS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.relu: relu,
-    torch.relu: relu,
-    torch.relu_: relu_,
-    Tensor.relu: relu,
-    Tensor.relu_: relu_,
-    F.batch_norm: batch_norm,
-    F.layer_norm: layer_norm,
-    F.dropout: dropout,
-    F.gelu: gelu,
-    F.silu: silu,
+
+@dataclass(frozen=True)
+class Direct:
+    """An op with a backward on what is held.
+
+    run    in its place, with the same arguments
+    reads  what its backward reads
+    fits   whether `run` can, from a call's arguments and its input
+    """
+
+    run: Callable[..., Any]
+    reads: Reads
+    fits: Callable[[Call, Tensor], bool]
+
+
+def _always(call: Call, x: Tensor) -> bool:
+    return True
+
+
+def _not_in_place(call: Call, x: Tensor) -> bool:
+    return not call.arg(1, "inplace", False)
+
+
+_RELU, _RELU_ = (Direct(run, Reads.BITS, fits_relu) for run in (relu, relu_))
+_OPS: dict[Callable[..., Any], Direct] = {
+    F.relu: _RELU,
+    torch.relu: _RELU,
+    torch.relu_: _RELU_,
+    Tensor.relu: _RELU,
+    Tensor.relu_: _RELU_,
+    F.batch_norm: Direct(batch_norm, Reads.CODE, fits_batch_norm),
+    F.layer_norm: Direct(layer_norm, Reads.GRADIENT, fits_layer_norm),
+    F.dropout: Direct(dropout, Reads.BITS, fits_dropout),
+    F.gelu: Direct(gelu, Reads.GRADIENT, _always),
+    F.silu: Direct(silu, Reads.GRADIENT, _not_in_place),
 }
 
 
-def direct(call: Call) -> Callable[..., Any]:
-    """The function to run for this call: its own, or one with a backward on what is held."""
+def direct_of(call: Call) -> Direct | None:
+    """What could run for this call, by metadata only: also in a step of stand-ins."""
     found = _OPS.get(call.func)
-    if found is None or not torch.is_grad_enabled() or _is_transformed() or _is_overridden():
-        return call.func
+    if found is None or not all(map(_is_plain, (*call.args, *call.kwargs.values()))):
+        return None
     x = call.arg(0, "input")
-    if type(x) is not Tensor or not x.requires_grad or not x.is_floating_point():
-        return call.func
-    return found if all(map(_is_plain, (*call.args, *call.kwargs.values()))) else call.func
+    if not isinstance(x, Tensor) or not x.is_floating_point() or not x.requires_grad:
+        return None
+    return found if _is_in_order(x) and found.fits(call, x) else None
+
+
+def _is_in_order(x: Tensor) -> bool:
+    """Whether its gradient is likely to have the same strides: that of a permuted tensor seldom."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return x.is_contiguous() or (last is not None and x.is_contiguous(memory_format=last))
+
+
+def may_run(call: Call) -> bool:
+    """Whether one of our nodes may stand in the graph for this call, here and now."""
+    if not torch.is_grad_enabled() or _is_transformed() or _is_overridden():
+        return False
+    return type(call.arg(0, "input")) is Tensor
 
 
 def _is_plain(argument: Any) -> bool:

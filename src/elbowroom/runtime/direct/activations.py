@@ -22,9 +22,7 @@ def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def silu(input: Tensor, inplace: bool = False) -> Tensor:
-    """As torch.nn.functional.silu."""
-    if inplace:
-        return F.silu(input, inplace=True)
+    """As torch.nn.functional.silu, but for `inplace`, which must be false."""
     made: Tensor = _SiLU.apply(input)  # type: ignore[no-untyped-call]
     return made
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from elbowroom.codecs.base import FLOATS
+from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import normalized_of, packed, wanted
 
 _Grads = tuple[Tensor | None, ...]
@@ -30,11 +30,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """As torch.nn.functional.batch_norm."""
-    per_channel = running_mean, running_var, weight, bias
-    numbers = isinstance(momentum, float) and isinstance(eps, float) and eps > 0
-    if not training or not numbers or not _fits(input, per_channel):
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    """As torch.nn.functional.batch_norm, in training."""
     # The running statistics in a tuple: no inputs of the node.
     made: Tensor = _BatchNorm.apply(  # type: ignore[no-untyped-call]
         input, weight, bias, (running_mean, running_var), momentum, eps
@@ -42,10 +38,16 @@ def batch_norm(
     return made
 
 
-def _fits(x: Tensor, per_channel: tuple[Tensor | None, ...]) -> bool:
+def fits_batch_norm(call: Call, x: Tensor) -> bool:
     """What torch.batch_norm refuses, and the kernel beneath it does not look at, goes to torch."""
     if x.device.type != "cpu" or x.dtype not in FLOATS or x.dim() < 2:
         return False
+    momentum, eps = call.arg(6, "momentum", 0.1), call.arg(7, "eps", 1e-5)
+    numbers = isinstance(momentum, float) and isinstance(eps, float) and eps > 0
+    if not numbers or not call.arg(5, "training", False):
+        return False
+    names = "running_mean", "running_var", "weight", "bias"
+    per_channel = [call.arg(i, name) for i, name in enumerate(names, 1)]
     channels = x.shape[1]
     return x.numel() > channels and all(p is None or p.numel() == channels for p in per_channel)
 

@@ -10,17 +10,23 @@ from torch import Tensor
 
 from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import ops
-from elbowroom.runtime.direct.held import flat_like, view_of
+from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.direct.held import by_element, view_of
 from elbowroom.runtime.handles import EncodeHandle
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """As torch.nn.functional.dropout."""
-    ours = not inplace and training is True and isinstance(p, float) and 0 < p < 1
-    if not ours or input.device.type != "cpu" or input.dtype not in FLOATS or not input.numel():
-        return torch.nn.functional.dropout(input, p, training, inplace)
+    """As torch.nn.functional.dropout, in training and not in place."""
     made: Tensor = _Dropout.apply(input, p)  # type: ignore[no-untyped-call]
     return made
+
+
+def fits_dropout(call: Call, x: Tensor) -> bool:
+    """Whether there are factors that a bitmap can hold."""
+    p, training = call.arg(1, "p", 0.5), call.arg(2, "training", True)
+    drops = training is True and isinstance(p, float) and 0 < p < 1
+    on_cpu = x.device.type == "cpu" and x.dtype in FLOATS and x.numel() > 0
+    return drops and on_cpu and not call.arg(3, "inplace", False)
 
 
 class _Dropout(torch.autograd.Function):
@@ -49,9 +55,7 @@ def _by_bits(ctx: Any, grad: Tensor) -> Tensor | None:
     handle = None if view is None else view.slot.value
     if view is None or not isinstance(handle, EncodeHandle):
         return None
-    factors, flat = handle.factors(), flat_like(grad, view)
-    if factors is None or flat is None:
+    factors = handle.factors()
+    if factors is None:
         return None
-    made = torch.empty_like(flat)
-    ops.times_bits(flat, *factors, made)
-    return made.as_strided(grad.shape, grad.stride())
+    return by_element(grad, view, lambda flat, made: ops.times_bits(flat, *factors, made))

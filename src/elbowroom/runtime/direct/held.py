@@ -1,7 +1,9 @@
 """What one of our nodes has saved, as it is held: no tensor is restored by asking."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from elbowroom.codecs import Encoded
@@ -26,7 +28,11 @@ def packed(ctx: Any, i: int) -> Any:
 
 
 def flat_like(grad: Tensor, view: View) -> Tensor | None:
-    """grad as a flat run in the order of the view; None where it has another, or another dtype."""
+    """grad as a flat run in the order of the view; None where it has another, or another dtype.
+
+    To bring it into that order would give a gradient of a layout that is not torch's, and from
+    which ops behind it may compute other bits.
+    """
     geometry = view.geometry
     if view.slot.is_window or type(grad) is not Tensor or untouchable(grad):  # batched, for one
         return None
@@ -34,6 +40,16 @@ def flat_like(grad: Tensor, view: View) -> Tensor | None:
     if not alike or grad.shape != geometry.shape or grad.device != view.slot.device:
         return None
     return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
+
+
+def by_element(grad: Tensor, view: View, run: Callable[[Tensor, Tensor], None]) -> Tensor | None:
+    """What run(flat, made) makes of grad element by element; None where `flat_like` is."""
+    flat = flat_like(grad, view)
+    if flat is None:
+        return None
+    made = torch.empty_like(flat)
+    run(flat, made)
+    return made.as_strided(grad.shape, grad.stride())
 
 
 def private_of(ctx: Any, i: int, grad: Tensor) -> Tensor | None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from elbowroom.codecs.base import FLOATS
+from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import normalized_of, packed, wanted
 
 _Grads = tuple[Tensor | None, ...]
@@ -26,13 +26,16 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """As torch.nn.functional.layer_norm."""
-    plain = input.device.type != "cpu" or input.dtype not in FLOATS or not input.numel()
-    if plain or not isinstance(normalized_shape, Sequence):  # torch's own error
-        return F.layer_norm(input, normalized_shape, weight, bias, eps)
     made: Tensor = _LayerNorm.apply(  # type: ignore[no-untyped-call]
         input, weight, bias, normalized_shape, eps
     )
     return made
+
+
+def fits_layer_norm(call: Call, x: Tensor) -> bool:
+    """What is no sequence goes to torch, for its own error."""
+    on_cpu = x.device.type == "cpu" and x.dtype in FLOATS and x.numel() > 0
+    return on_cpu and isinstance(call.arg(1, "normalized_shape"), Sequence)
 
 
 class _LayerNorm(torch.autograd.Function):

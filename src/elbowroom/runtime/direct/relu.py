@@ -11,24 +11,26 @@ from torch.nn import functional as F
 
 from elbowroom.kernels import ops
 from elbowroom.plan import Need
-from elbowroom.runtime.direct.held import flat_like, view_of
+from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.direct.held import by_element, view_of
 from elbowroom.runtime.handles import KeepHandle
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """As torch.nn.functional.relu."""
-    if inplace:
-        return relu_(input)
-    made: Tensor = _ReLU.apply(input, False)  # type: ignore[no-untyped-call]
+    made: Tensor = _ReLU.apply(input, inplace)  # type: ignore[no-untyped-call]
     return made
 
 
 def relu_(input: Tensor) -> Tensor:
     """As torch.relu_."""
-    if input.is_leaf or input._is_view():  # autograd has rules of its own for these
-        return torch.relu_(input)
-    made: Tensor = _ReLU.apply(input, True)  # type: ignore[no-untyped-call]
-    return made
+    return relu(input, inplace=True)
+
+
+def fits_relu(call: Call, x: Tensor) -> bool:
+    """Autograd has rules of its own for leaves and views that are changed in place."""
+    in_place = call.name == "relu_" or call.arg(1, "inplace", False)
+    return not in_place or not (x.is_leaf or x._is_view())
 
 
 class _ReLU(torch.autograd.Function):
@@ -60,9 +62,5 @@ def _masked(ctx: Any, grad: Tensor) -> Tensor | None:
         return None
     if isinstance(view.slot.value, KeepHandle):
         return None  # which knows whether it was changed meanwhile
-    flat = flat_like(grad, view)
-    if flat is None:
-        return None
-    made = torch.empty_like(flat)
-    ops.masked(flat, view.slot.bits, made)
-    return made.as_strided(grad.shape, grad.stride())
+    bits = view.slot.bits
+    return by_element(grad, view, lambda flat, made: ops.masked(flat, bits, made))
