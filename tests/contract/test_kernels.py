@@ -599,6 +599,34 @@ def test_mapped_equals_the_reference(backend, kind, count, inner):
             mapped_round_trip(backend, kind, x, there, back)
 
 
+@pytest.mark.parametrize(
+    ("rows", "count", "inner", "share"),
+    [(3, 5, 1, 400), (7, 4, 3, 121), (2, 700, 1, 2800), (900, 2, 1, 4), (2, 3, 2048, 5000)],
+)
+@pytest.mark.parametrize("kind", MAPPED)
+def test_rows_of_channels_equal_the_reference(backend, kind, rows, count, inner, share):
+    """Equal shares of the tensor have channels of their own."""
+    scale, shift = by_channel(rows * count)
+    n = rows * share
+    x, mask = normal(n, DTYPES[count % 3]), chosen_bits(n, 0.5)
+    if kind == "nonzero":
+        x, shift = thinned(x, 0.4), shift * 0
+    by = scale.view(rows, count), shift.view(rows, count), inner
+    mapped_round_trip(backend, kind, x, by, (*by, mask))
+    assert_equal(backend, "affine", x, *by, mask, torch.empty_like(x))
+
+
+def test_a_row_of_channels_serves_its_share():
+    """By the plainest means: each share on its own."""
+    x, (scale, shift) = normal(3 * 70, torch.float32), by_channel(3 * 5)
+    out, apart = torch.empty_like(x), torch.empty_like(x)
+    numba.affine(x, scale.view(3, 5), shift.view(3, 5), 2, None, out)
+    for i in range(3):
+        of_row = scale.view(3, 5)[i], shift.view(3, 5)[i]
+        numba.affine(x.view(3, 70)[i], *of_row, 2, None, apart.view(3, 70)[i])
+    assert torch.equal(out, apart)
+
+
 @pytest.mark.parametrize("name", AWKWARD)
 @pytest.mark.parametrize("kind", MAPPED)
 def test_mapped_awkward_values(backend, kind, name):

@@ -1,5 +1,8 @@
 """Inputs of norms are normalized before they are encoded: no channel drowns another."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -169,3 +172,59 @@ def test_a_bound_in_units_of_x_is_kept_in_units_of_x():
 
 def bounded(site, codec, facts):
     return Encode(codec, facts) if site.need is Need.LOSSY else Keep("exact")
+
+
+def rows_of(norm: str) -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """A norm, an input whose elements it normalizes apart differ 100-fold, and how it is called."""
+    torch.manual_seed(0)
+    each = torch.logspace(-2, 0, 96)
+    if norm == "layer_norm of transposed":  # (batch, channels, time), time by time
+        return nn.LayerNorm(64), torch.randn(16, 64, 96) * each, lambda x: x.transpose(1, 2)
+    if norm == "layer_norm of swapped":  # (time, batch, channels), row by row
+        x = torch.randn(96, 4, 24) * each.view(96, 1, 1)
+        return nn.LayerNorm(24), x, lambda x: x.transpose(0, 1)
+    if norm == "layer_norm of permuted":  # (N, C, H, W), place by place
+        x = torch.randn(4, 40, 8, 12) * each.view(8, 12)
+        return nn.LayerNorm(40), x, lambda x: x.permute(0, 2, 3, 1)
+    x = torch.randn(4, 96, 7, 9) * each.view(96, 1, 1)
+    x = x.to(memory_format=torch.channels_last)
+    if norm == "instance_norm in channels_last":
+        return nn.InstanceNorm2d(96, affine=True), x, lambda x: x
+    return nn.GroupNorm(24, 96), x, lambda x: x
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        *("layer_norm of transposed", "layer_norm of swapped", "layer_norm of permuted"),
+        *("instance_norm in channels_last", "group_norm in channels_last"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("codec", ["dither", "group"])
+def test_small_rows_are_not_drowned_in_any_layout(norm, dtype, codec):
+    layer, x, seen = rows_of(norm)
+    layer, x = layer.to(dtype), x.to(dtype)
+    grad = torch.randn(seen(x).shape, dtype=dtype)
+
+    def gradient(context):
+        leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        with context:
+            out = layer(seen(leaf * 1))
+        out.backward(grad)
+        return leaf.grad.double()
+
+    exact = gradient(nullcontext())
+    saved = er.saving(codec, bits=4, min_nbytes=0, seed=1)
+    lossy = gradient(saved)
+    assert saved.ledger.after_nbytes < 0.4 * saved.ledger.before_nbytes
+    # Each of the elements that differ in scale has a gradient as large as it is small.
+    assert (lossy - exact).square().sum() < 0.01 * exact.square().sum()
+
+
+def test_a_layout_without_order_is_kept():
+    """Its statistics alternate three times with what they are the same for."""
+    x = torch.randn(4, 6, 5, 8, 3, requires_grad=True)
+    with er.saving("dither", bits=2, min_nbytes=0) as saved:
+        F.layer_norm((x * 1).permute(0, 2, 4, 1, 3), (6, 8))
+    assert "the input of a norm, in no order that is known" in str(saved.ledger)

@@ -19,7 +19,7 @@ ABSENT = None, None, 1  # what an op takes for no affine
 class Affine(NamedTuple):
     """x * scale + shift: element i in memory order belongs to channel (i // inner) % C.
 
-    scale, shift [C] float32.
+    scale, shift [C] float32, or [R, C]: a row for each of R equal shares of x.
     """
 
     scale: Tensor
@@ -42,6 +42,8 @@ class Affine(NamedTuple):
 
     def then(self, other: "Affine") -> "Affine | None":
         """other(self(x)) as one affine; None where the channels of neither split the other's."""
+        if self.scale.dim() > 1 or other.scale.dim() > 1:
+            return None
         fine = min((self, other), key=lambda affine: (len(affine.scale) == 1, affine.inner))
         first, second = self._split_like(fine), other._split_like(fine)
         if first is None or second is None:

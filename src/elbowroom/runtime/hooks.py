@@ -61,7 +61,7 @@ from elbowroom.runtime.inert import Inertness
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.observer import Observer, Recorder, Use, Watch
 from elbowroom.runtime.passing import Passing
-from elbowroom.runtime.perform import differ_on_nan, mask_bits, perform
+from elbowroom.runtime.perform import differ_on_nan, is_normalized, mask_bits, perform
 from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
@@ -400,8 +400,10 @@ class Saving:
                 self._watch.held(slot, whole, site, None if encoded is None else encoded.codec)
 
         def hold_normalized(norm: Call) -> None:
-            slot.statistics = statistics_of(norm)
-            if isinstance(action, Encode) and action.with_mask is not None:
+            slot.statistics = statistics_of(norm, whole)
+            if slot.statistics is None and is_normalized(action):
+                slot.hold(KeepHandle(whole, "the input of a norm, in no order that is known"))
+            elif isinstance(action, Encode) and action.with_mask is not None:
                 self._waiting.append(Waiting(weakref.ref(slot), action, hold))
             elif not isinstance(action, Keep):
                 hold(slot, whole, action)

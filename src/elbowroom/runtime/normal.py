@@ -22,28 +22,39 @@ from elbowroom.codecs import Affine
 
 @dataclass(frozen=True)
 class Statistics:
-    """mean [C] and rstd [C]; element i in memory order belongs to channel (i // inner) % C."""
+    """What each element was normalized by.
+
+    mean, rstd  the norm's own memory, in the order of the input's
+    inner       element i in memory order belongs to channel (i // inner) % C
+    rows        equal shares of the input that have C channels of their own each
+    """
 
     mean: Tensor
     rstd: Tensor
     inner: int
+    rows: int = 1
 
     def normalize(self, *, keep_zeros: bool) -> Affine:
         """x -> (x - mean) * rstd."""
         scale = self._scale(keep_zeros)
-        shift = torch.zeros_like(scale) if keep_zeros else (_flat(self.mean) * scale).neg_()
+        shift = torch.zeros_like(scale) if keep_zeros else (self._laid(self.mean) * scale).neg_()
         return Affine(scale, shift, self.inner)
 
     def undo(self, *, keep_zeros: bool) -> Affine:
         """y -> y / rstd + mean."""
         scale = self._scale(keep_zeros).reciprocal()
-        shift = torch.zeros_like(scale) if keep_zeros else _flat(self.mean)
+        shift = torch.zeros_like(scale) if keep_zeros else self._laid(self.mean)
         return Affine(scale, shift, self.inner)
 
     def _scale(self, keep_zeros: bool) -> Tensor:
-        rstd = _flat(self.rstd)
+        rstd = self._laid(self.rstd)
         # Where zeros matter, no channel is made smaller: nothing else may become a zero.
         return rstd / rstd.min() if keep_zeros else rstd
+
+    def _laid(self, statistic: Tensor) -> Tensor:
+        """As an `Affine` has its scale."""
+        flat = statistic.float().flatten()
+        return flat if self.rows == 1 else flat.view(self.rows, -1)
 
 
 @dataclass(frozen=True)
@@ -58,10 +69,6 @@ class Normalized:
 
     def undo(self) -> Affine:
         return self.statistics.undo(keep_zeros=self.keep_zeros)
-
-
-def _flat(statistic: Tensor) -> Tensor:
-    return statistic.float().flatten()
 
 
 def flat_of(x: Tensor) -> Tensor:

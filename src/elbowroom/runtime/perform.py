@@ -45,7 +45,7 @@ def perform(
         case Keep(why):
             return KeepHandle(base, why)
         case Encode(codec, facts):
-            if statistics is None or codec.lossless or facts.error_bound is not None:
+            if statistics is None or not is_normalized(action):
                 return EncodeHandle(codec.encode(base, seed, facts), base, on_outlived)
             normal = Normalized(statistics, facts.has_zeros)
             encoded = codec.encode(base, seed, facts, normal.normalize())
@@ -65,6 +65,13 @@ def perform(
                 f"a policy returns Keep, Encode, Rebuild or Offload; got {action!r}. "
                 "Import them from elbowroom.plan, and return one for every site."
             )
+
+
+def is_normalized(action: Action) -> bool:
+    """Whether the input of a norm is to be encoded as what the norm makes of it (`normal.py`)."""
+    if not isinstance(action, Encode) or action.codec.lossless:
+        return False
+    return action.facts.error_bound is None
 
 
 def mask_bits(base: Tensor, consumer: str, *, only_output: bool = False) -> Tensor:

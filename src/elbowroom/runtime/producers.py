@@ -15,7 +15,7 @@ from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import Identity, Origin, is_dense, untouchable
 from elbowroom.runtime.recipes import Op, Recipe, same_order
 from elbowroom.runtime.slot import Geometry, Slot
-from elbowroom.runtime.statistics import statistics_of
+from elbowroom.runtime.statistics import logical_statistics, statistics_of
 
 
 def note_origin(call: Call, out: Any, identity: Identity) -> None:
@@ -203,11 +203,10 @@ def _rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 def _layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     shape, eps = call.arg(1, "normalized_shape"), call.arg(4, "eps", 1e-5)
     weight, bias = _as_now(call.arg(2, "weight")), _as_now(call.arg(3, "bias"))
-    statistics = statistics_of(call)
+    statistics = logical_statistics(call, call.arg(0, "input"))
     lossy: Callable[[Tensor], Tensor] | None = None
     if statistics is not None:
-        rows = (*out.shape[: out.dim() - len(shape)], *(1 for _ in shape))
-        mean, rstd = statistics.mean.view(rows), statistics.rstd.view(rows)
+        _, mean, rstd = statistics
 
         def lossy(x: Tensor) -> Tensor:
             x.sub_(mean).mul_(rstd)
@@ -224,22 +223,19 @@ def _layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
 def _group_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     x, groups, eps = call.arg(0, "input"), call.arg(1, "num_groups"), call.arg(4, "eps", 1e-5)
     weight, bias = _as_now(call.arg(2, "weight")), _as_now(call.arg(3, "bias"))
-    statistics = statistics_of(call)
+    statistics = logical_statistics(call, x)
     affine: Callable[[], Affine] | None = None
-    if statistics is not None:
-        mean, rstd = (
-            part.float().reshape(x.shape[0], groups, 1)
-            for part in (statistics.mean, statistics.rstd)
-        )
-        n, channels = x.shape[:2]
+    if statistics is not None and x.is_contiguous():
+        each = x.shape[0], groups, x.shape[1] // groups
+        mean, rstd = (part.view(*each[:2], 1) for part in statistics[1:])
         inner = x[0, 0].numel()
 
         def affine() -> Affine:
-            scale = rstd.expand(n, groups, channels // groups).reshape(n, channels)
+            scale = rstd.float().expand(each).flatten(1)
             scale = scale if weight is None else scale * weight.float()
-            shift = -mean.expand(n, groups, channels // groups).reshape(n, channels) * scale
+            shift = -mean.float().expand(each).flatten(1) * scale
             shift = shift if bias is None else shift + bias.float()
-            return Affine(scale.reshape(-1), shift.reshape(-1), inner)
+            return Affine(scale.flatten(), shift.flatten(), inner)
 
     op = Op(
         lambda x, _: F.group_norm(x, groups, weight, bias, eps),
@@ -257,10 +253,11 @@ def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     used: tuple[Tensor | None, Tensor | None] = (None, None)
     if not training:  # else its own statistics; the running ones are not updated
         used = call.arg(1, "running_mean").clone(), call.arg(2, "running_var").clone()
-    statistics = statistics_of(call)
+    statistics = statistics_of(call, call.arg(0, "input"))
     affine: Callable[[], Affine] | None = None
     if statistics is not None:
-        mean, rstd, inner = statistics.mean.float(), statistics.rstd.float(), statistics.inner
+        mean, rstd = (part.float().flatten() for part in (statistics.mean, statistics.rstd))
+        inner = statistics.inner
 
         def affine() -> Affine:
             scale = rstd if weight is None else rstd * weight.float()

@@ -1,16 +1,20 @@
 """The mean and rstd that a norm has used, read off its call when it has ended.
 
-Elements are counted in memory order.
+    op               statistics     the same for
+    batch_norm       [C]            all elements of a channel; in eval mode from the running ones
+    instance_norm    [N * C]        those of a map
+    layer_norm       [rows]         those of a row
+    group_norm       [N * groups]   those of a group
 
-    op                       statistics                     element i has those of
-    batch_norm               mean, rstd [C]                 (i // neighbours) % C
-      in eval mode           running mean, 1 / sqrt(running var + eps)
-    instance_norm            [N * C]                        i // (elements of one map)
-    layer_norm               [rows]                         i // (elements of one row)
-    group_norm               [N * groups]                   i // (elements of one group)
+Codecs work in memory order, in which the input may lie in any way: (batch, channels, time) that was
+transposed for a layer norm, a convolution's channels_last. Of dimensions in that order, those over
+which a statistic varies (V) and those over which it is the same (S) alternate: S V S is batch norm,
+V S a layer norm, V S V one of transposed rows, V S V S a group norm in channels_last. The last V is
+the channels, what is behind it `inner`, a V before that the rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from math import prod
 
 import torch
@@ -20,73 +24,106 @@ from torch.nn import functional as F
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.normal import Statistics
 
+_Found = tuple[Tensor, Tensor, Tensor]  # x, and mean and rstd that broadcast with it
 
-def statistics_of(call: Call) -> Statistics | None:
-    """Those of a norm that has just ended, or None for layouts and ops that have none here."""
-    find = _FINDERS.get(call.name)
+
+def statistics_of(call: Call, saved: Tensor) -> Statistics | None:
+    """Those of a norm that has just ended, or None for layouts and ops that have none here.
+
+    saved: the input, as the norm has saved it; some save a contiguous copy.
+    """
     x = call.arg(0, "input")
-    if find is None or not isinstance(x, Tensor) or not x.numel():
+    if not isinstance(x, Tensor) or not x.numel() or saved.numel() != x.numel():
         return None
-    found = find(call, x)
-    if found is None or found.mean.numel() != found.rstd.numel():
+    if saved.shape != x.shape:
+        if not saved.is_contiguous():
+            return None
+        saved = torch.empty(x.shape, device="meta")
+    found = logical_statistics(call, saved)
+    if found is None:
         return None
-    return None if x.numel() % (found.mean.numel() * found.inner) else found
+    x, mean, rstd = found
+    layout = layout_of(x, mean.shape)
+    if layout is None:
+        return None
+    order, inner, rows = layout
+    return Statistics(mean.permute(order), rstd.permute(order), inner, rows)
 
 
-def _batch_norm(call: Call, x: Tensor) -> Statistics | None:
-    inner = _channel_run(x) if x.dim() > 1 else None
-    if inner is None or call.func is not F.batch_norm:  # torch's own has other positions
+def logical_statistics(call: Call, x: Tensor) -> _Found | None:
+    """x, the input of a norm that has just ended, seen so that its mean and rstd broadcast."""
+    find = _FINDERS.get(call.name)
+    return None if find is None or not x.numel() else find(call, x)
+
+
+def layout_of(x: Tensor, shape: Sequence[int]) -> tuple[list[int], int, int] | None:
+    """Of a statistic of this shape: x's dimensions in memory order, inner and rows, as above.
+
+    None where x has gaps or overlaps, or more alternations.
+    """
+    order = sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
+    expected = 1
+    for d in reversed(order):
+        if x.shape[d] > 1 and x.stride(d) != expected:
+            return None
+        expected *= x.shape[d]
+    sizes = ((shape[d] > 1, x.shape[d]) for d in order if x.shape[d] > 1)
+    runs = [(varies, prod(n for _, n in run)) for varies, run in groupby(sizes, lambda one: one[0])]
+    inner = runs.pop()[1] if runs and not runs[-1][0] else 1
+    if runs:
+        runs.pop()  # the channels
+    before = [n for varies, n in runs if varies]
+    if len(before) > 1 or (before and not runs[0][0]):
         return None
+    return order, inner, before[0] if before else 1
+
+
+def _batch_norm(call: Call, x: Tensor) -> _Found | None:
+    if x.dim() < 2 or call.func is not F.batch_norm:  # torch's own has other positions
+        return None
+    shape = 1, x.shape[1], *(1 for _ in x.shape[2:])
     if call.arg(5, "training", False):
-        saved = _saved(call, x.shape[1])
-        return None if saved is None else Statistics(*saved, inner)
+        return _saved(call, x, shape)
     mean, var = call.arg(1, "running_mean"), call.arg(2, "running_var")
     if mean is None or var is None:
         return None
-    eps = call.arg(7, "eps", 1e-5)
-    return Statistics(mean.detach().clone(), (var.detach() + eps).rsqrt(), inner)
+    rstd = (var.detach() + call.arg(7, "eps", 1e-5)).rsqrt()
+    return x, mean.detach().clone().view(shape), rstd.view(shape)
 
 
-def _instance_norm(call: Call, x: Tensor) -> Statistics | None:
-    if x.dim() < 3 or not x.is_contiguous() or not call.arg(5, "use_input_stats", True):
+def _instance_norm(call: Call, x: Tensor) -> _Found | None:
+    if x.dim() < 3 or not call.arg(5, "use_input_stats", True):
         return None
-    saved = _saved(call, x.shape[0] * x.shape[1])
-    return None if saved is None else Statistics(*saved, x[0, 0].numel())
+    return _saved(call, x, (*x.shape[:2], *(1 for _ in x.shape[2:])))
 
 
-def _layer_norm(call: Call, x: Tensor) -> Statistics | None:
-    row = prod(call.arg(1, "normalized_shape"))
-    saved = _saved(call, x.numel() // row) if x.is_contiguous() else None
-    return None if saved is None else Statistics(*saved, row)
+def _layer_norm(call: Call, x: Tensor) -> _Found | None:
+    last = len(call.arg(1, "normalized_shape"))
+    return _saved(call, x, (*x.shape[: x.dim() - last], *(1 for _ in range(last))))
 
 
-def _group_norm(call: Call, x: Tensor) -> Statistics | None:
-    rows = x.shape[0] * call.arg(1, "num_groups")
-    saved = _saved(call, rows) if x.is_contiguous() else None
-    return None if saved is None else Statistics(*saved, x.numel() // rows)
+def _group_norm(call: Call, x: Tensor) -> _Found | None:
+    groups = call.arg(1, "num_groups")
+    each = x.shape[1] // groups, x.stride()[1]
+    shape = x.shape[0], groups, each[0], *x.shape[2:]
+    stride = x.stride()[0], each[0] * each[1], each[1], *x.stride()[2:]
+    x = x.detach().as_strided(shape, stride)
+    return _saved(call, x, (x.shape[0], groups, *(1 for _ in x.shape[2:])))
 
 
-def _saved(call: Call, size: int) -> tuple[Tensor, Tensor] | None:
+def _saved(call: Call, x: Tensor, shape: tuple[int, ...]) -> _Found | None:
     """The last two float tensors without a gradient that the op saved, if they are of this size."""
     if len(call.small) < 2:
         return None
     mean, rstd = call.small[-2:]
-    return (mean, rstd) if mean.numel() == rstd.numel() == size else None
+    if not mean.numel() == rstd.numel() == prod(shape):
+        return None
+    return x, mean.view(shape), rstd.view(shape)
 
 
-_FINDERS: dict[str, Callable[[Call, Tensor], Statistics | None]] = {
+_FINDERS: dict[str, Callable[[Call, Tensor], _Found | None]] = {
     "batch_norm": _batch_norm,
     "instance_norm": _instance_norm,
     "layer_norm": _layer_norm,
     "group_norm": _group_norm,
 }
-
-
-def _channel_run(x: Tensor) -> int | None:
-    """How many elements of one channel are neighbours in memory order; None for other layouts."""
-    if x.is_contiguous():
-        return prod(x.shape[2:])
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]):
-        return 1
-    return None

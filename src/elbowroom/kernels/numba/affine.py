@@ -19,14 +19,21 @@ def affine(
     x: Tensor, scale: Tensor, shift: Tensor, inner: int, bits: Tensor | None, out: Tensor
 ) -> None:
     in_place = x.data_ptr() == out.data_ptr()
-    _affine(*words(x), *channels(scale, shift, inner), mask_array(bits), words(out)[0], in_place)
+    by = channels(scale, shift, inner, x.numel())
+    _affine(*words(x), *by, mask_array(bits), words(out)[0], in_place)
 
 
-def channels(scale: Tensor | None, shift: Tensor | None, inner: int) -> tuple[Any, Any, int]:
-    """What `mapped` and `map_restored` take; empty arrays where there is nothing to scale by."""
+def channels(
+    scale: Tensor | None, shift: Tensor | None, inner: int, n: int
+) -> tuple[Any, Any, tuple[int, int]]:
+    """What `mapped` and `map_restored` take: scale, shift [R, C]; inner and elements of a row.
+
+    Empty arrays where there is nothing to scale by.
+    """
     if scale is None or shift is None:
-        return np.empty(0, f32), np.empty(0, f32), 1
-    return array(scale), array(shift), inner
+        return np.empty((0, 0), f32), np.empty((0, 0), f32), (1, 1)
+    rows = [array(part.reshape(-1, part.shape[-1])) for part in (scale, shift)]
+    return rows[0], rows[1], (inner, max(n // len(rows[0]), 1))
 
 
 def mask_array(bits: Tensor | None) -> np.ndarray[Any, Any]:
@@ -77,10 +84,22 @@ def scale_neighbours(y, start, scale, shift):
 
 
 @jit
-def scale_tile(y, start, scale, shift, inner):
+def scale_tile(y, start, scale, shift, runs):
     """y [n] <- y * scale + shift by channel, if there are any; y[0] is element `start` of all."""
     if scale.shape[0] == 0:
         return
+    inner, share = runs
+    first, n = 0, y.shape[0]
+    while first < n:
+        i_r, at = (start + first) // share, (start + first) % share
+        last = min(first + share - at, n)
+        scale_share(y[first:last], at, scale[i_r], shift[i_r], inner)
+        first = last
+
+
+@jit
+def scale_share(y, start, scale, shift, inner):
+    """The same for one row: scale, shift [C]."""
     if scale.shape[0] == 1:
         scale_run(y, scale[0], shift[0])
     elif inner == 1:
@@ -90,20 +109,20 @@ def scale_tile(y, start, scale, shift, inner):
 
 
 @jit
-def mapped(values, start, scale, shift, inner, spare):
+def mapped(values, start, scale, shift, runs, spare):
     """values [n], or, where there are channels, spare [n] <- values * scale + shift."""
     if scale.shape[0] == 0:
         return values
     for o in range(values.shape[0]):  # then in place: LLVM gives up on a loop over what may overlap
         spare[o] = values[o]
-    scale_tile(spare, start, scale, shift, inner)
+    scale_tile(spare, start, scale, shift, runs)
     return spare
 
 
 @jit
-def map_restored(values, start, scale, shift, inner, mask, flags):
+def map_restored(values, start, scale, shift, runs, mask, flags):
     """values [n] <- values * scale + shift by channel, then +0 where mask has no bit."""
-    scale_tile(values, start, scale, shift, inner)
+    scale_tile(values, start, scale, shift, runs)
     blank_unset(values, start, mask, flags)
 
 
@@ -116,7 +135,7 @@ def blank_unset(values, start, mask, flags):
 
 
 @parallel
-def _affine(x, kind, scale, shift, inner, mask, out, in_place):
+def _affine(x, kind, scale, shift, runs, mask, out, in_place):
     N = x.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
@@ -128,5 +147,5 @@ def _affine(x, kind, scale, shift, inner, mask, out, in_place):
             if kind == 0 and not in_place:
                 for o in range(last - first):
                     y[o] = values[o]
-            map_restored(y, first, scale, shift, inner, mask, b_flag)
+            map_restored(y, first, scale, shift, runs, mask, b_flag)
             from_float(y, kind, out[first:last])

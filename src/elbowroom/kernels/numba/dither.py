@@ -39,7 +39,7 @@ def dither_quantize(
     ranges = torch.empty(groups(x.numel(), group_size), 2, dtype=torch.uint8)
     bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
     out = array(codes), array(ranges), patterns(bounds)
-    by = channels(scale, shift, inner)
+    by = channels(scale, shift, inner, x.numel())
     _quantize(*words(x), *by, *split_seed(seed), levels, group_size, *out)
     return codes, ranges, bounds
 
@@ -59,7 +59,7 @@ def dither_dequantize(
 ) -> None:
     source = array(codes), array(ranges), patterns(bounds)
     settings = *split_seed(seed), levels, group_size
-    by = *channels(scale, shift, inner), mask_array(mask)
+    by = *channels(scale, shift, inner, out.numel()), mask_array(mask)
     _dequantize(*source, *settings, *by, *words(out))
 
 
@@ -100,7 +100,7 @@ def grid(ranges, bounds, levels, b_low, b_step):
 
 
 @parallel
-def _quantize(x, kind, scale, shift, inner, seed_low, seed_high, levels, S, out, ranges, bounds):
+def _quantize(x, kind, scale, shift, runs, seed_low, seed_high, levels, S, out, ranges, bounds):
     N = x.shape[0]
     T = (N + TILE - 1) // TILE
     P = codes_nbytes(levels, TILE)
@@ -114,7 +114,7 @@ def _quantize(x, kind, scale, shift, inner, seed_low, seed_high, levels, S, out,
             n = min(TILE, N - start)
             part = ranges[start // S : start // S + (n + S - 1) // S]
             values = to_float(x[start : start + n], kind, b_x[:n])
-            values = mapped(values, start, scale, shift, inner, b_x[:n])
+            values = mapped(values, start, scale, shift, runs, b_x[:n])
             draw(tile_key(i_t, seed_low, seed_high), b_u)
             extremes(values, S, b_least, b_most)
             ranges_of(b_least, b_most, levels, part, bounds[i_t], b_low, b_scale)
@@ -135,7 +135,7 @@ def decode_tile(codes, ranges, bounds, i_t, key, levels, S, b_code, b_u, b_low, 
 
 @parallel
 def _dequantize(
-    codes, ranges, bounds, seed_low, seed_high, levels, S, scale, shift, inner, mask, out, kind
+    codes, ranges, bounds, seed_low, seed_high, levels, S, scale, shift, runs, mask, out, kind
 ):
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
@@ -149,5 +149,5 @@ def _dequantize(
             key = tile_key(i_t, seed_low, seed_high)
             y = target(out[start : start + n], kind, b_x[:n])
             decode_tile(codes, ranges, bounds, i_t, key, levels, S, b_code, b_u, b_low, b_step, y)
-            map_restored(y, start, scale, shift, inner, mask, b_flag)
+            map_restored(y, start, scale, shift, runs, mask, b_flag)
             from_restored(y, kind, out[start : start + n])

@@ -37,7 +37,7 @@ def group_quantize(
     step = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
     low = torch.empty_like(step)
     out = array(codes), patterns(step), patterns(low)
-    by = channels(scale, shift, inner)
+    by = channels(scale, shift, inner, x.numel())
     _quantize(*words(x), *by, *split_seed(seed), levels, group_size, *out)
     return codes, step, low
 
@@ -55,7 +55,7 @@ def group_dequantize(
     mask: Tensor | None = None,
 ) -> None:
     source = array(codes), patterns(step), patterns(low)
-    by = *channels(scale, shift, inner), mask_array(mask)
+    by = *channels(scale, shift, inner, out.numel()), mask_array(mask)
     _dequantize(*source, levels, group_size, *by, *words(out))
 
 
@@ -74,7 +74,7 @@ def ranges_of(least, most, levels, lows, steps, b_low, b_scale):
 
 
 @parallel
-def _quantize(x, kind, scale, shift, inner, seed_low, seed_high, levels, S, out, steps, lows):
+def _quantize(x, kind, scale, shift, runs, seed_low, seed_high, levels, S, out, steps, lows):
     N = x.shape[0]
     T = (N + TILE - 1) // TILE
     P = codes_nbytes(levels, TILE)
@@ -88,7 +88,7 @@ def _quantize(x, kind, scale, shift, inner, seed_low, seed_high, levels, S, out,
             n = min(TILE, N - start)
             first, last = start // S, start // S + (n + S - 1) // S
             values = to_float(x[start : start + n], kind, b_x[:n])
-            values = mapped(values, start, scale, shift, inner, b_x[:n])
+            values = mapped(values, start, scale, shift, runs, b_x[:n])
             draw(tile_key(i_t, seed_low, seed_high), b_u)
             extremes(values, S, b_least, b_most)
             ranges_of(b_least, b_most, levels, lows[first:last], steps[first:last], b_low, b_scale)
@@ -97,7 +97,7 @@ def _quantize(x, kind, scale, shift, inner, seed_low, seed_high, levels, S, out,
 
 
 @parallel
-def _dequantize(codes, steps, lows, levels, S, scale, shift, inner, mask, out, kind):
+def _dequantize(codes, steps, lows, levels, S, scale, shift, runs, mask, out, kind):
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
     P = codes_nbytes(levels, TILE)
@@ -116,5 +116,5 @@ def _dequantize(codes, steps, lows, levels, S, scale, shift, inner, mask, out, k
                 )
             values = target(out[start : start + n], kind, b_x[:n])
             dequantize(b_code, b_zero, S, b_low, b_step, values)
-            map_restored(values, start, scale, shift, inner, mask, b_flag)
+            map_restored(values, start, scale, shift, runs, mask, b_flag)
             from_restored(values, kind, out[start : start + n])

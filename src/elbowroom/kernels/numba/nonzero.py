@@ -46,7 +46,7 @@ def nonzero_quantize(
     shift: Tensor | None = None,
     inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    by = channels(scale, shift, inner)
+    by = channels(scale, shift, inner, x.numel())
     bits = pack_bits(x) if scale is None else _mapped_bits(x, by)
     starts = _starts(bits, x.numel(), levels, group_size)
     payload = torch.empty(int(starts[-1]), dtype=torch.uint8)
@@ -74,11 +74,11 @@ def nonzero_dequantize(
     source = array(bits), array(starts), array(payload), patterns(bounds)
     tiniest = np.float32(max(2.0**-126, torch.finfo(out.dtype).tiny))
     settings = *split_seed(seed), levels, group_size, tiniest
-    by = *channels(scale, shift, inner), mask_array(mask)
+    by = *channels(scale, shift, inner, out.numel()), mask_array(mask)
     _dequantize(*source, *settings, *by, *words(out))
 
 
-def _mapped_bits(x: Tensor, by: tuple[Any, Any, int]) -> Tensor:
+def _mapped_bits(x: Tensor, by: tuple[Any, Any, tuple[int, int]]) -> Tensor:
     """The bits of what is not zero after scaling."""
     bits = torch.empty(-(-x.numel() // 8), dtype=torch.uint8)
     _pack_mapped(*words(x), *by, array(bits))
@@ -150,7 +150,7 @@ def expand(kept, bits, flags, values):
 
 
 @parallel
-def _pack_mapped(x, kind, scale, shift, inner, bits):
+def _pack_mapped(x, kind, scale, shift, runs, bits):
     N = x.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
@@ -158,15 +158,13 @@ def _pack_mapped(x, kind, scale, shift, inner, bits):
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
             values = to_float(x[first:last], kind, b_x[: last - first])
-            values = mapped(values, first, scale, shift, inner, b_x[: last - first])
+            values = mapped(values, first, scale, shift, runs, b_x[: last - first])
             part = bits[first // 8 : (last + 7) // 8]
             pack_flags(values.view(np.int32), TOP, part, b_flag)
 
 
 @parallel
-def _quantize(
-    x, kind, scale, shift, inner, seed_low, seed_high, levels, S, starts, payload, bounds
-):
+def _quantize(x, kind, scale, shift, runs, seed_low, seed_high, levels, S, starts, payload, bounds):
     N = x.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
@@ -177,7 +175,7 @@ def _quantize(
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
             values = to_float(x[first:last], kind, b_x[: last - first])
-            values = mapped(values, first, scale, shift, inner, b_x[: last - first])
+            values = mapped(values, first, scale, shift, runs, b_x[: last - first])
             n = compact(values, b_kept)
             bounds[i_t] = 0
             if n == 0:
@@ -196,7 +194,7 @@ def _quantize(
 @parallel
 def _dequantize(
     bits, starts, payload, bounds, seed_low, seed_high, levels, S, tiniest,
-    scale, shift, inner, mask, out, kind,
+    scale, shift, runs, mask, out, kind,
 ):  # fmt: skip
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
@@ -219,7 +217,7 @@ def _dequantize(
             b_kept[n] = f32(0)
             values = target(out[first:last], kind, b_x[: last - first])
             expand(b_kept, flags, b_flag, values)
-            scale_tile(values, first, scale, shift, inner)
+            scale_tile(values, first, scale, shift, runs)
             lift(values, tiniest, b_flag)
             blank_unset(values, first, mask, b_flag)
             from_restored(values, kind, out[first:last])

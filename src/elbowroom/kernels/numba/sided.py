@@ -36,7 +36,7 @@ def sided_quantize(
     bounds = torch.empty(2 * tiles(x.numel()), 2, dtype=torch.bfloat16)
     settings = upper, lower, group_size
     out = array(starts), array(payload), patterns(bounds)
-    source = *words(x), *channels(scale, shift, inner), array(bits), array(counts)
+    source = *words(x), *channels(scale, shift, inner, x.numel()), array(bits), array(counts)
     _quantize(*source, *split_seed(seed), *settings, *out)
     return payload, bounds
 
@@ -59,7 +59,7 @@ def sided_dequantize(
     check_payload(payload, int(starts[-1]))
     source = array(bits), array(counts), array(starts), array(payload), patterns(bounds)
     settings = *split_seed(seed), upper, lower, group_size
-    by = *channels(scale, shift, inner), mask_array(mask)
+    by = *channels(scale, shift, inner, out.numel()), mask_array(mask)
     _dequantize(*source, *settings, *by, *words(out))
 
 
@@ -175,7 +175,7 @@ def decode_part(part, bounds, u, levels, S, b_code, b_low, b_step, kept):
 
 @parallel
 def _quantize(
-    x, kind, scale, shift, inner, bits, counts, seed_low, seed_high, upper, lower, S,
+    x, kind, scale, shift, runs, bits, counts, seed_low, seed_high, upper, lower, S,
     starts, payload, bounds,
 ):  # fmt: skip
     N = x.shape[0]
@@ -189,7 +189,7 @@ def _quantize(
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
             n, p = last - first, counts[i_t]
             values = to_float(x[first:last], kind, b_x[:n])
-            values = mapped(values, first, scale, shift, inner, b_x[:n])
+            values = mapped(values, first, scale, shift, runs, b_x[:n])
             divide(values, bits[first // 8 : (last + 7) // 8], b_side)
             draw(tile_key(i_t, seed_low, seed_high), b_u)
             start = starts[i_t]
@@ -207,7 +207,7 @@ def _quantize(
 @parallel
 def _dequantize(
     bits, counts, starts, payload, bounds, seed_low, seed_high, upper, lower, S,
-    scale, shift, inner, mask, out, kind,
+    scale, shift, runs, mask, out, kind,
 ):  # fmt: skip
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
@@ -231,5 +231,5 @@ def _dequantize(
             )  # fmt: skip
             values = target(out[first:last], kind, b_x[:n])
             merge(b_side, bits[first // 8 : (last + 7) // 8], values)
-            map_restored(values, first, scale, shift, inner, mask, b_flag)
+            map_restored(values, first, scale, shift, runs, mask, b_flag)
             from_restored(values, kind, out[first:last])

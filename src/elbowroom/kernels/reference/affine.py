@@ -14,8 +14,8 @@ def affine(
 ) -> None:
     """x [N] floating -> out [N] of the same dtype, which may be x itself.
 
-    Element i belongs to channel (i // inner) % C. scale [C], shift [C] float32; bits [ceil(N / 8)]
-    uint8, or None for no mask.
+    Element i belongs to channel (i // inner) % C. scale, shift [C] float32, or [R, C]: a row for
+    each of R equal shares of x. bits [ceil(N / 8)] uint8, or None for no mask.
     """
     out.copy_(mapped(x, scale, shift, inner, bits))
 
@@ -30,6 +30,8 @@ def mapped(
     """The same as [N] float32. Without scale and shift, x; quantizers take them, or do not."""
     y = x.float()
     if scale is not None and shift is not None:
-        channel = (torch.arange(x.numel(), device=x.device) // inner) % scale.numel()
-        y = y * scale[channel] + shift[channel]
+        at, channels = torch.arange(x.numel(), device=x.device), scale.shape[-1]
+        share = max(x.numel() // (scale.numel() // channels), 1)
+        channel = at // share * channels + (at % share // inner) % channels
+        y = y * scale.flatten()[channel] + shift.flatten()[channel]
     return y if bits is None else torch.where(flags(bits, x.numel()), y, 0.0)

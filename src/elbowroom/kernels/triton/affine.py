@@ -22,7 +22,7 @@ def affine(
     x: Tensor, scale: Tensor, shift: Tensor, inner: int, bits: Tensor | None, out: Tensor
 ) -> None:
     (values, kind), (target, out_kind) = words(x), words(out)
-    args = values, target, x.numel(), *channels(scale, shift, inner, bits)
+    args = values, target, x.numel(), *channels(scale, shift, inner, bits, x.numel())
     launch(_affine, tiles(x.numel()), *args, SHORT=is_short(scale, inner), FROM=kind, TO=out_kind)
 
 
@@ -36,29 +36,34 @@ def mapped(x: Tensor, scale: Tensor | None, shift: Tensor | None, inner: int) ->
 
 
 def channels(
-    scale: Tensor | None, shift: Tensor | None, inner: int, bits: Tensor | None
+    scale: Tensor | None, shift: Tensor | None, inner: int, bits: Tensor | None, n: int
 ) -> tuple[Any, ...]:
-    """What `scale_tile` and `blank_unset` take: p_scale, p_shift, p_mask, inner, C."""
-    return scale, shift, bits, inner, 1 if scale is None else scale.numel()
+    """What `scale_tile` and `blank_unset` take: p_scale, p_shift, p_mask, inner, C, share."""
+    if scale is None:
+        return None, None, bits, inner, 1, n
+    channels = scale.shape[-1]
+    return scale, shift, bits, inner, channels, max(n // (scale.numel() // channels), 1)
 
 
 def is_short(scale: Tensor | None, inner: int) -> bool:
-    """Whether a place in the period, after which the channels repeat, fits into 32 bits."""
-    return scale is None or inner * scale.numel() < 2**31 - TILE_SIZE
+    """Whether the channels repeat all through, after a period whose places fit into 32 bits."""
+    return scale is None or (scale.dim() == 1 and inner * scale.numel() < 2**31 - TILE_SIZE)
 
 
 @triton.jit
-def scale_tile(b_x, i_t, o_e, m_e, p_scale, p_shift, inner, C, SHORT: tl.constexpr):
+def scale_tile(b_x, i_t, o_e, m_e, p_scale, p_shift, inner, C, share, SHORT: tl.constexpr):
     """b_x * scale + shift by channel, if there are any, for elements o_e of tile i_t.
 
-    All arguments broadcast.
+    A row of C channels serves `share` elements. All arguments broadcast.
     """
     b_y = b_x
     if p_scale is not None:
-        b_first = (i_t * TILE) % (tl.full([1], inner, tl.int64) * C)  # in the tile's period
         if SHORT:
-            b_first = b_first.to(tl.int32)
-        o_c = ((b_first + o_e) // inner) % C
+            b_first = (i_t * TILE) % (tl.full([1], inner, tl.int64) * C)  # in the tile's period
+            o_c = ((b_first.to(tl.int32) + o_e) // inner) % C
+        else:
+            b_at = tl.full([1], TILE, tl.int64) * i_t + o_e
+            o_c = b_at // share * C + (b_at % share // inner) % C
         b_scale = tl.load(p_scale + o_c, mask=m_e, other=0)
         b_y = b_x * b_scale + tl.load(p_shift + o_c, mask=m_e, other=0)
     return b_y
@@ -84,6 +89,7 @@ def _affine(
     p_mask,
     inner,
     C,
+    share,
     SHORT: tl.constexpr,
     FROM: tl.constexpr,
     TO: tl.constexpr,
@@ -94,6 +100,6 @@ def _affine(
     o_e = tl.arange(0, TILE)[None, :]
     m_e = o_e < n  # [R, TILE]
     b_x = load_float(p_x + i_t * TILE + o_e, m_e, FROM)
-    b_x = scale_tile(b_x, i_t, o_e, m_e, p_scale, p_shift, inner, C, SHORT)
+    b_x = scale_tile(b_x, i_t, o_e, m_e, p_scale, p_shift, inner, C, share, SHORT)
     b_x = blank_unset(b_x, i_t, o_e, m_e, p_mask)
     store_float(p_out + i_t * TILE + o_e, b_x, m_e, TO)

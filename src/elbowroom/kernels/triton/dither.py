@@ -59,7 +59,7 @@ def dither_dequantize(
     mask: Tensor | None = None,
 ) -> None:
     target, kind = words(out)
-    by = channels(scale, shift, inner, mask)
+    by = channels(scale, shift, inner, mask, out.numel())
     args = codes, ranges, patterns(bounds), target, out.numel(), *by, *split_seed(seed)
     constants = {"LEVELS": levels, "S": group_size, "KIND": kind, "SHORT": is_short(scale, inner)}
     launch(_dequantize, tiles(out.numel()), *args, **constants)
@@ -156,6 +156,7 @@ def _dequantize(
     p_mask,
     inner,
     C,
+    share,
     seed_low,
     seed_high,
     LEVELS: tl.constexpr,
@@ -175,6 +176,6 @@ def _dequantize(
     b_low, b_step = load_grid(p_ranges, p_bounds + 2 * i_t, o_g * S < n, n > 0, LEVELS)
     b_code = unpack(p_codes + i_t * codes_nbytes(LEVELS, TILE), n, o_e, m_e, LEVELS)
     b_x = b_low + b_step * (b_code.to(tl.float32) - uniform(b_key, o_e))
-    b_x = scale_tile(b_x, i_t, o_e, m_e, p_scale, p_shift, inner, C, SHORT)
+    b_x = scale_tile(b_x, i_t, o_e, m_e, p_scale, p_shift, inner, C, share, SHORT)
     b_x = blank_unset(b_x, i_t, o_e, m_e, p_mask)
     store_restored(p_out + i_t * TILE + o_e, b_x, m_e, KIND)

@@ -57,7 +57,7 @@ def group_dequantize(
     mask: Tensor | None = None,
 ) -> None:
     target, kind = words(out)
-    by = channels(scale, shift, inner, mask)
+    by = channels(scale, shift, inner, mask, out.numel())
     args = codes, patterns(step), patterns(low), target, out.numel(), *by
     constants = {"LEVELS": levels, "S": group_size, "KIND": kind, "SHORT": is_short(scale, inner)}
     launch(_dequantize, tiles(out.numel()), *args, **constants)
@@ -111,6 +111,7 @@ def _dequantize(
     p_mask,
     inner,
     C,
+    share,
     LEVELS: tl.constexpr,
     S: tl.constexpr,
     KIND: tl.constexpr,
@@ -128,6 +129,6 @@ def _dequantize(
     b_step = bf16_value(tl.load(p_step + i_t * G + o_g, mask=m_g, other=0))
     b_code = unpack(p_codes + i_t * codes_nbytes(LEVELS, TILE), n, o_e, m_e, LEVELS)
     b_x = b_low + b_step * b_code.to(tl.float32)
-    b_x = scale_tile(b_x, i_t, o_e, m_e, p_scale, p_shift, inner, C, SHORT)
+    b_x = scale_tile(b_x, i_t, o_e, m_e, p_scale, p_shift, inner, C, share, SHORT)
     b_x = blank_unset(b_x, i_t, o_e, m_e, p_mask)
     store_restored(p_out + i_t * TILE + o_e, b_x, m_e, KIND)

@@ -70,7 +70,7 @@ def nonzero_dequantize(
     target, kind = words(out)
     tiniest = max(2.0**-126, torch.finfo(out.dtype).tiny)
     sizes = out.numel(), payload.numel(), tiniest
-    by = channels(scale, shift, inner, mask)
+    by = channels(scale, shift, inner, mask, out.numel())
     args = bits, starts, payload, patterns(bounds), target, *sizes, *by, *split_seed(seed)
     constants = {"LEVELS": levels, "S": group_size, "KIND": kind, "SHORT": is_short(scale, inner)}
     launch(_dequantize, tiles(out.numel()), *args, **constants, R=1)
@@ -148,6 +148,7 @@ def _dequantize(
     p_mask,
     inner,
     C,
+    share,
     seed_low,
     seed_high,
     LEVELS: tl.constexpr,
@@ -172,7 +173,7 @@ def _dequantize(
     b_u = uniform(tile_key(i_t, seed_low, seed_high), o_e)
     b_x = b_low + b_step * (b_code.to(tl.float32) - b_u)
     b_x = tl.where(m_e, tl.where(m_t, b_x, float("nan")), 0.0)
-    b_x = scale_tile(b_x, i_t, o_x, m_x, p_scale, p_shift, inner, C, SHORT)
+    b_x = scale_tile(b_x, i_t, o_x, m_x, p_scale, p_shift, inner, C, share, SHORT)
     b_x = tl.where(m_e & (tl.abs(b_x) < tiniest), tiniest, b_x)
     b_x = blank_unset(b_x, i_t, o_x, m_x, p_mask)
     store_restored(p_out + i_t * TILE + o_x, b_x, m_x, KIND)

@@ -70,7 +70,7 @@ def sided_dequantize(
     starts = _starts(bits, out.numel(), settings)
     target, kind = words(out)
     sizes = out.numel(), payload.numel()
-    by = channels(scale, shift, inner, mask)
+    by = channels(scale, shift, inner, mask, out.numel())
     args = bits, starts, payload, patterns(bounds), target, *sizes, *by, *split_seed(seed)
     constants = settings | {"KIND": kind, "SHORT": is_short(scale, inner)}
     launch(_dequantize, tiles(out.numel()), *args, **constants, R=1)
@@ -186,6 +186,7 @@ def _dequantize(
     p_mask,
     inner,
     C,
+    share,
     seed_low,
     seed_high,
     UPPER: tl.constexpr,
@@ -209,7 +210,7 @@ def _dequantize(
     p_payload += part_nbytes(n_up, UPPER, S)
     b_low = decode_side(p_payload, p_bounds + 2, m_x & ~m_up, m_t, n_up, b_key, LOWER, S)
     b_x = tl.where(m_t, tl.where(m_up, b_up, b_low), float("nan"))
-    b_x = scale_tile(b_x, i_t, o_x, m_x, p_scale, p_shift, inner, C, SHORT)
+    b_x = scale_tile(b_x, i_t, o_x, m_x, p_scale, p_shift, inner, C, share, SHORT)
     b_x = blank_unset(b_x, i_t, o_x, m_x, p_mask)
     store_restored(p_out + i_t * TILE + o_x, b_x, m_x, KIND)
 

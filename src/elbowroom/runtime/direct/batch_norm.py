@@ -84,7 +84,7 @@ def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
     if found is None:
         return None
     encoded, statistics, flat = found
-    factor = statistics.rstd.float()
+    factor = statistics.rstd.float().flatten()
     if ctx.dtypes[0] is not None:
         factor = factor * packed(ctx, 1).restore().float()
     out = torch.empty_like(flat)

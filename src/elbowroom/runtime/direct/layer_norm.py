@@ -6,6 +6,7 @@ grad_weight = sum(grad * xhat);   grad_bias = sum(grad)   over rows
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
     if found is None:
         return None
     encoded, statistics, flat = found
+    if statistics.rows > 1 or statistics.inner != prod(ctx.shape):
+        return None  # its rows do not lie one after another
     weight = torch.ones(statistics.inner, dtype=torch.float32, device="cpu")
     if ctx.dtypes[0] is not None:
         weight = packed(ctx, 1).restore().detach().float().flatten()
