@@ -5,6 +5,7 @@ And impossible budgets are named.
 
 import copy
 import functools
+import gc
 import io
 import logging
 import pickle
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -23,7 +25,9 @@ import elbowroom as er
 from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.measure import peak
-from elbowroom.runtime import attach, calls, modules
+from elbowroom.measure.recorder import StepRecorder
+from elbowroom.measure.recording import Recording
+from elbowroom.runtime import attach, calls, modules, transforms
 from elbowroom.runtime.attach import opener_of
 
 BATCH = 16
@@ -706,6 +710,119 @@ def test_a_checkpoint_of_the_users_around_the_model():
             one.step(loss_of)
     assert same(plain.end(), run.end())
     er.release(run.model)
+
+
+def perceptron():
+    """Weights, gradients and states take most of a step."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    model = nn.Sequential(*layers)
+    return model, torch.optim.AdamW(model.parameters()), torch.randn(256, 256)
+
+
+def descend(model, optimizer, x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("exact", [True, None])
+@pytest.mark.parametrize("room", [1.04, 1.1, 1.25, 1.5])
+@pytest.mark.parametrize("born", [False, True])
+def test_a_budget_above_plain_training_where_states_weigh_most_is_met_exactly(exact, room, born):
+    """States that the first step makes count once; gradients are born one after another."""
+    model, optimizer, x = perceptron()
+    plain = [descend(model, optimizer, x) for _ in range(7)]
+    optimizer.zero_grad()
+    states = [v for state in optimizer.state.values() for v in state.values()]
+    held = sum(t.nbytes for t in (*model.parameters(), *states))
+    budget = int(room * (held + peak(lambda: descend(model, optimizer, x))))
+
+    model, optimizer, x = perceptron()
+    first = [descend(model, optimizer, x)] if born else []
+    optimizer.zero_grad()
+    er.fit(model, budget=budget, optimizer=optimizer, exact=exact)
+    losses = [*first, *(descend(model, optimizer, x) for _ in range(7 - len(first)))]
+    fitting = opener_of(model)
+    er.release(model)
+    assert torch.equal(torch.stack(losses), torch.stack(plain))
+    assert fitting.was_exact
+    assert fitting.highest_nbytes <= budget
+
+
+@pytest.mark.parametrize("exact", [True, None])
+@pytest.mark.parametrize("room", [0.8, 0.9, 1.0, 1.05, 1.1, 1.2, 1.3])
+def test_budgets_around_the_plain_peak_stay_exact(exact, room):
+    """Where a plan keeps everything, it was the rung below that was measured before."""
+    plain_model, plain_optimizer = make()
+    plain = [step(plain_model, plain_optimizer) for _ in range(6)]
+    plain_optimizer.zero_grad()
+    states = [v for state in plain_optimizer.state.values() for v in state.values()]
+    held = sum(t.nbytes for t in (*plain_model.parameters(), *plain_model.buffers(), *states))
+    budget = int(held + room * peak(lambda: step(plain_model, plain_optimizer)))
+    model, optimizer = make()
+    er.fit(model, budget=budget, optimizer=optimizer, exact=exact)
+    losses = [step(model, optimizer) for _ in range(6)]
+    fitting = opener_of(model)
+    er.release(model)
+    assert torch.equal(torch.stack(losses), torch.stack(plain))
+    assert fitting.was_exact
+
+
+def test_a_refusal_by_an_estimate_says_what_may_do_and_what_does():
+    model, optimizer, x = perceptron()
+    er.fit(model, budget="2 MiB", optimizer=optimizer, exact=True)
+    with pytest.raises(
+        BudgetTooSmall, match=r"That does for sure; from .* on it may do"
+    ) as refused:
+        descend(model, optimizer, x)
+    er.release(model)
+    er.fit(model, budget=refused.value.least_nbytes, optimizer=optimizer, exact=True)
+    for _ in range(4):
+        descend(model, optimizer, x)
+    assert opener_of(model).highest_nbytes <= refused.value.least_nbytes
+    er.release(model)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*jit.trace.*deprecated")
+def test_traced_and_transformed_it_runs_as_it_is():
+    model, _, x = perceptron()
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+
+    def gradients():
+        def loss(parameters):
+            return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+        return torch.func.grad(loss)(plain)
+
+    expected = gradients()
+    er.fit(model, budget="64 MiB", exact=True)
+    transforms._said = False
+    with pytest.warns(UserWarning, match="runs as it is, outside of its budget"):
+        found = gradients()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+    er.release(model)
+
+
+def test_nothing_is_left_to_the_garbage_collector():
+    """What a measurement knew of the model goes with it: a model's worth of gradients, for one."""
+    model, optimizer = make()
+    gc.collect()  # torch's first optimizer leaves frames behind
+    gc.disable()
+    try:
+        er.fit(model, budget="1 GiB", optimizer=optimizer, exact=True)
+        for _ in range(4):
+            step(model, optimizer)
+        er.release(model)
+        left = [weakref.ref(p) for p in model.parameters()]
+        del model, optimizer
+        assert not [p for p in left if p() is not None]
+        assert not [one for one in gc.get_objects() if type(one) in (Recording, StepRecorder)]
+    finally:
+        gc.enable()
 
 
 def test_a_script_that_ends_while_its_step_is_measured():

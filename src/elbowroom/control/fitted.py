@@ -1,6 +1,7 @@
 """One forward of a fitted model: it follows its plan, or its rung, and climbs if it must."""
 
 import logging
+import weakref
 from types import TracebackType
 from typing import Protocol
 
@@ -55,8 +56,15 @@ class FittedSaving(Saving):
         inertness: Inertness | None = None,
     ) -> None:
         """may_climb: else it only counts, from where it would have to. counts: from the start."""
+        decide = weakref.WeakMethod(self._decide_site)  # no cycle, which each step would leave
+
+        def policy(site: Site) -> Action:
+            decided = decide()
+            assert decided is not None  # somebody else asks for us
+            return decided(site)
+
         super().__init__(
-            self._decide_site,
+            policy,
             min_nbytes=fit.terms.min_nbytes,
             context=fit.context,
             recorder=recorder,

@@ -41,14 +41,18 @@ class Making:
             or self.make(profile, self.margin_nbytes, exact=exact)
         )
 
-    def plan_for(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan | None:
+    def plan_for(
+        self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool = True
+    ) -> Plan | None:
         """None where nothing fits. margin: bytes that are left free."""
         try:
-            return self.make(profile, margin, exact=exact)
+            return self.make(profile, margin, exact=exact, recompute=recompute)
         except BudgetTooSmall:
             return None
 
-    def make(self, profile: Profile, margin: int, *, exact: bool | None) -> Plan:
+    def make(
+        self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool = True
+    ) -> Plan:
         """Raises BudgetTooSmall."""
         budget_nbytes, static = self.terms.budget_nbytes, profile.static
         noise = None if profile.noise is None else self.terms.noise  # no ground to refuse before
@@ -56,6 +60,7 @@ class Making:
             make_plan,
             profile,
             exact=exact,
+            recompute=recompute,
             offload=self.terms.offload,
             noise=noise,
             lossy_helps=self.lossy_helps,

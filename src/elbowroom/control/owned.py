@@ -15,6 +15,7 @@ from elbowroom.measure.standing import (
     parameters_of,
     standing_of,
 )
+from elbowroom.plan.rehearsal import Unborn
 from elbowroom.plan.standing import Standing
 
 
@@ -76,6 +77,19 @@ class Owned:
         """
         unborn = [p for p in self._trainable() if p.grad is None]
         return gradients_nbytes(unborn, self.optimizers())
+
+    def unborn_gradients(self) -> list[Unborn]:
+        """The same, one by one; as one where they are released."""
+        model = self._model()
+        unborn = [p for p in self._trainable() if p.grad is None]
+        at_one_time = gradients_nbytes(unborn, self.optimizers())
+        if model is None or at_one_time < sum(p.nbytes for p in unborn):
+            return [Unborn(at_one_time, ())]
+        owners: dict[int, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            for p in module.parameters(recurse=False):
+                owners.setdefault(id(p), []).append(name)
+        return [Unborn(p.nbytes, tuple(owners[id(p)])) for p in unborn]
 
     def unborn_state_nbytes(self) -> int:
         """Bytes of the optimizer states that the first step will create.

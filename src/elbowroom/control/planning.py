@@ -38,7 +38,7 @@ from elbowroom.control.refusal import refusal
 from elbowroom.control.signature import Signature
 from elbowroom.control.states import Chosen
 from elbowroom.control.terms import Stock, Terms
-from elbowroom.control.tries import SAFE, tries
+from elbowroom.control.tries import BEST, SAFE, tries
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.meter import NoiseMeter
@@ -205,20 +205,39 @@ class Planning:
             self._plan_by_forward(seen)
 
     def _plan_by_forward(self, seen: Profile) -> None:
-        born = self.stock.unborn_gradient_nbytes, self.stock.unborn_state_nbytes
+        born = self._owned.unborn_gradients(), self.stock.unborn_state_nbytes
         seen = replace(seen, standing=self._owned.standing())
         states = self._owned.states
         for one in tries(self.terms.exact):
             profile = with_backward(seen, *born, one.transients)
             for candidate in states.candidates(profile, self)[one.state : one.state + 1]:
-                plan = self._making.plan_for(candidate.profile, 0, exact=one.exact)
+                plan = self._making.plan_for(
+                    candidate.profile, 0, exact=one.exact, recompute=one.recompute
+                )
                 if plan is not None:
                     self._follow(self._taken(Chosen(candidate, plan)))
                     self.rehearsed, self.outgrown = True, False
                     return
-        formats = states.candidates(with_backward(seen, *born, SAFE), self)
-        last = formats[0 if self.terms.exact else -1]
-        self._making.make(last.profile, 0, exact=self.terms.exact)
+        raise self._refusal_by_forward(lambda n: with_backward(seen, *born, n))
+
+    def _refusal_by_forward(self, step: Callable[[int], Profile]) -> BudgetTooSmall:
+        """What is named does for sure; less may do. step(n): with n transients."""
+
+        def refused(transients: int) -> BudgetTooSmall:
+            formats = self._owned.states.candidates(step(transients), self)
+            profile = formats[0 if self.terms.exact else -1].profile
+            try:
+                self._making.make(profile, 0, exact=self.terms.exact)
+            except BudgetTooSmall as error:
+                return error
+            raise AssertionError("a plan that was tried fits after all")
+
+        sure, best = refused(SAFE), refused(BEST)
+        return BudgetTooSmall(
+            f"{sure} That does for sure; from {show_nbytes(best.least_nbytes)} on it may do.",
+            least_nbytes=sure.least_nbytes,
+            parts=sure.parts,
+        )
 
     def _taken(self, chosen: Chosen) -> Plan:
         """The plan, once states are held as it was made for."""
@@ -275,8 +294,8 @@ class Planning:
     def wants_writing(self) -> bool:
         """Whether the step that begins should be written down, not just measured."""
         unborn_states = self.stock.unborn_state_nbytes > 0
-        if self.plan is None:
-            return self._transient_nbytes is not None and not unborn_states
+        if self.plan is None:  # when backward was over tells what it needs beside those states
+            return self._transient_nbytes is not None or unborn_states
         larger = self.now.numel > self._profiled.numel and self.plan is not self.given
         better = self.rehearsed or larger
         return unborn_states or (better and not self.plan.recompute)
@@ -293,7 +312,7 @@ class Planning:
             self._drop_given()
             return
         born = max(0, stock.static_nbytes - step.stock.static_nbytes)
-        if step.writes and not (step.makes_states and self.plan is not None):
+        if step.writes and not step.makes_states:
             self._take_profile(step, last)
         elif step.peak is None:
             return
@@ -307,11 +326,13 @@ class Planning:
     def _relax(self, last: FittedSaving, step: Measurement, born_nbytes: int) -> None:
         """After the first step: its transients are known now. born: the optimizer's states."""
         assert step.peak is not None
-        self._learn_transient(last, step, step.peak)
+        seen, peak_nbytes = step.profile, step.peak + born_nbytes
+        if seen is not None:
+            peak_nbytes = seen.peak_with(born_nbytes)
+        self._learn_transient(last, step, step.peak if seen is None else seen.backward_peak)
         rungs, budget_nbytes = self.terms.rungs, self.terms.budget_nbytes
         found = choose(rungs, last.storages, self.allowed_nbytes(0))
-        fits = step.peak + born_nbytes <= budget_nbytes
-        if fits and (found is None or found > last.rung):
+        if peak_nbytes <= budget_nbytes and (found is None or found > last.rung):
             found = last.rung
         if found is None and (step.peak > budget_nbytes or not born_nbytes):
             if not may_measure(self._owned.device):
@@ -351,10 +372,9 @@ class Planning:
             self.settled = True  # the uniform rung has been seen to fit
             return
         plan = self._taken(chosen)
+        self._follow(plan)
         if plan.changes_nothing:
             self.plan, self.rung, self.settled = None, 0, self._ratio == 1
-            return
-        self._follow(plan)
 
     def _replace_rehearsal(self, profile: Profile, error: BudgetTooSmall) -> None:
         """The plan of a rehearsal needs more than the budget, and no other plan of it needs less.
@@ -411,6 +431,8 @@ class Planning:
         if self._rounds < _MOST_ROUNDS:
             self._rounds += 1
             self._margin_nbytes = peak_nbytes - self.plan.peak
+            if slack > 0:  # half of it: an estimate is not too careful by the same at all moments
+                self._margin_nbytes += slack // 2
             self._plan(self.profile)
             return
         self.plan, self.settled = None, True

@@ -10,13 +10,21 @@ from dataclasses import dataclass
 
 from elbowroom.control.states import CHOICES
 
-SAFE = 6
+SAFE, BEST = 6, 1
+_ENOUGH = 4  # where no code is decoded: plan/rehearsal.py
 _HOPEFUL = 3  # what takes less than this is
-# Exact or lossy, and how many largest tensors backward takes beside what is held.
-_TRIES: dict[bool | None, tuple[tuple[bool | None, int], ...]] = {
-    True: ((True, SAFE), (True, 4), (True, 2), (True, 1)),
-    None: ((True, SAFE), (True, 3), (None, SAFE), (None, 3), (None, 1)),
-    False: ((False, SAFE), (False, 3), (False, 1)),
+# Exact or lossy, how many largest tensors backward takes beside what is held, and whether modules
+# may run again. A step in which none does can be written down, which ends all guessing.
+_TRIES: dict[bool | None, tuple[tuple[bool | None, int, bool], ...]] = {
+    True: (
+        *((True, SAFE, False), (True, _ENOUGH, False)),
+        *((True, SAFE, True), (True, _ENOUGH, True), (True, 2, True), (True, BEST, True)),
+    ),
+    None: (
+        *((True, SAFE, False), (True, _ENOUGH, False), (True, SAFE, True), (True, 3, True)),
+        *((None, SAFE, False), (None, SAFE, True), (None, 3, True), (None, BEST, True)),
+    ),
+    False: (*((False, SAFE, False), (False, SAFE, True), (False, 3, True), (False, BEST, True)),),
 }
 
 
@@ -27,12 +35,13 @@ class Try:
     state: int
     exact: bool | None
     transients: int
+    recompute: bool
 
 
 def tries(exact: bool | None) -> Iterator[Try]:
     """Under terms of this exactness."""
     for hopeful in (False, True):
         for state in range(1 if exact else len(CHOICES)):
-            for allowed, transients in _TRIES[exact]:
+            for allowed, transients, recompute in _TRIES[exact]:
                 if (transients < _HOPEFUL) == hopeful:
-                    yield Try(state, allowed, transients)
+                    yield Try(state, allowed, transients, recompute)

@@ -98,7 +98,8 @@ class StepRecorder:
 
     def __init__(self, clock: Clock, now_s: Callable[[], float] = time.perf_counter) -> None:
         """now_s: seconds on any clock, to tell how long ops and modules take."""
-        self._clock, self._now_s = clock, now_s
+        # Weakly: whoever owns both would be a cycle, and hold what it measures until a collection.
+        self._clock, self._now_s = weakref.ref(clock), now_s
         self._storages: list[_Storage] = []
         self._modules: list[_Module] = []
         self._index: weakref.WeakKeyDictionary[Slot, int] = weakref.WeakKeyDictionary()
@@ -258,7 +259,9 @@ class StepRecorder:
 
     def _begin(self, *, frees: bool = False) -> int:
         self._note_alive()
-        self._clock.begin(self.moments, frees=frees)
+        clock = self._clock()
+        if clock is not None:
+            clock.begin(self.moments, frees=frees)
         self.moments += 1
         return self._now
 

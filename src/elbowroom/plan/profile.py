@@ -129,10 +129,18 @@ class Profile:
 
     def peak_with(self, state_nbytes: int) -> int:
         """The peak, had the states that the optimizer made at the end been there from the start."""
+        after = self.level[self._backward_end :]
+        return max(self.backward_peak + state_nbytes, *after, 0)
+
+    @property
+    def backward_peak(self) -> int:
+        """The highest level until backward has asked for the last tensor."""
+        return max(self.level[: self._backward_end], default=self.static)
+
+    @property
+    def _backward_end(self) -> int:
         asked = (need for storage in self.storages for need in storage.needs)
-        last = max(asked, default=len(self.level) - 1)
-        during = max(self.level[: last + 1], default=self.static) + state_nbytes
-        return max(during, *self.level[last + 1 :], 0)
+        return max(asked, default=len(self.level) - 1) + 1
 
     def shifted(self, nbytes: int) -> "Profile":
         """The same step with so many bytes more held before it, and all the while."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from elbowroom.runtime import calls
 from elbowroom.runtime.compiler import original, say_eager
+from elbowroom.runtime.transforms import is_traced, say_traced
 
 
 class Around(Protocol):
@@ -101,6 +102,10 @@ def _around(
     if not torch.is_grad_enabled():
         if around is not None:
             around.passes()
+        return call(*args, **kwargs)
+    if is_traced():
+        if around is not None:
+            say_traced()
         return call(*args, **kwargs)
     if around is None:
         if _meet is None or not _is_outermost() or not _meet(module):

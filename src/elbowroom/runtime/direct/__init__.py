@@ -35,6 +35,7 @@ from elbowroom.runtime.direct.dropout import dropout, fits_dropout
 from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
 from elbowroom.runtime.direct.relu import fits_relu, relu, relu_
 from elbowroom.runtime.identity import untouchable
+from elbowroom.runtime.transforms import is_transformed
 
 
 @dataclass(frozen=True)
@@ -93,22 +94,13 @@ def _is_in_order(x: Tensor) -> bool:
 
 def may_run(call: Call) -> bool:
     """Whether one of our nodes may stand in the graph for this call, here and now."""
-    if not torch.is_grad_enabled() or _is_transformed() or _is_overridden():
+    if not torch.is_grad_enabled() or is_transformed() or _is_overridden():
         return False
     return type(call.arg(0, "input")) is Tensor
 
 
 def _is_plain(argument: Any) -> bool:
     return not isinstance(argument, Tensor) or not untouchable(argument)
-
-
-def _is_transformed() -> bool:
-    """Whether forward is traced, mapped, or differentiated forwards: our nodes cannot be."""
-    return (
-        torch._C._is_tracing()
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
-    )
 
 
 def _is_overridden() -> bool:

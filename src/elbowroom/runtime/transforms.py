@@ -1,0 +1,29 @@
+"""Whether what runs now is no plain step, but traced, or transformed by torch.func."""
+
+import warnings
+
+import torch
+
+_said = False
+
+
+def is_traced() -> bool:
+    """Inside torch.jit.trace, vmap, grad: tensors have no memory, or no numbers for shapes."""
+    return torch._C._is_tracing() or torch._C._are_functorch_transforms_active()
+
+
+def is_transformed() -> bool:
+    """The same, or differentiated forwards."""
+    return is_traced() or torch.autograd.forward_ad._current_level >= 0
+
+
+def say_traced() -> None:
+    """Warn, once, that a fitted model is called so."""
+    global _said
+    if not _said:
+        _said = True
+        warnings.warn(
+            "inside torch.func transforms and torch.jit.trace a fitted model runs as it is, "
+            "outside of its budget; train it by loss.backward() to have it fitted",
+            stacklevel=2,
+        )
