@@ -3,8 +3,7 @@
     ElbowroomError
     |-- PlanError                  a plan cannot be made or followed
     |   |-- BudgetTooSmall         ... because the bytes do not suffice      (also a ValueError)
-    |   |-- OutOfMemory            ... because the device has less           (also a MemoryError)
-    |   `-- SiteMismatch           ... because the step saved something else
+    |   `-- OutOfMemory            ... because the device has less           (also a MemoryError)
     |-- CodecError                 a codec cannot do what was asked
     |   |-- UnknownCodec           no such id                                (also a KeyError)
     |   |-- UnknownField           no such setting, or a value out of range  (also a TypeError and
@@ -50,10 +49,6 @@ class BudgetTooSmall(PlanError, ValueError):
 
 class OutOfMemory(PlanError, MemoryError):
     """A step ran out of memory, and no smaller plan of it has helped."""
-
-
-class SiteMismatch(PlanError):
-    """A step saved tensors that its plan does not know."""
 
 
 class CodecError(ElbowroomError):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import elbowroom as er
-from elbowroom.errors import PlanError, UnknownCodec, UnknownField, UnsupportedTensor
+from elbowroom.errors import CodecError, PlanError, UnknownCodec, UnknownField, UnsupportedTensor
 from elbowroom.plan import Lean, OffloadRest
 
 
@@ -89,3 +89,36 @@ def test_a_codec_takes_a_tensor():
     with pytest.raises(UnsupportedTensor, match=r"takes a tensor; got list\. Use torch\.as_tensor"):
         er.codec("dither").encode([1.0, 2.0])
     assert torch.equal(er.codec("bitmask").encode(torch.ones(3)).decode(), torch.ones(3))
+
+
+@pytest.mark.parametrize("id", [None, 3, er.codec("dither")])
+def test_an_id_that_is_no_string(id):
+    with pytest.raises(UnknownCodec, match=r"by its id, a string; got .* There are bitmask, cast"):
+        er.codec(id)
+
+
+@pytest.mark.parametrize("asked", [{"seed": "a"}, {"seed": 1.5}, {"facts": {}}])
+def test_a_seed_and_facts_of_other_types(asked):
+    with pytest.raises(CodecError, match=r"a seed is an int, and facts are er\.Facts"):
+        er.codec("dither").encode(torch.zeros(8), **asked)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"largest": 2.5}, "smallest and largest are ints"),
+        ({"smallest": 5, "largest": 2}, "smallest=5 is above largest=2"),
+        ({"error_bound": float("nan")}, "error_bound=nan is not possible"),
+        ({"error_bound": -1.0}, "a bound is >= 0"),
+        ({"has_zeros": "a"}, "is not True or False"),
+    ],
+)
+def test_facts_that_no_tensor_can_fulfil(facts, said):
+    with pytest.raises(CodecError, match=said):
+        er.Facts(**facts)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, "float32"])
+def test_bytes_of_a_dtype_that_is_not_taken(dtype):
+    with pytest.raises(UnsupportedTensor, match="takes float32, bfloat16, float16; got"):
+        er.codec("dither").encoded_nbytes((3,), dtype)

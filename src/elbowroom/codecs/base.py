@@ -208,6 +208,11 @@ class Codec(ABC):
         Raises UnsupportedTensor for a dtype, layout or content that this codec does not take.
         """
         self.check(x)
+        if not isinstance(seed, int) or not isinstance(facts, Facts | None):
+            raise CodecError(
+                f"codec '{self.id}': a seed is an int, and facts are er.Facts(...) or None; got "
+                f"seed={seed!r}, facts={facts!r}"
+            )
         x = x.detach().resolve_neg()
         seed = (seed + 2**63) % 2**64 - 2**63  # an op takes a signed integer
         flat, stride = memory_order(x)
@@ -232,7 +237,11 @@ class Codec(ABC):
     def encoded_nbytes(
         self, shape: tuple[int, ...], dtype: torch.dtype, facts: Facts | None = None
     ) -> int:
-        """Bytes that `encode` will hold: exactly, or at most where `fixed_size` is False."""
+        """Bytes that `encode` will hold: exactly, or at most where `fixed_size` is False.
+
+        Raises UnsupportedTensor for a dtype that this codec does not take.
+        """
+        self._check_dtype(dtype, str(dtype))
         contiguous = torch.empty(shape, device="meta").stride()
         facts = self._seen(shape, contiguous, facts or NOTHING)
         layout = self._layout(prod(shape), dtype, facts)
@@ -309,13 +318,18 @@ class Codec(ABC):
             raise UnsupportedTensor(
                 f"codec '{self.id}' takes a tensor; got {type(x).__name__}. Use torch.as_tensor(x)."
             )
-        if x.dtype not in self.dtypes:
-            taken = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-            raise UnsupportedTensor(f"codec '{self.id}' takes {taken}; got {show(x)}. {_remedy(x)}")
+        self._check_dtype(x.dtype, x)
         if x.layout is not torch.strided or x.is_nested:
             raise UnsupportedTensor(
                 f"codec '{self.id}' takes dense tensors; got {show(x)}. {_remedy(x)}"
             )
+
+    def _check_dtype(self, dtype: torch.dtype, x: Tensor | str) -> None:
+        """x: what has it, or its name."""
+        if dtype not in self.dtypes:
+            taken = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            got = x if isinstance(x, str) else f"{show(x)}. {_remedy(x)}"
+            raise UnsupportedTensor(f"codec '{self.id}' takes {taken}; got {got}")
 
 
 def memory_order(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -3,7 +3,6 @@
 Codecs of other packages come through the entry-point group `elbowroom.codecs`.
 """
 
-from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
@@ -58,6 +57,11 @@ def codecs() -> list[str]:
 
 def codec_class(id: str) -> type[Codec]:
     """The class behind an id. Raises UnknownCodec, which lists what exists and the nearest name."""
+    if not isinstance(id, str):
+        raise UnknownCodec(
+            f"a codec is asked for by its id, a string; got {id!r}. There are "
+            f"{', '.join(codecs())}."
+        )
     if id not in codecs():
         raise UnknownCodec(
             f"no codec {id!r}; there are {', '.join(codecs())}.{nearest(id, codecs())}"
@@ -78,11 +82,6 @@ def codec(id: str, **settings: Any) -> Codec:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise UnknownField(f"codec '{id}' has no field {name!r}; {has}.{nearest(name, known)}")
     return cls(**settings)
-
-
-def field_names(cls: type[Codec]) -> list[str]:
-    """The fields of a codec class, in order."""
-    return [field.name for field in fields(cls)]
 
 
 def nearest(name: str, known: list[str]) -> str:

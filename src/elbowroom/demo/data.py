@@ -106,7 +106,8 @@ def _find(folder: Path, name: str) -> Path:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path
-    found = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
+    names = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
+    found = ", ".join(names[:6]) or "nothing"
     raise DataError(f"no {name} or {name}.gz in {folder}; found {found}")
 
 
