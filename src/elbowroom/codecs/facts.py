@@ -63,16 +63,14 @@ class Facts:
     mask: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise CodecError for what no tensor can fulfil."""
-        smallest, largest, bound = self.smallest, self.largest, self.error_bound
+        """Raise CodecError for what no tensor can fulfil; a bound is looked at by who keeps it."""
+        smallest, largest = self.smallest, self.largest
         if not isinstance(smallest, int | None) or not isinstance(largest, int | None):
             raise CodecError(
                 f"facts: smallest and largest are ints; got {smallest!r} and {largest!r}"
             )
         if smallest is not None and largest is not None and smallest > largest:
             raise CodecError(f"facts: smallest={smallest} is above largest={largest}")
-        if bound is not None and not bound >= 0:  # NaN is not, either
-            raise CodecError(f"facts: error_bound={bound!r} is not possible; a bound is >= 0")
         if type(self.has_zeros) is not bool:
             raise CodecError(f"facts: has_zeros={self.has_zeros!r} is not True or False")
 

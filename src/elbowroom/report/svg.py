@@ -15,7 +15,7 @@ from html import escape
 from elbowroom.report.page import Curve
 
 WIDTH, HEIGHT = 920, 400
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 46
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 52, 46
 COLUMNS = 420
 MIB = 2**20
 
@@ -32,7 +32,7 @@ def chart(curves: Sequence[Curve]) -> str:
     ]
     for number, curve in enumerate(curves):
         parts += _curve(scale, curve, number)
-    return "\n".join([*parts, *_legend(curves), "</svg>"])
+    return "\n".join([*parts, *_labels(scale, curves), *_legend(curves), "</svg>"])
 
 
 def nice_ticks(top: float, most: int = 6) -> list[float]:
@@ -101,12 +101,25 @@ def _curve(scale: _Scale, curve: Curve, number: int) -> list[str]:
             f'<line class="mark c{number}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{base:.1f}">'
             f"<title>{escape(curve.name)}: {escape(name)} begins</title></line>"
         )
-        if name == "backward":
-            y = base - 10 - 16 * number
-            parts.append(
-                f'<text class="label c{number}" x="{x + 6:.1f}" y="{y:.1f}">'
-                f"backward begins, {escape(curve.name)}</text>"
-            )
+    return parts
+
+
+def _labels(scale: _Scale, curves: Sequence[Curve]) -> list[str]:
+    """Where backward begins, above the curves; the earliest to the left of its mark."""
+    marks = [
+        (at_s / _end_s(curve), number, curve.name)
+        for number, curve in enumerate(curves)
+        for name, at_s in curve.marks
+        if name == "backward"
+    ]
+    parts = []
+    for i, (share, number, name) in enumerate(sorted(marks)):
+        before = i == 0 and len(marks) > 1
+        x, anchor = scale.x(share) + (-6 if before else 6), "end" if before else "start"
+        parts.append(
+            f'<text class="label c{number}" x="{x:.1f}" y="{TOP - 8}" text-anchor="{anchor}">'
+            f"backward begins, {escape(name)}</text>"
+        )
     return parts
 
 
