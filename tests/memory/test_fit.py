@@ -729,7 +729,7 @@ def descend(model, optimizer, x):
 
 
 @pytest.mark.parametrize("exact", [True, None])
-@pytest.mark.parametrize("room", [1.04, 1.1, 1.25, 1.5])
+@pytest.mark.parametrize("room", [1.04, 1.25])
 @pytest.mark.parametrize("born", [False, True])
 def test_a_budget_above_plain_training_where_states_weigh_most_is_met_exactly(exact, room, born):
     """States that the first step makes count once; gradients are born one after another."""
@@ -753,7 +753,7 @@ def test_a_budget_above_plain_training_where_states_weigh_most_is_met_exactly(ex
 
 
 @pytest.mark.parametrize("exact", [True, None])
-@pytest.mark.parametrize("room", [0.8, 0.9, 1.0, 1.05, 1.1, 1.2, 1.3])
+@pytest.mark.parametrize("room", [0.9, 1.0, 1.05, 1.1, 1.3])
 def test_budgets_around_the_plain_peak_stay_exact(exact, room):
     """Where a plan keeps everything, it was the rung below that was measured before."""
     plain_model, plain_optimizer = make()
