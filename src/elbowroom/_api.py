@@ -110,13 +110,7 @@ def saving(
     observer: Observer | None = chosen if isinstance(chosen, Adaptive) else None
     if watch and observer is None:
         observer = meter_of(chosen)
-    return Saving(
-        chosen,
-        min_nbytes=min_nbytes,
-        context=context,
-        warns=True,
-        observer=observer,
-    )
+    return Saving(chosen, min_nbytes=min_nbytes, context=context, warns=True, observer=observer)
 
 
 def measure(
