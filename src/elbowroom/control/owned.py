@@ -82,7 +82,7 @@ class Owned:
         """The same, one by one; as one where they are released."""
         model = self._model()
         unborn = [p for p in self._trainable() if p.grad is None]
-        at_one_time = gradients_nbytes(unborn, self.optimizers())
+        at_one_time = self.unborn_gradient_nbytes()
         if model is None or at_one_time < sum(p.nbytes for p in unborn):
             return [Unborn(at_one_time, ())]
         owners: dict[int, list[str]] = {}

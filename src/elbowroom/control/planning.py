@@ -6,7 +6,8 @@
    be written down (`rehearse`), then by a plan whose backward is an estimate
    (`plan/rehearsal.py`). Where that cannot be measured (not on the main thread, or under somebody's
    profiler), forward climbs to a stricter rung on the spot instead.
-2. That step is measured by the allocator. With its transients known, the mildest rung that fits is
+2. That step is measured by the allocator, moment by moment if it makes the optimizer's states, so
+   that those count once. With its transients known, the mildest rung that fits is
    taken, and the next step is written down moment by moment.
 3. From that profile a plan is made (`plan/make.py`), each tensor with an action of its own, and
    followed. The first step under it is measured: if it needs more than was predicted, the plan is
@@ -227,10 +228,14 @@ class Planning:
             formats = self._owned.states.candidates(step(transients), self)
             profile = formats[0 if self.terms.exact else -1].profile
             try:
-                self._making.make(profile, 0, exact=self.terms.exact)
+                plan = self._making.make(profile, 0, exact=self.terms.exact)
             except BudgetTooSmall as error:
                 return error
-            raise AssertionError("a plan that was tried fits after all")
+            # A solver that ran out of time before has found one now: the same budget, once more.
+            return BudgetTooSmall(
+                f"no plan for {show_nbytes(plan.budget)} was found in time; give it again.",
+                least_nbytes=plan.budget,
+            )
 
         sure, best = refused(SAFE), refused(BEST)
         return BudgetTooSmall(
