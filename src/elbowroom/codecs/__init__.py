@@ -6,6 +6,7 @@ to be scanned, `affine.py` what a codec may do to a tensor in the same pass.
 """
 
 from elbowroom.codecs.affine import Affine as Affine
+from elbowroom.codecs.base import PART as PART
 from elbowroom.codecs.base import Codec as Codec
 from elbowroom.codecs.base import Encoded as Encoded
 from elbowroom.codecs.bitmask import BitMask as BitMask

@@ -28,9 +28,11 @@ from torch import Tensor
 from elbowroom.codecs.affine import Affine
 from elbowroom.codecs.facts import NOTHING, Facts
 from elbowroom.errors import CodecError, UnsupportedTensor
+from elbowroom.kernels.layout import TILE
 
 Buffers = tuple[Tensor, ...]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+PART = TILE  # a code that can be decoded in parts can be from each multiple of so many elements on
 
 
 class Expected(NamedTuple):
@@ -83,6 +85,11 @@ class Encoded:
         return prod(self.shape)
 
     @property
+    def has_parts(self) -> bool:
+        """Whether it can be decoded in parts."""
+        return self.codec.has_parts and not self.raw
+
+    @property
     def bitmap(self) -> Tensor | None:
         """The bits of what is not zero [ceil(N / 8)] if the code holds them exactly, else None."""
         return None if self.raw else self.codec._bitmap(self)
@@ -123,6 +130,16 @@ class Encoded:
         else:
             self.codec._decode_mapped(self, out, affine, bits)
         return out.as_strided(self.shape, self.stride)
+
+    def decode_part(
+        self, start: int, out: Tensor, affine: Affine | None = None, bits: Tensor | None = None
+    ) -> None:
+        """Write the elements from `start` on, a multiple of PART, to out [n]: `decode_own` of them.
+
+        Only of what `has_parts`. They end where a part does, or the tensor. affine, of one row,
+        and bits are those of the whole tensor.
+        """
+        self.codec._decode_part(self, start, out, affine, bits)
 
     def batch_norm_backward(
         self, grad: Tensor, factor: Tensor, inner: int, out: Tensor
@@ -190,6 +207,7 @@ class Codec(ABC):
     id: ClassVar[str]
     lossless: ClassVar[bool]
     dtypes: ClassVar[tuple[torch.dtype, ...]]
+    has_parts: ClassVar[bool] = False  # whether it decodes a part by itself
 
     def encode(
         self,
@@ -291,6 +309,12 @@ class Codec(ABC):
         """`_decode_into`, then affine, and 0 where a bit is not set."""
         self._decode_into(encoded, out)
         affine.in_place(out, bits)
+
+    def _decode_part(
+        self, encoded: Encoded, start: int, out: Tensor, affine: Affine | None, bits: Tensor | None
+    ) -> None:
+        """See `Encoded.decode_part`."""
+        raise NotImplementedError  # a codec that has parts says how
 
     def _batch_norm_backward(
         self, encoded: Encoded, grad: Tensor, factor: Tensor, inner: int, out: Tensor

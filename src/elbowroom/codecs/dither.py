@@ -21,7 +21,7 @@ from torch import Tensor
 
 from elbowroom.codecs._checks import finite, one_of, within
 from elbowroom.codecs.affine import ABSENT, Affine
-from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
+from elbowroom.codecs.base import FLOATS, PART, Buffers, Codec, Encoded, Expected, Layout
 from elbowroom.codecs.facts import Facts
 from elbowroom.errors import UnknownField
 from elbowroom.kernels import ops
@@ -44,6 +44,7 @@ class Dither(Codec):
     id: ClassVar[str] = "dither"
     lossless: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
+    has_parts: ClassVar[bool] = True
 
     levels: int = _Default(4)
     group_size: int = 64
@@ -85,17 +86,23 @@ class Dither(Codec):
         out: Tensor,
         affine: Affine | None = None,
         bits: Tensor | None = None,
+        start: int = 0,
     ) -> None:
         dequantize = ops.nonzero_dequantize if encoded.facts.has_zeros else ops.dither_dequantize
         settings = encoded.seed, self.levels, self.group_size
         try:
-            dequantize(*encoded.buffers, *settings, out, *(affine or ABSENT), bits)
+            dequantize(*encoded.buffers, *settings, out, *(affine or ABSENT), bits, start // PART)
         except ValueError as error:
             raise encoded.damaged(*str(error).removeprefix("expected ").split("; got ")) from None
 
     # Its kernels do an affine in the same pass.
     _encode_mapped = _encode
     _decode_mapped = _decode_into
+
+    def _decode_part(
+        self, encoded: Encoded, start: int, out: Tensor, affine: Affine | None, bits: Tensor | None
+    ) -> None:
+        self._decode_into(encoded, out, affine, bits, start)
 
     def _batch_norm_backward(
         self, encoded: Encoded, grad: Tensor, factor: Tensor, inner: int, out: Tensor

@@ -11,7 +11,7 @@ repeated, and `state_dict` goes into a checkpoint.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError
@@ -31,6 +31,8 @@ class Adaptive(ABC):
     rebuild  see `er.saving`
     every    steps between two looks
     """
+
+    exact: ClassVar[bool] = False
 
     def __init__(self, codec: Codec, *, rebuild: bool = True, every: int = 50) -> None:
         ladder = rungs_of(codec)

@@ -104,6 +104,10 @@ class FittedSaving(Saving):
         return Rung("plan", plan.look_up, plan.exact)
 
     @property
+    def _is_exact(self) -> bool:
+        return self.setting.exact
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing is held any more: backward has been, or nobody waits for it."""
         return self.ledger.held_nbytes == 0

@@ -458,7 +458,7 @@ class Planning:
         self.settled = True
         if self.plan.watched:
             looking.say_noise(self.terms, self.plan)
-        elif not self.plan.exact:
+        elif self.plan.is_lossy:
             looking.say_unknown(self.terms, "the plan was made without")
 
     def _drop_given(self) -> None:
@@ -476,7 +476,7 @@ class Planning:
         """Go on with a plan that leaves room for a meter. False: nothing to watch, or no room."""
         assert self.plan is not None
         assert self.profile is not None
-        if self.plan.exact or self._was_watched:
+        if not self.plan.is_lossy or self._was_watched:
             return False
         self._was_watched = True
         margin = self._margin_nbytes + looking.room_nbytes(self.plan)
@@ -503,7 +503,7 @@ class Planning:
         self._plan(self.profile)
         if shares is None:
             looking.say_unknown(self.terms, "the watched steps did not tell")
-        elif self.plan is not None and not self.plan.exact:
+        elif self.plan is not None and self.plan.is_lossy:
             looking.say_noise(self.terms, self.plan)
 
     def _at_largest(self, step: Measurement, peak_nbytes: int) -> int:

@@ -94,9 +94,12 @@ def drop_below(p: float) -> int:
     return min(round(p * 2**32), 2**32 - 1)
 
 
-def check_payload(payload: Tensor, nbytes: int) -> None:
-    """Raise ValueError unless a payload of variable size is as long as its bitmap calls for."""
-    if payload.numel() != nbytes:
+def check_payload(payload: Tensor, nbytes: int, *, goes_on: bool = False) -> None:
+    """Raise ValueError unless a payload of variable size is as long as its bitmap calls for.
+
+    goes_on: nbytes is that of a first part only.
+    """
+    if payload.numel() < nbytes or (payload.numel() > nbytes and not goes_on):
         raise ValueError(
             f"expected {nbytes} bytes of payload, as the bitmap says; got {payload.numel()}"
         )

@@ -21,7 +21,7 @@ SCHEMAS = {
         f"(Tensor codes, Tensor step, Tensor low, int levels, int group_size, {_RESTORED}) -> ()"
     ),
     "dither_quantize": _QUANTIZE,
-    "dither_dequantize": f"({_DITHERED}, {_RESTORED}) -> ()",
+    "dither_dequantize": f"({_DITHERED}, {_RESTORED}, int first=0) -> ()",
     "dither_batch_norm_backward": (
         f"(Tensor grad, {_DITHERED}, Tensor factor, int inner, Tensor(a!) out) -> (Tensor, Tensor)"
     ),
@@ -32,7 +32,7 @@ SCHEMAS = {
     "nonzero_quantize": _QUANTIZE,
     "nonzero_dequantize": (
         "(Tensor bits, Tensor payload, Tensor bounds, int seed, int levels, int group_size, "
-        f"{_RESTORED}) -> ()"
+        f"{_RESTORED}, int first=0) -> ()"
     ),
     "division_quantize": (
         "(Tensor x, int seed, int levels, int block, int reach, int[] maps) "

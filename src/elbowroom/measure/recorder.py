@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.plan import Site
 from elbowroom.plan.profile import ModuleCall, Save, Storage
 from elbowroom.runtime import modules
+from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
@@ -331,4 +332,5 @@ class RecordedView(View):
 
     def restore(self) -> Tensor:
         self._recorder.asked(*self._which)
-        return super().restore()
+        with ARENA.unused():
+            return super().restore()

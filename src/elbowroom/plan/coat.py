@@ -56,6 +56,7 @@ class Coat:
     format: Format = "fp8"
     rebuild: bool = True
     products: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("group_size", "wide"):

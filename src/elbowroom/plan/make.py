@@ -1,10 +1,11 @@
 """From a profile to a plan: pose the problem, solve it, say what that means for each site."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from math import inf
 
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.plan.menu import KEEP, RUNGS, action_name
+from elbowroom.plan.menu import KEEP, RUNGS, action_name, spared
 from elbowroom.plan.plan import Known, Line, Plan
 from elbowroom.plan.pose import Posed, pose
 from elbowroom.plan.problem import (
@@ -125,10 +126,10 @@ def _plan(profile: Profile, posed: Posed, found: Solution, budget: int, in_fligh
     return Plan(
         budget=budget,
         peak=found.peak + in_flight,
-        plain_peak=int(levels(problem, keep_all(problem)).max(initial=0)),
+        plain_peak=plain_peak(profile),
         seconds=problem.seconds + found.slowdown_s,
         plain_seconds=problem.seconds,
-        exact=all(line.error == 0 for line in lines),
+        exact=posed.exact or (all(line.error == 0 for line in lines) and not _takes_turns(profile)),
         solver=found.solver,
         sites=sites,
         recompute=frozenset(problem.regions[r].name for r in choice.recomputed),
@@ -136,6 +137,11 @@ def _plan(profile: Profile, posed: Posed, found: Solution, budget: int, in_fligh
         watched=0 if profile.noise is None else profile.noise.steps,
         standing=profile.standing,
     )
+
+
+def _takes_turns(profile: Profile) -> bool:
+    """Whether some op rounds otherwise in a plan that was not posed as an exact one."""
+    return any(map(partial(spared, profile), profile.storages))
 
 
 def _sites(profile: Profile, posed: Posed, choice: Choice) -> Iterator[tuple[SiteName, Known]]:

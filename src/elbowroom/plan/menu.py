@@ -21,6 +21,7 @@ from elbowroom.plan.offload_rest import OffloadRest
 from elbowroom.plan.policy import Exact, KeepAll, Lossy
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
+from elbowroom.plan.samples import samples_at_once
 from elbowroom.plan.site import Need, Reads, Rebuildable, Site
 
 KEEP = Rung("keep", KeepAll(), exact=True)
@@ -44,6 +45,7 @@ class _Held:
     value  "" for nothing, "exact", "lossy"
     codec  of the code that the value comes from, if it does
     zeros  that code has a bitmap of them, which serves as bits
+    mapped it is made again from a code, element by element
     """
 
     nbytes: int = 0
@@ -54,6 +56,7 @@ class _Held:
     error: float = 0.0
     shape: bool = False
     rebuilt: bool = False
+    mapped: bool = False
     link: str = ""
     codec: Codec | None = None
     zeros: bool = False
@@ -65,8 +68,11 @@ class _Held:
             return bool(self.bits_nbytes) or self.value == "exact"
         return bool(self.value) if need is Need.LOSSY else self.value == "exact"
 
-    def restores(self, reads: Reads) -> bool:
-        """Whether a backward that could read what is held needs the tensor after all."""
+    def restores(self, reads: Reads, *, exact: bool) -> bool:
+        """Whether a backward that could read what is held needs the tensor after all.
+
+        exact: no bit of any gradient may change
+        """
         match reads:
             case Reads.BITS:
                 return not (self.bits_nbytes or self.zeros or isinstance(self.codec, BitMask))
@@ -74,6 +80,8 @@ class _Held:
                 return not isinstance(self.codec, Dither)
             case Reads.GRADIENT:
                 return self.codec is None
+            case Reads.SAMPLES:
+                return exact or not (isinstance(self.codec, Dither) or self.mapped)
         return True
 
 
@@ -90,8 +98,9 @@ def option(profile: Profile, storage: Storage, rung: Rung, *, as_written: bool =
         if not save.left and not held.serves(save.site.need):
             _hold(held, rung, save.site, storage, profile)
     nbytes = held.nbytes + held.bits_nbytes
-    direct = {} if as_written else _direct_needs(storage, held)
-    free = [need for need, reads in direct.items() if Reads.GRADIENT not in reads]
+    direct = {} if as_written else _direct_needs(storage, held, exact=rung.exact)
+    decoded = {Reads.GRADIENT, Reads.SAMPLES}
+    free = [need for need, reads in direct.items() if not decoded.intersection(reads)]
     return Option(
         name=rung.name,
         nbytes=min(nbytes, storage.nbytes),
@@ -103,19 +112,62 @@ def option(profile: Profile, storage: Storage, rung: Rung, *, as_written: bool =
         link=held.link,
         ahead=_AHEAD if held.link else 0,
         values=held.value == "exact" and not held.rebuilt,
-        direct=tuple(direct),
+        direct=tuple((at, _taken(profile, storage, at, reads)) for at, reads in direct.items()),
     )
 
 
-def _direct_needs(storage: Storage, held: _Held) -> dict[int, list[Reads]]:
+def _direct_needs(storage: Storage, held: _Held, *, exact: bool) -> dict[int, list[Reads]]:
     """The moments of backward at which only ops ask for it that read what is held, and how."""
     asked = {
         need: [save.site.reads for save in storage.saves if save.asked == need]
         for need in storage.needs
     }
     return {
-        need: reads for need, reads in asked.items() if reads and not any(map(held.restores, reads))
+        need: reads
+        for need, reads in asked.items()
+        if reads and not any(held.restores(one, exact=exact) for one in reads)
     }
+
+
+def _taken(profile: Profile, storage: Storage, moment: int, reads: list[Reads]) -> int:
+    """Bytes that an op takes beyond those of `base` where it reads what is held.
+
+    torch's own batch norm makes one tensor beside the gradient, ours on the code does not. What
+    takes turns has a part of the tensor.
+    """
+    match reads:
+        case [Reads.CODE]:
+            return -workspace(profile, storage, moment)
+        case [Reads.SAMPLES]:
+            return round(_share(storage) * storage.nbytes)
+    return 0
+
+
+def spared(profile: Profile, storage: Storage) -> dict[int, int]:
+    """By moment, the bytes that convolutions do without which take turns (`Direct.exact`).
+
+    Of their workspace they have a share at a time, and a part of the gradient before it is copied.
+    """
+    found = {}
+    for need in storage.needs:
+        if [save.site.reads for save in storage.saves if save.asked == need] == [Reads.SAMPLES]:
+            share = _share(storage)
+            part = share * storage.nbytes
+            found[need] = round((1 - share) * workspace(profile, storage, need) - part)
+    return found
+
+
+def workspace(profile: Profile, storage: Storage, moment: int) -> int:
+    """What backward took at this moment beside the tensor that it read and the gradient it made."""
+    restored = 0 if storage.kept else storage.nbytes
+    taken = profile.level[moment] - profile.floor[moment] - restored - storage.nbytes
+    return max(taken, 0)
+
+
+def _share(storage: Storage) -> float:
+    """The part of its samples that a convolution takes at once."""
+    site = storage.saves[0].site
+    return samples_at_once(site.shape, site.dtype.itemsize) / site.shape[0]
 
 
 def options(profile: Profile, storage: Storage, rungs: Sequence[Rung]) -> dict[str, Option]:
@@ -165,7 +217,7 @@ def _hold(held: _Held, rung: Rung, site: Site, storage: Storage, profile: Profil
         case Rebuild():
             held.value = "exact" if site.need is Need.EXACT or rung.exact else "lossy"
             held.nbytes, held.restore_s, held.rebuilt = 0, storage.producer_s, True
-            held.codec = None
+            held.codec, held.mapped = None, held.value == "lossy" and site.producer in _MAPS
         case Encode(codec) if site.need is Need.MASK:
             held.bits_nbytes = -(-prod(site.shape) // 8)
             held.forward_s += site.nbytes / _rate(profile, "encode", codec)
@@ -184,6 +236,7 @@ def _rate(profile: Profile, verb: str, codec: Codec) -> float:
     return profile.rates.get(rate_name(verb, codec), _UNMEASURED)
 
 
+_MAPS = ("relu", "relu_", "batch_norm", "instance_norm")  # what they make of a code has parts
 _AHEAD = 4  # moments: about one tensor is back before it is asked for (runtime/prefetcher.py)
 _UNMEASURED = 4e9  # bytes a second: about what a code takes on one core
 

@@ -144,6 +144,11 @@ class Plan:
         return sum(line.error for line in self.lines)
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether codes add errors. If not, and it is not exact, some op rounds otherwise."""
+        return self.noise > 0
+
+    @property
     def held_nbytes(self) -> int:
         """What is held between forward and backward, in bytes."""
         return sum(line.held for line in self.lines)
@@ -161,8 +166,8 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether all is kept."""
-        return all(line.action == "keep" for line in self.lines)
+        """Whether all is kept, and every op is torch's own."""
+        return self.exact and all(line.action == "keep" for line in self.lines)
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """Bytes in plain autograd, and held, by action."""
@@ -190,6 +195,8 @@ class Plan:
     def _gradients(self) -> str:
         if self.exact:
             return "exact"
+        if not self.is_lossy:
+            return "without codes; convolutions that take turns round otherwise"
         if not self.watched:
             return "lossy, by a noise that was not measured"
         return f"lossy, adding {100 * self.noise:.2g} % of what mini-batches vary by (estimated)"
@@ -228,10 +235,11 @@ def check_plan(
             f"{show_nbytes(budget)}; make it with budget={budget}, or give budget={plan.peak}"
         )
     if exact and not plan.exact:
+        what = "has lossy codes" if plan.is_lossy else "has convolutions that round otherwise"
         raise PlanError(
-            "this plan has lossy codes, and exact=True allows none; make it with exact=True, too"
+            f"this plan {what}, and exact=True allows none; make it with exact=True, too"
         )
-    if noise is not None and not plan.exact and not (plan.watched and plan.noise <= noise):
+    if noise is not None and plan.is_lossy and not (plan.watched and plan.noise <= noise):
         adds = f"adds {plan.noise:.2g}" if plan.watched else "was made without measuring its own"
         raise PlanError(
             f"noise={noise:g} is asked for, and this plan {adds}; make it with noise={noise:g}, "

@@ -13,6 +13,7 @@ model.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -70,6 +71,11 @@ class Lossy:
     codec: Codec
     rebuild: bool = True
 
+    @property
+    def exact(self) -> bool:
+        """Whether no bit of any gradient changes."""
+        return self.codec.lossless
+
     def __call__(self, site: Site) -> Action:
         exact = Exact(self.rebuild)(site)
         if not isinstance(exact, Keep) or site.need is not Need.LOSSY:
@@ -100,6 +106,7 @@ class Lean:
     plain: int = 3
     group_size: int = 64
     rebuild: bool = True
+    exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("upper", "lower", "plain"):

@@ -13,7 +13,7 @@ import numpy as np
 
 from elbowroom.errors import PlanError
 from elbowroom.plan.ladder import Rung
-from elbowroom.plan.menu import EXACT_MENU, LOSSY_MENU, OFFLOAD, option, options
+from elbowroom.plan.menu import EXACT_MENU, LOSSY_MENU, OFFLOAD, option, options, spared
 from elbowroom.plan.problem import Item, Link, Problem, Region
 from elbowroom.plan.profile import ModuleCall, Profile, Storage, is_planned
 from elbowroom.plan.site import Rebuildable
@@ -24,11 +24,16 @@ _SMALLEST_REGION = 1 << 18  # bytes inside; less is not worth a second forward
 
 @dataclass(frozen=True)
 class Posed:
-    """A problem, and which storage each item is. modules: of each region, by index."""
+    """A problem, and which storage each item is.
+
+    modules  of each region, by index
+    exact    no bit of any gradient may change
+    """
 
     problem: Problem
     storages: tuple[int, ...]
     modules: tuple[int, ...]
+    exact: bool
 
 
 def pose(
@@ -42,7 +47,7 @@ def pose(
     """
     menu = (EXACT_MENU if exact else LOSSY_MENU) + _places(profile, offload)
     planned = [i for i, storage in enumerate(profile.storages) if is_planned(storage)]
-    items = tuple(_item(profile, profile.storages[i], menu) for i in planned)
+    items = tuple(_item(profile, profile.storages[i], menu, exact=exact) for i in planned)
     base, floor = np.array(profile.level, np.int64), np.array(profile.floor, np.int64)
     for i in planned:
         taken = profiled_level(profile.storages[i], len(base))
@@ -63,6 +68,7 @@ def pose(
         ),
         tuple(planned),
         tuple(profile.modules.index(call) for call in calls),
+        exact,
     )
 
 
@@ -104,7 +110,7 @@ def _profiled_seconds(profile: Profile, planned: Sequence[int]) -> float:
     return sum(one.forward_s + one.backward_s for one in held)
 
 
-def _item(profile: Profile, storage: Storage, menu: Sequence[Rung]) -> Item:
+def _item(profile: Profile, storage: Storage, menu: Sequence[Rung], *, exact: bool) -> Item:
     return Item(
         nbytes=storage.nbytes,
         born=storage.born,
@@ -112,6 +118,7 @@ def _item(profile: Profile, storage: Storage, menu: Sequence[Rung]) -> Item:
         needs=tuple((need, need) for need in storage.needs),
         freed=storage.freed,
         options=tuple(options(profile, storage, menu).values()),
+        spared=() if exact else tuple(spared(profile, storage).items()),
     )
 
 

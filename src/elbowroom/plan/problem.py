@@ -6,7 +6,7 @@ backward; what is held changes only there. A storage (an `Item`) held by an opti
                  born ... used          used ... freed          each need
     keep         nbytes                 nbytes                  nbytes
     else         nbytes + a.nbytes      a.nbytes                nbytes + a.nbytes
-                                                                (a.nbytes where a.direct)
+                                                                (a.nbytes + its own, a.direct)
     recomputed   nbytes                 0                       nbytes, from the start of its region
 
 for `used` is the last moment of forward that reads it anyway. A recomputed region needs its inputs
@@ -38,7 +38,9 @@ class Option:
     link        the name of the link that `nbytes` of the item travel, out and in; "" for none
     ahead       so many moments before a need it is back in memory already (prefetched)
     values      all its values come back, not only what backward asks of them (as from a bitmap)
-    direct      first moments of needs for which it is not restored: backward reads what is held
+    direct      needs for which it is not restored, since backward reads what is held: the first
+                moment of each, and the bytes that its op takes then beyond `base`: less than
+                nothing where it needs less room for its work than torch's own
     """
 
     name: str
@@ -51,7 +53,7 @@ class Option:
     ahead: int = 0
     values: bool = True
     noise_s: float = 0.0
-    direct: tuple[int, ...] = ()
+    direct: tuple[tuple[int, int], ...] = ()
 
     @property
     def cost_s(self) -> float:
@@ -72,6 +74,8 @@ class Item:
     used   the last moment of forward that reads it, >= born
     needs  the moments of backward that read it, (first, last) each, ascending
     freed  the last moment at which it is held: that of its last need, or the end of the step
+    spared by moment, bytes of `base` that its op does without, however it is held, unless it runs
+           in a region
     """
 
     nbytes: int
@@ -80,6 +84,7 @@ class Item:
     needs: tuple[tuple[int, int], ...]
     freed: int
     options: tuple[Option, ...]
+    spared: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -183,15 +188,18 @@ def option_spans(item: Item, option: int, starts: Collection[int] = ()) -> list[
     """
     chosen = item.options[option]
     freed = max(item.freed, *starts, item.freed)
+    held = [(moment, moment, -nbytes) for moment, nbytes in item.spared]
     if option == 0:
-        return [(item.born, freed, item.nbytes)]
-    held = [(item.born, freed, chosen.nbytes), (item.born, item.used, item.nbytes)]
+        return [*held, (item.born, freed, item.nbytes)]
+    held += [(item.born, freed, chosen.nbytes), (item.born, item.used, item.nbytes)]
+    held += [(moment, moment, nbytes) for moment, nbytes in chosen.direct if nbytes]
     return held + [(first, last, item.nbytes) for first, last in _whole(item, chosen, starts)]
 
 
 def _whole(item: Item, option: Option, starts: Collection[int]) -> list[tuple[int, int]]:
     """The moments after forward at which it is back in memory, without overlaps."""
-    asked = [need for need in item.needs if need[0] not in option.direct]
+    direct = dict(option.direct)
+    asked = [need for need in item.needs if need[0] not in direct]
     for start in starts:  # what a region makes again holds its input until that is read
         asked.append((start, next((last for _, last in item.needs if last >= start), start)))
     whole: list[tuple[int, int]] = []

@@ -11,6 +11,8 @@ On a GPU torch's caching allocator does this already, and the arena steps aside.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -45,6 +47,15 @@ class Arena:
             return torch.empty(numel, dtype=dtype, device=device)
         with self._lock:
             return self._block(nbytes).memory[:nbytes].view(dtype)
+
+    @contextmanager
+    def unused(self) -> Iterator[None]:
+        """Inside, all memory is fresh: none stays behind in a step whose memory is written down."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
 
     def owns(self, x: Tensor) -> bool:
         """Whether x lies in a block, so that it may be overwritten once nobody holds it."""

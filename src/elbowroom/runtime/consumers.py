@@ -106,7 +106,18 @@ is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # inside
 class Call:
     """One call from Python to a torch function, while it runs."""
 
-    __slots__ = ("args", "at_end", "func", "kwargs", "name", "reads", "saved", "small", "version")
+    __slots__ = (
+        "args",
+        "at_end",
+        "func",
+        "kwargs",
+        "name",
+        "reads",
+        "rounds",
+        "saved",
+        "small",
+        "version",
+    )
 
     def __init__(
         self,
@@ -120,6 +131,7 @@ class Call:
         self.saved: list[Slot] = []  # what it has saved so far
         self.at_end: list[Callable[[Call], None]] = []  # what waits for its statistics
         self.reads = Reads.RESTORED  # what its backward reads
+        self.rounds = False  # it runs as a node of ours whose backward rounds otherwise
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
         first = args[0] if args else kwargs.get("input")
         # A subclass may answer any question with an error (an uninitialized parameter does).

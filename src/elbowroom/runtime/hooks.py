@@ -266,8 +266,16 @@ class Saving:
         if direct is None:
             return call.func
         call.reads = direct.reads
-        runs = self.recorder is None and may_run(call) and self._is_asked()
-        return direct.run if runs else call.func
+        allowed = direct.exact or not self._is_exact
+        if self.recorder is not None or not allowed or not may_run(call) or not self._is_asked():
+            return call.func
+        call.rounds = not direct.exact
+        return direct.run
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether no bit of any gradient may change, but for what the policy encodes."""
+        return is_exact(self.policy)
 
     def _is_asked(self) -> bool:
         """Whether what is saved now comes to this context: nobody else's hooks lie over its own."""
@@ -449,6 +457,11 @@ def is_lossy(action: Action, need: Need) -> bool:
     """Whether the tensor may be, or may become, a lossy code."""
     at_once = isinstance(action, Offload) or (isinstance(action, Encode) and action.codec.lossless)
     return need is Need.LOSSY and not at_once
+
+
+def is_exact(policy: Policy) -> bool:
+    """Whether a policy has no codes that add errors; one that does not say may round nothing."""
+    return bool(getattr(policy, "exact", True))
 
 
 def _unpack(held: View | Lone | Beside | KeepHandle) -> Tensor:

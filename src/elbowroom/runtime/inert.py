@@ -10,6 +10,7 @@ An op takes part, and is not inert, if
     it saves a storage that is not simply kept, or an input of a module that is recomputed
     it is among those that made such a storage, or saves what that is made again from
     it saves any storage that an op which takes part saves: a storage has one slot, or none
+    its backward is one of ours that rounds otherwise, however what it reads is held
 """
 
 import weakref
@@ -84,6 +85,7 @@ class Parts:
     def __init__(self) -> None:
         self.highest_nbytes = 0  # that were held as an op saved something
         self._seen: _Ops = set()
+        self._rounding: _Ops = set()
         self._saves: list[tuple[OpName, weakref.ref[Slot], _Ops]] = []  # and who made it
         self._made: dict[int, tuple[Origin, _Ops]] = {}  # by id, which is the origin's own
 
@@ -96,6 +98,8 @@ class Parts:
     def ended(self, op: OpName, call: Call, out: Any, identity: Identity) -> None:
         """The op has made `out`."""
         self._seen.add(op)
+        if call.rounds:
+            self._rounding.add(op)
         origin = _origin_of(out, None, identity)
         if origin is not None:
             ops = {op}
@@ -106,7 +110,7 @@ class Parts:
 
     def inert(self, slots: Iterable[Slot]) -> frozenset[OpName]:
         """The ops that take no part. slots: all that are alive; of one that died nobody knows."""
-        part: _Ops = set()
+        part = set(self._rounding)
         savers: dict[Slot, _Ops] = defaultdict(set)
         makers: dict[Slot, _Ops] = defaultdict(set)
         for op, ref, made_by in self._saves:

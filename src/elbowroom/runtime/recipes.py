@@ -196,13 +196,7 @@ class Ready:
 
     def make(self) -> Tensor:
         """The output with the geometry `made`, in memory that the caller may overwrite."""
-        for tensor, version in zip(self.op.fixed, self.versions, strict=True):
-            check_version(tensor, version)
-            if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
-                raise RestoreError(
-                    f"rebuilding needs a parameter of shape {tuple(tensor.shape)} whose memory was "
-                    "freed after forward (FSDP does so); use er.saving(..., rebuild=False)."
-                )
+        self._check_parameters()
         out = self._run()
         if out.shape != self.made.shape:
             raise RestoreError(
@@ -214,6 +208,32 @@ class Ready:
                 self.made.shape, self.made.stride, dtype=out.dtype, device=out.device
             ).copy_(out)
         return out
+
+    def mapped_source(self) -> tuple[Slot, Affine, Tensor | None] | None:
+        """Where it is no more than an affine of a slot: that, the affine, and the bits it needs.
+
+        Of an exact one it gives other bits than the op itself, so not in exact mode.
+        """
+        self._check_parameters()
+        source, affine = self.source, self.op.affine
+        if affine is None or not isinstance(source, Slot):
+            return None
+        if self.op.needs_bits and self.bits is None:
+            return None
+        same = self.seen == source.base and same_order(
+            self.seen.shape, self.seen.stride, self.made.stride
+        )
+        plain = same and self.made.shape == self.seen.shape
+        return (source, affine(), self.bits) if plain else None
+
+    def _check_parameters(self) -> None:
+        for tensor, version in zip(self.op.fixed, self.versions, strict=True):
+            check_version(tensor, version)
+            if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
+                raise RestoreError(
+                    f"rebuilding needs a parameter of shape {tuple(tensor.shape)} whose memory was "
+                    "freed after forward (FSDP does so); use er.saving(..., rebuild=False)."
+                )
 
     def _run(self) -> Tensor:
         exact, affine = self.exact, self.op.affine

@@ -56,11 +56,12 @@ def dither_dequantize(
     shift: Tensor | None = None,
     inner: int = 1,
     mask: Tensor | None = None,
+    first: int = 0,
 ) -> None:
     source = array(codes), array(ranges), patterns(bounds)
     settings = *split_seed(seed), levels, group_size
-    by = *channels(scale, shift, inner, out.numel()), mask_array(mask)
-    _dequantize(*source, *settings, *by, *words(out))
+    by = *channels(scale, shift, inner, first * TILE + out.numel()), mask_array(mask)
+    _dequantize(*source, *settings, *by, *words(out), first)
 
 
 @jit
@@ -135,8 +136,9 @@ def decode_tile(codes, ranges, bounds, i_t, key, levels, S, b_code, b_u, b_low, 
 
 @parallel
 def _dequantize(
-    codes, ranges, bounds, seed_low, seed_high, levels, S, scale, shift, runs, mask, out, kind
-):
+    codes, ranges, bounds, seed_low, seed_high, levels, S, scale, shift, runs, mask, out, kind,
+    first,
+):  # fmt: skip
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
@@ -146,8 +148,9 @@ def _dequantize(
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             start = i_t * TILE
             n = min(TILE, N - start)
-            key = tile_key(i_t, seed_low, seed_high)
+            i_w = first + i_t  # in the whole tensor
+            key = tile_key(i_w, seed_low, seed_high)
             y = target(out[start : start + n], kind, b_x[:n])
-            decode_tile(codes, ranges, bounds, i_t, key, levels, S, b_code, b_u, b_low, b_step, y)
-            map_restored(y, start, scale, shift, runs, mask, b_flag)
+            decode_tile(codes, ranges, bounds, i_w, key, levels, S, b_code, b_u, b_low, b_step, y)
+            map_restored(y, i_w * TILE, scale, shift, runs, mask, b_flag)
             from_restored(y, kind, out[start : start + n])

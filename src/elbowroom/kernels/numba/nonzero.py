@@ -68,14 +68,16 @@ def nonzero_dequantize(
     shift: Tensor | None = None,
     inner: int = 1,
     mask: Tensor | None = None,
+    first: int = 0,
 ) -> None:
-    starts = _starts(bits, out.numel(), levels, group_size)
-    check_payload(payload, int(starts[-1]))
+    n = first * TILE + out.numel()
+    starts = _starts(bits[: -(-n // 8)], n, levels, group_size)
+    check_payload(payload, int(starts[-1]), goes_on=8 * bits.numel() >= n + 8)
     source = array(bits), array(starts), array(payload), patterns(bounds)
     tiniest = np.float32(max(2.0**-126, torch.finfo(out.dtype).tiny))
     settings = *split_seed(seed), levels, group_size, tiniest
-    by = *channels(scale, shift, inner, out.numel()), mask_array(mask)
-    _dequantize(*source, *settings, *by, *words(out))
+    by = *channels(scale, shift, inner, n), mask_array(mask)
+    _dequantize(*source, *settings, *by, *words(out), first)
 
 
 def _mapped_bits(x: Tensor, by: tuple[Any, Any, tuple[int, int]]) -> Tensor:
@@ -194,7 +196,7 @@ def _quantize(x, kind, scale, shift, runs, seed_low, seed_high, levels, S, start
 @parallel
 def _dequantize(
     bits, starts, payload, bounds, seed_low, seed_high, levels, S, tiniest,
-    scale, shift, runs, mask, out, kind,
+    scale, shift, runs, mask, out, kind, i_first,
 ):  # fmt: skip
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
@@ -205,19 +207,21 @@ def _dequantize(
         b_flag = np.empty(TILE, np.int8)
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
-            part = payload[starts[i_t] : starts[i_t + 1]]
-            flags = bits[first // 8 : (last + 7) // 8]
+            i_w = i_first + i_t  # in the whole tensor
+            start = i_w * TILE
+            part = payload[starts[i_w] : starts[i_w + 1]]
+            flags = bits[start // 8 : (start + last - first + 7) // 8]
             n = count(flags)
             if n > 0:
                 G = (n + S - 1) // S
-                draw(tile_key(i_t, seed_low, seed_high), b_u)
+                draw(tile_key(i_w, seed_low, seed_high), b_u)
                 unpack(part[2 * G :], levels, b_code[: n + SLACK])
-                grid(part[: 2 * G].reshape(G, 2), bounds[i_t], levels, b_low, b_step)
+                grid(part[: 2 * G].reshape(G, 2), bounds[i_w], levels, b_low, b_step)
                 dequantize(b_code, b_u, S, b_low, b_step, b_kept[:n])
             b_kept[n] = f32(0)
             values = target(out[first:last], kind, b_x[: last - first])
             expand(b_kept, flags, b_flag, values)
-            scale_tile(values, first, scale, shift, runs)
+            scale_tile(values, start, scale, shift, runs)
             lift(values, tiniest, b_flag)
-            blank_unset(values, first, mask, b_flag)
+            blank_unset(values, start, mask, b_flag)
             from_restored(values, kind, out[first:last])

@@ -66,15 +66,16 @@ def dither_dequantize(
     shift: Tensor | None = None,
     inner: int = 1,
     mask: Tensor | None = None,
+    first: int = 0,
 ) -> None:
-    """The inverse: out [N] is written."""
-    n = out.numel()
+    """The inverse: out [N] is written; of a larger tensor, the part that begins with tile first."""
+    n = first * TILE + out.numel()
     low, step = grid(ranges, bounds, levels, group_size)
     u = uniform(seed, 0, tiles(n), codes.device).view(-1)[:n]
     each = torch.arange(n, device=codes.device) // group_size
     q = unpack_codes(codes, n, levels).float()
     y = (low + step * 0.5)[each] + step[each] * (q - u)
-    store(mapped(y, scale, shift, inner, mask), out)
+    store(mapped(y, scale, shift, inner, mask)[first * TILE :], out)
 
 
 def grid(ranges: Tensor, bounds: Tensor, levels: int, group_size: int) -> tuple[Tensor, Tensor]:

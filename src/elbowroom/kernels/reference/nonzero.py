@@ -88,12 +88,14 @@ def nonzero_dequantize(
     shift: Tensor | None = None,
     inner: int = 1,
     mask: Tensor | None = None,
+    first: int = 0,
 ) -> None:
-    """The inverse: out [N] is written."""
-    held = flags(bits, out.numel())
-    counts = [int(tile.sum()) for tile in torch.split(held, TILE)] if out.numel() else []
-    check_payload(payload, sum(part_nbytes(n, levels, group_size) for n in counts))
-    y, start = torch.zeros_like(out, dtype=torch.float32), 0
+    """The inverse: out [N] is written; of a larger tensor, the part that begins with tile first."""
+    held = flags(bits, first * TILE + out.numel())
+    counts = [int(tile.sum()) for tile in torch.split(held, TILE)] if held.numel() else []
+    nbytes = sum(part_nbytes(n, levels, group_size) for n in counts)
+    check_payload(payload, nbytes, goes_on=8 * bits.numel() >= held.numel() + 8)
+    y, start = torch.zeros(held.numel(), dtype=torch.float32, device=out.device), 0
     for i, n in enumerate(counts):
         size = part_nbytes(n, levels, group_size)
         part, start = payload[start : start + size], start + size
@@ -103,4 +105,4 @@ def nonzero_dequantize(
     y = mapped(y, scale, shift, inner)
     tiniest = max(TINIEST, torch.finfo(out.dtype).tiny)
     y = torch.where(held & (y.abs() < tiniest), tiniest, y)
-    store(mapped(y, None, None, 1, mask), out)
+    store(mapped(y, None, None, 1, mask)[first * TILE :], out)

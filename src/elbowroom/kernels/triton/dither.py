@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from elbowroom.kernels.layout import TILE as TILE_SIZE
 from elbowroom.kernels.layout import groups, packed_nbytes, tiles
 from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
 from elbowroom.kernels.triton.device import (
@@ -57,10 +58,11 @@ def dither_dequantize(
     shift: Tensor | None = None,
     inner: int = 1,
     mask: Tensor | None = None,
+    first: int = 0,
 ) -> None:
     target, kind = words(out)
-    by = channels(scale, shift, inner, mask, out.numel())
-    args = codes, ranges, patterns(bounds), target, out.numel(), *by, *split_seed(seed)
+    by = channels(scale, shift, inner, mask, first * TILE_SIZE + out.numel())
+    args = codes, ranges, patterns(bounds), target, out.numel(), first, *by, *split_seed(seed)
     constants = {"LEVELS": levels, "S": group_size, "KIND": kind, "SHORT": is_short(scale, inner)}
     launch(_dequantize, tiles(out.numel()), *args, **constants)
 
@@ -144,13 +146,14 @@ def _quantize(
     pack(p_x, p_codes, n[:, None], b_key, b_low, b_scale, None, LEVELS, S, KIND)
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["first", "seed_low", "seed_high"])
 def _dequantize(
     p_codes,
     p_ranges,
     p_bounds,
     p_out,
     N,
+    first,
     p_scale,
     p_shift,
     p_mask,
@@ -167,6 +170,8 @@ def _dequantize(
 ):
     G: tl.constexpr = TILE // S
     i_t, n = program_tiles(N, R)
+    p_out += (i_t * TILE)[:, None, None]
+    i_t += first  # in the whole tensor
     b_key = tile_key(i_t, seed_low, seed_high)[:, None, None]
     i_t, n = i_t[:, None, None], n[:, None, None]
     o_e = group_elements(S)
@@ -178,4 +183,4 @@ def _dequantize(
     b_x = b_low + b_step * (b_code.to(tl.float32) - uniform(b_key, o_e))
     b_x = scale_tile(b_x, i_t, o_e, m_e, p_scale, p_shift, inner, C, share, SHORT)
     b_x = blank_unset(b_x, i_t, o_e, m_e, p_mask)
-    store_restored(p_out + i_t * TILE + o_e, b_x, m_e, KIND)
+    store_restored(p_out + o_e, b_x, m_e, KIND)

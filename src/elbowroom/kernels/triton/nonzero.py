@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from elbowroom.kernels.layout import TILE as TILE_SIZE
 from elbowroom.kernels.layout import tiles
 from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
 from elbowroom.kernels.triton.bits import pack_bits
@@ -65,12 +66,14 @@ def nonzero_dequantize(
     shift: Tensor | None = None,
     inner: int = 1,
     mask: Tensor | None = None,
+    first: int = 0,
 ) -> None:
-    starts = _starts(bits, out.numel(), levels, group_size)
+    n = first * TILE_SIZE + out.numel()
+    starts = _starts(bits, n, levels, group_size)
     target, kind = words(out)
     tiniest = max(2.0**-126, torch.finfo(out.dtype).tiny)
-    sizes = out.numel(), payload.numel(), tiniest
-    by = channels(scale, shift, inner, mask, out.numel())
+    sizes = out.numel(), first, payload.numel(), tiniest
+    by = channels(scale, shift, inner, mask, n)
     args = bits, starts, payload, patterns(bounds), target, *sizes, *by, *split_seed(seed)
     constants = {"LEVELS": levels, "S": group_size, "KIND": kind, "SHORT": is_short(scale, inner)}
     launch(_dequantize, tiles(out.numel()), *args, **constants, R=1)
@@ -133,7 +136,7 @@ def _quantize(
     pack(p_x, p_codes, n, b_key, b_low, b_scale, b_place[None, :], LEVELS, S, KIND)
 
 
-@triton.jit(do_not_specialize=["N_PAYLOAD", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["first", "N_PAYLOAD", "seed_low", "seed_high"])
 def _dequantize(
     p_bits,
     p_starts,
@@ -141,6 +144,7 @@ def _dequantize(
     p_bounds,
     p_out,
     N,
+    first,
     N_PAYLOAD,
     tiniest,
     p_scale,
@@ -160,6 +164,8 @@ def _dequantize(
     i_t = tl.program_id(0).to(tl.int64)
     o_x = tl.arange(0, TILE)
     m_x = i_t * TILE + o_x < N
+    p_out += i_t * TILE
+    i_t += first  # in the whole tensor
     b_byte = tl.load(p_bits + i_t * (TILE // 8) + o_x // 8, mask=m_x, other=0).to(tl.int32)
     m_e = ((b_byte >> (o_x % 8)) & 1) != 0
     b_count = tl.cumsum(m_e.to(tl.int32), axis=0)
@@ -176,4 +182,4 @@ def _dequantize(
     b_x = scale_tile(b_x, i_t, o_x, m_x, p_scale, p_shift, inner, C, share, SHORT)
     b_x = tl.where(m_e & (tl.abs(b_x) < tiniest), tiniest, b_x)
     b_x = blank_unset(b_x, i_t, o_x, m_x, p_mask)
-    store_restored(p_out + i_t * TILE + o_x, b_x, m_x, KIND)
+    store_restored(p_out + o_x, b_x, m_x, KIND)

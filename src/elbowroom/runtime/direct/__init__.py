@@ -6,6 +6,7 @@
     batch_norm   a dithered code     the code, a tile at a time (CPU)
     layer_norm   a dithered code     what is decoded, which becomes the gradient row by row (CPU)
     gelu, silu   any code            what is decoded, which becomes the gradient
+    conv*d       anything            a few samples at a time (CPU; not in exact mode)
 
 A restored tensor is written once and read once or twice, by an op that does little with it; on a
 CPU its memory is often fresh, too, and costs more than decoding. So inside a context these ops run
@@ -31,6 +32,7 @@ from elbowroom.plan.site import Reads
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.activations import gelu, silu
 from elbowroom.runtime.direct.batch_norm import batch_norm, fits_batch_norm
+from elbowroom.runtime.direct.convolution import convolution, fits_convolution
 from elbowroom.runtime.direct.dropout import dropout, fits_dropout
 from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
 from elbowroom.runtime.direct.relu import fits_relu, relu, relu_
@@ -45,11 +47,13 @@ class Direct:
     run    in its place, with the same arguments
     reads  what its backward reads
     fits   whether `run` can, from a call's arguments and its input
+    exact  given exact tensors, it gives the bits of torch's own
     """
 
     run: Callable[..., Any]
     reads: Reads
     fits: Callable[[Call, Tensor], bool]
+    exact: bool = True
 
 
 def _always(call: Call, x: Tensor) -> bool:
@@ -61,6 +65,7 @@ def _not_in_place(call: Call, x: Tensor) -> bool:
 
 
 _RELU, _RELU_ = (Direct(run, Reads.BITS, fits_relu) for run in (relu, relu_))
+_CONVOLUTION = Direct(convolution, Reads.SAMPLES, fits_convolution, exact=False)
 _OPS: dict[Callable[..., Any], Direct] = {
     F.relu: _RELU,
     torch.relu: _RELU,
@@ -72,6 +77,9 @@ _OPS: dict[Callable[..., Any], Direct] = {
     F.dropout: Direct(dropout, Reads.BITS, fits_dropout),
     F.gelu: Direct(gelu, Reads.GRADIENT, _always),
     F.silu: Direct(silu, Reads.GRADIENT, _not_in_place),
+    F.conv1d: _CONVOLUTION,
+    F.conv2d: _CONVOLUTION,
+    F.conv3d: _CONVOLUTION,
 }
 
 

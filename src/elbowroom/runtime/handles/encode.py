@@ -16,6 +16,8 @@ from elbowroom.runtime.normal import Normalized, Statistics, flat_of
 from elbowroom.runtime.weak import WeakStorage
 from elbowroom.runtime.witness import counted, witness_of
 
+Parts = Callable[[int, int], Tensor]  # first element, how many -> flat
+
 
 class EncodeHandle:
     """Holds the code of one dense tensor `base`."""
@@ -87,6 +89,24 @@ class EncodeHandle:
         x = self.restore(private=True)
         affine.in_place(flat_of(x), bits)
         return x
+
+    def parts(self, affine: Affine | None = None, bits: Tensor | None = None) -> Parts | None:
+        """What gives elements start .. start + n of `restore`, or `restore_mapped`, flat [n].
+
+        None where the code cannot be decoded in parts.
+        """
+        encoded, undo = self._encoded, None if self._normal is None else self._normal.undo()
+        both = affine if undo is None else undo if affine is None else undo.then(affine)
+        composed = both is not None or (undo is None and affine is None)
+        if not encoded.has_parts or not composed or (both is not None and both.scale.dim() > 1):
+            return None
+
+        def part(start: int, n: int) -> Tensor:
+            out = ARENA.take(n, encoded.dtype, encoded.buffers[0].device)
+            encoded.decode_part(start, out, both, bits)
+            return out
+
+        return part
 
     def is_needed(self) -> bool:
         """Whether the code is all that there is: neither the original is left, nor one restored."""

@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 
 from elbowroom.errors import RestoreError
+from elbowroom.kernels import ops
+from elbowroom.runtime.handles.encode import EncodeHandle, Parts
+from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.slot import Geometry, Slot
 
@@ -34,6 +37,28 @@ class RebuildHandle:
     def pin(self) -> None:
         """From now on the sources must stay exact."""
         self.ready.pin()
+
+    def parts(self) -> Parts | None:
+        """What gives elements start .. start + n, flat [n].
+
+        None where not all that is made again can be made in parts.
+        """
+        mapped = self.ready.mapped_source() if self.ready.made == self._base else None
+        if mapped is None:
+            return None
+        source, affine, bits = mapped
+        if isinstance(source.value, EncodeHandle) and source.value.is_needed():
+            return source.value.parts(affine, bits)
+        flat = flat_of(source.restore_value())
+
+        def part(start: int, n: int) -> Tensor:
+            """It begins with a sample: with the first channel, and with a whole byte of bits."""
+            out = torch.empty(n, dtype=flat.dtype, device=flat.device)
+            own = None if bits is None else bits[start // 8 : -(-(start + n) // 8)]
+            ops.affine(flat[start : start + n], *affine, own, out)
+            return out
+
+        return None if affine.scale.dim() > 1 else part
 
     def restore(self, *, private: bool = False) -> Tensor:
         """Run the recipe. It always gives fresh memory, or memory that its caller may overwrite."""

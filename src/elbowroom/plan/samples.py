@@ -1,0 +1,24 @@
+"""A few samples at a time: how many the backward of a convolution takes (`runtime/direct/`).
+
+What a convolution library makes of whole tensors, in layouts of its own, is as large as they are.
+Of a few samples it is small, and lies in a cache; and no more of the input need be decoded.
+"""
+
+from math import gcd, prod
+
+from elbowroom.codecs import PART
+
+AT_ONCE = 4 << 20  # bytes of the input: less makes small products, more leaves the caches
+
+
+def samples_at_once(shape: tuple[int, ...], itemsize: int) -> int:
+    """How many samples of an input of this shape: about AT_ONCE bytes, and whole parts of a code.
+
+    All of them, where that would not make at least two turns.
+    """
+    samples, each = shape[0], prod(shape[1:])
+    if not each:
+        return samples
+    step = PART // gcd(PART, each)  # so many begin where a part of a code does
+    found = max(AT_ONCE // (each * itemsize) // step, 1) * step
+    return found if 2 * found <= samples else samples

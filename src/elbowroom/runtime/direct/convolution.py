@@ -1,0 +1,153 @@
+"""Convolution, whose backward takes its input a few samples at a time.
+
+    grad_x      = those of all turns, one after the other
+    grad_weight = sum over turns
+
+What oneDNN makes of input, gradient and result in layouts of its own is as large as they are, and
+so is the input, once it is decoded; of a few samples at a time it is small, and stays in the
+caches (docs/log.md, "a few samples at a time"). Rounding differs, by the order of the sum and by
+the kernel that oneDNN takes for a size: so only in contexts whose codes add errors, beside which
+that is nothing, but there for every convolution, whatever its own input is held by. In exact mode
+the op is torch's own.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs.base import FLOATS
+from elbowroom.plan.samples import AT_ONCE, samples_at_once
+from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.direct.held import packed
+from elbowroom.runtime.handles import EncodeHandle, RebuildHandle
+from elbowroom.runtime.handles.encode import Parts
+from elbowroom.runtime.identity import untouchable
+from elbowroom.runtime.slot import Geometry, View
+
+Sizes = int | tuple[int, ...]
+_Grads = tuple[Tensor | None, ...]
+
+
+def convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+) -> Tensor:
+    """As torch.nn.functional.conv1d, conv2d, conv3d, of a batch."""
+    maps = input.dim() - 2
+    geometry = [[x] * maps if isinstance(x, int) else list(x) for x in (stride, padding, dilation)]
+    made: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
+        input, weight, bias, (*geometry, False, [0] * maps, groups)
+    )
+    return made
+
+
+def fits_convolution(call: Call, x: Tensor) -> bool:
+    """Whether it is worth it: a batch that takes turns, and weights that are not most of the work.
+
+    Autocast casts what it is given, which only torch's own op hears of.
+    """
+    if x.device.type != "cpu" or x.dtype not in FLOATS or torch.is_autocast_enabled("cpu"):
+        return False
+    weight = call.arg(1, "weight")
+    if not isinstance(weight, Tensor) or x.dim() != weight.dim() or weight.nbytes > AT_ONCE:
+        return False
+    sizes = (call.arg(i, name, 1) for i, name in enumerate(("stride", "padding", "dilation"), 3))
+    if any(isinstance(size, str) for size in sizes):
+        return False
+    return _is_batch(x) and samples_at_once(tuple(x.shape), x.itemsize) < x.shape[0]
+
+
+def _is_batch(x: Tensor) -> bool:
+    """Whether samples follow each other in memory."""
+    return x.numel() == x.shape[0] * x.stride(0)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor:
+        out = torch.convolution(x, weight, bias, *how)
+        ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
+        ctx.how, ctx.bias_sizes = how, None if bias is None else [bias.shape[0]]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> _Grads:
+        (grad,) = grads
+        if grad is None:
+            return (None,) * 4
+        if torch.is_grad_enabled() or type(grad) is not Tensor or untouchable(grad):
+            return *_backward(ctx, grad, *ctx.saved_tensors), None
+        taken = _Samples(packed(ctx, 0))
+        return *_in_turns(ctx, grad, taken, packed(ctx, 1).restore()), None
+
+
+def _backward(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
+    """torch's own: the gradients of x, weight and bias, those that are wanted."""
+    wanted = [*ctx.needs_input_grad[:2], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
+    found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
+        grad, x, weight, ctx.bias_sizes, *ctx.how, wanted
+    )
+    return found
+
+
+def _in_turns(
+    ctx: Any, grad: Tensor, samples: "_Samples", weight: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The same, a few samples at a time."""
+    grad_x: Tensor | None = None
+    sums: list[Tensor | None] = [None, None]  # of weight and bias
+
+    def turn(first: int, last: int) -> None:  # whose tensors are gone when the next one begins
+        nonlocal grad_x
+        part, *others = _backward(ctx, grad[first:last], samples.get(first, last), weight)
+        if part is not None:
+            if grad_x is None:
+                grad_x = part.new_empty_strided(samples.shape, part.stride())
+            grad_x[first:last] = part
+        for i, other in enumerate(others):
+            total = sums[i]
+            if other is not None:
+                sums[i] = other.float() if total is None else total.add_(other)
+
+    for first in range(0, samples.shape[0], samples.at_once):
+        turn(first, min(first + samples.at_once, samples.shape[0]))
+    return grad_x, *(None if total is None else total.to(weight.dtype) for total in sums)
+
+
+class _Samples:
+    """The samples of a saved tensor, decoded or made again when they are asked for."""
+
+    def __init__(self, held: Any) -> None:
+        """held: what `_pack` made of the tensor."""
+        self._parts = _parts_of(held)
+        whole: Tensor | None = held.restore() if self._parts is None else None
+        self._whole = whole
+        like: Geometry = held.slot.base if whole is None else Geometry.of(whole)
+        itemsize: int = held.slot.dtype.itemsize if whole is None else whole.itemsize
+        self.shape, self._stride = like.shape, like.stride
+        self.at_once = samples_at_once(self.shape, itemsize)
+
+    def get(self, first: int, last: int) -> Tensor:
+        if self._parts is None:
+            assert self._whole is not None
+            return self._whole[first:last]
+        each = self._stride[0]
+        flat = self._parts(first * each, (last - first) * each)
+        return flat.as_strided((last - first, *self.shape[1:]), self._stride)
+
+
+def _parts_of(held: Any) -> Parts | None:
+    """What gives elements by their place in memory; None where it can only be had as a whole."""
+    if type(held) is not View or held.geometry != held.slot.base or held.slot.is_window:
+        return None
+    value = held.slot.value
+    if isinstance(value, EncodeHandle):
+        return value.parts() if value.is_needed() else None
+    return value.parts() if isinstance(value, RebuildHandle) else None

@@ -1,0 +1,71 @@
+"""A part of a tensor, decoded by itself: the very bits of that part of the whole."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from elbowroom.kernels import numba, ops, reference
+from elbowroom.kernels.layout import TILE
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+N = 5 * TILE + 77
+PARTS = ((0, 2), (2, 1), (3, 2), (4, 2), (0, 6))  # first tile, tiles: the last is a short one
+CHANNELS = torch.linspace(0.5, 2, 7), torch.linspace(-1, 1, 7), 300
+
+
+def code_of(op: str, levels: int) -> list[Tensor]:
+    x = torch.randn(N, generator=torch.Generator().manual_seed(0))
+    x[x.abs() < 0.4] = 0
+    return list(getattr(reference, f"{op}_quantize")(x, 9, levels, 64))
+
+
+@pytest.mark.parametrize("levels", [3, 8, 256])
+@pytest.mark.parametrize("op", ["dither", "nonzero"])
+@pytest.mark.parametrize("module", [numba, reference])
+def test_a_part_is_that_part_of_the_whole(module, op, levels):
+    code, mask = code_of(op, levels), reference.pack_bits((torch.rand(N) < 0.5).float())
+    decode = getattr(module, f"{op}_dequantize")
+    for further in (
+        (None, None, 1, None),
+        (*CHANNELS, None),
+        (None, None, 1, mask),
+        (*CHANNELS, mask),
+    ):
+        whole = torch.empty(N)
+        decode(*code, 9, levels, 64, whole, *further)
+        for first, tiles in PARTS:
+            expected = whole[first * TILE : (first + tiles) * TILE]
+            out = torch.empty_like(expected)
+            decode(*code, 9, levels, 64, out, *further, first)
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("op", ["dither", "nonzero"])
+def test_on_a_gpu_too(op):
+    """In Triton's interpreter, where there is none."""
+    pytest.importorskip("triton")
+    from elbowroom.kernels import triton
+
+    cuda = torch.cuda.is_available()
+    device, module = ("cuda", ops) if cuda else ("cpu", triton)
+    mask = reference.pack_bits((torch.rand(N) < 0.5).float())
+    arguments = [*code_of(op, 8), 9, 8, 64]
+    further = [*CHANNELS, mask]
+    whole = torch.empty(N)
+    getattr(reference, f"{op}_dequantize")(*arguments, whole, *further)
+    out = torch.empty(N - 3 * TILE, device=device)
+    there = [
+        [a.to(device) if isinstance(a, Tensor) else a for a in x] for x in (arguments, further)
+    ]
+    getattr(module, f"{op}_dequantize")(*there[0], out, *there[1], 3)
+    assert torch.equal(out.cpu(), whole[3 * TILE :])
+
+
+@pytest.mark.parametrize("module", [numba, reference])
+def test_a_payload_that_is_too_short_is_refused_in_parts_too(module):
+    bits, payload, bounds = reference.nonzero_quantize(torch.ones(N), 0, 4, 64)
+    out = torch.empty(2 * TILE)
+    module.nonzero_dequantize(bits, payload, bounds, 0, 4, 64, out, first=1)
+    short = payload[: payload.numel() // 2]  # two and a half tiles of five
+    with pytest.raises(ValueError, match="bytes of payload"):
+        module.nonzero_dequantize(bits, short, bounds, 0, 4, 64, out, first=1)
