@@ -1,6 +1,6 @@
 """The largest batch in the memory that a plain step takes, and what a sample takes then.
 
-    ./scripts/bench largest_batch [--model resnet50|resnet101] [--batch 8] [--quick]
+    ./scripts/bench largest_batch [--model resnet50|resnet101] [--batch 8] [--warm] [--quick]
 
 A plain step at `--batch` is measured first: its peak, everything counted (weights, gradients,
 momentum, the batch itself), is the budget of all others. `er.largest_batch` then names a batch,
@@ -8,17 +8,26 @@ with exact actions and with whatever is cheapest; and the largest batch of torch
 around each block is found by measuring, too. At that batch `er.fit` trains, beginning with the plan
 that it was found with, until it has settled;
 its steps are then timed in turns with plain ones at `--batch`, and the peak of one is measured.
-The last row is a plain step at the largest of these batches, whatever it needs.
+The same at the batch that the goal asks for, if that is clearly less: milder actions have room.
+The last rows are plain steps at the largest of these batches, whatever they need.
+
+glibc takes a tensor of 32 MiB and more fresh from the kernel every time, and that may cost more
+than a step has to compute: a larger batch has such tensors, a small one has not. With --warm all
+runs under the settings of malloc that `elbowroom doctor` names, which keep freed memory in the
+process (and more of it than a step needs at a time).
 
 Published, of a GPU: DELTA 2.04x (ResNet-50) and 2.25x (ResNet-101), arXiv 2203.15980.
 """
 
 import copy
 import gc
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 import torch
@@ -28,7 +37,8 @@ from _ways import PLAIN, Way, checkpointed
 from torch import Tensor, nn
 
 import elbowroom as er
-from elbowroom.control import Fitting
+from elbowroom.cli.doctor import WARM
+from elbowroom.control import Fitting, LargestBatch
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure import Paired
 from elbowroom.plan.plan import Plan
@@ -38,6 +48,7 @@ NAME = "largest-batch"
 MODELS = {"resnet50": resnet50, "resnet101": resnet101}
 GOALS = {"er.fit, exact=True": (2.5, 1.30), "er.fit, exact=False": (4.0, 1.15)}
 CHECKPOINT = "torch.utils.checkpoint, per block"
+_CLEARLY_LESS = 0.9  # of the largest batch: else its row says what there is to say
 _SETTLES = 24  # steps; a plan that is not found, verified and watched by then is taken as it is
 HEAD = (
     "way",
@@ -109,7 +120,10 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="resnet50")
     parser.add_argument("--batch", type=int, default=8, help="of the plain step (8)")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of steps (5)")
+    parser.add_argument("--warm", action="store_true", help="freed memory stays in the process")
     options = parser.parse_args()
+    if options.warm and not WARM.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **WARM})
     if options.quick:
         options.batch, options.pairs = 2, 1
     torch.set_num_threads(options.threads)
@@ -121,10 +135,14 @@ def main() -> None:
     budget = plain.peak_nbytes()
     tell(f"plain at batch {options.batch} takes {mib(budget)} MiB: the budget")
     found = [_checkpointed(plain, budget, options.pairs)]
-    for way in GOALS:
-        found.append(_fitted(way, plain, budget, options.pairs))
-    found.append(_plainly(plain, found[-1].batch, options.pairs))
-    name = f"{NAME}-{options.model}"
+    for way, (ratio, _) in GOALS.items():
+        found.append(_largest(way, plain, budget, options.pairs))
+        batch = ceil(ratio * options.batch)
+        if batch < _CLEARLY_LESS * found[-1].batch:
+            found.append(_fitted(way, plain, budget, options.pairs, batch))
+    for batch in sorted({one.batch for one in found if not one.exact}):
+        found.append(_plainly(plain, batch, options.pairs))
+    name = f"{NAME}-{options.model}" + ("-warm" if options.warm else "")
     finish(_result(found, plain, budget, options, known, name), out_path(options, name))
 
 
@@ -166,8 +184,8 @@ def _plainly(plain: Trainer, batch: int, pairs: int) -> Found:
     )
 
 
-def _fitted(way: str, plain: Trainer, budget: int, pairs: int) -> Found:
-    exact = "exact=True" in way
+def _largest(way: str, plain: Trainer, budget: int, pairs: int) -> Found:
+    exact = _is_exact(way)
     trial = copy.deepcopy(plain.model)
     draw = plain.task
 
@@ -188,22 +206,41 @@ def _fitted(way: str, plain: Trainer, budget: int, pairs: int) -> Found:
     tell(f"{way}: {best}")
     batch = best.batch
     while True:  # what the optimizer's update takes beside its states was not counted
-        trainer = _at(plain, batch)
-        inputs_nbytes = sum(x.nbytes for x in next(trainer.batches))
         try:
-            with _fitting(trainer, budget - inputs_nbytes, exact, best.plan) as plan:
-                peak = trainer.peak_nbytes()
-                measured = _timed(plain, trainer, pairs)
-                return Found(way, batch, best.batch, plan.peak, peak, measured, plan.exact)
+            return _fitted(way, plain, budget, pairs, batch, best)
         except BudgetTooSmall as error:
             tell(f"{way}: batch {batch}: {error}")
             batch -= 1
 
 
+def _fitted(
+    way: str,
+    plain: Trainer,
+    budget: int,
+    pairs: int,
+    batch: int,
+    best: LargestBatch | None = None,
+) -> Found:
+    """At one batch; beginning with the plan of the best, if it is given."""
+    trainer = _at(plain, batch)
+    allowed = budget - sum(x.nbytes for x in next(trainer.batches))
+    first, named = (None, None) if best is None else (best.plan, best.batch)
+    with _fitting(trainer, allowed, _is_exact(way), first) as plan:
+        peak = trainer.peak_nbytes()
+        measured = _timed(plain, trainer, pairs)
+        return Found(way, batch, named, plan.peak, peak, measured, plan.exact)
+
+
+def _is_exact(way: str) -> bool:
+    return "exact=True" in way
+
+
 @contextmanager
-def _fitting(trainer: Trainer, budget: int, exact: bool | None, first: Plan) -> Iterator[Plan]:
+def _fitting(
+    trainer: Trainer, budget: int, exact: bool | None, first: Plan | None
+) -> Iterator[Plan]:
     """Inside, the trainer's model is fitted, and has settled: on this plan, if not on `first`."""
-    given = first if first.peak <= budget else None
+    given = first if first is not None and first.peak <= budget else None
     er.fit(trainer.model, budget=budget, optimizer=trainer.optimizer, exact=exact, plan=given)
     try:
         fitting = next(one for model, one in attached() if model is trainer.model)
@@ -249,7 +286,12 @@ def _result(
         "claim": __doc__.splitlines()[0],
         **known,
         "n": f"{options.pairs} pairs of steps",
-        "settings": {"model": options.model, "images": "224 x 224, noise", "plain batch": base},
+        "settings": {
+            "model": options.model,
+            "images": "224 x 224, noise",
+            "plain batch": base,
+            "malloc": " ".join(f"{k}={v}" for k, v in WARM.items()) if options.warm else "as it is",
+        },
         "plain": {"batch": base, "peak_nbytes": budget, "static_nbytes": plain.static_nbytes},
         "rows": [
             {
@@ -265,7 +307,7 @@ def _result(
         ],
         "table": {"head": list(HEAD), "rows": [first, *(_line(one, base) for one in found)]},
         "targets": [
-            *(_goal(one, base, budget) for one in found if one.way in GOALS),
+            *(_goal(way, found, base, budget) for way in GOALS),
             target(
                 "no step takes more than the plain one whose memory it was given",
                 ", ".join(f"{one.way} {one.peak_nbytes / budget:.3f}" for one in within),
@@ -274,7 +316,7 @@ def _result(
         ],
         "notes": [
             "named: what er.largest_batch says; batch: the largest from there down at which er.fit "
-            "trains, beginning with its plan.",
+            "trains, beginning with its plan. Without a name: at the goal's batch.",
             "Weights are random and images noise: which plans fit depends on shapes alone; what "
             "their codes would add to a training's gradient is another benchmark's matter (noise).",
         ],
@@ -294,13 +336,14 @@ def _line(one: Found, base: int) -> list[str]:
     ]
 
 
-def _goal(one: Found, base: int, budget: int) -> dict[str, Any]:
-    ratio, seconds = GOALS[one.way]
-    met = one.batch >= ratio * base and one.pairs.ratio <= seconds and one.peak_nbytes <= budget
+def _goal(way: str, found: list[Found], base: int, budget: int) -> dict[str, Any]:
+    """Met by one row at both."""
+    ratio, seconds = GOALS[way]
+    rows = [one for one in found if one.way == way and one.peak_nbytes <= budget]
     return target(
-        f"{one.way}: batch >= {ratio:g}x at <= {seconds:.2f}x the time of a sample",
-        f"{one.batch / base:.2f}x at {one.pairs.ratio:.3f}x",
-        met,
+        f"{way}: batch >= {ratio:g}x at <= {seconds:.2f}x the time of a sample",
+        "; ".join(f"{one.batch / base:.2f}x at {one.pairs.ratio:.3f}x" for one in rows),
+        any(one.batch >= ratio * base and one.pairs.ratio <= seconds for one in rows),
     )
 
 

@@ -4,6 +4,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import time
+from collections.abc import Callable
 from typing import Annotated
 
 import torch
@@ -19,6 +21,15 @@ from elbowroom.units import show_nbytes
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PROBE = 1 << 20  # bytes
+# Freed memory stays in the process (glibc), in pages of 2 MiB, of which there are fewer to fault in.
+WARM = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "-1",
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
+_DEAR = 2.0  # times the time of memory that has been used
+_LARGE = 64 << 20  # bytes: glibc takes a tensor of 32 MiB and more from the kernel each time
 
 
 Compile = Annotated[
@@ -32,7 +43,7 @@ def doctor(compile: Compile = False) -> None:
     if compile:
         compile_ahead()
     table = Table("what", "found", "what it means")
-    for row in (*_packages(), _device(), *_fragments(), _threads(), _memory(), _peaks()):
+    for row in (*_packages(), _device(), *_fragments(), _threads(), _memory(), *_pages(), _peaks()):
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
 
@@ -105,6 +116,31 @@ def _memory() -> tuple[str, str, str]:
         "freed tensors stay with the process, so RSS says nothing about a peak: measure with "
         "er.peak, or set MALLOC_MMAP_THRESHOLD_=131072 (slower) to make RSS follow",
     )
+
+
+def _pages() -> list[tuple[str, str, str]]:
+    """What fresh memory costs beside memory that has been used; nothing to say without glibc."""
+    if "glibc" not in platform.libc_ver()[0]:
+        return []
+    fresh_s = min(_clocked(lambda: torch.zeros(_LARGE, dtype=torch.uint8)) for _ in range(3))
+    used = torch.zeros(_LARGE, dtype=torch.uint8)
+    used_s = min(_clocked(used.zero_) for _ in range(3))
+    ratio = fresh_s / used_s
+    found = f"a fresh tensor of {show_nbytes(_LARGE)} is filled in {ratio:.1f} times the time"
+    if ratio < _DEAR:
+        return [("fresh memory", found, "large tensors cost what they compute")]
+    settings = " ".join(f"{name}={value}" for name, value in WARM.items())
+    meaning = (
+        "steps with tensors of 32 MiB and more may take half as long again; start python with "
+        f"{settings}, under which freed memory stays in the process (RSS grows)"
+    )
+    return [("fresh memory", found, meaning)]
+
+
+def _clocked(run: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    run()
+    return time.perf_counter() - start_s
 
 
 def _peaks() -> tuple[str, str, str]:

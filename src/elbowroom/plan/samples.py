@@ -8,7 +8,7 @@ from math import gcd, prod
 
 from elbowroom.codecs import PART
 
-AT_ONCE = 4 << 20  # bytes of the input: less makes small products, more leaves the caches
+AT_ONCE = 6 << 20  # bytes of the input: less makes small products, more needs more room
 
 
 def samples_at_once(shape: tuple[int, ...], itemsize: int) -> int:
