@@ -44,6 +44,8 @@ _EXPECTED = {
     "budgets-gpt": "budgets --model gpt",
     "largest-batch-resnet50": "largest_batch",
     "largest-batch-resnet101": "largest_batch --model resnet101",
+    "largest-batch-resnet50-warm": "largest_batch --warm",
+    "largest-batch-resnet101-warm": "largest_batch --warm --model resnet101",
     "arena": "arena",
     "overhead": "overhead",
     "planner": "planner",

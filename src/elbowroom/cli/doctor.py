@@ -21,7 +21,7 @@ from elbowroom.units import show_nbytes
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PROBE = 1 << 20  # bytes
-# Freed memory stays in the process (glibc), in pages of 2 MiB, of which there are fewer to fault in.
+# Freed memory stays in the process (glibc), in pages of 2 MiB: fewer to fault in, fewer fragments.
 WARM = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "-1",
