@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -153,6 +154,41 @@ def test_what_is_made_again_from_a_code_is_made_in_parts(
     monkeypatch.setattr(table, "_OPS", {F.relu: table._RELU} if "last" in kind else {})
     again = er.saving(policy, **settings, min_nbytes=0, seed=5)
     close(found, gradients(x, net, again), 1e-4)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("act", [nn.ReLU, nn.Identity])
+@pytest.mark.parametrize(
+    "norm", [nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, affine=True), nn.BatchNorm2d(8)], ids=str
+)
+def test_samples_of_any_scale_whose_norm_is_made_again_from_what_is_held(norm, act, last, turns):
+    """The caller holds its input, so that it is exact; each sample has statistics of its own."""
+    conv = nn.Conv2d(8, 6, 3)
+    net = nn.Sequential(norm, act(), conv)
+    x = drawn(9, 8, 16, 16) * torch.logspace(-1, 1, 9).view(9, 1, 1, 1)
+    if last:
+        net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    grads, leaf = [], x.requires_grad_()
+    for context in (nullcontext(), er.saving("dither", levels=256, min_nbytes=0)):
+        net.zero_grad()
+        with context:
+            held = leaf * 1
+            out = net(held)
+        out.backward(drawn(*out.shape, seed=3))
+        grads.append([p.grad.clone() for p in net.parameters()])
+        del held
+    assert turns
+    close(grads[1], grads[0], 0.02)
+
+
+@pytest.mark.parametrize("stride", [np.int64(2), torch.tensor(2), (2, np.int64(2)), [2]])
+def test_any_number_that_torch_takes(stride):
+    x, weight = drawn(9, 8, 16, 16).requires_grad_(), drawn(6, 8, 3, 3).requires_grad_()
+    expected = F.conv2d(x * 1, weight, stride=stride)
+    with er.saving("dither", levels=256, min_nbytes=0):
+        out = F.conv2d(x * 1, weight, stride=stride)
+    assert out.equal(expected)
+    out.sum().backward()
 
 
 def test_one_input_of_two_convolutions(turns):

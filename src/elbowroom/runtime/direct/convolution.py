@@ -58,9 +58,16 @@ def fits_convolution(call: Call, x: Tensor) -> bool:
     if not isinstance(weight, Tensor) or x.dim() != weight.dim() or weight.nbytes > AT_ONCE:
         return False
     sizes = (call.arg(i, name, 1) for i, name in enumerate(("stride", "padding", "dilation"), 3))
-    if any(isinstance(size, str) for size in sizes):
+    if not all(map(_is_plain_size, sizes)):
         return False
     return _is_batch(x) and samples_at_once(tuple(x.shape), x.itemsize) < x.shape[0]
+
+
+def _is_plain_size(size: Any) -> bool:
+    """torch takes words, arrays and tensors as well."""
+    return isinstance(size, int) or (
+        isinstance(size, tuple | list) and all(isinstance(one, int) for one in size)
+    )
 
 
 def _is_batch(x: Tensor) -> bool:

@@ -1,8 +1,11 @@
 """Rebuild: nothing is held but the way back. The recipe holds the handles that it starts at."""
 
+from math import prod
+
 import torch
 from torch import Tensor
 
+from elbowroom.codecs import Affine
 from elbowroom.errors import RestoreError
 from elbowroom.kernels import ops
 from elbowroom.runtime.handles.encode import EncodeHandle, Parts
@@ -49,6 +52,8 @@ class RebuildHandle:
         source, affine, bits = mapped
         if isinstance(source.value, EncodeHandle) and source.value.is_needed():
             return source.value.parts(affine, bits)
+        if affine.scale.dim() > 1 or not _repeats(affine, self._base):
+            return None
         flat = flat_of(source.restore_value())
 
         def part(start: int, n: int) -> Tensor:
@@ -58,7 +63,7 @@ class RebuildHandle:
             ops.affine(flat[start : start + n], *affine, own, out)
             return out
 
-        return None if affine.scale.dim() > 1 else part
+        return part
 
     def restore(self, *, private: bool = False) -> Tensor:
         """Run the recipe. It always gives fresh memory, or memory that its caller may overwrite."""
@@ -71,6 +76,12 @@ class RebuildHandle:
             )
         base = self._base
         return x.as_strided(base.shape, base.stride, base.offset + x.storage_offset())
+
+
+def _repeats(affine: Affine, base: Geometry) -> bool:
+    """Whether each sample begins with the first channel: a group norm has channels a sample."""
+    each = prod(base.shape[1:])
+    return each % (len(affine.scale) * affine.inner) == 0
 
 
 def _name(dtype: torch.dtype) -> str:
