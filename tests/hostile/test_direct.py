@@ -11,23 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import elbowroom as er
 from elbowroom.errors import RestoreError
 from elbowroom.runtime import direct as table
-from elbowroom.runtime.slot import View
 
 LEVELS = {"levels": 16, "min_nbytes": 0, "seed": 5}
-
-
-@pytest.fixture
-def restored(monkeypatch) -> list[tuple[int, ...]]:
-    """The shapes of all tensors that backward asked to be restored."""
-    shapes: list[tuple[int, ...]] = []
-    restore = View.restore
-
-    def noted(view: View) -> Tensor:
-        shapes.append(tuple(view.geometry.shape))
-        return restore(view)
-
-    monkeypatch.setattr(View, "restore", noted)
-    return shapes
 
 
 @pytest.fixture

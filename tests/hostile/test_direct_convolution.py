@@ -15,7 +15,6 @@ from elbowroom.errors import RestoreError
 from elbowroom.plan import samples
 from elbowroom.plan.samples import samples_at_once
 from elbowroom.runtime import direct as table
-from elbowroom.runtime.slot import View
 
 own = import_module("elbowroom.runtime.direct.convolution")  # a function has its name
 SETTINGS = {"levels": 16, "min_nbytes": 0, "seed": 5}
@@ -41,20 +40,6 @@ def turns(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(own._Samples, "get", noted)
     return found
-
-
-@pytest.fixture
-def restored(monkeypatch) -> list[tuple[int, ...]]:
-    """The shapes of all tensors that are restored as a whole."""
-    shapes: list[tuple[int, ...]] = []
-    restore = View.restore
-
-    def noted(view: View) -> Tensor:
-        shapes.append(tuple(view.geometry.shape))
-        return restore(view)
-
-    monkeypatch.setattr(View, "restore", noted)
-    return shapes
 
 
 def drawn(*shape: int, seed: int = 0, **kind) -> Tensor:

@@ -1,8 +1,10 @@
 """The command line: results on stdout, one line for a mistake, never a traceback."""
 
 import json
+import platform
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 import elbowroom as er
 from elbowroom.cli import ahead, app
 
+doctor = import_module("elbowroom.cli.doctor")  # a function has its name
 SMALL = ["demo", "--steps", "2", "--width", "4", "--batch", "16"]
 
 
@@ -113,6 +116,39 @@ def test_doctor_names_what_it_found():
     assert result.exit_code == 0, result.output
     for name in ("torch", "numba", "triton", "GPU", "threads", "memory", "CPU peaks"):
         assert name in result.stdout
+
+
+GLIBC = pytest.mark.skipif("glibc" not in platform.libc_ver()[0], reason="speaks of glibc")
+
+
+@GLIBC
+@pytest.mark.parametrize(("fresh_s", "used_s", "is_dear"), [(3.0, 1.0, True), (1.5, 1.0, False)])
+def test_doctor_names_the_settings_only_where_fresh_memory_is_dear(
+    monkeypatch, fresh_s, used_s, is_dear
+):
+    times = iter([fresh_s] * 3 + [used_s] * 3)
+    monkeypatch.setattr(doctor, "_clocked", lambda run: next(times))
+    ((name, found, meaning),) = doctor._pages()
+    assert name == "fresh memory"
+    assert f"{fresh_s:.1f} times" in found
+    assert all((f"{key}={value}" in meaning) == is_dear for key, value in doctor.WARM.items())
+
+
+@GLIBC
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({}, "its defaults"),
+        ({"MALLOC_MMAP_THRESHOLD_": "131072"}, "mmap threshold 131072"),
+        ({"MALLOC_MMAP_MAX_": "0", "MALLOC_MMAP_THRESHOLD_": "131072"}, "MALLOC_MMAP_MAX_=0"),
+    ],
+)
+def test_doctor_says_how_malloc_is_set(monkeypatch, settings, says):
+    for key in ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in settings.items():
+        monkeypatch.setenv(key, value)
+    assert says in doctor._memory()[1]
 
 
 def test_python_dash_m_works():

@@ -102,19 +102,20 @@ def _threads() -> tuple[str, str, str]:
 def _memory() -> tuple[str, str, str]:
     libc = " ".join(platform.libc_ver()).strip() or "unknown"
     threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_")
+    kept = "MALLOC_MMAP_MAX_"
     if "glibc" not in libc:
         return "memory", libc, "measure with er.peak, not with the process's size"
+    if os.environ.get(kept) == WARM[kept]:
+        found = f"{libc}, {kept}={WARM[kept]}"
+        return "memory", found, "all freed tensors stay with the process: measure with er.peak"
     if threshold:
-        return (
-            "memory",
-            f"{libc}, mmap threshold {threshold}",
-            "freed tensors go back to the system",
-        )
+        found = f"{libc}, mmap threshold {threshold}"
+        return "memory", found, "freed tensors go back to the system"
     return (
         "memory",
         f"{libc}, its defaults",
         "freed tensors stay with the process, so RSS says nothing about a peak: measure with "
-        "er.peak, or set MALLOC_MMAP_THRESHOLD_=131072 (slower) to make RSS follow",
+        "er.peak, or, to look at it once, set MALLOC_MMAP_THRESHOLD_=131072 (slower)",
     )
 
 

@@ -274,8 +274,8 @@ class Saving:
 
     @property
     def _is_exact(self) -> bool:
-        """Whether no bit of any gradient may change, but for what the policy encodes."""
-        return is_exact(self.policy)
+        """Whether no code of the policy adds errors; one that does not say may round nothing."""
+        return bool(getattr(self.policy, "exact", True))
 
     def _is_asked(self) -> bool:
         """Whether what is saved now comes to this context: nobody else's hooks lie over its own."""
@@ -457,11 +457,6 @@ def is_lossy(action: Action, need: Need) -> bool:
     """Whether the tensor may be, or may become, a lossy code."""
     at_once = isinstance(action, Offload) or (isinstance(action, Encode) and action.codec.lossless)
     return need is Need.LOSSY and not at_once
-
-
-def is_exact(policy: Policy) -> bool:
-    """Whether a policy has no codes that add errors; one that does not say may round nothing."""
-    return bool(getattr(policy, "exact", True))
 
 
 def _unpack(held: View | Lone | Beside | KeepHandle) -> Tensor:
