@@ -46,9 +46,15 @@ def arguments(doc: str, **defaults: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="a smoke run: tiny and meaningless")
     parser.add_argument("--threads", type=int, default=2, help="torch's threads (2)")
-    parser.add_argument("--out", type=Path, help="the JSON file (default: in benchmarks/results/)")
+    parser.add_argument("--out", type=_file, help="the JSON file (default: in benchmarks/results/)")
     parser.set_defaults(**defaults)
     return parser
+
+
+def _file(text: str) -> Path:
+    if (path := Path(text)).is_dir():  # said now, not after the last step
+        raise argparse.ArgumentTypeError(f"{text} is a folder, not a JSON file")
+    return path
 
 
 def out_path(options: argparse.Namespace, name: str) -> Path:
