@@ -36,10 +36,10 @@ from elbowroom.control.making import Making
 from elbowroom.control.measurement import Measurement
 from elbowroom.control.owned import Owned
 from elbowroom.control.refusal import refusal
+from elbowroom.control.rehearsing import plan_by_forward
 from elbowroom.control.signature import Signature
 from elbowroom.control.states import Chosen
 from elbowroom.control.terms import Stock, Terms
-from elbowroom.control.tries import BEST, SAFE, tries
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.meter import NoiseMeter
@@ -208,41 +208,11 @@ class Planning:
     def _plan_by_forward(self, seen: Profile) -> None:
         born = self._owned.unborn_gradients(), self.stock.unborn_state_nbytes
         seen = replace(seen, standing=self._owned.standing())
-        states = self._owned.states
-        for one in tries(self.terms.exact):
-            profile = with_backward(seen, *born, one.transients)
-            for candidate in states.candidates(profile, self)[one.state : one.state + 1]:
-                plan = self._making.plan_for(
-                    candidate.profile, 0, exact=one.exact, recompute=one.recompute
-                )
-                if plan is not None:
-                    self._follow(self._taken(Chosen(candidate, plan)))
-                    self.rehearsed, self.outgrown = True, False
-                    return
-        raise self._refusal_by_forward(lambda n: with_backward(seen, *born, n))
-
-    def _refusal_by_forward(self, step: Callable[[int], Profile]) -> BudgetTooSmall:
-        """What is named does for sure; less may do. step(n): with n transients."""
-
-        def refused(transients: int) -> BudgetTooSmall:
-            formats = self._owned.states.candidates(step(transients), self)
-            profile = formats[0 if self.terms.exact else -1].profile
-            try:
-                plan = self._making.make(profile, 0, exact=self.terms.exact)
-            except BudgetTooSmall as error:
-                return error
-            # A solver that ran out of time before has found one now: the same budget, once more.
-            return BudgetTooSmall(
-                f"no plan for {show_nbytes(plan.budget)} was found in time; give it again.",
-                least_nbytes=plan.budget,
-            )
-
-        sure, best = refused(SAFE), refused(BEST)
-        return BudgetTooSmall(
-            f"{sure} That does for sure; from {show_nbytes(best.least_nbytes)} on it may do.",
-            least_nbytes=sure.least_nbytes,
-            parts=sure.parts,
+        chosen = plan_by_forward(
+            lambda n: with_backward(seen, *born, n), self._owned.states, self, self._making
         )
+        self._follow(self._taken(chosen))
+        self.rehearsed, self.outgrown = True, False
 
     def _taken(self, chosen: Chosen) -> Plan:
         """The plan, once states are held as it was made for."""
