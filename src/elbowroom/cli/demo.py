@@ -85,7 +85,7 @@ def demo(
 
 def saving_for(codec: str, bits: int | None) -> tuple[Saving, str]:
     """What makes the context around forward, and how to write it in Python. Raises UnknownCodec."""
-    fields: dict[str, Any] = {"bits": 2} if codec == "dither" else {}
+    fields: dict[str, Any] = {"levels": 6} if codec == "dither" else {}
     if bits is not None:
         fields = {"bits": bits}
     er.saving(codec, **fields)  # an unknown id or field is said now, not after a training

@@ -10,6 +10,7 @@ from elbowroom.demo.tasks import FULL_WIDTHS
 from elbowroom.report import Curve, Page, Row
 from elbowroom.units import show_nbytes, show_seconds
 
+_CHANCE = 1.0  # points; those of eight seeds of the default run scatter by 0.7 (docs/log.md)
 NOTES = (
     "All figures were measured on this machine in this run; none is estimated.",
     "Saved bytes: unique storages that autograd holds between forward and backward, parameters, "
@@ -18,7 +19,6 @@ NOTES = (
     "optimizer), above the level before it. Parameters and optimizer states are not in it.",
     "Seconds a step: medians of interleaved pairs of steps; the change is the median of the ratios "
     "with its quartiles.",
-    "One seed says little about accuracy: differences of a point or so are noise.",
 )
 
 
@@ -28,7 +28,8 @@ def page(comparison: Comparison, settings: Mapping[str, str]) -> Page:
     return Page(
         title=f"{comparison.task.name}: one training, plain and through elbowroom",
         lead=f"Trained twice from seed {comparison.seed} for {comparison.steps} steps on "
-        f"{comparison.task.origin}. {scaled(comparison)}",
+        f"{comparison.task.origin}. {scaled(comparison)} Of one seed, a point of accuracy more "
+        "or less is chance.",
         rows=rows(comparison),
         curves=(
             Curve("plain", plain.curve.times_s, plain.curve.nbytes, plain.curve.marks),
@@ -67,7 +68,7 @@ def rows(comparison: Comparison) -> list[Row]:
             f"{plain.score:.1%}",
             f"{ours.score:.1%}",
             f"{points:+.1f} points".replace("-0.0", "+0.0"),
-            good=points >= -0.5,
+            good=True if points >= -0.5 else None if points >= -_CHANCE else False,
             note="on the whole test set, after training",
         ),
     ]
