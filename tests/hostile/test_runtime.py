@@ -746,6 +746,14 @@ HARD: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
         lambda: _randn(6, 6),
         lambda w: F.gelu(torch.view_as_real(torch.complex(w * 2, w) * 1j)).sum(-1) @ w,
     ),
+    "product of complex seen as real": (
+        lambda: torch.complex(_randn(6, 6), _randn(6, 6).t()),
+        lambda w: F.gelu(torch.view_as_real(w.tanh() * w)),
+    ),
+    "output seen as complex": (
+        lambda: _randn(6, 2),
+        lambda w: torch.view_as_complex(F.silu(w * 3)) * torch.view_as_complex(F.relu(w * 2)),
+    ),
     "negative view": (lambda: _randn(6, 6), lambda w: F.linear(torch.complex(w, w).conj().imag, w)),
     "sparse": (
         lambda: _randn(6, 6),

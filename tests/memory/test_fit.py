@@ -656,8 +656,8 @@ def test_two_forwards_before_one_backward():
     er.release(run.model)
 
 
-def test_the_model_called_on_another_thread():
-    """No profiler there: fit stays at a rung that is safe."""
+def test_the_model_called_on_another_thread(caplog):
+    """No profiler there: fit stays at a rung that is safe, and says once that it guesses."""
     budget = share_of("resnet", 0.85)
     plain, run = Run("resnet"), Run("resnet", budget)
     for _ in range(4):
@@ -668,6 +668,20 @@ def test_the_model_called_on_another_thread():
     assert len(run.losses) == 4
     assert run.losses[0].item() == pytest.approx(plain.losses[0].item(), rel=1e-3)
     assert opener_of(run.model).planning.plan is None
+    assert caplog.text.count("this step cannot be measured") == 1
+    er.release(run.model)
+
+
+def test_peaks_from_the_first_step_on_are_said_to_be_in_the_way(caplog):
+    """The profiler of er.peak is the only one that can run; what fit would learn, it cannot."""
+    run = Run("resnet", share_of("resnet", 0.85))
+    for _ in range(3):
+        run.peak()
+    assert caplog.text.count("this step cannot be measured") == 1
+    for _ in range(4):
+        run.step()
+    assert opener_of(run.model).planning.settled
+    assert run.peak() <= share_of("resnet", 0.85)
     er.release(run.model)
 
 

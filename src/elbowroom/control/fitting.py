@@ -74,6 +74,7 @@ class Fitting:
         self._less: Terms | None = None  # from the next step on
         self._was_exhausted = False
         self._said = ""
+        self._said_blind = False
         self._closed = False
 
     def run(
@@ -211,6 +212,15 @@ class Fitting:
         if self._closed or self._step is not None or not planning.wants_measuring:
             return
         self._step = Measurement.start(self.owned, planning.stock, writes=planning.wants_writing)
+        blind = self._step is None and self.highest_nbytes is None
+        if blind and not self._said_blind:
+            self._said_blind = True
+            _log.warning(
+                "budget %s: this step cannot be measured (a profiler runs, as that of er.peak, or "
+                "this is not the main thread), so its peak is estimated, and may be above the "
+                "budget; run the first steps without, and er.fit learns from them",
+                show_nbytes(self.terms.budget_nbytes),
+            )
 
     def _ended(self, saving: FittedSaving) -> None:
         """A forward came to its end, and holds what it saved."""

@@ -43,14 +43,17 @@ class Origin:
 
 
 class _Storage:
-    """What is known of one live storage: slots and origins by version."""
+    """What is known of one live storage: slots and origins by version and dtype.
+
+    One may be seen as another dtype (`view_as_real`): what made it then did not make that.
+    """
 
     __slots__ = ("origins", "slots", "weak")
 
     def __init__(self, x: Tensor) -> None:
         self.weak = WeakStorage(x)
         self.slots: dict[tuple[int, torch.dtype], weakref.ref[Slot]] = {}
-        self.origins: dict[int, Origin] = {}
+        self.origins: dict[tuple[int, torch.dtype], Origin] = {}
 
 
 class Identity:
@@ -77,15 +80,13 @@ class Identity:
     def origin(self, x: Tensor, version: int | None = None) -> Origin | None:
         """What made x's storage, at this version (default: x's own)."""
         known = self._known(x)
-        return (
-            None
-            if known is None
-            else known.origins.get(version_of(x) if version is None else version)
-        )
+        if known is None:
+            return None
+        return known.origins.get((version_of(x) if version is None else version, x.dtype))
 
     def made(self, x: Tensor, origin: Origin) -> None:
         """Remember what made x."""
-        self._storage(x).origins[version_of(x)] = origin
+        self._storage(x).origins[version_of(x), x.dtype] = origin
 
     def slots(self) -> list[Slot]:
         """All slots that are alive."""
