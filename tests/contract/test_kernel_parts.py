@@ -1,5 +1,7 @@
 """A part of a tensor, decoded by itself: the very bits of that part of the whole."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,17 +12,24 @@ from elbowroom.kernels.layout import TILE
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 N = 5 * TILE + 77
 PARTS = ((0, 2), (2, 1), (3, 2), (4, 2), (0, 6))  # first tile, tiles: the last is a short one
+OPS = ("dither", "nonzero", "sided")
 CHANNELS = torch.linspace(0.5, 2, 7), torch.linspace(-1, 1, 7), 300
 
 
-def code_of(op: str, levels: int) -> list[Tensor]:
+def code_of(op: str, levels: int) -> list[Any]:
+    """What its `_dequantize` takes before `out`."""
     x = torch.randn(N, generator=torch.Generator().manual_seed(0))
     x[x.abs() < 0.4] = 0
-    return list(getattr(reference, f"{op}_quantize")(x, 9, levels, 64))
+    if op == "sided":
+        settings = [9, levels, 2, 64]
+        bits = reference.pack_bits((x > 0.1).float())
+        return [bits, *reference.sided_quantize(x, bits, *settings), *settings]
+    settings = [9, levels, 64]
+    return [*getattr(reference, f"{op}_quantize")(x, *settings), *settings]
 
 
 @pytest.mark.parametrize("levels", [3, 8, 256])
-@pytest.mark.parametrize("op", ["dither", "nonzero"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("module", [numba, reference])
 def test_a_part_is_that_part_of_the_whole(module, op, levels):
     code, mask = code_of(op, levels), reference.pack_bits((torch.rand(N) < 0.5).float())
@@ -32,15 +41,15 @@ def test_a_part_is_that_part_of_the_whole(module, op, levels):
         (*CHANNELS, mask),
     ):
         whole = torch.empty(N)
-        decode(*code, 9, levels, 64, whole, *further)
+        decode(*code, whole, *further)
         for first, tiles in PARTS:
             expected = whole[first * TILE : (first + tiles) * TILE]
             out = torch.empty_like(expected)
-            decode(*code, 9, levels, 64, out, *further, first)
+            decode(*code, out, *further, first)
             assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("op", ["dither", "nonzero"])
+@pytest.mark.parametrize("op", OPS)
 def test_on_a_gpu_too(op):
     """In Triton's interpreter, where there is none."""
     pytest.importorskip("triton")
@@ -49,7 +58,7 @@ def test_on_a_gpu_too(op):
     cuda = torch.cuda.is_available()
     device, module = ("cuda", ops) if cuda else ("cpu", triton)
     mask = reference.pack_bits((torch.rand(N) < 0.5).float())
-    arguments = [*code_of(op, 8), 9, 8, 64]
+    arguments = code_of(op, 8)
     further = [*CHANNELS, mask]
     whole = torch.empty(N)
     getattr(reference, f"{op}_dequantize")(*arguments, whole, *further)
@@ -61,11 +70,12 @@ def test_on_a_gpu_too(op):
     assert torch.equal(out.cpu(), whole[3 * TILE :])
 
 
+@pytest.mark.parametrize("op", ["nonzero", "sided"])
 @pytest.mark.parametrize("module", [numba, reference])
-def test_a_payload_that_is_too_short_is_refused_in_parts_too(module):
-    bits, payload, bounds = reference.nonzero_quantize(torch.ones(N), 0, 4, 64)
-    out = torch.empty(2 * TILE)
-    module.nonzero_dequantize(bits, payload, bounds, 0, 4, 64, out, first=1)
-    short = payload[: payload.numel() // 2]  # two and a half tiles of five
+def test_a_payload_that_is_too_short_is_refused_in_parts_too(module, op):
+    bits, payload, *rest = code_of(op, 4)
+    decode, out = getattr(module, f"{op}_dequantize"), torch.empty(2 * TILE)
+    decode(bits, payload, *rest, out, first=1)
+    short = payload[: payload.numel() // 3]  # less than two tiles of five
     with pytest.raises(ValueError, match="bytes of payload"):
-        module.nonzero_dequantize(bits, short, bounds, 0, 4, 64, out, first=1)
+        decode(bits, short, *rest, out, first=1)

@@ -171,6 +171,39 @@ def test_batch_norm_on_the_code_is_batch_norm_on_the_restored(name, dtype, resto
         torch.testing.assert_close(got, wanted, **tolerance(dtype))
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(6), nn.LayerNorm(13)], ids=["batch", "layer"])
+@pytest.mark.parametrize(
+    ("codec", "fields"),
+    [
+        ("group", {"bits": 4}),
+        ("cast", {"to": "bf16"}),
+        ("comet", {"bound": 0.1}),
+        ("lean", {}),
+        ("division", {"bits": 4}),
+        ("fdsr", {}),
+    ],
+)
+def test_any_code_of_a_norms_input_serves(codec, fields, norm, layout, restored, by_restoring):
+    """What `fdsr` transforms is not normalized; rows of a layer norm must lie one after another."""
+    x = (drawn(5, 6, 11, 13) * 3 + 1).to(memory_format=layout)
+    nn.init.uniform_(norm.weight, 0.5, 2)
+    grad = torch.empty_like(x).copy_(drawn(*x.shape, seed=3))
+
+    def context():
+        return er.saving(codec, **fields, min_nbytes=0, seed=5)
+
+    normed(x, norm, context(), grad)  # while a kernel is compiled, its arguments stay alive
+    del restored[:]
+    found = normed(x, norm, context(), grad)
+    rows = isinstance(norm, nn.BatchNorm2d) or layout is torch.contiguous_format
+    assert (tuple(x.shape) in restored) == (codec == "fdsr" or not rows)
+    by_restoring()
+    for got, wanted in zip(found, normed(x, norm, context(), grad), strict=True):
+        assert got.stride() == wanted.stride()
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
     return {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 0.03, "atol": 0.03}
 

@@ -141,24 +141,6 @@ class Encoded:
         """
         self.codec._decode_part(self, start, out, affine, bits)
 
-    def batch_norm_backward(
-        self, grad: Tensor, factor: Tensor, inner: int, out: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Backward of a batch norm, of whose normalized input this is the code.
-
-        grad, out  flat [numel], in memory order; out becomes the gradient of the input
-        factor     weight * rstd [C] float32; element i belongs to channel (i // inner) % C
-
-        Returns the gradients of weight and bias [C], or None where the codec has no kernel for it.
-        """
-        return None if self.raw else self.codec._batch_norm_backward(self, grad, factor, inner, out)
-
-    def layer_norm_backward(
-        self, grad: Tensor, weight: Tensor, rstd: Tensor, out: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """The same of a layer norm, with weight [D] and rstd [rows] float32: rows of D elements."""
-        return None if self.raw else self.codec._layer_norm_backward(self, grad, weight, rstd, out)
-
     def _check_buffers(self) -> None:
         n = self.numel
         layout = (
@@ -315,18 +297,6 @@ class Codec(ABC):
     ) -> None:
         """See `Encoded.decode_part`."""
         raise NotImplementedError  # a codec that has parts says how
-
-    def _batch_norm_backward(
-        self, encoded: Encoded, grad: Tensor, factor: Tensor, inner: int, out: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """See `Encoded.batch_norm_backward`."""
-        return None
-
-    def _layer_norm_backward(
-        self, encoded: Encoded, grad: Tensor, weight: Tensor, rstd: Tensor, out: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """See `Encoded.layer_norm_backward`."""
-        return None
 
     def _bitmap(self, encoded: Encoded) -> Tensor | None:
         """See `Encoded.bitmap`."""

@@ -104,21 +104,5 @@ class Dither(Codec):
     ) -> None:
         self._decode_into(encoded, out, affine, bits, start)
 
-    def _batch_norm_backward(
-        self, encoded: Encoded, grad: Tensor, factor: Tensor, inner: int, out: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        if encoded.facts.has_zeros:
-            return None
-        settings = encoded.seed, self.levels, self.group_size, factor, inner
-        return ops.dither_batch_norm_backward(grad, *encoded.buffers, *settings, out)
-
-    def _layer_norm_backward(
-        self, encoded: Encoded, grad: Tensor, weight: Tensor, rstd: Tensor, out: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        if encoded.facts.has_zeros:
-            return None
-        settings = encoded.seed, self.levels, self.group_size, weight, rstd
-        return ops.dither_layer_norm_backward(grad, *encoded.buffers, *settings, out)
-
     def _bitmap(self, encoded: Encoded) -> Tensor | None:
         return encoded.buffers[0] if encoded.facts.has_zeros else None

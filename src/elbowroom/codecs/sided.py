@@ -20,7 +20,7 @@ from torch import Tensor
 
 from elbowroom.codecs._checks import finite, one_of, within
 from elbowroom.codecs.affine import ABSENT, Affine
-from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, show
+from elbowroom.codecs.base import FLOATS, PART, Buffers, Codec, Encoded, Expected, Layout, show
 from elbowroom.codecs.facts import Facts
 from elbowroom.errors import CodecError
 from elbowroom.kernels import ops
@@ -39,6 +39,7 @@ class Sided(Codec):
     id: ClassVar[str] = "sided"
     lossless: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
+    has_parts: ClassVar[bool] = True
 
     upper: int = 4
     lower: int = 2
@@ -63,7 +64,7 @@ class Sided(Codec):
         self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None = None
     ) -> Buffers | None:
         bits = ops.pack_bits(flat > 0) if facts.mask is None else facts.mask
-        if not _belongs(bits, flat):
+        if not _belongs(bits, flat.numel(), flat.device):
             raise CodecError(
                 f"codec 'sided' was given a mask for {show(flat)} on {flat.device}: expected "
                 f"{_bits(flat.numel())}, contiguous, there; got {show(bits)} on {bits.device}. "
@@ -80,18 +81,18 @@ class Sided(Codec):
         out: Tensor,
         affine: Affine | None = None,
         bits: Tensor | None = None,
+        start: int = 0,
     ) -> None:
         payload, bounds, *own = encoded.buffers
         sides = encoded.facts.mask if encoded.facts.mask is not None else own[0]
-        if not _belongs(sides, out):
-            expected = (
-                f"a mask in its facts to be {_bits(out.numel())}, contiguous, on {out.device}"
-            )
+        n, device = encoded.numel, out.device
+        if not _belongs(sides, n, device):
+            expected = f"a mask in its facts to be {_bits(n)}, contiguous, on {device}"
             raise encoded.damaged(expected, f"{show(sides)} on {sides.device}")
         try:
             ops.sided_dequantize(
                 *(sides, payload, bounds, encoded.seed, *self._settings),
-                *(out, *(affine or ABSENT), bits),
+                *(out, *(affine or ABSENT), bits, start // PART),
             )
         except ValueError as error:
             raise encoded.damaged(*str(error).removeprefix("expected ").split("; got ")) from None
@@ -99,6 +100,11 @@ class Sided(Codec):
     # Its kernels do an affine in the same pass.
     _encode_mapped = _encode
     _decode_mapped = _decode_into
+
+    def _decode_part(
+        self, encoded: Encoded, start: int, out: Tensor, affine: Affine | None, bits: Tensor | None
+    ) -> None:
+        self._decode_into(encoded, out, affine, bits, start)
 
     @property
     def _settings(self) -> tuple[int, int, int]:
@@ -110,5 +116,5 @@ def _bits(n: int) -> Expected:
     return Expected(torch.uint8, (-(-n // 8),))
 
 
-def _belongs(mask: Tensor, flat: Tensor) -> bool:
-    return _bits(flat.numel()).fits(mask) and mask.device == flat.device
+def _belongs(mask: Tensor, n: int, device: torch.device) -> bool:
+    return _bits(n).fits(mask) and mask.device == device

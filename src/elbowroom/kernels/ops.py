@@ -20,8 +20,8 @@
     optimizer_step(param!, residual!, grad, states!, rule, weights, kinds, row, factors, seed)
     moments_quantize(m, v, states!, kinds, row, seed)     an optimizer's states, [D, ...] each
     moments_dequantize(states, kinds, row, n)             m, v
-    dither_batch_norm_backward(grad, ..., factor, inner, out!)    grad_weight, grad_bias; out is
-    dither_layer_norm_backward(grad, ..., weight, rstd, out!)     the gradient of what was encoded
+    batch_norm_backward(grad, factor, inner, x!)          grad_weight, grad_bias; x is normalized,
+    layer_norm_backward(grad, weight, rstd, x!)           and becomes the gradient of the input
     dropout(x, seed, p, out!)                             x / (1 - p) or 0, by counter
 
 and a `_dequantize` for each `_quantize`, which writes `out`: the caller owns the memory of what is
@@ -31,8 +31,8 @@ writes. Tensors are flat and contiguous; x is float32, bfloat16 or float16.
 `group`, `dither`, `nonzero` and `sided` do an affine in the same pass. With scale, shift [C] and
 inner, what they quantize is x * scale + shift, not rounded to x's dtype; what they dequantize is
 scaled and shifted before it is rounded, then made 0 where a bit of `mask` [ceil(N / 8)] is unset.
-`dither` and `nonzero` can do a part: `out` begins with tile `first`, and ends with a tile, or with
-the tensor; scale, shift and mask are those of all of it.
+`dither`, `nonzero` and `sided` can do a part: `out` begins with tile `first`, and ends with a tile,
+or with the tensor; scale, shift and mask are those of all of it.
 
 Each is a `torch.library` op defined by `define` + `impl`, which adds 1.6 us to a call where
 `custom_op` adds 8.4 us (EPYC, torch 2.13, n = 11: benchmarks/kernels.py). On a CPU numba serves, on
@@ -133,12 +133,8 @@ group_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.group
 group_dequantize = cast(Callable[..., None], _calls.group_dequantize.default)
 dither_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.dither_quantize.default)
 dither_dequantize = cast(Callable[..., None], _calls.dither_dequantize.default)
-dither_batch_norm_backward = cast(
-    Callable[..., tuple[Tensor, Tensor]], _calls.dither_batch_norm_backward.default
-)
-dither_layer_norm_backward = cast(
-    Callable[..., tuple[Tensor, Tensor]], _calls.dither_layer_norm_backward.default
-)
+batch_norm_backward = cast(Callable[..., tuple[Tensor, Tensor]], _calls.batch_norm_backward.default)
+layer_norm_backward = cast(Callable[..., tuple[Tensor, Tensor]], _calls.layer_norm_backward.default)
 nonzero_quantize = cast(
     Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.nonzero_quantize.default
 )

@@ -22,13 +22,6 @@ SCHEMAS = {
     ),
     "dither_quantize": _QUANTIZE,
     "dither_dequantize": f"({_DITHERED}, {_RESTORED}, int first=0) -> ()",
-    "dither_batch_norm_backward": (
-        f"(Tensor grad, {_DITHERED}, Tensor factor, int inner, Tensor(a!) out) -> (Tensor, Tensor)"
-    ),
-    "dither_layer_norm_backward": (
-        f"(Tensor grad, {_DITHERED}, Tensor weight, Tensor rstd, Tensor(a!) out) -> "
-        "(Tensor, Tensor)"
-    ),
     "nonzero_quantize": _QUANTIZE,
     "nonzero_dequantize": (
         "(Tensor bits, Tensor payload, Tensor bounds, int seed, int levels, int group_size, "
@@ -48,7 +41,13 @@ SCHEMAS = {
     ),
     "sided_dequantize": (
         "(Tensor bits, Tensor payload, Tensor bounds, int seed, int upper, int lower, "
-        f"int group_size, {_RESTORED}) -> ()"
+        f"int group_size, {_RESTORED}, int first=0) -> ()"
+    ),
+    "batch_norm_backward": (
+        "(Tensor grad, Tensor factor, int inner, Tensor(a!) x) -> (Tensor, Tensor)"
+    ),
+    "layer_norm_backward": (
+        "(Tensor grad, Tensor weight, Tensor rstd, Tensor(a!) x) -> (Tensor, Tensor)"
     ),
     "fp8_quantize": "(Tensor x, int group_size, str fmt) -> (Tensor, Tensor)",
     "fp8_dequantize": "(Tensor codes, Tensor scale, int group_size, str fmt, Tensor(a!) out) -> ()",

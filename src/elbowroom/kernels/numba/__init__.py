@@ -5,7 +5,7 @@ Compiled functions are cached on disk by numba; `launch.py` keeps its threads in
 
 from elbowroom.kernels.numba.affine import affine as affine
 from elbowroom.kernels.numba.batch_norm_backward import (
-    dither_batch_norm_backward as dither_batch_norm_backward,
+    batch_norm_backward as batch_norm_backward,
 )
 from elbowroom.kernels.numba.bits import masked as masked
 from elbowroom.kernels.numba.bits import pack_bits as pack_bits
@@ -25,7 +25,7 @@ from elbowroom.kernels.numba.fp8 import fp8_quantize as fp8_quantize
 from elbowroom.kernels.numba.group import group_dequantize as group_dequantize
 from elbowroom.kernels.numba.group import group_quantize as group_quantize
 from elbowroom.kernels.numba.layer_norm_backward import (
-    dither_layer_norm_backward as dither_layer_norm_backward,
+    layer_norm_backward as layer_norm_backward,
 )
 from elbowroom.kernels.numba.narrow import narrow as narrow
 from elbowroom.kernels.numba.nonzero import nonzero_dequantize as nonzero_dequantize

@@ -1,8 +1,7 @@
-"""Backward of a batch norm on the code of its input (spec: `reference/batch_norm_backward.py`).
+"""Backward of a batch norm on its normalized input (spec: `reference/batch_norm_backward.py`).
 
-The first pass decodes each tile into the cache, takes the sums, and leaves it where the gradient
-will be; the second makes the gradient of it in place. So the restored input is no tensor of its
-own, and is read once.
+One pass takes the sums, another makes the gradient in place of the normalized input, which is what
+was decoded: so backward has one tensor, where torch's own has two.
 
 Sums are taken in float32 over what a tile has of a channel, then in float64, in the same order
 however many threads there are.
@@ -14,36 +13,22 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.layout import tiles
-from elbowroom.kernels.numba.codes import SLACK
-from elbowroom.kernels.numba.compiled import CHUNK, MOST_ITEMS, TILE, f32, jit, summing, u8
-from elbowroom.kernels.numba.dither import decode_tile
-from elbowroom.kernels.numba.launch import array, parallel, patterns, split_seed, words
-from elbowroom.kernels.numba.noise import tile_key
-from elbowroom.kernels.numba.rounding import from_float, target, to_float
+from elbowroom.kernels.numba.compiled import CHUNK, MOST_ITEMS, TILE, f32, jit, summing
+from elbowroom.kernels.numba.launch import array, parallel, words
+from elbowroom.kernels.numba.rounding import from_float, to_float
 
 
-def dither_batch_norm_backward(
-    grad: Tensor,
-    codes: Tensor,
-    ranges: Tensor,
-    bounds: Tensor,
-    seed: int,
-    levels: int,
-    group_size: int,
-    factor: Tensor,
-    inner: int,
-    out: Tensor,
+def batch_norm_backward(
+    grad: Tensor, factor: Tensor, inner: int, x: Tensor
 ) -> tuple[Tensor, Tensor]:
-    source = *words(grad), array(codes), array(ranges), patterns(bounds)
-    settings = *split_seed(seed), levels, group_size, inner
     items = max(1, min(MOST_ITEMS, -(-tiles(grad.numel()) // CHUNK)))
     sums = np.zeros((items, 2, len(factor)))
-    made = words(out)[0]
-    _sums(*source, *settings, made, sums)
+    source, made = words(grad), words(x)[0]
+    _sums(*source, inner, made, sums)
     both = torch.from_numpy(sums.sum(0))
     count = grad.numel() / len(factor)
     by_value, shift = (-both.float() / count * factor).flip(0)
-    _gradient(*source[:2], array(factor), array(by_value), array(shift), inner, made)
+    _gradient(*source, array(factor), array(by_value), array(shift), inner, made)
     return both[1].float(), both[0].float()
 
 
@@ -97,26 +82,22 @@ def _add_neighbours(dy, x, start, sums, part):
 
 
 @parallel
-def _sums(grad, kind, codes, ranges, bounds, seed_low, seed_high, levels, S, inner, out, sums):
+def _sums(grad, kind, inner, x, sums):
     N = grad.shape[0]
     T = (N + TILE - 1) // TILE
     each = (T + sums.shape[0] - 1) // sums.shape[0]
     for i_c in prange(sums.shape[0]):
-        b_x, b_dy, b_u = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE, f32)
-        b_code, part = np.empty(TILE + SLACK, u8), np.empty((2, sums.shape[2]), f32)
-        b_low, b_step = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
+        b_x, b_dy = np.empty(TILE, f32), np.empty(TILE, f32)
+        part = np.empty((2, sums.shape[2]), f32)
         for i_t in range(i_c * each, min(i_c * each + each, T)):
             start = i_t * TILE
             n = min(TILE, N - start)
-            key = tile_key(i_t, seed_low, seed_high)
-            x = target(out[start : start + n], kind, b_x[:n])
-            decode_tile(codes, ranges, bounds, i_t, key, levels, S, b_code, b_u, b_low, b_step, x)
+            values = to_float(x[start : start + n], kind, b_x[:n])
             dy = to_float(grad[start : start + n], kind, b_dy[:n])
             if inner == 1:
-                _add_neighbours(dy, x, start, sums[i_c], part)
+                _add_neighbours(dy, values, start, sums[i_c], part)
             else:
-                _add_runs(dy, x, start, inner, sums[i_c])
-            from_float(x, kind, out[start : start + n])
+                _add_runs(dy, values, start, inner, sums[i_c])
 
 
 @jit
@@ -157,18 +138,18 @@ def _mix_neighbours(y, dy, start, factor, by, shift):
 
 
 @parallel
-def _gradient(grad, kind, factor, by, shift, inner, out):
-    """out <- factor * grad + by * out + shift, by channel."""
+def _gradient(grad, kind, factor, by, shift, inner, x):
+    """x <- factor * grad + by * x + shift, by channel."""
     N = grad.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
         b_x, b_dy = np.empty(TILE, f32), np.empty(TILE, f32)
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
-            y = to_float(out[first:last], kind, b_x[: last - first])
+            y = to_float(x[first:last], kind, b_x[: last - first])
             dy = to_float(grad[first:last], kind, b_dy[: last - first])
             if inner == 1:
                 _mix_neighbours(y, dy, first, factor, by, shift)
             else:
                 _mix_runs(y, dy, first, inner, factor, by, shift)
-            from_float(y, kind, out[first:last])
+            from_float(y, kind, x[first:last])

@@ -123,17 +123,6 @@ def _quantize(x, kind, scale, shift, runs, seed_low, seed_high, levels, S, out, 
             pack(b_code, n, levels, b_spare, out[i_t * P : i_t * P + codes_nbytes(levels, n)])
 
 
-@jit
-def decode_tile(codes, ranges, bounds, i_t, key, levels, S, b_code, b_u, b_low, b_step, values):
-    """values [n] float32 <- tile i_t."""
-    n, first = values.shape[0], i_t * (TILE // S)
-    P = codes_nbytes(levels, TILE)
-    draw(key, b_u)
-    unpack(codes[i_t * P : i_t * P + codes_nbytes(levels, n)], levels, b_code[: n + SLACK])
-    grid(ranges[first : first + (n + S - 1) // S], bounds[i_t], levels, b_low, b_step)
-    dequantize(b_code, b_u, S, b_low, b_step, values)
-
-
 @parallel
 def _dequantize(
     codes, ranges, bounds, seed_low, seed_high, levels, S, scale, shift, runs, mask, out, kind,
@@ -141,6 +130,7 @@ def _dequantize(
 ):  # fmt: skip
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
+    P, G = codes_nbytes(levels, TILE), TILE // S  # of a tile: bytes of codes, groups
     for i_c in prange((T + CHUNK - 1) // CHUNK):
         b_x, b_u = np.empty(TILE, f32), np.empty(TILE, f32)
         b_code, b_flag = np.empty(TILE + SLACK, u8), np.empty(TILE, np.int8)
@@ -149,8 +139,11 @@ def _dequantize(
             start = i_t * TILE
             n = min(TILE, N - start)
             i_w = first + i_t  # in the whole tensor
-            key = tile_key(i_w, seed_low, seed_high)
+            part = ranges[i_w * G : i_w * G + (n + S - 1) // S]
             y = target(out[start : start + n], kind, b_x[:n])
-            decode_tile(codes, ranges, bounds, i_w, key, levels, S, b_code, b_u, b_low, b_step, y)
+            draw(tile_key(i_w, seed_low, seed_high), b_u)
+            unpack(codes[i_w * P : i_w * P + codes_nbytes(levels, n)], levels, b_code[: n + SLACK])
+            grid(part, bounds[i_w], levels, b_low, b_step)
+            dequantize(b_code, b_u, S, b_low, b_step, y)
             map_restored(y, i_w * TILE, scale, shift, runs, mask, b_flag)
             from_restored(y, kind, out[start : start + n])

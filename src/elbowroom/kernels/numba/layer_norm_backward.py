@@ -1,8 +1,7 @@
-"""Backward of a layer norm on the code of its input (spec: `reference/layer_norm_backward.py`).
+"""Backward of a layer norm on its normalized input (spec: `reference/layer_norm_backward.py`).
 
-The code is decoded to where the gradient will be, and each row there becomes its gradient while it
-is in the cache. Sums over rows are taken in float32 by work item, then in float64, in the same
-order however many threads there are.
+Each row becomes its gradient while it is in the cache. Sums over rows are taken in float32 by work
+item, then in float64, in the same order however many threads there are.
 """
 
 import numpy as np
@@ -11,29 +10,18 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.numba.compiled import MOST_ITEMS, f32, jit, summing
-from elbowroom.kernels.numba.dither import dither_dequantize
 from elbowroom.kernels.numba.launch import array, parallel, words
 from elbowroom.kernels.numba.rounding import from_float, to_float
 
 _LEAST_ROWS = 16  # of an item: its sums take as much memory as two rows
 
 
-def dither_layer_norm_backward(
-    grad: Tensor,
-    codes: Tensor,
-    ranges: Tensor,
-    bounds: Tensor,
-    seed: int,
-    levels: int,
-    group_size: int,
-    weight: Tensor,
-    rstd: Tensor,
-    out: Tensor,
+def layer_norm_backward(
+    grad: Tensor, weight: Tensor, rstd: Tensor, x: Tensor
 ) -> tuple[Tensor, Tensor]:
-    dither_dequantize(codes, ranges, bounds, seed, levels, group_size, out)
     row, rows = len(weight), len(rstd)
     sums = np.zeros((max(1, min(MOST_ITEMS, rows // _LEAST_ROWS)), 2, row), f32)
-    _rows(*words(grad), array(weight), array(rstd), words(out)[0], sums)
+    _rows(*words(grad), array(weight), array(rstd), words(x)[0], sums)
     of_weight, of_bias = torch.from_numpy(sums).sum(0, dtype=torch.float64)
     return of_weight.float(), of_bias.float()
 
@@ -64,15 +52,15 @@ def _finish(y, dy, weight, scale, mean, slope):
 
 
 @parallel
-def _rows(grad, kind, weight, rstd, out, sums):
+def _rows(grad, kind, weight, rstd, x, sums):
     R, D = rstd.shape[0], weight.shape[0]
     each = (R + sums.shape[0] - 1) // sums.shape[0]
     for i_c in prange(sums.shape[0]):
         b_x, b_dy = np.empty(D, f32), np.empty(D, f32)
         for i_r in range(i_c * each, min(i_c * each + each, R)):
-            y = to_float(out[i_r * D : i_r * D + D], kind, b_x)
+            y = to_float(x[i_r * D : i_r * D + D], kind, b_x)
             dy = to_float(grad[i_r * D : i_r * D + D], kind, b_dy)
             mean, slope = _means(dy, y, weight)
             _add(dy, y, sums[i_c, 0], sums[i_c, 1])
             _finish(y, dy, weight, rstd[i_r], mean, slope)
-            from_float(y, kind, out[i_r * D : i_r * D + D])
+            from_float(y, kind, x[i_r * D : i_r * D + D])

@@ -54,13 +54,15 @@ def sided_dequantize(
     shift: Tensor | None = None,
     inner: int = 1,
     mask: Tensor | None = None,
+    first: int = 0,
 ) -> None:
-    counts, starts = _sizes(bits, out.numel(), upper, lower, group_size)
-    check_payload(payload, int(starts[-1]))
+    n = first * TILE + out.numel()
+    counts, starts = _sizes(bits[: -(-n // 8)], n, upper, lower, group_size)
+    check_payload(payload, int(starts[-1]), goes_on=8 * bits.numel() >= n + 8)
     source = array(bits), array(counts), array(starts), array(payload), patterns(bounds)
     settings = *split_seed(seed), upper, lower, group_size
-    by = *channels(scale, shift, inner, out.numel()), mask_array(mask)
-    _dequantize(*source, *settings, *by, *words(out))
+    by = *channels(scale, shift, inner, n), mask_array(mask)
+    _dequantize(*source, *settings, *by, *words(out), first)
 
 
 def _sizes(
@@ -207,7 +209,7 @@ def _quantize(
 @parallel
 def _dequantize(
     bits, counts, starts, payload, bounds, seed_low, seed_high, upper, lower, S,
-    scale, shift, runs, mask, out, kind,
+    scale, shift, runs, mask, out, kind, i_first,
 ):  # fmt: skip
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
@@ -217,19 +219,20 @@ def _dequantize(
         b_low, b_step = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
-            n, p = last - first, counts[i_t]
-            draw(tile_key(i_t, seed_low, seed_high), b_u)
-            start = starts[i_t]
-            middle, end = start + part_nbytes(p, upper, S), starts[i_t + 1]
+            i_w = i_first + i_t  # in the whole tensor
+            n, p, byte = last - first, counts[i_w], i_w * (TILE // 8)
+            draw(tile_key(i_w, seed_low, seed_high), b_u)
+            start = starts[i_w]
+            middle, end = start + part_nbytes(p, upper, S), starts[i_w + 1]
             decode_part(
-                payload[start:middle], bounds[2 * i_t], b_u, upper, S,
+                payload[start:middle], bounds[2 * i_w], b_u, upper, S,
                 b_code, b_low, b_step, b_side[:p],
             )  # fmt: skip
             decode_part(
-                payload[middle:end], bounds[2 * i_t + 1], b_u[p:], lower, S,
+                payload[middle:end], bounds[2 * i_w + 1], b_u[p:], lower, S,
                 b_code, b_low, b_step, b_side[HALF : HALF + n - p],
             )  # fmt: skip
             values = target(out[first:last], kind, b_x[:n])
-            merge(b_side, bits[first // 8 : (last + 7) // 8], values)
-            map_restored(values, first, scale, shift, runs, mask, b_flag)
+            merge(b_side, bits[byte : byte + (n + 7) // 8], values)
+            map_restored(values, i_w * TILE, scale, shift, runs, mask, b_flag)
             from_restored(values, kind, out[first:last])

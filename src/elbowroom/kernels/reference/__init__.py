@@ -5,7 +5,7 @@ Short enough to be believed by eye.
 
 from elbowroom.kernels.reference.affine import affine as affine
 from elbowroom.kernels.reference.batch_norm_backward import (
-    dither_batch_norm_backward as dither_batch_norm_backward,
+    batch_norm_backward as batch_norm_backward,
 )
 from elbowroom.kernels.reference.bits import masked as masked
 from elbowroom.kernels.reference.bits import pack_bits as pack_bits
@@ -25,7 +25,7 @@ from elbowroom.kernels.reference.fp8 import fp8_quantize as fp8_quantize
 from elbowroom.kernels.reference.group import group_dequantize as group_dequantize
 from elbowroom.kernels.reference.group import group_quantize as group_quantize
 from elbowroom.kernels.reference.layer_norm_backward import (
-    dither_layer_norm_backward as dither_layer_norm_backward,
+    layer_norm_backward as layer_norm_backward,
 )
 from elbowroom.kernels.reference.narrow import narrow as narrow
 from elbowroom.kernels.reference.nonzero import nonzero_dequantize as nonzero_dequantize

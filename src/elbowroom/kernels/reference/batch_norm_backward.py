@@ -1,40 +1,23 @@
-"""Backward of a batch norm on the dithered code of its normalized input xhat.
+"""Backward of a batch norm on its normalized input xhat, which the gradient takes the place of.
 
 by channel, over its M elements:
 grad_bias = sum(grad);   grad_weight = sum(grad * xhat)
 grad_x    = factor * (grad - grad_bias / M - xhat * grad_weight / M)     factor = weight * rstd
 """
 
-import torch
 from torch import Tensor
 
-from elbowroom.kernels.reference.dither import dither_dequantize
 
-
-def dither_batch_norm_backward(
-    grad: Tensor,
-    codes: Tensor,
-    ranges: Tensor,
-    bounds: Tensor,
-    seed: int,
-    levels: int,
-    group_size: int,
-    factor: Tensor,
-    inner: int,
-    out: Tensor,
+def batch_norm_backward(
+    grad: Tensor, factor: Tensor, inner: int, x: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """grad [N]; factor [C] float32 -> out [N] = grad_x; grad_weight, grad_bias [C] float32.
+    """grad, x [N]; factor [C] float32 -> x: from xhat to grad_x; the other two [C] float32.
 
-    Element i belongs to channel (i // inner) % C. The sums are those of the decoded xhat; for
-    grad_x it is rounded to grad's dtype, as a restored input is.
+    Element i belongs to channel (i // inner) % C.
     """
-    xhat = torch.empty_like(grad, dtype=torch.float32)
-    dither_dequantize(codes, ranges, bounds, seed, levels, group_size, xhat)
     shape = -1, len(factor), inner
-    dy, x = grad.double().view(shape), xhat.double().view(shape)
-    bias, weight = dy.sum((0, 2)), (dy * x).sum((0, 2))  # [C]
-    each = grad.numel() / len(factor)
-    rounded = xhat.to(grad.dtype).double().view(shape)
-    mean = (bias[:, None] + rounded * weight[:, None]) / each
-    out.copy_(((dy - mean) * factor[:, None]).view(-1))
+    dy, xhat = grad.double().view(shape), x.double().view(shape)
+    bias, weight = dy.sum((0, 2)), (dy * xhat).sum((0, 2))  # [C]
+    mean = (bias[:, None] + xhat * weight[:, None]) * len(factor) / grad.numel()
+    x.copy_(((dy - mean) * factor[:, None]).view(-1))
     return weight.float(), bias.float()

@@ -1,4 +1,4 @@
-"""Backward of a layer norm on the dithered code of its normalized input xhat.
+"""Backward of a layer norm on its normalized input xhat, which the gradient takes the place of.
 
 by row of D elements, with g = grad * weight:
 grad_x      = rstd * (g - mean(g) - xhat * mean(g * xhat))
@@ -8,28 +8,13 @@ grad_weight = sum(grad * xhat);   grad_bias = sum(grad)
 
 from torch import Tensor
 
-from elbowroom.kernels.reference.dither import dither_dequantize
 
-
-def dither_layer_norm_backward(
-    grad: Tensor,
-    codes: Tensor,
-    ranges: Tensor,
-    bounds: Tensor,
-    seed: int,
-    levels: int,
-    group_size: int,
-    weight: Tensor,
-    rstd: Tensor,
-    out: Tensor,
+def layer_norm_backward(
+    grad: Tensor, weight: Tensor, rstd: Tensor, x: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """grad [R * D]; weight [D], rstd [R] float32 -> out [R * D] = grad_x; the other two [D].
-
-    xhat is rounded to grad's dtype, as a restored input is.
-    """
-    dither_dequantize(codes, ranges, bounds, seed, levels, group_size, out)
-    x, dy = out.double().view(-1, len(weight)), grad.double().view(-1, len(weight))
+    """grad, x [R * D]; weight [D], rstd [R] float32 -> x: from xhat to grad_x; two sums [D]."""
+    xhat, dy = x.double().view(-1, len(weight)), grad.double().view(-1, len(weight))
     g = dy * weight
-    inner = g - g.mean(1, keepdim=True) - x * (g * x).mean(1, keepdim=True)
-    out.copy_((rstd[:, None] * inner).view(-1))
-    return (dy * x).sum(0).float(), dy.sum(0).float()
+    inner = g - g.mean(1, keepdim=True) - xhat * (g * xhat).mean(1, keepdim=True)
+    x.copy_((rstd[:, None] * inner).view(-1))
+    return (dy * xhat).sum(0).float(), dy.sum(0).float()

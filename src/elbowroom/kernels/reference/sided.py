@@ -66,18 +66,18 @@ def sided_dequantize(
     shift: Tensor | None = None,
     inner: int = 1,
     mask: Tensor | None = None,
+    first: int = 0,
 ) -> None:
-    """The inverse: out [N] is written."""
-    above = torch.split(flags(bits, out.numel()), TILE) if out.numel() else ()
+    """The inverse: out [N] is written; of a larger tensor, the part that begins with tile first."""
+    held = flags(bits, first * TILE + out.numel())
+    above = torch.split(held, TILE) if held.numel() else ()
     counts = [(int(tile.sum()), int((~tile).sum())) for tile in above]
-    check_payload(
-        payload,
-        sum(
-            part_nbytes(p, upper, group_size) + part_nbytes(q, lower, group_size) for p, q in counts
-        ),
+    nbytes = sum(
+        part_nbytes(p, upper, group_size) + part_nbytes(q, lower, group_size) for p, q in counts
     )
-    y, start = torch.empty_like(out, dtype=torch.float32), 0
-    for i, tile in enumerate(torch.split(y, TILE) if out.numel() else ()):
+    check_payload(payload, nbytes, goes_on=8 * bits.numel() >= held.numel() + 8)
+    y, start = torch.empty(held.numel(), dtype=torch.float32, device=out.device), 0
+    for i, tile in enumerate(torch.split(y, TILE) if held.numel() else ()):
         u, done = uniform(seed, i, 1, bits.device)[0], 0
         for side, levels in enumerate((upper, lower)):
             n, at = counts[i][side], 2 * i + side
@@ -86,4 +86,4 @@ def sided_dequantize(
             values = decode_part(part, bounds[at : at + 1], u[done:], n, levels, group_size)
             tile[above[i] if side == 0 else ~above[i]] = values
             done += n
-    store(mapped(y, scale, shift, inner, mask), out)
+    store(mapped(y, scale, shift, inner, mask)[first * TILE :], out)

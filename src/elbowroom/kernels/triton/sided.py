@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from elbowroom.kernels.layout import TILE as TILE_SIZE
 from elbowroom.kernels.layout import tiles
 from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
 from elbowroom.kernels.triton.device import (
@@ -65,12 +66,14 @@ def sided_dequantize(
     shift: Tensor | None = None,
     inner: int = 1,
     mask: Tensor | None = None,
+    first: int = 0,
 ) -> None:
+    n = first * TILE_SIZE + out.numel()
     settings = {"UPPER": upper, "LOWER": lower, "S": group_size}
-    starts = _starts(bits, out.numel(), settings)
+    starts = _starts(bits, n, settings)
     target, kind = words(out)
-    sizes = out.numel(), payload.numel()
-    by = channels(scale, shift, inner, mask, out.numel())
+    sizes = out.numel(), first, payload.numel()
+    by = channels(scale, shift, inner, mask, n)
     args = bits, starts, payload, patterns(bounds), target, *sizes, *by, *split_seed(seed)
     constants = settings | {"KIND": kind, "SHORT": is_short(scale, inner)}
     launch(_dequantize, tiles(out.numel()), *args, **constants, R=1)
@@ -172,7 +175,7 @@ def encode_side(
     pack(p_x, p_codes, n, b_key, b_low, b_scale, b_place[None, :], LEVELS, S, KIND, o_u)
 
 
-@triton.jit(do_not_specialize=["N_PAYLOAD", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["first", "N_PAYLOAD", "seed_low", "seed_high"])
 def _dequantize(
     p_bits,
     p_starts,
@@ -180,6 +183,7 @@ def _dequantize(
     p_bounds,
     p_out,
     N,
+    first,
     N_PAYLOAD,
     p_scale,
     p_shift,
@@ -199,6 +203,8 @@ def _dequantize(
     i_t = tl.program_id(0).to(tl.int64)
     o_x = tl.arange(0, TILE)
     m_x = i_t * TILE + o_x < N
+    p_out += i_t * TILE
+    i_t += first  # in the whole tensor
     b_byte = tl.load(p_bits + i_t * (TILE // 8) + o_x // 8, mask=m_x, other=0).to(tl.int32)
     m_up = m_x & (((b_byte >> (o_x % 8)) & 1) != 0)
     n_up = tl.sum(m_up.to(tl.int32), axis=0)
@@ -212,7 +218,7 @@ def _dequantize(
     b_x = tl.where(m_t, tl.where(m_up, b_up, b_low), float("nan"))
     b_x = scale_tile(b_x, i_t, o_x, m_x, p_scale, p_shift, inner, C, share, SHORT)
     b_x = blank_unset(b_x, i_t, o_x, m_x, p_mask)
-    store_restored(p_out + i_t * TILE + o_x, b_x, m_x, KIND)
+    store_restored(p_out + o_x, b_x, m_x, KIND)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ What is encoded is xhat = (x - mean) * rstd (`runtime/normal.py`), and that is a
     grad_x = weight * rstd * (grad - mean(grad) - xhat * mean(grad * xhat))     means by channel
     grad_weight = sum(grad * xhat);   grad_bias = sum(grad)
 
-So the input is never restored: 4 bytes an element less to hold, and 12 less to move.
+So what is decoded becomes the gradient in place: torch's own needs the input and another tensor.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs.base import FLOATS
+from elbowroom.kernels import ops
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import normalized_of, packed, wanted
 
@@ -87,8 +88,6 @@ def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
     factor = statistics.rstd.float().flatten()
     if ctx.dtypes[0] is not None:
         factor = factor * packed(ctx, 1).restore().float()
-    out = torch.empty_like(flat)
-    sums = encoded.batch_norm_backward(flat, factor, statistics.inner, out)
-    if sums is None:
-        return None
+    encoded.decode_own(out := torch.empty_like(flat))
+    sums = ops.batch_norm_backward(flat, factor, statistics.inner, out)
     return out.as_strided(grad.shape, grad.stride()), *wanted(sums, ctx)

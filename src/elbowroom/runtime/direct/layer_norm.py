@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs.base import FLOATS
+from elbowroom.kernels import ops
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import normalized_of, packed, wanted
 
@@ -76,9 +77,7 @@ def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
         weight = packed(ctx, 1).restore().detach().float().flatten()
     if ctx.dtypes[1] is not None:
         packed(ctx, 2).restore()  # for the error of one that was changed in place, which is torch's
-    rstd, out = statistics.rstd.float().flatten(), torch.empty_like(flat)
-    sums = encoded.layer_norm_backward(flat, weight, rstd, out)
-    if sums is None:
-        return None
+    encoded.decode_own(out := torch.empty_like(flat))
+    sums = ops.layer_norm_backward(flat, weight, statistics.rstd.float().flatten(), out)
     of_parameters = wanted(tuple(total.view(tuple(ctx.shape)) for total in sums), ctx)
     return out.as_strided(grad.shape, grad.stride()), *of_parameters
