@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import elbowroom as er
 from elbowroom.measure import MemoryCurve, mark, memory_curve, peak
 from elbowroom.measure.held import Held, all_tensors
 
@@ -148,3 +149,22 @@ def test_a_fake_tensor_that_a_compiler_left_behind_holds_nothing():
         left = torch.zeros(1 << 20), torch.zeros(100).nonzero()  # the latter's size is a symbol
     assert Held(all_tensors("cpu")).nbytes() == before
     del left
+
+
+def test_a_peak_inside_a_peak_is_an_error_and_not_0():
+    with pytest.raises(RuntimeError, match="inside another peak"):
+        peak(lambda: peak(lambda: torch.zeros(64, dtype=torch.uint8)))
+    assert peak(lambda: torch.zeros(64, dtype=torch.uint8)) == 64
+    with torch.profiler.profile(), pytest.raises(RuntimeError, match="while a profiler runs"):
+        peak(lambda: torch.zeros(64, dtype=torch.uint8))
+
+
+def test_a_peak_ends_the_measurement_that_a_fitted_model_has_running():
+    model, x = conv_net(2, 8), torch.randn(8, 8, 16, 16)
+    training_step(model, x)
+    plain = peak(lambda: training_step(model, x))
+    er.fit(model, budget="64 MiB", exact=True)
+    training_step(model, x)  # measured until the next forward
+    assert peak(lambda: training_step(model, x)) == pytest.approx(plain, rel=0.01)
+    training_step(model, x)
+    er.release(model)

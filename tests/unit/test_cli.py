@@ -68,6 +68,8 @@ def test_demo_trains_the_gpt_on_text(tmp_path):
         (["--text", "--width", "33"], "divides by 32"),
         (["--batch", "0"], "batch is at least 1"),
         (["--out", "/nowhere/page.html"], "cannot write --out"),
+        (["--out", "/proc/page.html"], "cannot write --out"),
+        (["--codec", "bitmask", "--width", "4", "--batch", "8"], "one value besides 0"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments, message):

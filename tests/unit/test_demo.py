@@ -63,6 +63,12 @@ def test_one_seed_means_one_training(name):
     assert losses[0] != losses[2]
 
 
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_any_number_of_steps_has_a_schedule(steps):
+    """torch's own divides by the steps in which the rate rises, less one."""
+    assert len(list(train(Run(small("gpt"), nullcontext, steps=steps)))) == steps
+
+
 def test_training_leaves_the_users_random_state_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)

@@ -91,6 +91,12 @@ def test_a_truncated_gzip(folder):
         load_images(folder)
 
 
+def test_a_file_that_ends_inside_its_header(folder):
+    (folder / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03\0\0\0\x01\0")
+    with pytest.raises(DataError, match="ends inside its header: expected 16 bytes of it, found 9"):
+        load_images(folder)
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"\0\0", b"<html>not found</html>", b"\0\0\x0d\x01\0\0\0\x01"]
 )

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import elbowroom as er
 from elbowroom.cli.polite import check_writable, errors_console, polite
-from elbowroom.demo.compare import Comparison, Saving, compare
+from elbowroom.demo.compare import Comparison, Saving, compare, try_out
 from elbowroom.demo.compare import Progress as Told
 from elbowroom.demo.page import page
 from elbowroom.demo.tasks import task
@@ -71,6 +71,7 @@ def demo(
         raise ValueError("--data names a folder of images and --text trains on text; choose one")
     saving, recipe = saving_for(codec, bits)
     chosen = task(name, width=width, batch=batch, folder=data)
+    try_out(chosen, saving)
     with _progress() as tell:
         result = compare(chosen, saving, steps=steps or DEFAULT_STEPS[name], on_progress=tell)
     report = page(result, {**_settings(result), "saving": recipe})

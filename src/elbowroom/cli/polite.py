@@ -1,7 +1,6 @@
 """Mistakes end with one line and exit code 2, budgets too small with 3, never with a traceback."""
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec
@@ -10,6 +9,7 @@ import typer
 from rich.console import Console
 
 from elbowroom.errors import BudgetTooSmall, DataError, ElbowroomError
+from elbowroom.files import beside
 
 P = ParamSpec("P")
 
@@ -48,11 +48,19 @@ def _on_the_command_line(error: BudgetTooSmall) -> str:
 
 def check_writable(out: Path, option: str) -> None:
     """Say before a training, not after it, that its result cannot be written."""
-    folder = out.parent
     if out.is_dir():
         raise DataError(f"{option} {out} is a folder; name a file in it")
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise DataError(f"cannot write {option} {out}: no folder {folder} that can be written to")
+    if out.exists() and not out.is_file():
+        return  # a device, or a pipe
+    probe = beside(out)
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise DataError(
+            f"cannot write {option} {out}: no folder {out.parent} that can be written to "
+            f"({error.strerror})"
+        ) from error
 
 
 def errors_console() -> Console:

@@ -14,6 +14,7 @@ from elbowroom.cli.polite import check_writable, errors_console, mistake, polite
 from elbowroom.cli.script import Arguments, Script, check_script, run_script, show_traceback
 from elbowroom.control import Discovery, Fitting, Summary, summary
 from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.files import write_text
 from elbowroom.plan.plan import Line, Plan, check_plan
 from elbowroom.runtime.attach import opener_of
 from elbowroom.units import parse_nbytes, show_nbytes
@@ -68,7 +69,7 @@ def run(
         errors_console().print(_table(told))
         if report is not None:
             figures = told.as_dict() | {"exit_code": code}
-            report.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+            write_text(json.dumps(figures, indent=2) + "\n", report)
     raise typer.Exit(code)
 
 

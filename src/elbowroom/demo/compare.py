@@ -103,6 +103,11 @@ def _side_dict(side: Side, step_s: float) -> dict[str, Any]:
     }
 
 
+def try_out(task: Task, saving: Saving) -> None:
+    """One step of a model of its own: a codec that does not take its tensors says so now."""
+    Run(task, saving, steps=1).step(next(task.batches(0)))
+
+
 def compare(
     task: Task,
     saving: Saving,

@@ -119,7 +119,11 @@ def _read_idx(path: Path, *, dimensions: int) -> np.ndarray:
         raise DataError(f"cannot read {path}: {error}; expected an IDX file, gzipped") from error
     wanted = bytes([0, 0, 8, dimensions])
     header = 4 + 4 * dimensions
-    if content[:4] != wanted or len(content) < header:
+    if content[:4] == wanted and len(content) < header:
+        raise DataError(
+            f"{path} ends inside its header: expected {header} bytes of it, found {len(content)}"
+        )
+    if content[:4] != wanted:
         raise DataError(
             f"{path} is no IDX file of uint8 in {dimensions} dimensions: expected it to begin with "
             f"{wanted.hex(' ')}, found {content[:4].hex(' ') or 'nothing'}"

@@ -27,7 +27,7 @@ def page(comparison: Comparison, settings: Mapping[str, str]) -> Page:
     plain, ours = comparison.plain, comparison.ours
     return Page(
         title=f"{comparison.task.name}: one training, plain and through elbowroom",
-        lead=f"Trained twice from seed {comparison.seed} for {comparison.steps} steps on "
+        lead=f"Trained twice from seed {comparison.seed} for {_steps(comparison.steps)} on "
         f"{comparison.task.origin}. {scaled(comparison)} Of one seed, a point of accuracy more "
         "or less is chance.",
         rows=rows(comparison),
@@ -72,6 +72,10 @@ def rows(comparison: Comparison) -> list[Row]:
             note="on the whole test set, after training",
         ),
     ]
+
+
+def _steps(n: int) -> str:
+    return "1 step" if n == 1 else f"{n} steps"
 
 
 def _bytes_row(name: str, plain_nbytes: int, our_nbytes: int, note: str) -> Row:

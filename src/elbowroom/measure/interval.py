@@ -4,7 +4,7 @@ Like `peak`, for code that is not ours to call. On CUDA: the caching allocator's
 the start. On a CPU: PyTorch's profiler, with its limits. It belongs to one thread and there is one
 in a process, so an interval runs only on the main thread, one at a time, and never beside a
 profiler of the user's: `start` then gives None, and one tries again later. An interval that is not
-needed any more must be closed.
+needed any more must be closed. A peak that somebody asks for (`er.peak`) ends one that runs.
 """
 
 import atexit
@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from elbowroom.measure.background import Background
 from elbowroom.measure.peak import MemoryCurve, curve_of, quiet_profiler
 
 
 class Interval:
     """Runs from `start` to `stop` or `close`."""
-
-    _running: "Interval | None" = None
 
     def __init__(self, base_nbytes: int, device: torch.device, profiler: Any) -> None:
         self._base_nbytes, self._device, self._profiler = base_nbytes, device, profiler
@@ -36,8 +35,8 @@ class Interval:
         quiet_profiler()
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         profiler.start()
-        cls._running = cls(base_nbytes, device, profiler)
-        return cls._running
+        Background.running = found = cls(base_nbytes, device, profiler)
+        return found
 
     def stop(self) -> int | None:
         """The highest level since the start, in bytes; None if this thread cannot tell it."""
@@ -53,11 +52,11 @@ class Interval:
     def close(self) -> bool:
         """Stop the profiler, if this is the thread that may. Whether this call stopped it."""
         if (
-            Interval._running is not self
+            Background.running is not self
             or threading.current_thread() is not threading.main_thread()
         ):
             return False
-        Interval._running = None
+        Background.running = None
         self._profiler.stop()
         return True
 
@@ -65,8 +64,7 @@ class Interval:
 @atexit.register
 def _close_running() -> None:
     """A profiler that runs while the interpreter ends crashes it."""
-    if Interval._running is not None:
-        Interval._running.close()
+    Background.interrupt()
 
 
 def may_measure(device: torch.device) -> bool:
@@ -74,5 +72,5 @@ def may_measure(device: torch.device) -> bool:
     if device.type == "cuda":
         return True
     on_main = threading.current_thread() is threading.main_thread()
-    busy = Interval._running is not None or torch._C._autograd._profiler_enabled()
+    busy = Background.running is not None or torch._C._autograd._profiler_enabled()
     return on_main and not busy

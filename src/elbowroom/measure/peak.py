@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from elbowroom.measure.background import Background
+
 MARK = "elbowroom.mark."
 
 
@@ -79,7 +81,9 @@ def mark(name: str) -> None:
 def peak(step: Callable[[], object], *, device: torch.device | str | None = None) -> int:
     """Bytes that `step()` allocates above the level before it, at the worst moment.
 
-    `device=None` is the current CUDA device if CUDA is in use in this process, else the CPU.
+    `device=None` is the current CUDA device if CUDA is in use in this process, else the CPU. There
+    it is what this thread, and the backward that it calls, allocate: not what threads do that the
+    step starts. Raises RuntimeError where a profiler runs already, as in another `peak`.
 
     >>> peak(lambda: torch.zeros(1000, dtype=torch.uint8))
     1000
@@ -100,6 +104,12 @@ def memory_curve(
 ) -> MemoryCurve:
     """Every change of the allocated bytes on one device while `step()` runs, with its time."""
     device = pick_device(device)
+    Background.interrupt()
+    if torch._C._autograd._profiler_enabled():
+        raise RuntimeError(
+            "a peak cannot be measured inside another peak, or while a profiler runs: PyTorch has "
+            "one in a process. End that one first."
+        )
     quiet_profiler()
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":

@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elbowroom.errors import DataError
+from elbowroom.files import write_text
 
 T = TypeVar("T")
 
 
 def write(path: str | Path, data: dict[str, Any]) -> None:
     """Write JSON so that a crash leaves the file that was there, and never half of one."""
-    path = Path(path)
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(json.dumps(data))
-    aside.replace(path)
+    write_text(json.dumps(data), path)
 
 
 def read(path: str | Path, kind: str, version: int, make: Callable[[dict[str, Any]], T]) -> T:

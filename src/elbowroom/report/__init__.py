@@ -9,7 +9,6 @@ bands    what a step holds, cut by module
 from elbowroom.report.html import render as render
 from elbowroom.report.html import render_profile as render_profile
 from elbowroom.report.html import write as write
-from elbowroom.report.html import write_text as write_text
 from elbowroom.report.page import Curve as Curve
 from elbowroom.report.page import Page as Page
 from elbowroom.report.page import Row as Row

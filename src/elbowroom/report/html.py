@@ -3,12 +3,12 @@
 Everything that comes from data is escaped by the template engine; the chart escapes its own names.
 """
 
-import os
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from elbowroom.files import write_text
 from elbowroom.plan.profile import Profile
 from elbowroom.report.bands import bands
 from elbowroom.report.page import Page
@@ -39,15 +39,3 @@ def render_profile(page: StepPage, profile: Profile) -> str:
 def write(page: Page, path: Path) -> None:
     """Write the page so that `path` is always the old file or the whole new one, never a part."""
     write_text(render(page), path)
-
-
-def write_text(text: str, path: Path) -> None:
-    """The same for any text."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

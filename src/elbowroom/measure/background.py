@@ -1,0 +1,19 @@
+"""The measurement that runs in the background, which gives way to one that somebody asks for."""
+
+from typing import Protocol
+
+
+class _Closes(Protocol):
+    def close(self) -> bool: ...
+
+
+class Background:
+    """PyTorch has one profiler in a process: at most one measurement runs."""
+
+    running: _Closes | None = None
+
+    @classmethod
+    def interrupt(cls) -> None:
+        """End it; what it has seen is lost."""
+        if cls.running is not None:
+            cls.running.close()
