@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elbowroom.codecs import (
+    PART,
     Affine,
     Cast,
     Codec,
@@ -269,6 +270,8 @@ def test_what_is_raw_is_held_without_the_affine(case):
         assert same_bits(encoded.decode(), x)
         mapped = encoded.decode(None, even())
         assert same_bits(mapped, even().of(x.view(-1)).view(x.shape))
+        with pytest.raises(CodecError, match="cannot decode a part of a tensor that it holds raw"):
+            encoded.decode_part(0, torch.empty(x.numel(), dtype=x.dtype))
     else:
         assert encoded.decode()[0, 0, 0, 0].isnan()
 
@@ -508,6 +511,20 @@ def test_decoding_takes_the_given_memory_and_nothing_around_it(case):
         assert same_bits(y, encoded.decode()), name
         assert bool((room[:7] == 1).all()), name
         assert bool((room[7 + n :] == 1).all()), name
+
+
+@CASES
+def test_parts_are_those_of_the_whole_or_refused(case):
+    encoded = case.encode(case.values(2 * PART + 77))
+    if not encoded.has_parts:
+        with pytest.raises(CodecError, match=r"cannot decode a part of .* decode\(\) gives all"):
+            encoded.decode_part(0, torch.empty(PART, dtype=case.dtype))
+        return
+    whole = encoded.decode()
+    for start in (2 * PART, 0, PART):  # in any order
+        out = torch.ones(whole[start : start + PART].numel(), dtype=case.dtype)
+        encoded.decode_part(start, out)
+        assert same_bits(out, whole[start : start + PART]), start
 
 
 @CASES

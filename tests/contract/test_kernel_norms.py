@@ -22,6 +22,13 @@ def case(shape, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, int
     return drawn(n, 2, dtype), drawn(channels, 3) + 2, inner, drawn(n, 1, dtype)
 
 
+def assert_near(got: Tensor, expected: Tensor) -> None:
+    """Gradients of the input, by the largest of them."""
+    size = max(1.0, expected.abs().max().item())
+    allowed = 1e-5 if got.dtype is torch.float32 else 1e-2
+    assert (got - expected).abs().max() <= size * allowed
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_the_reference(shape, dtype):
@@ -29,8 +36,7 @@ def test_equals_the_reference(shape, dtype):
     got, expected = xhat.clone(), xhat.clone()
     sums = numba.batch_norm_backward(*args, got)
     right = reference.batch_norm_backward(*args, expected)
-    size = max(1.0, expected.abs().max().item())
-    assert (got - expected).abs().max() <= size * (1e-5 if dtype is torch.float32 else 1e-2)
+    assert_near(got, expected)
     for total, wanted in zip(sums, right, strict=True):
         assert total.dtype is torch.float32
         error = (total - wanted).abs().max()
@@ -95,8 +101,7 @@ def test_of_rows_equals_the_reference(rows, row, dtype):
     got, expected = xhat.clone(), xhat.clone()
     sums = numba.layer_norm_backward(*args, got)
     right = reference.layer_norm_backward(*args, expected)
-    size = max(1.0, expected.abs().max().item())
-    assert (got - expected).abs().max() <= size * (1e-5 if dtype is torch.float32 else 1e-2)
+    assert_near(got, expected)
     for total, wanted in zip(sums, right, strict=True):
         assert (total.dtype, total.shape) == (torch.float32, (row,))
         torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-4 * rows**0.5)

@@ -52,7 +52,7 @@ def check_writable(out: Path, option: str) -> None:
         raise DataError(f"{option} {out} is a folder; name a file in it")
     if out.exists() and not out.is_file():
         return  # a device, or a pipe
-    probe = beside(out)
+    probe = beside(out.resolve())
     try:
         probe.touch()
         probe.unlink()

@@ -137,8 +137,13 @@ class Encoded:
         """Write the elements from `start` on, a multiple of PART, to out [n]: `decode_own` of them.
 
         Only of what `has_parts`. They end where a part does, or the tensor. affine, of one row,
-        and bits are those of the whole tensor.
+        and bits are those of the whole tensor. Raises CodecError of what has no parts.
         """
+        if not self.has_parts:
+            what = "a tensor that it holds raw" if self.raw else "its codes"
+            raise CodecError(
+                f"codec '{self.codec.id}' cannot decode a part of {what}; decode() gives all of it."
+            )
         self.codec._decode_part(self, start, out, affine, bits)
 
     def _check_buffers(self) -> None:

@@ -144,6 +144,7 @@ class FileTier:
             if not self._extents.end:
                 with suppress(OSError):  # then the space comes back when the process ends
                     os.ftruncate(self.descriptor, 0)
+        self._collect()  # what was dropped meanwhile
 
 
 class FileTicket:
@@ -209,8 +210,8 @@ class FileTicket:
         self._is_dropped = True
         self._call = None
         if _pop(self._to_write):
-            self._tier.window.leave(self._nbytes)
             self._release()
+            self._tier.window.leave(self._nbytes)
         elif self._is_written:
             self._release()
         # else it is being written, and its worker sees that it was dropped, or it stays in memory
