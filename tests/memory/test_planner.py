@@ -548,6 +548,27 @@ def test_measuring_is_training() -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
+def test_what_nobody_holds_is_no_part_of_what_stands() -> None:
+    net = nn.Linear(8, 8)
+
+    def step() -> None:
+        net(torch.ones(8, 8, requires_grad=True)).square().sum().backward()
+
+    def litter() -> list[object]:
+        ring: list[object] = [torch.zeros(1 << 20)]
+        ring.append(ring)
+        return ring
+
+    gc.collect()
+    gc.disable()  # it could come between
+    try:
+        clean = er.measure(step, min_nbytes=0).static
+        litter()
+        assert er.measure(step, min_nbytes=0).static < clean + (1 << 20)
+    finally:
+        gc.enable()
+
+
 def test_a_lossy_plan_says_so() -> None:
     plan = planned("resnet", 0.6)
     assert plan is not None

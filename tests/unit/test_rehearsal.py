@@ -38,11 +38,17 @@ def test_the_last_op_of_forward_asks_first():
     assert step.level[step.backward :] == (STATIC + 30, STATIC + 20, STATIC + 10)
 
 
-def test_a_workspace_or_a_mask_has_no_gradient():
+def test_a_mask_or_an_index_has_no_gradient():
     floats = of(saved(10, 0), saved(20, 1))
     assert backward(floats, 3) == [STATIC + 3 * 20] * 2
-    workspace = of(saved(10, 0), saved(20, 1, dtype=torch.uint8), saved(20, 2, dtype=torch.bool))
-    assert backward(workspace, 3) == [STATIC + 3 * 10] * 3
+    masks = of(saved(10, 0), saved(20, 1, dtype=torch.int64), saved(20, 2, dtype=torch.bool))
+    assert backward(masks, 3) == [STATIC + 3 * 10] * 3
+
+
+def test_an_op_with_a_workspace_takes_another_for_its_backward():
+    workspace = of(saved(10, 0), saved(100, 1, dtype=torch.uint8))
+    assert backward(workspace, 3) == [STATIC + 3 * 10 + 2 * 100] * 2
+    assert backward(workspace, 1) == [STATIC + 10] * 2  # who hopes, hopes that it does not
 
 
 def test_what_is_too_small_to_be_planned_is_there_until_it_was_asked_for():

@@ -18,7 +18,9 @@ from elbowroom.runtime.observer import Recorder
 from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
-_SAFE = 6  # largest tensors that backward takes at most, beside what is held; plan/rehearsal.py
+# Largest tensors that backward takes beside what is held (plan/rehearsal.py). Who may not climb is
+# rehearsed instead, and can be more careful than who would only hold less than need be.
+_SAFE, _USUAL = 6, 3
 
 
 class Fit(Protocol):
@@ -126,8 +128,7 @@ class FittedSaving(Saving):
         """What may be held, and what without guesses; they change with the largest storage only."""
         if self._limit is None or nbytes > self.largest_nbytes:
             self.largest_nbytes = max(self.largest_nbytes, nbytes)
-            # Who may not climb is rehearsed instead, and can be more careful with what it guesses.
-            guessed = self.largest_nbytes * (1 if self._may_climb else _SAFE)
+            guessed = self.largest_nbytes * (_USUAL if self._may_climb else _SAFE)
             self._limit = self._fit.allowed_nbytes(guessed), self._fit.surely_allowed_nbytes()
         return self._limit
 

@@ -1,11 +1,11 @@
 """One plan, from the first forward of its kind to a step that is known to fit.
 
 1. The first forward starts at the safest exact rung of the ladder (`plan/ladder.py`). Transients
-   are not known yet; one tensor of the largest size is set aside for them. If what is held comes
+   are not known yet; six tensors of the largest size are set aside for them. If what is held comes
    closer to the budget than that, nothing is held any more, and forward runs twice again: once to
    be written down (`rehearse`), then by a plan whose backward is an estimate
    (`plan/rehearsal.py`). Where that cannot be measured (not on the main thread, or under somebody's
-   profiler), forward climbs to a stricter rung on the spot instead.
+   profiler), three are set aside, and forward climbs to a stricter rung on the spot instead.
 2. That step is measured by the allocator, moment by moment if it makes the optimizer's states, so
    that those count once. With its transients known, the mildest rung that fits is
    taken, and the next step is written down moment by moment.

@@ -8,6 +8,7 @@ All inside a `saving` context of exact actions, so a step that plain autograd ha
 still be measured, and no bit of any gradient changes. The step is the user's: it really trains.
 """
 
+import gc
 import time
 from collections.abc import Callable
 
@@ -104,6 +105,7 @@ def _sized(
     step: Step, device: torch.device, policy: Policy, min_nbytes: int
 ) -> tuple[StepRecorder, tuple[list[int], list[int]], int]:
     """The record, the levels of its moments, and what was held before."""
+    gc.collect()  # what nobody holds would be found, and may be collected within the step
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         static = torch.cuda.memory_allocated(device)
