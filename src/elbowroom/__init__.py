@@ -32,7 +32,7 @@ The map, from the top down; imports point down only:
     plan/                  DECISION: site -> action, pure data
     codecs/                HOW BYTES SHRINK: one codec a file
     kernels/               NUMBERS: reference (the specification), numba (CPU), triton (GPU)
-    errors.py  units.py
+    errors.py  files.py  units.py
 
 To follow one tensor: runtime/hooks.py `_pack` -> identity.py -> consumers.py -> plan/policy.py ->
 runtime/perform.py -> codecs/dither.py -> kernels/ops.py -> kernels/numba/dither.py, and back
