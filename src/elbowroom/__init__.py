@@ -62,5 +62,7 @@ from elbowroom.codecs import codec as codec
 from elbowroom.codecs import codecs as codecs
 from elbowroom.measure.peak import peak as peak
 from elbowroom.nn import convert as convert
+from elbowroom.plan.plan import Plan as Plan
+from elbowroom.plan.profile import Profile as Profile
 
 __version__ = "0.1.0"

@@ -20,6 +20,7 @@ from elbowroom._checks import (
     check_model,
     check_noise,
     check_offload,
+    check_optimizer,
 )
 from elbowroom.codecs import Codec
 from elbowroom.control import (
@@ -243,8 +244,9 @@ def plan(
     solver     "auto"; "milp", "rounding", "greedy"; and the baselines "uniform", "delta", "dtr",
                "capuchin"
 
-    `.explain()` is a table of it, `er.following(plan)` obeys it, `.save(path)` keeps it. Raises
-    ValueError for a budget that cannot be read and BudgetTooSmall with the least that would do.
+    `.explain()` is a table of it, `er.following(plan)` obeys it, `.save(path)` and
+    `er.Plan.load(path)` keep it. Raises ValueError for a budget that cannot be read and
+    BudgetTooSmall with the least that would do.
     """
     if not isinstance(profile, Profile):
         raise PlanError(f"plan takes what er.measure(step) gave; got {type(profile).__name__}")
@@ -327,9 +329,9 @@ def fit(
     worst       what the model is called with for the longest batch: a tensor, a tuple of arguments
                 or a dict of keyword arguments. Its forward runs once, holding nothing, and is
                 planned before the training begins; RNG, buffers and modes are put back
-    plan        what the first step follows, in place of learning: from `er.plan`, a file, or
-                `er.largest_batch(...).plan`. Its step is measured; if it does not fit, or saves
-                what the plan does not know, another is made
+    plan        what the first step follows, in place of learning: `er.plan(...)`,
+                `er.Plan.load(path)`, or `er.largest_batch(...).plan`. Its step is measured; if it
+                does not fit, or saves what the plan does not know, another is made
 
     Raises ValueError for a budget that cannot be read, and PlanError for a plan that does not keep
     to these terms; forward (and fit, for `worst`) raises
@@ -339,11 +341,7 @@ def fit(
     check_model(model, "fit")
     check_min_nbytes(min_nbytes)
     check_exact(exact)
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise PlanError(
-            f"fit takes a torch.optim.Optimizer; got {type(optimizer).__name__}. "
-            "Pass the optimizer itself, or leave it out."
-        )
+    check_optimizer(optimizer, model)
     check_offload(offload)
     if offload == "host" and all(p.device.type == "cpu" for p in model.parameters()):
         raise PlanError(

@@ -1,8 +1,13 @@
 """What the public verbs refuse, each in one sentence that says what is possible."""
 
+import logging
+
 from torch import nn
+from torch.optim import Optimizer
 
 from elbowroom.errors import PlanError, UnknownField
+
+_log = logging.getLogger("elbowroom")
 
 
 def check_model(model: nn.Module, verb: str) -> None:
@@ -24,6 +29,23 @@ def check_exact(exact: bool | None) -> None:
         raise UnknownField(
             f"exact={exact!r} is not possible; it is True, None for exact first, or False for "
             "whatever is cheapest"
+        )
+
+
+def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
+    """One that trains something else is only said: parameters may be wrapped."""
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, Optimizer):
+        raise PlanError(
+            f"fit takes a torch.optim.Optimizer; got {type(optimizer).__name__}. "
+            "Pass the optimizer itself, or leave it out."
+        )
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if trained.isdisjoint(map(id, model.parameters())):
+        _log.warning(
+            "this optimizer has none of the model's parameters: its states are counted, and those "
+            "of the one that trains the model are not; give that one to er.fit"
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import elbowroom as er
 from elbowroom.errors import PlanError, RestoreError
@@ -377,6 +378,22 @@ def test_memory_freed_by_hand(tier, stuck):
     handle = away(tier, written)
     written.untyped_storage().resize_(0)
     assert torch.equal(handle.restore(), torch.ones(100))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, in its AD
+def test_zeros_without_memory_stay(tmp_path):
+    """Forward-mode AD makes them; there is nothing to write."""
+    norm, x = nn.LayerNorm(512), torch.randn(64, 512, requires_grad=True)
+
+    def tangent(context) -> list[Tensor]:
+        with context, forward_ad.dual_level():
+            y = norm(forward_ad.make_dual(x, torch.ones_like(x)))
+            out = forward_ad.unpack_dual(y).tangent.clone()
+        return list(torch.autograd.grad(out.square().sum(), [x, norm.weight]))
+
+    plain = tangent(er.saving("keep"))
+    for _ in range(5):  # a warning would be an error here
+        assert same(tangent(saving(tmp_path)), plain)
 
 
 # --- Threads and forks

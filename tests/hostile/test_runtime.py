@@ -194,8 +194,12 @@ def test_a_changed_parameter_is_refused_or_harmless(which, mode):
 
 
 @EXACT_MODES
-def test_parameters_swapped_through_data(mode):
-    """`p.data = other` is seen by no version counter: what forward saved must not follow it."""
+@pytest.mark.parametrize("names", [("bias",), ("weight",), ("bias", "weight")])
+def test_parameters_swapped_through_data(mode, names):
+    """`p.data = other` is seen by no version counter. What forward saved must not follow it.
+
+    But autograd saves a parameter as the parameter that it is, with the data that it has.
+    """
 
     def grads(context: Any, swap: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -204,9 +208,10 @@ def test_parameters_swapped_through_data(mode):
         with context:
             y = last(F.relu(norm(x * 2)))
         if swap:
-            norm.bias.data = torch.full((8,), 7.0)
-            last.bias.data = torch.full((8,), 7.0)
-        return torch.autograd.grad(y.square().sum(), [last.weight])
+            for p in (getattr(module, name) for module in (norm, last) for name in names):
+                p.data = torch.full_like(p, 7.0)
+        wanted = [x, norm.weight, norm.bias, last.weight, last.bias]
+        return torch.autograd.grad(y.square().sum(), wanted)
 
     assert same(grads(mode(), True), grads(Nothing(), True))
 
@@ -334,6 +339,24 @@ def test_double_backward(mode, inside):
         return [g.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
 
     assert same(grads(mode()), grads(Nothing()))
+
+
+@EXACT_MODES
+@pytest.mark.parametrize("activation", [F.silu, F.gelu, torch.sigmoid, F.relu])
+def test_third_derivatives(mode, activation):
+    def derivatives(context: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, scale = torch.randn(2, 300, requires_grad=True).unbind()
+        with context:
+            g = activation(x * scale).sum()
+        found = []
+        for weights in torch.randn(3, 300):
+            (d,) = torch.autograd.grad(g, x, create_graph=True)
+            found.append(d.detach())
+            g = (d * weights + 0 * x).sum()
+        return found
+
+    assert same(derivatives(mode()), derivatives(Nothing()))
 
 
 @EXACT_MODES

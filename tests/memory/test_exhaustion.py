@@ -136,7 +136,7 @@ def test_a_step_that_never_has_memory_is_given_up_and_undone():
 def test_a_budget_that_becomes_too_small_is_given_up_with_the_reason():
     model, optimizer = make(budget="1300 KiB")
     model.where, model.left = "backward", 1000
-    with pytest.raises(OutOfMemory, match="this step needs"):
+    with pytest.raises(OutOfMemory, match="that should hold this step"):
         er.step(run(model, optimizer))
 
 

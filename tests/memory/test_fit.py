@@ -157,7 +157,7 @@ def test_an_impossible_budget_names_the_least(exact):
     model, optimizer = make()
     er.fit(model, budget="700 KiB", optimizer=optimizer, exact=exact)
     with pytest.raises(
-        BudgetTooSmall, match=r"budget 700 KiB is below the .* that this step needs"
+        BudgetTooSmall, match=r"budget 700 KiB is below the .* that should hold this step"
     ) as error:
         step(model, optimizer)
     assert "held before the step" in str(error.value)
@@ -726,6 +726,83 @@ def test_a_checkpoint_of_the_users_around_the_model():
     er.release(run.model)
 
 
+class Forces(nn.Module):
+    """Energies and the square of their forces: a backward runs inside of forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(16, 256), nn.SiLU(), nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 1)
+        )
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = self.body(x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy + force.square().sum(1, keepdim=True)
+
+
+def forces():
+    torch.manual_seed(0)
+    model = Forces()
+    return model, torch.optim.SGD(model.parameters(), 1e-3), torch.randn(500, 16)
+
+
+def test_a_backward_inside_of_forward():
+    """Such a forward cannot be rehearsed: what is not held cannot be asked for."""
+    plain, optimizer, x = forces()
+    descend(plain, optimizer, x)
+    needed = static_nbytes(plain, optimizer) + peak(lambda: descend(plain, optimizer, x))
+    model, optimizer, x = forces()
+    er.fit(model, budget=int(1.02 * needed), optimizer=optimizer, exact=True)
+    for _ in range(5):
+        descend(model, optimizer, x)
+    assert opener_of(model).highest_nbytes <= 1.02 * needed
+    er.release(model)
+    for _ in range(3):
+        descend(plain, torch.optim.SGD(plain.parameters(), 1e-3), x)
+    assert same(plain.parameters(), model.parameters())
+
+    model, optimizer, x = forces()
+    er.fit(model, budget=needed // 3, optimizer=optimizer, exact=True)
+    with pytest.raises(BudgetTooSmall):
+        descend(model, optimizer, x)
+    er.release(model)
+
+
+class Late(nn.Module):
+    """Its layers run after forward has returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            yield x.square().mean()
+
+
+def test_steps_that_cannot_be_brought_below_are_said(caplog):
+    torch.manual_seed(0)
+    model, x = Late(), torch.randn(500, 64)
+    er.fit(model, budget="600 KiB", exact=True)
+    for _ in range(9):
+        sum(model(x)).backward()
+        model.zero_grad()
+    assert opener_of(model).planning.settled
+    assert caplog.text.count("and no plan brings them below") == 1
+    assert "0 B was saved before forward returned" in caplog.text
+    er.release(model)
+
+
+def test_an_optimizer_of_another_model_is_said(caplog):
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    er.fit(one, budget="1 GiB", optimizer=torch.optim.SGD(other.parameters()))
+    assert "has none of the model's parameters" in caplog.text
+    er.release(one)
+
+
 def perceptron():
     """Weights, gradients and states take most of a step."""
     torch.manual_seed(0)
@@ -789,7 +866,7 @@ def test_a_refusal_by_an_estimate_says_what_may_do_and_what_does():
     model, optimizer, x = perceptron()
     er.fit(model, budget="2 MiB", optimizer=optimizer, exact=True)
     with pytest.raises(
-        BudgetTooSmall, match=r"That does for sure; from .* on it may do"
+        BudgetTooSmall, match=r"should hold this step \(estimated .* from .* on it may do"
     ) as refused:
         descend(model, optimizer, x)
     er.release(model)

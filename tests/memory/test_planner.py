@@ -595,7 +595,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     for kind in list(MODELS)[:6]:
         profile = profiled(kind)
         profile.save(tmp_path / "profile.json")
-        again = Profile.load(tmp_path / "profile.json")
+        again = er.Profile.load(tmp_path / "profile.json")
         for name in ("level", "floor", "modules", "static", "backward", "device", "rates"):
             assert getattr(again, name) == getattr(profile, name), name
         budget = budget_of(kind, 1.0)
@@ -608,7 +608,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         plan = planned("gpt", share)
         assert plan is not None
         plan.save(tmp_path / "plan.json")
-        again = Plan.load(tmp_path / "plan.json")
+        again = er.Plan.load(tmp_path / "plan.json")
         assert again == plan
         assert difference(plan, again) == []
     training = Training("gpt")

@@ -28,6 +28,11 @@ def test_help_names_every_command():
         assert command in result.stdout
 
 
+def test_the_version_is_that_of_the_package():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"elbowroom {er.__version__}\n")
+
+
 def test_demo_shows_the_four_figures_and_writes_its_page(tmp_path):
     out = tmp_path / "page.html"
     result = run(*SMALL, "--out", out)

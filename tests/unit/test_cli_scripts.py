@@ -160,6 +160,9 @@ def test_a_run_begins_with_the_plan_that_it_is_given(folder):
     assert told["plain_nbytes"] == plan.plain_peak
     assert told["highest_nbytes"] <= budget
 
+    short = ["sub/train.py", "--", "--steps", "2"]
+    alone = elbowroom(folder, "run", "--exact", "--plan", out, *short)  # the plan has a budget
+    assert alone.returncode == 0, alone.stderr
     refused = elbowroom(folder, "run", "--budget", "1MiB", "--plan", out, "sub/train.py")
     assert refused.returncode == 2
     assert "more than the budget of 1.00 MiB" in refused.stderr
@@ -247,6 +250,7 @@ def test_a_sweep_goes_from_plain_to_the_least(folder):
         (["run", "--budget", "1GiB", "nowhere.py"], "there is no script nowhere.py"),
         (["run", "--budget", "1GiB", "."], "is a folder; name the script in it"),
         (["run", "--budget", "much", "nowhere.py"], "cannot read 'much' as a size"),
+        (["run", "nowhere.py"], 'run needs --budget, as in --budget "6GiB", or --plan'),
         (["profile", "nowhere.py"], "there is no script nowhere.py"),
         (["plan", "nowhere.json", "--budget", "1GiB"], "there is no profile nowhere.json"),
         (["plan", "nowhere.json"], "a plan needs --budget"),
@@ -261,6 +265,28 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments,
     assert result.stderr.startswith("elbowroom: ")
     assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["profile", "--out", "./train.py", "train.py"],
+        ["profile", "--html", "train.py", "train.py"],
+        ["profile", "--out", "p.json", "--html", "p.json", "train.py"],
+        ["run", "--budget", "1GiB", "--report", "train.py", "train.py"],
+        ["plan", "profile.json", "--budget", "1GiB", "--out", "profile.json"],
+    ],
+)
+def test_no_command_replaces_what_it_reads(tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "profile.json"):
+        Path(name).write_text("raise SystemExit('it ran')")
+    result = in_process(*arguments)
+    assert result.exit_code == 2
+    assert "name another file" in result.stderr
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == dict.fromkeys(
+        ("train.py", "profile.json"), "raise SystemExit('it ran')"
+    )
 
 
 @pytest.mark.parametrize("option", ["--out", "--html"])

@@ -12,8 +12,11 @@ line on stderr explains, 3 a budget that is too small, 130 stopped by the user; 
 code of its script. A traceback means a bug of ours, or of that script.
 """
 
+from typing import Annotated
+
 import typer
 
+from elbowroom import __version__
 from elbowroom.cli.codecs import codecs
 from elbowroom.cli.demo import demo
 from elbowroom.cli.doctor import doctor
@@ -29,6 +32,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"elbowroom {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def elbowroom(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
+    """What stands before a command."""
+
+
 app.command()(demo)
 app.command(context_settings=PASSED_ON)(run)
 app.command(context_settings=PASSED_ON)(profile)

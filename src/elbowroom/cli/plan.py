@@ -61,7 +61,7 @@ def plan(
     if budget is not None:
         parse_nbytes(budget)
     if out is not None:
-        check_writable(out, "--out")
+        check_writable(out, "--out", profile)
     if not profile.is_file():
         raise DataError(f'there is no profile {profile}; "elbowroom profile train.py" writes one')
     known = Profile.load(profile)

@@ -46,8 +46,14 @@ def _on_the_command_line(error: BudgetTooSmall) -> str:
     return message.replace(f"budget={error.least_nbytes}", f"--budget {mebibytes}MiB")
 
 
-def check_writable(out: Path, option: str) -> None:
-    """Say before a training, not after it, that its result cannot be written."""
+def check_writable(out: Path, option: str, *others: Path | None) -> None:
+    """Say before a training, not after it, that its result cannot be written.
+
+    others: what the command reads, or writes elsewhere; none of them may be replaced.
+    """
+    for other in others:
+        if other is not None and other.resolve() == out.resolve():
+            raise DataError(f"{option} {out} would replace {other}; name another file")
     if out.is_dir():
         raise DataError(f"{option} {out} is a folder; name a file in it")
     if out.exists() and not out.is_file():

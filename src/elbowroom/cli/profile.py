@@ -41,8 +41,8 @@ def profile(
     """
     html = out.with_suffix(".html") if html is None else html
     check_script(script)
-    check_writable(out, "--out")
-    check_writable(html, "--html")
+    check_writable(out, "--out", script)
+    check_writable(html, "--html", script, out)
     running = _Run()
     code = running.of(script, arguments or [])
     if running.profile is None:

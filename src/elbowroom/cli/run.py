@@ -13,14 +13,18 @@ import elbowroom as er
 from elbowroom.cli.polite import check_writable, errors_console, mistake, polite
 from elbowroom.cli.script import Arguments, Script, check_script, run_script, show_traceback
 from elbowroom.control import Discovery, Fitting, Summary, summary
-from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.files import write_text
 from elbowroom.plan.plan import Line, Plan, check_plan
 from elbowroom.runtime.attach import opener_of
 from elbowroom.units import parse_nbytes, show_nbytes
 
 Budget = Annotated[
-    str, typer.Option(help='The peak that is allowed: "6GiB", "500 MiB"; 6GB is 6 * 10**9.')
+    str | None,
+    typer.Option(
+        help='The peak that is allowed: "6GiB", "500 MiB"; 6GB is 6 * 10**9.',
+        show_default="that of --plan",
+    ),
 ]
 IsExact = Annotated[
     bool, typer.Option("--exact", help="Exact actions only: no bit of any gradient changes.")
@@ -37,7 +41,7 @@ Report = Annotated[Path | None, typer.Option(help="Write the figures at the end 
 @polite
 def run(
     script: Script,
-    budget: Budget,
+    budget: Budget = None,
     arguments: Arguments = None,
     exact: IsExact = False,
     plan: Begin = None,
@@ -56,11 +60,17 @@ def run(
     one line explains, or if a model was trained that could not be found; 130 if stopped.
     """
     given = None if plan is None else Plan.load(plan)
-    check_plan(given, parse_nbytes(budget), exact or None)
+    if given is not None:
+        allowed = given.budget if budget is None else parse_nbytes(budget)
+    elif budget is not None:
+        allowed = parse_nbytes(budget)
+    else:
+        raise UnknownField('run needs --budget, as in --budget "6GiB", or --plan PLAN.json')
+    check_plan(given, allowed, exact or None)
     check_script(script)
     if report is not None:
-        check_writable(report, "--report")
-    running = _Run(budget, exact, given)
+        check_writable(report, "--report", script, plan)
+    running = _Run(allowed, exact, given)
     code = running.of(script, arguments or [])
     told = running.told()
     if told is None:
@@ -80,7 +90,7 @@ class _SecondModel(PlanError):
 class _Run:
     """One run of a script: the model that was found in it, and what became of it."""
 
-    def __init__(self, budget: str, exact: bool, plan: Plan | None) -> None:
+    def __init__(self, budget: int, exact: bool, plan: Plan | None) -> None:
         self.discovery = Discovery(self._fit)
         self._budget, self._exact, self._plan = budget, exact, plan
         self._fitting: Fitting | None = None

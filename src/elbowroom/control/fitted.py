@@ -10,6 +10,7 @@ from elbowroom.measure.meter import NoiseMeter
 from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung, SavedStorage, site_nbytes
 from elbowroom.plan.plan import Plan
+from elbowroom.plan.rehearsal import SAFE, USUAL
 from elbowroom.plan.site import Site
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
@@ -18,9 +19,6 @@ from elbowroom.runtime.observer import Recorder
 from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
-# Largest tensors that backward takes beside what is held (plan/rehearsal.py). Who may not climb is
-# rehearsed instead, and can be more careful than who would only hold less than need be.
-_SAFE, _USUAL = 6, 3
 
 
 class Fit(Protocol):
@@ -128,7 +126,8 @@ class FittedSaving(Saving):
         """What may be held, and what without guesses; they change with the largest storage only."""
         if self._limit is None or nbytes > self.largest_nbytes:
             self.largest_nbytes = max(self.largest_nbytes, nbytes)
-            guessed = self.largest_nbytes * (_USUAL if self._may_climb else _SAFE)
+            # Who may not climb is rehearsed instead, and can be more careful.
+            guessed = self.largest_nbytes * (USUAL if self._may_climb else SAFE)
             self._limit = self._fit.allowed_nbytes(guessed), self._fit.surely_allowed_nbytes()
         return self._limit
 

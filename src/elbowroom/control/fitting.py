@@ -33,6 +33,7 @@ from elbowroom.plan.ladder import EXACT_RUNGS, Rung
 from elbowroom.plan.plan import Plan
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.exhaustion import is_out_of_memory
+from elbowroom.runtime.handles.drop import NothingHeld
 from elbowroom.runtime.rewind import Rewind
 from elbowroom.units import show_nbytes
 
@@ -99,24 +100,40 @@ class Fitting:
             return self._forward(forward)
         rewind = Rewind(model)
         if not planning.outgrown:
-            with self._context(may_climb=False) as saving:
-                out = forward()
-            if not saving.too_much:
-                self._ended(saving)
-                return out
-            del out
+            kept = self._kept(forward)
+            if kept is not None:
+                return kept[0]
             rewind.back()
         self._stop()
         try:
             planning.rehearse(forward)
+        except NothingHeld:
+            pass  # backward runs inside of forward, as that of a force: it cannot be rehearsed
         finally:
             rewind.back()
         self._measure()
         return self._forward(forward)
 
+    def _kept(self, forward: Callable[[], Any]) -> tuple[Any] | None:
+        """What a forward gives that holds all it should; None if there is no room for that."""
+        with self._context(may_climb=False) as saving:
+            try:
+                out = forward()
+            except NothingHeld:
+                return None
+        if saving.too_much:
+            return None
+        self._ended(saving)
+        return (out,)
+
     def _forward(self, forward: Callable[[], Any]) -> Any:
         with self._context() as saving:
-            out = forward()
+            try:
+                out = forward()
+            except NothingHeld:
+                if not saving.impossible:
+                    raise
+                out = None  # refused below
         self._ended(saving)
         return out
 

@@ -14,8 +14,8 @@ class Measurement:
     stock     what stood as it began
     writes    moment by moment; else only the peak is wanted
     recorder  to be told of what is saved, if it writes
-    peak      in bytes, once it has ended; None: this thread could not tell, or no step was whole
-    profile   likewise, of a step that was written down
+    peak      in bytes, once it has ended; None: this thread could not tell
+    profile   likewise, of a whole step that was written down
     """
 
     def __init__(self, stock: Stock, running: Interval | Recording) -> None:
@@ -48,9 +48,10 @@ class Measurement:
         """Read what it saw. Twice is harmless."""
         running, self._running = self._running, None
         if isinstance(running, Recording):
-            self.profile = running.finish()
+            seen = running.finish()
             running.close()
-            self.peak = None if self.profile is None else self.profile.peak
+            self.peak = None if seen is None else seen.peak
+            self.profile = seen if running.has_backward else None
         elif running is not None:
             self.peak = running.stop()
 

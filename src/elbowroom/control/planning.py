@@ -198,7 +198,7 @@ class Planning:
         try:
             with FittedSaving(self, recording.recorder, counts=True):
                 forward()
-            seen = recording.finish_forward()
+            seen = recording.finish()
         finally:
             recording.close()
         if seen is not None:
@@ -289,7 +289,7 @@ class Planning:
         born = max(0, stock.static_nbytes - step.stock.static_nbytes)
         if step.writes and not step.makes_states:
             self._take_profile(step, last)
-        elif step.peak is None:
+        elif step.peak is None or (step.writes and step.profile is None):
             return
         elif self.plan is None:
             self._relax(last, step, born)
@@ -320,13 +320,26 @@ class Planning:
         """The step was written down: plan, or stay at the rung that it ran at."""
         self._tries += 1
         if step.profile is None or last.climbed:
-            self.settled = self._tries >= _MOST_TRIES
+            self._try_again(last, step)
             return
         self.profile = replace(step.profile, standing=self._owned.standing())
         self._profiled = self.now
         self.rehearsed, self._margin_nbytes = False, 0
         self._learn_transient(last, step, self.profile.peak)
         self._plan(self.profile)
+
+    def _try_again(self, last: FittedSaving, step: Measurement) -> None:
+        """This step did not tell. After some that did not, stay with what there is."""
+        self.settled = self._tries >= _MOST_TRIES
+        budget_nbytes = self.terms.budget_nbytes
+        if self.settled and step.peak is not None and step.peak > budget_nbytes:
+            _log.warning(
+                "budget %s: steps take %s, and no plan brings them below: of what they save, %s "
+                "was saved before forward returned, which is all that fit can change. A model that "
+                "returns a generator, or layers that run outside of model(...), are covered by "
+                "er.saving(...) around the loss, too",
+                *map(show_nbytes, (budget_nbytes, step.peak, last.ledger.before_nbytes)),
+            )
 
     def _plan(self, profile: Profile) -> None:
         try:
@@ -391,7 +404,7 @@ class Planning:
             return
         if last.climbed or (step.makes_states and peak_nbytes <= budget_nbytes):
             # A step that makes the optimizer's states has a peak of its own: the next one tells.
-            self.settled = self._tries >= _MOST_TRIES
+            self._try_again(last, step)
             return
         if self.profile is None:
             self._settle_given()

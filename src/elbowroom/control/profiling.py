@@ -88,7 +88,7 @@ class Profiling:
         if recording is None:
             return
         try:
-            found = recording.finish()
+            found = recording.finish() if recording.has_backward else None
             self.profile = found and replace(found, standing=self.owned.standing())
         finally:
             recording.close()

@@ -11,25 +11,26 @@ from dataclasses import dataclass
 from elbowroom.control.making import Making
 from elbowroom.control.states import CHOICES, Chosen, States
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.plan.make import AT_LEAST
 from elbowroom.plan.profile import Profile
+from elbowroom.plan.rehearsal import BEST, ENOUGH, SAFE, USUAL
 from elbowroom.units import show_nbytes
 
-_SAFE, _BEST = 6, 1
-_ENOUGH = 4  # where no code is decoded: plan/rehearsal.py
-_HOPEFUL = 3  # what takes less than this is
+_SURE = "that should hold this step (estimated from its forward alone; from {} on it may do)"
+_MARGIN = 0.03  # of what is not static, beside what is named
 # Exact or lossy, how many largest tensors backward takes beside what is held, and whether modules
 # may run again. A step in which none does can be written down, which ends all guessing.
 _TRIES: dict[bool | None, tuple[tuple[bool | None, int, bool], ...]] = {
     True: (
-        *((True, _SAFE, False), (True, _ENOUGH, False)),
-        *((True, _SAFE, True), (True, _ENOUGH, True), (True, 2, True), (True, _BEST, True)),
+        *((True, SAFE, False), (True, ENOUGH, False)),
+        *((True, SAFE, True), (True, ENOUGH, True), (True, 2, True), (True, BEST, True)),
     ),
     None: (
-        *((True, _SAFE, False), (True, _ENOUGH, False), (True, _SAFE, True), (True, 3, True)),
-        *((None, _SAFE, False), (None, _SAFE, True), (None, 3, True), (None, _BEST, True)),
+        *((True, SAFE, False), (True, ENOUGH, False), (True, SAFE, True), (True, USUAL, True)),
+        *((None, SAFE, False), (None, SAFE, True), (None, USUAL, True), (None, BEST, True)),
     ),
     False: (
-        *((False, _SAFE, False), (False, _SAFE, True), (False, 3, True), (False, _BEST, True)),
+        *((False, SAFE, False), (False, SAFE, True), (False, USUAL, True), (False, BEST, True)),
     ),
 }
 
@@ -63,19 +64,19 @@ def _tries(exact: bool | None) -> Iterator[_Try]:
     for hopeful in (False, True):
         for state in range(1 if exact else len(CHOICES)):
             for allowed, transients, recompute in _TRIES[exact]:
-                if (transients < _HOPEFUL) == hopeful:
+                if (transients < USUAL) == hopeful:
                     yield _Try(state, allowed, transients, recompute)
 
 
 def _refusal(step: Step, states: States, who: object, making: Making) -> BudgetTooSmall:
-    """What is named does for sure; less may do."""
+    """What is named should do; less may do."""
     exact = making.terms.exact
 
-    def refused(transients: int) -> BudgetTooSmall:
+    def refused(transients: int, margin: int = 0) -> BudgetTooSmall:
         formats = states.candidates(step(transients), who)
         profile = formats[0 if exact else -1].profile
         try:
-            plan = making.make(profile, 0, exact=exact)
+            plan = making.make(profile, margin, exact=exact)
         except BudgetTooSmall as error:
             return error
         # A solver that ran out of time before has found one now: the same budget, once more.
@@ -84,9 +85,10 @@ def _refusal(step: Step, states: States, who: object, making: Making) -> BudgetT
             least_nbytes=plan.budget,
         )
 
-    sure, best = refused(_SAFE), refused(_BEST)
+    best, sure = refused(BEST).least_nbytes, refused(SAFE).least_nbytes
+    named = refused(SAFE, margin=int(_MARGIN * (sure - step(SAFE).static)))
     return BudgetTooSmall(
-        f"{sure} That does for sure; from {show_nbytes(best.least_nbytes)} on it may do.",
-        least_nbytes=sure.least_nbytes,
-        parts=sure.parts,
+        str(named).replace(AT_LEAST, _SURE.format(show_nbytes(best))),
+        least_nbytes=named.least_nbytes,
+        parts=named.parts,
     )

@@ -42,13 +42,13 @@ class Recording:
             if memory is not None:
                 memory.begin(moment, frees=frees)
 
-    def finish(self) -> Profile | None:
-        """What was written down; None if it was no whole step, or if this thread cannot tell."""
-        profile = self.finish_forward()
-        return None if self.recorder.backward is None else profile
+    @property
+    def has_backward(self) -> bool:
+        """Whether backward has asked for anything: a forward alone is no whole step."""
+        return self.recorder.backward is not None
 
-    def finish_forward(self) -> Profile | None:
-        """The same of a step that has had no backward yet."""
+    def finish(self) -> Profile | None:
+        """What was written down so far; None if this thread cannot tell."""
         seconds = self._wall.seconds
         recorder = self.recorder
         levels = self._levels()

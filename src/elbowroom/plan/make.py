@@ -23,6 +23,7 @@ from elbowroom.plan.solve import solve
 from elbowroom.units import show_nbytes
 
 LOSSY_HELPS = "allow lossy codes with exact=None"
+AT_LEAST = "that this step needs at the least (estimated)"  # of a plain refusal
 
 
 def make_plan(
@@ -111,9 +112,10 @@ def too_small(
     """The error. within: of which step, or by which terms; ways: out, beside a larger budget."""
     what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size > 0)
     advice = ", or ".join((*ways, f"give budget={least}"))
+    needed = AT_LEAST.replace("needs", f"needs{within}")
     return BudgetTooSmall(
-        f"budget {show_nbytes(budget)} is below the {show_nbytes(least)} that this step needs"
-        f"{within} at the least (estimated): {what}. {advice[0].upper()}{advice[1:]}.",
+        f"budget {show_nbytes(budget)} is below the {show_nbytes(least)} {needed}: "
+        f"{what}. {advice[0].upper()}{advice[1:]}.",
         least_nbytes=least,
         parts=parts,
     )

@@ -228,7 +228,10 @@ def check_plan(
     if plan is None:
         return
     if not isinstance(plan, Plan):
-        raise PlanError(f"plan={type(plan).__name__} is not possible; it is what er.plan gives")
+        raise PlanError(
+            f"plan={type(plan).__name__} is not possible; it is what er.plan "
+            "gives, or er.Plan.load(path)"
+        )
     if plan.peak > budget:
         raise PlanError(
             f"this plan needs {show_nbytes(plan.peak)}, more than the budget of "

@@ -8,8 +8,9 @@
 
 `transients` covers the gradient that comes in, the one that goes out, that of a shortcut, a
 workspace, and what a tensor is rebuilt from. Measured: 2 to 3 where exact tensors are kept, 4 in a
-U-Net, 5.7 in a ResNet that rebuilds from codes; 6 is safe for these, 1 the least that any op needs.
-An op that saves a workspace (an LSTM) takes 0.4 to 2.4 times as much for that of its backward.
+U-Net, 5.7 in a ResNet that rebuilds from codes. So SAFE is for all of these, ENOUGH where no code
+is decoded, USUAL what most take, and BEST the least that any op needs. An op that saves a workspace
+(an LSTM) takes 0.4 to 2.4 times as much for that of its backward.
 The plan that comes of it is corrected by the first measurement.
 """
 
@@ -21,6 +22,7 @@ import torch
 
 from elbowroom.plan.profile import Profile, Storage, is_planned
 
+SAFE, ENOUGH, USUAL, BEST = 6, 4, 3, 1  # transients
 _NEAR = 2  # so many neighbours in the order of backward
 _WORKSPACES = 2
 
@@ -55,7 +57,7 @@ def with_backward(
         another = max(born[near])  # a gradient's workspace, or the next
         there = min(sum(born[: k + 1]) + another, sum(born))
         beside = transients * max(sizes[near])
-        if transients > 1:
+        if transients > BEST:
             beside += _WORKSPACES * max(workspaces[near])
         base.append(profile.static + small[k] + there + beside)
     storages = [_asked(storage, i, asked, first) for i, storage in enumerate(profile.storages)]

@@ -137,6 +137,8 @@ def _why_untouchable(x: Tensor) -> str:
         return f"device {x.device.type}"
     if x.is_conj() or x.is_neg():
         return "a lazy conjugate or negative view"
+    if x._is_zerotensor():
+        return "zeros without memory"
     functorch = torch._C._functorch
     if functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x):
         return "inside a torch.func transform"

@@ -65,5 +65,6 @@ class _SiLU(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled():  # torch's kernel has no derivative
             slope = x.sigmoid()
-            return cast(Tensor, grad * slope * (1 + x * (1 - slope)))
+            bend = 1 + x * (1 - slope)  # first, as in torch: the order of ops is that of sums
+            return cast(Tensor, grad * slope * bend)
         return cast(Tensor, _aten.silu_backward(grad, x))

@@ -8,6 +8,10 @@ from torch import Tensor
 from elbowroom.errors import RestoreError
 
 
+class NothingHeld(RestoreError):
+    """Backward asked for what a forward has only counted."""
+
+
 class DropHandle:
     """Holds nothing, and cannot be restored."""
 
@@ -18,7 +22,7 @@ class DropHandle:
     label = "drop"
 
     def restore(self, *, private: bool = False) -> Tensor:
-        raise RestoreError(
+        raise NothingHeld(
             "this forward was only counted, because the budget is too small; "
             "its graph cannot run backward"
         )

@@ -1,12 +1,13 @@
 """Keep: the tensor stays. What plain autograd does, with the check that hooks switch off.
 
-1. `x.detach()` is held, never x: x -> its node -> this handle -> x would never die.
+1. `x.detach()` is held, never x: x -> its node -> this handle -> x would never die. Not so of a
+   parameter, which has no node, and whose data somebody may exchange until backward (FSDP).
 2. Saved-tensor hooks disable autograd's in-place check (a changed tensor gives a wrong gradient
    without a word), so the version is stored here and compared on every restore.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elbowroom.errors import RestoreError
 
@@ -19,7 +20,7 @@ class KeepHandle:
     exact = True
 
     def __init__(self, x: Tensor, why: str) -> None:
-        self._tensor = x.detach()
+        self._tensor = x if type(x) is nn.Parameter else x.detach()
         self._version = version_of(x)
         self.why = why
 
