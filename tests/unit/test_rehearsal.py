@@ -51,6 +51,13 @@ def test_an_op_with_a_workspace_takes_another_for_its_backward():
     assert backward(workspace, 1) == [STATIC + 10] * 2  # who hopes, hopes that it does not
 
 
+def test_the_loss_takes_its_input_three_times_before_backward_begins():
+    step = with_backward(of(saved(10, 0), saved(20, 1)), [], 0, 1, output_nbytes=50)
+    assert step.level[step.backward :] == (STATIC + 150 + 20, STATIC + 20 + 10)
+    small = with_backward(of(saved(10, 0), saved(20, 1)), [], 0, 1, output_nbytes=5)
+    assert small.level[small.backward :] == (STATIC + 20 + 20, STATIC + 20 + 10)
+
+
 def test_what_is_too_small_to_be_planned_is_there_until_it_was_asked_for():
     profile = of(saved(1, 0, "small"), saved(100, 1), saved(2, 2, "small"), saved(4, 3, "small"))
     assert backward(profile, 0) == [STATIC + 7, STATIC + 3, STATIC + 1, STATIC + 1]

@@ -36,7 +36,7 @@ from elbowroom.control.making import Making
 from elbowroom.control.measurement import Measurement
 from elbowroom.control.owned import Owned
 from elbowroom.control.refusal import refusal
-from elbowroom.control.rehearsing import plan_by_forward
+from elbowroom.control.rehearsing import plan_by_forward, rehearsed
 from elbowroom.control.signature import Signature
 from elbowroom.control.states import Chosen
 from elbowroom.control.terms import Stock, Terms
@@ -44,7 +44,6 @@ from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.measure.recorder import StepRecorder
-from elbowroom.measure.recording import Recording
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
 from elbowroom.plan.ladder import choose
 from elbowroom.plan.make import LOSSY_HELPS
@@ -192,24 +191,19 @@ class Planning:
 
         Raises BudgetTooSmall where no plan of it fits. Does nothing where it cannot be measured.
         """
-        recording = Recording.start(self._owned.tensors(), self._owned.device)
-        if recording is None:
-            return
-        try:
-            with FittedSaving(self, recording.recorder, counts=True):
-                forward()
-            seen = recording.finish()
-        finally:
-            recording.close()
-        if seen is not None:
+        heard = rehearsed(self, self._owned, forward)
+        if heard is not None:
             self._profiled = self.now
-            self._plan_by_forward(seen)
+            self._plan_by_forward(*heard)
 
-    def _plan_by_forward(self, seen: Profile) -> None:
+    def _plan_by_forward(self, seen: Profile, output_nbytes: int) -> None:
         born = self._owned.unborn_gradients(), self.stock.unborn_state_nbytes
         seen = replace(seen, standing=self._owned.standing())
         chosen = plan_by_forward(
-            lambda n: with_backward(seen, *born, n), self._owned.states, self, self._making
+            lambda n: with_backward(seen, *born, n, output_nbytes),
+            self._owned.states,
+            self,
+            self._making,
         )
         self._follow(self._taken(chosen))
         self.rehearsed, self.outgrown = True, False

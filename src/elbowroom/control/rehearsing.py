@@ -7,10 +7,17 @@ states come after all codes, and only what is hopeful about backward comes after
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from elbowroom.control.fitted import Fit, FittedSaving
 from elbowroom.control.making import Making
+from elbowroom.control.owned import Owned
 from elbowroom.control.states import CHOICES, Chosen, States
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.measure.recording import Recording
 from elbowroom.plan.make import AT_LEAST
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import BEST, ENOUGH, SAFE, USUAL
@@ -33,6 +40,28 @@ _TRIES: dict[bool | None, tuple[tuple[bool | None, int, bool], ...]] = {
         *((False, SAFE, False), (False, SAFE, True), (False, USUAL, True), (False, BEST, True)),
     ),
 }
+
+
+def rehearsed(fit: Fit, owned: Owned, forward: Callable[[], Any]) -> tuple[Profile, int] | None:
+    """A forward that holds nothing, and the bytes of what it gives that has a gradient.
+
+    None where it cannot be measured.
+    """
+    recording = Recording.start(owned.tensors(), owned.device)
+    if recording is None:
+        return None
+    try:
+        with FittedSaving(fit, recording.recorder, counts=True):
+            output_nbytes = _differentiable_nbytes(forward())
+        seen = recording.finish()
+    finally:
+        recording.close()
+    return None if seen is None else (seen, output_nbytes)
+
+
+def _differentiable_nbytes(out: Any) -> int:
+    tensors = (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad)
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 Step = Callable[[int], Profile]  # the rehearsed step, with so many of its largest tensor beside

@@ -4,7 +4,7 @@
     base(t)    what stood before the step + what cannot be planned and is still to be asked for +
                the gradients of all modules that have been asked, and one more + `transients` x
                the largest tensor near that may have a gradient + 2 x the largest workspace near,
-               where nobody hopes
+               where nobody hopes; at the first, the loss's input three times, if that is more
 
 `transients` covers the gradient that comes in, the one that goes out, that of a shortcut, a
 workspace, and what a tensor is rebuilt from. Measured: 2 to 3 where exact tensors are kept, 4 in a
@@ -25,6 +25,7 @@ from elbowroom.plan.profile import Profile, Storage, is_planned
 SAFE, ENOUGH, USUAL, BEST = 6, 4, 3, 1  # transients
 _NEAR = 2  # so many neighbours in the order of backward
 _WORKSPACES = 2
+_LOSS = 3  # of its input: what somebody holds, what the loss saves of it, and its gradient
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,16 @@ class Unborn:
 
 
 def with_backward(
-    profile: Profile, gradients: Iterable[Unborn], state_nbytes: int, transients: int
+    profile: Profile,
+    gradients: Iterable[Unborn],
+    state_nbytes: int,
+    transients: int,
+    output_nbytes: int = 0,
 ) -> Profile:
     """A whole step, from the profile of a forward whose storages were all dropped.
 
-    state_nbytes: of the optimizer's, which the step will create
+    state_nbytes   of the optimizer's, which the step will create
+    output_nbytes  of what forward gives that has a gradient
     """
     profile = profile.shifted(state_nbytes)
     order = _order(profile.storages)
@@ -57,6 +63,8 @@ def with_backward(
         another = max(born[near])  # a gradient's workspace, or the next
         there = min(sum(born[: k + 1]) + another, sum(born))
         beside = transients * max(sizes[near])
+        if k == 0:
+            beside = max(beside, _LOSS * output_nbytes)
         if transients > BEST:
             beside += _WORKSPACES * max(workspaces[near])
         base.append(profile.static + small[k] + there + beside)
