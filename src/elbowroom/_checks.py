@@ -42,7 +42,8 @@ def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
             "Pass the optimizer itself, or leave it out."
         )
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if trained.isdisjoint(map(id, model.parameters())):
+    of_model = {id(p) for p in model.parameters() if p.requires_grad}
+    if of_model and trained.isdisjoint(of_model):
         _log.warning(
             "this optimizer has none of the model's parameters: its states are counted, and those "
             "of the one that trains the model are not; give that one to er.fit"

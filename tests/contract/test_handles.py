@@ -263,7 +263,7 @@ def test_two_readers_share_one_decoded_tensor():
 
 
 def test_dropped_is_an_error():
-    with pytest.raises(RestoreError, match="only counted, because the budget is too small"):
+    with pytest.raises(RestoreError, match="held nothing, to find out what its budget"):
         DropHandle().restore()
 
 

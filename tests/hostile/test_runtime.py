@@ -342,6 +342,25 @@ def test_double_backward(mode, inside):
 
 
 @EXACT_MODES
+@pytest.mark.parametrize("kind", ["parameter", "frozen", "leaf"])
+def test_data_exchanged_of_what_is_multiplied_by(mode, kind):
+    def grad(context: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, factor = torch.randn(8, requires_grad=True), torch.randn(8)
+        match kind:
+            case "parameter" | "frozen":
+                factor = nn.Parameter(factor, requires_grad=kind == "parameter")
+            case "leaf":
+                factor.requires_grad_()
+        with context:
+            y = x * factor
+        factor.data = torch.full((8,), 7.0)
+        return [*torch.autograd.grad(y.sum(), [x])]
+
+    assert same(grad(mode()), grad(Nothing()))
+
+
+@EXACT_MODES
 @pytest.mark.parametrize("activation", [F.silu, F.gelu, torch.sigmoid, F.relu])
 def test_third_derivatives(mode, activation):
     def derivatives(context: Any) -> list[Tensor]:

@@ -765,8 +765,103 @@ def test_a_backward_inside_of_forward():
 
     model, optimizer, x = forces()
     er.fit(model, budget=needed // 3, optimizer=optimizer, exact=True)
-    with pytest.raises(BudgetTooSmall):
+    with pytest.raises(BudgetTooSmall, match="counted up to a backward inside of forward"):
         descend(model, optimizer, x)
+    with pytest.raises(PlanError, match="Leave worst= out"):
+        er.fit(model, budget="1 GiB", optimizer=optimizer, worst=x)
+    er.release(model)
+
+
+class Auxiliary(nn.Module):
+    """Part of the loss goes backward within forward, and into gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+        self.aux = nn.Linear(64, 1)
+
+    def forward(self, x):
+        x = self.body(x)
+        self.aux(x).square().mean().backward(retain_graph=True)
+        return x
+
+
+@pytest.mark.parametrize("share", [1.3, 1.05, 0.9, 0.5])
+def test_gradients_of_a_forward_that_runs_again_count_once(share):
+    def trained(budget=None):
+        torch.manual_seed(0)
+        model = Auxiliary()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        x = torch.randn(500, 64)
+        if budget is not None:
+            er.fit(model, budget=budget, optimizer=optimizer, exact=True)
+        for _ in range(3):
+            descend(model, optimizer, x)
+        return model, peak(lambda: descend(model, optimizer, x)) if budget is None else 0
+
+    plain, needed = trained()
+    needed += static_nbytes(plain, torch.optim.SGD(plain.parameters()))
+    if share < 0.9:
+        with pytest.raises(BudgetTooSmall):
+            trained(int(share * needed))
+        return
+    model, _ = trained(int(share * needed))
+    descend(model, torch.optim.SGD(model.parameters(), 1e-3), torch.randn(500, 64) * 0)
+    er.release(model)
+    torch.manual_seed(0)
+    again = Auxiliary()
+    optimizer, x = torch.optim.SGD(again.parameters(), 1e-3), torch.randn(500, 64)
+    for _ in range(3):
+        descend(again, optimizer, x)
+    descend(again, optimizer, x * 0)
+    assert same(again.parameters(), model.parameters())
+
+
+def test_a_refused_backward_inside_of_forward_leaves_no_gradient():
+    torch.manual_seed(0)
+    model = Auxiliary()
+    er.fit(model, budget="300 KiB", exact=True)
+    with pytest.raises(BudgetTooSmall):
+        model(torch.randn(500, 64))
+    assert all(p.grad is None for p in model.parameters())
+    er.release(model)
+
+
+def test_gradients_that_stand_cannot_be_added_to_twice():
+    torch.manual_seed(0)
+    model, x = Auxiliary(), torch.randn(500, 64)
+    model(x).square().mean().backward()
+    er.fit(model, budget="700 KiB", exact=True)
+    with pytest.raises(PlanError, match=r"adds to the gradient of .*zero_grad\(set_to_none=True\)"):
+        model(x)
+    er.release(model)
+
+
+def test_what_forward_gives_and_the_loss_does_not_read_is_no_ground_to_refuse():
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(8))
+
+        def forward(self, x):
+            states = []
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+                states.append(x)
+            return {"last": x, "logits": x, "hidden": states}
+
+    def step(model, x):
+        model(x)["last"].square().mean().backward()
+        model.zero_grad()
+
+    plain, x = Hidden(), torch.randn(1000, 128)
+    step(plain, x)
+    needed = peak(lambda: step(plain, x)) + sum(p.nbytes for p in plain.parameters())
+    model = Hidden()
+    er.fit(model, budget=int(1.05 * needed), exact=True)
+    for _ in range(3):
+        step(model, x)
+    assert opener_of(model).highest_nbytes <= 1.05 * needed
     er.release(model)
 
 
@@ -794,6 +889,15 @@ def test_steps_that_cannot_be_brought_below_are_said(caplog):
     assert caplog.text.count("and no plan brings them below") == 1
     assert "0 B was saved before forward returned" in caplog.text
     er.release(model)
+
+
+def test_a_model_that_dies_takes_the_interception_along():
+    model = er.fit(nn.Linear(4, 4), budget="1 GiB")
+    model(torch.randn(2, 4)).sum().backward()
+    assert nn.Module.__call__ is not calls._plain_call
+    del model
+    gc.collect()
+    assert nn.Module.__call__ is calls._plain_call
 
 
 def test_an_optimizer_of_another_model_is_said(caplog):

@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -298,3 +299,17 @@ def test_memory_is_flat_over_200_steps(policy):
     grown, saved_nbytes = map(int, run.stdout.split())
     assert saved_nbytes > 2**20
     assert grown < 2 * saved_nbytes < 200 * 50 * 1024
+
+
+@pytest.mark.parametrize("policy", ["keep", "exact"])
+def test_weights_that_another_network_makes_die_with_their_graph(policy):
+    """A parameter that was written to by an op has a node, which holds what that op has saved."""
+    generator = nn.Linear(4, 64)
+    weight = nn.Parameter(torch.zeros(8, 8), requires_grad=False)
+    with er.saving(policy, min_nbytes=0):
+        weight.copy_(generator(torch.randn(4)).view(8, 8)).tanh_()
+        nn.functional.linear(torch.randn(2, 8), weight).sum()
+    alive = weakref.ref(weight)
+    del weight
+    gc.collect()
+    assert alive() is None

@@ -274,6 +274,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments,
         ["profile", "--html", "train.py", "train.py"],
         ["profile", "--out", "p.json", "--html", "p.json", "train.py"],
         ["run", "--budget", "1GiB", "--report", "train.py", "train.py"],
+        ["profile", "--out", "p.html", "train.py"],
         ["plan", "profile.json", "--budget", "1GiB", "--out", "profile.json"],
     ],
 )
@@ -283,10 +284,20 @@ def test_no_command_replaces_what_it_reads(tmp_path, monkeypatch, arguments):
         Path(name).write_text("raise SystemExit('it ran')")
     result = in_process(*arguments)
     assert result.exit_code == 2
-    assert "name another file" in result.stderr
+    assert "name a" in result.stderr
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == dict.fromkeys(
         ("train.py", "profile.json"), "raise SystemExit('it ran')"
     )
+
+
+def test_all_may_go_to_one_device_and_a_link_to_itself_is_a_line(folder):
+    sent = ["--out", os.devnull, "--html", os.devnull]
+    assert in_process("profile", *sent, folder / "sub" / "train.py").exit_code == 0
+    loop = folder / "loop.json"
+    loop.symlink_to(loop)
+    result = in_process("profile", "--out", loop, folder / "sub" / "train.py")
+    assert result.exit_code == 2
+    assert result.stderr.count("elbowroom: ") == 1
 
 
 @pytest.mark.parametrize("option", ["--out", "--html"])

@@ -43,7 +43,10 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def elbowroom(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which.")
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and end."
+        ),
     ] = False,
 ) -> None:
     """What stands before a command."""

@@ -51,20 +51,24 @@ def check_writable(out: Path, option: str, *others: Path | None) -> None:
 
     others: what the command reads, or writes elsewhere; none of them may be replaced.
     """
-    for other in others:
-        if other is not None and other.resolve() == out.resolve():
-            raise DataError(f"{option} {out} would replace {other}; name another file")
     if out.is_dir():
         raise DataError(f"{option} {out} is a folder; name a file in it")
     if out.exists() and not out.is_file():
         return  # a device, or a pipe
-    probe = beside(out.resolve())
+    try:
+        real = out.resolve()
+    except (OSError, RuntimeError) as error:  # a link that leads to itself
+        raise DataError(f"cannot write {option} {out}: {error}") from error
+    for other in others:
+        if other is not None and other.resolve() == real:
+            raise DataError(f"{option} {out} would replace {other}; name another file")
+    probe = beside(real)
     try:
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise DataError(
-            f"cannot write {option} {out}: no folder {out.parent} that can be written to "
+            f"cannot write {option} {out}: no folder {real.parent} that can be written to "
             f"({error.strerror})"
         ) from error
 

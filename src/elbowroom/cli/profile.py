@@ -10,7 +10,7 @@ from torch import nn
 from elbowroom.cli.polite import check_writable, errors_console, polite
 from elbowroom.cli.script import Arguments, Script, check_script, run_script, show_traceback
 from elbowroom.control import Discovery, Profiling
-from elbowroom.errors import PlanError
+from elbowroom.errors import DataError, PlanError
 from elbowroom.files import write_text
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.profile import Profile
@@ -39,7 +39,10 @@ def profile(
     Exit code: 0 if a step was written down; the script's own if it ended before with an error; 2
     for a mistake that one line explains; 130 if stopped.
     """
-    html = out.with_suffix(".html") if html is None else html
+    if html is None:
+        html = out.with_suffix(".html")
+        if html == out:
+            raise DataError(f"--out {out} is where the page goes; name a .json, or --html as well")
     check_script(script)
     check_writable(out, "--out", script)
     check_writable(html, "--html", script, out)

@@ -53,6 +53,8 @@ def run(
     er.fit; its optimizers' states are counted. A script that trains two models is refused. What a
     loss outside of the model saves is measured, and left as it is.
 
+    Beside --plan, --budget may be left out: then it is what the plan was made for.
+
     Options of elbowroom stand before the script; all that follows it is the script's. A table at
     the end goes to stderr.
 

@@ -32,7 +32,7 @@ class Fit(Protocol):
 
     @property
     def recompute(self) -> frozenset[str]: ...
-    def allowed_nbytes(self, largest_nbytes: int) -> int: ...
+    def allowed_nbytes(self, guessed_nbytes: int) -> int: ...
     def surely_allowed_nbytes(self) -> int: ...
 
 
@@ -126,7 +126,7 @@ class FittedSaving(Saving):
         """What may be held, and what without guesses; they change with the largest storage only."""
         if self._limit is None or nbytes > self.largest_nbytes:
             self.largest_nbytes = max(self.largest_nbytes, nbytes)
-            # Who may not climb is rehearsed instead, and can be more careful.
+            # Who may not climb is rehearsed instead; who may would only be stricter than need be.
             guessed = self.largest_nbytes * (USUAL if self._may_climb else SAFE)
             self._limit = self._fit.allowed_nbytes(guessed), self._fit.surely_allowed_nbytes()
         return self._limit

@@ -11,7 +11,7 @@ what was said. Every forward is watched: one that would hold more than is allowe
 
 A budget that nothing meets raises BudgetTooSmall with the least that would do: in forward, as soon
 as it is certain, or at the beginning of the step after the one that was measured. A forward that is
-refused counts to its end without holding anything.
+refused counts to its end without holding anything, or to a backward of its own.
 """
 
 import logging
@@ -29,6 +29,7 @@ from elbowroom.control.planning import Planning
 from elbowroom.control.plannings import Plannings
 from elbowroom.control.signature import Signature, signature_of
 from elbowroom.control.terms import Stock, Terms
+from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.plan.ladder import EXACT_RUNGS, Rung
 from elbowroom.plan.plan import Plan
 from elbowroom.runtime.context import Context
@@ -112,7 +113,11 @@ class Fitting:
         finally:
             rewind.back()
         self._measure()
-        return self._forward(forward)
+        try:
+            return self._forward(forward)
+        except BudgetTooSmall:
+            rewind.back()
+            raise
 
     def _kept(self, forward: Callable[[], Any]) -> tuple[Any] | None:
         """What a forward gives that holds all it should; None if there is no room for that."""
@@ -127,15 +132,30 @@ class Fitting:
         return (out,)
 
     def _forward(self, forward: Callable[[], Any]) -> Any:
+        cut_short = False
         with self._context() as saving:
             try:
                 out = forward()
             except NothingHeld:
                 if not saving.impossible:
                     raise
-                out = None  # refused below
+                cut_short = True
+        if cut_short:
+            self._refuse_part(saving)
         self._ended(saving)
         return out
+
+    def _refuse_part(self, saving: FittedSaving) -> None:
+        """Refuse a forward that could not go on where it ran a backward of its own."""
+        try:
+            self.planning.forward_ended(saving)
+        except BudgetTooSmall as error:
+            raise BudgetTooSmall(
+                f"{error} That is what was counted up to a backward inside of forward; the rest of "
+                "the step may need more.",
+                least_nbytes=error.least_nbytes,
+                parts=error.parts,
+            ) from None
 
     def _context(self, *, may_climb: bool = True) -> FittedSaving:
         recorder = None if self._step is None else self._step.recorder
@@ -183,6 +203,12 @@ class Fitting:
             self.planning.begin(self._stock(), signature)
             with torch.enable_grad():
                 self.planning.prepare(lambda: model(*args, **kwargs))
+        except NothingHeld as error:
+            raise PlanError(
+                "worst= runs the model's forward once without holding anything, and this one runs "
+                "a backward of its own, which asks for what is held. Leave worst= out: the first "
+                "step is learned from instead."
+            ) from error
         finally:
             for module, training in modes:
                 module.training = training

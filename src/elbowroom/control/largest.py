@@ -26,7 +26,7 @@ from elbowroom.control.profiling import Profiling
 from elbowroom.control.terms import Stock, Terms
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.plan.batch import TwoBatches
-from elbowroom.plan.make import LOSSY_HELPS, too_small
+from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.runtime.attach import Around, attach, detach
@@ -249,7 +249,8 @@ def _corrected(pair: TwoBatches, budget: int, allowed: int, exact: bool | None) 
         return _largest(pair, allowed, exact)
     except BudgetTooSmall as error:
         least, ways = error.least_nbytes + budget - allowed, (LOSSY_HELPS,) if exact else ()
-        raise too_small(budget, least, error.parts, " with a batch of 1", *ways) from None
+        least_is = AT_LEAST.format(within=" with a batch of 1")
+        raise too_small(budget, least, error.parts, least_is, *ways) from None
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from functools import partial
 
 from elbowroom.control.terms import Terms
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.plan.make import LOSSY_HELPS, make_plan
+from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 
@@ -19,12 +19,14 @@ class Making:
     ratio          how much larger than the profiled call the largest is
     margin_nbytes  by which plans have been too hopeful
     lossy_helps    what a refusal under exact=True tells to type
+    least_is       what a refusal says of the budget that it names
     """
 
     terms: Terms
     ratio: float = 1.0
     margin_nbytes: int = 0
     lossy_helps: str = LOSSY_HELPS
+    least_is: str = AT_LEAST
 
     def exact_plan(self, profile: Profile) -> Plan | None:
         """Rather exact with less left free than lossy."""
@@ -64,6 +66,7 @@ class Making:
             offload=self.terms.offload,
             noise=noise,
             lossy_helps=self.lossy_helps,
+            least_is=self.least_is,
         )
         if self.ratio == 1:
             return make(budget_nbytes, margin=margin)

@@ -196,11 +196,11 @@ class Planning:
             self._profiled = self.now
             self._plan_by_forward(*heard)
 
-    def _plan_by_forward(self, seen: Profile, output_nbytes: int) -> None:
+    def _plan_by_forward(self, seen: Profile, loss_nbytes: int) -> None:
         born = self._owned.unborn_gradients(), self.stock.unborn_state_nbytes
         seen = replace(seen, standing=self._owned.standing())
         chosen = plan_by_forward(
-            lambda n: with_backward(seen, *born, n, output_nbytes),
+            lambda n: with_backward(seen, *born, n, loss_nbytes),
             self._owned.states,
             self,
             self._making,
@@ -214,11 +214,11 @@ class Planning:
         self.profile, self.stock = chosen.candidate.profile, self._owned.stock()
         return chosen.plan
 
-    def allowed_nbytes(self, largest_nbytes: int) -> int:
-        """What may be held for backward; as long as nothing is measured, a guess for the rest."""
+    def allowed_nbytes(self, guessed_nbytes: int) -> int:
+        """What may be held for backward. As long as nothing is measured, the rest is guessed."""
         free = self.terms.budget_nbytes - self.stock.static_nbytes
         if self._transient_nbytes is None:
-            return free - min(largest_nbytes, self._guess_nbytes or largest_nbytes)
+            return free - min(guessed_nbytes, self._guess_nbytes or guessed_nbytes)
         return free - self._transient_nbytes + self._passing_nbytes
 
     @property
@@ -326,7 +326,9 @@ class Planning:
         """This step did not tell. After some that did not, stay with what there is."""
         self.settled = self._tries >= _MOST_TRIES
         budget_nbytes = self.terms.budget_nbytes
-        if self.settled and step.peak is not None and step.peak > budget_nbytes:
+        if not self.settled or last.climbed or step.peak is None:
+            return
+        if step.peak > budget_nbytes:
             _log.warning(
                 "budget %s: steps take %s, and no plan brings them below: of what they save, %s "
                 "was saved before forward returned, which is all that fit can change. A model that "

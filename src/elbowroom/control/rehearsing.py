@@ -6,7 +6,7 @@ states come after all codes, and only what is hopeful about backward comes after
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -23,10 +23,11 @@ from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import BEST, ENOUGH, SAFE, USUAL
 from elbowroom.units import show_nbytes
 
-_SURE = "that should hold this step (estimated from its forward alone; from {} on it may do)"
-_MARGIN = 0.03  # of what is not static, beside what is named
+_SHOULD_DO = "that should hold this step (estimated from its forward alone; from {} on it may do)"
+_MARGIN = 0.03  # of what is not static, in what is named
 # Exact or lossy, how many largest tensors backward takes beside what is held, and whether modules
-# may run again. A step in which none does can be written down, which ends all guessing.
+# may run again. A step in which none does can be written down, which ends all guessing. Less than
+# USUAL is hopeful, and comes last.
 _TRIES: dict[bool | None, tuple[tuple[bool | None, int, bool], ...]] = {
     True: (
         *((True, SAFE, False), (True, ENOUGH, False)),
@@ -43,7 +44,7 @@ _TRIES: dict[bool | None, tuple[tuple[bool | None, int, bool], ...]] = {
 
 
 def rehearsed(fit: Fit, owned: Owned, forward: Callable[[], Any]) -> tuple[Profile, int] | None:
-    """A forward that holds nothing, and the bytes of what it gives that has a gradient.
+    """A forward that holds nothing, and the bytes of what the loss may be taken of.
 
     None where it cannot be measured.
     """
@@ -52,16 +53,17 @@ def rehearsed(fit: Fit, owned: Owned, forward: Callable[[], Any]) -> tuple[Profi
         return None
     try:
         with FittedSaving(fit, recording.recorder, counts=True):
-            output_nbytes = _differentiable_nbytes(forward())
+            loss_nbytes = _loss_nbytes(forward())
         seen = recording.finish()
     finally:
         recording.close()
-    return None if seen is None else (seen, output_nbytes)
+    return None if seen is None else (seen, loss_nbytes)
 
 
-def _differentiable_nbytes(out: Any) -> int:
+def _loss_nbytes(out: Any) -> int:
+    """Bytes of the largest tensor that a loss may be taken of. It need not read all of them."""
     tensors = (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad)
-    return sum(x.numel() * x.element_size() for x in tensors)
+    return max((x.numel() * x.element_size() for x in tensors), default=0)
 
 
 Step = Callable[[int], Profile]  # the rehearsed step, with so many of its largest tensor beside
@@ -101,11 +103,11 @@ def _refusal(step: Step, states: States, who: object, making: Making) -> BudgetT
     """What is named should do; less may do."""
     exact = making.terms.exact
 
-    def refused(transients: int, margin: int = 0) -> BudgetTooSmall:
+    def refused(transients: int, margin: int = 0, least_is: str = AT_LEAST) -> BudgetTooSmall:
         formats = states.candidates(step(transients), who)
         profile = formats[0 if exact else -1].profile
         try:
-            plan = making.make(profile, margin, exact=exact)
+            plan = replace(making, least_is=least_is).make(profile, margin, exact=exact)
         except BudgetTooSmall as error:
             return error
         # A solver that ran out of time before has found one now: the same budget, once more.
@@ -114,10 +116,6 @@ def _refusal(step: Step, states: States, who: object, making: Making) -> BudgetT
             least_nbytes=plan.budget,
         )
 
-    best, sure = refused(BEST).least_nbytes, refused(SAFE).least_nbytes
-    named = refused(SAFE, margin=int(_MARGIN * (sure - step(SAFE).static)))
-    return BudgetTooSmall(
-        str(named).replace(AT_LEAST, _SURE.format(show_nbytes(best))),
-        least_nbytes=named.least_nbytes,
-        parts=named.parts,
-    )
+    best, safe = refused(BEST).least_nbytes, refused(SAFE).least_nbytes
+    margin = int(_MARGIN * (safe - step(SAFE).static))
+    return refused(SAFE, margin, _SHOULD_DO.format(show_nbytes(best)))

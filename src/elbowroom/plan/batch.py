@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from elbowroom.errors import BudgetTooSmall, PlanError
-from elbowroom.plan.make import LOSSY_HELPS, make_plan, too_small
+from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, make_plan, too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.site import SiteName
@@ -63,7 +63,7 @@ class TwoBatches:
             parts = {name: ceil(nbytes * ratio) for name, nbytes in error.parts.items()}
             ways = (LOSSY_HELPS,) if exact else ()
             least, within = ceil(error.least_nbytes * ratio), f" with a batch of {batch}"
-            raise too_small(budget, least, parts, within, *ways) from None
+            raise too_small(budget, least, parts, AT_LEAST.format(within=within), *ways) from None
         return plan.grown(ratio, 0, budget)
 
 

@@ -23,7 +23,7 @@ from elbowroom.plan.solve import solve
 from elbowroom.units import show_nbytes
 
 LOSSY_HELPS = "allow lossy codes with exact=None"
-AT_LEAST = "that this step needs at the least (estimated)"  # of a plain refusal
+AT_LEAST = "that this step needs{within} at the least (estimated)"
 
 
 def make_plan(
@@ -37,6 +37,7 @@ def make_plan(
     noise: float | None = None,
     solver: str = "auto",
     lossy_helps: str = LOSSY_HELPS,
+    least_is: str = AT_LEAST,
 ) -> Plan:
     """The plan that adds the fewest seconds within `budget` bytes.
 
@@ -49,7 +50,7 @@ def make_plan(
                None: as much as the budget asks for
 
     Raises BudgetTooSmall with the least budget that would do; with exact=True it says, in the words
-    of `lossy_helps`, what to allow.
+    of `lossy_helps`, what to allow; what that budget is, it says in the words of `least_is`.
     """
     in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
     margin += in_flight  # of what is moved, one tensor is on its way at any time
@@ -67,7 +68,7 @@ def make_plan(
             posed, found = freely, other
     if not found.feasible:
         ways = (lossy_helps,) if exact else ()
-        raise _refusal(profile, posed, found, budget, margin, ways, noise=noise)
+        raise _refusal(profile, posed, found, budget, margin, ways, noise=noise, least_is=least_is)
     return _plan(profile, posed, found, allowed + in_flight, in_flight)
 
 
@@ -86,6 +87,7 @@ def _refusal(
     more_ways: tuple[str, ...],
     *,
     noise: float | None,
+    least_is: str,
 ) -> BudgetTooSmall:
     """The error that says what takes the room, and what to type next."""
     level = levels(posed.problem, found.choice)
@@ -103,18 +105,17 @@ def _refusal(
     if allows_codes and solve(posed.problem, budget - margin).peak < found.peak:
         within = f" with noise={noise:g}"
         ways.insert(0, "allow more noise")
-    return too_small(budget, least, parts, within, *ways)
+    return too_small(budget, least, parts, least_is.format(within=within), *ways)
 
 
 def too_small(
-    budget: int, least: int, parts: Mapping[str, int], within: str, *ways: str
+    budget: int, least: int, parts: Mapping[str, int], least_is: str, *ways: str
 ) -> BudgetTooSmall:
-    """The error. within: of which step, or by which terms; ways: out, beside a larger budget."""
+    """The error. least_is: what the least is, in words; ways: out, beside a larger budget."""
     what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size > 0)
     advice = ", or ".join((*ways, f"give budget={least}"))
-    needed = AT_LEAST.replace("needs", f"needs{within}")
     return BudgetTooSmall(
-        f"budget {show_nbytes(budget)} is below the {show_nbytes(least)} {needed}: "
+        f"budget {show_nbytes(budget)} is below the {show_nbytes(least)} {least_is}: "
         f"{what}. {advice[0].upper()}{advice[1:]}.",
         least_nbytes=least,
         parts=parts,

@@ -25,7 +25,7 @@ from elbowroom.plan.profile import Profile, Storage, is_planned
 SAFE, ENOUGH, USUAL, BEST = 6, 4, 3, 1  # transients
 _NEAR = 2  # so many neighbours in the order of backward
 _WORKSPACES = 2
-_LOSS = 3  # of its input: what somebody holds, what the loss saves of it, and its gradient
+_LOSS = 3  # of its input: what the loss saves of it, its gradient, and, mostly, the input itself
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ def with_backward(
     gradients: Iterable[Unborn],
     state_nbytes: int,
     transients: int,
-    output_nbytes: int = 0,
+    loss_nbytes: int = 0,
 ) -> Profile:
     """A whole step, from the profile of a forward whose storages were all dropped.
 
-    state_nbytes   of the optimizer's, which the step will create
-    output_nbytes  of what forward gives that has a gradient
+    state_nbytes  of the optimizer's, which the step will create
+    loss_nbytes   of what the loss is taken of
     """
     profile = profile.shifted(state_nbytes)
     order = _order(profile.storages)
@@ -64,7 +64,7 @@ def with_backward(
         there = min(sum(born[: k + 1]) + another, sum(born))
         beside = transients * max(sizes[near])
         if k == 0:
-            beside = max(beside, _LOSS * output_nbytes)
+            beside = max(beside, (_LOSS - (transients == BEST)) * loss_nbytes)
         if transients > BEST:
             beside += _WORKSPACES * max(workspaces[near])
         base.append(profile.static + small[k] + there + beside)

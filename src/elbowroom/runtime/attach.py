@@ -40,7 +40,7 @@ Meet = Callable[[nn.Module], bool]
 
 _attached: "weakref.WeakKeyDictionary[nn.Module, Around]" = weakref.WeakKeyDictionary()
 _meet: Meet | None = None
-_lock = threading.Lock()
+_lock = threading.RLock()  # a model may die, and be forgotten, inside any of our own lines
 
 
 class _Thread(threading.local):
@@ -56,6 +56,7 @@ _thread = _Thread()
 def attach(model: nn.Module, around: Around) -> None:
     """From now on every call of `model` that records gradients goes through `around.run`."""
     with _lock:
+        weakref.finalize(model, _forget).atexit = False  # before: what is younger is called first
         _attached[model] = around
         _watch()
 
@@ -66,6 +67,12 @@ def detach(model: nn.Module) -> Around | None:
         found = _attached.pop(model, None)
         _watch()
         return found
+
+
+def _forget() -> None:
+    """An attached model has died."""
+    with _lock:
+        _watch()
 
 
 def discover(meet: Meet | None) -> None:

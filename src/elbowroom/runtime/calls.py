@@ -18,7 +18,7 @@ Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any
 _plain_call = nn.Module.__call__
 _everywhere: Around | None = None
 _users = 0
-_lock = threading.Lock()
+_lock = threading.RLock()  # see attach.py
 
 
 class _Thread(threading.local):

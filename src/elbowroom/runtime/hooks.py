@@ -312,14 +312,14 @@ class Saving:
 
     def _packed(self, x: Tensor) -> View | Lone | KeepHandle:
         if type(x) is nn.Parameter:
-            return KeepHandle(x, "a parameter or buffer")
+            return KeepHandle(x, "a parameter or buffer", is_owned=True)
         why = untouchable(x)
         if why:
             entry = self.ledger.open(self._module, self._consumer, str(x.dtype), storage_nbytes(x))
             return Lone(KeepHandle(x, why), entry)
         call = None if self._consumers is None else self._consumers.call
         if is_parameter(x) or is_buffer(x, call):
-            return KeepHandle(x, "a parameter or buffer")
+            return KeepHandle(x, "a parameter or buffer", is_owned=True)
         name = self._name(call)
         slot = self._identity.slot(x) or self._new_slot(x, name)
         need, why = need_of(x, call, self._products)

@@ -65,6 +65,7 @@ class _SiLU(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled():  # torch's kernel has no derivative
             slope = x.sigmoid()
-            bend = 1 + x * (1 - slope)  # first, as in torch: the order of ops is that of sums
+            # Made before the product, as in torch: backward adds up in the reverse order of nodes.
+            bend = 1 + x * (1 - slope)
             return cast(Tensor, grad * slope * bend)
         return cast(Tensor, _aten.silu_backward(grad, x))

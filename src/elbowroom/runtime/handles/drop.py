@@ -23,6 +23,6 @@ class DropHandle:
 
     def restore(self, *, private: bool = False) -> Tensor:
         raise NothingHeld(
-            "this forward was only counted, because the budget is too small; "
+            "this forward held nothing, to find out what its budget would have to be; "
             "its graph cannot run backward"
         )

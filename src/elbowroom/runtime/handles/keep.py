@@ -1,13 +1,14 @@
 """Keep: the tensor stays. What plain autograd does, with the check that hooks switch off.
 
-1. `x.detach()` is held, never x: x -> its node -> this handle -> x would never die. Not so of a
-   parameter, which has no node, and whose data somebody may exchange until backward (FSDP).
+1. `x.detach()` is held, never x: x -> its node -> this handle -> x would never die. But of a
+   parameter or buffer that has no node it is x, as in plain autograd: somebody may exchange its
+   data until backward (FSDP).
 2. Saved-tensor hooks disable autograd's in-place check (a changed tensor gives a wrong gradient
    without a word), so the version is stored here and compared on every restore.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from elbowroom.errors import RestoreError
 
@@ -19,8 +20,9 @@ class KeepHandle:
 
     exact = True
 
-    def __init__(self, x: Tensor, why: str) -> None:
-        self._tensor = x if type(x) is nn.Parameter else x.detach()
+    def __init__(self, x: Tensor, why: str, *, is_owned: bool = False) -> None:
+        """is_owned: by a module, or by the user; it is no value of the step."""
+        self._tensor = x if is_owned and x.grad_fn is None else x.detach()
         self._version = version_of(x)
         self.why = why
 
