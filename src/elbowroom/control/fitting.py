@@ -35,7 +35,7 @@ from elbowroom.plan.plan import Plan
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.handles.drop import NothingHeld
-from elbowroom.runtime.rewind import Rewind
+from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
@@ -99,24 +99,31 @@ class Fitting:
         planning = self.planning
         if planning.plan is not None or planning.settled or self._step is None:
             return self._forward(forward)
-        rewind = Rewind(model)
-        if not planning.outgrown:
+        undo = Undo(model, ())
+        try:
+            return self._learned(forward, undo)
+        finally:
+            undo.close()
+
+    def _learned(self, forward: Callable[[], Any], undo: Undo) -> Any:
+        """The forward as it is, if there is room; else, undone, by a plan of a rehearsal."""
+        if not self.planning.outgrown:
             kept = self._kept(forward)
             if kept is not None:
                 return kept[0]
-            rewind.back()
+            undo.back()
         self._stop()
         try:
-            planning.rehearse(forward)
+            self.planning.rehearse(forward)
         except NothingHeld:
             pass  # backward runs inside of forward, as that of a force: it cannot be rehearsed
         finally:
-            rewind.back()
+            undo.back()
         self._measure()
         try:
             return self._forward(forward)
         except BudgetTooSmall:
-            rewind.back()
+            undo.back()
             raise
 
     def _kept(self, forward: Callable[[], Any]) -> tuple[Any] | None:
@@ -194,7 +201,7 @@ class Fitting:
         BudgetTooSmall where no plan fits.
         """
         modes = [(module, module.training) for module in model.modules()]
-        rewind = Rewind(model)
+        undo = Undo(model, ())
         try:
             if not model.training:
                 model.train()
@@ -212,7 +219,8 @@ class Fitting:
         finally:
             for module, training in modes:
                 module.training = training
-            rewind.back()
+            undo.back()
+            undo.close()
 
     def passes(self) -> None:
         """Evaluation begins: it is no part of the step before, unless backward is still to come."""

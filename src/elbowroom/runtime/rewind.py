@@ -8,10 +8,9 @@ from elbowroom.runtime.handles.keep import version_of
 
 
 class Rewind:
-    """RNG states, buffers and gradients of a module, as they are now.
+    """RNG states and buffers of a module, as they are now.
 
-    Neither parameters nor gradients are copied. A forward that changes parameters (a momentum
-    encoder) cannot be undone, nor one whose own backward adds to a gradient that was there.
+    Parameters are not copied: a forward that changes them (a momentum encoder) cannot be undone.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -27,10 +26,6 @@ class Rewind:
         self._parameters = [
             (name, p.detach(), version_of(p)) for name, p in module.named_parameters()
         ]
-        self._grads = [
-            (name, p, p.grad, 0 if p.grad is None else version_of(p.grad))
-            for name, p in module.named_parameters()
-        ]
 
     @property
     def changed(self) -> str | None:
@@ -40,7 +35,7 @@ class Rewind:
 
     @torch.no_grad()
     def back(self) -> None:
-        """Make them what they were. Raises PlanError for what was changed and cannot be undone."""
+        """Make them what they were. Raises PlanError if a parameter was changed."""
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
@@ -53,12 +48,3 @@ class Rewind:
                 f"parameter '{self.changed}' in place, which cannot be undone. Give a larger "
                 "budget, or change parameters outside of forward."
             )
-        for name, p, grad, version in self._grads:
-            if p.grad is not grad:
-                p.grad = grad
-            if grad is not None and version_of(grad) != version:
-                raise PlanError(
-                    f"this budget needs the first forward to be run again, and it adds to the "
-                    f"gradient of '{name}', which cannot be undone. Give a larger budget, or set "
-                    "gradients to None before it: optimizer.zero_grad(set_to_none=True)."
-                )
