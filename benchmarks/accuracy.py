@@ -13,8 +13,10 @@ scaled down so that it runs in 10 to 15 minutes on two cores; both are in the re
 training the file is replaced, and a run that was stopped goes on where it stood; `--fresh` begins
 anew.
 
-`--arms` trains other arms than the three of the claim (benchmarks/_arms.py), into a file of their
-own. Bytes and seconds are those of one step on the weights that the first training of an arm ended
+Each width has a file of its own, and so have other arms than the three of the claim, which
+`--arms` trains (benchmarks/_arms.py).
+
+Bytes and seconds are those of one step on the weights that the first training of an arm ended
 with, as in benchmarks/_training.py; the seconds are of that step and of a plain one right before.
 """
 
@@ -38,6 +40,7 @@ from elbowroom.demo.tasks import Clothing
 from elbowroom.demo.train import Run, score, train
 
 NAME = "accuracy"
+WIDTH = 16
 WORST_POINTS = -0.5
 GROUP = saving("group", bits=2, group_size=256, rebuild=False)
 
@@ -45,7 +48,8 @@ GROUP = saving("group", bits=2, group_size=256, rebuild=False)
 def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
-    path, known = out_path(options, f"{NAME}-arms" if options.arms else NAME), facts()
+    name = _name(options)
+    path, known = out_path(options, name), facts()
     arms = options.arms or {"plain": PLAIN, "elbowroom": _ours(options), "group": GROUP}
     task = Clothing(load_images(options.data), options.width, options.batch)
     settings = _settings(options, task, arms)
@@ -58,14 +62,14 @@ def main() -> None:
         if arm not in costs:
             costs[arm] = cost(Bench(task, run.model, next(task.batches(seed))), arms[arm])
         tell(f"seed {seed}, {arm}: {scores[f'{arm} {seed}']:.2%}")
-        write_json(path, _result(scores, costs, arms, settings, known))
+        write_json(path, _result(name, scores, costs, arms, settings, known))
     show(json.loads(path.read_text()))  # if nothing was missing, the file and its date stay
 
 
 def _options() -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--data", type=Path, help="folder with the IDX files of the full set")
-    parser.add_argument("--width", type=int, default=16, help="channels; the full width is 64 (16)")
+    parser.add_argument("--width", type=int, default=WIDTH, help="channels; the full is 64 (16)")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--steps", type=int, default=150, help="training steps (150)")
     parser.add_argument("--seeds", type=int, default=5, help="paired seeds (5)")
@@ -86,6 +90,12 @@ def _options() -> argparse.Namespace:
         except ValueError as error:
             parser.error(f"--arms: {error}")
     return options
+
+
+def _name(options: argparse.Namespace) -> str:
+    """Of the result: each width has one of its own."""
+    name = f"{NAME}-arms" if options.arms else NAME
+    return name if options.quick or options.width == WIDTH else f"{name}-width-{options.width}"
 
 
 def _ours(options: argparse.Namespace) -> Way:
@@ -131,6 +141,7 @@ def _done(
 
 
 def _result(
+    name: str,
     scores: dict[str, float],
     costs: Costs,
     arms: dict[str, Way],
@@ -141,7 +152,7 @@ def _result(
     others = [row for row in rows if row["arm"] != "plain"]
     ours = [row for row in others if _is_promised(row["arm"])]
     return {
-        "name": f"{NAME}-arms" if "elbowroom" not in arms else NAME,
+        "name": name,
         "claim": __doc__.splitlines()[0],
         **known,
         "n": f"{min((row['n'] for row in ours or others), default=0)} paired seeds",
