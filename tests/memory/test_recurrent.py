@@ -71,3 +71,14 @@ def test_a_budget_that_plain_training_meets_is_met(kind):
         plain.step()
     for ours, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_first_step_that_goes_by_hope_is_said(caplog):
+    plain = Run("lstm")
+    plain.step()
+    needed = peak(plain.step) + 2 * plain.weights
+    run = Run("lstm")
+    er.fit(run.model, budget=int(1.07 * needed), optimizer=run.optimizer, exact=True)
+    run.step()
+    assert caplog.text.count("goes by a hopeful one, and may be above the budget for once") == 1
+    er.release(run.model)

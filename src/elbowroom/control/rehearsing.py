@@ -5,6 +5,7 @@ Lossy codes are gone with the step then, while states that were encoded keep a m
 states come after all codes, and only what is hopeful about backward comes after them.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from elbowroom.control.fitted import Fit, FittedSaving
 from elbowroom.control.making import Making
 from elbowroom.control.owned import Owned
 from elbowroom.control.states import CHOICES, Chosen, States
+from elbowroom.control.terms import Terms
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.recording import Recording
 from elbowroom.plan.make import AT_LEAST
@@ -23,6 +25,7 @@ from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import BEST, ENOUGH, SAFE, USUAL
 from elbowroom.units import show_nbytes
 
+_log = logging.getLogger("elbowroom")
 _SHOULD_DO = "that should hold this step (estimated from its forward alone; from {} on it may do)"
 _MARGIN = 0.03  # of what is not static, in what is named
 # Exact or lossy, how many largest tensors backward takes beside what is held, and whether modules
@@ -76,8 +79,18 @@ def plan_by_forward(step: Step, states: States, who: object, making: Making) -> 
         for candidate in states.candidates(profile, who)[one.state : one.state + 1]:
             plan = making.plan_for(candidate.profile, 0, exact=one.exact, recompute=one.recompute)
             if plan is not None:
+                if one.transients < (USUAL if plan.exact else SAFE):
+                    _say_hopeful(making.terms)
                 return Chosen(candidate, plan)
     raise _refusal(step, states, who, making)
+
+
+def _say_hopeful(terms: Terms) -> None:
+    _log.warning(
+        "budget %s: no careful estimate of the first step fits, so it goes by a hopeful one, and "
+        "may be above the budget for once; it is measured, and the next one keeps to what was seen",
+        show_nbytes(terms.budget_nbytes),
+    )
 
 
 @dataclass(frozen=True)
