@@ -57,11 +57,11 @@ def check_writable(out: Path, option: str, *others: Path | None) -> None:
         return  # a device, or a pipe
     try:
         real = out.resolve()
+        read = [other for other in others if other is not None and other.resolve() == real]
     except (OSError, RuntimeError) as error:  # a link that leads to itself
         raise DataError(f"cannot write {option} {out}: {error}") from error
-    for other in others:
-        if other is not None and other.resolve() == real:
-            raise DataError(f"{option} {out} would replace {other}; name another file")
+    if read:
+        raise DataError(f"{option} {out} would replace {read[0]}; name another file")
     probe = beside(real)
     try:
         probe.touch()

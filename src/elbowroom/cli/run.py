@@ -62,10 +62,10 @@ def run(
     one line explains, or if a model was trained that could not be found; 130 if stopped.
     """
     given = None if plan is None else Plan.load(plan)
-    if given is not None:
-        allowed = given.budget if budget is None else parse_nbytes(budget)
-    elif budget is not None:
+    if budget is not None:
         allowed = parse_nbytes(budget)
+    elif given is not None:
+        allowed = given.budget
     else:
         raise UnknownField('run needs --budget, as in --budget "6GiB", or --plan PLAN.json')
     check_plan(given, allowed, exact or None)

@@ -219,8 +219,10 @@ class Fitting:
         finally:
             for module, training in modes:
                 module.training = training
-            undo.back()
-            undo.close()
+            try:
+                undo.back()
+            finally:
+                undo.close()
 
     def passes(self) -> None:
         """Evaluation begins: it is no part of the step before, unless backward is still to come."""

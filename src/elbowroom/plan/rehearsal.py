@@ -55,13 +55,14 @@ def with_backward(
     sizes = [_differentiable_nbytes(profile.storages[i]) for i, _ in order]
     workspaces = [_workspace_nbytes(profile.storages[i]) for i, _ in order]
     born = _births(gradients, [profile.storages[i].saves[nth].site.module for i, nth in order])
+    born_so_far = list(accumulate(born))
     base = []
     asked: dict[tuple[int, int], int] = {}
     for k, save in enumerate(order):
         asked[save] = first + k
         near = slice(max(k - _NEAR, 0), k + _NEAR + 1)
         another = max(born[near])  # a gradient's workspace, or the next
-        there = min(sum(born[: k + 1]) + another, sum(born))
+        there = min(born_so_far[k] + another, born_so_far[-1])
         beside = transients * max(sizes[near])
         if k == 0:
             beside = max(beside, (_LOSS - (transients == BEST)) * loss_nbytes)

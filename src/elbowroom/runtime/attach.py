@@ -39,6 +39,7 @@ class Around(Protocol):
 Meet = Callable[[nn.Module], bool]
 
 _attached: "weakref.WeakKeyDictionary[nn.Module, Around]" = weakref.WeakKeyDictionary()
+_mortal: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # whose death will be heard of
 _meet: Meet | None = None
 _lock = threading.RLock()  # a model may die, and be forgotten, inside any of our own lines
 
@@ -56,7 +57,9 @@ _thread = _Thread()
 def attach(model: nn.Module, around: Around) -> None:
     """From now on every call of `model` that records gradients goes through `around.run`."""
     with _lock:
-        weakref.finalize(model, _forget).atexit = False  # before: what is younger is called first
+        if model not in _mortal:  # before `_attached`: what is younger is called first
+            _mortal.add(model)
+            weakref.finalize(model, _forget).atexit = False
         _attached[model] = around
         _watch()
 
