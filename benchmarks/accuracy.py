@@ -17,7 +17,7 @@ Each width has a file of its own, and so have other arms than the three of the c
 `--arms` trains (benchmarks/_arms.py).
 
 Bytes and seconds are those of one step on the weights that the first training of an arm ended
-with, as in benchmarks/_training.py; the seconds are of that step and of a plain one right before.
+with, as in benchmarks/_training.py; the seconds are medians of pairs of it and a plain one.
 """
 
 import argparse
@@ -168,7 +168,7 @@ def _result(
 
 def _is_promised(arm: str) -> bool:
     """Whether an arm must be as good as plain: rivals need not."""
-    return arm == "elbowroom" or arm.startswith("ours-")
+    return arm == "elbowroom" or arm.startswith(("ours-", "lean-"))
 
 
 def _goal(row: dict[str, Any]) -> dict[str, Any]:
