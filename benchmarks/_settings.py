@@ -11,7 +11,7 @@ property of the code.
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from _peers import MISSING, PEERS, Peer, Prequant, Sz3, Zfp
@@ -51,8 +51,13 @@ class Setting:
     def name(self) -> str:
         """As one would type it: the codec and its fields that are not the default, or lead."""
         if self.lean is not None:
-            fields_of = f"upper={self.lean.upper}, lower={self.lean.lower}, plain={self.lean.plain}"
-            return _call("er.saving", '"lean"', fields_of)
+            given = replace(self.lean, rebuild=True)
+            changed = [
+                f"{field.name}={getattr(given, field.name)}"
+                for field in fields(given)
+                if field.name in ("upper", "plain") or getattr(given, field.name) != field.default
+            ]
+            return _call("er.saving", '"lean"', *changed)
         given = "" if self.rebuild else "rebuild=False"
         if isinstance(self.codec, Peer):
             return _call(type(self.codec).__name__, _shown(self.codec))
@@ -107,7 +112,7 @@ def _always() -> Iterator[Setting]:
         for levels in (2, 3, 4, 8, 16):
             family = "dither, rebuild" if rebuild else "dither"
             yield _of(family, "ours", "dither", rebuild, levels=levels)
-    for upper, lower, plain in ((2, 2, 2), (3, 2, 3), (4, 2, 4), (8, 3, 6), (16, 6, 12)):
+    for upper, lower, plain in ((2, 2, 2), (3, 2, 3), (4, 2, 4), (6, 2, 4), (8, 2, 6), (16, 6, 12)):
         lean = Lean(upper, lower, plain)
         yield Setting("lean", "ours", codec("dither", levels=upper), rebuild=True, lean=lean)
 

@@ -100,7 +100,14 @@ def comet(x: Tensor, out: Tensor) -> Iterator[Row]:
 
 def sided(x: Tensor, out: Tensor) -> Iterator[Row]:
     """The bitmap is there before: a ReLU's."""
-    name, settings, mask = "sided 4 + 2 levels G=64", (SEED, 4, 2, 64), ops.pack_bits(x.relu())
+    mask = ops.pack_bits(x.relu())
+    yield from _sided("sided 4 + 2 levels G=64", x, mask, (SEED, 4, 2, 64, 1), out)
+    yield from _sided("sided 4 + 4 levels G=64, fold 8", x, mask, (SEED, 4, 4, 64, 8), out)
+
+
+def _sided(
+    name: str, x: Tensor, mask: Tensor, settings: tuple[int, ...], out: Tensor
+) -> Iterator[Row]:
     yield Row(f"{name} quantize", lambda: ops.sided_quantize(x, mask, *settings), x)
     stored = (mask, *ops.sided_quantize(x, mask, *settings), *settings)
     yield Row(f"{name} dequantize", lambda: ops.sided_dequantize(*stored, out), x)
@@ -238,8 +245,8 @@ def unequal(device: str) -> list[str]:
     results = []
     for where, home in ((ops, device), (reference, "cpu")):
         y, mask = torch.empty_like(x, device=home), packed.to(home)
-        stored = where.sided_quantize(x.to(home), mask, SEED, 4, 2, 64)
-        where.sided_dequantize(mask, *stored, SEED, 4, 2, 64, y)
+        stored = where.sided_quantize(x.to(home), mask, SEED, 4, 4, 64, 8)
+        where.sided_dequantize(mask, *stored, SEED, 4, 4, 64, 8, y)
         results.append([*stored, y])
     wrong += ["sided" for a, b in zip(*results, strict=True) if not torch.equal(a.cpu(), b)]
     results = []

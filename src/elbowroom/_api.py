@@ -71,7 +71,7 @@ def saving(
 
     policy      None or "exact": exact actions only (no bit of any gradient changes);
                 "keep": change nothing, count;
-                "lean", with upper, lower, plain and group_size: the fewest bits, for
+                "lean", with upper, lower, plain, group_size and fold: the fewest bits, for
                 convolutions (see `elbowroom.plan.Lean`);
                 "coat", with group_size, wide and format: for transformers, products included, in
                 8-bit floats ("fp8") or dithered integers ("int8", "int4"; see `plan.Coat`);
@@ -87,11 +87,12 @@ def saving(
     min_nbytes  storages below this size, in bytes, are left alone; 0: none are
     rebuild     whether outputs of norms, activations and dropout may be made again from what
                 their op saves
-    noise       with a codec: its settings follow the training, so that the variance which codes
-                add to the gradient stays below this share of what mini-batches vary by anyway
-                (0.1: a tenth; early in training that is read up to twice too large, see
+    noise       with a codec or "lean": its settings follow the training, so that the variance
+                which codes add to the gradient stays below this share of what mini-batches vary by
+                anyway (0.1: a tenth; early in training that is read up to twice too large, see
                 `measure.gradient_variance`). What was learned is remembered for the process, by
-                these arguments; for more than one model make a `control.NoiseBudget` for each
+                these arguments; for more than one model make a `control.NoiseBudget` for each, or
+                a `control.LeanBudget`
     watch       measure what the codes add, every step; `.error_report()` shows it (also with
                 `noise` and controllers, which watch a few steps). A watched step is slower
     seed        where the noise of lossy codes starts; None: one sequence for the whole process

@@ -80,7 +80,12 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"bound": 1e-3, "rounding": "stochastic"},
         {"rounding": "nearest", "prediction": "2d"},
     ],
-    "sided": [{}, {"upper": 3, "lower": 256, "group_size": 32}, {"upper": 8, "lower": 5}],
+    "sided": [
+        {},
+        {"upper": 3, "lower": 256, "group_size": 32},
+        {"upper": 8, "lower": 5},
+        {"lower": 16, "fold": 8},
+    ],
 }
 STOCHASTIC = {"group", "dither", "division", "comet", "sided"}
 FACTS = {
@@ -355,9 +360,15 @@ def sided_bound(c: Codec, x: Tensor, facts: Facts) -> Tensor:
     assert isinstance(c, Sided)
     bound = torch.zeros_like(x)
     for tile, held in zip(x.split(TILE), bound.split(TILE), strict=True):
-        for side, levels in ((tile > 0, c.upper), (tile <= 0, c.lower)):
-            if bool(side.any()):
-                held[side] = half_steps(Dither(levels, c.group_size), tile[side])
+        above, below = tile > 0, tile <= 0
+        if bool(above.any()):
+            held[above] = half_steps(Dither(c.upper, c.group_size), tile[above])
+        if bool(below.any()) and c.fold == 1:
+            held[below] = half_steps(Dither(c.lower, c.group_size), tile[below])
+        elif bool(below.any()):  # as much as all that share a code can be off their mean, and half
+            reach = float(tile[below].max() - tile[below].min())
+            slack = (reach + float(tile[below].abs().max())) * 2**-6
+            held[below] = c.fold * (reach + slack) * (1 + 1.01 / (c.lower - 1))
     return bound
 
 

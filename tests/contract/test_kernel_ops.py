@@ -77,10 +77,10 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
             *reference.division_quantize(x, 1, 4, 8, 0, maps),
             *(1, 4, 8, 0, maps, True, out),
         ),
-        "sided_quantize": lambda: (x, bits, 1, 4, 2, 64),
+        "sided_quantize": lambda: (x, bits, 1, 4, 2, 64, 8),
         "sided_dequantize": lambda: (
-            *(bits, *reference.sided_quantize(x, bits, 1, 4, 2, 64)),
-            *(1, 4, 2, 64, out),
+            *(bits, *reference.sided_quantize(x, bits, 1, 4, 2, 64, 8)),
+            *(1, 4, 2, 64, 8, out),
         ),
         "fp8_quantize": lambda: (x, 64, "e4m3"),
         "fp8_dequantize": lambda: (*reference.fp8_quantize(x, 64, "e4m3"), 64, "e4m3", out),

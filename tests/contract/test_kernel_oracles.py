@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from elbowroom.kernels import layout, numba, reference
+from elbowroom.kernels.reference.noise import uniform
 
 BACKENDS = {"reference": reference, "numba": numba}
 SIZES = (1, 2, 9, 63, 2048, 2048 + 1000)
@@ -175,7 +176,7 @@ def test_two_sides_are_two_tiles_of_dither(backend, upper, lower, n):
     draw = torch.Generator().manual_seed(n)
     x, chosen = torch.randn(n, generator=draw), torch.rand(n, generator=draw) < 0.4
     bits = backend.pack_bits(chosen)
-    payload, bounds = backend.sided_quantize(x, bits, 5, upper, lower, 32)
+    payload, bounds = backend.sided_quantize(x, bits, 5, upper, lower, 32, 1)
     start = 0
     for i in range(0, n, 2048):
         for side, levels in ((True, upper), (False, lower)):
@@ -193,7 +194,7 @@ def test_two_sides_are_two_tiles_of_dither(backend, upper, lower, n):
     assert start == len(payload)
 
     out = torch.empty(n)
-    backend.sided_dequantize(bits, payload, bounds, 5, upper, lower, 32, out)
+    backend.sided_dequantize(bits, payload, bounds, 5, upper, lower, 32, 1, out)
     for side, levels in ((chosen, upper), (~chosen, lower)):
         held = bounds[0 if side is chosen else 1 :: 2].double()
         widest = float((held[:, 1] - held[:, 0]).max())
@@ -205,7 +206,7 @@ def test_a_sided_payload_by_hand():
     """Bounds, ranges and codes of four values, two on either side: 256 levels leave no doubt."""
     x = torch.tensor([1.0, -2.0, 3.0, -4.0])
     bits = torch.tensor([0b0101], dtype=torch.uint8)
-    payload, bounds = reference.sided_quantize(x, bits, 5, 256, 2, 32)
+    payload, bounds = reference.sided_quantize(x, bits, 5, 256, 2, 32, 1)
     assert bounds.tolist() == [[1, 3], [-4, -2]]
     above, below = payload[:4].tolist(), payload[4:].tolist()
     assert above[:2] == [0, 255]  # the range of the one group: all of the tile's
@@ -214,6 +215,48 @@ def test_a_sided_payload_by_hand():
     assert below[:2] == [0, 255]
     assert below[2] & 1 == 1  # -2 is the upper of two levels; -4 may go up by the noise alone
     assert len(below) == 3
+
+
+@pytest.mark.parametrize("n", [1, 9, 2048, 2048 + 300])
+@pytest.mark.parametrize("fold", layout.FOLDS[1:])
+def test_lower_values_that_share_a_code(backend, n, fold):
+    """mean + s_i z_k: by hand, from the noise of `dither` at 256 levels with no value above."""
+    draw = torch.Generator().manual_seed(n)
+    x, none = 3 + torch.randn(n, generator=draw), torch.zeros(n, dtype=torch.bool)
+    bits, out = backend.pack_bits(none), torch.empty(n)
+    settings = (5, 2, 256, 32, fold)
+    payload, bounds = backend.sided_quantize(x, bits, *settings)
+    backend.sided_dequantize(bits, payload, bounds, *settings, out)
+    nbytes = 0
+    for i in range(0, n, 2048):
+        tile, held = x[i : i + 2048].double(), out[i : i + 2048].double()
+        count = -(-len(tile) // fold)
+        nbytes += 2 + count + 2 * -(-count // 32)
+        u = uniform(5, i // 2048, 1, x.device)[0][: len(tile)]
+        sign = 1 - 2 * ((u * 65536).int() & 1).double()
+        mean = float(tile.mean())
+        reach = float(tile.max() - tile.min())
+        slack = reach / 255 + 2**-7 * abs(mean)  # of the mean: in 255ths, and then in bf16
+        z = torch.zeros(count * fold, dtype=torch.float64)
+        z[: len(tile)] = sign * (tile - mean)
+        z = z.view(fold, count).sum(0)
+        step = float(z.max() - z.min() + 2 * fold * slack) * (1 + 2**-6) / 255
+        expected = mean + sign * z.repeat(fold)[: len(tile)]
+        assert float((held - expected).abs().max()) <= step + (fold + 1) * slack
+    assert len(payload) == nbytes
+
+
+@pytest.mark.parametrize("fold", layout.FOLDS[1:])
+def test_what_shares_a_code_is_right_on_average(backend, fold):
+    above = torch.rand(600) < 0.3
+    x, bits = torch.randn(600), backend.pack_bits(above)
+    total, seeds = torch.zeros(600), 12 if backend.__name__.endswith("triton") else 400
+    for seed in range(seeds):
+        stored = backend.sided_quantize(x, bits, seed, 4, 4, 32, fold)
+        backend.sided_dequantize(bits, *stored, seed, 4, 4, 32, fold, out := torch.empty(600))
+        total += out
+    variance = float((out - x)[~above].square().mean())  # of one: about fold - 1, and the code's
+    assert float((total / seeds - x)[~above].square().mean()) < 2 * variance / seeds
 
 
 def test_narrow_counts_what_does_not_fit(backend):

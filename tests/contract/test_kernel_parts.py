@@ -21,7 +21,7 @@ def code_of(op: str, levels: int) -> list[Any]:
     x = torch.randn(N, generator=torch.Generator().manual_seed(0))
     x[x.abs() < 0.4] = 0
     if op == "sided":
-        settings = [9, levels, 2, 64]
+        settings = [9, levels, 2, 64, 4]
         bits = reference.pack_bits((x > 0.1).float())
         return [bits, *reference.sided_quantize(x, bits, *settings), *settings]
     settings = [9, levels, 64]

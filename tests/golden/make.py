@@ -126,6 +126,7 @@ def goldens() -> list[Golden]:
         Golden("sided", {"id": "sided"}, x),
         Golden("sided-3-5-32", {"id": "sided", "upper": 3, "lower": 5, "group_size": 32}, x.half()),
         Golden("sided-mask", {"id": "sided"}, x.bfloat16(), Facts(mask=third_of(x))),
+        Golden("sided-fold", {"id": "sided", "lower": 4, "fold": 8}, x, Facts(mask=third_of(x))),
     ]
 
 

@@ -20,7 +20,7 @@ from elbowroom.codecs import Dither, Sided
 from elbowroom.errors import CodecError, RestoreError
 from elbowroom.plan import Encode, Exact, Keep, Lean, Need
 
-FINE = {"upper": 256, "lower": 256, "plain": 256}
+FINE = {"upper": 256, "lower": 256, "plain": 256, "fold": 1}
 
 
 @pytest.fixture(autouse=True)

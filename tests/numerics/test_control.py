@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import elbowroom as er
-from elbowroom.control import ActNN, BatchAdvisor, CometBounds, Guard, NoiseBudget
+from elbowroom.control import ActNN, BatchAdvisor, CometBounds, Guard, LeanBudget, NoiseBudget
 from elbowroom.errors import PlanError, UnknownField
+from elbowroom.plan import Lean
 
 
 class Training:
@@ -64,6 +65,20 @@ def test_a_tenth_of_the_noise_takes_more_bytes():
     assert sizes[0] < sizes[1]
 
 
+def test_lean_codes_keep_a_noise_budget_in_fewer_bytes():
+    """Its codes serve several readers, and none is spent where ReLU lets nothing pass."""
+    held = {}
+    for control in (
+        LeanBudget(Lean(), noise=0.05, every=5),
+        NoiseBudget(er.codec("dither", levels=16), noise=0.05, every=5),
+    ):
+        saved = Training().run(control, 25)
+        held[type(control)] = saved.ledger.after_nbytes
+        assert 0.01 < saved.error_report().ratio < 0.05 * 1.25
+        assert len(set(control.rungs.values())) > 1
+    assert held[LeanBudget] < 0.9 * held[NoiseBudget]
+
+
 def test_actnn_spreads_its_average():
     control = ActNN(bits=2.5)
     training = Training()
@@ -107,13 +122,14 @@ def test_the_guard_goes_up_when_the_loss_rises_and_down_when_it_does_not():
     assert control.alarms > 1
 
 
-@pytest.mark.parametrize("kind", ["noise", "actnn", "comet", "guard"])
+@pytest.mark.parametrize("kind", ["noise", "lean", "actnn", "comet", "guard"])
 @pytest.mark.parametrize("first", [5, 9])
 def test_a_checkpoint_goes_on_with_the_same_choices(kind, first):
     def control(training):
         codec = er.codec("dither", levels=8)
         made = {
             "noise": lambda: NoiseBudget(codec, every=7),
+            "lean": lambda: LeanBudget(Lean(), every=7),
             "actnn": lambda: ActNN(bits=3, every=7),
             "comet": lambda: CometBounds(training.optimizer, every=7),
             "guard": lambda: Guard(codec, every=7, patience=4),
@@ -149,6 +165,9 @@ def test_strings_remember_by_their_settings():
     one, other = er.saving("dither", noise=0.1), er.saving("dither", noise=0.1)
     assert one.observer is other.observer
     assert er.saving("dither", noise=0.2).observer is not one.observer
+    lean = er.saving("lean", fold=4, noise=0.1)
+    assert lean.policy is er.saving("lean", fold=4, noise=0.1).policy
+    assert lean.policy is not er.saving("lean", noise=0.1).policy
     assert er.saving("actnn", bits=3).policy is er.saving("actnn", bits=3).policy
 
 

@@ -168,7 +168,18 @@ LOSSY = {"need": Need.LOSSY}
     ("changes", "action"),
     [
         ({}, Encode(Dither(levels=3), Facts())),
-        ({"consumer": "batch_norm"}, Encode(Dither(levels=3), Facts(), Sided(4, 2))),
+        (
+            {"consumer": "batch_norm", "shape": (16, 8, 8, 8)},
+            Encode(Dither(levels=3), Facts(), Sided(4, 2), Sided(4, 4, 64, 8), Sided(3, 4, 64, 8)),
+        ),
+        (
+            {"consumer": "batch_norm", "shape": (8, 8, 8, 8)},  # 512 elements a channel
+            Encode(Dither(levels=3), Facts(), Sided(4, 2), Sided(4, 4, 64, 4), Sided(3, 4, 64, 4)),
+        ),
+        (
+            {"consumer": "batch_norm", "shape": (511, 8)},
+            Encode(Dither(levels=3), Facts(), Sided(4, 2)),
+        ),
         ({"consumer": "layer_norm"}, Encode(Dither(levels=3), Facts())),
         (
             {"consumer": "batch_norm", "facts": Facts(has_zeros=True)},
@@ -191,8 +202,11 @@ def test_the_lean_policy(changes, action):
 
 def test_the_lean_policys_fields():
     lean = Lean(upper=8, lower=3, plain=6, group_size=128)
-    norm = site(**LOSSY, consumer="batch_norm")
-    assert lean(norm) == Encode(Dither(6, 128), Facts(), Sided(8, 3, 128))
+    norm = site(**LOSSY, consumer="batch_norm", shape=(1024, 8))
+    found = Sided(8, 3, 128), Sided(8, 4, 128, 8), Sided(6, 4, 128, 8)
+    assert lean(norm) == Encode(Dither(6, 128), Facts(), *found)
+    alone = Lean(upper=8, lower=3, plain=6, group_size=128, fold=1)
+    assert alone(norm) == Encode(Dither(6, 128), Facts(), Sided(8, 3, 128))
     zeros = Facts(has_zeros=True)
     assert lean(site(**LOSSY, facts=zeros)) == Encode(Dither(8, 128), zeros)
 
@@ -213,6 +227,8 @@ def test_the_lean_policy_without_rebuilding():
         ({"plain": True}, r"policy 'lean': plain=True is not possible"),
         ({"group_size": 100}, r"policy 'lean': group_size=100 .* one of 32, 64, 128, 256"),
         ({"group_size": 64.0}, r"policy 'lean': group_size=64.0 is not possible"),
+        ({"fold": 2}, r"policy 'lean': fold=2 is not possible; fold is one of 1, 4, 8, 16"),
+        ({"fold": True}, r"policy 'lean': fold=True is not possible"),
     ],
 )
 def test_the_lean_policys_fields_are_checked(fields, message):

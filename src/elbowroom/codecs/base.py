@@ -196,6 +196,11 @@ class Codec(ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]]
     has_parts: ClassVar[bool] = False  # whether it decodes a part by itself
 
+    @property
+    def is_rough_elsewhere(self) -> bool:
+        """Whether its error is larger than the values where `facts.mask` is not set."""
+        return False
+
     def encode(
         self,
         x: Tensor,

@@ -10,6 +10,12 @@ The mask is held anyway, so which side a value lies on costs nothing; and each s
 of the whole range, so equal levels have half the step. What ReLU lets pass reaches the next
 convolution and deserves more levels (`upper`); the rest serves only the norm (`lower`).
 Bits an element beside the mask, at density d: d log2 upper + (1 - d) log2 lower + 16 / group_size.
+
+With fold > 1 so many of the lower values share a code, that of their sum with random signs: it is
+unbiased, and its error is larger than their spread. That is enough where all of the gradient has
+passed the mask, and is 0 below it: backward then reads what lies there only in the term
+xhat * mean(grad * xhat), summed over whole maps (`runtime/gate.py`). Bits, beside the mask:
+d (log2 upper + 16 / group_size) + (1 - d) (log2 lower + 16 / group_size) / fold.
 """
 
 from dataclasses import dataclass
@@ -24,12 +30,14 @@ from elbowroom.codecs.base import FLOATS, PART, Buffers, Codec, Encoded, Expecte
 from elbowroom.codecs.facts import Facts
 from elbowroom.errors import CodecError
 from elbowroom.kernels import ops
-from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes, runs, tiles
+from elbowroom.kernels.layout import FOLDS, GROUP_SIZES, groups, packed_nbytes, runs, tiles
 
 
 @dataclass(frozen=True)
 class Sided(Codec):
     """Lossy: dither with `upper` levels where a mask is set and `lower` elsewhere (2 to 256).
+
+    `fold` (1, 4, 8 or 16) of those elsewhere share a code.
 
     The mask is `facts.mask`, which the caller keeps, or x > 0, which is stored. A tensor with a
     NaN, an Inf or a value beyond 2^125 is held raw on the CPU; on a GPU, where the check would be a
@@ -44,18 +52,24 @@ class Sided(Codec):
     upper: int = 4
     lower: int = 2
     group_size: int = 64
+    fold: int = 1
 
     def __post_init__(self) -> None:
         within(self.id, "upper", self.upper, 2, 256)
         within(self.id, "lower", self.lower, 2, 256)
         one_of(self.id, "group_size", self.group_size, GROUP_SIZES)
+        one_of(self.id, "fold", self.fold, FOLDS)
+
+    @property
+    def is_rough_elsewhere(self) -> bool:
+        return self.fold > 1
 
     def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
         # Two sides cut in two what one would hold in a row: so many bytes a tile more at most, by
         # trying all splits of all tiles (tests/unit/test_sided.py).
         cuts = max(runs(self.upper), runs(self.lower)) * tiles(n)
         codes = packed_nbytes(max(self.upper, self.lower), n) + cuts
-        ranges = 2 * (groups(n, self.group_size) + tiles(n))
+        ranges = 2 * (groups(n, self.group_size) + tiles(n) * (1 if self.fold == 1 else 2))
         payload = Expected(torch.uint8, (codes + ranges,), at_most=True)
         bounds = Expected(torch.bfloat16, (2 * tiles(n), 2))
         return (payload, bounds) if facts.mask is not None else (payload, bounds, _bits(n))
@@ -107,8 +121,8 @@ class Sided(Codec):
         self._decode_into(encoded, out, affine, bits, start)
 
     @property
-    def _settings(self) -> tuple[int, int, int]:
-        return self.upper, self.lower, self.group_size
+    def _settings(self) -> tuple[int, int, int, int]:
+        return self.upper, self.lower, self.group_size, self.fold
 
 
 def _bits(n: int) -> Expected:

@@ -1,6 +1,7 @@
 """ADAPTATION: what changes settings while a training runs.
 
     NoiseBudget   the fewest bytes whose added variance stays a share of the mini-batch's
+    LeanBudget    the same with the levels of `Lean`
     ActNN         an average number of bits, spread by sensitivity (a baseline)
     CometBounds   error bounds that follow the momentum of each layer's gradient
     Guard         milder codes as soon as the training loss suffers, leaner ones while it does not
@@ -12,7 +13,7 @@
     Profiling     writes down one step of a program
     Discovery     finds the model and the optimizers of somebody else's program
 
-The first four are policies for `er.saving` that watch their own codes (`adaptive.py`).
+The first five are policies for `er.saving` that watch their own codes (`adaptive.py`).
 """
 
 from elbowroom.control.actnn import ActNN as ActNN
@@ -26,6 +27,7 @@ from elbowroom.control.fitting import Fitting as Fitting
 from elbowroom.control.guard import Guard as Guard
 from elbowroom.control.largest import LargestBatch as LargestBatch
 from elbowroom.control.largest import find_largest as find_largest
+from elbowroom.control.lean import LeanBudget as LeanBudget
 from elbowroom.control.profiling import Profiling as Profiling
 from elbowroom.control.repeat import repeat as repeat
 from elbowroom.control.states import check_alone as check_alone

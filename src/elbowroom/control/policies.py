@@ -14,6 +14,7 @@ from elbowroom.codecs import Codec, codec, codecs
 from elbowroom.codecs.registry import nearest
 from elbowroom.control.actnn import ActNN
 from elbowroom.control.budget import NoiseBudget
+from elbowroom.control.lean import LeanBudget
 from elbowroom.errors import UnknownCodec, UnknownField
 from elbowroom.measure import NoiseMeter
 from elbowroom.plan import Coat, Exact, KeepAll, Lean, Lossy, OffloadRest, Policy
@@ -61,13 +62,16 @@ def policy_of(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[s
 
 
 def within_noise(policy: Policy, noise: float, rebuild: bool) -> NoiseBudget:
-    """The settings of this codec that keep to a share of what mini-batches vary by.
+    """The settings of this codec, or of `Lean`, that keep to a share of what mini-batches vary by.
 
-    Raises UnknownField for a policy without a codec.
+    Raises UnknownField for any other policy.
     """
+    if isinstance(policy, Lean):
+        key = "noise", policy, repr(noise)
+        return PROCESS.remember(key, partial(LeanBudget, policy, noise=noise))
     if not isinstance(policy, Lossy):
         raise UnknownField(
-            "noise= goes with a codec, whose settings it chooses, as in "
+            "noise= goes with a codec or with 'lean', whose settings it chooses, as in "
             "saving('dither', noise=0.1); exact actions add none"
         )
     codec = policy.codec

@@ -55,7 +55,7 @@ def _fake_division(
 
 
 def _fake_sided(
-    x: Tensor, bits: Tensor, seed: int, upper: int, lower: int, group_size: int, *channels: Any
+    x: Tensor, bits: Tensor, seed: int, upper: int, lower: int, group_size: int, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     size = torch.library.get_ctx().new_dynamic_size()
     bounds = x.new_empty(2 * tiles(x.numel()), 2, dtype=torch.bfloat16)

@@ -19,6 +19,7 @@ from torch import Tensor
 TILE = 2048
 BLOCK = 32  # of `comet`: elements that share a width
 GROUP_SIZES = (32, 64, 128, 256)
+FOLDS = (1, 4, 8, 16)  # of `sided`: how many lower values share a code
 RADIX = {3: 5, 5: 3, 6: 3}  # levels -> codes in a byte, written in base `levels`
 
 

@@ -10,7 +10,7 @@
     dither_quantize(x, seed, levels, group_size)          codes, ranges, bounds
     nonzero_quantize(x, seed, levels, group_size)         bits, payload (size depends on x), bounds
     division_quantize(x, seed, levels, block, reach, maps)    codes, mean, scale, low
-    sided_quantize(x, bits, seed, upper, lower, group_size)
+    sided_quantize(x, bits, seed, upper, lower, group_size, fold)
                                                           payload (size depends on bits), bounds
     fp8_quantize(x, group_size, fmt)                      codes, scale
     fdsr_quantize(x, seed, maps, block, levels, kept, dither)     payload, scales, codebook

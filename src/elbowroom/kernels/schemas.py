@@ -36,12 +36,12 @@ SCHEMAS = {
         "int reach, int[] maps, bool dither, Tensor(a!) out) -> ()"
     ),
     "sided_quantize": (
-        f"(Tensor x, Tensor bits, int seed, int upper, int lower, int group_size, {_CHANNELS}) -> "
-        "(Tensor, Tensor)"
+        "(Tensor x, Tensor bits, int seed, int upper, int lower, int group_size, int fold, "
+        f"{_CHANNELS}) -> (Tensor, Tensor)"
     ),
     "sided_dequantize": (
         "(Tensor bits, Tensor payload, Tensor bounds, int seed, int upper, int lower, "
-        f"int group_size, {_RESTORED}, int first=0) -> ()"
+        f"int group_size, int fold, {_RESTORED}, int first=0) -> ()"
     ),
     "batch_norm_backward": (
         "(Tensor grad, Tensor factor, int inner, Tensor(a!) x) -> (Tensor, Tensor)"

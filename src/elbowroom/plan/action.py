@@ -18,13 +18,19 @@ class Keep:
 class Encode:
     """It is held in fewer bits.
 
-    with_mask  for the input of a norm: the codec to take instead if a ReLU follows the norm, whose
-               mask is held anyway (`facts.mask`)
+    For the input of a norm, what to take instead once the mask of a ReLU is known, which is held
+    anyway (`facts.mask`):
+
+    with_mask   if the ReLU is that of the norm's output
+    gated       if, besides, all of the norm's gradient comes through it (`runtime/gate.py`)
+    behind_sum  if all of it comes through the ReLU of a sum that the norm's output is a part of
     """
 
     codec: Codec
     facts: Facts = NOTHING
     with_mask: Codec | None = None
+    gated: Codec | None = None
+    behind_sum: Codec | None = None
 
 
 @dataclass(frozen=True)

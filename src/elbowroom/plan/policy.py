@@ -12,14 +12,15 @@ model.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import ClassVar
 
 import torch
 
 from elbowroom.codecs import BitMask, Codec, Dither, Facts, Narrow, Sided
 from elbowroom.errors import UnknownField
-from elbowroom.kernels.layout import GROUP_SIZES
+from elbowroom.kernels.layout import FOLDS, GROUP_SIZES
 from elbowroom.plan.action import Action, Encode, Keep, Rebuild
 from elbowroom.plan.gentle import gentle
 from elbowroom.plan.site import Need, Rebuildable, Site
@@ -27,6 +28,8 @@ from elbowroom.plan.site import Need, Rebuildable, Site
 Policy = Callable[[Site], Action]
 
 _MASK = Encode(BitMask(), Facts(value=1.0))
+_SHARED = 4  # levels of a code that several values share
+_EACH = 128  # elements of a channel for each value that shares a code: an error of 0.3 % at most
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,8 @@ class Lean:
 
     upper       where ReLU lets pass: the next convolution reads it
     lower       where it does not: only the norm's backward does
+    fold        so many of those share one code of 4 levels, where all of the norm's gradient comes
+                through the ReLU, and channels have 128 elements for each; 1: none do
     plain       inputs of norms without a ReLU behind them, and what has no exact zeros
     group_size  elements that share a step
     rebuild     outputs may be made again from encoded sources; else no code serves two readers, and
@@ -105,22 +110,25 @@ class Lean:
     lower: int = 2
     plain: int = 3
     group_size: int = 64
+    fold: int = 8
     rebuild: bool = True
     exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("upper", "lower", "plain"):
             levels = getattr(self, name)
-            if not isinstance(levels, int) or isinstance(levels, bool) or not 2 <= levels <= 256:
+            if type(levels) is not int or not 2 <= levels <= 256:
                 raise UnknownField(
                     f"policy 'lean': {name}={levels!r} is not possible; "
                     f"{name} is an int from 2 to 256, how many levels a code has"
                 )
-        if self.group_size not in GROUP_SIZES or not isinstance(self.group_size, int):
-            raise UnknownField(
-                f"policy 'lean': group_size={self.group_size!r} is not possible; "
-                f"group_size is one of {', '.join(map(str, GROUP_SIZES))}"
-            )
+        for name, possible in (("group_size", GROUP_SIZES), ("fold", FOLDS)):
+            size = getattr(self, name)
+            if type(size) is not int or size not in possible:
+                raise UnknownField(
+                    f"policy 'lean': {name}={size!r} is not possible; "
+                    f"{name} is one of {', '.join(map(str, possible))}"
+                )
 
     def __call__(self, site: Site) -> Action:
         exact = Exact(self.rebuild)(site)
@@ -133,6 +141,18 @@ class Lean:
         if site.facts.has_zeros:
             return Encode(Dither(levels=self.upper, group_size=self.group_size), site.facts)
         plain = Dither(levels=self.plain, group_size=self.group_size)
-        shared = self.rebuild and site.consumer == "batch_norm"
-        sided = Sided(self.upper, self.lower, self.group_size) if shared else None
-        return Encode(gentle(plain, site), site.facts, sided)
+        if not self.rebuild or site.consumer != "batch_norm":
+            return Encode(gentle(plain, site), site.facts)
+        with_mask = Sided(self.upper, self.lower, self.group_size)
+        fold = self._fold(site)
+        if fold == 1:
+            return Encode(plain, site.facts, with_mask)
+        gated = replace(with_mask, lower=_SHARED, fold=fold)
+        behind_sum = replace(gated, upper=self.plain)
+        return Encode(plain, site.facts, with_mask, gated, behind_sum)
+
+    def _fold(self, site: Site) -> int:
+        """As many as the elements of a channel bear: what a fold adds goes with fold / elements."""
+        each = prod(site.shape) // site.shape[1]
+        possible = (fold for fold in FOLDS if fold <= min(self.fold, each // _EACH))
+        return max(possible, default=1)

@@ -129,7 +129,7 @@ class Call:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.name = name or _name(func)
         self.saved: list[Slot] = []  # what it has saved so far
-        self.at_end: list[Callable[[Call], None]] = []  # what waits for its statistics
+        self.at_end: list[Callable[[Call, Any], None]] = []  # what waits for its statistics
         self.reads = Reads.RESTORED  # what its backward reads
         self.rounds = False  # it runs as a node of ours whose backward rounds otherwise
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need

@@ -12,7 +12,6 @@ views that autograd holds, never to "the step": unpack may come twice, in any or
 thread, or never.
 """
 
-import weakref
 from collections.abc import Callable, Container
 from contextlib import ExitStack
 from dataclasses import replace
@@ -68,7 +67,7 @@ from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.sites import left_alone, site_of
 from elbowroom.runtime.slot import Beside, Lone, Slot, View
 from elbowroom.runtime.statistics import statistics_of
-from elbowroom.runtime.waiting import Waiting, relu_mask
+from elbowroom.runtime.waiting import Waiting
 
 
 class Saving:
@@ -220,7 +219,7 @@ class Saving:
         with torch._C.DisableTorchFunction():
             self._end_waiting(call, out)
             for finish in call.at_end:
-                finish(call)
+                finish(call, out)
             note_origin(call, out, self._identity)
             if self._passing.parts is not None:
                 op = self._module, call.name
@@ -262,6 +261,7 @@ class Saving:
 
         A step that is written down runs as it is, and says what it could.
         """
+        self._end_known()
         direct = direct_of(call)
         if direct is None:
             return call.func
@@ -286,15 +286,29 @@ class Saving:
         waiting, self._waiting = self._waiting, []
         with torch._C.DisableTorchFunction():
             for one in waiting:
-                one.end(None)
+                one.end()
 
     def _end_waiting(self, call: Call, out: Any) -> None:
-        """Encode the inputs of norms that waited to see whether this call is a ReLU."""
-        if not call.saved:
-            return  # it cannot be told yet
+        """Encode the inputs of norms that waited to see whether this call is a ReLU, and no more.
+
+        Those for which it is one wait until the next call begins.
+        """
         waiting, self._waiting = self._waiting, []
         for one in waiting:
-            one.end(relu_mask(call, out, one.slot(), self._identity))
+            if not one.ended(call, out, self._identity) or one.is_known:
+                self._waiting.append(one)
+            else:
+                one.end()
+
+    def _end_known(self) -> None:
+        """A call begins: encode the inputs of norms whose ReLU has been found."""
+        known = [one for one in self._waiting if one.is_known]
+        if not known:
+            return
+        self._waiting = [one for one in self._waiting if not one.is_known]
+        with torch._C.DisableTorchFunction():
+            for one in known:
+                one.end()
 
     def _pack(self, x: Tensor) -> View | Lone | Beside | KeepHandle:
         with torch._C.DisableTorchFunction():
@@ -407,12 +421,12 @@ class Saving:
                 encoded = action if isinstance(action, Encode) else None
                 self._watch.held(slot, whole, site, None if encoded is None else encoded.codec)
 
-        def hold_normalized(norm: Call) -> None:
+        def hold_normalized(norm: Call, out: Any) -> None:
             slot.statistics = statistics_of(norm, whole)
             if slot.statistics is None and is_normalized(action):
                 slot.hold(KeepHandle(whole, "the input of a norm, in no order that is known"))
             elif isinstance(action, Encode) and action.with_mask is not None:
-                self._waiting.append(Waiting(weakref.ref(slot), action, hold))
+                self._waiting.append(Waiting(slot, action, hold, out))
             elif not isinstance(action, Keep):
                 hold(slot, whole, action)
 

@@ -54,6 +54,8 @@ def perform(
             assert ready is not None
             if need is Need.EXACT or not ready.works_lossy:
                 ready.pin()
+            for slot in ready.slots:
+                slot.is_source = True
             return RebuildHandle(ready, base)
         case Offload():
             tier = tier_for(action, base)

@@ -134,6 +134,9 @@ class Recipe:
             return None
         output = None if self.output is None else self.output()
         bits = output.bits if output is not None and self.op.needs_bits else None
+        wheres = [slot.where for slot in (source, other) if isinstance(slot, Slot)]
+        if any(where is not None and not _same_memory(where, bits) for where in wheres):
+            return None
         ready = Ready(self.op, source, self.seen, self.made, self.versions, bits, noise, other)
         usable = ready.depth <= _DEEPEST_READY and (ready.exact or ready.works_lossy)
         return ready if usable else None
@@ -284,6 +287,10 @@ class Ready:
                 "use er.saving(..., rebuild=False)"
             )
         return noise
+
+
+def _same_memory(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.data_ptr() == other.data_ptr()
 
 
 def _depth_of(source: "Slot | Ready | None") -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import Affine, BitMask, Encoded, Facts
+from elbowroom.errors import RestoreError
 from elbowroom.plan import Need, Site
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.base import Handle
@@ -61,7 +62,9 @@ class Slot:
         "device",
         "dtype",
         "entry",
+        "is_source",
         "is_window",
+        "lossy_views",
         "mask_of",
         "pinned",
         "shape_is_enough",
@@ -82,6 +85,8 @@ class Slot:
         self.asked_exact = False
         self.mask_of = ""  # the op that asked for the mask, if one did
         self.statistics: Statistics | None = None  # of the norm that it is the input of
+        self.lossy_views = 0  # how many ops read it that bear an error
+        self.is_source = False  # something is made again from it
         self.pinned = False  # must stay exact: something exact is rebuilt from it
         self.sites: list[
             Site
@@ -94,6 +99,11 @@ class Slot:
     def exact(self) -> bool:
         return self.value is not None and self.value.exact
 
+    @property
+    def where(self) -> Tensor | None:
+        """Bits that say where what is held serves any reader; None: everywhere."""
+        return getattr(self.value, "where", None)
+
     def root(self) -> "Slot":
         """The slot whose bytes it all comes from: itself, or that of the recipe that it holds."""
         below = getattr(self.value, "source", None)
@@ -105,12 +115,15 @@ class Slot:
             return self.shape_is_enough or self.value is not None or self.bits is not None
         if need is Need.MASK:
             return self.bits is not None or self.exact
-        return self.value is not None if need is Need.LOSSY else self.exact
+        if need is Need.LOSSY:
+            return self.value is not None and self.where is None
+        return self.exact
 
     def promise(self, need: Need, consumer: str) -> None:
         """Remember what an op was promised: it must hold however tight it becomes later."""
         if need is Need.SHAPE:
             return
+        self.lossy_views += need is Need.LOSSY
         self.asked_exact |= need is Need.EXACT
         if need is Need.MASK and (self.bits is not None or isinstance(self.value, KeepHandle)):
             self.mask_of = consumer
@@ -125,13 +138,18 @@ class Slot:
             pin_sources()
 
     def hold(self, value: Handle) -> None:
-        """Take a value, in place of one that is there. Bits that it brings along replace ours."""
+        """Take a value, in place of one that is there. Bits that it brings along replace ours.
+
+        Also for who else holds ours: the code of a norm's input, as its mask.
+        """
         self.value = value
         self.entry.action = value.label
         if isinstance(value, KeepHandle):
             self.entry.why = value.why
         else:
             bitmap = getattr(value, "bitmap", None)
+            if bitmap is not None and self.bits is not None:
+                self.bits.set_(bitmap)  # the same bits, in one memory
             self.bits = self.bits if bitmap is None else bitmap
         self._tell()
         if isinstance(value, OffloadHandle):
@@ -204,6 +222,12 @@ class View:
         slot = self.slot
         if type(slot.value) is KeepHandle and self.geometry == slot.base:
             return slot.value.restore()
+        if slot.where is not None and torch.is_grad_enabled():
+            raise RestoreError(
+                "backward with create_graph=True is not linear in what was saved for a batch norm, "
+                "and where the ReLU behind it lets nothing pass only a rough code is held; "
+                "er.saving('lean', fold=1) holds a finer one."
+            )
         with torch.no_grad():
             if self.need is Need.SHAPE and not isinstance(self.slot.value, KeepHandle):
                 return self._blank()

@@ -1,43 +1,84 @@
 """Inputs of norms that wait for one more op: the mask helps if it is a ReLU of what came out.
 
 A norm's input is known to be one when the norm saves it. Whether a ReLU follows shows with the next
-op that saves something; until then the tensor stays as it is. So at most one waits, mostly for one
-call. Nothing waits longer than it lives: if backward comes first, the tensor is freed as always.
+op that saves something; until then the tensor stays as it is. Where it might be the ReLU of a sum,
+the branch that is added may save, too: then it waits for a few more, as long as nothing else reads
+the norm's output. Nothing waits longer than it lives: if backward comes first, the tensor is freed
+as always.
 """
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from elbowroom.codecs import Codec
 from elbowroom.plan import Action, Encode
 from elbowroom.runtime.consumers import MASKED_OUTPUT, Call
+from elbowroom.runtime.gate import Gate
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.identity import Identity
 from elbowroom.runtime.recipes import Recipe, same_order
 from elbowroom.runtime.slot import Slot
 
+_MOST_SAVES = 6  # calls that save, of the branch that is added
 
-@dataclass(frozen=True)
+
 class Waiting:
-    """A slot, what the policy wants for it, and the deed."""
+    """A slot, what the policy wants for it, the deed, and what is known of the norm's output."""
 
-    slot: weakref.ref[Slot]
-    action: Encode
-    hold: Callable[[Slot, Tensor, Action], None]
+    def __init__(
+        self, slot: Slot, action: Encode, hold: Callable[[Slot, Tensor, Action], None], out: Tensor
+    ) -> None:
+        self.slot = weakref.ref(slot)
+        self._action, self._hold = action, hold
+        self._gate = Gate(out)
+        self._mask: Tensor | None = None
+        self._is_of_sum = False
+        self._saves_left = _MOST_SAVES
 
-    def end(self, mask: Tensor | None) -> None:
+    def ended(self, call: Call, out: Any, identity: Identity) -> bool:
+        """A call has ended. Whether all is known, or nothing will be."""
+        slot, gate = self.slot(), self._gate
+        gate.ended(call, out)
+        if not call.saved:
+            return slot is None  # nothing can be told yet
+        self._mask = relu_mask(call, out, slot, identity)
+        if self._mask is None and self._action.behind_sum is not None:
+            self._mask, self._is_of_sum = gate.bits_of_sum(slot, out, identity), True
+            self._saves_left -= 1
+            if self._mask is None:
+                return slot is None or not gate.is_sole or not self._saves_left
+        return True
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the mask has been found: what is left to know shows as the next call begins."""
+        return self._mask is not None
+
+    def end(self) -> None:
         """Encode, with the mask if there is one. Not what was changed or encoded meanwhile."""
-        slot, action = self.slot(), self.action
+        slot = self.slot()
         kept = None if slot is None else slot.value
         if slot is None or not isinstance(kept, KeepHandle) or kept.was_changed:
             return
-        if mask is not None and action.with_mask is not None:
-            facts = replace(action.facts, mask=mask)
-            action = replace(action, codec=action.with_mask, facts=facts)
-        self.hold(slot, kept.restore(), action)
+        codec, action = self._codec(slot), self._action
+        if codec is not None:
+            facts = replace(action.facts, mask=self._mask)
+            action = replace(action, codec=codec, facts=facts)
+        self._hold(slot, kept.restore(), action)
+
+    def _codec(self, slot: Slot) -> Codec | None:
+        """What is to be taken with the mask; None: the action's own codec, without."""
+        action, gate = self._action, self._gate
+        if self._mask is None:
+            return None
+        is_gated = gate.is_closed and slot.lossy_views == 1 and not slot.is_source
+        if self._is_of_sum:
+            return action.behind_sum if is_gated else None
+        return action.gated if is_gated and action.gated is not None else action.with_mask
 
 
 def relu_mask(call: Call, out: Any, slot: Slot | None, identity: Identity) -> Tensor | None:

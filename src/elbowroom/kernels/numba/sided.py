@@ -12,12 +12,22 @@ from elbowroom.kernels.layout import check_payload, tiles
 from elbowroom.kernels.numba.affine import channels, map_restored, mapped, mask_array
 from elbowroom.kernels.numba.bits import COUNT, tile_counts
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
-from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, inlined, jit, u8, u64
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, inlined, jit, u8, u16, u64
+from elbowroom.kernels.numba.compress import HAS, WIDTH, compress, expand
 from elbowroom.kernels.numba.dither import grid, ranges_of
-from elbowroom.kernels.numba.grids import dequantize, extremes, quantize
+from elbowroom.kernels.numba.grids import dequantize, extremes, finite, quantize
 from elbowroom.kernels.numba.launch import array, parallel, patterns, split_seed, words
 from elbowroom.kernels.numba.noise import draw, tile_key
-from elbowroom.kernels.numba.rounding import from_restored, target, to_float
+from elbowroom.kernels.numba.rounding import (
+    as_float,
+    bf16_directed,
+    bf16_value,
+    from_restored,
+    inverse,
+    order,
+    target,
+    to_float,
+)
 
 
 def sided_quantize(
@@ -27,14 +37,15 @@ def sided_quantize(
     upper: int,
     lower: int,
     group_size: int,
+    fold: int,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     inner: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    counts, starts = _sizes(bits, x.numel(), upper, lower, group_size)
+    settings = upper, lower, group_size, fold
+    counts, starts = _sizes(bits, x.numel(), *settings)
     payload = torch.empty(int(starts[-1]), dtype=torch.uint8)
     bounds = torch.empty(2 * tiles(x.numel()), 2, dtype=torch.bfloat16)
-    settings = upper, lower, group_size
     out = array(starts), array(payload), patterns(bounds)
     source = *words(x), *channels(scale, shift, inner, x.numel()), array(bits), array(counts)
     _quantize(*source, *split_seed(seed), *settings, *out)
@@ -49,6 +60,7 @@ def sided_dequantize(
     upper: int,
     lower: int,
     group_size: int,
+    fold: int,
     out: Tensor,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
@@ -57,16 +69,16 @@ def sided_dequantize(
     first: int = 0,
 ) -> None:
     n = first * TILE + out.numel()
-    counts, starts = _sizes(bits[: -(-n // 8)], n, upper, lower, group_size)
+    counts, starts = _sizes(bits[: -(-n // 8)], n, upper, lower, group_size, fold)
     check_payload(payload, int(starts[-1]), goes_on=8 * bits.numel() >= n + 8)
     source = array(bits), array(counts), array(starts), array(payload), patterns(bounds)
-    settings = *split_seed(seed), upper, lower, group_size
+    settings = *split_seed(seed), upper, lower, group_size, fold
     by = *channels(scale, shift, inner, n), mask_array(mask)
     _dequantize(*source, *settings, *by, *words(out), first)
 
 
 def _sizes(
-    bits: Tensor, numel: int, upper: int, lower: int, group_size: int
+    bits: Tensor, numel: int, upper: int, lower: int, group_size: int, fold: int
 ) -> tuple[Tensor, Tensor]:
     """Of each tile how many bits are set [tiles], and where its payload starts [tiles + 1], int64.
 
@@ -76,7 +88,7 @@ def _sizes(
     if numel % 8:
         counts[-1] -= (int(bits[-1]) >> (numel % 8)).bit_count()
     starts = torch.zeros(counts.numel() + 1, dtype=torch.int64)
-    _add_up(array(counts), numel, upper, lower, group_size, array(starts))
+    _add_up(array(counts), numel, upper, lower, group_size, fold, array(starts))
     return counts, starts
 
 
@@ -86,15 +98,23 @@ def part_nbytes(n, levels, S):
 
 
 @jit
-def _add_up(counts, N, upper, lower, S, starts):
+def lower_nbytes(n, levels, S, fold):
+    if fold == 1 or n == 0:
+        return part_nbytes(n, levels, S)
+    return 2 + part_nbytes((n + fold - 1) // fold, levels, S)
+
+
+@jit
+def _add_up(counts, N, upper, lower, S, fold, starts):
     for i_t in range(counts.shape[0]):
         n = min(TILE, N - i_t * TILE)
-        size = part_nbytes(counts[i_t], upper, S) + part_nbytes(n - counts[i_t], lower, S)
+        size = part_nbytes(counts[i_t], upper, S) + lower_nbytes(n - counts[i_t], lower, S, fold)
         starts[i_t + 1] = starts[i_t] + size
 
 
-# A tile's values by side: those whose bit is set from 0 on, the others from HALF on.
-HALF = TILE
+# A tile's values by side: those whose bit is set from 0 on, the others from HALF on; behind either
+# there is room for what a vector instruction writes or reads beyond its end.
+HALF = TILE + WIDTH
 _RANK = np.array(  # a byte of bits -> in byte k of the result, how many bits below k are like bit k
     [
         sum(sum((byte >> j & 1) == (byte >> k & 1) for j in range(k)) << (8 * k) for k in range(8))
@@ -116,11 +136,47 @@ def place(byte, ranks, k, up, low):
 
 
 @jit
+def divide_vectors(values, bits, sides):
+    """`divide` of as many as fill vectors: how many these are, and where either side goes on."""
+    up, low = 0, HALF
+    for o in range(values.shape[0] // WIDTH):
+        first, second = bits[2 * o], bits[2 * o + 1]
+        mask = u16(first) | (u16(second) << u16(8))
+        compress(values, o * WIDTH, mask, sides, up)
+        compress(values, o * WIDTH, ~mask, sides, low)
+        count = np.int64(COUNT[first] + COUNT[second])
+        up, low = up + count, low + (WIDTH - count)
+    return values.shape[0] // WIDTH * WIDTH, up, low
+
+
+@jit
+def merge_vectors(sides, bits, values):
+    up, low = 0, HALF
+    for o in range(values.shape[0] // WIDTH):
+        first, second = bits[2 * o], bits[2 * o + 1]
+        mask = u16(first) | (u16(second) << u16(8))
+        expand(sides, up, sides, low, mask, values, o * WIDTH)
+        count = np.int64(COUNT[first] + COUNT[second])
+        up, low = up + count, low + (WIDTH - count)
+    return values.shape[0] // WIDTH * WIDTH, up, low
+
+
+@jit
+def none_in_vectors(one, bits, other):
+    return 0, 0, HALF
+
+
+if not HAS:
+    divide_vectors = merge_vectors = none_in_vectors
+
+
+@jit
 def divide(values, bits, sides):
-    """sides [2 * TILE] <- values [n], each on its side, in order."""
-    up, low = u64(0), u64(HALF)
+    """sides [2 * HALF] <- values [n], each on its side, in order."""
+    done, up, low = divide_vectors(values, bits, sides)
+    up, low = u64(up), u64(low)
     whole = values.shape[0] // 8
-    for o in range(whole):
+    for o in range(done // 8, whole):
         byte = bits[o]
         ranks, eight = _RANK[byte], values[8 * o : 8 * o + 8]
         for k in range(8):
@@ -135,10 +191,11 @@ def divide(values, bits, sides):
 
 @jit
 def merge(sides, bits, values):
-    """The inverse: values [n] <- sides [2 * TILE]."""
-    up, low = u64(0), u64(HALF)
+    """The inverse: values [n] <- sides [2 * HALF]."""
+    done, up, low = merge_vectors(sides, bits, values)
+    up, low = u64(up), u64(low)
     whole = values.shape[0] // 8
-    for o in range(whole):
+    for o in range(done // 8, whole):
         byte = bits[o]
         ranks, eight = _RANK[byte], values[8 * o : 8 * o + 8]
         for k in range(8):
@@ -175,18 +232,87 @@ def decode_part(part, bounds, u, levels, S, b_code, b_low, b_step, kept):
     dequantize(b_code, u, S, b_low, b_step, kept)
 
 
+@jit
+def encode_lower(
+    kept, u, levels, S, fold, part, bounds, b_fold,
+    b_least, b_most, b_low, b_scale, b_code, b_spare,
+):  # fmt: skip
+    if fold > 1 and kept.shape[0] > 0:
+        mean, m = mean_of(kept, b_least, b_most), (kept.shape[0] + fold - 1) // fold
+        part[0], part[1], part = u8(mean & 255), u8((mean >> 8) & 255), part[2:]
+        folded(kept, u, bf16_value(mean), m, b_fold)
+        kept = b_fold[:m]
+    encode_part(kept, u, levels, S, part, bounds, b_least, b_most, b_low, b_scale, b_code, b_spare)
+
+
+@jit
+def decode_lower(part, bounds, u, levels, S, fold, b_code, b_low, b_step, b_fold, kept):
+    n = kept.shape[0]
+    if fold == 1 or n == 0:
+        decode_part(part, bounds, u, levels, S, b_code, b_low, b_step, kept)
+        return
+    sums = b_fold[: (n + fold - 1) // fold]
+    decode_part(part[2:], bounds, u, levels, S, b_code, b_low, b_step, sums)
+    unfold(sums, u, bf16_value(i32(part[0]) | (i32(part[1]) << i32(8))), kept)
+
+
+@jit
+def mean_of(kept, b_least, b_most):
+    """The bits of the mean as bf16."""
+    extremes(kept, TILE, b_least, b_most)
+    if not finite(b_least[0], b_most[0]):
+        return i32(0x7FC0)  # NaN
+    lo = bf16_value(bf16_directed(as_float(order(b_least[0])), False))
+    hi = bf16_value(bf16_directed(as_float(order(b_most[0])), True))
+    unit = hi * f32(1 / 255) - lo * f32(1 / 255)
+    scale, total = inverse(unit), i32(0)
+    for o in range(kept.shape[0]):
+        total += min(max(i32((kept[o] - lo) * scale + f32(0.5)), i32(0)), i32(255))
+    return bf16_directed(lo + f32((total + kept.shape[0] // 2) // kept.shape[0]) * unit, False)
+
+
+@inlined
+def sign(u):
+    """1 or -1 by the last bit of the noise: u * 32768 ends in a fourth, or in three."""
+    half = u * f32(32768)
+    return f32(-4) * (half - np.floor(half) - f32(0.5))
+
+
+@jit
+def folded(kept, u, mean, m, sums):
+    """sums [m] <- of kept [n] those that are m apart, with their signs."""
+    sums[:m] = f32(0)
+    for first in range(0, kept.shape[0], m):
+        last = min(first + m, kept.shape[0])
+        b_x, b_u, b_sum = kept[first:last], u[first:last], sums[: last - first]
+        for o in range(last - first):
+            b_sum[o] += sign(b_u[o]) * (b_x[o] - mean)
+
+
+@jit
+def unfold(sums, u, mean, kept):
+    """The inverse, on average: kept [n] <- mean + sign * sum [m]."""
+    n, m = kept.shape[0], sums.shape[0]
+    for first in range(0, n, m):
+        last = min(first + m, n)
+        b_x, b_u, b_sum = kept[first:last], u[first:last], sums[: last - first]
+        for o in range(last - first):
+            b_x[o] = sign(b_u[o]) * b_sum[o] + mean
+
+
 @parallel
 def _quantize(
-    x, kind, scale, shift, runs, bits, counts, seed_low, seed_high, upper, lower, S,
+    x, kind, scale, shift, runs, bits, counts, seed_low, seed_high, upper, lower, S, fold,
     starts, payload, bounds,
 ):  # fmt: skip
     N = x.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
-        b_x, b_u, b_side = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(2 * TILE, f32)
+        b_x, b_u, b_side = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(2 * HALF, f32)
         b_code, b_spare = np.empty(TILE + SLACK, u8), np.empty(TILE + SLACK, u8)
         b_least, b_most = np.empty(TILE // 32, i32), np.empty(TILE // 32, i32)
         b_low, b_scale = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
+        b_fold = np.empty(TILE // 4, f32)
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
             n, p = last - first, counts[i_t]
@@ -200,23 +326,24 @@ def _quantize(
                 b_side[:p], b_u, upper, S, payload[start:middle], bounds[2 * i_t],
                 b_least, b_most, b_low, b_scale, b_code, b_spare,
             )  # fmt: skip
-            encode_part(
-                b_side[HALF : HALF + n - p], b_u[p:], lower, S, payload[middle:end],
-                bounds[2 * i_t + 1], b_least, b_most, b_low, b_scale, b_code, b_spare,
+            encode_lower(
+                b_side[HALF : HALF + n - p], b_u[p:], lower, S, fold, payload[middle:end],
+                bounds[2 * i_t + 1], b_fold, b_least, b_most, b_low, b_scale, b_code, b_spare,
             )  # fmt: skip
 
 
 @parallel
 def _dequantize(
-    bits, counts, starts, payload, bounds, seed_low, seed_high, upper, lower, S,
+    bits, counts, starts, payload, bounds, seed_low, seed_high, upper, lower, S, fold,
     scale, shift, runs, mask, out, kind, i_first,
 ):  # fmt: skip
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
-        b_x, b_u, b_side = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(2 * TILE, f32)
+        b_x, b_u, b_side = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(2 * HALF, f32)
         b_code, b_flag = np.empty(TILE + SLACK, u8), np.empty(TILE, np.int8)
         b_low, b_step = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
+        b_fold = np.empty(TILE // 4, f32)
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             first, last = i_t * TILE, min(i_t * TILE + TILE, N)
             i_w = i_first + i_t  # in the whole tensor
@@ -228,9 +355,9 @@ def _dequantize(
                 payload[start:middle], bounds[2 * i_w], b_u, upper, S,
                 b_code, b_low, b_step, b_side[:p],
             )  # fmt: skip
-            decode_part(
-                payload[middle:end], bounds[2 * i_w + 1], b_u[p:], lower, S,
-                b_code, b_low, b_step, b_side[HALF : HALF + n - p],
+            decode_lower(
+                payload[middle:end], bounds[2 * i_w + 1], b_u[p:], lower, S, fold,
+                b_code, b_low, b_step, b_fold, b_side[HALF : HALF + n - p],
             )  # fmt: skip
             values = target(out[first:last], kind, b_x[:n])
             merge(b_side, bits[byte : byte + (n + 7) // 8], values)

@@ -191,7 +191,8 @@ def pack(
 ):
     """Code whole tiles: p_x, p_codes, n, b_key [R, 1]; b_low, b_scale (1 / step) [R, G].
 
-    Element e is read from p_x + e, or, where b_place [R, TILE] is given, from p_x + b_place[e].
+    Element e is read from p_x + e, or, where b_place [R, TILE] is given, from p_x + b_place[e];
+    without p_x, b_place [R, n or more] has the elements themselves.
     Its noise is that of element o_u + e of the tile.
     """
     for part in tl.static_range(parts(LEVELS)):
@@ -246,8 +247,11 @@ def code_at(
     """clamp(floor((x - low) * scale + u), 0, LEVELS - 1) as int32, and 0 where masked or NaN."""
     o_real = tl.where(m_e, o_e, 0)
     o_g = o_real // S
-    o_x = o_real if b_place is None else pick(b_place, o_real)
-    b_x = load_float(p_x + o_x, m_e, KIND)
+    if p_x is None:
+        b_x = pick(b_place, o_real)
+    else:
+        o_x = o_real if b_place is None else pick(b_place, o_real)
+        b_x = load_float(p_x + o_x, m_e, KIND)
     b_v = (b_x - pick(b_low, o_g)) * pick(b_scale, o_g) + b_u
     m_v = m_e & (b_v == b_v)
     return tl.minimum(tl.maximum(tl.where(m_v, b_v, 0.0), 0.0), LEVELS - 1.0).to(tl.int32)

@@ -69,6 +69,13 @@ class EncodeHandle:
         """The bits of what is not zero, where the code holds them."""
         return self._encoded.bitmap
 
+    @property
+    def where(self) -> Tensor | None:
+        """Bits that say where the code serves any reader; None: everywhere."""
+        encoded = self._encoded
+        partly = encoded.codec.is_rough_elsewhere and not encoded.raw
+        return encoded.facts.mask if partly else None
+
     def restore(self, *, private: bool = False) -> Tensor:
         """The tensor with base's shape and strides."""
         if not private:
