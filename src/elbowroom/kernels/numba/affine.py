@@ -10,7 +10,7 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.numba.bits import blank, unpack_flags
-from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, jit
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, counted, f32, jit
 from elbowroom.kernels.numba.launch import array, parallel, words
 from elbowroom.kernels.numba.rounding import from_float, target, to_float
 
@@ -108,7 +108,7 @@ def scale_share(y, start, scale, shift, inner):
         scale_runs(y, start, inner, scale, shift)
 
 
-@jit
+@counted
 def mapped(values, start, scale, shift, runs, spare):
     """values [n], or, where there are channels, spare [n] <- values * scale + shift."""
     if scale.shape[0] == 0:

@@ -49,7 +49,9 @@ def copy_raw(headers, source, out, itemsize):
     for i_b in range(headers.shape[0]):
         if headers[i_b] == RAW:
             end = min(i_b * size + size, out.shape[0])
-            out[i_b * size : end] = source[i_b * size : end]
+            to, at = out[i_b * size : end], source[i_b * size : end]
+            for o in range(to.shape[0]):
+                to[o] = at[o]
 
 
 @parallel

@@ -13,13 +13,15 @@ TILE = 2048
 CHUNK = 16  # tiles a work item of the parallel loop: scratch is allocated once for all of them
 MOST_ITEMS = 64  # work items, where each has sums of its own
 
-jit = numba.njit(cache=True, error_model="numpy", nogil=True)
-# For functions that are called many times by one loop and make no array: they count no references,
-# since two threads that count on the same arrays wait for each other (kernels/numba/step.py), and
-# LLVM puts them where they are called, since an array is seven words of arguments: half the time.
-leaf = numba.njit(cache=True, error_model="numpy", nogil=True, _nrt=False, forceinline=True)
+# They make no array, and so count no references: counting those of slices took half of an encoding
+# on one core, and two threads that count on the same arrays wait for each other. Beside them, what
+# gives an array back, or makes one, must count (`counted`); parallel loops alone call that.
+_uncounted = {"cache": True, "error_model": "numpy", "nogil": True, "_nrt": False}
+jit = numba.njit(**_uncounted)
+counted = numba.njit(cache=True, error_model="numpy", nogil=True)
+# For functions that are called many times by one loop: LLVM puts them where they are called, since
+# an array is seven words of arguments, which is half of the time of a short one.
+leaf = numba.njit(forceinline=True, **_uncounted)
 # For sums over floats: a vector loop only if their order may change. NaN and Inf mean what they do.
-summing = numba.njit(
-    cache=True, error_model="numpy", nogil=True, fastmath={"reassoc", "nsz", "contract"}
-)
+summing = numba.njit(fastmath={"reassoc", "nsz", "contract"}, **_uncounted)
 inlined = numba.njit(inline="always", error_model="numpy")

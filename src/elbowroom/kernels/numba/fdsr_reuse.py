@@ -3,7 +3,7 @@
 import numpy as np
 
 from elbowroom.kernels.bands import FIRST_GAIN, HASH_BITS, UNITS
-from elbowroom.kernels.numba.compiled import f32, i32, jit, u8, u32, u64
+from elbowroom.kernels.numba.compiled import counted, f32, i32, jit, u8, u32, u64
 from elbowroom.kernels.numba.rounding import as_bits, as_float
 
 
@@ -20,7 +20,7 @@ def gain_value(code):
     return f32(0) if code == 0 else as_float((i32(code) + i32(FIRST_GAIN)) << i32(19))
 
 
-@jit
+@counted
 def add_members(b_q, planes, kept, ratio, out, total, length):
     """Words and norms of the kept tiles into out; what they add to the codebook's sums.
 

@@ -6,7 +6,7 @@ the one above `columns * inner`.
 
 import numpy as np
 
-from elbowroom.kernels.numba.compiled import i32, jit, u64
+from elbowroom.kernels.numba.compiled import counted, i32, jit, u64
 
 
 @jit
@@ -80,7 +80,7 @@ def restore_one(codes, flags, first, count, lines, above, here, j):
         lines[here, j + i + u64(1)] = left
 
 
-@jit
+@counted
 def lines_of(columns, inner):
     """What `restore` remembers."""
     return np.zeros((2, inner + columns * inner), np.int32)

@@ -7,7 +7,7 @@ whether a slice held any.
 
 import numpy as np
 
-from elbowroom.kernels.numba.compiled import f32, i32, inlined, jit
+from elbowroom.kernels.numba.compiled import counted, f32, i32, inlined, jit
 
 HUGE = i32(0x7E000000)  # the bits of 2^125: see LARGEST in the reference
 SMALLEST = f32(1e-36)
@@ -87,7 +87,7 @@ def half_nearest(value):
     return result | sign
 
 
-@jit
+@counted
 def to_float(source, kind, spare):
     """source [n], words of a float32 (kind 0), bfloat16 (1) or float16 (2) tensor, as float32 [n].
 
@@ -104,7 +104,7 @@ def to_float(source, kind, spare):
     return spare
 
 
-@jit
+@counted
 def target(out, kind, spare):
     """Where float32 values for `out` are written: out itself if it is float32, else spare.
 

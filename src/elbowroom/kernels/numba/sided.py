@@ -9,10 +9,10 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.layout import check_payload, tiles
-from elbowroom.kernels.numba.affine import channels, map_restored, mapped, mask_array
+from elbowroom.kernels.numba.affine import channels, map_restored, mask_array, scale_tile
 from elbowroom.kernels.numba.bits import COUNT, tile_counts
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
-from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, inlined, jit, u8, u16, u64
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, inlined, leaf, u8, u16, u64
 from elbowroom.kernels.numba.compress import HAS, WIDTH, compress, expand
 from elbowroom.kernels.numba.dither import grid, ranges_of
 from elbowroom.kernels.numba.grids import dequantize, extremes, finite, quantize
@@ -23,10 +23,9 @@ from elbowroom.kernels.numba.rounding import (
     bf16_directed,
     bf16_value,
     from_restored,
+    half_value,
     inverse,
     order,
-    target,
-    to_float,
 )
 
 
@@ -92,19 +91,19 @@ def _sizes(
     return counts, starts
 
 
-@jit
+@leaf
 def part_nbytes(n, levels, S):
     return 2 * ((n + S - 1) // S) + codes_nbytes(levels, n)
 
 
-@jit
+@leaf
 def lower_nbytes(n, levels, S, fold):
     if fold == 1 or n == 0:
         return part_nbytes(n, levels, S)
     return 2 + part_nbytes((n + fold - 1) // fold, levels, S)
 
 
-@jit
+@leaf
 def _add_up(counts, N, upper, lower, S, fold, starts):
     for i_t in range(counts.shape[0]):
         n = min(TILE, N - i_t * TILE)
@@ -135,7 +134,7 @@ def place(byte, ranks, k, up, low):
     return (low ^ ((low ^ up) & chosen)) + ((ranks >> u64(8 * k)) & u64(255))
 
 
-@jit
+@leaf
 def divide_vectors(values, bits, sides):
     """`divide` of as many as fill vectors: how many these are, and where either side goes on."""
     up, low = 0, HALF
@@ -149,7 +148,7 @@ def divide_vectors(values, bits, sides):
     return values.shape[0] // WIDTH * WIDTH, up, low
 
 
-@jit
+@leaf
 def merge_vectors(sides, bits, values):
     up, low = 0, HALF
     for o in range(values.shape[0] // WIDTH):
@@ -161,7 +160,7 @@ def merge_vectors(sides, bits, values):
     return values.shape[0] // WIDTH * WIDTH, up, low
 
 
-@jit
+@leaf
 def none_in_vectors(one, bits, other):
     return 0, 0, HALF
 
@@ -170,7 +169,7 @@ if not HAS:
     divide_vectors = merge_vectors = none_in_vectors
 
 
-@jit
+@leaf
 def divide(values, bits, sides):
     """sides [2 * HALF] <- values [n], each on its side, in order."""
     done, up, low = divide_vectors(values, bits, sides)
@@ -189,7 +188,7 @@ def divide(values, bits, sides):
             sides[place(byte, ranks, k, up, low)] = rest[k]
 
 
-@jit
+@leaf
 def merge(sides, bits, values):
     """The inverse: values [n] <- sides [2 * HALF]."""
     done, up, low = merge_vectors(sides, bits, values)
@@ -208,7 +207,7 @@ def merge(sides, bits, values):
             rest[k] = sides[place(byte, ranks, k, up, low)]
 
 
-@jit
+@leaf
 def encode_part(kept, u, levels, S, part, bounds, b_least, b_most, b_low, b_scale, b_code, b_spare):
     n = kept.shape[0]
     bounds[:] = 0
@@ -221,7 +220,7 @@ def encode_part(kept, u, levels, S, part, bounds, b_least, b_most, b_low, b_scal
     pack(b_code, n, levels, b_spare, part[2 * G :])
 
 
-@jit
+@leaf
 def decode_part(part, bounds, u, levels, S, b_code, b_low, b_step, kept):
     n = kept.shape[0]
     if n == 0:
@@ -232,7 +231,7 @@ def decode_part(part, bounds, u, levels, S, b_code, b_low, b_step, kept):
     dequantize(b_code, u, S, b_low, b_step, kept)
 
 
-@jit
+@leaf
 def encode_lower(
     kept, u, levels, S, fold, part, bounds, b_fold,
     b_least, b_most, b_low, b_scale, b_code, b_spare,
@@ -245,7 +244,7 @@ def encode_lower(
     encode_part(kept, u, levels, S, part, bounds, b_least, b_most, b_low, b_scale, b_code, b_spare)
 
 
-@jit
+@leaf
 def decode_lower(part, bounds, u, levels, S, fold, b_code, b_low, b_step, b_fold, kept):
     n = kept.shape[0]
     if fold == 1 or n == 0:
@@ -256,7 +255,7 @@ def decode_lower(part, bounds, u, levels, S, fold, b_code, b_low, b_step, b_fold
     unfold(sums, u, bf16_value(i32(part[0]) | (i32(part[1]) << i32(8))), kept)
 
 
-@jit
+@leaf
 def mean_of(kept, b_least, b_most):
     """The bits of the mean as bf16."""
     extremes(kept, TILE, b_least, b_most)
@@ -278,7 +277,7 @@ def sign(u):
     return f32(-4) * (half - np.floor(half) - f32(0.5))
 
 
-@jit
+@leaf
 def folded(kept, u, mean, m, sums):
     """sums [m] <- of kept [n] those that are m apart, with their signs."""
     sums[:m] = f32(0)
@@ -289,7 +288,7 @@ def folded(kept, u, mean, m, sums):
             b_sum[o] += sign(b_u[o]) * (b_x[o] - mean)
 
 
-@jit
+@leaf
 def unfold(sums, u, mean, kept):
     """The inverse, on average: kept [n] <- mean + sign * sum [m]."""
     n, m = kept.shape[0], sums.shape[0]
@@ -300,13 +299,82 @@ def unfold(sums, u, mean, kept):
             b_x[o] = sign(b_u[o]) * b_sum[o] + mean
 
 
+@leaf
+def load(source, kind, values):
+    """values [n] <- words of a tensor as float32."""
+    if kind == 0:
+        floats = source.view(f32)
+        for o in range(values.shape[0]):
+            values[o] = floats[o]
+    elif kind == 1:
+        for o in range(values.shape[0]):
+            values[o] = bf16_value(source[o])
+    else:
+        for o in range(values.shape[0]):
+            values[o] = half_value(source[o])
+
+
+@leaf
+def store(values, kind, out):
+    """The inverse, rounded."""
+    if kind == 0:
+        floats = out.view(f32)
+        for o in range(values.shape[0]):
+            floats[o] = values[o]
+    else:
+        from_restored(values, kind, out)
+
+
+@leaf
+def encode_tile(
+    i_t, x, kind, scale, shift, runs, bits, n_up, seed_low, seed_high, upper, lower, S, fold,
+    part, bounds, b_x, b_u, b_side, b_fold, b_least, b_most, b_low, b_scale, b_code, b_spare,
+):  # fmt: skip
+    first, last = i_t * TILE, min(i_t * TILE + TILE, x.shape[0])
+    n = last - first
+    values = b_x[:n]
+    load(x[first:last], kind, values)
+    scale_tile(values, first, scale, shift, runs)
+    divide(values, bits[first // 8 : (last + 7) // 8], b_side)
+    draw(tile_key(i_t, seed_low, seed_high), b_u)
+    middle = part_nbytes(n_up, upper, S)
+    encode_part(
+        b_side[:n_up], b_u, upper, S, part[:middle], bounds[2 * i_t],
+        b_least, b_most, b_low, b_scale, b_code, b_spare,
+    )  # fmt: skip
+    encode_lower(
+        b_side[HALF : HALF + n - n_up], b_u[n_up:], lower, S, fold, part[middle:],
+        bounds[2 * i_t + 1], b_fold, b_least, b_most, b_low, b_scale, b_code, b_spare,
+    )  # fmt: skip
+
+
+@leaf
+def decode_tile(
+    i_w, bits, n_up, part, bounds, seed_low, seed_high, upper, lower, S, fold,
+    scale, shift, runs, mask, out, kind,
+    b_x, b_u, b_side, b_fold, b_code, b_flag, b_low, b_step,
+):  # fmt: skip
+    """out [n] <- tile i_w of the whole tensor."""
+    n, byte = out.shape[0], i_w * (TILE // 8)
+    draw(tile_key(i_w, seed_low, seed_high), b_u)
+    middle = part_nbytes(n_up, upper, S)
+    decode_part(part[:middle], bounds[2 * i_w], b_u, upper, S, b_code, b_low, b_step, b_side[:n_up])
+    decode_lower(
+        part[middle:], bounds[2 * i_w + 1], b_u[n_up:], lower, S, fold,
+        b_code, b_low, b_step, b_fold, b_side[HALF : HALF + n - n_up],
+    )  # fmt: skip
+    values = b_x[:n]
+    merge(b_side, bits[byte : byte + (n + 7) // 8], values)
+    map_restored(values, i_w * TILE, scale, shift, runs, mask, b_flag)
+    store(values, kind, out)
+
+
 @parallel
 def _quantize(
     x, kind, scale, shift, runs, bits, counts, seed_low, seed_high, upper, lower, S, fold,
     starts, payload, bounds,
 ):  # fmt: skip
-    N = x.shape[0]
-    T = (N + TILE - 1) // TILE
+    T = (x.shape[0] + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
         b_x, b_u, b_side = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(2 * HALF, f32)
         b_code, b_spare = np.empty(TILE + SLACK, u8), np.empty(TILE + SLACK, u8)
@@ -314,21 +382,10 @@ def _quantize(
         b_low, b_scale = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
         b_fold = np.empty(TILE // 4, f32)
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
-            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
-            n, p = last - first, counts[i_t]
-            values = to_float(x[first:last], kind, b_x[:n])
-            values = mapped(values, first, scale, shift, runs, b_x[:n])
-            divide(values, bits[first // 8 : (last + 7) // 8], b_side)
-            draw(tile_key(i_t, seed_low, seed_high), b_u)
-            start = starts[i_t]
-            middle, end = start + part_nbytes(p, upper, S), starts[i_t + 1]
-            encode_part(
-                b_side[:p], b_u, upper, S, payload[start:middle], bounds[2 * i_t],
-                b_least, b_most, b_low, b_scale, b_code, b_spare,
-            )  # fmt: skip
-            encode_lower(
-                b_side[HALF : HALF + n - p], b_u[p:], lower, S, fold, payload[middle:end],
-                bounds[2 * i_t + 1], b_fold, b_least, b_most, b_low, b_scale, b_code, b_spare,
+            encode_tile(
+                i_t, x, kind, scale, shift, runs, bits, counts[i_t], seed_low, seed_high,
+                upper, lower, S, fold, payload[starts[i_t] : starts[i_t + 1]], bounds,
+                b_x, b_u, b_side, b_fold, b_least, b_most, b_low, b_scale, b_code, b_spare,
             )  # fmt: skip
 
 
@@ -337,29 +394,17 @@ def _dequantize(
     bits, counts, starts, payload, bounds, seed_low, seed_high, upper, lower, S, fold,
     scale, shift, runs, mask, out, kind, i_first,
 ):  # fmt: skip
-    N = out.shape[0]
-    T = (N + TILE - 1) // TILE
+    T = (out.shape[0] + TILE - 1) // TILE
     for i_c in prange((T + CHUNK - 1) // CHUNK):
         b_x, b_u, b_side = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(2 * HALF, f32)
         b_code, b_flag = np.empty(TILE + SLACK, u8), np.empty(TILE, np.int8)
         b_low, b_step = np.empty(TILE // 32, f32), np.empty(TILE // 32, f32)
         b_fold = np.empty(TILE // 4, f32)
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
-            first, last = i_t * TILE, min(i_t * TILE + TILE, N)
             i_w = i_first + i_t  # in the whole tensor
-            n, p, byte = last - first, counts[i_w], i_w * (TILE // 8)
-            draw(tile_key(i_w, seed_low, seed_high), b_u)
-            start = starts[i_w]
-            middle, end = start + part_nbytes(p, upper, S), starts[i_w + 1]
-            decode_part(
-                payload[start:middle], bounds[2 * i_w], b_u, upper, S,
-                b_code, b_low, b_step, b_side[:p],
+            decode_tile(
+                i_w, bits, counts[i_w], payload[starts[i_w] : starts[i_w + 1]], bounds,
+                seed_low, seed_high, upper, lower, S, fold, scale, shift, runs, mask,
+                out[i_t * TILE : min(i_t * TILE + TILE, out.shape[0])], kind,
+                b_x, b_u, b_side, b_fold, b_code, b_flag, b_low, b_step,
             )  # fmt: skip
-            decode_lower(
-                payload[middle:end], bounds[2 * i_w + 1], b_u[p:], lower, S, fold,
-                b_code, b_low, b_step, b_fold, b_side[HALF : HALF + n - p],
-            )  # fmt: skip
-            values = target(out[first:last], kind, b_x[:n])
-            merge(b_side, bits[byte : byte + (n + 7) // 8], values)
-            map_restored(values, i_w * TILE, scale, shift, runs, mask, b_flag)
-            from_restored(values, kind, out[first:last])
