@@ -29,8 +29,8 @@ LOSSY = (
     saving("dither", levels=4),
     saving("dither", levels=6),
     saving("dither", levels=8, group_size=128),
-    saving("lean", upper=4, lower=2, plain=4),
-    saving("lean", upper=8, lower=3, plain=6),
+    saving("lean", upper=4, plain=3),
+    saving("lean", upper=8, plain=6),
 )
 WITHOUT = (
     saving("dither", levels=4, rebuild=False),
