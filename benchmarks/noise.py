@@ -40,7 +40,7 @@ SETTINGS: dict[str, Policy] = {
     "dither, 4 levels": Lossy(er.codec("dither", levels=4)),
     "dither, 16 levels": Lossy(er.codec("dither", levels=16)),
     "group, 4 bits": Lossy(er.codec("group", bits=4)),
-    "lean, 4/2/3": Lean(),
+    "lean": Lean(),
 }
 
 

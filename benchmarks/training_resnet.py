@@ -29,7 +29,7 @@ LOSSY = (
     saving("dither", levels=4),
     saving("dither", levels=6),
     saving("dither", levels=8, group_size=128),
-    saving("lean", upper=4, plain=3),
+    saving("lean", upper=4, plain=4),
     saving("lean", upper=8, plain=6),
 )
 WITHOUT = (

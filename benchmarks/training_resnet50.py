@@ -24,8 +24,8 @@ WAYS = (
     saving("division", bits=2, rebuild=False),  # each tensor its own code, as in the paper
     saving(),
     saving("dither", levels=4),
-    saving("lean", upper=4, plain=3),
-    saving("lean", upper=4, plain=3, group_size=128),
+    saving("lean", upper=4, plain=4),
+    saving("lean", upper=4, plain=4, group_size=128),
     saving("lean", upper=6, plain=4),
     saving("lean", upper=8, plain=6),
 )

@@ -167,20 +167,20 @@ LOSSY = {"need": Need.LOSSY}
 @pytest.mark.parametrize(
     ("changes", "action"),
     [
-        ({}, Encode(Dither(levels=3), Facts())),
+        ({}, Encode(Dither(levels=4), Facts())),
         (
             {"consumer": "batch_norm", "shape": (16, 8, 8, 8)},
-            Encode(Dither(levels=3), Facts(), Sided(4, 2), Sided(4, 4, 64, 8), Sided(3, 4, 64, 8)),
+            Encode(Dither(levels=4), Facts(), Sided(4, 2), Sided(4, 4, 64, 8), Sided(4, 4, 64, 8)),
         ),
         (
             {"consumer": "batch_norm", "shape": (8, 8, 8, 8)},  # 512 elements a channel
-            Encode(Dither(levels=3), Facts(), Sided(4, 2), Sided(4, 4, 64, 4), Sided(3, 4, 64, 4)),
+            Encode(Dither(levels=4), Facts(), Sided(4, 2), Sided(4, 4, 64, 4), Sided(4, 4, 64, 4)),
         ),
         (
             {"consumer": "batch_norm", "shape": (511, 8)},
-            Encode(Dither(levels=3), Facts(), Sided(4, 2)),
+            Encode(Dither(levels=4), Facts(), Sided(4, 2)),
         ),
-        ({"consumer": "layer_norm"}, Encode(Dither(levels=3), Facts())),
+        ({"consumer": "layer_norm"}, Encode(Dither(levels=4), Facts())),
         (
             {"consumer": "batch_norm", "facts": Facts(has_zeros=True)},
             Encode(Dither(levels=4), Facts(has_zeros=True)),
@@ -214,7 +214,7 @@ def test_the_lean_policys_fields():
 def test_the_lean_policy_without_rebuilding():
     lean = Lean(rebuild=False)
     changed = {"rebuildable": Rebuildable.EXACT, "consumer": "batch_norm"}
-    assert lean(site(**LOSSY | changed)) == Encode(Dither(levels=3), Facts())  # nobody shares it
+    assert lean(site(**LOSSY | changed)) == Encode(Dither(levels=4), Facts())  # nobody shares it
     assert lean(site(**changed)) == Keep("it is a secret")
 
 

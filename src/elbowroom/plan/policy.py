@@ -108,7 +108,7 @@ class Lean:
 
     upper: int = 4
     lower: int = 2
-    plain: int = 3
+    plain: int = 4
     group_size: int = 64
     fold: int = 8
     rebuild: bool = True
