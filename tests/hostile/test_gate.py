@@ -19,13 +19,7 @@ from elbowroom.plan import Encode, Exact, Keep, Need
 NONE, MASK, GATED, SUM = "dither", "sided", "group", "comet"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def asking(site: Any) -> Any:
@@ -115,6 +109,7 @@ AFTER: dict[str, tuple[Any, str]] = {
     "relu_ method": (lambda net, h, x: h.relu_(), GATED),
     "its metadata are asked for": (lambda net, h, x: F.relu(h) if h.dim() == 4 else x, GATED),
     "what came of it is read twice": (lambda net, h, x: (lambda y: y + y.exp())(h.relu_()), GATED),
+    "a branch between": (lambda net, h, x: (net.branch(x), h.relu_())[1], GATED),
     "somebody keeps it": (lambda net, h, x: kept(HELD, h), MASK),
     "read again behind": (lambda net, h, x: F.relu(h) + h, MASK),
     "two relus": (lambda net, h, x: F.relu(h) + torch.relu(h), MASK),

@@ -47,9 +47,10 @@ class Waiting:
             return slot is None  # nothing can be told yet
         self._mask = relu_mask(call, out, slot, identity)
         if self._mask is None and self._action.behind_sum is not None:
-            self._mask, self._is_of_sum = gate.bits_of_sum(slot, out, identity), True
+            self._mask = gate.bits_of_sum(slot, out, identity)
+            self._is_of_sum = self._mask is not None
             self._saves_left -= 1
-            if self._mask is None:
+            if not self._is_of_sum:
                 return slot is None or not gate.is_sole or not self._saves_left
         return True
 
