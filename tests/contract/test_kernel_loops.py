@@ -1,4 +1,4 @@
-"""The loops that serve CPUs without AVX-512 and BMI2: compiled for such a one, in a process apart."""
+"""The loops that serve CPUs without AVX-512 and BMI2: compiled for one, in a process apart."""
 
 import os
 import platform
