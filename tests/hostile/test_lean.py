@@ -24,12 +24,8 @@ FINE = {"upper": 256, "lower": 256, "plain": 256, "fold": 1}
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seeded(one_thread):
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def lean(**fields: Any):

@@ -52,13 +52,10 @@ ALL_MODES = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def clean():
-    """One thread, a fixed seed; afterwards nothing of ours is left in torch."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def clean(one_thread):
+    """A fixed seed; afterwards nothing of ours is left in torch."""
     torch.manual_seed(0)
     yield
-    torch.set_num_threads(before)
     assert nothing_is_left()
 
 

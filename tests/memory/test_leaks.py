@@ -35,16 +35,13 @@ ALL_MODES = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
 
 
 @pytest.fixture(autouse=True)
-def without_collector() -> Iterator[None]:
+def without_collector(one_thread: None) -> Iterator[None]:
     """Cycles would live on: so nothing of ours may be in one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     gc.collect()
     gc.disable()
     yield
     gc.enable()
-    torch.set_num_threads(threads)
 
 
 class Watched(nn.Module):

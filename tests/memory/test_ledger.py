@@ -17,12 +17,8 @@ from elbowroom.runtime.ledger import Ledger
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seeded(one_thread):
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

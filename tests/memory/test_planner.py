@@ -40,14 +40,12 @@ Batch = tuple[Any, Tensor]
 
 
 @pytest.fixture(autouse=True)
-def put_back() -> Iterator[None]:
-    """One thread, so that no bit depends on how work is divided; nothing of ours is left."""
+def put_back(one_thread: None) -> Iterator[None]:
+    """Nothing of ours is left."""
     if opened() != (0, 0):
         gc.collect()  # a model that another test has fitted may have died in a cycle
-    before, users = torch.get_num_threads(), opened()
-    torch.set_num_threads(1)
+    users = opened()
     yield
-    torch.set_num_threads(before)
     if opened() > users:
         gc.collect()
     assert opened() <= users

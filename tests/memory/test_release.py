@@ -1,7 +1,6 @@
 """Released gradients are counted as they are: one at a time, in what is measured and planned."""
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,12 +15,8 @@ NEAR = 0.05  # of the measured peak
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def collected(one_thread: None) -> None:
     gc.collect()  # a model of another test may have died in a cycle
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def block() -> nn.Sequential:

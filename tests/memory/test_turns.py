@@ -22,13 +22,8 @@ LAYOUTS = pytest.mark.parametrize("layout", list(FORMATS))
 BATCH = 16
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """What oneDNN takes for its work depends on how many there are."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# What oneDNN takes for its work depends on how many threads there are.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Training:

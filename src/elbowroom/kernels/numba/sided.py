@@ -10,23 +10,16 @@ from torch import Tensor
 
 from elbowroom.kernels.layout import check_payload, tiles
 from elbowroom.kernels.numba.affine import channels, map_restored, mask_array, scale_tile
-from elbowroom.kernels.numba.bits import COUNT, tile_counts
+from elbowroom.kernels.numba.bits import tile_counts
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
-from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, inlined, leaf, u8, u16, u64
-from elbowroom.kernels.numba.compress import HAS, WIDTH, compress, expand
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, leaf, u8
 from elbowroom.kernels.numba.dither import grid, ranges_of
-from elbowroom.kernels.numba.grids import dequantize, extremes, finite, quantize
+from elbowroom.kernels.numba.fold import folded, mean_of, unfold
+from elbowroom.kernels.numba.grids import dequantize, extremes, quantize
 from elbowroom.kernels.numba.launch import array, parallel, patterns, split_seed, words
 from elbowroom.kernels.numba.noise import draw, tile_key
-from elbowroom.kernels.numba.rounding import (
-    as_float,
-    bf16_directed,
-    bf16_value,
-    from_restored,
-    half_value,
-    inverse,
-    order,
-)
+from elbowroom.kernels.numba.rounding import bf16_value, from_restored, half_value
+from elbowroom.kernels.numba.sides import HALF, divide, merge
 
 
 def sided_quantize(
@@ -111,102 +104,6 @@ def _add_up(counts, N, upper, lower, S, fold, starts):
         starts[i_t + 1] = starts[i_t] + size
 
 
-# A tile's values by side: those whose bit is set from 0 on, the others from HALF on; behind either
-# there is room for what a vector instruction writes or reads beyond its end.
-HALF = TILE + WIDTH
-_RANK = np.array(  # a byte of bits -> in byte k of the result, how many bits below k are like bit k
-    [
-        sum(sum((byte >> j & 1) == (byte >> k & 1) for j in range(k)) << (8 * k) for k in range(8))
-        for byte in range(256)
-    ],
-    dtype=np.uint64,
-)
-
-
-@inlined
-def place(byte, ranks, k, up, low):
-    """Where the element of bit k goes; the next of either side goes to `up`, to `low`.
-
-    Without a condition, which random bits would mispredict: with it, and the places counted one
-    after the other, `divide` took 2.8 times as long, and `merge` 2.0 (one core with AVX-512).
-    """
-    chosen = u64(0) - ((u64(byte) >> u64(k)) & u64(1))  # all ones or all zeros
-    return (low ^ ((low ^ up) & chosen)) + ((ranks >> u64(8 * k)) & u64(255))
-
-
-@leaf
-def divide_vectors(values, bits, sides):
-    """`divide` of as many as fill vectors: how many these are, and where either side goes on."""
-    up, low = 0, HALF
-    for o in range(values.shape[0] // WIDTH):
-        first, second = bits[2 * o], bits[2 * o + 1]
-        mask = u16(first) | (u16(second) << u16(8))
-        compress(values, o * WIDTH, mask, sides, up)
-        compress(values, o * WIDTH, ~mask, sides, low)
-        count = np.int64(COUNT[first] + COUNT[second])
-        up, low = up + count, low + (WIDTH - count)
-    return values.shape[0] // WIDTH * WIDTH, up, low
-
-
-@leaf
-def merge_vectors(sides, bits, values):
-    up, low = 0, HALF
-    for o in range(values.shape[0] // WIDTH):
-        first, second = bits[2 * o], bits[2 * o + 1]
-        mask = u16(first) | (u16(second) << u16(8))
-        expand(sides, up, sides, low, mask, values, o * WIDTH)
-        count = np.int64(COUNT[first] + COUNT[second])
-        up, low = up + count, low + (WIDTH - count)
-    return values.shape[0] // WIDTH * WIDTH, up, low
-
-
-@leaf
-def none_in_vectors(one, bits, other):
-    return 0, 0, HALF
-
-
-if not HAS:
-    divide_vectors = merge_vectors = none_in_vectors
-
-
-@leaf
-def divide(values, bits, sides):
-    """sides [2 * HALF] <- values [n], each on its side, in order."""
-    done, up, low = divide_vectors(values, bits, sides)
-    up, low = u64(up), u64(low)
-    whole = values.shape[0] // 8
-    for o in range(done // 8, whole):
-        byte = bits[o]
-        ranks, eight = _RANK[byte], values[8 * o : 8 * o + 8]
-        for k in range(8):
-            sides[place(byte, ranks, k, up, low)] = eight[k]
-        up, low = up + COUNT[byte], low + (u64(8) - COUNT[byte])
-    if whole < bits.shape[0]:
-        byte = bits[whole]
-        ranks, rest = _RANK[byte], values[8 * whole :]
-        for k in range(rest.shape[0]):
-            sides[place(byte, ranks, k, up, low)] = rest[k]
-
-
-@leaf
-def merge(sides, bits, values):
-    """The inverse: values [n] <- sides [2 * HALF]."""
-    done, up, low = merge_vectors(sides, bits, values)
-    up, low = u64(up), u64(low)
-    whole = values.shape[0] // 8
-    for o in range(done // 8, whole):
-        byte = bits[o]
-        ranks, eight = _RANK[byte], values[8 * o : 8 * o + 8]
-        for k in range(8):
-            eight[k] = sides[place(byte, ranks, k, up, low)]
-        up, low = up + COUNT[byte], low + (u64(8) - COUNT[byte])
-    if whole < bits.shape[0]:
-        byte = bits[whole]
-        ranks, rest = _RANK[byte], values[8 * whole :]
-        for k in range(rest.shape[0]):
-            rest[k] = sides[place(byte, ranks, k, up, low)]
-
-
 @leaf
 def encode_part(kept, u, levels, S, part, bounds, b_least, b_most, b_low, b_scale, b_code, b_spare):
     n = kept.shape[0]
@@ -253,50 +150,6 @@ def decode_lower(part, bounds, u, levels, S, fold, b_code, b_low, b_step, b_fold
     sums = b_fold[: (n + fold - 1) // fold]
     decode_part(part[2:], bounds, u, levels, S, b_code, b_low, b_step, sums)
     unfold(sums, u, bf16_value(i32(part[0]) | (i32(part[1]) << i32(8))), kept)
-
-
-@leaf
-def mean_of(kept, b_least, b_most):
-    """The bits of the mean as bf16."""
-    extremes(kept, TILE, b_least, b_most)
-    if not finite(b_least[0], b_most[0]):
-        return i32(0x7FC0)  # NaN
-    lo = bf16_value(bf16_directed(as_float(order(b_least[0])), False))
-    hi = bf16_value(bf16_directed(as_float(order(b_most[0])), True))
-    unit = hi * f32(1 / 255) - lo * f32(1 / 255)
-    scale, total = inverse(unit), i32(0)
-    for o in range(kept.shape[0]):
-        total += min(max(i32((kept[o] - lo) * scale + f32(0.5)), i32(0)), i32(255))
-    return bf16_directed(lo + f32((total + kept.shape[0] // 2) // kept.shape[0]) * unit, False)
-
-
-@inlined
-def sign(u):
-    """1 or -1 by the last bit of the noise: u * 32768 ends in a fourth, or in three."""
-    half = u * f32(32768)
-    return f32(-4) * (half - np.floor(half) - f32(0.5))
-
-
-@leaf
-def folded(kept, u, mean, m, sums):
-    """sums [m] <- of kept [n] those that are m apart, with their signs."""
-    sums[:m] = f32(0)
-    for first in range(0, kept.shape[0], m):
-        last = min(first + m, kept.shape[0])
-        b_x, b_u, b_sum = kept[first:last], u[first:last], sums[: last - first]
-        for o in range(last - first):
-            b_sum[o] += sign(b_u[o]) * (b_x[o] - mean)
-
-
-@leaf
-def unfold(sums, u, mean, kept):
-    """The inverse, on average: kept [n] <- mean + sign * sum [m]."""
-    n, m = kept.shape[0], sums.shape[0]
-    for first in range(0, n, m):
-        last = min(first + m, n)
-        b_x, b_u, b_sum = kept[first:last], u[first:last], sums[: last - first]
-        for o in range(last - first):
-            b_x[o] = sign(b_u[o]) * b_sum[o] + mean
 
 
 @leaf
