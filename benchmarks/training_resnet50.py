@@ -18,6 +18,7 @@ from _ways import saving
 
 NAME = "training-resnet50"
 GOAL, TIME = 18.0, 1.05
+BATCH = 4
 
 WAYS = (
     saving("group", bits=2, group_size=256, rebuild=False),
@@ -34,7 +35,7 @@ WAYS = (
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--pairs", type=int, default=6, help="pairs of steps, noise seeds (6)")
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=BATCH)
     options = parser.parse_args()
     if options.quick:
         options.batch, options.pairs = 1, 1
@@ -43,7 +44,13 @@ def main() -> None:
     torch.manual_seed(0)
     bench = Bench(task, resnet50(), next(task.batches(0)))  # type: ignore[arg-type]
     found = measure(bench, WAYS, pairs=options.pairs)
-    finish(_result(found, options, known), out_path(options, NAME))
+    finish(_result(found, options, known), out_path(options, _name(options)))
+
+
+def _name(options: Any) -> str:
+    """Of the result: each batch has one of its own."""
+    given = options.quick or options.batch == BATCH
+    return NAME if given else f"{NAME}-batch-{options.batch}"
 
 
 def _result(found: Findings, options: Any, known: dict[str, Any]) -> dict[str, Any]:

@@ -99,7 +99,8 @@ def read_idx_folder(folder: Path) -> Images:
         )
         for name in ("train", "t10k")
     )
-    return Images(train, test, f"{len(train):,} + {len(test):,} images from {folder}")
+    name = folder.resolve().name
+    return Images(train, test, f"{len(train):,} + {len(test):,} images from {name}")
 
 
 def _find(folder: Path, name: str) -> Path:
