@@ -21,8 +21,6 @@ Published, of a GPU: DELTA 2.04x (ResNet-50) and 2.25x (ResNet-101), arXiv 2203.
 
 import copy
 import gc
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +35,7 @@ from _ways import PLAIN, Way, checkpointed
 from torch import Tensor, nn
 
 import elbowroom as er
-from elbowroom.cli.doctor import WARM
+from elbowroom.cli.warm import WARM, start_warm
 from elbowroom.control import Fitting, LargestBatch
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure import Paired
@@ -122,8 +120,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="pairs of steps (5)")
     parser.add_argument("--warm", action="store_true", help="freed memory stays in the process")
     options = parser.parse_args()
-    if options.warm and not WARM.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **WARM})
+    if options.warm:
+        start_warm()
     if options.quick:
         options.batch, options.pairs = 2, 1
     torch.set_num_threads(options.threads)

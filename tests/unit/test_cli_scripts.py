@@ -180,6 +180,23 @@ def test_a_budget_that_nothing_meets_ends_with_3_and_says_what_to_type(folder):
     )
 
 
+def test_a_warm_run_has_the_settings_of_malloc_and_its_own_arguments(folder):
+    script = folder / "sub" / "by_hand.py"
+    asks = "import os, sys; print(os.environ['MALLOC_TRIM_THRESHOLD_'], sys.argv)"
+    script.write_text(f"{BY_HAND}\n{asks}")
+    ran = elbowroom(folder, "run", "--warm", "--budget", "1GiB", script, "--", "--warm", "a b")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == f"-1 {[str(script), '--warm', 'a b']}\n"
+    assert "inside 1.00 GiB" in ran.stderr
+
+
+def test_no_run_is_warm_without_glibc(folder, monkeypatch):
+    monkeypatch.setattr("elbowroom.cli.warm.has_glibc", lambda: False)
+    ran = in_process("run", "--warm", "--budget", "1GiB", folder / "sub" / "by_hand.py")
+    assert ran.exit_code == 2
+    assert "--warm sets glibc's malloc" in ran.stderr
+
+
 def test_two_models_are_refused_with_their_names(folder):
     ran = elbowroom(folder, "run", "--budget", "1GiB", "sub/gan.py")
     assert ran.returncode == 2

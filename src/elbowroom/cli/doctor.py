@@ -17,17 +17,11 @@ from rich.text import Text
 import elbowroom as er
 from elbowroom.cli.ahead import compile_ahead
 from elbowroom.cli.polite import polite
+from elbowroom.cli.warm import WARM, has_glibc
 from elbowroom.units import show_nbytes
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PROBE = 1 << 20  # bytes
-# Freed memory stays in the process (glibc), in pages of 2 MiB: fewer to fault in, fewer fragments.
-WARM = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "-1",
-    "MALLOC_TOP_PAD_": str(64 << 20),
-    "THP_MEM_ALLOC_ENABLE": "1",
-}
 _DEAR = 2.0  # times the time of memory that has been used
 _LARGE = 64 << 20  # bytes: glibc takes a tensor of 32 MiB and more from the kernel each time
 
@@ -103,7 +97,7 @@ def _memory() -> tuple[str, str, str]:
     libc = " ".join(platform.libc_ver()).strip() or "unknown"
     threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_")
     kept = "MALLOC_MMAP_MAX_"
-    if "glibc" not in libc:
+    if not has_glibc():
         return "memory", libc, "measure with er.peak, not with the process's size"
     if os.environ.get(kept) == WARM[kept]:
         found = f"{libc}, {kept}={WARM[kept]}"
@@ -121,7 +115,7 @@ def _memory() -> tuple[str, str, str]:
 
 def _pages() -> list[tuple[str, str, str]]:
     """What fresh memory costs beside memory that has been used; nothing to say without glibc."""
-    if "glibc" not in platform.libc_ver()[0]:
+    if not has_glibc():
         return []
     fresh_s = min(_clocked(lambda: torch.zeros(_LARGE, dtype=torch.uint8)) for _ in range(3))
     used = torch.zeros(_LARGE, dtype=torch.uint8)
@@ -132,8 +126,9 @@ def _pages() -> list[tuple[str, str, str]]:
         return [("fresh memory", found, "large tensors cost what they compute")]
     settings = " ".join(f"{name}={value}" for name, value in WARM.items())
     meaning = (
-        "steps with tensors of 32 MiB and more may take half as long again; start python with "
-        f"{settings}, under which freed memory stays in the process (RSS grows)"
+        "steps with tensors of 32 MiB and more may take half as long again; use elbowroom run "
+        f"--warm, or start python with {settings}, under which freed memory stays in the process "
+        "(RSS grows)"
     )
     return [("fresh memory", found, meaning)]
 
