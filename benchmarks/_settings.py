@@ -22,7 +22,7 @@ from elbowroom.codecs import Codec, codec, codec_class, codecs
 from elbowroom.plan import Lean
 
 BOUNDS = (1e-1, 3e-2, 1e-2)  # of the value range
-LEVELS = (2, 3, 4, 8, 16, 32, 64, 128)  # of dither: as far as the errors of fp8 and zfp go
+LEVELS = (2, 3, 4, 8, 16, 32, 64, 128, 256)  # of dither: as far as the errors of fp8 and zfp go
 
 
 @dataclass(frozen=True)
