@@ -189,3 +189,28 @@ def test_impossible_ones_are_refused(settings: dict, says: str) -> None:
         Training().fit(plan, **{"budget": 1 << 30, **settings})
     with pytest.raises(PlanError, match=r"it is what er\.plan gives"):
         Training().fit("plan.json", budget=1 << 30)  # type: ignore[arg-type]
+
+
+def test_a_first_step_that_makes_states_is_measured_as_the_plan_runs(caplog):
+    """Written down, its convolutions would take no turns, and more than the plan says."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3))
+
+    def batch_of(n: int) -> Tensor:
+        return torch.randn(n, 3, 32, 32)
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    budget = 80 << 20
+    found = er.largest_batch(model, batch_of, budget=budget, loss=loss_of, exact=False)
+    assert found.predicted_nbytes == found.plan.peak
+    optimizer, x = adamw(model), batch_of(found.batch)
+    er.fit(model, budget=budget, plan=found.plan, optimizer=optimizer, exact=False)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(model, x).backward()
+        optimizer.step()
+    assert "does not fit" not in caplog.text
+    assert opener_of(model).planning.plan.peak == found.plan.peak
+    er.release(model)

@@ -144,3 +144,28 @@ def test_a_run_that_fits_after_a_correction_predicts_with_it(monkeypatch):
     found = find(model, optimizer, "8 MiB")
     assert found.measured_nbytes <= found.budget_nbytes == 8 << 20
     assert found.predicted_nbytes == pytest.approx(found.measured_nbytes + (1 << 20), rel=0.05)
+
+
+def test_a_batch_that_leaves_room_is_tried_again_larger(monkeypatch):
+    model, optimizer = make()
+    plain = find(model, optimizer, "8 MiB")
+    monkeypatch.setattr(_Trial, "peak", lambda trial, batch, plan: int(0.7 * plan.peak))
+    found = find(model, optimizer, "8 MiB")
+    assert found.batch > 1.2 * plain.batch
+    assert 0.9 * (8 << 20) < found.measured_nbytes <= found.budget_nbytes == 8 << 20
+    assert found.predicted_nbytes == pytest.approx(found.measured_nbytes, rel=0.15)
+    assert found.plan.budget == 8 << 20 >= found.plan.peak
+
+
+def test_what_was_seen_to_fit_stays_when_a_larger_one_does_not(monkeypatch):
+    model, optimizer = make()
+    seen = {}
+
+    def too_much_if_larger(trial, batch, plan):
+        seen.setdefault("batch", batch)
+        return plan.peak // 2 if batch == seen["batch"] else 16 << 20
+
+    monkeypatch.setattr(_Trial, "peak", too_much_if_larger)
+    found = find(model, optimizer, "8 MiB")
+    assert found.batch == seen["batch"]
+    assert found.measured_nbytes < 5 << 20

@@ -4,7 +4,8 @@
     2. the largest batch that has a plan, by bisection; if that is far from the two, once more with
        larger ones
     3. one measured run at that batch under its plan, and a timed one; if it takes more than the
-       budget, 2 and 3 again for that much less, up to _MOST_RUNS times
+       budget, or leaves a tenth of it, 2 and 3 again for that much less, or more, up to _MOST_RUNS
+       times; what was seen to fit stays
 
 No parameter and no optimizer state is touched: the states count as their class will make them, an
 update's own workspace does not count. RNG, buffers and gradients are put back.
@@ -41,6 +42,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 _SMALL = 2  # and twice as much: the first two batches
 _FAR = 8  # a line is not trusted further than so many times the larger of the two
 _MOST_RUNS = 4
+_SLACK = 0.1  # of the budget: unused, it is worth another run
 # Of what a plan was allowed: a step that ran out of memory does not tell by how much.
 _CUT = 0.75
 _RAN_OUT = 1 << 62
@@ -94,20 +96,44 @@ def find_largest(
         if batch > _FAR * pair.two:
             pair = trial.pair(batch // _FAR)
             batch = _largest(pair, budget, terms.exact)
-        allowed, error = budget, 0
-        for _ in range(_MOST_RUNS):
-            plan = pair.plan(batch, allowed, exact=terms.exact)
-            peak = trial.peak(batch, plan)
-            if peak is None or peak <= budget:
-                seconds = trial.seconds(batch, plan) / batch
-                predicted, plan = plan.peak + error, replace(plan, budget=budget)
-                return LargestBatch(batch, budget, predicted, peak, seconds, plan.exact, plan)
-            if peak < _RAN_OUT:
-                error = max(error, peak - plan.peak)
-                allowed = min(allowed, budget - error)
-            else:
-                allowed = int(_CUT * allowed)
-            batch = min(batch, _corrected(pair, budget, allowed, terms.exact))
+        return _confirmed(trial, pair, batch, terms)
+
+
+def _confirmed(trial: "_Trial", pair: TwoBatches, batch: int, terms: Terms) -> LargestBatch:
+    """The largest batch that was seen to fit.
+
+    error  by which the last run took more than its plan had said
+    """
+    budget, found = terms.budget_nbytes, None
+    allowed, error, was_over = budget, 0, False
+    for _ in range(_MOST_RUNS):
+        plan = pair.plan(batch, allowed, exact=terms.exact)
+        peak = trial.peak(batch, plan)
+        if peak is None or peak <= budget:
+            seconds = trial.seconds(batch, plan) / batch
+            predicted = plan.peak + error
+            plan = replace(plan, budget=budget, peak=predicted)
+            found = LargestBatch(batch, budget, predicted, peak, seconds, plan.exact, plan)
+            if peak is None or was_over or budget - peak <= _SLACK * budget:
+                return found
+            error = peak - plan.peak
+            allowed = budget - error
+            larger = _largest(pair, allowed, terms.exact)
+            if larger <= batch:
+                return found
+            batch = larger
+            continue
+        if found is not None:
+            return found
+        was_over = True
+        if peak < _RAN_OUT:
+            error = max(error, peak - plan.peak)
+            allowed = min(allowed, budget - error)
+        else:
+            allowed = int(_CUT * allowed)
+        batch = min(batch, _corrected(pair, budget, allowed, terms.exact))
+    if found is not None:
+        return found
     raise PlanError(
         f"{_MOST_RUNS} predictions were too hopeful for {show_nbytes(terms.budget_nbytes)}, the "
         f"last for batch {batch}: what this step needs does not grow evenly with its batch. Give "

@@ -265,8 +265,9 @@ class Planning:
         unborn_states = self.stock.unborn_state_nbytes > 0
         if self.plan is None:  # when backward was over tells what it needs beside those states
             return self._transient_nbytes is not None or unborn_states
-        larger = self.now.numel > self._profiled.numel and self.plan is not self.given
-        better = self.rehearsed or larger
+        if self.plan is self.given:  # written down it would take more than the plan says (no turns)
+            return False
+        better = self.rehearsed or self.now.numel > self._profiled.numel
         return unborn_states or (better and not self.plan.recompute)
 
     def learn(self, last: FittedSaving, step: Measurement, stock: Stock) -> None:
