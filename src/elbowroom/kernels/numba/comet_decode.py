@@ -101,12 +101,13 @@ def decode_maps(
             a, b = max(start, first), min(stop, last)
             o_a, o_b = a - first, b - first
             restore(b_code[o_a:o_b], b_flag[o_a:o_b], a % size, rows, columns, inner, b_line)
-            restore_values(b_code, b_flag, i_t, key, back, grid[1], kind, b_u, b_x[:n])
-            if kind == 0:
-                b_word[:n] = b_x[:n].view(out.dtype)
-            from_restored(b_x[:n], kind, b_word[:n])
-            copy_raw(each, b_raw, b_word[:n].view(u8), itemsize)
-            out[a:b] = b_word[o_a:o_b]
+            word = out[a:b] if b - a == n else b_word[:n]
+            values = target(word, kind, b_x[:n])
+            restore_values(b_code, b_flag, i_t, key, back, grid[1], kind, b_u, values)
+            from_restored(values, kind, word)
+            copy_raw(each, b_raw, word.view(u8), itemsize)
+            if b - a < n:
+                out[a:b] = b_word[o_a:o_b]
 
 
 @jit

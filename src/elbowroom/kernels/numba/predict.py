@@ -55,6 +55,10 @@ def restore(codes, flags, place, rows, columns, inner, lines):
             lines[:] = 0
         count = min(n - o, row - j)
         above, here = u64((i_r + 1) & 1), u64(i_r & 1)
+        if inner == 1 and j == 0 and i_r + 1 < rows and n - o >= 2 * row:
+            restore_two(codes, flags, u64(o), u64(row), lines, above)
+            o, i_r = o + 2 * row, (i_r + 2) % rows
+            continue
         if inner == 1:
             restore_one(codes, flags, u64(o), u64(count), lines, above, here, u64(j))
         else:
@@ -78,6 +82,21 @@ def restore_one(codes, flags, first, count, lines, above, here, j):
         left = codes[first + i] + (i32(flags[first + i]) & left)
         codes[first + i] = left
         lines[here, j + i + u64(1)] = left
+
+
+@jit
+def restore_two(codes, flags, first, row, lines, above):
+    """Two whole rows of such a map. Both wait for what is on their left: so they wait together."""
+    for i in range(row):
+        up = lines[above, i + u64(1)] - lines[above, i]
+        codes[first + i] += i32(flags[first + i]) & up
+    left, lower_left, second = i32(0), i32(0), first + row
+    for i in range(row):
+        corner, flag = left, i32(flags[second + i])
+        left = codes[first + i] + (i32(flags[first + i]) & left)
+        lower_left = codes[second + i] + (flag & (left - corner)) + (flag & lower_left)
+        codes[first + i], codes[second + i] = left, lower_left
+        lines[above, i + u64(1)] = lower_left
 
 
 @counted
