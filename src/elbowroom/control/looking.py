@@ -34,7 +34,7 @@ def say_noise(terms: Terms, plan: Plan) -> None:
     """What codes add: at WARNING where that is more than training would not notice."""
     _log.log(
         logging.INFO if plan.noise <= _UNNOTICED else logging.WARNING,
-        "budget %s: codes add %.2g %% of what mini-batches vary by anyway (estimated, after %d "
+        "budget %s: codes add %.3g %% of what mini-batches vary by anyway (estimated, after %d "
         "watched steps)",
         show_nbytes(terms.budget_nbytes),
         100 * plan.noise,

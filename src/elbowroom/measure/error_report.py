@@ -85,7 +85,7 @@ class ErrorReport:
 
     def _title(self) -> str:
         if self.ratio is not None:
-            share = f"codes add {100 * self.ratio:.2g} % of what mini-batches vary by (predicted)"
+            share = f"codes add {100 * self.ratio:.3g} % of what mini-batches vary by (predicted)"
             return f"errors: {share}; rows in % of it"
         if self.sampling:
             return "errors in % of mini-batch variance; some ops were not probed yet"
