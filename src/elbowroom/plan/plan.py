@@ -199,7 +199,7 @@ class Plan:
             return "without codes; convolutions that take turns round otherwise"
         if not self.watched:
             return "lossy, by a noise that was not measured"
-        return f"lossy, adding {100 * self.noise:.2g} % of what mini-batches vary by (estimated)"
+        return f"lossy, adding {100 * self.noise:.3g} % of what mini-batches vary by (estimated)"
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
