@@ -46,6 +46,16 @@ class GroupNormUNet(nn.Module):
         return self.head(self.join(torch.cat([low, high], dim=1)))
 
 
+def medical(affine: bool = True, slope: float = 0.01) -> nn.Module:
+    """Convolution, instance norm and LeakyReLU in place, as 3-D medical nets have them."""
+
+    def block(before: int, after: int) -> list[nn.Module]:
+        norm = nn.InstanceNorm2d(after, affine=affine, track_running_stats=not affine)
+        return [nn.Conv2d(before, after, 3, padding=1), norm, nn.LeakyReLU(slope, inplace=True)]
+
+    return nn.Sequential(*block(1, 8), *block(8, 8), *block(8, 8), nn.Conv2d(8, 2, 1))
+
+
 class GatedViews(nn.Module):
     """Ops on views of what other ops save: chunks, transposed squares, slices, a gate."""
 
@@ -167,6 +177,13 @@ NETS = {
         lambda: GroupNormUNet().to(memory_format=torch.channels_last), lambda: image(last=True)
     ),
     "unet bf16": Net(GroupNormUNet, image, autocast=True),
+    "medical": Net(medical, image),
+    "medical without affine": Net(lambda: medical(affine=False, slope=0.3), image),
+    "medical eval": Net(lambda: medical(affine=False), image, train=False),
+    "medical channels_last": Net(
+        lambda: medical().to(memory_format=torch.channels_last), lambda: image(last=True)
+    ),
+    "medical bf16": Net(medical, image, autocast=True),
     "encoder bf16": Net(
         lambda: encoder(activation="gelu"), lambda: torch.randn(4, 10, 32), autocast=True
     ),
@@ -302,6 +319,19 @@ def test_exact_mode_in_double_and_half():
         plain = step(net, contextlib.nullcontext())
         assert not step(net, er.saving(min_nbytes=0)).differs(plain)
         assert step(net, er.saving("dither", bits=8, min_nbytes=0)).error(plain) < 0.02
+
+
+def test_of_instance_norm_and_leaky_relu_only_bits_are_held_beside_the_norms_input():
+    torch.manual_seed(0)
+    net, x = medical(), image()
+    with er.saving(min_nbytes=0) as saved:
+        loss = net(x).sum()
+    outputs = [row for row in saved.ledger.rows if row.consumer == "leaky_relu"]
+    assert [row.action for row in outputs] == ["rebuild"] * 3  # for the next convolution
+    assert sum(32 * row.after_nbytes for row in outputs) == sum(
+        row.before_nbytes for row in outputs
+    )
+    loss.backward()
 
 
 # --- Masks
@@ -616,7 +646,8 @@ def test_the_lean_policy_has_a_third_of_the_error_at_fewer_bits():
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt", "encoder gelu", "unet", "blocks", "gated views", "unusual weights"]
+    "name",
+    ["gpt", "encoder gelu", "unet", "medical", "blocks", "gated views", "unusual weights"],
 )
 def test_the_mean_over_seeds_converges_for_other_networks(name):
     n, net = 12, NETS[name]

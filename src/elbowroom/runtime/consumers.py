@@ -73,7 +73,7 @@ _TORCH_MODULES = (
     "torch._tensor",
     "torch._C._nn",
 )
-MASKED_INPUT = ("leaky_relu",)  # saves its input, and reads only where it is positive
+MASKED_INPUT = ("leaky_relu",)  # saves its input (in place: its output), and reads only its sign
 _RESHAPES = (
     *(
         "ToCopy",
@@ -217,7 +217,7 @@ def need_of(x: Tensor, call: Call | None, products: bool = False) -> tuple[Need,
         return Need.EXACT, "saved by an op that Python did not call"
     if call.name in MASKED_OUTPUT and x.is_floating_point():
         return Need.MASK, ""
-    if call.name in MASKED_INPUT and not call.arg(2, "inplace", False) and x.is_floating_point():
+    if call.name in MASKED_INPUT and x.is_floating_point():
         return Need.MASK, ""
     if call.name in SHAPE_ONLY and x.is_floating_point() and _is(x, call.arg(0, "input")):
         return Need.SHAPE, ""

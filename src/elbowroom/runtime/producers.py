@@ -104,7 +104,23 @@ def _relu_of_norm(norm: Op) -> Op:
     def exact(x: Tensor, private: bool) -> Tensor:
         return norm.exact(x, private).relu_()
 
-    return Op(exact, norm.lossy, norm.affine, True, norm.fixed, norm.noise)
+    return replace(norm, exact=exact, needs_bits=True)
+
+
+def _leaky_relu(call: Call, out: Tensor, identity: Identity) -> Origin:
+    """Its bits lie where it has saved what it reads the sign of: its input, or, in place, out."""
+    slope = call.arg(1, "negative_slope", 0.01)
+    source, seen = _source(call, identity)
+    if source is None:
+        return Origin(call.name)
+    signs = (slot for slot in call.saved if slot.bits is not None and slot.base == seen)
+    op = Op(
+        lambda x, private: F.leaky_relu(x, slope, private),
+        lambda x: x,
+        needs_bits=True,
+        below=slope,
+    )
+    return Origin(call.name, recipe=Recipe.of(op, source, seen, out, next(signs, None)))
 
 
 def _gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
@@ -273,6 +289,32 @@ def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     return _make(call, out, identity, op)
 
 
+def _instance_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    x, eps = call.arg(0, "input"), call.arg(7, "eps", 1e-5)
+    if call.func is not F.instance_norm or not call.arg(5, "use_input_stats", True):
+        return None
+    weight, bias = _as_now(call.arg(3, "weight")), _as_now(call.arg(4, "bias"))
+    statistics = logical_statistics(call, x)
+    affine: Callable[[], Affine] | None = None
+    if statistics is not None and x.is_contiguous():
+        mean, rstd = (part.float().flatten() for part in statistics[1:])
+        samples, inner = x.shape[0], x[0, 0].numel()
+
+        def affine() -> Affine:
+            scale = rstd if weight is None else rstd * weight.float().repeat(samples)
+            shift = -mean * scale
+            shift = shift if bias is None else shift + bias.float().repeat(samples)
+            return Affine(scale, shift, inner)
+
+    cudnn = torch.backends.cudnn.enabled
+    op = Op(  # its own statistics; the running ones are not updated again
+        lambda x, _: torch.instance_norm(x, weight, bias, None, None, True, 0.0, eps, cudnn),
+        affine=affine,
+        fixed=_given(weight, bias),
+    )
+    return _make(call, out, identity, op)
+
+
 def _as_now(parameter: Tensor | None) -> Tensor | None:
     """A parameter's memory of this moment: `p.data = other` before backward does not reach it."""
     return None if parameter is None else parameter.detach()
@@ -285,12 +327,14 @@ def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 _MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {
     "relu": _relu,
     "relu_": _relu,
+    "leaky_relu": _leaky_relu,
     "gelu": _gelu,
     "silu": _silu,
     "dropout": _dropout,
     "layer_norm": _layer_norm,
     "group_norm": _group_norm,
     "batch_norm": _batch_norm,
+    "instance_norm": _instance_norm,
     "rms_norm": _rms_norm,
     **dict.fromkeys(("mul", "__mul__", "__rmul__"), _mul),
     **dict.fromkeys(("to", "float", "bfloat16", "half", "type_as"), _cast),

@@ -2,10 +2,11 @@
 
     op          saved anyway             exact source x           encoded source x~
     ReLU        bits of its output       relu(x)                  x~ where the bit is set, else 0
+    LeakyReLU   bits of its input        the same op              x~, times slope where no bit is
     GELU, SiLU  x                        the same op              the same op
     LayerNorm   x, mean, rstd            the same op              (x~ - mean) * rstd * weight + bias
-    GroupNorm   x, mean, rstd            the same op              x~ * scale + shift
-                                                                  by (sample, channel)
+    GroupNorm,  x, mean, rstd            the same op              x~ * scale + shift
+    InstanceNorm                                                  by (sample, channel)
     BatchNorm   x, mean, rstd            the same op, own stats   x~ * scale + shift by channel
     RMSNorm     x                        the same op              the same op
     dropout     noise {0, 1 / (1 - p)}   x * noise                x~ * noise
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from elbowroom.codecs import Affine
 from elbowroom.errors import RestoreError
+from elbowroom.kernels import ops
 from elbowroom.runtime.handles.keep import check_version, version_of
 from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.slot import Geometry, Slot
@@ -47,7 +49,7 @@ class Op:
     exact(x, private)   the op on an exact x; may overwrite x only if it is private
     lossy(x)            on a decoded x, which it may overwrite
     affine()            the same for an op that is one by channel, so that decoding does it
-    needs_bits          then 0 where the bits [ceil(N / 8)] of the output's non-zeros say so
+    needs_bits          then `below` times as much where the bits [ceil(N / 8)] say that x <= 0
     fixed               parameters that both read: unchanged until backward, or RestoreError
     noise               dropout's factor, a saved tensor of its own
     other               the second factor of a product: a saved tensor, and where in it it lies
@@ -57,6 +59,7 @@ class Op:
     lossy: Callable[[Tensor], Tensor] | None = None
     affine: Callable[[], Affine] | None = None
     needs_bits: bool = False
+    below: float = 0.0
     fixed: tuple[Tensor, ...] = ()
     noise: "weakref.ref[Slot] | None" = None
     other: "tuple[weakref.ref[Slot], Geometry] | None" = None
@@ -268,7 +271,10 @@ class Ready:
             affine().in_place(flat_of(x), self.bits)
             return x
         assert self.op.lossy is not None
-        return self.op.lossy(x)
+        x = self.op.lossy(x)
+        if self.op.needs_bits and self.bits is not None:
+            _scale_below(flat_of(x), self.bits, self.op.below)
+        return x
 
     def _times_other(self, x: Tensor, private: bool) -> Tensor:
         """x * y, over x if it is the caller's and the product fits."""
@@ -287,6 +293,13 @@ class Ready:
                 "use er.saving(..., rebuild=False)"
             )
         return noise
+
+
+def _scale_below(x: Tensor, bits: Tensor, slope: float) -> None:
+    """x [N] <- slope * x where the bit of bits [ceil(N / 8)] is not set."""
+    above = torch.empty_like(x)
+    ops.times_bits(x, bits, 1 - slope, above)
+    x.mul_(slope).add_(above)
 
 
 def _same_memory(one: Tensor, other: Tensor | None) -> bool:
