@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from elbowroom.codecs import Codec
-from elbowroom.errors import PlanError
+from elbowroom.errors import PlanError, UnknownField
 from elbowroom.measure.error_report import ErrorReport
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.measure.noise import HeldNoise, NoiseTable
@@ -30,11 +30,15 @@ class Adaptive(ABC):
     codec    whose ladder is used; where it stands is where every tensor starts
     rebuild  see `er.saving`
     every    steps between two looks
+
+    Raises UnknownField if that is not a positive int.
     """
 
     exact: ClassVar[bool] = False
 
     def __init__(self, codec: Codec, *, rebuild: bool = True, every: int = 50) -> None:
+        if type(every) is not int or every < 1:
+            raise UnknownField(f"every={every!r} is not possible; it is an int of 1 or more: steps")
         ladder = rungs_of(codec)
         self.ladder = ladder if codec in ladder else (codec, *ladder)
         self.start = self.ladder.index(codec)
@@ -98,15 +102,24 @@ class Adaptive(ABC):
         """All that a checkpoint needs to go on with the same choices."""
         self._look()
         rungs = [[*name, rung] for name, rung in self.rungs.items()]
-        return {"rungs": rungs, "seen": self._seen, "meter": self.meter.state_dict()}
+        return {
+            "ladder": [str(codec.config()) for codec in self.ladder],
+            "rungs": rungs,
+            "seen": self._seen,
+            "meter": self.meter.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises PlanError for a state of another ladder."""
-        rungs = {SiteName(module, op, nth): rung for module, op, nth, rung in state["rungs"]}
-        if any(not 0 <= rung < len(self.ladder) for rung in rungs.values()):
+        """Raises PlanError for a state of another controller, or of another ladder."""
+        if not isinstance(state, dict) or not self.state_dict().keys() <= state.keys():
             raise PlanError(
-                f"this state has rungs that the ladder of {len(self.ladder)} settings lacks; "
-                "load it into a controller of the same codec"
+                f"this is no state of a {type(self).__name__}: load what state_dict() of one gave"
             )
+        if state["ladder"] != [str(codec.config()) for codec in self.ladder]:
+            raise PlanError(
+                f"this state is of another ladder than that of {self.ladder[self.start]}; load it "
+                "into a controller of the same codec"
+            )
+        rungs = {SiteName(module, op, nth): rung for module, op, nth, rung in state["rungs"]}
         self.rungs, self._seen = rungs, state["seen"]
         self.meter.load_state_dict(state["meter"])

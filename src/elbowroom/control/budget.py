@@ -6,17 +6,22 @@ with the fewest bytes that allow it (`plan/allocation.py`). DIVISION, ActNN and 
 or bounds, and leave it to the user to find out what those do; this asks for the effect.
 """
 
+import logging
+
 from elbowroom.codecs import Codec
 from elbowroom.control.adaptive import Adaptive
 from elbowroom.errors import UnknownField
 from elbowroom.plan.allocation import cheapest
+
+_log = logging.getLogger("elbowroom")
 
 
 class NoiseBudget(Adaptive):
     """Rungs such that added variance is at most `noise` times the sampling variance.
 
     As long as that is not known, which takes three steps and a probe of every kind of op, tensors
-    stay where they start. Raises UnknownField for a share that is not a positive number.
+    stay where they start. If codes drown it, tensors go to their mildest setting, and a warning
+    says so. Raises UnknownField for a share that is not a positive number.
     """
 
     def __init__(
@@ -29,12 +34,20 @@ class NoiseBudget(Adaptive):
             )
         super().__init__(codec, rebuild=rebuild, every=every)
         self.noise = float(noise)
+        self._was_drowned = False
 
     def _move(self) -> None:
         sampling = self.table.sampling
         movable = self._movable()
-        if not sampling or not movable:
+        if sampling is None or not movable:
             return
+        if not sampling and not self._was_drowned:
+            self._was_drowned = True
+            _log.warning(
+                "noise=%g: codes add more than what can be seen of how mini-batches vary, so all "
+                "tensors go to the mildest setting until it shows; start from a milder one",
+                self.noise,
+            )
         known = sum(self.table.variance_of(held.site.name) or 0.0 for held in movable)
         fixed = max((self.table.added or known) - known, 0.0)
         options = [self._options(held) for held in movable]

@@ -89,7 +89,8 @@ class ErrorReport:
             return f"errors: {share}; rows in % of it"
         if self.sampling:
             return "errors in % of mini-batch variance; some ops were not probed yet"
-        return "errors: variances of the gradient, absolute (mini-batch variance not known yet)"
+        why = "is drowned by them" if self.sampling == 0 else "not known yet"
+        return f"errors: variances of the gradient, absolute (mini-batch variance {why})"
 
     def _show(self, variance: float | None) -> str:
         if variance is None:

@@ -59,6 +59,7 @@ class OpNoise:
     variance  predicted at the last watched step; None: it cannot be yet
     checked   (predicted, measured) variance of the step that was probed last
     weight    see `OpReading`
+    linear    whether there is one, which a checkpoint can tell
     """
 
     sources: dict[SiteName, float] = field(default_factory=dict)
@@ -67,6 +68,7 @@ class OpNoise:
     variance: float | None = None
     checked: tuple[float | None, float] | None = None
     weight: "weakref.ref[Tensor] | None" = None
+    linear: bool = False
 
     def learn_gain(self, gain: float) -> None:
         self.probes += 1
@@ -129,6 +131,7 @@ class NoiseTable:
 
     def _update(self, name: SiteName, op: OpNoise, reading: OpReading) -> None:
         op.sources, op.weight = reading.energies, reading.weight
+        op.linear = reading.weight is not None
         unit = sum(reading.energies.values()) * reading.grad
         predicted = reading.closed
         if predicted is None:
@@ -184,15 +187,18 @@ class NoiseTable:
         return None if added is None or not sampling else added / sampling
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned over many steps; what the last one showed is seen again soon."""
-        gains = [[*name, op.gain, op.probes] for name, op in self.ops.items() if op.probes]
-        return {"steps": self.steps, "gains": gains, "gradient": self.gradient.state_dict()}
+        """What was learned over many steps, and whose turn to be probed comes next.
+
+        What the last step showed is seen again soon.
+        """
+        ops = [[*name, op.gain, op.probes, op.linear] for name, op in self.ops.items()]
+        return {"steps": self.steps, "ops": ops, "gradient": self.gradient.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what `state_dict` gave."""
         self.steps, self.held = state["steps"], {}
         self.ops = {
-            SiteName(module, op, nth): OpNoise(gain=gain, probes=probes)
-            for module, op, nth, gain, probes in state["gains"]
+            SiteName(module, op, nth): OpNoise(gain=gain, probes=probes, linear=linear)
+            for module, op, nth, gain, probes, linear in state["ops"]
         }
         self.gradient.load_state_dict(state["gradient"])

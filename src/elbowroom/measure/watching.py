@@ -6,7 +6,7 @@ of one op.
 """
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +20,13 @@ from elbowroom.measure.probe import Probe, arguments, can_probe, second_pass
 from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
 from elbowroom.plan import Site, SiteName
 from elbowroom.runtime.consumers import Call, tolerant_argument
+from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.observer import Use
 from elbowroom.runtime.slot import Geometry, Slot, View
 
 Rungs = Callable[[Site], Sequence[Codec]]
 _SAMPLE = 32768  # elements on which other codecs are tried
+_MOST_DERIVED = 16  # tensors that a watched step holds on to, each for as many saves
 _CHECK_EVERY = 4  # every so many watched steps, closed forms are checked
 
 
@@ -84,6 +86,8 @@ class StepWatch:
         self._pending: weakref.WeakKeyDictionary[Slot, list[tuple[_Op, Geometry]]] = (
             weakref.WeakKeyDictionary()
         )
+        # What was made from a tensor that is exact still, and may be encoded in a few ops.
+        self._derived: deque[tuple[Slot, _Op, Slot, Tensor, int]] = deque(maxlen=_MOST_DERIVED)
         self._held: dict[SiteName, _Held] = {}
         self._weights: dict[int, weakref.ref[Tensor]] = {}
 
@@ -99,6 +103,8 @@ class StepWatch:
             self._measure(op, slot, Geometry.of(x), x)
         else:
             self._pending.setdefault(slot, []).append((op, use.view.geometry))
+            if slot.root() is not slot:
+                self._derived.append((slot.root(), op, slot, x, version_of(x)))
         key = tolerant_argument(x, use.call)
         if self._wants_probe(op, use.call) and key is not None:
             op.copies[key] = arguments(use.call)[key].detach().clone()
@@ -116,6 +122,9 @@ class StepWatch:
             self._held[site.name] = _Held(site, codec, whole.numel(), nbytes, energy(error), trials)
         for op, geometry in self._pending.pop(slot, ()):
             self._measure(op, slot, geometry, geometry.on(whole))
+        for root, op, made, x, version in self._derived:
+            if root is slot and version_of(x) == version:
+                self._measure(op, made, Geometry.of(x), x)
 
     def ended(self, call: Call, out: Any) -> None:
         """The op has its node in the graph now."""
@@ -170,7 +179,7 @@ class StepWatch:
         if not self._probes_left or not can_probe(call):
             return False
         probed, known = self._probed, self._table.ops
-        linear = {name for name, other in known.items() if other.weight is not None}
+        linear = {name for name, other in known.items() if other.linear}
         turn = linear if self._table.steps % _CHECK_EVERY == 0 else known.keys() - linear
         turn = turn or set(known)
         return not turn or (op.name in turn and probed[op.name] <= min(probed[n] for n in turn))
