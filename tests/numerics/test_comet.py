@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.functional import conv2d, linear
 
 from elbowroom.codecs import Comet, Facts, codec
-from elbowroom.codecs.comet import best_prediction
 from elbowroom.errors import CodecError, UnknownField
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,13 +105,6 @@ def test_the_bitmap_is_relus_mask():
     assert bits is encoded.bitmap
     flags = ((bits[:, None] >> torch.arange(8)) & 1).view(-1)[:3000] != 0
     assert torch.equal(flags, x > 0)
-
-
-def test_best_prediction_is_the_smallest():
-    smooth = draw(4, 3, 64, 64).cumsum(2).cumsum(3)
-    for x, wanted in ((smooth, "2d"), (draw(4, 3, 64, 64), "none")):
-        sizes = {p: codec("comet", prediction=p).encode(x).nbytes for p in ("none", "1d", "2d")}
-        assert best_prediction(x, sample=10**9) == wanted == min(sizes, key=sizes.__getitem__)
 
 
 @settings(

@@ -106,6 +106,41 @@ def test_comet_holds_each_layers_noise_at_a_fraction_of_its_momentum(momentum):
     assert all(0.005 < share < 0.06 for share in shares)
 
 
+def test_comet_predicts_where_that_takes_fewer_bits():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.smooth = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 3)
+            self.rough = nn.Conv2d(4, 2, 3)
+
+        def forward(self, x):
+            y = self.smooth(
+                nn.functional.interpolate(self.first(x), scale_factor=16.0, mode="bicubic")
+            )
+            return self.rough(y * torch.randn_like(y))
+
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+    control = CometBounds(optimizer, codec=er.codec("comet", bound=1e-2), every=2)
+    for _ in range(6):
+        optimizer.zero_grad()
+        with er.saving(control, min_nbytes=0):
+            loss = net(torch.randn(4, 3, 4, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+    control.error_report()
+    found = {name.module: prediction for name, prediction in control.predictions.items()}
+    assert found["smooth"] in ("1d", "2d")
+    assert found["rough"] == "none"
+    state = pickle.loads(pickle.dumps(control.state_dict()))
+    again = CometBounds(optimizer, codec=er.codec("comet", bound=1e-2), every=2)
+    again.load_state_dict(state)
+    name = next(name for name in control.predictions if name.module == "smooth")
+    assert again.codec_of(name) == control.codec_of(name)
+    assert again.codec_of(name).prediction == found["smooth"]
+
+
 def test_the_guard_goes_up_when_the_loss_rises_and_down_when_it_does_not():
     control = Guard(er.codec("group", bits=3), patience=10, every=100, noise=1e9)
     training = Training()

@@ -151,21 +151,3 @@ def _usable(bound: object) -> bool:
     if not isinstance(bound, int | float) or isinstance(bound, bool):
         return False
     return isfinite(bound) and bound > 0
-
-
-def best_prediction(
-    x: Tensor, like: Comet | None = None, facts: Facts | None = None, sample: int = 2**18
-) -> str:
-    """The `prediction` that makes x smallest, tried on its first `sample` elements or so.
-
-    Encodes them three times: for planning, never for the hot path. `like` has the other settings
-    (default: `Comet()`). Whole samples along the first dimension of x are taken.
-    """
-    like = like or Comet()
-    each = max(x[:1].numel(), 1) if x.dim() else 1
-    part = x[: max(sample // each, 1)] if x.dim() else x
-    nbytes = {
-        name: replace(like, prediction=name).encode(part, facts=facts).nbytes
-        for name in PREDICTIONS
-    }
-    return min(PREDICTIONS, key=nbytes.__getitem__)
