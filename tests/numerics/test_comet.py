@@ -16,6 +16,7 @@ from torch.nn.functional import conv2d, linear
 
 from elbowroom.codecs import Comet, Facts, codec
 from elbowroom.errors import CodecError, UnknownField
+from elbowroom.kernels import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ZEROS = Facts(has_zeros=True)
@@ -246,3 +247,13 @@ def test_the_error_of_a_linear_layers_gradient_is_predicted():
     r = float((x != 0).double().mean())
     predicted = r * bound**2 / 3 * dy.double().square().sum(0)
     assert 0.9 <= sqrt(float(per_output.sum() / predicted.sum())) <= 1.1
+
+
+def test_a_header_that_asks_for_a_bitmap_that_is_not_there_is_refused_by_the_reference():
+    x, grid = draw(64), torch.tensor([0.05, 0.1, 10.0])
+    bits, headers, sizes, payload = reference.comet_quantize(x, grid, 1, "dither", True, 0, 0, 0)
+    headers[0] = 0x80 | 0x40 | 3
+    with pytest.raises(ValueError, match="ask for no bitmap"):
+        reference.comet_dequantize(
+            bits, headers, sizes, payload, grid, 1, "dither", 0, 0, 0, torch.empty_like(x)
+        )

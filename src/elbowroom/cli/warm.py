@@ -23,9 +23,11 @@ def has_glibc() -> bool:
 def start_warm() -> None:
     """Put this process's own command, begun anew under `WARM`, in its place; if it is not already.
 
+    Of these settings, those that the environment has already stay as they are.
+
     Raises UnknownField where there is no glibc.
     """
     if not has_glibc():
         raise UnknownField("--warm sets glibc's malloc, which is not used here; leave it out")
-    if not WARM.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **WARM})
+    if not WARM.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**WARM, **os.environ})

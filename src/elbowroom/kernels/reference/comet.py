@@ -101,6 +101,8 @@ def comet_dequantize(
             if present is not None and header < RAW:
                 mask = present[run]
             elif _masked(header):
+                if not len(bitmaps):  # a raw block, or one beside a mask, has none
+                    raise ValueError(f"expected headers that ask for no bitmap; got {header:#x}")
                 mask, bitmaps = flags(bitmaps[0], BLOCK)[: len(mask)], bitmaps[1:]
             if header == RAW:
                 size = len(mask) * out.element_size()
