@@ -6,7 +6,7 @@ of one op.
 """
 
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,6 @@ from elbowroom.runtime.slot import Geometry, Slot, View
 
 Rungs = Callable[[Site], Sequence[Codec]]
 _SAMPLE = 32768  # elements on which other codecs are tried
-_MOST_DERIVED = 16  # tensors that a watched step holds on to, each for as many saves
 _CHECK_EVERY = 4  # every so many watched steps, closed forms are checked
 
 
@@ -86,8 +85,8 @@ class StepWatch:
         self._pending: weakref.WeakKeyDictionary[Slot, list[tuple[_Op, Geometry]]] = (
             weakref.WeakKeyDictionary()
         )
-        # What was made from a tensor that is exact still, and may be encoded in a few ops.
-        self._derived: deque[tuple[Slot, _Op, Slot, Tensor, int]] = deque(maxlen=_MOST_DERIVED)
+        # What ops read that is made from a tensor which waits: it lives until that is encoded.
+        self._derived: dict[Slot, list[tuple[_Op, Slot, Tensor, int]]] = defaultdict(list)
         self._held: dict[SiteName, _Held] = {}
         self._weights: dict[int, weakref.ref[Tensor]] = {}
 
@@ -101,10 +100,10 @@ class StepWatch:
         op, slot = self._op(use), use.view.slot
         if slot.value is not None and not slot.exact:
             self._measure(op, slot, Geometry.of(x), x)
+        elif (root := slot.root()) is not slot and root.waits:
+            self._derived[root].append((op, slot, x, version_of(x)))
         else:
             self._pending.setdefault(slot, []).append((op, use.view.geometry))
-            if slot.root() is not slot:
-                self._derived.append((slot.root(), op, slot, x, version_of(x)))
         key = tolerant_argument(x, use.call)
         if self._wants_probe(op, use.call) and key is not None:
             op.copies[key] = arguments(use.call)[key].detach().clone()
@@ -122,8 +121,8 @@ class StepWatch:
             self._held[site.name] = _Held(site, codec, whole.numel(), nbytes, energy(error), trials)
         for op, geometry in self._pending.pop(slot, ()):
             self._measure(op, slot, geometry, geometry.on(whole))
-        for root, op, made, x, version in self._derived:
-            if root is slot and version_of(x) == version:
+        for op, made, x, version in self._derived.pop(slot, ()):
+            if version_of(x) == version:
                 self._measure(op, made, Geometry.of(x), x)
 
     def ended(self, call: Call, out: Any) -> None:

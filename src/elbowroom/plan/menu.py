@@ -236,7 +236,7 @@ def _rate(profile: Profile, verb: str, codec: Codec) -> float:
     return profile.rates.get(rate_name(verb, codec), _UNMEASURED)
 
 
-_MAPS = ("relu", "relu_", "batch_norm", "instance_norm")  # what they make of a code has parts
+_MAPS = ("relu", "relu_", "batch_norm")  # what they make of a code has parts
 _AHEAD = 4  # moments: about one tensor is back before it is asked for (runtime/prefetcher.py)
 _UNMEASURED = 4e9  # bytes a second: about what a code takes on one core
 

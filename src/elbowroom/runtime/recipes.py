@@ -297,9 +297,9 @@ class Ready:
 
 def _scale_below(x: Tensor, bits: Tensor, slope: float) -> None:
     """x [N] <- slope * x where the bit of bits [ceil(N / 8)] is not set."""
-    above = torch.empty_like(x)
-    ops.times_bits(x, bits, 1 - slope, above)
-    x.mul_(slope).add_(above)
+    factor = torch.empty_like(x)
+    ops.unpack_bits(bits, 1.0, factor)
+    x.mul_(factor.masked_fill_(factor == 0, slope))
 
 
 def _same_memory(one: Tensor, other: Tensor | None) -> bool:

@@ -71,6 +71,7 @@ class Slot:
         "sites",
         "statistics",
         "value",
+        "waits",
     )
 
     def __init__(self, base: Tensor, entry: Entry, *, is_window: bool = False) -> None:
@@ -87,6 +88,7 @@ class Slot:
         self.statistics: Statistics | None = None  # of the norm that it is the input of
         self.lossy_views = 0  # how many ops read it that bear an error
         self.is_source = False  # something is made again from it
+        self.waits = False  # it will be encoded once it is known what follows (`waiting.py`)
         self.pinned = False  # must stay exact: something exact is rebuilt from it
         self.sites: list[
             Site

@@ -32,7 +32,7 @@ class Waiting:
     def __init__(
         self, slot: Slot, action: Encode, hold: Callable[[Slot, Tensor, Action], None], out: Tensor
     ) -> None:
-        self.slot = weakref.ref(slot)
+        self.slot, slot.waits = weakref.ref(slot), True
         self._action, self._hold = action, hold
         self._gate = Gate(out)
         self._mask: Tensor | None = None
@@ -63,6 +63,8 @@ class Waiting:
         """Encode, with the mask if there is one. Not what was changed or encoded meanwhile."""
         slot = self.slot()
         kept = None if slot is None else slot.value
+        if slot is not None:
+            slot.waits = False
         if slot is None or not isinstance(kept, KeepHandle) or kept.was_changed:
             return
         codec, action = self._codec(slot), self._action
