@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from elbowroom.cli import app
+from elbowroom.cli.warm import WARM, start_warm
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 
@@ -188,6 +189,19 @@ def test_a_warm_run_has_the_settings_of_malloc_and_its_own_arguments(folder):
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == f"-1 {[str(script), '--warm', 'a b']}\n"
     assert "inside 1.00 GiB" in ran.stderr
+
+
+def test_a_warm_run_leaves_settings_of_the_user(monkeypatch):
+    begun = []
+    monkeypatch.setattr("os.execve", lambda *given: begun.append(given[2]))
+    for name in WARM:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "5")
+    start_warm()
+    monkeypatch.setattr("os.environ", begun[0])
+    start_warm()  # runs under them now
+    assert len(begun) == 1
+    assert {name: begun[0][name] for name in WARM} == WARM | {"MALLOC_TRIM_THRESHOLD_": "5"}
 
 
 def test_no_run_is_warm_without_glibc(folder, monkeypatch):
