@@ -361,6 +361,28 @@ def test_a_change_while_it_is_written_is_refused(tier, stuck):
         handle.restore()
 
 
+def test_running_statistics_that_instance_norm_repeats_and_changes_stay(tmp_path, monkeypatch):
+    """They are saved before the op changes them: a slow writer would find others than it wrote."""
+    write, changed = unlinked.write, []
+
+    def late(descriptor: int, flat: Tensor, offset: int) -> int:
+        early = unlinked.bytes_of(flat).tobytes()
+        time.sleep(0.1)
+        if unlinked.bytes_of(flat).tobytes() != early:
+            changed.append(flat.numel())
+        return write(descriptor, flat, offset)
+
+    monkeypatch.setattr(unlinked, "write", late)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True))
+    with er.saving("offload", from_nbytes=0, min_nbytes=0, directory=str(tmp_path)) as saved:
+        loss = net(torch.randn(3, 1, 512, 512)).square().sum()
+    loss.backward()
+    assert not changed
+    assert "a copy of running statistics, which its op changes" in {
+        row.why for row in saved.ledger.rows
+    }
+
+
 def test_memory_freed_by_hand(tier, stuck):
     lost, written = torch.randn(100), torch.ones(100)
     handle = OffloadHandle(tier, lost)

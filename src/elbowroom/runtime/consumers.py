@@ -296,6 +296,16 @@ def is_buffer(x: Tensor, call: Call | None) -> bool:
     return any(_is(x, call.arg(*buffer)) for buffer in BUFFERS[call.name])
 
 
+def is_running_copy(x: Tensor, call: Call | None) -> bool:
+    """Whether x may be running statistics that instance norm has repeated for each sample.
+
+    It saves them, and changes them afterwards without telling: their version stays what it was.
+    """
+    if call is None or call.name != "instance_norm" or x.dim() != 1 or x.grad_fn is not None:
+        return False
+    return any(call.arg(*buffer) is not None for buffer in _RUNNING)
+
+
 def is_argument(x: Tensor, call: Call | None) -> bool:
     """Whether x was handed to the op, rather than made by it."""
     return call is not None and any(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
 from elbowroom.plan.site import Reads
-from elbowroom.runtime.consumers import Call, is_argument
+from elbowroom.runtime.consumers import Call, is_argument, is_running_copy
 from elbowroom.runtime.facts import facts_of
 from elbowroom.runtime.identity import Origin, is_made_of_parameters
 from elbowroom.runtime.recipes import Ready
@@ -60,6 +60,8 @@ def left_alone(slot: Slot, x: Tensor, call: Call | None, need: Need, min_nbytes:
         return "small"
     if slot.is_window:
         return "a window onto a larger storage"
+    if is_running_copy(x, call):
+        return "a copy of running statistics, which its op changes"
     if is_made_of_parameters(x):
         return "made of parameters only"
     if (
