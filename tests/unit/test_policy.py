@@ -161,7 +161,7 @@ def test_the_lossy_policy(changes, action):
     assert Lossy(Dither())(site(**changes)) == action
 
 
-LOSSY = {"need": Need.LOSSY}
+LOSSY = {"need": Need.LOSSY, "curved": False}
 
 
 @pytest.mark.parametrize(

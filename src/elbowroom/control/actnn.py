@@ -8,7 +8,7 @@ sensitivities are this library's (closed form and probes) where ActNN has its ow
 """
 
 from elbowroom.codecs import Group
-from elbowroom.control.adaptive import Adaptive
+from elbowroom.control.adaptive import Adaptive, possible
 from elbowroom.errors import UnknownField
 from elbowroom.plan.allocation import Option, quietest
 
@@ -33,7 +33,7 @@ class ActNN(Adaptive):
         movable = self._movable()
         options = []
         for held in movable:
-            bits = [t.codec.bits for t in held.trials if isinstance(t.codec, Group)]
+            bits = [t.codec.bits for t in possible(held) if isinstance(t.codec, Group)]
             made = zip(bits, self._options(held), strict=True)
             options.append([Option(b * held.numel / 8, option.variance) for b, option in made])
         allowed = self.bits * sum(held.numel for held in movable) / 8

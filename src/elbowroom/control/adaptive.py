@@ -17,9 +17,10 @@ from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.measure.error_report import ErrorReport
 from elbowroom.measure.meter import NoiseMeter
-from elbowroom.measure.noise import HeldNoise, NoiseTable
+from elbowroom.measure.noise import HeldNoise, NoiseTable, Trial
 from elbowroom.plan import Action, Lossy, Site, SiteName
 from elbowroom.plan.allocation import Option
+from elbowroom.plan.gentle import gentle
 from elbowroom.plan.rungs import rungs_of
 from elbowroom.runtime.observer import Watch
 
@@ -86,17 +87,18 @@ class Adaptive(ABC):
     def _movable(self) -> list[HeldNoise]:
         """The tensors whose noise is known, and which the ladder was tried on."""
         held = self.table.held.values()
-        return [h for h in held if h.trials and self.table.variance_of(h.site.name) is not None]
+        return [h for h in held if possible(h) and self.table.variance_of(h.site.name) is not None]
 
     def _options(self, held: HeldNoise) -> list[Option]:
         """What each rung would hold and add: the measured variance, in the ratio of the trials."""
         variance = self.table.variance_of(held.site.name) or 0.0
-        now = next((t.error for t in held.trials if t.codec == held.codec), 0.0)
+        each = held.energy / held.numel
+        now = next((t.error for t in held.trials if t.codec == held.codec), each)
         unit = variance / now if now > 0 else 0.0
-        return [Option(t.bits * held.numel / 8, unit * t.error) for t in held.trials]
+        return [Option(t.bits * held.numel / 8, unit * t.error) for t in possible(held)]
 
     def _take(self, held: HeldNoise, option: int) -> None:
-        self.rungs[held.site.name] = self.ladder.index(held.trials[option].codec)
+        self.rungs[held.site.name] = self.ladder.index(possible(held)[option].codec)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a checkpoint needs to go on with the same choices."""
@@ -123,3 +125,8 @@ class Adaptive(ABC):
         rungs = {SiteName(module, op, nth): rung for module, op, nth, rung in state["rungs"]}
         self.rungs, self._seen = rungs, state["seen"]
         self.meter.load_state_dict(state["meter"])
+
+
+def possible(held: HeldNoise) -> list[Trial]:
+    """The trials of what this tensor may be held with (`plan/gentle.py`)."""
+    return [trial for trial in held.trials if gentle(trial.codec, held.site) == trial.codec]

@@ -16,6 +16,7 @@ from elbowroom.kernels.layout import TILE, codes_nbytes
 from elbowroom.measure.noise import HeldNoise
 from elbowroom.plan import Action, Lean, Site
 from elbowroom.plan.allocation import Option
+from elbowroom.plan.gentle import gentle
 
 _CODED = 0.5  # of a tensor that ReLU splits: what it lets pass
 
@@ -46,7 +47,7 @@ class LeanBudget(NoiseBudget):
         coded = held.numel * (_CODED if is_split else 1.0)
         found = []
         for codec in self.ladder:
-            levels = _levels(codec)
+            levels = _levels(gentle(codec, held.site))
             more = coded * (codes_nbytes(levels, TILE) - codes_nbytes(now, TILE)) / TILE
             found.append(Option(held.nbytes + more, variance * ((now - 1) / (levels - 1)) ** 2))
         return found

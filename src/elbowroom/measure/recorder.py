@@ -127,6 +127,13 @@ class StepRecorder:
         saves.append(Save(site, why, modules.stack(), self._now))
         return RecordedView(view, self, index, len(saves) - 1, self._calls)
 
+    def curved(self, slot: Slot) -> None:
+        """A GELU or SiLU reads what a norm has made of this."""
+        index = self._index.get(slot)
+        if index is not None:
+            saves = self._storages[index].saves
+            saves[:] = [replace(save, site=replace(save.site, curved=True)) for save in saves]
+
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:
         """An op that had read these has made `out`."""
         if call.name.endswith("__get__"):  # x.shape, x.dtype: no op

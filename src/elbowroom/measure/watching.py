@@ -8,7 +8,7 @@ of one op.
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -124,6 +124,12 @@ class StepWatch:
         for op, made, x, version in self._derived.pop(slot, ()):
             if version_of(x) == version:
                 self._measure(op, made, Geometry.of(x), x)
+
+    def curved(self, slot: Slot) -> None:
+        """A GELU or SiLU reads what a norm has made of it: its codes must be finer."""
+        held = self._held.get(slot.sites[-1].name) if slot.sites else None
+        if held is not None:
+            self._held[held.site.name] = replace(held, site=replace(held.site, curved=True))
 
     def ended(self, call: Call, out: Any) -> None:
         """The op has its node in the graph now."""

@@ -18,12 +18,13 @@ class Keep:
 class Encode:
     """It is held in fewer bits.
 
-    For the input of a norm, what to take instead once the mask of a ReLU is known, which is held
-    anyway (`facts.mask`):
+    For the input of a norm, what to take instead once it is known who reads the norm's output: a
+    ReLU, whose mask is held anyway (`facts.mask`), or a GELU or SiLU, which is not linear in it.
 
     with_mask   if the ReLU is that of the norm's output
     gated       if, besides, all of the norm's gradient comes through it (`runtime/gate.py`)
     behind_sum  if all of it comes through the ReLU of a sum that the norm's output is a part of
+    curved      if it is read by a GELU or SiLU
     """
 
     codec: Codec
@@ -31,6 +32,12 @@ class Encode:
     with_mask: Codec | None = None
     gated: Codec | None = None
     behind_sum: Codec | None = None
+    curved: Codec | None = None
+
+    @property
+    def may_change(self) -> bool:
+        """Whether it is worth to wait for who reads the norm's output."""
+        return self.with_mask is not None or self.curved is not None
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,8 @@ def _sites(profile: Profile, posed: Posed, choice: Choice) -> Iterator[tuple[Sit
 
 
 def _known(rung: str, storage: Storage, site: Site) -> Known:
-    return Known(rung, str(site.dtype).removeprefix("torch."), storage.nbytes)
+    dtype = str(site.dtype).removeprefix("torch.")
+    return Known(rung, dtype, storage.nbytes, bool(site.curved))
 
 
 def _lines(profile: Profile, posed: Posed, choice: Choice) -> Iterator[Line]:

@@ -48,11 +48,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Known:
-    """What the plan does at one site, and how it tells the site. rung: one of `menu.RUNGS`."""
+    """What the plan does at one site, and how it tells the site.
+
+    rung    one of `menu.RUNGS`
+    curved  see `Site`
+    """
 
     rung: str
     dtype: str
     nbytes: int
+    curved: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,8 @@ class Plan:
 
     def look_up(self, site: Site) -> Action:
         """The same, for somebody who only wants to know: a stranger is not counted."""
-        return (self._rung_for(site) or EXACT_MENU[0]).policy(site)
+        known, rung = self.sites.get(site.name), self._rung_for(site) or EXACT_MENU[0]
+        return rung.policy(site if known is None else replace(site, curved=known.curved))
 
     def _rung_for(self, site: Site) -> Rung | None:
         """The setting that decides for a site; None for a stranger."""

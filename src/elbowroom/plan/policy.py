@@ -22,7 +22,7 @@ from elbowroom.codecs import BitMask, Codec, Dither, Facts, Narrow, Sided
 from elbowroom.errors import UnknownField
 from elbowroom.kernels.layout import FOLDS, GROUP_SIZES
 from elbowroom.plan.action import Action, Encode, Keep, Rebuild
-from elbowroom.plan.gentle import gentle
+from elbowroom.plan.gentle import gentle, if_curved
 from elbowroom.plan.site import Need, Rebuildable, Site
 
 Policy = Callable[[Site], Action]
@@ -66,7 +66,7 @@ class Exact:
 class Lossy:
     """Exact actions where they apply, and `codec` for the rest that tolerates an error.
 
-    Attention gets a milder setting of it where that matters (`gentle.py`).
+    Attention, GELU and SiLU get a milder setting of it (`gentle.py`).
 
     rebuild  outputs may be made again from encoded sources
     """
@@ -89,7 +89,8 @@ class Lossy:
             return Keep(
                 f"codec '{self.codec.id}' does not take {str(site.dtype).removeprefix('torch.')}"
             )
-        return Encode(gentle(self.codec, site), site.facts)
+        curved = if_curved(self.codec, site) if self.rebuild else None
+        return Encode(gentle(self.codec, site), site.facts, curved=curved)
 
 
 @dataclass(frozen=True)
@@ -140,16 +141,17 @@ class Lean:
             return Keep(f"dither does not take {str(site.dtype).removeprefix('torch.')}")
         if site.facts.has_zeros:
             return Encode(Dither(levels=self.upper, group_size=self.group_size), site.facts)
-        plain = Dither(levels=self.plain, group_size=self.group_size)
-        if not self.rebuild or site.consumer != "batch_norm":
-            return Encode(gentle(plain, site), site.facts)
+        levels = Dither(levels=self.plain, group_size=self.group_size)
+        plain, curved = gentle(levels, site), if_curved(levels, site) if self.rebuild else None
+        if not self.rebuild or site.consumer != "batch_norm" or site.curved:
+            return Encode(plain, site.facts, curved=curved)
         with_mask = Sided(self.upper, self.lower, self.group_size)
         fold = self._fold(site)
         if fold == 1:
-            return Encode(plain, site.facts, with_mask)
+            return Encode(plain, site.facts, with_mask, curved=curved)
         gated = replace(with_mask, lower=_SHARED, fold=fold)
         behind_sum = replace(gated, upper=self.plain)
-        return Encode(plain, site.facts, with_mask, gated, behind_sum)
+        return Encode(plain, site.facts, with_mask, gated, behind_sum, curved)
 
     def _fold(self, site: Site) -> int:
         """As many as the elements of a channel bear: what a fold adds goes with fold / elements."""

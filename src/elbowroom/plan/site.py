@@ -11,6 +11,7 @@ import torch
 
 from elbowroom.codecs import Facts
 
+NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm")  # as consumers
 RECOMPUTE = "recompute"  # the op that saves a region's inputs, as the runtime calls it
 
 
@@ -53,9 +54,10 @@ class Rebuildable(Enum):
 class Site:
     """Facts of one save.
 
-    why    says, where `need` is EXACT, which rule made it so; the ledger shows it
-    nth    how many tensors this op of this module has saved before, in this step
-    reads  what its backward reads, unless the tensor itself is kept
+    why     says, where `need` is EXACT, which rule made it so; the ledger shows it
+    nth     how many tensors this op of this module has saved before, in this step
+    reads   what its backward reads, unless the tensor itself is kept
+    curved  of a norm's input: a GELU or SiLU reads what the norm made; None: not known yet
     """
 
     module: str
@@ -70,6 +72,7 @@ class Site:
     why: str = ""
     nth: int = 0
     reads: Reads = Reads.RESTORED
+    curved: bool | None = None
 
     @property
     def name(self) -> SiteName:

@@ -52,7 +52,6 @@ PRODUCTS: dict[str, tuple[tuple[int, str], ...]] = {
     **dict.fromkeys(("pow", "__pow__", "square"), ((0, "input"),)),
 }
 _RUNNING = ((1, "running_mean"), (2, "running_var"))
-NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm")
 _GROUP_NORM = "NativeGroupNormBackward0"
 BUFFERS = dict.fromkeys(("batch_norm", "instance_norm"), _RUNNING)  # saved, but the module's own
 MASKED_OUTPUT = ("relu", "relu_")  # they save their output, and read only where it is positive

@@ -33,13 +33,13 @@ from elbowroom.plan import (
     Site,
     SiteName,
 )
-from elbowroom.plan.site import RECOMPUTE
+from elbowroom.plan.gentle import CURVED
+from elbowroom.plan.site import NORMS, RECOMPUTE
 from elbowroom.runtime import modules
 from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import (
-    NORMS,
     Call,
     Consumers,
     is_buffer,
@@ -67,7 +67,7 @@ from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.sites import left_alone, site_of
 from elbowroom.runtime.slot import Beside, Lone, Slot, View
 from elbowroom.runtime.statistics import statistics_of
-from elbowroom.runtime.waiting import Waiting
+from elbowroom.runtime.waiting import Waiting, norm_input
 
 
 class Saving:
@@ -343,6 +343,8 @@ class Saving:
         if self.recorder is not None and call is not None:
             origin, ready = self._identity.origin(x), self._ready(x)
             noted = site_of(slot, x, call, need, why, ready, name, origin)
+        if name.consumer in CURVED and (self.recorder or self._watch):
+            self._note_curved(norm_input(self._identity.origin(x)))
         if not slot.serves(need):
             why_kept = left_alone(slot, x, call, need, self.min_nbytes)
             if why_kept:
@@ -363,6 +365,15 @@ class Saving:
             if self._watch is not None and need is Need.LOSSY:
                 self._watch.saved(Use(call, view, name.module), x)
         return view
+
+    def _note_curved(self, source: Slot | None) -> None:
+        """What a norm has made of `source` is read by a GELU or SiLU."""
+        if source is None:
+            return
+        if self.recorder is not None:
+            self.recorder.curved(source)
+        if self._watch is not None:
+            self._watch.curved(source)
 
     def _new_slot(self, x: Tensor, name: SiteName) -> Slot:
         base = dense_base(x)
@@ -419,13 +430,14 @@ class Saving:
             slot.drop_needless_bits()
             if self._watch is not None and not isinstance(action, Keep | Offload):
                 encoded = action if isinstance(action, Encode) else None
-                self._watch.held(slot, whole, site, None if encoded is None else encoded.codec)
+                codec = None if encoded is None else encoded.codec
+                self._watch.held(slot, whole, slot.sites[-1], codec)
 
         def hold_normalized(norm: Call, out: Any) -> None:
             slot.statistics = statistics_of(norm, whole)
             if slot.statistics is None and is_normalized(action):
                 slot.hold(KeepHandle(whole, "the input of a norm, in no order that is known"))
-            elif isinstance(action, Encode) and action.with_mask is not None:
+            elif isinstance(action, Encode) and action.may_change:
                 self._waiting.append(Waiting(slot, action, hold, out))
             elif not isinstance(action, Keep):
                 hold(slot, whole, action)

@@ -40,6 +40,10 @@ class Watch(Protocol):
         """
         ...
 
+    def curved(self, slot: Slot) -> None:
+        """A GELU or SiLU reads what a norm has made of what this slot holds, or will hold."""
+        ...
+
     def ended(self, call: Call, out: Any) -> None:
         """The op has ended; its node in the graph exists."""
         ...
@@ -65,6 +69,10 @@ class Recorder(Protocol):
 
         What comes back is what autograd holds: the view, or one that tells when it is asked for.
         """
+        ...
+
+    def curved(self, slot: Slot) -> None:
+        """A GELU or SiLU reads what a norm has made of what this slot holds."""
         ...
 
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:

@@ -1,7 +1,8 @@
-"""Inputs of norms that wait for one more op: the mask helps if it is a ReLU of what came out.
+"""Inputs of norms that wait for one more op, the reader of what came out.
 
-A norm's input is known to be one when the norm saves it. Whether a ReLU follows shows with the next
-op that saves something; until then the tensor stays as it is. Where it might be the ReLU of a sum,
+The mask helps if that is a ReLU; if it is a GELU or SiLU, a finer code is needed. A norm's input is
+known to be one when the norm saves it. Who follows shows with the next op that saves something;
+until then the tensor stays as it is. Where it might be the ReLU of a sum,
 the branch that is added may save, too: then it waits for a few more, as long as nothing else reads
 the norm's output. Nothing waits longer than it lives: if backward comes first, the tensor is freed
 as always.
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from elbowroom.codecs import Codec
 from elbowroom.plan import Action, Encode
+from elbowroom.plan.gentle import CURVED
+from elbowroom.plan.site import NORMS
 from elbowroom.runtime.consumers import MASKED_OUTPUT, Call
 from elbowroom.runtime.gate import Gate
 from elbowroom.runtime.handles import KeepHandle
-from elbowroom.runtime.identity import Identity
+from elbowroom.runtime.identity import Identity, Origin
 from elbowroom.runtime.recipes import Recipe, same_order
 from elbowroom.runtime.slot import Slot
 
@@ -36,7 +39,7 @@ class Waiting:
         self._action, self._hold = action, hold
         self._gate = Gate(out)
         self._mask: Tensor | None = None
-        self._is_of_sum = False
+        self._is_of_sum = self._is_curved = False
         self._saves_left = _MOST_SAVES
 
     def ended(self, call: Call, out: Any, identity: Identity) -> bool:
@@ -45,6 +48,9 @@ class Waiting:
         gate.ended(call, out)
         if not call.saved:
             return slot is None  # nothing can be told yet
+        if self._action.curved is not None and call.name in CURVED and slot is not None:
+            origin = identity.origin(call.arg(0, "input"), call.version)
+            self._is_curved = norm_input(origin) is slot
         self._mask = relu_mask(call, out, slot, identity)
         if self._mask is None and self._action.behind_sum is not None:
             self._mask = gate.bits_of_sum(slot, out, identity)
@@ -67,6 +73,8 @@ class Waiting:
             slot.waits = False
         if slot is None or not isinstance(kept, KeepHandle) or kept.was_changed:
             return
+        if self._is_curved:  # what is read later, to plan by, to watch and to count, knows it
+            slot.sites[-1] = replace(slot.sites[-1], curved=True)
         codec, action = self._codec(slot), self._action
         if codec is not None:
             facts = replace(action.facts, mask=self._mask)
@@ -76,12 +84,22 @@ class Waiting:
     def _codec(self, slot: Slot) -> Codec | None:
         """What is to be taken with the mask; None: the action's own codec, without."""
         action, gate = self._action, self._gate
+        if self._is_curved:
+            return action.curved
         if self._mask is None:
             return None
         is_gated = gate.is_closed and slot.lossy_views == 1 and not slot.is_source
         if self._is_of_sum:
             return action.behind_sum if is_gated else None
         return action.gated if is_gated and action.gated is not None else action.with_mask
+
+
+def norm_input(origin: Origin | None) -> Slot | None:
+    """The slot that a norm was done on, if `origin` is that of the norm's output."""
+    if origin is None or origin.recipe is None or origin.op not in NORMS:
+        return None
+    source = origin.recipe.source
+    return None if isinstance(source, Recipe) else source()
 
 
 def relu_mask(call: Call, out: Any, slot: Slot | None, identity: Identity) -> Tensor | None:
