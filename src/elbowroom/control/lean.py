@@ -4,8 +4,7 @@
 
 Each tensor has levels of its own, as `upper` or `plain` of `Lean`. What other levels would do needs
 no trial: the error of a dithered code goes with 1 / (levels - 1)^2, and its bytes with their bits.
-The rough code of what ReLU holds back (`fold`) stays as it is, so fine levels come out a little
-better here than they are; the next look finds what was added in fact.
+The rough code of what ReLU holds back (`fold`) stays as it is, and so does what it adds.
 """
 
 from dataclasses import replace
@@ -42,14 +41,16 @@ class LeanBudget(NoiseBudget):
         return [h for h in known if self.table.variance_of(h.site.name) is not None]
 
     def _options(self, held: HeldNoise) -> list[Option]:
-        variance, now = self.table.variance_of(held.site.name) or 0.0, _levels(held.codec)
+        rough, now = self.table.rough_of(held.site.name), _levels(held.codec)
+        fine = (self.table.variance_of(held.site.name) or 0.0) - rough
         is_split = isinstance(held.codec, Sided) or held.site.facts.has_zeros
         coded = held.numel * (_CODED if is_split else 1.0)
         found = []
         for codec in self.ladder:
             levels = _levels(gentle(codec, held.site))
             more = coded * (codes_nbytes(levels, TILE) - codes_nbytes(now, TILE)) / TILE
-            found.append(Option(held.nbytes + more, variance * ((now - 1) / (levels - 1)) ** 2))
+            variance = rough + fine * ((now - 1) / (levels - 1)) ** 2
+            found.append(Option(held.nbytes + more, variance))
         return found
 
     def _take(self, held: HeldNoise, option: int) -> None:

@@ -1,19 +1,23 @@
 """How much a gradient varies from mini-batch to mini-batch: the noise that training has anyway.
 
-    V = sum over all entries of Var(g)  ~  mean over three steps in a row of |g - 2 g' + g''|^2 / 6
+    share  =  sum over entries of Var(g) / E|g|^2
+           ~  |g - 2 g' + g''|^2 / (|g|^2 + 4 |g'|^2 + |g''|^2)  -  what codes add, as such a share
 
-on a fixed random sample of entries of each parameter, scaled up. The second difference takes off
-what moves steadily with the weights; what else moves makes V too large: 0.97 to 1.21 times that
-at frozen weights on small networks early in training, up to 2.3 times where steps are large for
-their noise (benchmarks/noise.py; first differences are worse). What lossy codes add is in it, and
-whoever knows that takes it off. A gradient is read as backward delivers it, before it is
-accumulated or clipped.
+of three steps in a row, averaged over many, on a fixed random sample of entries of each parameter,
+scaled up. A share is what can be averaged: |g|^2 falls a hundredfold in the first steps of many a
+training, and differs tenfold from batch to batch (ResNet-50, docs/log.md), and so does the variance
+with it. It is multiplied with |g|^2 of the very step in which the noise of codes is known.
+
+The second difference takes off what moves steadily with the weights; what else moves makes the
+share too large, up to 1.4 times where steps are large for their noise (benchmarks/noise.py; first
+differences are worse). A gradient is read as backward delivers it, before it is accumulated or
+clipped.
 
 Not done: the difference of the gradients of two halves of one batch, which no weight's move
 disturbs. BatchNorm ties the halves to each other, and it came out 2 to 7 times too large.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -23,23 +27,27 @@ from torch import Tensor
 from elbowroom.measure.probe import second_pass
 
 _ENTRIES = 512  # of each parameter, or all that it has
+_MOST_STEPS = 8  # that wait until it is known what codes added
 _Key = tuple[int, int]  # which parameter of the step, and its size
+_Step = tuple[dict[_Key, Tensor], float | None]  # its gradient, and the share of it that codes add
 
 
 class GradientVariance:
     """Fed by hooks on parameters, in runs of consecutive steps.
 
-    value   V
+    share   of E|g|^2 that is variance from batch to batch; below 0 where codes drown it
     draws   how many triples of steps it is the average of
+    size    |g|^2 of the last step of which it is known what codes added
     """
 
     def __init__(self, smoothing: float = 0.95) -> None:
         self._smoothing = smoothing
-        self._before: list[dict[_Key, Tensor]] = []  # the last two steps of this run
+        self._steps: list[_Step] = []  # of this run, from the last two on that are settled
+        self._added = 0.0  # by codes, as a share of |g|^2, when it was known last
         self._now: dict[_Key, Tensor] = {}
         self._places: dict[_Key, Tensor] = {}
         self._hooks: dict[int, Any] = {}  # by id
-        self.value = 0.0
+        self.share = self.size = 0.0
         self.draws = 0
 
     def listen(self, weight: Tensor) -> None:
@@ -62,35 +70,55 @@ class GradientVariance:
 
         return read
 
-    def end_step(self, *, last: bool) -> None:
-        """The backward of a step is over. last: of this run of steps."""
+    def end_step(self, *, last: bool, added: float | None = 0.0) -> None:
+        """The backward of a step is over.
+
+        last   of this run of steps
+        added  to the gradient's variance by codes; None: as large a share as in the next step of
+               the run of which it is known, or else in the last one before
+        """
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        if len(self._before) == 2:
-            first, second = self._before
-            parts = [
-                (g - 2 * second[key] + first[key]).square().sum().cpu() / 6
-                for key, g in self._now.items()
-                if key in first and key in second
-            ]
-            self._take(float(torch.stack(parts).sum()) if parts else float("nan"))
-        self._before = [] if last else [*self._before[-1:], self._now]
+        size = float(_squares(self._now, self._now.keys())) if self._now else 0.0
+        if added is not None and isfinite(size) and size > 0:
+            self.size, self._added = size, added / size
+        self._steps.append((self._now, None))
         self._now = {}
+        if added is not None or last or len(self._steps) >= _MOST_STEPS:
+            self._settle()
+        if last:
+            self._steps.clear()
 
-    def _take(self, variance: float) -> None:
-        """An average that weighs all values alike at first, and forgets slowly later."""
-        if not isfinite(variance):
+    def _settle(self) -> None:
+        """It is known what codes added: take all triples."""
+        self._steps = [
+            (grads, self._added if share is None else share) for grads, share in self._steps
+        ]
+        while len(self._steps) > 2:
+            self._take(*_triple(self._steps[:3]))
+            del self._steps[0]
+
+    def _take(self, varies: float, size: float) -> None:
+        """An average that weighs all shares alike at first, and forgets slowly later."""
+        if not (isfinite(varies) and isfinite(size) and size > 0):
             return  # a step that overflowed, which GradScaler skips too; or none had a gradient
         self.draws += 1
-        self.value += max(1 / self.draws, 1 - self._smoothing) * (variance - self.value)
+        weight = max(1 / self.draws, 1 - self._smoothing)
+        self.share += weight * (varies / size - self.share)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "draws": self.draws, "before": list(self._before)}
+        return {
+            "share": self.share,
+            "draws": self.draws,
+            "size": self.size,
+            "added": self._added,
+            "steps": list(self._steps),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value, self.draws = state["value"], state["draws"]
-        self._before = list(state["before"])
+        self.share, self.draws, self.size = state["share"], state["draws"], state["size"]
+        self._added, self._steps = state["added"], list(state["steps"])
 
 
 def _sample(numel: int) -> Tensor:
@@ -98,3 +126,21 @@ def _sample(numel: int) -> Tensor:
         return torch.arange(numel)
     own = torch.Generator().manual_seed(numel)  # the user's random numbers are untouched
     return torch.randint(numel, (_ENTRIES,), generator=own)
+
+
+def _triple(steps: Sequence[_Step]) -> tuple[float, float]:
+    """Of three steps: the squared second difference less what codes add, and squared sizes."""
+    first, second, third = (grads for grads, _ in steps)
+    keys = [key for key in third if key in first and key in second]
+    if not keys:
+        return 0.0, 0.0
+    change = {key: third[key] - 2 * second[key] + first[key] for key in keys}
+    sizes = [_squares(one, keys) for one in (first, second, third)]
+    moved, *each = torch.stack([_squares(change, keys), *sizes]).tolist()
+    weighted = [weight * size for weight, size in zip((1, 4, 1), each, strict=True)]
+    codes = sum(size * (share or 0.0) for size, (_, share) in zip(weighted, steps, strict=True))
+    return moved - codes, sum(weighted)
+
+
+def _squares(parts: Mapping[_Key, Tensor], keys: Collection[_Key]) -> Tensor:
+    return torch.stack([parts[key].square().sum().cpu() for key in keys]).double().sum()

@@ -9,13 +9,17 @@ from elbowroom.measure.watching import Rungs, StepWatch
 from elbowroom.plan import SiteName
 from elbowroom.runtime.observer import Watch
 
+_LONGEST = 64  # steps of a first run
+_PATIENCE = 3  # steps in which no op is probed for the first time (some check closed forms)
+
 
 class NoiseMeter:
     """The observer of one training. `table` is what it knows.
 
-    every, run  a run of `run` watched steps begins at every `every`-th step, and is twice as long
-                at first. Errors are read in the first step of a run, and all along the very first;
-                the others only tell how gradients vary.
+    every, run  a run of `run` watched steps begins at every `every`-th step. The first is twice as
+                long, and goes on until all ops have been probed that can be, 64 steps at most.
+                Errors are read in the last step of a run, and all along the very first;
+                the others only tell how gradients vary. So codes stay what they are in a run.
     probes      ops that are probed in such a step
     rungs       codecs to try on a sample of each held tensor
     """
@@ -26,6 +30,7 @@ class NoiseMeter:
         self.every, self.run, self.probes, self.rungs = every, run, probes, rungs
         self.table = NoiseTable()
         self.step = 0
+        self._first, self._unprobed = 2 * run, (0, 0)  # steps of the first run; how many, and when
         self.probed: Counter[SiteName] = Counter()
         self._watch: StepWatch | None = None
 
@@ -33,7 +38,7 @@ class NoiseMeter:
         """A forward begins: take in what the one before has found."""
         self.harvest()
         if self._is_watched(self.step):
-            full = self.step < 2 * self.run or self.step % self.every == 0
+            full = self._is_full(self.step)
             self._watch = StepWatch(self.table, self.probed, self.probes, self.rungs, full=full)
         self.step += 1
         return self._watch
@@ -42,8 +47,13 @@ class NoiseMeter:
         """Take in what the last watched step has found. Its backward must be over."""
         watch, self._watch = self._watch, None
         if watch is not None:
-            self.table.gradient.end_step(last=not self._is_watched(self.step))
-            self.table.take(*watch.deliver())
+            held, readings = watch.deliver()
+            told = self.table.take(held, readings)
+            self._go_on_probing()
+            added = self.table.known_added if told else None
+            if self._is_full(self.step - 1) and not readings:
+                added = 0.0  # nothing lossy was read
+            self.table.gradient.end_step(last=not self._is_watched(self.step), added=added)
 
     def error_report(self) -> ErrorReport:
         """What the codes of the last step that was watched add, and what was known before."""
@@ -55,6 +65,7 @@ class NoiseMeter:
         self.harvest()
         return {
             "step": self.step,
+            "first": [self._first, *self._unprobed],
             "probed": [[*name, count] for name, count in self.probed.items()],
             "table": self.table.state_dict(),
         }
@@ -62,8 +73,22 @@ class NoiseMeter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where `state_dict` was taken."""
         self._watch, self.step = None, state["step"]
+        self._first, *unprobed = state["first"]
+        self._unprobed = unprobed[0], unprobed[1]
         self.probed = Counter({SiteName(m, op, nth): n for m, op, nth, n in state["probed"]})
         self.table.load_state_dict(state["table"])
 
+    def _go_on_probing(self) -> None:
+        """The first run becomes longer as long as probes come to ops that none has seen."""
+        unprobed = self.table.unprobed
+        if unprobed != self._unprobed[0]:
+            self._unprobed = unprobed, self.step
+        moves = self._unprobed[1] > self.step - _PATIENCE
+        if unprobed and moves and self.probes and self.step == self._first < _LONGEST:
+            self._first += 1
+
+    def _is_full(self, step: int) -> bool:
+        return step < self._first or step % self.every == min(self.run, self.every) - 1
+
     def _is_watched(self, step: int) -> bool:
-        return step < 2 * self.run or step % self.every < self.run
+        return step < self._first or step % self.every < self.run

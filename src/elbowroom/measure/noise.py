@@ -12,8 +12,10 @@ parameters' gradients.
 """
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite
+from statistics import mean, pstdev
 from typing import Any
 
 from torch import Tensor
@@ -55,29 +57,37 @@ class OpNoise:
     """One op that reads lossy tensors.
 
     sources   which of its error's energy comes from which held tensor
-    gain      variance for a unit of energy and of |dY|^2, as probes found it; 0 without probes
+    gains     variance over `OpReading.unit`, by parts, as probes found it
     variance  predicted at the last watched step; None: it cannot be yet
+    rough     what lower codes have of it (`Sided`), which stay when the others change
     checked   (predicted, measured) variance of the step that was probed last
     weight    see `OpReading`
     linear    whether there is one, which a checkpoint can tell
     """
 
     sources: dict[SiteName, float] = field(default_factory=dict)
-    gain: float = 0.0
-    probes: int = 0
+    gains: tuple["Gain", "Gain"] = field(default_factory=lambda: (Gain(), Gain()))
     variance: float | None = None
+    rough: float = 0.0
     checked: tuple[float | None, float] | None = None
     weight: "weakref.ref[Tensor] | None" = None
     linear: bool = False
 
-    def learn_gain(self, gain: float) -> None:
+    @property
+    def probes(self) -> int:
+        return max(gain.probes for gain in self.gains)
+
+
+@dataclass
+class Gain:
+    """An average that weighs all alike at first, then forgets."""
+
+    value: float = 0.0
+    probes: int = 0
+
+    def learn(self, value: float) -> None:
         self.probes += 1
-        self.gain += _share(self.probes) * (gain - self.gain)
-
-
-def _share(nth: int) -> float:
-    """The weight of the nth value in an average that weighs all alike at first, then forgets."""
-    return max(1 / nth, 1 - _SMOOTHING)
+        self.value += max(1 / self.probes, 1 - _SMOOTHING) * (value - self.value)
 
 
 @dataclass(frozen=True)
@@ -85,22 +95,24 @@ class OpReading:
     """What one watched step tells of one op.
 
     energies  of the error, by the tensor it comes from
-    grad      |dY|^2
+    unit      what the variance goes with: their sum times the mean of dY^2, or for norms what
+              `channels.py` says; of the upper code, or all, and of the lower
     closed    variance by the closed form, where there is one
-    measured  variance by a probe, if there was one
+    measured  variance by a probe, if there was one, of both
     weight    beside which the op is linear in what it reads, if it is
     """
 
     energies: dict[SiteName, float]
-    grad: float
+    unit: tuple[float, float]
     closed: float | None
-    measured: float | None
+    measured: tuple[float, float] | None
     weight: "weakref.ref[Tensor] | None" = None
 
     @property
     def finite(self) -> bool:
         """Whether no number overflowed."""
-        numbers = [*self.energies.values(), self.grad, self.closed or 0.0, self.measured or 0.0]
+        measured = self.measured or (0.0, 0.0)
+        numbers = [*self.energies.values(), *self.unit, self.closed or 0.0, *measured]
         return all(map(isfinite, numbers))
 
 
@@ -113,14 +125,14 @@ class NoiseTable:
         self.gradient = GradientVariance()
         self.steps = 0  # watched in full
 
-    def take(self, held: dict[SiteName, HeldNoise], readings: dict[SiteName, OpReading]) -> None:
-        """A step that was watched in full is over.
+    def take(self, held: dict[SiteName, HeldNoise], readings: dict[SiteName, OpReading]) -> bool:
+        """A step that was watched in full is over. Whether it told anything.
 
-        A forward without a backward tells nothing, nor does one that overflowed (GradScaler skips
-        such steps, too).
+        A forward without a backward does not, nor one that overflowed (GradScaler skips such
+        steps, too).
         """
         if not readings or not all(reading.finite for reading in readings.values()):
-            return
+            return False
         self.steps += 1
         self.held = held
         before, self.ops = self.ops, {}
@@ -128,42 +140,71 @@ class NoiseTable:
             self.ops[name] = before.get(name, OpNoise())
         for name, reading in readings.items():
             self._update(name, self.ops[name], reading)
+        return True
 
     def _update(self, name: SiteName, op: OpNoise, reading: OpReading) -> None:
         op.sources, op.weight = reading.energies, reading.weight
         op.linear = reading.weight is not None
-        unit = sum(reading.energies.values()) * reading.grad
-        predicted = reading.closed
-        if predicted is None:
-            gain = self._gain(name, op)
-            predicted = None if gain is None else gain * unit
-        if reading.measured is not None:
-            op.checked = predicted, reading.measured
-            if reading.closed is None and unit > 0:
-                op.learn_gain(reading.measured / unit)
-                predicted = op.gain * unit
-        op.variance = predicted
+        measured = None if reading.measured is None else sum(reading.measured)
+        if reading.closed is not None:
+            op.variance, op.rough = reading.closed, 0.0
+            if measured is not None:
+                op.checked = reading.closed, measured
+            return
+        self._predict(name, op, reading.unit)
+        if reading.measured is not None and measured is not None:
+            op.checked = op.variance, measured
+            for gain, unit, found in zip(op.gains, reading.unit, reading.measured, strict=True):
+                if unit > 0:
+                    gain.learn(found / unit)
+            self._predict(name, op, reading.unit)
 
-    def _gain(self, name: SiteName, op: OpNoise) -> float | None:
-        """What probes found for this op; before its first one, the mean of its kind."""
-        if op.probes:
-            return op.gain
+    def _predict(self, name: SiteName, op: OpNoise, units: tuple[float, float]) -> None:
+        gains = [self._gain(name, op, part) for part in range(2)]
+        fine, rough = (
+            0.0 if unit <= 0 else None if gain is None else gain * unit
+            for gain, unit in zip(gains, units, strict=True)
+        )
+        unknown = fine is None or rough is None
+        op.variance, op.rough = None if unknown else (fine or 0.0) + (rough or 0.0), rough or 0.0
+
+    def _gain(self, name: SiteName, op: OpNoise, part: int) -> float | None:
+        """What probes found for this op; before its first one, what most of its kind stay below.
+
+        Who chooses codes takes the roughest where the prediction is lowest, so a mean would fall
+        short of what is added then.
+        """
+        if op.gains[part].probes:
+            return op.gains[part].value
         alike = [
-            other.gain
+            other.gains[part].value
             for other_name, other in self.ops.items()
-            if other.probes and other_name.consumer == name.consumer
+            if other.gains[part].probes and other_name.consumer == name.consumer
         ]
-        return sum(alike) / len(alike) if alike else None
+        return mean(alike) + pstdev(alike) if alike else None
+
+    @property
+    def unprobed(self) -> int:
+        """How many ops without a closed form no probe has seen."""
+        return sum(not op.probes and not op.linear for op in self.ops.values())
 
     def variance_of(self, site: SiteName) -> float | None:
         """What one held tensor adds through all ops that read it; None: not all can be told."""
+        return self._through(site, lambda op: op.variance)
+
+    def rough_of(self, site: SiteName) -> float:
+        """What its lower code has of that, if there are two."""
+        return self._through(site, lambda op: op.rough) or 0.0
+
+    def _through(self, site: SiteName, of: Callable[[OpNoise], float | None]) -> float | None:
         total = 0.0
         for op in self.ops.values():
             energy = sum(op.sources.values())
             if site in op.sources and energy > 0:
-                if op.variance is None:
+                variance = of(op)
+                if variance is None:
                     return None
-                total += op.variance * op.sources[site] / energy
+                total += variance * op.sources[site] / energy
         return total
 
     @property
@@ -171,14 +212,21 @@ class NoiseTable:
         """What all codes add, predicted; None: not known yet."""
         if not self.steps or any(op.variance is None for op in self.ops.values()):
             return None
+        return self.known_added
+
+    @property
+    def known_added(self) -> float:
+        """The same of the ops of which it is known."""
         return sum(op.variance or 0.0 for op in self.ops.values())
 
     @property
     def sampling(self) -> float | None:
-        """The variance that mini-batches have anyway; None: not known yet."""
-        if not self.gradient.draws:
-            return None
-        return max(self.gradient.value - (self.added or 0.0), 0.0)
+        """The variance that mini-batches have anyway, at the last step that was watched in full.
+
+        None: not known yet.
+        """
+        gradient = self.gradient
+        return min(max(gradient.share, 0.0), 1.0) * gradient.size if gradient.draws else None
 
     @property
     def ratio(self) -> float | None:
@@ -191,14 +239,17 @@ class NoiseTable:
 
         What the last step showed is seen again soon.
         """
-        ops = [[*name, op.gain, op.probes, op.linear] for name, op in self.ops.items()]
+        ops = [
+            [*name, *((gain.value, gain.probes) for gain in op.gains), op.linear]
+            for name, op in self.ops.items()
+        ]
         return {"steps": self.steps, "ops": ops, "gradient": self.gradient.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what `state_dict` gave."""
         self.steps, self.held = state["steps"], {}
         self.ops = {
-            SiteName(module, op, nth): OpNoise(gain=gain, probes=probes, linear=linear)
-            for module, op, nth, gain, probes, linear in state["ops"]
+            SiteName(module, op, nth): OpNoise(gains=(Gain(*fine), Gain(*rough)), linear=linear)
+            for module, op, nth, fine, rough, linear in state["ops"]
         }
         self.gradient.load_state_dict(state["gradient"])

@@ -45,7 +45,9 @@ second_pass = _SecondPass()
 
 
 class Probe:
-    """Of one call, made when it has ended; `on_done` gets what the errors add, a scalar tensor.
+    """Of one call, made when it has ended; `on_done` gets what the errors add.
+
+    That is two numbers: by all, or the upper one of two codes, and by the lower (`channels.py`).
 
     exact     copies of the call's tolerant arguments, by position or keyword
     views     what is held instead of them
@@ -106,13 +108,35 @@ class Probe:
         after(measure)
 
     def _measure(self, grad: Tensor, real: list[Tensor | None] | None) -> Tensor:
-        exact = self._backward(self._exact, grad)
+        exact, mixed = self._backward(self._exact, grad), self._mixed()
         if real is None:  # several nodes: run on what is held, too
-            exactly = self._exact  # an op may have saved another shape of its argument
-            held = {k: view.restore().reshape(exactly[k].shape) for k, view in self._views.items()}
-            real = self._backward(held, grad)
+            real = self._backward({key: self._held(key) for key in self._views}, grad)
+        if mixed is None:
+            fine = self._arriving(real, exact)
+            return torch.stack([fine, torch.zeros_like(fine)])
+        between = self._backward(mixed, grad)
+        return torch.stack([self._arriving(between, exact), self._arriving(real, between)])
+
+    def _held(self, key: int | str) -> Tensor:
+        """What is held; an op may have saved another shape of its argument."""
+        return self._views[key].restore().reshape(self._exact[key].shape)
+
+    def _mixed(self) -> dict[int | str, Tensor] | None:
+        """What is held by the upper one of two codes, exact elsewhere; None: there is one code."""
+        masks = {key: view.restore_side() for key, view in self._views.items()}
+        if all(mask is None for mask in masks.values()):
+            return None
+        return {
+            key: self._held(key)
+            if mask is None
+            else torch.where(mask.reshape(exact.shape) > 0, self._held(key), exact)
+            for (key, exact), mask in zip(self._exact.items(), masks.values(), strict=True)
+        }
+
+    def _arriving(self, ones: list[Tensor | None], others: list[Tensor | None]) -> Tensor:
+        """At all parameters, of the difference between two backwards of the op."""
         arrived, cotangents, edges = [], [], []
-        for one, other, edge in zip(real, exact, self._edges.values(), strict=True):
+        for one, other, edge in zip(ones, others, self._edges.values(), strict=True):
             if one is None or other is None:
                 continue
             error = one.detach() - other

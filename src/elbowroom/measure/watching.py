@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import Codec
+from elbowroom.measure.channels import CHANNEL_NORMS, channel_errors, channel_noise
 from elbowroom.measure.noise import HeldNoise, NoiseTable, OpReading, Trial
 from elbowroom.measure.probe import Probe, arguments, can_probe, second_pass
 from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
@@ -38,7 +39,8 @@ class _Op:
     weight: "weakref.ref[Tensor] | None" = None
     energies: dict[SiteName, Tensor] = field(default_factory=dict)
     folded: Tensor | None = None
-    grad: Tensor | None = None
+    channels: Tensor | None = None  # of a norm (`channels.py`)
+    unit: Tensor | None = None
     closed: Tensor | None = None
     measured: Tensor | None = None
     copies: dict[int | str, Tensor] = field(default_factory=dict)
@@ -173,6 +175,12 @@ class StepWatch:
         op.folded = None if op.form is None else op.form.fold(error)
         source = slot.root().sites[-1].name
         op.energies[source] = op.energies.get(source, 0) + energy(error)
+        if op.name.consumer in CHANNEL_NORMS:
+            upper = slot.restore_side()
+            upper = None if upper is None else geometry.within(slot.base, upper)
+            known = None if slot.statistics is None else slot.statistics.rstd.flatten()
+            rstd = known if known is not None and len(known) == x.shape[1] else None
+            op.channels = channel_errors(error, x, upper, rstd)
 
     def _wants_probe(self, op: _Op, call: Call) -> bool:
         """Whether it is this op's turn: that of the least probed one of its kind.
@@ -181,7 +189,10 @@ class StepWatch:
         """
         if op.copies:
             return True
-        if not self._probes_left or not can_probe(call):
+        if not can_probe(call):
+            self._probed[op.name] += 1  # its turn passes, or no other would ever come
+            return False
+        if not self._probes_left:
             return False
         probed, known = self._probed, self._table.ops
         linear = {name for name, other in known.items() if other.linear}
@@ -209,7 +220,12 @@ class StepWatch:
             grad = grads[output]
             if grad is None or second_pass.runs or not op.energies:
                 return
-            op.grad = energy(grad) + (0 if op.grad is None else op.grad)
+            if op.channels is None:
+                fine = grad.float().square().mean() * torch.stack([*op.energies.values()]).sum()
+                unit = torch.stack([fine, torch.zeros_like(fine)])
+            else:
+                unit = channel_noise(op.channels, grad)
+            op.unit = unit + (0 if op.unit is None else op.unit)
             if op.form is not None and op.folded is not None:
                 closed = op.form.variance(op.folded, grad)
                 op.closed = closed + (0 if op.closed is None else op.closed)
@@ -220,12 +236,12 @@ class StepWatch:
 
     def deliver(self) -> tuple[dict[SiteName, HeldNoise], dict[SiteName, OpReading]]:
         """All readings as numbers, in one transfer a device."""
-        read = [op for op in self._ops.values() if op.energies and op.grad is not None]
+        read = [op for op in self._ops.values() if op.energies and op.unit is not None]
         scalars: list[Tensor] = []
         for h in self._held.values():
             scalars += [h.energy, *(error for *_, error in h.trials)]
         for op in read:
-            scalars += [*op.energies.values(), *_there(op.grad, op.closed, op.measured)]
+            scalars += [*op.energies.values(), *_there(op.unit, op.closed, op.measured)]
         values = iter(torch.stack([s.double().cpu() for s in scalars]).tolist() if scalars else ())
         held = {}
         for name, h in self._held.items():
@@ -235,10 +251,10 @@ class StepWatch:
         readings = {}
         for op in read:
             energies = {source: next(values) for source in op.energies}
-            grad = next(values)
+            unit = next(values), next(values)
             closed = None if op.closed is None else next(values)
-            measured = None if op.measured is None else next(values)
-            readings[op.name] = OpReading(energies, grad, closed, measured, op.weight)
+            measured = None if op.measured is None else (next(values), next(values))
+            readings[op.name] = OpReading(energies, unit, closed, measured, op.weight)
         return held, readings
 
 
@@ -248,4 +264,4 @@ def call_values(call: Call) -> tuple[Any, ...]:
 
 
 def _there(*values: Tensor | None) -> list[Tensor]:
-    return [value for value in values if value is not None]
+    return [part for value in values if value is not None for part in value.reshape(-1)]

@@ -200,13 +200,17 @@ class Slot:
 
     def restore_mask(self) -> Tensor:
         """1 where the tensor is positive, 0 elsewhere: all that ReLU's backward reads."""
-        if self.bits is None:
-            return self.restore_value()
+        return self.restore_value() if self.bits is None else self._unpacked(self.bits)
+
+    def restore_side(self) -> Tensor | None:
+        """1 where the upper one of two codes is held, 0 elsewhere; None: one code is held."""
+        mask = getattr(self.value, "mask", None)
+        return None if mask is None else self._unpacked(mask)
+
+    def _unpacked(self, bits: Tensor) -> Tensor:
         shape, stride = self.base.shape, self.base.stride
-        encoded = Encoded(
-            BitMask(), (self.bits,), shape, stride, self.dtype, facts=Facts(value=1.0)
-        )
-        return encoded.decode(ARENA.take(encoded.numel, self.dtype, self.bits.device))
+        encoded = Encoded(BitMask(), (bits,), shape, stride, self.dtype, facts=Facts(value=1.0))
+        return encoded.decode(ARENA.take(encoded.numel, self.dtype, bits.device))
 
 
 class View:
@@ -237,6 +241,11 @@ class View:
                 self.slot.restore_mask() if self.need is Need.MASK else self.slot.restore_value()
             )
             return self.geometry.within(self.slot.base, whole)
+
+    def restore_side(self) -> Tensor | None:
+        """1 where the upper one of two codes is held, 0 elsewhere; None: one code is held."""
+        mask = self.slot.restore_side()
+        return None if mask is None else self.geometry.within(self.slot.base, mask)
 
     def _blank(self) -> Tensor:
         """A tensor of this geometry whose values mean nothing.

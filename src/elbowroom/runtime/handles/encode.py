@@ -70,11 +70,14 @@ class EncodeHandle:
         return self._encoded.bitmap
 
     @property
+    def mask(self) -> Tensor | None:
+        """The bits that say which of two codes an element has; None: there is one code."""
+        return None if self._encoded.raw else self._encoded.facts.mask
+
+    @property
     def where(self) -> Tensor | None:
         """Bits that say where the code serves any reader; None: everywhere."""
-        encoded = self._encoded
-        partly = encoded.codec.is_rough_elsewhere and not encoded.raw
-        return encoded.facts.mask if partly else None
+        return self.mask if self._encoded.codec.is_rough_elsewhere else None
 
     def restore(self, *, private: bool = False) -> Tensor:
         """The tensor with base's shape and strides."""

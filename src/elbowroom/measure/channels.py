@@ -1,0 +1,53 @@
+"""What the noise goes with that an error e of a norm's input x adds, up to one factor.
+
+The weight's gradient, sum dY xhat, gets sum_c D_c v_c / s_c of it, where D_c is the sum of
+dY^2 over a channel, s_c the variance of x there, and v_c the mean of e^2. dx gets
+
+    w / sqrt(s) / N (xhat sum dY e / sqrt(s)  +  e sum dY xhat / sqrt(s))
+
+and goes on to all layers below: its first term with the above. So what a probe finds, over this,
+differs by a few times from one norm of a net to another; over |e|^2 |dY|^2 it would be thousands.
+
+Where a rough code lies below a ReLU (`codecs/sided.py`), e is large and dY mostly 0, so that of it
+only the second term is left. That is a part of its own: it stays when the codes above change.
+Written for batch norm; for group norm s is taken over the batch, too, as if it were one.
+"""
+
+import torch
+from torch import Tensor
+
+CHANNEL_NORMS = ("batch_norm", "group_norm")
+
+
+def channel_errors(error: Tensor, x: Tensor, upper: Tensor | None, rstd: Tensor | None) -> Tensor:
+    """v / s [2, C] of an error of x, both [N, C, ...]: by the upper code, and by the lower.
+
+    upper  1 where that is held, else 0; None: there is one code. `error` is overwritten then
+    rstd   1 / sqrt(s) [C], if it is known
+    """
+    each = x.numel() / x.shape[1]
+    both, lower = _squares(error), torch.zeros(x.shape[1], device=x.device)
+    upper_mean = both / each
+    if upper is not None:
+        count = upper.float().sum(_others(x)).clamp(min=1)
+        fine = _squares(error.mul_(upper))
+        upper_mean, lower = fine / count, (both - fine).clamp(min=0) / each
+    if rstd is None:
+        spread = x.float().var(_others(x), correction=0)
+        rstd = spread.clamp(min=torch.finfo(torch.float32).tiny).rsqrt()
+    return torch.stack([upper_mean, lower]) * rstd.float().square()
+
+
+def channel_noise(errors: Tensor, grad: Tensor) -> Tensor:
+    """sum_c D_c v_c / s_c of both parts [2]; errors: v / s [2, C], grad: dY [N, C, ...]."""
+    return errors @ _squares(grad)
+
+
+def _squares(x: Tensor) -> Tensor:
+    """The sum of squares of each channel [C], without a copy of x."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=_others(x), dtype=torch.float32)
+    return norms.square()
+
+
+def _others(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
