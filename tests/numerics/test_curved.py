@@ -111,7 +111,7 @@ def test_the_code_of_both_has_eight_levels(norm, activation, policy):
     {
         "relu": F.relu,
         "nothing": lambda h: h * 1.0,
-        "gelu of something else": lambda h: h + F.gelu(h * 2),
+        "gelu of something else": lambda h: h + F.gelu(h.roll(1, 0)),
     }.items(),
     ids=lambda case: case[0],
 )
@@ -119,6 +119,25 @@ def test_else_it_has_what_was_asked_for(after):
     assert watched(Lossy(Dither(levels=4)), Step("batch_norm", after[1]))["batch_norm"] == Dither(
         levels=4
     )
+
+
+BETWEEN = {
+    "dropout": lambda h: F.gelu(F.dropout(h, 0.1)),
+    "another reader before": lambda h: F.relu(h) + F.gelu(h),
+    "relu": lambda h: F.gelu(F.relu(h)),
+    "casts": lambda h: F.gelu(h.bfloat16()).float(),
+    "rms norm": lambda h: F.gelu(F.rms_norm(h, (12,))),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN.keys())
+@pytest.mark.parametrize("policy", [Lossy(Dither(levels=2)), Lean(2, 2, 2)], ids=["dither", "lean"])
+def test_what_it_reads_is_never_made_again_from_less(between, policy):
+    """It has a code of its own, where what it could be made from was encoded before it came."""
+    codecs = watched(policy, Step("batch_norm", between))
+    source = codecs.get("gelu", codecs["batch_norm"])
+    assert isinstance(source, Dither)
+    assert source.levels == 8
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS.keys())

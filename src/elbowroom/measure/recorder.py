@@ -128,7 +128,7 @@ class StepRecorder:
         return RecordedView(view, self, index, len(saves) - 1, self._calls)
 
     def curved(self, slot: Slot) -> None:
-        """A GELU or SiLU reads what a norm has made of this."""
+        """A GELU or SiLU reads what is made of this."""
         index = self._index.get(slot)
         if index is not None:
             saves = self._storages[index].saves

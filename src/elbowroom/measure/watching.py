@@ -20,6 +20,7 @@ from elbowroom.measure.noise import HeldNoise, NoiseTable, OpReading, Trial
 from elbowroom.measure.probe import Probe, arguments, can_probe, second_pass
 from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
 from elbowroom.plan import Site, SiteName
+from elbowroom.plan.gentle import gentle
 from elbowroom.runtime.consumers import Call, tolerant_argument
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.observer import Use
@@ -128,10 +129,13 @@ class StepWatch:
                 self._measure(op, made, Geometry.of(x), x)
 
     def curved(self, slot: Slot) -> None:
-        """A GELU or SiLU reads what a norm has made of it: its codes must be finer."""
+        """A GELU or SiLU reads what is made of it, if its code is fine enough for that."""
         held = self._held.get(slot.sites[-1].name) if slot.sites else None
-        if held is not None:
-            self._held[held.site.name] = replace(held, site=replace(held.site, curved=True))
+        if held is None:
+            return
+        site = replace(held.site, curved=True)
+        if gentle(held.codec, site) == held.codec:
+            self._held[site.name] = replace(held, site=site)
 
     def ended(self, call: Call, out: Any) -> None:
         """The op has its node in the graph now."""

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from elbowroom.codecs import Codec, Comet, Dither, Division, Group
-from elbowroom.plan.site import NORMS, Site
+from elbowroom.plan.site import NORMS, Rebuildable, Site
 
 
 class _Mildest(NamedTuple):
@@ -56,6 +56,12 @@ def if_curved(codec: Codec, site: Site) -> Codec | None:
         return None
     found = gentle(codec, replace(site, curved=True))
     return None if found == gentle(codec, site) else found
+
+
+def may_rebuild(codec: Codec, site: Site) -> bool:
+    """Whether an op may read what is made again from a code that was chosen before it was known."""
+    known = site.rebuildable is not Rebuildable.LOSSY or site.curved
+    return site.consumer not in CURVED or bool(known) or gentle(codec, site) == codec
 
 
 def _at_least(codec: Codec, mildest: _Mildest) -> Codec:

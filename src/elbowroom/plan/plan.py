@@ -19,6 +19,7 @@ from rich.table import Table
 from elbowroom.errors import PlanError
 from elbowroom.plan import files
 from elbowroom.plan.action import Action
+from elbowroom.plan.gentle import CURVED
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.menu import EXACT_MENU, KEEP, OFFLOAD, RUNGS
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
@@ -103,7 +104,10 @@ class Plan:
     def look_up(self, site: Site) -> Action:
         """The same, for somebody who only wants to know: a stranger is not counted."""
         known, rung = self.sites.get(site.name), self._rung_for(site) or EXACT_MENU[0]
-        return rung.policy(site if known is None else replace(site, curved=known.curved))
+        if known is None:
+            return rung.policy(site)
+        # Whatever a GELU or SiLU is made of here is known to be, and has a code for that.
+        return rung.policy(replace(site, curved=known.curved or site.consumer in CURVED))
 
     def _rung_for(self, site: Site) -> Rung | None:
         """The setting that decides for a site; None for a stranger."""

@@ -22,7 +22,7 @@ from elbowroom.codecs import BitMask, Codec, Dither, Facts, Narrow, Sided
 from elbowroom.errors import UnknownField
 from elbowroom.kernels.layout import FOLDS, GROUP_SIZES
 from elbowroom.plan.action import Action, Encode, Keep, Rebuild
-from elbowroom.plan.gentle import gentle, if_curved
+from elbowroom.plan.gentle import gentle, if_curved, may_rebuild
 from elbowroom.plan.site import Need, Rebuildable, Site
 
 Policy = Callable[[Site], Action]
@@ -83,7 +83,8 @@ class Lossy:
         exact = Exact(self.rebuild)(site)
         if not isinstance(exact, Keep) or site.need is not Need.LOSSY:
             return exact
-        if self.rebuild and site.rebuildable is not Rebuildable.NO:
+        can = self.rebuild and site.rebuildable is not Rebuildable.NO
+        if can and may_rebuild(self.codec, site):
             return Rebuild()
         if site.dtype not in self.codec.dtypes:
             return Keep(
@@ -135,13 +136,15 @@ class Lean:
         exact = Exact(self.rebuild)(site)
         if not isinstance(exact, Keep) or site.need is not Need.LOSSY:
             return exact
-        if self.rebuild and site.rebuildable is not Rebuildable.NO:
+        levels = Dither(levels=self.plain, group_size=self.group_size)
+        can = self.rebuild and site.rebuildable is not Rebuildable.NO
+        if can and may_rebuild(levels, site):
             return Rebuild()
         if site.dtype not in Dither.dtypes:
             return Keep(f"dither does not take {str(site.dtype).removeprefix('torch.')}")
         if site.facts.has_zeros:
-            return Encode(Dither(levels=self.upper, group_size=self.group_size), site.facts)
-        levels = Dither(levels=self.plain, group_size=self.group_size)
+            zeros = Dither(levels=self.upper, group_size=self.group_size)
+            return Encode(gentle(zeros, site), site.facts)
         plain, curved = gentle(levels, site), if_curved(levels, site) if self.rebuild else None
         if not self.rebuild or site.consumer != "batch_norm" or site.curved:
             return Encode(plain, site.facts, curved=curved)

@@ -57,7 +57,8 @@ class Site:
     why     says, where `need` is EXACT, which rule made it so; the ledger shows it
     nth     how many tensors this op of this module has saved before, in this step
     reads   what its backward reads, unless the tensor itself is kept
-    curved  of a norm's input: a GELU or SiLU reads what the norm made; None: not known yet
+    curved  a GELU or SiLU reads what is made of it; or, of what a GELU or SiLU saves: what that is
+            made of has a code for it; None: not known yet
     """
 
     module: str

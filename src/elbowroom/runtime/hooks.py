@@ -67,7 +67,7 @@ from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.sites import left_alone, site_of
 from elbowroom.runtime.slot import Beside, Lone, Slot, View
 from elbowroom.runtime.statistics import statistics_of
-from elbowroom.runtime.waiting import Waiting, norm_input
+from elbowroom.runtime.waiting import Waiting, root_of
 
 
 class Saving:
@@ -344,7 +344,7 @@ class Saving:
             origin, ready = self._identity.origin(x), self._ready(x)
             noted = site_of(slot, x, call, need, why, ready, name, origin)
         if name.consumer in CURVED and (self.recorder or self._watch):
-            self._note_curved(norm_input(self._identity.origin(x)))
+            self._note_curved(root_of(self._identity.origin(x)))
         if not slot.serves(need):
             why_kept = left_alone(slot, x, call, need, self.min_nbytes)
             if why_kept:
@@ -367,7 +367,7 @@ class Saving:
         return view
 
     def _note_curved(self, source: Slot | None) -> None:
-        """What a norm has made of `source` is read by a GELU or SiLU."""
+        """What is made of `source` is read by a GELU or SiLU."""
         if source is None:
             return
         if self.recorder is not None:

@@ -41,7 +41,7 @@ class Watch(Protocol):
         ...
 
     def curved(self, slot: Slot) -> None:
-        """A GELU or SiLU reads what a norm has made of what this slot holds, or will hold."""
+        """A GELU or SiLU reads what is made of what this slot holds, or will hold."""
         ...
 
     def ended(self, call: Call, out: Any) -> None:
@@ -72,7 +72,7 @@ class Recorder(Protocol):
         ...
 
     def curved(self, slot: Slot) -> None:
-        """A GELU or SiLU reads what a norm has made of what this slot holds."""
+        """A GELU or SiLU reads what is made of what this slot holds."""
         ...
 
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from elbowroom.codecs import Codec
 from elbowroom.plan import Action, Encode
 from elbowroom.plan.gentle import CURVED
-from elbowroom.plan.site import NORMS
 from elbowroom.runtime.consumers import MASKED_OUTPUT, Call
 from elbowroom.runtime.gate import Gate
 from elbowroom.runtime.handles import KeepHandle
@@ -50,7 +49,7 @@ class Waiting:
             return slot is None  # nothing can be told yet
         if self._action.curved is not None and call.name in CURVED and slot is not None:
             origin = identity.origin(call.arg(0, "input"), call.version)
-            self._is_curved = norm_input(origin) is slot
+            self._is_curved = root_of(origin) is slot
         self._mask = relu_mask(call, out, slot, identity)
         if self._mask is None and self._action.behind_sum is not None:
             self._mask = gate.bits_of_sum(slot, out, identity)
@@ -94,12 +93,12 @@ class Waiting:
         return action.gated if is_gated and action.gated is not None else action.with_mask
 
 
-def norm_input(origin: Origin | None) -> Slot | None:
-    """The slot that a norm was done on, if `origin` is that of the norm's output."""
-    if origin is None or origin.recipe is None or origin.op not in NORMS:
-        return None
-    source = origin.recipe.source
-    return None if isinstance(source, Recipe) else source()
+def root_of(origin: Origin | None) -> Slot | None:
+    """The slot that a chain of recipes begins with, if there is one."""
+    source = None if origin is None or origin.recipe is None else origin.recipe.source
+    while isinstance(source, Recipe):
+        source = source.source
+    return None if source is None else source()
 
 
 def relu_mask(call: Call, out: Any, slot: Slot | None, identity: Identity) -> Tensor | None:
