@@ -256,6 +256,14 @@ def test_codes_that_drown_what_mini_batches_vary_by_become_mild(caplog):
     assert "is drowned by them" in str(control.error_report())
 
 
+@pytest.mark.parametrize("inplace", [True, False])
+def test_what_a_budget_cannot_know_it_says(inplace, caplog):
+    training, control = Training(), NoiseBudget(er.codec("dither"), every=10)
+    training.model[2] = training.model[5] = nn.SiLU(inplace=inplace)
+    training.run(control, 50)
+    assert caplog.text.count("2 ops cannot be probed, such as 'silu' in '2'") == inplace
+
+
 @pytest.mark.parametrize("between", [nn.Identity, nn.GELU], ids=str)
 def test_what_reads_a_norms_output_while_its_code_waits_is_predicted(between):
     """Its input may be encoded with a ReLU's mask, so what comes next is saved before that."""

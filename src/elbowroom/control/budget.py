@@ -34,9 +34,27 @@ class NoiseBudget(Adaptive):
             )
         super().__init__(codec, rebuild=rebuild, every=every)
         self.noise = float(noise)
-        self._was_drowned = False
+        self._was_drowned = self._has_told = False
+
+    def _tell_unknown(self) -> None:
+        """Once: which ops the budget leaves out, since no probe can tell what they add."""
+        unknown = [name for name, op in self.table.ops.items() if op.variance is None]
+        if self._has_told or not unknown or not self.meter.is_past_first_run:
+            return
+        self._has_told = True
+        first = unknown[0]
+        _log.warning(
+            "noise=%g: what codes add through %d ops cannot be probed, such as '%s' in '%s'; it "
+            "comes on top of the budget. Ops that do not work in place can be probed; or take "
+            "fixed codes that are milder",
+            self.noise,
+            len(unknown),
+            first.consumer,
+            first.module,
+        )
 
     def _move(self) -> None:
+        self._tell_unknown()
         sampling = self.table.sampling
         movable = self._movable()
         if sampling is None or not movable:

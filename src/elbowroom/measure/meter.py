@@ -55,6 +55,11 @@ class NoiseMeter:
                 added = 0.0  # nothing lossy was read
             self.table.gradient.end_step(last=not self._is_watched(self.step), added=added)
 
+    @property
+    def is_past_first_run(self) -> bool:
+        """Whether all that can be probed has had its turn, or the first run its length."""
+        return self.step > self._first
+
     def error_report(self) -> ErrorReport:
         """What the codes of the last step that was watched add, and what was known before."""
         self.harvest()
