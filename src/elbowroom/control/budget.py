@@ -44,13 +44,13 @@ class NoiseBudget(Adaptive):
         self._has_told = True
         first = unknown[0]
         _log.warning(
-            "noise=%g: what codes add through %d ops cannot be probed, such as '%s' in '%s'; it "
+            "noise=%g: what codes add cannot be probed at '%s' in '%s' (%d in all); it "
             "comes on top of the budget. Ops that do not work in place can be probed; or take "
             "fixed codes that are milder",
             self.noise,
-            len(unknown),
             first.consumer,
             first.module,
+            len(unknown),
         )
 
     def _move(self) -> None:
