@@ -64,12 +64,12 @@ def test_predicted_is_measured_within_a_fifth(trained, codec):
     assert 0.8 < meter.table.added / (sum(measured) / len(measured)) < 1.25
 
 
-@pytest.mark.parametrize(("probed", "levels"), [(4, 16), (16, 4)])
+@pytest.mark.parametrize(("probed", "levels"), [(3, 24), (16, 4)])
 def test_what_probes_found_with_rough_codes_holds_for_fine_ones(trained, probed, levels):
     """The rough code of what ReLU holds back stays rough: its error must not count as the rest.
 
-    What is left: where 3 levels are so noisy that errors of both codes meet, it says three times
-    too much of 24.
+    Both parts are probed beside the norm's own statistics: what errors would do to them is not in
+    the step (ResNet-18 said 3.3 times too much of 24 levels then).
     """
     policy, true = Lean(upper=levels, plain=levels), trained.grads(None)
     measured = [(trained.grads(policy, seed) - true).square().sum().item() for seed in range(6)]
@@ -80,7 +80,7 @@ def test_what_probes_found_with_rough_codes_holds_for_fine_ones(trained, probed,
     meter.probes = 0
     trained.grads(policy, 0, meter)
     meter.harvest()
-    assert 0.5 < meter.table.added / (sum(measured) / 6) < 2
+    assert 0.75 < meter.table.added / (sum(measured) / 6) < 1.35
 
 
 def test_a_few_probes_tell_of_all_norms():

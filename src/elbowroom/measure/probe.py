@@ -6,7 +6,9 @@ step. When backward has passed the op, it runs the op again on them:
 
     error of dx = dx from the decoded tensors - dx from the exact ones
 
-and sends that alone through the rest of the graph, which is linear in it: the sum of squares that
+where "from the decoded ones" is what backward made, or what it makes where only what the op saves
+is replaced: its statistics are those of the exact tensors, as they are in the step itself. It then
+sends that alone through the rest of the graph, which is linear in it: the sum of squares that
 arrives at the parameters is what the error adds, everything counted. That costs the tensors of
 one op and a part of one backward. Backward hooks of the user's on tensors and modules below see
 this second pass; gradients are not accumulated by it.
@@ -22,10 +24,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
 from elbowroom.measure.sensitivity import energy, is_weight
-from elbowroom.runtime.consumers import BUFFERS, Call
+from elbowroom.runtime.consumers import BUFFERS, Call, tolerant_argument
 from elbowroom.runtime.slot import View
 
 _log = logging.getLogger("elbowroom.measure")
+# These save what they make of x on the way, which is coded too: they run on what is held, whole.
+_SAVES_ITS_PRODUCTS = ("rms_norm",)
 _CANNOT = (RuntimeError, ValueError, TypeError, NotImplementedError)
 
 
@@ -66,7 +70,7 @@ class Probe:
         only_weights: bool,
     ) -> None:
         self._only_weights = only_weights
-        self._func = call.func
+        self._func, self._name = call.func, call.name
         self._exact, self._views = exact, views
         self._arguments = _without_buffers(call)
         self._weights = list(weights)
@@ -108,13 +112,13 @@ class Probe:
         after(measure)
 
     def _measure(self, grad: Tensor, real: list[Tensor | None] | None) -> Tensor:
-        exact, mixed = self._backward(self._exact, grad), self._mixed()
-        if real is None:  # several nodes: run on what is held, too
-            real = self._backward({key: self._held(key) for key in self._views}, grad)
+        exact, mixed = self._backward(grad, {}), self._mixed()
+        if real is None:  # several nodes
+            real = self._backward(grad, {key: self._held(key) for key in self._views})
         if mixed is None:
             fine = self._arriving(real, exact)
             return torch.stack([fine, torch.zeros_like(fine)])
-        between = self._backward(mixed, grad)
+        between = self._backward(grad, mixed)
         return torch.stack([self._arriving(between, exact), self._arriving(real, between)])
 
     def _held(self, key: int | str) -> Tensor:
@@ -158,16 +162,24 @@ class Probe:
         )
         return [part for part in parts if part is not None]
 
-    def _backward(self, inputs: dict[int | str, Tensor], grad: Tensor) -> list[Tensor | None]:
-        """The gradients of all differentiable arguments, with these in place of the tolerant."""
-        given = self._arguments | inputs
+    def _backward(self, grad: Tensor, held: dict[int | str, Tensor]) -> list[Tensor | None]:
+        """The gradients of all differentiable arguments, by backward with these saved instead."""
+        given = self._arguments | self._exact
+        if self._name in _SAVES_ITS_PRODUCTS:
+            given, held = given | held, {}
         leaves = {key: given[key].detach().requires_grad_() for key in self._edges}
         given |= leaves
-        args = [value for key, value in given.items() if isinstance(key, int)]
+        args = tuple(value for key, value in given.items() if isinstance(key, int))
         kwargs = {key: value for key, value in given.items() if isinstance(key, str)}
+        call = Call(self._func, args, kwargs, self._name)
+
+        def instead(x: Tensor) -> Tensor:
+            key = tolerant_argument(x, call)
+            return held[key].to(x.dtype).reshape(x.shape) if key in held else x
+
         with ExitStack() as plain:
             plain.enter_context(torch._C.DisableTorchFunction())
-            plain.enter_context(saved_tensors_hooks(_same, _same))
+            plain.enter_context(saved_tensors_hooks(instead, _same))
             plain.enter_context(self._autocast())
             plain.enter_context(torch.enable_grad())
             out = self._func(*args, **kwargs)
