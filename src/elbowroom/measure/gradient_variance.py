@@ -70,6 +70,11 @@ class GradientVariance:
 
         return read
 
+    @property
+    def size_now(self) -> float:
+        """|g|^2 of the backward that has been heard and is not ended yet; 0: of none."""
+        return float(_squares(self._now, self._now.keys())) if self._now else 0.0
+
     def end_step(self, *, last: bool, added: float | None = 0.0) -> None:
         """The backward of a step is over.
 
@@ -80,7 +85,7 @@ class GradientVariance:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        size = float(_squares(self._now, self._now.keys())) if self._now else 0.0
+        size = self.size_now
         if added is not None and isfinite(size) and size > 0:
             self.size, self._added = size, added / size
         self._steps.append((self._now, None))

@@ -5,6 +5,9 @@
     measured    by a probe of the op, whose exact tensors are kept for one step (`probe`)
     sampling    what mini-batches add anyway (`gradient_variance`)
 
+What a unit of error adds differs tenfold from batch to batch, as |g|^2 does. So its share of |g|^2
+is averaged over the steps that were watched, as that of mini-batches is; codes are chosen by both.
+
 Few steps are watched: the first ones, and then a run of `run` steps in every `every`. In a watched
 forward each lossy tensor is decoded once more; in its backward each dY is squared and summed. No
 value reaches the CPU before the next step begins. Variances are sums over all entries of all
@@ -24,7 +27,8 @@ from elbowroom.codecs import Codec
 from elbowroom.measure.gradient_variance import GradientVariance
 from elbowroom.plan import Site, SiteName
 
-_SMOOTHING = 0.7  # a gain follows the training within a few probes
+_SMOOTHING = 0.7  # averages follow the training within a few probes and looks
+Pair = tuple[float, float]  # of the upper code, or all, and of the lower
 
 
 @dataclass(frozen=True)
@@ -58,36 +62,41 @@ class OpNoise:
 
     sources   which of its error's energy comes from which held tensor
     gains     variance over `OpReading.unit`, by parts, as probes found it
-    variance  predicted at the last watched step; None: it cannot be yet
+    shares    of |g|^2 that `OpReading.strength` 1 has of unit or closed form, by parts, over steps
+    variance  predicted from that, at the |g|^2 and with the errors of the last watched step; None:
+              it cannot be yet
     rough     what lower codes have of it (`Sided`), which stay when the others change
+    alone     predicted from the last watched step alone
     checked   (predicted, measured) variance of the step that was probed last
     weight    see `OpReading`
     linear    whether there is one, which a checkpoint can tell
     """
 
     sources: dict[SiteName, float] = field(default_factory=dict)
-    gains: tuple["Gain", "Gain"] = field(default_factory=lambda: (Gain(), Gain()))
+    gains: tuple["Average", "Average"] = field(default_factory=lambda: (Average(), Average()))
+    shares: tuple["Average", "Average"] = field(default_factory=lambda: (Average(), Average()))
     variance: float | None = None
     rough: float = 0.0
+    alone: float | None = None
     checked: tuple[float | None, float] | None = None
     weight: "weakref.ref[Tensor] | None" = None
     linear: bool = False
 
     @property
     def probes(self) -> int:
-        return max(gain.probes for gain in self.gains)
+        return max(gain.count for gain in self.gains)
 
 
 @dataclass
-class Gain:
-    """An average that weighs all alike at first, then forgets."""
+class Average:
+    """It weighs all alike at first, then forgets."""
 
     value: float = 0.0
-    probes: int = 0
+    count: int = 0
 
     def learn(self, value: float) -> None:
-        self.probes += 1
-        self.value += max(1 / self.probes, 1 - _SMOOTHING) * (value - self.value)
+        self.count += 1
+        self.value += max(1 / self.count, 1 - _SMOOTHING) * (value - self.value)
 
 
 @dataclass(frozen=True)
@@ -97,13 +106,15 @@ class OpReading:
     energies  of the error, by the tensor it comes from
     unit      what the variance goes with: their sum times the mean of dY^2, or for norms what
               `channels.py` says; of the upper code, or all, and of the lower
+    strength  of the error alone, without dY: what `unit` and `closed` grow with, by parts
     closed    variance by the closed form, where there is one
     measured  variance by a probe, if there was one, of both
     weight    beside which the op is linear in what it reads, if it is
     """
 
     energies: dict[SiteName, float]
-    unit: tuple[float, float]
+    unit: Pair
+    strength: Pair
     closed: float | None
     measured: tuple[float, float] | None
     weight: "weakref.ref[Tensor] | None" = None
@@ -112,7 +123,8 @@ class OpReading:
     def finite(self) -> bool:
         """Whether no number overflowed."""
         measured = self.measured or (0.0, 0.0)
-        numbers = [*self.energies.values(), *self.unit, self.closed or 0.0, *measured]
+        numbers = [*self.energies.values(), *self.unit, *self.strength, self.closed or 0.0]
+        numbers += measured
         return all(map(isfinite, numbers))
 
 
@@ -145,28 +157,38 @@ class NoiseTable:
     def _update(self, name: SiteName, op: OpNoise, reading: OpReading) -> None:
         op.sources, op.weight = reading.energies, reading.weight
         op.linear = reading.weight is not None
-        measured = None if reading.measured is None else sum(reading.measured)
-        if reading.closed is not None:
-            op.variance, op.rough = reading.closed, 0.0
-            if measured is not None:
-                op.checked = reading.closed, measured
-            return
-        self._predict(name, op, reading.unit)
-        if reading.measured is not None and measured is not None:
-            op.checked = op.variance, measured
-            for gain, unit, found in zip(op.gains, reading.unit, reading.measured, strict=True):
-                if unit > 0:
+        closed, measured = reading.closed is not None, reading.measured
+        units = reading.unit if reading.closed is None else (reading.closed, 0.0)
+        op.alone, _ = self._predict(name, op, units, closed)
+        if measured is not None:
+            op.checked = op.alone, sum(measured)
+            for gain, unit, found in zip(op.gains, units, measured, strict=True):
+                if unit > 0 and not closed:
                     gain.learn(found / unit)
-            self._predict(name, op, reading.unit)
+            op.alone, _ = self._predict(name, op, units, closed)
+        typical = self._typical(op, units, reading.strength)
+        op.variance, op.rough = self._predict(name, op, typical, closed)
 
-    def _predict(self, name: SiteName, op: OpNoise, units: tuple[float, float]) -> None:
-        gains = [self._gain(name, op, part) for part in range(2)]
+    def _typical(self, op: OpNoise, units: Pair, strengths: Pair) -> Pair:
+        """What the units of this step would be, were dY over |g| as it is on average."""
+        size, found = self.gradient.size_now, []
+        for share, unit, strength in zip(op.shares, units, strengths, strict=True):
+            if size > 0 and strength > 0:
+                share.learn(unit / strength / size)
+                unit = share.value * strength * size
+            found.append(unit)
+        return found[0], found[1]
+
+    def _predict(
+        self, name: SiteName, op: OpNoise, units: Pair, closed: bool
+    ) -> tuple[float | None, float]:
+        """Variance by all that is held, and by the lower codes of it."""
+        gains = [1.0 if closed else self._gain(name, op, part) for part in range(2)]
         fine, rough = (
             0.0 if unit <= 0 else None if gain is None else gain * unit
             for gain, unit in zip(gains, units, strict=True)
         )
-        unknown = fine is None or rough is None
-        op.variance, op.rough = None if unknown else (fine or 0.0) + (rough or 0.0), rough or 0.0
+        return None if fine is None or rough is None else fine + rough, rough or 0.0
 
     def _gain(self, name: SiteName, op: OpNoise, part: int) -> float | None:
         """What probes found for this op; before its first one, what most of its kind stay below.
@@ -174,12 +196,12 @@ class NoiseTable:
         Who chooses codes takes the roughest where the prediction is lowest, so a mean would fall
         short of what is added then.
         """
-        if op.gains[part].probes:
+        if op.gains[part].count:
             return op.gains[part].value
         alike = [
             other.gains[part].value
             for other_name, other in self.ops.items()
-            if other.gains[part].probes and other_name.consumer == name.consumer
+            if other.gains[part].count and other_name.consumer == name.consumer
         ]
         return mean(alike) + pstdev(alike) if alike else None
 
@@ -220,6 +242,11 @@ class NoiseTable:
         return sum(op.variance or 0.0 for op in self.ops.values())
 
     @property
+    def added_last(self) -> float:
+        """The same in the last watched step alone."""
+        return sum(op.alone or 0.0 for op in self.ops.values())
+
+    @property
     def sampling(self) -> float | None:
         """The variance that mini-batches have anyway, at the last step that was watched in full.
 
@@ -240,7 +267,7 @@ class NoiseTable:
         What the last step showed is seen again soon.
         """
         ops = [
-            [*name, *((gain.value, gain.probes) for gain in op.gains), op.linear]
+            [*name, op.linear, *((mean.value, mean.count) for mean in (*op.gains, *op.shares))]
             for name, op in self.ops.items()
         ]
         return {"steps": self.steps, "ops": ops, "gradient": self.gradient.state_dict()}
@@ -248,8 +275,9 @@ class NoiseTable:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what `state_dict` gave."""
         self.steps, self.held = state["steps"], {}
-        self.ops = {
-            SiteName(module, op, nth): OpNoise(gains=(Gain(*fine), Gain(*rough)), linear=linear)
-            for module, op, nth, fine, rough, linear in state["ops"]
-        }
+        self.ops = {}
+        for module, consumer, nth, linear, *means in state["ops"]:
+            fine, rough, *shares = (Average(*mean) for mean in means)
+            op = OpNoise(gains=(fine, rough), shares=(shares[0], shares[1]), linear=linear)
+            self.ops[SiteName(module, consumer, nth)] = op
         self.gradient.load_state_dict(state["gradient"])

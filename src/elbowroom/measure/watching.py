@@ -41,6 +41,7 @@ class _Op:
     energies: dict[SiteName, Tensor] = field(default_factory=dict)
     folded: Tensor | None = None
     channels: Tensor | None = None  # of a norm (`channels.py`)
+    strength: Tensor | None = None
     unit: Tensor | None = None
     closed: Tensor | None = None
     measured: Tensor | None = None
@@ -225,9 +226,11 @@ class StepWatch:
             if grad is None or second_pass.runs or not op.energies:
                 return
             if op.channels is None:
-                fine = grad.float().square().mean() * torch.stack([*op.energies.values()]).sum()
-                unit = torch.stack([fine, torch.zeros_like(fine)])
+                fine = torch.stack([*op.energies.values()]).sum()
+                op.strength = torch.stack([fine, torch.zeros_like(fine)])
+                unit = op.strength * grad.float().square().mean()
             else:
+                op.strength = op.channels.mean(1)
                 unit = channel_noise(op.channels, grad)
             op.unit = unit + (0 if op.unit is None else op.unit)
             if op.form is not None and op.folded is not None:
@@ -245,7 +248,8 @@ class StepWatch:
         for h in self._held.values():
             scalars += [h.energy, *(error for *_, error in h.trials)]
         for op in read:
-            scalars += [*op.energies.values(), *_there(op.unit, op.closed, op.measured)]
+            scalars += op.energies.values()
+            scalars += _there(op.unit, op.strength, op.closed, op.measured)
         values = iter(torch.stack([s.double().cpu() for s in scalars]).tolist() if scalars else ())
         held = {}
         for name, h in self._held.items():
@@ -255,10 +259,10 @@ class StepWatch:
         readings = {}
         for op in read:
             energies = {source: next(values) for source in op.energies}
-            unit = next(values), next(values)
+            unit, strength = (next(values), next(values)), (next(values), next(values))
             closed = None if op.closed is None else next(values)
             measured = None if op.measured is None else (next(values), next(values))
-            readings[op.name] = OpReading(energies, unit, closed, measured, op.weight)
+            readings[op.name] = OpReading(energies, unit, strength, closed, measured, op.weight)
         return held, readings
 
 
