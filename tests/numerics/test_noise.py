@@ -121,6 +121,30 @@ def test_a_probe_measures_what_one_op_does_to_all_gradients(trained):
     assert op.checked[1] == pytest.approx(happened, rel=2e-3)
 
 
+def test_silu_in_place_is_probed_with_the_input_that_it_had():
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(inplace=True), nn.Conv2d(8, 8, 3))
+    model, x = nn.Sequential(*layers), torch.randn(8, 3, 12, 12)
+
+    def grads(policy, meter=None):
+        model.zero_grad()
+        with Saving(policy, min_nbytes=0, observer=meter):
+            loss = model(x).square().mean()
+        loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()]).double()
+
+    def only_silu(site):
+        lossy = site.consumer == "silu" and site.need is Need.LOSSY
+        return Encode(er.codec("dither", levels=8), site.facts) if lossy else Keep("for this test")
+
+    meter = NoiseMeter(run=100, probes=9)
+    happened = (grads(only_silu, meter) - grads(KeepAll())).square().sum().item()
+    meter.harvest()
+    (op,) = [op for op in meter.table.ops.values() if op.checked]
+    assert happened > 0
+    assert op.checked[1] == pytest.approx(happened, rel=2e-3)
+
+
 def test_watching_changes_no_bit(trained):
     policy = Lossy(er.codec("dither", levels=4))
     torch.manual_seed(5)

@@ -53,6 +53,7 @@ class Probe:
 
     That is two numbers: by all, or the upper one of two codes, and by the lower (`channels.py`).
 
+    node      of the graph that it made, and which output of it counts
     exact     copies of the call's tolerant arguments, by position or keyword
     views     what is held instead of them
     weights   parameters met in forward so far: those below are among them
@@ -62,6 +63,8 @@ class Probe:
     def __init__(
         self,
         call: Call,
+        node: Node,
+        output: int,
         exact: dict[int | str, Tensor],
         views: dict[int | str, View],
         weights: Sequence[Tensor],
@@ -72,12 +75,12 @@ class Probe:
         self._only_weights = only_weights
         self._func, self._name = call.func, call.name
         self._exact, self._views = exact, views
-        self._arguments = _without_buffers(call)
+        self._arguments = _out_of_place(call, _without_buffers(call))
         self._weights = list(weights)
         self._on_done = on_done
         self._autocast = _autocast(next(iter(exact.values())).device.type)
         self._edges = {
-            key: get_gradient_edge(value)
+            key: _edge_into(value, node)
             for key, value in self._arguments.items()
             if isinstance(value, Tensor) and value.requires_grad
         }
@@ -85,7 +88,9 @@ class Probe:
             self._arguments[key] = None  # the tensor itself must be free to go
         self._grad: Tensor | None = None
 
-    def watch(self, node: Node, output: int) -> None:
+        self._watch(node, output)
+
+    def _watch(self, node: Node, output: int) -> None:
         """Wait for backward to come to the op."""
         before, after = node.register_prehook, node.register_hook
         wanted = [_place(node, edge) for edge in self._edges.values()]
@@ -191,7 +196,10 @@ def can_probe(call: Call) -> bool:
     """Whether the op may run a second time and do the same again."""
     if call.name == "scaled_dot_product_attention" and call.arg(4, "dropout_p", 0.0):
         return False
-    return not call.kwargs.get("inplace")
+    if not _works_in_place(call):
+        return True
+    # It saves a copy of its one input. Of a view, the graph has other nodes in its place.
+    return call.name == "silu" and not call.arg(0, "input")._is_view()
 
 
 def arguments(call: Call) -> dict[int | str, Any]:
@@ -206,6 +214,22 @@ def _without_buffers(call: Call) -> dict[int | str, Any]:
     for position, name in BUFFERS.get(call.name, ()) if training else ():
         given[position if position < len(call.args) else name] = None
     return given
+
+
+def _works_in_place(call: Call) -> bool:
+    return bool(call.arg(1 if call.name == "silu" else len(call.args), "inplace", False))
+
+
+def _out_of_place(call: Call, given: dict[int | str, Any]) -> dict[int | str, Any]:
+    if not _works_in_place(call):
+        return given
+    return given | {"inplace" if "inplace" in given else 1: False}
+
+
+def _edge_into(value: Tensor, node: Node) -> GradientEdge:
+    """Where the gradient of an argument goes; one that the op has overwritten is its output now."""
+    below, number = node.next_functions[0] if value.grad_fn is node else (None, 0)
+    return get_gradient_edge(value) if below is None else GradientEdge(below, number)
 
 
 def _autocast(device_type: str) -> Callable[[], Any]:

@@ -157,8 +157,10 @@ class StepWatch:
             copies, views, op.copies, op.views = op.copies, op.views, {}, {}
             weights = [weight for ref in self._weights.values() if (weight := ref()) is not None]
             linear = op.form is not None
-            probe = Probe(call, copies, views, weights, op.take_measured, only_weights=linear)
-            probe.watch(out.grad_fn, out.output_nr)
+            Probe(
+                *(call, out.grad_fn, out.output_nr, copies, views, weights, op.take_measured),
+                only_weights=linear,
+            )
 
     def _op(self, use: Use) -> _Op:
         call = use.call
