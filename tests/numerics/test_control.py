@@ -256,6 +256,18 @@ def test_codes_that_drown_what_mini_batches_vary_by_become_mild(caplog):
     assert "is drowned by them" in str(control.error_report())
 
 
+@pytest.mark.parametrize("unheard", [0, 2, 3])
+def test_where_backward_comes_too_late_to_teach_anything_is_said(unheard, caplog):
+    """Each unheard-th step has no backward before the next context begins."""
+    training, control = Training(), NoiseBudget(er.codec("dither"))
+    for step in range(20):
+        with er.saving(control, min_nbytes=0):
+            loss = training.model(training.images[:8]).square().mean()
+        if not unheard or step % unheard:
+            loss.backward()
+    assert ("had no backward before the next context" in caplog.text) == bool(unheard)
+
+
 class SiLUOfView(nn.Module):
     def forward(self, x):
         return nn.functional.silu(x.view_as(x), inplace=True)

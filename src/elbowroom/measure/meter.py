@@ -1,5 +1,6 @@
 """The meter of one training: which steps are watched, and what was learned from them."""
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -9,6 +10,7 @@ from elbowroom.measure.watching import Rungs, StepWatch
 from elbowroom.plan import SiteName
 from elbowroom.runtime.observer import Watch
 
+_log = logging.getLogger("elbowroom.measure")
 _LONGEST = 64  # steps of a first run
 _PATIENCE = 3  # steps in which no op is probed for the first time (some check closed forms)
 
@@ -33,6 +35,7 @@ class NoiseMeter:
         self._first, self._unprobed = 2 * run, (0, 0)  # steps of the first run; how many, and when
         self.probed: Counter[SiteName] = Counter()
         self._watch: StepWatch | None = None
+        self._unheard = 0  # watched steps whose backward had not come when the next one began
 
     def begin(self) -> Watch | None:
         """A forward begins: take in what the one before has found."""
@@ -54,6 +57,20 @@ class NoiseMeter:
             if self._is_full(self.step - 1) and not readings:
                 added = 0.0  # nothing lossy was read
             self.table.gradient.end_step(last=not self._is_watched(self.step), added=added)
+            self._tell_unheard(watch)
+
+    def _tell_unheard(self, watch: StepWatch) -> None:
+        """Once: that nothing can be learned, since backwards come in another order."""
+        self._unheard += watch.is_unheard
+        if self._unheard and self.step == self._first and not self.table.gradient.draws:
+            _log.warning(
+                "of the first %d steps, %d had no backward before the next context began, and no "
+                "three in a row had one: what codes add and how mini-batches vary stays unknown, "
+                "and settings stay where they are. Run backward of each forward before the next "
+                "one, and forwards without backward outside of er.saving or under torch.no_grad()",
+                self.step,
+                self._unheard,
+            )
 
     @property
     def is_past_first_run(self) -> bool:

@@ -243,6 +243,12 @@ class StepWatch:
 
     # afterwards
 
+    @property
+    def is_unheard(self) -> bool:
+        """Whether ops read codes, and backward came to none of them."""
+        read = [op for op in self._ops.values() if op.energies]
+        return bool(read) and all(op.unit is None for op in read)
+
     def deliver(self) -> tuple[dict[SiteName, HeldNoise], dict[SiteName, OpReading]]:
         """All readings as numbers, in one transfer a device."""
         read = [op for op in self._ops.values() if op.energies and op.unit is not None]
