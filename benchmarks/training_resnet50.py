@@ -1,11 +1,14 @@
 """ResNet-50 at 224 x 224: saved bytes at least 18x below plain fp32, everything counted.
 
-    ./scripts/bench training_resnet50 [--batch 4] [--quick]
+    ./scripts/bench training_resnet50 [--batch 4] [--warm] [--quick]
 
 Bytes are those of a real step and scale with the batch. Weights are at their random start and
 images are noise, so gErr2 compares the rows of this table with each other, and says nothing of a
 training. Published, on other machines, of what they count: ActNN and DIVISION 10.5x, FDSR 10.2x,
 COMET up to 13.5x (of convolution inputs). What each column means: benchmarks/_training.py.
+
+With --warm all steps run in a process that keeps what it frees (`elbowroom run --warm`). Else glibc
+takes tensors above 32 MiB fresh from the kernel, whose pages cost more than what is computed.
 """
 
 from typing import Any
@@ -15,6 +18,8 @@ from _common import arguments, facts, finish, out_path, target
 from _resnet50 import Noise, resnet50
 from _training import HEAD, Bench, Findings, measure, table
 from _ways import saving
+
+from elbowroom.cli.warm import WARM, start_warm
 
 NAME = "training-resnet50"
 GOAL, TIME = 18.0, 1.05
@@ -36,7 +41,10 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--pairs", type=int, default=6, help="pairs of steps, noise seeds (6)")
     parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--warm", action="store_true", help="freed memory stays in the process")
     options = parser.parse_args()
+    if options.warm:
+        start_warm()
     if options.quick:
         options.batch, options.pairs = 1, 1
     torch.set_num_threads(options.threads)
@@ -50,7 +58,8 @@ def main() -> None:
 def _name(options: Any) -> str:
     """Of the result: each batch has one of its own."""
     given = options.quick or options.batch == BATCH
-    return NAME if given else f"{NAME}-batch-{options.batch}"
+    name = NAME if given else f"{NAME}-batch-{options.batch}"
+    return f"{name}-warm" if options.warm else name
 
 
 def _result(found: Findings, options: Any, known: dict[str, Any]) -> dict[str, Any]:
@@ -68,6 +77,7 @@ def _result(found: Findings, options: Any, known: dict[str, Any]) -> dict[str, A
             "model": "ResNet-50, 224 x 224, random weights",
             "data": "noise",
             "batch": options.batch,
+            "malloc": " ".join(f"{k}={v}" for k, v in WARM.items()) if options.warm else "as it is",
             "saved elements": found.elements,
         },
         "plain": {**vars(found.plain), "step_s": found.plain_s},
