@@ -109,9 +109,13 @@ class StepWatch:
         else:
             self._pending.setdefault(slot, []).append((op, use.view.geometry))
         key = tolerant_argument(x, use.call)
-        if self._wants_probe(op, use.call) and key is not None:
+        if key is None or not self._is_turn(op):
+            return
+        if can_probe(use.call):
             op.copies[key] = arguments(use.call)[key].detach().clone()
             op.views[key] = use.view
+        else:
+            self._probed[op.name] += 1  # its turn passes, or no other would ever come
 
     @torch.no_grad()
     def held(self, slot: Slot, whole: Tensor, site: Site, codec: Codec | None) -> None:
@@ -189,16 +193,13 @@ class StepWatch:
             rstd = known if known is not None and len(known) == x.shape[1] else None
             op.channels = channel_errors(error, x, upper, rstd)
 
-    def _wants_probe(self, op: _Op, call: Call) -> bool:
-        """Whether it is this op's turn: that of the least probed one of its kind.
+    def _is_turn(self, op: _Op) -> bool:
+        """Whether this op is to be probed: the least probed one of its kind.
 
         Ops without a closed form have most turns; the others are only checked now and then.
         """
         if op.copies:
             return True
-        if not can_probe(call):
-            self._probed[op.name] += 1  # its turn passes, or no other would ever come
-            return False
         if not self._probes_left:
             return False
         probed, known = self._probed, self._table.ops
