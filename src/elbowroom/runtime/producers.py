@@ -239,26 +239,33 @@ def _layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
 def _group_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     x, groups, eps = call.arg(0, "input"), call.arg(1, "num_groups"), call.arg(4, "eps", 1e-5)
     weight, bias = _as_now(call.arg(2, "weight")), _as_now(call.arg(3, "bias"))
-    statistics = logical_statistics(call, x)
-    affine: Callable[[], Affine] | None = None
-    if statistics is not None and x.is_contiguous():
-        each = x.shape[0], groups, x.shape[1] // groups
-        mean, rstd = (part.view(*each[:2], 1) for part in statistics[1:])
-        inner = x[0, 0].numel()
-
-        def affine() -> Affine:
-            scale = rstd.float().expand(each).flatten(1)
-            scale = scale if weight is None else scale * weight.float()
-            shift = -mean.float().expand(each).flatten(1) * scale
-            shift = shift if bias is None else shift + bias.float()
-            return Affine(scale.flatten(), shift.flatten(), inner)
-
+    affine = _of_groups(call, x, groups, weight, bias)
     op = Op(
         lambda x, _: F.group_norm(x, groups, weight, bias, eps),
         affine=affine,
         fixed=_given(weight, bias),
     )
     return _make(call, out, identity, op)
+
+
+def _of_groups(
+    call: Call, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None
+) -> Callable[[], Affine] | None:
+    """What a norm over the groups of each sample does to a channel of it; None: not in one pass."""
+    statistics = logical_statistics(call, x)
+    if statistics is None or not x.is_contiguous():
+        return None
+    each, inner = (x.shape[0], groups, x.shape[1] // groups), x[0, 0].numel()
+    mean, rstd = (part.float().view(*each[:2], 1).expand(each) for part in statistics[1:])
+
+    def affine() -> Affine:
+        scale = rstd.flatten(1)
+        scale = scale if weight is None else scale * weight.float()
+        shift = -mean.flatten(1) * scale
+        shift = shift if bias is None else shift + bias.float()
+        return Affine(scale.flatten(), shift.flatten(), inner)
+
+    return affine
 
 
 def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
@@ -294,18 +301,7 @@ def _instance_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None
     if call.func is not F.instance_norm or not call.arg(5, "use_input_stats", True):
         return None
     weight, bias = _as_now(call.arg(3, "weight")), _as_now(call.arg(4, "bias"))
-    statistics = logical_statistics(call, x)
-    affine: Callable[[], Affine] | None = None
-    if statistics is not None and x.is_contiguous():
-        mean, rstd = (part.float().flatten() for part in statistics[1:])
-        samples, inner = x.shape[0], x[0, 0].numel()
-
-        def affine() -> Affine:
-            scale = rstd if weight is None else rstd * weight.float().repeat(samples)
-            shift = -mean * scale
-            shift = shift if bias is None else shift + bias.float().repeat(samples)
-            return Affine(scale, shift, inner)
-
+    affine = _of_groups(call, x, x.shape[1], weight, bias)
     cudnn = torch.backends.cudnn.enabled
     op = Op(  # its own statistics; the running ones are not updated again
         lambda x, _: torch.instance_norm(x, weight, bias, None, None, True, 0.0, eps, cudnn),
