@@ -26,8 +26,9 @@ from elbowroom.runtime.handles import (
 )
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.ledger import Ledger
+from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.normal import Normalized, Statistics
-from elbowroom.runtime.perform import mask_bits, perform
+from elbowroom.runtime.perform import perform
 from elbowroom.runtime.recipes import Op, Ready, Recipe
 from elbowroom.runtime.slot import Geometry, Slot, View
 from elbowroom.runtime.tiers.choose import file_tier

@@ -95,7 +95,7 @@ AFTER = {
     "no relu": (lambda h, x: h, TWO),
     "add, then relu": (lambda h, x: F.relu(h + x), TWO),
     "add in place, then relu": (lambda h, x: F.relu(h.add_(x)), TWO),
-    "relu6": (lambda h, x: F.relu6(h), WHOLE),
+    "relu6": (lambda h, x: F.relu6(h), TWO),
     "leaky_relu": (lambda h, x: F.leaky_relu(h), TWO),
     "leaky_relu in place": (lambda h, x: F.leaky_relu(h, inplace=True), TWO),
     "gelu": (lambda h, x: F.gelu(h), TWO),

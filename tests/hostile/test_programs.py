@@ -76,6 +76,10 @@ def leaky_(x: Tensor) -> Tensor:
     return F.leaky_relu(x, inplace=True)
 
 
+def relu6_(x: Tensor) -> Tensor:
+    return F.hardtanh(x, 0.0, 6.0, inplace=True)
+
+
 def dropout_(x: Tensor) -> Tensor:
     return F.dropout(x, 0.3, inplace=True)
 
@@ -98,6 +102,11 @@ UNARY: list[Callable[[Tensor], Tensor]] = [
     lambda x: F.leaky_relu(batch_norm(x), -0.5),
     lambda x: F.leaky_relu(batch_norm(x).t(), 0.0, inplace=True).t(),
     lambda x: leaky_(nhwc(x)).reshape(N, N),
+    lambda x: F.relu6(batch_norm(x) * 4),
+    lambda x: relu6_(batch_norm(x)),
+    lambda x: F.relu(relu6_(norm(x * 8))),
+    lambda x: relu6_(relu_(norm(x) * 4)),
+    lambda x: F.relu6(nhwc(x)).reshape(N, N),
     lambda x: F.relu(leaky_(norm(x))),
     lambda x: leaky_(relu_(norm(x))),
     lambda x: torch.cat([F.leaky_relu(batch_norm(x)[:4]), F.gelu(batch_norm(x)[4:])]),
@@ -135,7 +144,7 @@ UNARY: list[Callable[[Tensor], Tensor]] = [
     *(into_a_buffer, silently_scaled),
     *(part_in_place(lambda x: x[:4], op) for op in (relu_, leaky_, dropout_)),
     *(part_in_place(lambda x: x[:, 4:], op) for op in (relu_, leaky_, dropout_)),
-    *(part_in_place(lambda x: x[::2], op) for op in (relu_, leaky_, dropout_)),
+    *(part_in_place(lambda x: x[::2], op) for op in (relu_, leaky_, relu6_, dropout_)),
 ]
 BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
     *(torch.add, torch.mul, torch.matmul, F.linear),

@@ -99,10 +99,19 @@ def test_data_are_known_through_casts_and_reshapes(forward, autocast):
         (lambda h: nn.ReLU()(h), "relu"),
         (lambda h: F.leaky_relu(h), "leaky_relu"),
         (lambda h: F.leaky_relu(h, inplace=True), "leaky_relu"),
+        (lambda h: F.relu6(h), "relu6"),
+        (lambda h: F.relu6(h, inplace=True), "relu6"),
+        (lambda h: nn.ReLU6()(h), "hardtanh"),
+        (lambda h: F.hardtanh(h, max_val=6, min_val=0, inplace=True), "hardtanh"),
     ],
 )
 def test_masks(forward, name):
     assert needs_of(forward)[name] == [Need.MASK]
+
+
+@pytest.mark.parametrize("limits", [(-1.0, 1.0), (0.0, 1.0), (-6.0, 6.0)])
+def test_of_hardtanh_only_relu6_is_a_mask(limits):
+    assert needs_of(lambda h: F.hardtanh(h, *limits))["hardtanh"] == [Need.EXACT]
 
 
 @pytest.mark.parametrize(

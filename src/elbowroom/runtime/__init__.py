@@ -2,6 +2,7 @@
 
 hooks       the two hooks themselves, on the main path
 consumers   which op is saving, and what its backward needs
+masks       ops whose backward reads a bit of an element, and which
 identity    one record (`Slot`) for one storage at one version, however many ops save it
 producers   how an op's output could be made again, in the terms of recipes
 inert       ops that need not be looked at under a plan

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from elbowroom.plan import Need
 from elbowroom.plan.site import Reads
 from elbowroom.runtime.handles.keep import version_of
+from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.slot import Slot
 
@@ -54,7 +55,6 @@ PRODUCTS: dict[str, tuple[tuple[int, str], ...]] = {
 _RUNNING = ((1, "running_mean"), (2, "running_var"))
 _GROUP_NORM = "NativeGroupNormBackward0"
 BUFFERS = dict.fromkeys(("batch_norm", "instance_norm"), _RUNNING)  # saved, but the module's own
-MASKED_OUTPUT = ("relu", "relu_")  # they save their output, and read only where it is positive
 SHAPE_ONLY = (
     tuple(  # their backward asks the input for its shape; max-pooling reads its saved indices
         f"{kind}_pool{n}d{rest}"
@@ -72,7 +72,6 @@ _TORCH_MODULES = (
     "torch._tensor",
     "torch._C._nn",
 )
-MASKED_INPUT = ("leaky_relu",)  # saves its input (in place: its output), and reads only its sign
 _RESHAPES = (
     *(
         "ToCopy",
@@ -214,9 +213,8 @@ def need_of(x: Tensor, call: Call | None, products: bool = False) -> tuple[Need,
     """
     if call is None or not call.name:
         return Need.EXACT, "saved by an op that Python did not call"
-    if call.name in MASKED_OUTPUT and x.is_floating_point():
-        return Need.MASK, ""
-    if call.name in MASKED_INPUT and x.is_floating_point():
+    masked = call.name in (*MASKED_OUTPUT, *MASKED_INPUT) or is_capped(call)
+    if masked and x.is_floating_point():
         return Need.MASK, ""
     if call.name in SHAPE_ONLY and x.is_floating_point() and _is(x, call.arg(0, "input")):
         return Need.SHAPE, ""
@@ -229,6 +227,13 @@ def need_of(x: Tensor, call: Call | None, products: bool = False) -> tuple[Need,
     if tolerant_argument(x, call) is not None or _is_attention_output(x, call):
         return Need.LOSSY, ""
     return Need.EXACT, f"a weight or statistic of '{call.name}'"
+
+
+def is_capped(call: Call) -> bool:
+    """Whether the call is ReLU6, by this name or as a Hardtanh of its limits."""
+    if call.name not in CAPPED:
+        return False
+    return call.name == "relu6" or (call.arg(1, "min_val"), call.arg(2, "max_val")) == (0, 6)
 
 
 def tolerant_argument(x: Tensor, call: Call) -> int | str | None:

@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.runtime.consumers import MASKED_OUTPUT, Call
+from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.identity import Identity, untouchable
+from elbowroom.runtime.masks import MASKED_OUTPUT
 from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.recipes import same_order
 from elbowroom.runtime.slot import Geometry, Slot

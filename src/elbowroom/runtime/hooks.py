@@ -58,9 +58,10 @@ from elbowroom.runtime.identity import (
 )
 from elbowroom.runtime.inert import Inertness
 from elbowroom.runtime.ledger import Ledger
+from elbowroom.runtime.masks import differ, mask_bits
 from elbowroom.runtime.observer import Observer, Recorder, Use, Watch
 from elbowroom.runtime.passing import Passing
-from elbowroom.runtime.perform import differ_on_nan, is_normalized, mask_bits, perform
+from elbowroom.runtime.perform import is_normalized, perform
 from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
@@ -193,7 +194,10 @@ class Saving:
             if isinstance(action, Encode):
                 base = kept.restore()
                 if slot.mask_of:
-                    slot.hold_bits(mask_bits(base, slot.mask_of))
+                    bits = mask_bits(base, slot.mask_of)
+                    if bits is None:
+                        continue
+                    slot.hold_bits(bits)
                 seed, known = self.context.next_seed(), slot.statistics
                 slot.hold(perform(action, base, Need.LOSSY, None, seed, statistics=known))
 
@@ -337,8 +341,8 @@ class Saving:
         name = self._name(call)
         slot = self._identity.slot(x) or self._new_slot(x, name)
         need, why = need_of(x, call, self._products)
-        if need is Need.MASK and differ_on_nan(name.consumer, slot.mask_of):
-            need, why = Need.EXACT, f"'{slot.mask_of}' holds its mask, and takes NaN otherwise"
+        if need is Need.MASK and differ(name.consumer, slot.bits_of):
+            need, why = Need.EXACT, f"'{slot.bits_of}' holds another mask of it"
         noted = None
         if self.recorder is not None and call is not None:
             origin, ready = self._identity.origin(x), self._ready(x)
@@ -448,7 +452,11 @@ class Saving:
         if need is Need.SHAPE and isinstance(action, Rebuild):
             slot.hold_shape()
         elif need is Need.MASK and isinstance(action, Encode):
-            slot.hold_bits(mask_bits(whole, site.consumer, only_output=covers))
+            bits = mask_bits(whole, site.consumer, only_output=covers)
+            if bits is None:
+                slot.hold(KeepHandle(whole, "a NaN, of which a bit cannot tell"))
+            else:
+                slot.hold_bits(bits)
         elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
             # Its statistics, which the code is better with, are known when it has ended.
             slot.hold(KeepHandle(whole, slot.entry.why))

@@ -4,10 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from elbowroom.codecs import BitMask, Facts
 from elbowroom.errors import PlanError
 from elbowroom.plan import Action, Encode, Keep, Need, Offload, Rebuild, SiteName
-from elbowroom.runtime.consumers import MASKED_OUTPUT
 from elbowroom.runtime.handles import (
     EncodeHandle,
     Handle,
@@ -74,23 +72,3 @@ def is_normalized(action: Action) -> bool:
     if not isinstance(action, Encode) or action.codec.lossless:
         return False
     return action.facts.error_bound is None
-
-
-def mask_bits(base: Tensor, consumer: str, *, only_output: bool = False) -> Tensor:
-    """Where `base` is positive, one bit an element, whatever the codec.
-
-    Only a bit is needed, and it is exact. ReLU's output is never negative, so there != 0 says it
-    too, if `base` is `only_output`, and not a larger tensor that ReLU changed a part of. (A NaN
-    counts as positive for ReLU, whose backward lets its gradient pass, and not for leaky_relu,
-    which scales it.)
-    """
-    is_positive = Facts(value=1.0)
-    if consumer not in MASKED_OUTPUT:
-        return BitMask().encode(base > 0, facts=is_positive).buffers[0]
-    x = base if only_output else ~(base <= 0)
-    return BitMask().encode(x, facts=is_positive).buffers[0]
-
-
-def differ_on_nan(one: str, other: str) -> bool:
-    """Whether the masks of two ops, either of which may be none, are not the same for a NaN."""
-    return bool(one and other) and (one in MASKED_OUTPUT) != (other in MASKED_OUTPUT)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elbowroom.codecs import Affine
-from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.consumers import Call, is_capped
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import Identity, Origin, is_dense, untouchable
+from elbowroom.runtime.masks import CAPPED
 from elbowroom.runtime.recipes import Op, Recipe, same_order
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.statistics import logical_statistics, statistics_of
@@ -108,19 +109,39 @@ def _relu_of_norm(norm: Op) -> Op:
 
 
 def _leaky_relu(call: Call, out: Tensor, identity: Identity) -> Origin:
-    """Its bits lie where it has saved what it reads the sign of: its input, or, in place, out."""
     slope = call.arg(1, "negative_slope", 0.01)
-    source, seen = _source(call, identity)
-    if source is None:
-        return Origin(call.name)
-    signs = (slot for slot in call.saved if slot.bits is not None and slot.base == seen)
     op = Op(
         lambda x, private: F.leaky_relu(x, slope, private),
         lambda x: x,
         needs_bits=True,
-        below=slope,
+        outside=lambda x: x * slope,
     )
-    return Origin(call.name, recipe=Recipe.of(op, source, seen, out, next(signs, None)))
+    return _make_masked(call, out, identity, op)
+
+
+def _relu6(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """What lies outside is 0 or 6: a decoded value tells which, unless it is off by 3."""
+    if not is_capped(call):
+        return None
+    op = Op(
+        lambda x, private: F.relu6(x, private),
+        lambda x: x,
+        needs_bits=True,
+        outside=lambda x: (x > 3).to(x.dtype) * 6,
+    )
+    return _make_masked(call, out, identity, op, has_zeros=True)
+
+
+def _make_masked(
+    call: Call, out: Tensor, identity: Identity, op: Op, *, has_zeros: bool = False
+) -> Origin:
+    """By bits that lie where the op has saved what it reads them of: its input, or out."""
+    source, seen = _source(call, identity)
+    if source is None:
+        return Origin(call.name, has_zeros=has_zeros)
+    masks = (slot for slot in call.saved if slot.bits is not None and slot.base == seen)
+    recipe = Recipe.of(op, source, seen, out, next(masks, None))
+    return Origin(call.name, has_zeros=has_zeros, recipe=recipe)
 
 
 def _gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
@@ -324,6 +345,7 @@ _MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {
     "relu": _relu,
     "relu_": _relu,
     "leaky_relu": _leaky_relu,
+    **dict.fromkeys(CAPPED, _relu6),
     "gelu": _gelu,
     "silu": _silu,
     "dropout": _dropout,

@@ -39,6 +39,7 @@ from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.slot import Geometry, Slot
 
 _DEEPEST = 4  # ops in a chain: all of them run at every restore
+_AT_ONCE = 1 << 18  # elements, a multiple of 8: what `outside` makes of them stays in the cache
 _DEEPEST_READY = 8  # the same, through saved tensors that are made again themselves
 
 
@@ -49,7 +50,7 @@ class Op:
     exact(x, private)   the op on an exact x; may overwrite x only if it is private
     lossy(x)            on a decoded x, which it may overwrite
     affine()            the same for an op that is one by channel, so that decoding does it
-    needs_bits          then `below` times as much where the bits [ceil(N / 8)] say that x <= 0
+    needs_bits          then 0, or `outside` of it, where bits [ceil(N / 8)] are not set
     fixed               parameters that both read: unchanged until backward, or RestoreError
     noise               dropout's factor, a saved tensor of its own
     other               the second factor of a product: a saved tensor, and where in it it lies
@@ -59,7 +60,7 @@ class Op:
     lossy: Callable[[Tensor], Tensor] | None = None
     affine: Callable[[], Affine] | None = None
     needs_bits: bool = False
-    below: float = 0.0
+    outside: Callable[[Tensor], Tensor] | None = None
     fixed: tuple[Tensor, ...] = ()
     noise: "weakref.ref[Slot] | None" = None
     other: "tuple[weakref.ref[Slot], Geometry] | None" = None
@@ -272,8 +273,8 @@ class Ready:
             return x
         assert self.op.lossy is not None
         x = self.op.lossy(x)
-        if self.op.needs_bits and self.bits is not None:
-            _scale_below(flat_of(x), self.bits, self.op.below)
+        if self.op.outside is not None and self.bits is not None:
+            _replace_outside(flat_of(x), self.bits, self.op.outside)
         return x
 
     def _times_other(self, x: Tensor, private: bool) -> Tensor:
@@ -295,11 +296,13 @@ class Ready:
         return noise
 
 
-def _scale_below(x: Tensor, bits: Tensor, slope: float) -> None:
-    """x [N] <- slope * x where the bit of bits [ceil(N / 8)] is not set."""
-    factor = torch.empty_like(x)
-    ops.unpack_bits(bits, 1.0, factor)
-    x.mul_(factor.masked_fill_(factor == 0, slope))
+def _replace_outside(x: Tensor, bits: Tensor, outside: Callable[[Tensor], Tensor]) -> None:
+    """x [N] <- outside(x) where the bit of bits [ceil(N / 8)] is not set."""
+    for start in range(0, x.numel(), _AT_ONCE):
+        part = x[start : start + _AT_ONCE]
+        inside = torch.empty_like(part)
+        ops.unpack_bits(bits[start // 8 : (start + len(part) + 7) // 8], 1.0, inside)
+        part.copy_(torch.where(inside > 0, part, outside(part)))
 
 
 def _same_memory(one: Tensor, other: Tensor | None) -> bool:

@@ -20,6 +20,7 @@ from elbowroom.runtime.handles.encode import EncodeHandle
 from elbowroom.runtime.handles.keep import KeepHandle
 from elbowroom.runtime.handles.offload import OffloadHandle
 from elbowroom.runtime.ledger import Entry
+from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT
 from elbowroom.runtime.normal import Statistics, flat_of
 
 
@@ -98,6 +99,11 @@ class Slot:
         self.entry.close()
 
     @property
+    def bits_of(self) -> str:
+        """The op whose mask the bits are, or would be; those of a code with zeros are ReLU's."""
+        return self.mask_of or ("" if self.bits is None else MASKED_OUTPUT[0])
+
+    @property
     def exact(self) -> bool:
         return self.value is not None and self.value.exact
 
@@ -150,15 +156,16 @@ class Slot:
             self.entry.why = value.why
         else:
             bitmap = getattr(value, "bitmap", None)
-            if bitmap is not None and self.bits is not None:
-                self.bits.set_(bitmap)  # the same bits, in one memory
-            self.bits = self.bits if bitmap is None else bitmap
+            if bitmap is not None and self.mask_of not in CAPPED:
+                if self.bits is not None:
+                    self.bits.set_(bitmap)  # the same bits, in one memory
+                self.bits = bitmap
         self._tell()
         if isinstance(value, OffloadHandle):
             value.when_away(partial(self.entry.move_away, value.full_nbytes))
 
     def hold_bits(self, bits: Tensor) -> None:
-        """Take the bits of what is positive."""
+        """Take the bits of a mask (`masks.py`)."""
         self.bits = bits
         self.entry.action = "bits" if self.value is None else self.value.label
         self._tell()

@@ -18,10 +18,11 @@ from torch import Tensor
 from elbowroom.codecs import Codec
 from elbowroom.plan import Action, Encode
 from elbowroom.plan.gentle import CURVED
-from elbowroom.runtime.consumers import MASKED_OUTPUT, Call
+from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.gate import Gate
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.identity import Identity, Origin
+from elbowroom.runtime.masks import MASKED_OUTPUT
 from elbowroom.runtime.recipes import Recipe, same_order
 from elbowroom.runtime.slot import Slot
 

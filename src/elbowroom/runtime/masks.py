@@ -1,0 +1,38 @@
+"""Ops whose backward reads one bit of an element, and which bit that is.
+
+relu          its output: where that is positive. A NaN is: its gradient passes
+leaky_relu    its input (in place: its output): where that is positive. A NaN is not
+relu6         its input: where that lies between 0 and 6. Of a NaN torch says 0 or 1 by the
+place, on a CPU, and 1 on a GPU
+"""
+
+from torch import Tensor
+
+from elbowroom.codecs import BitMask, Facts
+
+MASKED_OUTPUT = ("relu", "relu_")
+MASKED_INPUT = ("leaky_relu",)
+CAPPED = ("relu6", "hardtanh")  # the latter with limits of 0 and 6
+_KINDS = (MASKED_OUTPUT, MASKED_INPUT, CAPPED)
+
+
+def mask_bits(base: Tensor, consumer: str, *, only_output: bool = False) -> Tensor | None:
+    """One bit an element, exact, whatever the codec. None: no bit can say it.
+
+    ReLU's output is never negative, so there != 0 says it too, if `base` is `only_output`, and not
+    a larger tensor that ReLU changed a part of.
+    """
+    if consumer in CAPPED and base.device.type == "cpu" and bool(base.isnan().any()):
+        return None
+    if consumer in CAPPED:
+        x = (base <= 0).logical_or_(base >= 6).logical_not_()
+    elif consumer in MASKED_INPUT:
+        x = base > 0
+    else:
+        x = base if only_output else ~(base <= 0)
+    return BitMask().encode(x, facts=Facts(value=1.0)).buffers[0]
+
+
+def differ(one: str, other: str) -> bool:
+    """Whether the masks of two ops, either of which may be none, are not always the same."""
+    return bool(one and other) and any((one in kind) != (other in kind) for kind in _KINDS)
