@@ -417,6 +417,24 @@ def test_a_mask_is_exact_whatever_the_codec(masked, codec):
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_of_a_square_transposed_is_made_again_from_it_and_not_from_its_storage(dtype):
+    torch.manual_seed(0)
+    start, weight = torch.randn(8, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)
+
+    def grad(context):
+        x = start.clone().requires_grad_()
+        with context as saved:
+            h = F.leaky_relu(F.layer_norm(x, (8,)).t(), 0.5, inplace=True).t()
+            y = F.layer_norm(F.rms_norm(h, (8,)), (8,))
+        return torch.autograd.grad(y, x, weight)[0], saved
+
+    plain, _ = grad(contextlib.nullcontext())
+    exact, saved = grad(er.saving(min_nbytes=0))
+    assert torch.equal(exact, plain)
+    assert any(row.action == "rebuild" for row in saved.ledger.rows)
+
+
 @pytest.mark.parametrize("n", [7, 96])
 def test_relu6_with_a_nan_is_as_torch_has_it_at_each_place(n):
     """On a CPU its gradient there is 0 where torch works in vectors, and 1 elsewhere."""

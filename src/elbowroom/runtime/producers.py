@@ -233,7 +233,9 @@ def _rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         return F.rms_norm(x.to(dtype), shape, weight, eps)
 
     op = Op(run, run, fixed=_given(weight))
-    recipe = Recipe.of(op, held, held.base, out, identity.slot(out))
+    # Of a square transposed the base has the same shape, in another order.
+    seen = Geometry.of(x) if held.dtype is dtype else held.base
+    recipe = Recipe.of(op, held, seen, out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
 
