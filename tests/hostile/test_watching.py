@@ -88,7 +88,27 @@ def with_a_hook_of_the_users(model, context):
     loss.backward()
 
 
+def with_a_checkpoint_below(model, context):
+    """Which runs again when a probe sends errors down: its norm must not count that batch."""
+    x = X * torch.ones(1, requires_grad=True)
+    with context():
+        below = checkpoint(model[:3], x, use_reentrant=False)
+        loss = model[3:](below).square().mean()
+    loss.backward()
+
+
+def one_tensor_twice(model, context):
+    """In one op, or in two of which one is probed: a copy kept by a probe would be taken for it."""
+    with context():
+        h = model[:6](X).flatten(2)
+        gram = torch.bmm(h, h.transpose(1, 2))
+        read = nn.functional.scaled_dot_product_attention(h * 1, h, h)
+        loss = (gram.mean() + (torch.eye(16) @ read).square().mean()) * model[6:](h).square().mean()
+    loss.backward()
+
+
 LOOPS = (
+    *(with_a_checkpoint_below, one_tensor_twice),
     *(plainly, under_autocast, with_checkpoint, twice_differentiated, backward_inside),
     *(in_parts, after_an_error, in_two_batches, with_a_hook_of_the_users),
 )

@@ -256,6 +256,16 @@ def test_codes_that_drown_what_mini_batches_vary_by_become_mild(caplog):
     assert "is drowned by them" in str(control.error_report())
 
 
+@pytest.mark.parametrize("dampening", [0.0, 0.5, 0.9])
+def test_momentum_is_in_units_of_a_gradient_whatever_the_dampening(dampening):
+    weight = nn.Parameter(torch.zeros(100))
+    optimizer = torch.optim.SGD([weight], 0.0, momentum=0.9, dampening=dampening)
+    for _ in range(200):
+        weight.grad = torch.full((100,), 3.0)
+        optimizer.step()
+    assert CometBounds(optimizer)._momentum(weight) == pytest.approx(3.0, rel=1e-3)
+
+
 @pytest.mark.parametrize("unheard", [0, 2, 3])
 def test_where_backward_comes_too_late_to_teach_anything_is_said(unheard, caplog):
     """Each unheard-th step has no backward before the next context begins."""

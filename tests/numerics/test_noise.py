@@ -121,6 +121,61 @@ def test_a_probe_measures_what_one_op_does_to_all_gradients(trained):
     assert op.checked[1] == pytest.approx(happened, rel=2e-3)
 
 
+class SharedQuery(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.v, self.o = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        q, v = (part(x).unsqueeze(1) for part in (self.q, self.v))
+        return self.o(nn.functional.scaled_dot_product_attention(q * 4, q * 4, v))
+
+
+class Recurrent(nn.Module):
+    """Most of its gradient is that of weights which come in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.norm, self.o = (
+            nn.GRU(16, 32, batch_first=True),
+            nn.LayerNorm(32),
+            nn.Linear(32, 8),
+        )
+
+    def forward(self, x):
+        return self.o(nn.functional.gelu(self.norm(self.rnn(x)[0])))
+
+
+def plain_rms():
+    norm = nn.RMSNorm(64, elementwise_affine=False)
+    return nn.Sequential(nn.Linear(16, 64), norm, nn.Linear(64, 8))
+
+
+@pytest.mark.parametrize("made", [SharedQuery, Recurrent, plain_rms])
+@pytest.mark.parametrize("levels", [16, 32])
+def test_predicted_is_measured_where_an_op_is_no_simple_node(made, levels):
+    torch.manual_seed(0)
+    model, x, y = made(), torch.randn(24, 20, 16), torch.randn(24, 20, 8)
+
+    def grads(policy, seed=0, meter=None):
+        model.zero_grad()
+        with Saving(policy, min_nbytes=0, context=Context(seed), observer=meter):
+            loss = (model(x).view_as(y) - y).square().mean()
+        loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()]).double()
+
+    policy, true = Lossy(er.codec("dither", levels=levels)), grads(KeepAll())
+    measured = [(grads(policy, seed) - true).square().sum().item() for seed in range(16)]
+    meter = NoiseMeter(run=100, probes=8)
+    for seed in range(16):
+        grads(policy, 100 + seed, meter)
+    meter.harvest()
+    added = sum(measured) / 16
+    assert 0.75 < meter.table.added / added < 1.3
+    if made is Recurrent:
+        assert meter.table.gradient.size == pytest.approx(true.square().sum().item(), rel=0.1)
+
+
 def test_silu_in_place_is_probed_with_the_input_that_it_had():
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(inplace=True), nn.Conv2d(8, 8, 3))

@@ -60,6 +60,14 @@ def test_where_no_gradient_was_heard_a_step_stands_for_itself():
         assert table.ops[CONV].variance == closed
 
 
+@pytest.mark.parametrize("size", [float("inf"), float("nan")])
+def test_a_step_of_which_a_weights_gradient_overflowed_teaches_nothing(size):
+    steps = Steps()
+    steps.take(CONV, 100.0, closed=10.0)
+    op = steps.take(CONV, size, closed=10.0)
+    assert (op.variance, op.shares[0].count) == (10.0, 1)
+
+
 def test_averages_go_into_a_checkpoint():
     steps, restored = Steps(), Steps()
     steps.take(CONV, 100.0, closed=10.0)

@@ -104,7 +104,8 @@ class CometBounds(Adaptive):
             (g for g in self._optimizer.param_groups if any(p is weight for p in g["params"])), {}
         )
         if isinstance(state.get("momentum_buffer"), Tensor):
-            share = 1 - float(group.get("momentum", 0.0))
+            taken = 1 - float(group.get("dampening", 0.0))  # of a gradient, by the buffer
+            share = (1 - float(group.get("momentum", 0.0))) / taken if taken > 0 else 0.0
             return share * _rms(state["momentum_buffer"])
         if isinstance(state.get("exp_avg_sq"), Tensor):
             correction = 1 - float(group["betas"][1]) ** float(state["step"])

@@ -143,7 +143,8 @@ class NoiseTable:
         A forward without a backward does not, nor one that overflowed (GradScaler skips such
         steps, too).
         """
-        if not readings or not all(reading.finite for reading in readings.values()):
+        finite = isfinite(self.gradient.size_now) and all(r.finite for r in readings.values())
+        if not readings or not finite:
             return False
         self.steps += 1
         self.held = held

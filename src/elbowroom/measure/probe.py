@@ -15,21 +15,20 @@ this second pass; gradients are not accumulated by it.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.utils._pytree import tree_map
 
 from elbowroom.measure.sensitivity import energy, is_weight
-from elbowroom.runtime.consumers import BUFFERS, Call, tolerant_argument
+from elbowroom.runtime.consumers import BUFFERS, Call, tolerant_arguments
 from elbowroom.runtime.slot import View
 
 _log = logging.getLogger("elbowroom.measure")
-# These save what they make of x on the way, which is coded too: they run on what is held, whole.
-_SAVES_ITS_PRODUCTS = ("rms_norm",)
 _CANNOT = (RuntimeError, ValueError, TypeError, NotImplementedError)
 
 
@@ -84,8 +83,8 @@ class Probe:
             for key, value in self._arguments.items()
             if isinstance(value, Tensor) and value.requires_grad
         }
-        for key in exact:
-            self._arguments[key] = None  # the tensor itself must be free to go
+        # What is no parameter must be free to go: it may be held by a code, here or elsewhere.
+        self._arguments = tree_map(_own, self._arguments | dict.fromkeys(exact))
         self._grad: Tensor | None = None
 
         self._watch(node, output)
@@ -94,7 +93,9 @@ class Probe:
         """Wait for backward to come to the op."""
         before, after = node.register_prehook, node.register_hook
         wanted = [_place(node, edge) for edge in self._edges.values()]
-        single = None not in wanted
+        # One node, of which each gradient goes its own way.
+        single = None not in wanted and len({*wanted}) == len(wanted)
+        single = single and self._name != "rms_norm"  # whose last node is not all of it
 
         def note(grads: Sequence[Tensor | None]) -> None:
             grad = grads[output]
@@ -111,7 +112,7 @@ class Probe:
             except _CANNOT as error:
                 _log.info("%s cannot be probed: %s", self._func, error)
             # Once: what a second backward finds is another gradient, and the copies are let go.
-            self._exact, self._views, self._grad = {}, {}, None
+            self._exact, self._views, self._arguments, self._grad = {}, {}, {}, None
 
         before(note)
         after(measure)
@@ -156,7 +157,7 @@ class Probe:
                 cotangents.append(error)
         if edges:
             # Several errors at once: they are independent, so their energies add.
-            with second_pass:
+            with second_pass, _buffers_as_before():
                 arrived += [energy(part) for part in self._send(edges, cotangents)]
         return torch.stack(arrived).sum() if arrived else torch.zeros(())
 
@@ -170,17 +171,18 @@ class Probe:
     def _backward(self, grad: Tensor, held: dict[int | str, Tensor]) -> list[Tensor | None]:
         """The gradients of all differentiable arguments, by backward with these saved instead."""
         given = self._arguments | self._exact
-        if self._name in _SAVES_ITS_PRODUCTS:
-            given, held = given | held, {}
         leaves = {key: given[key].detach().requires_grad_() for key in self._edges}
         given |= leaves
         args = tuple(value for key, value in given.items() if isinstance(key, int))
         kwargs = {key: value for key, value in given.items() if isinstance(key, str)}
         call = Call(self._func, args, kwargs, self._name)
+        is_rms = self._name == "rms_norm" and bool(held)
 
         def instead(x: Tensor) -> Tensor:
-            key = tolerant_argument(x, call)
-            return held[key].to(x.dtype).reshape(x.shape) if key in held else x
+            key = next((key for key in tolerant_arguments(x, call) if key in held), None)
+            if key is not None:
+                return held[key].to(x.dtype).reshape(x.shape)
+            return _scaled_as(x, *self._exact.values(), *held.values()) if is_rms else x
 
         with ExitStack() as plain:
             plain.enter_context(torch._C.DisableTorchFunction())
@@ -230,6 +232,42 @@ def _edge_into(value: Tensor, node: Node) -> GradientEdge:
     """Where the gradient of an argument goes; one that the op has overwritten is its output now."""
     below, number = node.next_functions[0] if value.grad_fn is node else (None, 0)
     return get_gradient_edge(value) if below is None else GradientEdge(below, number)
+
+
+def _scaled_as(made: Tensor, exact: Tensor, held: Tensor) -> Tensor:
+    """What rms_norm makes of x on the way, and saves, from what is held of x; else `made` itself.
+
+    That is x / rms(x), whose rows are so many times those of x.
+    """
+    if made.shape != exact.shape or not made.is_floating_point():
+        return made
+    norms = (torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True) for x in (made, exact))
+    factor = torch.div(*norms).nan_to_num(0.0)
+    return (held * factor).to(made.dtype)
+
+
+def _own(value: Any) -> Any:
+    """A copy, of a tensor that is no parameter."""
+    is_other = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    return value.detach().clone() if is_other else value
+
+
+@contextmanager
+def _buffers_as_before() -> Iterator[None]:
+    """Modules that a checkpoint runs again have the buffers that they had, once it is over."""
+    before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def note(module: nn.Module, _: Any) -> None:
+        for buffer in module.buffers(recurse=False):
+            before.setdefault(id(buffer), (buffer, buffer.detach().clone()))
+
+    hook = nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for buffer, value in before.values():
+            buffer.data.copy_(value)  # unseen: what autograd saved of it has not changed
 
 
 def _autocast(device_type: str) -> Callable[[], Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.codecs import Codec
 from elbowroom.measure.channels import CHANNEL_NORMS, channel_errors, channel_noise
@@ -21,7 +22,7 @@ from elbowroom.measure.probe import Probe, arguments, can_probe, second_pass
 from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
 from elbowroom.plan import Site, SiteName
 from elbowroom.plan.gentle import gentle
-from elbowroom.runtime.consumers import Call, tolerant_argument
+from elbowroom.runtime.consumers import Call, tolerant_arguments
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.observer import Use
 from elbowroom.runtime.slot import Geometry, Slot, View
@@ -108,12 +109,13 @@ class StepWatch:
             self._derived[root].append((op, slot, x, version_of(x)))
         else:
             self._pending.setdefault(slot, []).append((op, use.view.geometry))
-        key = tolerant_argument(x, use.call)
-        if key is None or not self._is_turn(op):
+        keys = tolerant_arguments(x, use.call)
+        if not keys or not self._is_turn(op):
             return
         if can_probe(use.call):
-            op.copies[key] = arguments(use.call)[key].detach().clone()
-            op.views[key] = use.view
+            for key in keys:
+                op.copies[key] = arguments(use.call)[key].detach().clone()
+                op.views[key] = use.view
         else:
             self._probed[op.name] += 1  # its turn passes, or no other would ever come
 
@@ -144,7 +146,7 @@ class StepWatch:
 
     def ended(self, call: Call, out: Any) -> None:
         """The op has its node in the graph now."""
-        for arg in call_values(call):
+        for arg in tree_leaves(call_values(call)):  # a GRU's come in a list
             if is_weight(arg) and id(arg) not in self._weights:
                 self._weights[id(arg)] = weakref.ref(arg)
                 self._table.gradient.listen(arg)

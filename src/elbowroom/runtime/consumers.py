@@ -224,7 +224,7 @@ def need_of(x: Tensor, call: Call | None, products: bool = False) -> tuple[Need,
         return Need.EXACT, f"'{call.name}' is not known to tolerate errors"
     if not x.is_floating_point():
         return Need.EXACT, "not a floating dtype"
-    if tolerant_argument(x, call) is not None or _is_attention_output(x, call):
+    if tolerant_arguments(x, call) or _is_attention_output(x, call):
         return Need.LOSSY, ""
     return Need.EXACT, f"a weight or statistic of '{call.name}'"
 
@@ -236,12 +236,13 @@ def is_capped(call: Call) -> bool:
     return call.name == "relu6" or (call.arg(1, "min_val"), call.arg(2, "max_val")) == (0, 6)
 
 
-def tolerant_argument(x: Tensor, call: Call) -> int | str | None:
-    """Which of the arguments that may carry an error x is: its position, or its keyword."""
-    for position, name in TOLERANT.get(call.name, ()):
-        if _is(x, call.arg(position, name)):
-            return position if position < len(call.args) else name
-    return None
+def tolerant_arguments(x: Tensor, call: Call) -> list[int | str]:
+    """Which of the arguments that may carry an error x is: their positions, or keywords."""
+    return [
+        position if position < len(call.args) else name
+        for position, name in TOLERANT.get(call.name, ())
+        if _is(x, call.arg(position, name))
+    ]
 
 
 def _is_factor(x: Tensor, call: Call) -> bool:
