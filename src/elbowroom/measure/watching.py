@@ -7,13 +7,12 @@ of one op.
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from elbowroom.codecs import Codec
 from elbowroom.measure.channels import CHANNEL_NORMS, channel_errors, channel_noise
@@ -146,7 +145,7 @@ class StepWatch:
 
     def ended(self, call: Call, out: Any) -> None:
         """The op has its node in the graph now."""
-        for arg in tree_leaves(call_values(call)):  # a GRU's come in a list
+        for arg in _one_by_one(call_values(call)):
             if is_weight(arg) and id(arg) not in self._weights:
                 self._weights[id(arg)] = weakref.ref(arg)
                 self._table.gradient.listen(arg)
@@ -280,6 +279,12 @@ class StepWatch:
 def call_values(call: Call) -> tuple[Any, ...]:
     """All arguments of a call."""
     return (*call.args, *call.kwargs.values())
+
+
+def _one_by_one(values: Iterable[Any]) -> Iterator[Any]:
+    """Those in lists, too, as a GRU takes its weights."""
+    for value in values:
+        yield from value if isinstance(value, list | tuple) else (value,)
 
 
 def _there(*values: Tensor | None) -> list[Tensor]:
