@@ -45,7 +45,7 @@ class NoiseBudget(Adaptive):
         first = unknown[0]
         _log.warning(
             "noise=%g: what codes add cannot be probed at '%s' in '%s' (%d in all); it "
-            "comes on top of the budget. Ops that do not work in place can be probed; or take "
+            "comes on top of the budget. Ops that change no view in place can be probed; or take "
             "fixed codes that are milder",
             self.noise,
             first.consumer,

@@ -128,6 +128,17 @@ class OpReading:
         return all(map(isfinite, numbers))
 
 
+def _typical(op: OpNoise, units: Pair, strengths: Pair, size: float) -> Pair:
+    """What the units of a step of |g|^2 = size would be, were dY over |g| as it is on average."""
+    found = []
+    for share, unit, strength in zip(op.shares, units, strengths, strict=True):
+        if size > 0 and strength > 0:
+            share.learn(unit / strength / size)
+            unit = share.value * strength * size
+        found.append(unit)
+    return found[0], found[1]
+
+
 class NoiseTable:
     """What is known of all sites and ops of one training."""
 
@@ -143,7 +154,8 @@ class NoiseTable:
         A forward without a backward does not, nor one that overflowed (GradScaler skips such
         steps, too).
         """
-        finite = isfinite(self.gradient.size_now) and all(r.finite for r in readings.values())
+        size = self.gradient.size_now  # once: it reads all parameters
+        finite = isfinite(size) and all(reading.finite for reading in readings.values())
         if not readings or not finite:
             return False
         self.steps += 1
@@ -152,10 +164,10 @@ class NoiseTable:
         for name in readings:
             self.ops[name] = before.get(name, OpNoise())
         for name, reading in readings.items():
-            self._update(name, self.ops[name], reading)
+            self._update(name, self.ops[name], reading, size)
         return True
 
-    def _update(self, name: SiteName, op: OpNoise, reading: OpReading) -> None:
+    def _update(self, name: SiteName, op: OpNoise, reading: OpReading, size: float) -> None:
         op.sources, op.weight = reading.energies, reading.weight
         op.linear = reading.weight is not None
         closed, measured = reading.closed is not None, reading.measured
@@ -167,18 +179,8 @@ class NoiseTable:
                 if unit > 0 and not closed:
                     gain.learn(found / unit)
             op.alone, _ = self._predict(name, op, units, closed)
-        typical = self._typical(op, units, reading.strength)
+        typical = _typical(op, units, reading.strength, size)
         op.variance, op.rough = self._predict(name, op, typical, closed)
-
-    def _typical(self, op: OpNoise, units: Pair, strengths: Pair) -> Pair:
-        """What the units of this step would be, were dY over |g| as it is on average."""
-        size, found = self.gradient.size_now, []
-        for share, unit, strength in zip(op.shares, units, strengths, strict=True):
-            if size > 0 and strength > 0:
-                share.learn(unit / strength / size)
-                unit = share.value * strength * size
-            found.append(unit)
-        return found[0], found[1]
 
     def _predict(
         self, name: SiteName, op: OpNoise, units: Pair, closed: bool

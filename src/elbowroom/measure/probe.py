@@ -86,7 +86,6 @@ class Probe:
         # What is no parameter must be free to go: it may be held by a code, here or elsewhere.
         self._arguments = tree_map(_own, self._arguments | dict.fromkeys(exact))
         self._grad: Tensor | None = None
-
         self._watch(node, output)
 
     def _watch(self, node: Node, output: int) -> None:
@@ -198,10 +197,8 @@ def can_probe(call: Call) -> bool:
     """Whether the op may run a second time and do the same again."""
     if call.name == "scaled_dot_product_attention" and call.arg(4, "dropout_p", 0.0):
         return False
-    if not _works_in_place(call):
-        return True
-    # It saves a copy of its one input. Of a view, the graph has other nodes in its place.
-    return call.name == "silu" and not call.arg(0, "input")._is_view()
+    # Of a view that was changed in place, the graph has other nodes.
+    return not (_works_in_place(call) and call.arg(0, "input")._is_view())
 
 
 def arguments(call: Call) -> dict[int | str, Any]:
@@ -219,7 +216,7 @@ def _without_buffers(call: Call) -> dict[int | str, Any]:
 
 
 def _works_in_place(call: Call) -> bool:
-    return bool(call.arg(1 if call.name == "silu" else len(call.args), "inplace", False))
+    return call.name == "silu" and bool(call.arg(1, "inplace", False))
 
 
 def _out_of_place(call: Call, given: dict[int | str, Any]) -> dict[int | str, Any]:

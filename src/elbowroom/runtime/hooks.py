@@ -193,11 +193,11 @@ class Saving:
             action = policy(replace(slot.sites[-1], need=Need.LOSSY))
             if isinstance(action, Encode):
                 base = kept.restore()
-                if slot.mask_of:
-                    bits = mask_bits(base, slot.mask_of)
-                    if bits is None:
-                        continue
+                bits = mask_bits(base, slot.mask_of) if slot.mask_of else None
+                if bits is not None:
                     slot.hold_bits(bits)
+                elif slot.mask_of:
+                    continue
                 seed, known = self.context.next_seed(), slot.statistics
                 slot.hold(perform(action, base, Need.LOSSY, None, seed, statistics=known))
 
@@ -372,12 +372,9 @@ class Saving:
 
     def _note_curved(self, source: Slot | None) -> None:
         """What is made of `source` is read by a GELU or SiLU."""
-        if source is None:
-            return
-        if self.recorder is not None:
-            self.recorder.curved(source)
-        if self._watch is not None:
-            self._watch.curved(source)
+        for one in (self.recorder, self._watch):
+            if source is not None and one is not None:
+                one.curved(source)
 
     def _new_slot(self, x: Tensor, name: SiteName) -> Slot:
         base = dense_base(x)

@@ -1,9 +1,9 @@
 """Ops whose backward reads one bit of an element, and which bit that is.
 
-relu          its output: where that is positive. A NaN is: its gradient passes
-leaky_relu    its input (in place: its output): where that is positive. A NaN is not
-relu6         its input: where that lies between 0 and 6. Of a NaN torch says 0 or 1 by the
-place, on a CPU, and 1 on a GPU
+relu        its output: where that is positive. A NaN is: its gradient passes
+leaky_relu  its input (in place: its output): where that is positive. A NaN is not
+relu6       its input: where that lies between 0 and 6. A NaN does on a GPU; on a CPU by its
+            place, so that a tensor with one is kept, as codecs keep it
 """
 
 from torch import Tensor

@@ -39,8 +39,8 @@ from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.slot import Geometry, Slot
 
 _DEEPEST = 4  # ops in a chain: all of them run at every restore
-_AT_ONCE = 1 << 18  # elements, a multiple of 8: what `outside` makes of them stays in the cache
 _DEEPEST_READY = 8  # the same, through saved tensors that are made again themselves
+_AT_ONCE = 1 << 18  # elements, a multiple of 8: what `outside` makes of them stays in the cache
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ class Slot:
         return x
 
     def restore_mask(self) -> Tensor:
-        """1 where the tensor is positive, 0 elsewhere: all that ReLU's backward reads."""
+        """1 where the bits are set, 0 elsewhere: all that the op of that mask reads."""
         return self.restore_value() if self.bits is None else self._unpacked(self.bits)
 
     def restore_side(self) -> Tensor | None:
