@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from elbowroom.kernels import ops, reference, states
+from elbowroom.kernels.reference import moments
 from elbowroom.kernels.reference.noise import uniform
 from elbowroom.optim import AdamW
 
@@ -50,6 +51,19 @@ def test_v_is_zero_only_where_it_is_zero_and_extremes_stay(kind):
     assert back[1].allclose(x[1], rtol=0.005)  # constant: bounds are rounded to 1/256 octave
     top = x.amax(1)
     assert ((back.amax(1) - top).abs() <= 0.4 * top + 2.0**-126).all()
+
+
+def test_codes_of_e4m3_are_where_the_format_has_them():
+    codes = torch.arange(1, 127, dtype=torch.int32)
+    octaves = codes.to(torch.uint8).view(torch.float8_e4m3fn).double().log2() + 9
+    assert (moments.octaves(codes) - octaves).abs().max() < 5e-5
+    assert torch.equal(moments.e4m3_of(octaves.float()), codes)
+
+    z = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * states.OCTAVES
+    nearest = torch.exp2(z.double() - 9).float().to(torch.float8_e4m3fn).view(torch.uint8).int()
+    differ = moments.e4m3_of(z) != nearest
+    assert differ.float().mean() < 1e-4  # right at the middle of two
+    assert (moments.e4m3_of(z) - nearest).abs().max() <= 1
 
 
 def test_plain_e4m3_does_zero_a_wide_v():

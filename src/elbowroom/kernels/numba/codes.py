@@ -1,7 +1,7 @@
 """The codes of one tile to bytes and back (specification: `reference/codes.py`)."""
 
-from elbowroom.kernels.numba.byte import left, right, times
 from elbowroom.kernels.numba.compiled import inlined, jit, u8, u16
+from elbowroom.kernels.numba.lanes import left, right, times
 
 SLACK = 16  # codes are packed in whole bytes: up to 7 elements beyond the last are read and written
 

@@ -5,9 +5,9 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.layout import drop_below
-from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, jit, u32
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, jit
 from elbowroom.kernels.numba.launch import parallel, split_seed, words
-from elbowroom.kernels.numba.noise import mix, tile_key
+from elbowroom.kernels.numba.noise import tile_key, word_at
 from elbowroom.kernels.numba.rounding import from_float, target, to_float
 
 
@@ -21,7 +21,7 @@ def dropout(x: Tensor, seed: int, p: float, out: Tensor) -> None:
 def thin(values, key, below, scale, out):
     """out [n] <- values [n] * scale where the word of the element is large enough, else 0."""
     for o in range(out.shape[0]):
-        word = mix(u32(key + u32(o) * u32(0x9E3779B9)))
+        word = word_at(key, o)
         kept = values[o] * scale
         out[o] = kept if word >= below else f32(0)
 

@@ -13,11 +13,12 @@ A kind is an integer, its place in `KINDS`: a branch that never changes within a
 import numpy as np
 
 from elbowroom.kernels.numba.compiled import f32, i32, inlined, leaf, u8, u64
-from elbowroom.kernels.numba.powers import exp2_from, log2_above, part_of
+from elbowroom.kernels.numba.lanes import least, most
+from elbowroom.kernels.numba.powers import above_one, exp2_from, fma, log2_above, part_of, power_of
 from elbowroom.kernels.numba.rounding import TOP, as_bits, as_float, bf16_directed, bf16_value
 from elbowroom.kernels.states import (
+    BEND,
     CEILING,
-    E4M3_OCTAVES,
     FLOOR,
     KINDS,
     LEAST,
@@ -32,11 +33,8 @@ _STEPS8, _STEPS4 = STEPS["log8"], STEPS["log4"]
 _LEAST, _MOST = f32(LEAST), f32(MOST)
 _LEAST_BITS, _MOST_BITS = i32(_LEAST.view(np.int32)), i32(_MOST.view(np.int32))
 _OCTAVES, _PER_OCTAVES, _LEAST_RANGE = f32(OCTAVES), f32(1 / OCTAVES), f32(LEAST_RANGE)
-_E4M3 = np.array(E4M3_OCTAVES, np.float32)
+_BEND0, _BEND1, _BEND2, _BEND3 = (f32(c) for c in BEND)
 _MAGIC = f32(12582912)  # adding it rounds to an integer, ties to even
-_FP8_MAGIC_BITS = i32((127 - 7 + 1 + 23 - 3) << 23)  # and this to 2^-9
-_FP8_MAGIC = f32(_FP8_MAGIC_BITS.view(np.float32))
-_FP8_NORMAL, _FP8_REBIAS = i32((127 - 7 + 1) << 23), i32((127 - 7) << 23)
 
 
 @inlined
@@ -44,16 +42,22 @@ def nearest(x):
     return i32((x + _MAGIC) - _MAGIC)
 
 
+@inlined
+def softsign(code, scale):
+    code = f32(np.int8(code))
+    return scale * ((code + code) / (f32(381) - abs(code)))
+
+
 @leaf
 def softsign_load(codes, at, bounds, b, root, rooted, m, s, n):
     """m [n] from s on <- codes (int8 as uint8), bounds; root [n]."""
     scale = bf16_value(bounds[b])
-    for o in range(n):
-        code = f32(np.int8(codes[at + o]))
-        m[s + o] = scale * ((code + code) / (f32(381) - abs(code)))
     if rooted:
         for o in range(n):
-            m[s + o] = m[s + o] * root[s + o]
+            m[s + o] = softsign(codes[at + o], scale) * root[s + o]
+    else:
+        for o in range(n):
+            m[s + o] = softsign(codes[at + o], scale)
 
 
 @leaf
@@ -71,14 +75,16 @@ def softsign4_load(codes, bounds, b, root, rooted, m, s, n):
 @leaf
 def softsign_bounds(m, root, rooted, s, n, bounds, b):
     """m [n] <- m / root; its bound."""
+    bound = i32(0)
     if rooted:
         for o in range(n):
             r = m[s + o] / root[s + o]
-            m[s + o] = r if root[s + o] > f32(0) else f32(0)
-    most = i32(0)
-    for o in range(n):
-        most = max(most, as_bits(m[s + o]) & TOP)
-    scale = bf16_directed(as_float(most), True)
+            r = r if root[s + o] > f32(0) else f32(0)
+            m[s + o], bound = r, most(bound, i32(as_bits(r) & TOP))
+    else:
+        for o in range(n):
+            bound = most(bound, i32(as_bits(m[s + o]) & TOP))
+    scale = bf16_directed(as_float(bound), True)
     bounds[b] = i32(0) if bf16_value(scale) < f32(1e-36) else scale
 
 
@@ -107,19 +113,30 @@ def softsign4_store(m, u, s, n, bounds, b, codes):
 
 
 @leaf
+def extremes(x, s, n):
+    """The bits of the least abs(x) [n] that is not 0, and of the largest: 0, if none."""
+    lowest, highest = _MOST_BITS, i32(0)
+    for o in range(n):
+        bits = i32(as_bits(x[s + o]) & TOP)
+        lowest = least(lowest, bits if bits > i32(0) else _MOST_BITS)
+        highest = most(highest, bits)
+    return lowest, highest
+
+
+@inlined
+def held(bits):
+    return least(most(bits, _LEAST_BITS), _MOST_BITS)
+
+
+@leaf
 def find_bounds(x, s, n, bounds, b):
     """Two bounds <- log2 of the extremes of abs(x) [n] that are not 0, outward, in 1/256."""
-    least, most = _MOST_BITS, i32(0)
-    for o in range(n):
-        bits = as_bits(x[s + o]) & TOP
-        least = min(least, bits if bits > i32(0) else _MOST_BITS)
-        most = max(most, bits)
-    if most == i32(0):
+    lowest, highest = extremes(x, s, n)
+    if highest == i32(0):
         bounds[b], bounds[b + u64(1)] = 0, 0
         return
-    least, most = max(least, _LEAST_BITS), min(max(most, _LEAST_BITS), _MOST_BITS)
-    low = np.floor(log2_above(as_float(least), f32(0)) * f32(256))
-    high = np.ceil(log2_above(as_float(most), f32(0)) * f32(256))
+    low = np.floor(log2_above(as_float(held(lowest)), f32(0)) * f32(256))
+    high = np.ceil(log2_above(as_float(held(highest)), f32(0)) * f32(256))
     bounds[b] = min(max(i32(low), i32(FLOOR)), i32(CEILING))
     bounds[b + u64(1)] = min(max(i32(high), i32(FLOOR)), i32(CEILING))
 
@@ -127,14 +144,9 @@ def find_bounds(x, s, n, bounds, b):
 @leaf
 def find_root_bounds(v, s, n, bounds, b):
     """Two bounds <- bf16 below and above the roots of what is not 0 in v [n]."""
-    least, most = _MOST_BITS, i32(0)
-    for o in range(n):
-        bits = as_bits(v[s + o])
-        least = min(least, bits if bits > i32(0) else _MOST_BITS)
-        most = max(most, bits)
-    low = np.sqrt(as_float(max(least, _LEAST_BITS)))
-    high = np.sqrt(as_float(min(max(most, _LEAST_BITS), _MOST_BITS)))
-    there = most > i32(0)
+    lowest, highest = extremes(v, s, n)
+    low, high = np.sqrt(as_float(held(lowest))), np.sqrt(as_float(held(highest)))
+    there = highest > i32(0)
     bounds[b] = as_bits(low) >> i32(16) if there else i32(0)
     bounds[b + u64(1)] = i32(as_bits(high) + i32(0xFFFF)) >> i32(16) if there else i32(0)
 
@@ -152,38 +164,63 @@ def range_of(bounds, b):
     return max(f32(i32(high - low)) * f32(1 / 256), _LEAST_RANGE)
 
 
-@leaf
-def log_load(codes, bounds, b, step, v, root, s, n):
-    """v, root [n] <- codes [n] int32."""
-    low = i32(i32(bounds[b]) << i32(16))
-    for o in range(n):
-        code = codes[s + o]
-        bits = i32(low + i32(max(i32(code - i32(1)), i32(0)) * step))
-        r = as_float(bits if code > i32(0) else i32(0))
-        root[s + o] = r
-        v[s + o] = r * r
+@inlined
+def root_at(code, low, step):
+    bits = i32(low + i32(most(i32(code - i32(1)), i32(0)) * step))
+    return as_float(bits if code > i32(0) else i32(0))
 
 
 @leaf
-def log_store(v, u, s, n, bounds, b, step, steps, codes, root):
-    """Codes int32, root [n] <- v, u [n]."""
+def log_load(kind, codes, at, bounds, b, v, root, spare, s, n):
+    """v, root [n] <- codes, a byte or half a byte each; spare [n] int32."""
     low = i32(i32(bounds[b]) << i32(16))
-    per, last = f32(1) / f32(step), i32(steps - 1)
-    for o in range(n):
-        x = min(max(v[s + o], _LEAST), _MOST)
-        above = i32(as_bits(np.sqrt(x)) - low)
-        below = min(max(i32(f32(above) * per), i32(0)), last)
-        bits = i32(low + i32(below * step))
-        lower, upper = as_float(bits), as_float(i32(bits + step))
-        lo, hi = lower * lower, upper * upper
-        up = (x - lo) > u[s + o] * (hi - lo)
-        code = i32(below + (i32(2) if up else i32(1)))
-        r = upper if up else lower
-        there = v[s + o] > f32(0)
-        codes[s + o] = code if there else i32(0)
-        root[s + o] = r if there else f32(0)
+    if kind == LOG8:
+        step = step_of(bounds, b, _STEPS8)
+        for o in range(n):
+            r = root_at(i32(codes[at + o]), low, step)
+            v[s + o], root[s + o] = r * r, r
+    else:
+        step = step_of(bounds, b, _STEPS4)
+        widen(codes, at, spare, s, n)
+        for o in range(n):
+            r = root_at(spare[s + o], low, step)
+            v[s + o], root[s + o] = r * r, r
 
 
+@inlined
+def nearest_levels(v, u, low, per, step, last):
+    """The code of one of the two levels around v, and its root."""
+    x = min(max(v, _LEAST), _MOST)
+    above = i32(as_bits(np.sqrt(x)) - low)
+    below = least(most(i32(f32(above) * per), i32(0)), last)
+    bits = i32(low + i32(below * step))
+    lower, upper = as_float(bits), as_float(i32(bits + step))
+    lo, hi = lower * lower, upper * upper
+    up = (x - lo) > u * (hi - lo)
+    code = i32(below + (i32(2) if up else i32(1)))
+    return code if v > f32(0) else i32(0), (upper if up else lower) if v > f32(0) else f32(0)
+
+
+@leaf
+def log_store(kind, v, u, s, n, bounds, b, codes, at, root, spare):
+    """Codes, a byte or half a byte each, and root [n] <- v, u [n]; spare [n] int32."""
+    low = i32(i32(bounds[b]) << i32(16))
+    if kind == LOG8:
+        step, last = step_of(bounds, b, _STEPS8), i32(_STEPS8 - 1)
+        per = f32(1) / f32(step)
+        for o in range(n):
+            code, root[s + o] = nearest_levels(v[s + o], u[s + o], low, per, step, last)
+            codes[at + o] = u8(code)
+    else:
+        step, last = step_of(bounds, b, _STEPS4), i32(_STEPS4 - 1)
+        per = f32(1) / f32(step)
+        for o in range(n):
+            code, root[s + o] = nearest_levels(v[s + o], u[s + o], low, per, step, last)
+            spare[s + o] = code
+        narrow(spare, s, n, codes, at)
+
+
+# Both in two loops: one is a chain of 150 cycles, of which too few are begun at a time.
 @leaf
 def expanded_load(codes, at, bounds, b, x, s, n):
     """x [n] <- codes, bounds."""
@@ -191,38 +228,48 @@ def expanded_load(codes, at, bounds, b, x, s, n):
     part, whole = part_of(low, 8), i32(low >> i32(8))
     per_k = range_of(bounds, b) * _PER_OCTAVES
     for o in range(n):
+        x[s + o] = octaves(i32(i32(codes[at + o]) & i32(127))) * per_k
+    for o in range(n):
         code = i32(codes[at + o])
-        size = exp2_from(_E4M3[u64(code & i32(127))] * per_k, part, whole)
-        bits = as_bits(size) | i32(i32(code & i32(128)) << i32(24))
+        bits = as_bits(exp2_from(x[s + o], part, whole)) | i32(i32(code & i32(128)) << i32(24))
         x[s + o] = as_float(bits if (code & i32(127)) > i32(0) else i32(0))
 
 
+@inlined
+def octaves(magnitude):
+    small, large = as_bits(f32(magnitude)), i32(i32(magnitude << i32(20)) + i32(129 << 23))
+    bits = small if magnitude < i32(8) else large
+    f = f32(i32(bits & i32(0x7FFFFF))) * f32(2.0**-23)
+    bend = fma(fma(fma(_BEND3, f, _BEND2), f, _BEND1), f, _BEND0)
+    return fma(bend, f, f32(i32(bits - i32(127 << 23))) * f32(2.0**-23))
+
+
 @leaf
-def expanded_store(x, s, n, codes, at, bounds, b):
-    """Codes <- x [n], bounds."""
+def expanded_store(x, s, n, codes, at, bounds, b, spare):
+    """Codes <- x [n], bounds; spare [n] float32."""
     k = _OCTAVES / range_of(bounds, b)
     level = f32(bounds[b]) * f32(1 / 256)
     for o in range(n):
-        size = abs(x[s + o])
-        above = log2_above(min(max(size, _LEAST), _MOST), level)
-        z = min(max(above * k, f32(0)), _OCTAVES)
-        value = min(exp2_from(z, f32(0), i32(-9)), f32(448))
-        bits = as_bits(value)
-        small = i32(as_bits(value + _FP8_MAGIC) - _FP8_MAGIC_BITS)
-        even = i32(i32(bits >> i32(20)) & i32(1))
-        normal = i32(i32(i32(bits - _FP8_REBIAS) + i32(i32(0x7FFFF) + even)) >> i32(20))
-        code = small if bits < _FP8_NORMAL else normal
+        above = log2_above(min(max(abs(x[s + o]), _LEAST), _MOST), level)
+        spare[s + o] = min(max(above * k, f32(0)), _OCTAVES)
+    for o in range(n):
         sign = i32(as_bits(x[s + o]) >> i32(24)) & i32(128)
-        codes[at + o] = u8(code | sign) if size > f32(0) else u8(0)
+        code = u8(e4m3_of(spare[s + o]) | sign)
+        codes[at + o] = code if abs(x[s + o]) > f32(0) else u8(0)
+
+
+@inlined
+def e4m3_of(z):
+    n = i32(z)
+    more, power = above_one(z - f32(n)), power_of(n)
+    small = fma(more, power, power)
+    large = fma(more, f32(8), f32(i32(i32(n << i32(3)) - i32(16))))
+    return nearest(min(small if n < i32(3) else large, f32(126)))
 
 
 @leaf
-def widen(codes, at, kind, spare, s, n):
-    """spare [n] int32 <- the codes of a group, a byte or half a byte each."""
-    if kind == LOG8:
-        for o in range(n):
-            spare[s + o] = i32(codes[at + o])
-        return
+def widen(codes, at, spare, s, n):
+    """spare [n] int32 <- the codes of a group, half a byte each."""
     for o in range(n >> u64(1)):
         pair = i32(codes[at + o])
         spare[s + (o << u64(1))] = pair & i32(15)
@@ -232,12 +279,8 @@ def widen(codes, at, kind, spare, s, n):
 
 
 @leaf
-def narrow(spare, s, n, kind, codes, at):
+def narrow(spare, s, n, codes, at):
     """The inverse."""
-    if kind == LOG8:
-        for o in range(n):
-            codes[at + o] = u8(spare[s + o])
-        return
     for o in range(n >> u64(1)):
         two = s + (o << u64(1))
         codes[at + o] = u8(spare[two] | i32(spare[two + u64(1)] << i32(4)))
@@ -248,14 +291,12 @@ def narrow(spare, s, n, kind, codes, at):
 @leaf
 def load_second(kind, state, bounds, b, places, count, v, root, spare):
     """v and, for a log kind, root <- a run's codes and bounds."""
-    steps = _STEPS8 if kind == LOG8 else _STEPS4
     for i in range(count):
         s, at, n = places[i, 0], places[i, 2], places[i, 3]
         if kind == EXPANDED8:
             expanded_load(state, at, bounds, b, v, s, n)
         elif kind in (LOG8, LOG4):
-            widen(state, at, kind, spare, s, n)
-            log_load(spare, bounds, b, step_of(bounds, b, steps), v, root, s, n)
+            log_load(kind, state, at, bounds, b, v, root, spare, s, n)
         b += u64(2)
 
 
@@ -269,15 +310,12 @@ def store_second(kind, v, u, state, bounds, b, places, count, root, spare):
             find_bounds(v, places[i, 0], places[i, 3], bounds, b + (i << u64(1)))
         else:
             find_root_bounds(v, places[i, 0], places[i, 3], bounds, b + (i << u64(1)))
-    steps = _STEPS8 if kind == LOG8 else _STEPS4
     for i in range(count):
         s, at, n = places[i, 0], places[i, 2], places[i, 3]
         if kind == EXPANDED8:
-            expanded_store(v, s, n, state, at, bounds, b)
+            expanded_store(v, s, n, state, at, bounds, b, root)
         else:
-            step = step_of(bounds, b, steps)
-            log_store(v, u, s, n, bounds, b, step, steps, spare, root)
-            narrow(spare, s, n, kind, state, at)
+            log_store(kind, v, u, s, n, bounds, b, state, at, root, spare)
         b += u64(2)
 
 
@@ -289,7 +327,7 @@ def load_first(kind, state, bounds, b, places, count, root, rooted, m, spare):
         if kind == EXPANDED8:
             expanded_load(state, at, bounds, b + (i << u64(1)), m, s, n)
         elif kind == SOFTSIGN4:
-            widen(state, at, kind, spare, s, n)
+            widen(state, at, spare, s, n)
             softsign4_load(spare, bounds, b + i, root, rooted, m, s, n)
         else:
             softsign_load(state, at, bounds, b + i, root, rooted, m, s, n)
@@ -307,9 +345,9 @@ def store_first(kind, m, u, root, rooted, state, bounds, b, places, count, spare
     for i in range(count):
         s, at, n = places[i, 0], places[i, 1], places[i, 3]
         if kind == EXPANDED8:
-            expanded_store(m, s, n, state, at, bounds, b + (i << u64(1)))
+            expanded_store(m, s, n, state, at, bounds, b + (i << u64(1)), root)
         elif kind == SOFTSIGN8:
             softsign_store(m, s, n, state, at, bounds, b + i)
         else:
             softsign4_store(m, u, s, n, bounds, b + i, spare)
-            narrow(spare, s, n, kind, state, at)
+            narrow(spare, s, n, state, at)

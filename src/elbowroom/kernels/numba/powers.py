@@ -10,7 +10,7 @@ from elbowroom.kernels.numba.rounding import as_bits, as_float
 from elbowroom.kernels.states import EXP2, LOG2
 
 _A0, _A1, _A2, _A3, _A4, _A5, _A6 = (f32(c) for c in LOG2)
-_B0, _B1, _B2, _B3, _B4, _B5 = (f32(c) for c in EXP2)
+_B0, _B1, _B2, _B3 = (f32(c) for c in EXP2)
 
 
 @intrinsic
@@ -34,13 +34,27 @@ def log2_above(x, low):
 
 
 @inlined
+def _exp2(f):
+    return fma(fma(fma(_B3, f, _B2), f, _B1), f, _B0)
+
+
+@inlined
 def exp2_from(z, part, whole):
     """`part` and `whole`: those of `low`, the part as a float32 below 1."""
     z = z + part
     n = i32(z)
     f = z - f32(n)
-    p = fma(fma(fma(fma(fma(_B5, f, _B4), f, _B3), f, _B2), f, _B1), f, _B0)
-    return fma(p, f, f32(1)) * as_float(i32(i32(n + whole) + i32(127)) << i32(23))
+    return fma(_exp2(f), f, f32(1)) * power_of(i32(n + whole))
+
+
+@inlined
+def above_one(f):
+    return _exp2(f) * f
+
+
+@inlined
+def power_of(exponent):
+    return as_float(i32(exponent + i32(127)) << i32(23))
 
 
 @inlined

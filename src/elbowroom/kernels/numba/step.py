@@ -24,7 +24,7 @@ from elbowroom.kernels.numba.moments import (
     store_first,
     store_second,
 )
-from elbowroom.kernels.numba.noise import mix, tile_key
+from elbowroom.kernels.numba.noise import high_uniform, low_uniform, tile_key, word_at
 from elbowroom.kernels.numba.weights import NEAREST, floats_load, weights_load, weights_store
 from elbowroom.kernels.reference.step import FIRST_STREAM, WEIGHT_STREAM
 from elbowroom.kernels.states import BOUNDS, GROUP, KINDS, RULES, WEIGHTS, code_shape, rows_of
@@ -141,10 +141,8 @@ def draw(first, seed_low, seed_high, places, count, u):
         key = tile_key(u32(first + i), seed_low, seed_high)
         s = places[i, 0]
         for o in range(u64(GROUP // 2)):
-            word = mix(u32(key + u32(o) * u32(0x9E3779B9)))
-            u[s + o] = f32(i32(word & u32(0xFFFF))) * f32(1 / 65536) + f32(0.5 / 65536)
-            high = f32(i32(word >> u32(16))) * f32(1 / 65536) + f32(0.5 / 65536)
-            u[s + o + u64(GROUP // 2)] = high
+            word = word_at(key, o)
+            u[s + o], u[s + o + u64(GROUP // 2)] = low_uniform(word), high_uniform(word)
 
 
 @leaf
