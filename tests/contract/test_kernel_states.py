@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elbowroom.kernels import numba, reference, states
+from elbowroom.kernels import numba, reference, states, triton
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 FACTORS = {
@@ -51,8 +51,11 @@ def gradients(n: int, dtype: torch.dtype, generator: torch.Generator) -> list[to
 @pytest.mark.parametrize(("rule", "first", "second"), KINDS)
 @pytest.mark.parametrize(("dtype", "weights"), WEIGHTS)
 @pytest.mark.parametrize(("rows", "row"), [(7, 128), (5, 333), (3, 37), (1, 1), (600, 150)])
-def test_numba_equals_the_reference(rule, first, second, dtype, weights, rows, row):
-    if row == 150 and dtype is not torch.float32:
+@pytest.mark.parametrize("backend", [numba, triton], ids=["numba", "triton"])
+def test_every_backend_equals_the_reference(
+    backend, rule, first, second, dtype, weights, rows, row
+):
+    if row == 150 and (backend is triton or dtype is not torch.float32):
         return  # large: run in parallel, which takes seconds to compile for each width of weights
     generator, n = torch.Generator().manual_seed(rows), rows * row
     p = torch.randn(n, generator=generator).to(dtype)
@@ -61,7 +64,7 @@ def test_numba_equals_the_reference(rule, first, second, dtype, weights, rows, r
     theirs = [None if x is None else x.clone() for x in ours]
     for step, g in enumerate(gradients(n, dtype, generator)):
         settings = (rule, weights, first, second, row, FACTORS[rule], (step << 32) | 77)
-        for where, held in ((reference, ours), (numba, theirs)):
+        for where, held in ((reference, ours), (backend, theirs)):
             where.optimizer_step(held[0], held[1], g, *held[2:], *settings)
         for a, b in zip(ours, theirs, strict=True):
             assert a is None or torch.equal(a, b)

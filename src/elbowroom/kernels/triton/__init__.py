@@ -27,3 +27,4 @@ from elbowroom.kernels.triton.nonzero import nonzero_dequantize as nonzero_dequa
 from elbowroom.kernels.triton.nonzero import nonzero_quantize as nonzero_quantize
 from elbowroom.kernels.triton.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.triton.sided import sided_quantize as sided_quantize
+from elbowroom.kernels.triton.step import optimizer_step as optimizer_step

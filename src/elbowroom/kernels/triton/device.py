@@ -51,9 +51,16 @@ def tile_key(i_t, seed_low, seed_high):
 
 
 @triton.jit
-def uniform(b_key, o_e):
-    """u in (0, 1) of elements `o_e` of the tile with this key."""
-    HALF: tl.constexpr = TILE // 2
+def whole_below(b_x):
+    """Floor as int32, |x| < 2^31: on NVIDIA `tl.floor` takes subnormals for 0 (3.7)."""
+    b_whole = b_x.to(tl.int32)
+    return b_whole - (b_whole.to(tl.float32) > b_x).to(tl.int32)
+
+
+@triton.jit
+def uniform(b_key, o_e, SIZE: tl.constexpr = TILE):
+    """u in (0, 1) of elements `o_e` of the tile, of SIZE elements, with this key."""
+    HALF: tl.constexpr = SIZE // 2
     b_word = mix(b_key + (o_e % HALF).to(tl.uint32) * 0x9E3779B9)
     b_half = tl.where(o_e < HALF, b_word & 0xFFFF, b_word >> 16)
     return b_half.to(tl.int32).to(tl.float32) * (1 / 65536) + (0.5 / 65536)
