@@ -43,7 +43,7 @@ class FittedSaving(Saving):
     climbed     whether it has left the plan, or the rung that it began with
     impossible  even the strictest rung holds too much: the forward only counts to its end
     too_much    it would have had to climb, and may not: likewise
-    storages    what was saved, once the context is closed
+    storages    what the step has saved, once the context is closed
     """
 
     def __init__(
@@ -54,8 +54,12 @@ class FittedSaving(Saving):
         may_climb: bool = True,
         counts: bool = False,
         inertness: Inertness | None = None,
+        after: "FittedSaving | None" = None,
     ) -> None:
-        """may_climb: else it only counts, from where it would have to. counts: from the start."""
+        """may_climb: else it only counts, from where it would have to. counts: from the start.
+
+        after: of an earlier forward of the same step, which goes on.
+        """
         decide = weakref.WeakMethod(self._decide_site)  # no cycle, which each step would leave
 
         def policy(site: Site) -> Action:
@@ -71,15 +75,17 @@ class FittedSaving(Saving):
             recompute=fit.recompute,
             observer=fit.meter,
             inertness=inertness,
+            after=after,
         )
-        self.rung = fit.rung
-        self.climbed = False
+        self.climbed: bool = after is not None and after.climbed
+        self.rung: int = after.rung if after is not None and after.climbed else fit.rung
         self.impossible = False
         self.too_much = counts
         self._may_climb = may_climb
         self.largest_nbytes = 0
         self._limit: tuple[int, int] | None = None
         self._has_warned = False
+        self._earlier = [] if after is None else after.storages
         self.storages: list[SavedStorage] = []
         self._fit = fit
 
@@ -89,7 +95,7 @@ class FittedSaving(Saving):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.storages = [
+        self.storages = self._earlier + [
             SavedStorage(slot.entry.before_nbytes, tuple(slot.sites), slot.asked_exact)
             for slot in self._identity.slots()
         ]
@@ -111,6 +117,11 @@ class FittedSaving(Saving):
     def is_over(self) -> bool:
         """Whether nothing is held any more: backward has been, or nobody waits for it."""
         return self.ledger.held_nbytes == 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether its backward is still to come: what is held has not been asked for."""
+        return self.ledger.held_nbytes > 0 and not self.ledger.was_asked
 
     @property
     def _plan(self) -> Plan | None:

@@ -6,6 +6,7 @@
   <= budget                                                                         peak - the rest
 
 How a plan comes about is told in `planning.py`; each kind of forward has its own (`signature.py`).
+Forwards that wait for the same backward are one step (`calls.py`).
 Here is what belongs to the model: what it owns, the one measurement that may run at a time, and
 what was said. Every forward is watched: one that would hold more than is allowed climbs the ladder.
 
@@ -87,8 +88,13 @@ class Fitting:
         kwargs: dict[str, Any],
     ) -> Any:
         """One forward of the model. After an error that says there is no memory, plan with less."""
-        self._begin(signature_of(model, args, kwargs))
+        signature, last = signature_of(model, args, kwargs), self._last
+        goes_on = last is not None and last.waits and self.planning.calls.may_go_on
+        if not goes_on:
+            self._begin(signature)
         try:
+            if last is not None and goes_on:
+                return self._go_on(model, forward, signature, last)
             return self._run(model, forward)
         except Exception as error:
             if is_out_of_memory(error):
@@ -105,9 +111,41 @@ class Fitting:
         finally:
             undo.close()
 
+    def _go_on(
+        self,
+        model: nn.Module,
+        forward: Callable[[], Any],
+        signature: Signature,
+        last: FittedSaving,
+    ) -> Any:
+        """The model runs once more in the same step (`calls.py`)."""
+        planning = self.planning
+        is_known = planning.go_on(signature)
+        learns = planning.plan is None and not planning.settled
+        if is_known and not learns:
+            return self._forward(forward, last)
+        undo = Undo(model, ())
+        try:
+            kept = self._kept(forward, last) if learns else None
+            if kept is not None:
+                planning.calls.note(signature, None)
+                return kept[0]
+            undo.back()
+            self._stop()
+            rest = planning.rehearse_more(forward, signature, last)
+            undo.back()
+        finally:
+            undo.close()
+        with FittedSaving(rest, after=last) as saving:
+            out = forward()
+        self._last = saving
+        self.was_exact = self.was_exact and saving.setting.exact
+        self._say(saving.setting)
+        return out
+
     def _learned(self, forward: Callable[[], Any], undo: Undo) -> Any:
         """The forward as it is, if there is room; else, undone, by a plan of a rehearsal."""
-        if not self.planning.outgrown:
+        if not (self.planning.outgrown or self.planning.calls.are_seen):
             kept = self._kept(forward)
             if kept is not None:
                 return kept[0]
@@ -126,9 +164,11 @@ class Fitting:
             undo.back()
             raise
 
-    def _kept(self, forward: Callable[[], Any]) -> tuple[Any] | None:
+    def _kept(
+        self, forward: Callable[[], Any], after: FittedSaving | None = None
+    ) -> tuple[Any] | None:
         """What a forward gives that holds all it should; None if there is no room for that."""
-        with self._context(may_climb=False) as saving:
+        with self._context(may_climb=False, after=after) as saving:
             try:
                 out = forward()
             except NothingHeld:
@@ -138,9 +178,9 @@ class Fitting:
         self._ended(saving)
         return (out,)
 
-    def _forward(self, forward: Callable[[], Any]) -> Any:
+    def _forward(self, forward: Callable[[], Any], after: FittedSaving | None = None) -> Any:
         cut_short = False
-        with self._context() as saving:
+        with self._context(after=after) as saving:
             try:
                 out = forward()
             except NothingHeld:
@@ -164,9 +204,11 @@ class Fitting:
                 parts=error.parts,
             ) from None
 
-    def _context(self, *, may_climb: bool = True) -> FittedSaving:
+    def _context(
+        self, *, may_climb: bool = True, after: FittedSaving | None = None
+    ) -> FittedSaving:
         recorder = None if self._step is None else self._step.recorder
-        self._opened = self.planning.context_of(recorder, may_climb=may_climb)
+        self._opened = self.planning.context_of(recorder, may_climb=may_climb, after=after)
         return self._opened
 
     def exhausted(self) -> None:

@@ -31,6 +31,7 @@ from dataclasses import replace
 from typing import Any
 
 from elbowroom.control import looking
+from elbowroom.control.calls import Calls, Rest, plan_rest, warn_unexpected
 from elbowroom.control.fitted import FittedSaving
 from elbowroom.control.making import Making
 from elbowroom.control.measurement import Measurement
@@ -49,8 +50,9 @@ from elbowroom.plan.ladder import choose
 from elbowroom.plan.make import LOSSY_HELPS
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import with_backward
+from elbowroom.plan.rehearsal import SAFE, with_backward
 from elbowroom.runtime.context import Context
+from elbowroom.runtime.handles.drop import NothingHeld
 from elbowroom.runtime.inert import inertness_of
 from elbowroom.units import show_nbytes
 
@@ -73,7 +75,8 @@ class Planning:
     outgrown   the least rung has been measured, and is too much
     given      a plan to begin with; None: there is none, or not any more
     meter      watches what codes add to the gradient; None: nobody does
-    now        the call that runs, or has run last
+    now        the call that runs, or has run last; of a step that has several, the first
+    calls      the forwards of a step
     largest    the least signature that covers all of them
     """
 
@@ -91,6 +94,7 @@ class Planning:
         self._profiled = self.largest  # the call that was written down
         self._started_over = False
         self._guess_nbytes: int | None = None  # transients of a larger kind
+        self.calls = Calls()
         self._owned = owned
         self._transient_nbytes: int | None = None
         self._margin_nbytes = 0  # by which plans have been too hopeful
@@ -117,7 +121,11 @@ class Planning:
         self._guess_nbytes = larger._transient_nbytes
 
     def begin(self, stock: Stock, signature: Signature) -> None:
-        """A forward begins."""
+        """A step begins with its first forward."""
+        if self.calls.grew:
+            self._start_over()
+            self.outgrown = True
+        self.calls.begin()
         self.stock, self.now = stock, signature
         if self.largest.structure is None:
             self.largest, self.plan = signature, self.given
@@ -173,12 +181,18 @@ class Planning:
         """Modules whose forward runs again in backward."""
         return frozenset() if self.plan is None else self.plan.recompute
 
-    def context_of(self, recorder: StepRecorder | None, *, may_climb: bool = True) -> FittedSaving:
-        """For the forward that begins now."""
+    def context_of(
+        self,
+        recorder: StepRecorder | None,
+        *,
+        may_climb: bool = True,
+        after: FittedSaving | None = None,
+    ) -> FittedSaving:
+        """For the forward that begins now. after: that of the one before in the same step."""
         inertness = None
-        if self.plan is not None and recorder is None and self.meter is None:
+        if self.plan is not None and not (recorder or self.meter or after):
             inertness = inertness_of(self.plan)
-        return FittedSaving(self, recorder, may_climb=may_climb, inertness=inertness)
+        return FittedSaving(self, recorder, may_climb=may_climb, inertness=inertness, after=after)
 
     def prepare(self, forward: Callable[[], Any]) -> None:
         """Rehearse before the first step. If all may be kept, that step is better measured."""
@@ -194,13 +208,45 @@ class Planning:
         heard = rehearsed(self, self._owned, forward)
         if heard is not None:
             self._profiled = self.now
-            self._plan_by_forward(*heard)
+            self._plan_by_forward(*self.calls.joined(heard))
+
+    def go_on(self, signature: Signature) -> bool:
+        """The step goes on with another forward. Whether what stands was made with it in mind."""
+        given = self.plan if self.plan is self.given else None
+        known = self.calls.go_on(signature, given, rehearsed=self.rehearsed)
+        if known and given is not None:
+            self.calls.note(signature, None)
+        return known
+
+    def rehearse_more(
+        self, forward: Callable[[], Any], signature: Signature, last: FittedSaving
+    ) -> Rest:
+        """Write down a forward that the step was not planned with; give it what is left.
+
+        last: the saving of the one before
+        """
+        try:
+            heard = rehearsed(self, self._owned, forward, after=last)
+        except NothingHeld:  # backward runs inside of forward
+            heard = None
+        self.calls.note(signature, heard)
+        self.calls.grew = True
+        plan = None
+        if heard is not None:
+            alone = self._with_backward(heard[0].shifted(last.ledger.held_nbytes), SAFE, heard[1])
+            plan = plan_rest(alone, replace(self._making, ratio=1.0, margin_nbytes=0))
+        if plan is None or plan.peak > self.terms.budget_nbytes:
+            warn_unexpected(self.terms, plan)
+        return Rest(self.terms, self.context, plan)
+
+    def _with_backward(self, seen: Profile, transients: int, loss_nbytes: int) -> Profile:
+        born = self._owned.unborn_gradients(), self.stock.unborn_state_nbytes
+        return with_backward(seen, *born, transients, loss_nbytes)
 
     def _plan_by_forward(self, seen: Profile, loss_nbytes: int) -> None:
-        born = self._owned.unborn_gradients(), self.stock.unborn_state_nbytes
         seen = replace(seen, standing=self._owned.standing())
         chosen = plan_by_forward(
-            lambda n: with_backward(seen, *born, n, loss_nbytes),
+            lambda n: self._with_backward(seen, n, loss_nbytes),
             self._owned.states,
             self,
             self._making,
@@ -272,7 +318,7 @@ class Planning:
 
     def learn(self, last: FittedSaving, step: Measurement, stock: Stock) -> None:
         """What did the last step need? stock: as the next one begins."""
-        if self.settled:
+        if self.settled or not self.calls.is_whole:
             return
         self.stock = stock
         if self.meter is not None:

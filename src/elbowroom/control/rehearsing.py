@@ -46,16 +46,19 @@ _TRIES: dict[bool | None, tuple[tuple[bool | None, int, bool], ...]] = {
 }
 
 
-def rehearsed(fit: Fit, owned: Owned, forward: Callable[[], Any]) -> tuple[Profile, int] | None:
+def rehearsed(
+    fit: Fit, owned: Owned, forward: Callable[[], Any], after: FittedSaving | None = None
+) -> tuple[Profile, int] | None:
     """A forward that holds nothing, and the bytes of what the loss may be taken of.
 
-    None where it cannot be measured.
+    None where it cannot be measured. after: that of an earlier forward of the same step, which is
+    left as it is.
     """
     recording = Recording.start(owned.tensors(), owned.device)
     if recording is None:
         return None
     try:
-        with FittedSaving(fit, recording.recorder, counts=True):
+        with FittedSaving(fit, recording.recorder, counts=True, after=after):
             loss_nbytes = _loss_nbytes(forward())
         seen = recording.finish()
     finally:

@@ -22,6 +22,7 @@ from elbowroom.plan.action import Action
 from elbowroom.plan.gentle import CURVED
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.menu import EXACT_MENU, KEEP, OFFLOAD, RUNGS
+from elbowroom.plan.sequence import prefix
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.plan.standing import Standing, standing_from
 from elbowroom.units import show_nbytes, show_seconds
@@ -142,6 +143,11 @@ class Plan:
             },
             lines=tuple(lines),
         )
+
+    def has_call(self, nth: int) -> bool:
+        """Whether it knows an nth forward of the same step (`sequence.py`)."""
+        names = (*(name.module for name in self.sites), *self.recompute)
+        return any(name.startswith(prefix(nth)) for name in names)
 
     @property
     def slowdown(self) -> float:

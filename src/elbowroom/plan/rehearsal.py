@@ -21,6 +21,7 @@ from itertools import accumulate
 import torch
 
 from elbowroom.plan.profile import Profile, Storage, is_planned
+from elbowroom.plan.sequence import without_prefix
 
 SAFE, ENOUGH, USUAL, BEST = 6, 4, 3, 1  # transients
 _NEAR = 2  # so many neighbours in the order of backward
@@ -54,7 +55,8 @@ def with_backward(
     small = _small(profile.storages, order)
     sizes = [_differentiable_nbytes(profile.storages[i]) for i, _ in order]
     workspaces = [_workspace_nbytes(profile.storages[i]) for i, _ in order]
-    born = _births(gradients, [profile.storages[i].saves[nth].site.module for i, nth in order])
+    asking = (profile.storages[i].saves[nth].site.module for i, nth in order)
+    born = _births(gradients, list(map(without_prefix, asking)))
     born_so_far = list(accumulate(born))
     base = []
     asked: dict[tuple[int, int], int] = {}

@@ -12,6 +12,7 @@ views that autograd holds, never to "the step": unpack may come twice, in any or
 thread, or never.
 """
 
+import weakref
 from collections.abc import Callable, Container
 from contextlib import ExitStack
 from dataclasses import replace
@@ -87,6 +88,7 @@ class Saving:
     recompute   names of modules whose forward runs again in backward
     idle        nothing is to be done: open no hooks at all
     inertness   knows, or learns, which ops need not be looked at
+    after       of the forward before in the same step: its ledger and watch go on
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Saving:
         recompute: Container[str] = (),
         idle: bool = False,
         inertness: Inertness | None = None,
+        after: "Saving | None" = None,
     ) -> None:
         self.policy = policy
         self._inertness = inertness
@@ -112,7 +115,9 @@ class Saving:
         self.warns = warns
         self.min_nbytes = min_nbytes
         self.context = context
-        self.ledger = Ledger()
+        self.ledger: Ledger = Ledger() if after is None else after.ledger
+        self._after = after
+        self._calls: modules.Calls = weakref.WeakKeyDictionary()
         self._passing = Passing(None, self.ledger, min_nbytes)
         self._identity = Identity()
         self._consumers: Consumers | None = None
@@ -137,6 +142,7 @@ class Saving:
             opening.enter_context(eagerly())
             modules.watch()
             opening.callback(modules.unwatch)
+            opening.enter_context(modules.counting(self._begin_calls()))
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
             opening.enter_context(hooks)
             self._passing = Passing(self._inertness, self.ledger, self.min_nbytes)
@@ -145,7 +151,8 @@ class Saving:
             self._consumers = opening.enter_context(consumers)
             if self.recorder is not None or self.recompute:
                 opening.enter_context(intercepted(self._called))
-            self._watch = None if self.observer is None else self.observer.begin()
+            self._counts.clear()
+            self._watch = self._watching()
             self._open = opening.pop_all()
         return self
 
@@ -161,18 +168,26 @@ class Saving:
         self._open = self._consumers = None
         slots = [] if self._passing.parts is None else self._identity.slots()
         self._identity.clear()
-        self._counts.clear()
         if kind is None:  # else what waits stays as it is: nothing may fail now, nor take memory
             self._end_all_waiting()
         self._waiting.clear()
         if kind is None:
             self._passing.learn(slots)
         self._passing = Passing(None, self.ledger, self.min_nbytes)
-        self._watch = None
         if self.recorder is not None:
             self.recorder.forward_ended()
         if kind is None and self.warns:
             warn_if_useless(self.ledger, self.policy, stacklevel=3)
+
+    def _begin_calls(self) -> modules.Calls:
+        earlier = () if self._after is None else self._after._calls
+        self._calls = weakref.WeakKeyDictionary(earlier)
+        return self._calls
+
+    def _watching(self) -> Watch | None:
+        if self.observer is None:
+            return None
+        return self.observer.begin() if self._after is None else self._after._watch
 
     def tighten(self, policy: Policy) -> None:
         """From now on use `policy`.

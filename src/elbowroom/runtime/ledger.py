@@ -76,6 +76,12 @@ class Entry:
             held = self.after_nbytes + self.away_nbytes
             ledger._change(self, held - nbytes, nbytes)
 
+    def ask(self) -> None:
+        """Backward asks for it."""
+        ledger = self._ledger()
+        if ledger is not None:
+            ledger.was_asked = True
+
     def close(self) -> None:
         ledger = self._ledger()
         if ledger is not None:
@@ -86,6 +92,7 @@ class Ledger:
     """Counts of one `saving` context. `before_nbytes` and `after_nbytes` are the two to compare.
 
     away_nbytes: what was in host memory or in a file instead, at the same moment.
+    was_asked: backward has begun.
     """
 
     def __init__(self) -> None:
@@ -97,6 +104,7 @@ class Ledger:
         self._plain_nbytes = 0
         self._fullest = 0
         self._dead = 0
+        self.was_asked = False
         self.held_nbytes = 0
         self.held_away_nbytes = 0
         self.before_nbytes = 0

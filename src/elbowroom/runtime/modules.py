@@ -7,14 +7,18 @@ that PyTorch is walking through.
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from elbowroom.plan.sequence import prefix
 from elbowroom.runtime.compiler import original, say_eager
 
+Calls = weakref.WeakKeyDictionary[nn.Module, int]  # how often each has been called
 _names: "weakref.WeakKeyDictionary[nn.Module, dict[int, str]]" = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 _users = 0
@@ -27,6 +31,8 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
         self.names: dict[int, str] = {}  # by id, those in the first of them
+        self.calls: Calls | None = None  # of outermost modules, so far
+        self.prefix = ""  # of all names in the first of them, by its calls
 
 
 _thread = _Thread()
@@ -53,6 +59,17 @@ def unwatch() -> None:
         _thread.running.clear()
 
 
+@contextmanager
+def counting(calls: Calls) -> Iterator[None]:
+    """Inside, on this thread, outermost calls are counted: names tell the first from the second."""
+    before = _thread.calls, _thread.prefix
+    _thread.calls, _thread.prefix = calls, ""
+    try:
+        yield
+    finally:
+        _thread.calls, _thread.prefix = before
+
+
 def current() -> str:
     """The innermost module, "layer1.0.conv2"; "" outside.
 
@@ -62,7 +79,7 @@ def current() -> str:
     if not running:
         return ""
     module = running[-1]
-    return _thread.names.get(id(module)) or type(module).__name__
+    return _thread.prefix + (_thread.names.get(id(module)) or type(module).__name__)
 
 
 def stack() -> tuple[str, ...]:
@@ -72,14 +89,16 @@ def stack() -> tuple[str, ...]:
     """
     if not _thread.running:
         return ()
-    names = _thread.names
-    return tuple(name for module in _thread.running[1:] if (name := names.get(id(module))))
+    names, prefix = _thread.names, _thread.prefix
+    return tuple(prefix + name for module in _thread.running[1:] if (name := names.get(id(module))))
 
 
 def name_of(module: nn.Module) -> str:
     """The name of a module that is about to be called; "" for one that nobody contains."""
-    names = _thread.names if _thread.running else _names_in(module)
-    return names.get(id(module)) or ""
+    if not _thread.running:
+        return ""  # the outermost
+    name = _thread.names.get(id(module))
+    return _thread.prefix + name if name else ""
 
 
 def _enter(module: nn.Module, args: Any) -> None:
@@ -88,7 +107,17 @@ def _enter(module: nn.Module, args: Any) -> None:
     say_eager(module)
     if not _thread.running:
         _thread.names = _names_in(module)
+        _thread.prefix = _counted(module)
     _thread.running.append(module)
+
+
+def _counted(module: nn.Module) -> str:
+    """The prefix of this call."""
+    calls = _thread.calls
+    if calls is None:
+        return ""
+    calls[module] = calls.get(module, 0) + 1
+    return prefix(calls[module])
 
 
 def _leave(module: nn.Module, args: Any, out: Any) -> None:

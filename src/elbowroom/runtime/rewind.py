@@ -10,6 +10,7 @@ from elbowroom.runtime.handles.keep import version_of
 class Rewind:
     """RNG states and buffers of a module, as they are now.
 
+    Buffers get their versions back, too: an earlier forward of the same step may have saved them.
     Parameters are not copied: a forward that changes them (a momentum encoder) cannot be undone.
     """
 
@@ -17,8 +18,8 @@ class Rewind:
         self._cpu = torch.get_rng_state()
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = torch.cuda.get_rng_state_all() if in_use else []
-        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = [
-            (owner, name, buffer, buffer.detach().clone())
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor, int]] = [
+            (owner, name, buffer, buffer.detach().clone(), version_of(buffer))
             for owner in module.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None
@@ -39,12 +40,20 @@ class Rewind:
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
-        for owner, name, buffer, before in self._buffers:
+        for owner, name, buffer, before, _ in self._buffers:
             buffer.copy_(before)
             owner._buffers[name] = buffer
+        _set_versions([(buffer, version) for _, _, buffer, _, version in self._buffers])
         if self.changed is not None:
             raise PlanError(
                 f"this budget needs the first forward to be run again, and it changes the "
                 f"parameter '{self.changed}' in place, which cannot be undone. Give a larger "
                 "budget, or change parameters outside of forward."
             )
+
+
+def _set_versions(tensors: list[tuple[Tensor, int]]) -> None:
+    counted = [(x, version) for x, version in tensors if not x.is_inference()]
+    torch._C._autograd._unsafe_set_version_counter(
+        tuple(x for x, _ in counted), tuple(version for _, version in counted)
+    )

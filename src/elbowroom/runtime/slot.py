@@ -233,6 +233,7 @@ class View:
     def restore(self) -> Tensor:
         """The saved tensor again: same shape, dtype, device, strides."""
         slot = self.slot
+        slot.entry.ask()
         if type(slot.value) is KeepHandle and self.geometry == slot.base:
             return slot.value.restore()
         if slot.where is not None and torch.is_grad_enabled():
@@ -284,6 +285,7 @@ class Lone:
         self._entry.close()
 
     def restore(self) -> Tensor:
+        self._entry.ask()
         return self._handle.restore()
 
 

@@ -1,0 +1,161 @@
+"""The forwards of one step: a model may run more than once before its backward.
+
+Two twins of a siamese network, real and fake for a discriminator, losses that are added up: what
+autograd saves in all of them stands together. So a forward that begins while what the last one
+saved still waits for its backward goes on with that one's step: one ledger, one measurement, one
+plan.
+
+How many there will be, nobody knows before the first step that has them. A forward that comes
+unexpected is rehearsed, which holds nothing, and gets what is left of the budget, or, if that does
+not do, as little as it can with a warning (`Rest`). From the next step on all are planned as one.
+"""
+
+import logging
+import sys
+from dataclasses import dataclass, replace
+from functools import reduce
+
+from elbowroom.control.making import Making
+from elbowroom.control.signature import Signature
+from elbowroom.control.terms import Terms
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.measure.meter import NoiseMeter
+from elbowroom.plan.plan import Plan
+from elbowroom.plan.profile import Profile
+from elbowroom.plan.sequence import in_sequence
+from elbowroom.runtime.context import Context
+from elbowroom.units import show_nbytes
+
+_log = logging.getLogger("elbowroom")
+MOST_CALLS = 64  # of a step that is planned as one
+_PATIENCE = 5  # steps with fewer forwards than some had, until they count as the usual ones
+
+
+@dataclass(frozen=True)
+class _Later:
+    """A forward that is not the first of its step.
+
+    seen         as it was rehearsed, and bytes of its output; None: never
+    """
+
+    signature: Signature
+    seen: tuple[Profile, int] | None
+
+
+class Calls:
+    """Those of the steps of one planning.
+
+    grew  this step has had one that nothing was planned for: learn again
+    """
+
+    def __init__(self) -> None:
+        self._later: list[_Later] = []
+        self._at = 0  # the forward that runs; 0: the first of its step
+        self._fewer = 0  # steps in a row
+        self.grew = False
+
+    def begin(self) -> None:
+        """A step begins with its first forward."""
+        self._at, self.grew = 0, False
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the step may have another one."""
+        return self._at < MOST_CALLS
+
+    def go_on(self, signature: Signature, plan: Plan | None, *, rehearsed: bool) -> bool:
+        """The step goes on with another one. Whether what stands was made with it in mind.
+
+        plan: what stands; rehearsed: it comes from forwards alone
+        """
+        self._at += 1
+        known = self._later[self._at - 1 : self._at]
+        if self.grew:
+            return False  # nor was that which came between
+        if not known:
+            return plan is not None and plan.has_call(self._at + 1)
+        return known[0].signature.covers(signature) and not (rehearsed and known[0].seen is None)
+
+    def note(self, signature: Signature, seen: tuple[Profile, int] | None) -> None:
+        """What is to be known of the one that runs."""
+        later = self._later
+        if self._at <= len(later):
+            if later[self._at - 1].signature.structure == signature.structure:
+                signature = later[self._at - 1].signature.joined(signature)
+            later[self._at - 1] = _Later(signature, seen)
+        else:
+            later.append(_Later(signature, seen))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the step that has ended was one to learn from: no fewer forwards than others.
+
+        Ask once a step. After some that had fewer, the others are forgotten.
+        """
+        if self._at >= len(self._later):
+            self._fewer = 0
+            return True
+        self._fewer += 1
+        if self._fewer >= _PATIENCE:
+            del self._later[self._at :]
+            self._fewer = 0
+        return False
+
+    @property
+    def are_seen(self) -> bool:
+        """Whether there are later ones, and all have been rehearsed."""
+        return bool(self._later) and all(one.seen is not None for one in self._later)
+
+    def joined(self, first: tuple[Profile, int]) -> tuple[Profile, int]:
+        """The profile of all forwards of a step, and the bytes of their outputs."""
+        seen = [first, *(one.seen for one in self._later if one.seen is not None)]
+        return reduce(in_sequence, (one for one, _ in seen)), sum(loss for _, loss in seen)
+
+
+class Rest:
+    """What an unexpected forward follows, in place of a planning: whatever it takes."""
+
+    def __init__(self, terms: Terms, context: Context, plan: Plan | None) -> None:
+        """plan: None where it could not be rehearsed."""
+        self.terms, self.context, self.plan = terms, context, plan
+        self.rung = len(terms.rungs) - 1
+        self.meter: NoiseMeter | None = None
+
+    @property
+    def recompute(self) -> frozenset[str]:
+        return frozenset() if self.plan is None else self.plan.recompute
+
+    def allowed_nbytes(self, guessed_nbytes: int) -> int:
+        return sys.maxsize
+
+    def surely_allowed_nbytes(self) -> int:
+        return sys.maxsize
+
+
+def plan_rest(step: Profile, making: Making) -> Plan:
+    """A plan for one forward of a step, with the backward of all of it.
+
+    step: with what stands already as part of what is static
+    """
+    exact = making.terms.exact
+    allowed = (True, None) if exact is None else (exact,)
+    for some, recompute in ((some, again) for some in allowed for again in (False, True)):
+        plan = making.plan_for(step, 0, exact=some, recompute=recompute)
+        if plan is not None:
+            return plan
+    try:
+        return making.make(step, 0, exact=exact)
+    except BudgetTooSmall as error:
+        least = making.terms.within(error.least_nbytes)
+    return replace(making, terms=least).make(step, 0, exact=exact)
+
+
+def warn_unexpected(terms: Terms, plan: Plan | None) -> None:
+    """This step may need more than the budget."""
+    needs = "more than the budget" if plan is None else show_nbytes(plan.peak)
+    _log.warning(
+        "budget %s: this step runs its model once more before backward, which was not planned for, "
+        "and may need %s; from the next one on all its forwards are planned as one",
+        show_nbytes(terms.budget_nbytes),
+        needs,
+    )

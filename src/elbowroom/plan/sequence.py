@@ -1,0 +1,65 @@
+"""Forwards that run one after another before one backward, as the profile of one forward.
+
+    first   its last floor is what it leaves behind: outputs, and what autograd holds by itself
+    second  lies on that, moment after moment
+
+Both must be profiles of forwards that held nothing (`plan/rehearsal.py`).
+"""
+
+import re
+from dataclasses import replace
+
+from elbowroom.plan.profile import ModuleCall, Profile, Storage
+
+
+def prefix(nth: int) -> str:
+    """Of the names of all modules in the nth forward of a step, from 1."""
+    return "" if nth == 1 else f"call {nth}: "
+
+
+def without_prefix(name: str) -> str:
+    """The module's own name."""
+    return re.sub(r"^call \d+: ", "", name)
+
+
+def in_sequence(first: Profile, second: Profile) -> Profile:
+    """One profile of both. static, rates and what stands are those of the first."""
+    moments, storages = len(first.level), len(first.storages)
+    left = max(first.floor[-1] - first.static, 0) if first.floor else 0
+    second = second.shifted(first.static + left - second.static)
+    return replace(
+        first,
+        level=(*first.level, *second.level),
+        floor=(*first.floor, *second.floor),
+        starts_s=(*first.starts_s, *(first.seconds + at_s for at_s in second.starts_s)),
+        backward=moments + second.backward,
+        seconds=first.seconds + second.seconds,
+        storages=(*first.storages, *(_later(storage, moments) for storage in second.storages)),
+        modules=(
+            *first.modules,
+            *(_later_call(call, moments, storages) for call in second.modules),
+        ),
+    )
+
+
+def _later(storage: Storage, moments: int) -> Storage:
+    """So many moments later."""
+    saves = tuple(replace(save, at=save.at + moments) for save in storage.saves)
+    return replace(
+        storage,
+        born=storage.born + moments,
+        used=storage.used + moments,
+        freed=storage.freed + moments,
+        saves=saves,
+    )
+
+
+def _later_call(call: ModuleCall, moments: int, storages: int) -> ModuleCall:
+    """Likewise; `storages` come before those that it names."""
+    return replace(
+        call,
+        inputs=tuple(i + storages if i >= 0 else i for i in call.inputs),
+        sources=tuple(i + storages for i in call.sources),
+        first=call.first + moments,
+        last=call.last + moments,
+    )
