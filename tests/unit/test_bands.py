@@ -73,3 +73,24 @@ def test_states_of_several_optimizers_count_once_a_parameter():
     assert owned.unborn_state_nbytes() == 0
     weights = 4 * (16 + 32)
     assert owned.nbytes == 2 * weights + 4 * (2 * 16 + 32 + 1)  # gradients, states, AdamW's count
+
+
+def test_the_history_of_lbfgs_is_counted_before_and_as_it_grows():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2, history_size=3)
+    owned, n = Owned(model, optimizer), sum(p.numel() for p in model.parameters())
+    full = 4 * n * (2 * 3 + 2)
+    assert owned.unborn_state_nbytes() == full
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 64)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        optimizer.step(closure)
+        states = owned.nbytes - 8 * n
+        assert full - 64 <= states + owned.unborn_state_nbytes() <= full + 64  # and a few scalars
+    assert owned.unborn_state_nbytes() == 0
+    assert abs(owned.standing().states_nbytes - full) <= 64

@@ -12,11 +12,13 @@ from elbowroom.control.terms import Stock
 from elbowroom.measure.standing import (
     expected_nbytes,
     gradients_nbytes,
+    growing_nbytes,
     parameters_of,
     standing_of,
 )
 from elbowroom.plan.rehearsal import Unborn
 from elbowroom.plan.standing import Standing
+from elbowroom.runtime.undo import tensors_of
 
 
 class Owned:
@@ -61,10 +63,8 @@ class Owned:
         parameters = [] if model is None else list(model.parameters())
         tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
         tensors += [] if model is None else list(model.buffers())
-        states = [state for optimizer in self.optimizers() for state in optimizer.state.values()]
-        return tensors + [
-            value for state in states for value in state.values() if isinstance(value, Tensor)
-        ]
+        states = (state for optimizer in self.optimizers() for state in optimizer.state.values())
+        return tensors + tensors_of(states)
 
     def stock(self) -> Stock:
         """What stands now, and what the next step will add to it."""
@@ -92,7 +92,7 @@ class Owned:
         return [Unborn(p.nbytes, tuple(owners[id(p)])) for p in unborn]
 
     def unborn_state_nbytes(self) -> int:
-        """Bytes of the optimizer states that the first step will create.
+        """Bytes of the optimizer states that the next steps will create.
 
         A parameter that one optimizer has states for, or that two hold (as wrappers do), counts
         once.
@@ -104,7 +104,7 @@ class Owned:
             for p in parameters_of(one):
                 if id(p) not in born:
                     states[id(p)] = max(expected_nbytes(one, p), states.get(id(p), 0))
-        return sum(states.values())
+        return sum(states.values()) + sum(map(growing_nbytes, optimizers))
 
     def standing(self) -> Standing | None:
         """What stands between steps; None: the model is gone."""

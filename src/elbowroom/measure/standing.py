@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from elbowroom.optim.base import EncodedOptimizer
 from elbowroom.plan.standing import Standing
+from elbowroom.runtime.undo import tensors_of
 
 
 def standing_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Standing:
@@ -54,9 +55,20 @@ def expected_nbytes(optimizer: Optimizer, p: Tensor) -> int:
     """
     if isinstance(optimizer, EncodedOptimizer):
         return optimizer.state_nbytes(p)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        # Directions and steps of its history; the last direction and gradient.
+        return int(2 * optimizer.param_groups[0]["history_size"] + 2) * p.nbytes
     if not isinstance(optimizer, torch.optim.SGD):
         return 8 * p.numel()
     return 4 * p.numel() if optimizer.defaults.get("momentum") else 0
+
+
+def growing_nbytes(optimizer: Optimizer) -> int:
+    """Bytes by which states that exist will grow: those of LBFGS, until its history is full."""
+    if not isinstance(optimizer, torch.optim.LBFGS) or not optimizer.state:
+        return 0
+    held = sum(x.nbytes for x in tensors_of(optimizer.state.values()))
+    return max(sum(expected_nbytes(optimizer, p) for p in parameters_of(optimizer)) - held, 0)
 
 
 def _released(optimizers: Iterable[Optimizer]) -> set[int]:
@@ -67,7 +79,9 @@ def _released(optimizers: Iterable[Optimizer]) -> set[int]:
 
 def _held_nbytes(optimizer: Optimizer, p: Tensor) -> int:
     tensors = _tensors(optimizer, p)
-    return sum(x.nbytes for x in tensors) if tensors else expected_nbytes(optimizer, p)
+    if tensors or (isinstance(optimizer, torch.optim.LBFGS) and optimizer.state):
+        return sum(x.nbytes for x in tensors)  # LBFGS keeps all of its with one parameter
+    return expected_nbytes(optimizer, p)
 
 
 def _fp32_nbytes(optimizer: Optimizer, p: Tensor) -> int:
@@ -91,7 +105,7 @@ def _name(optimizer: Optimizer, p: Tensor) -> str:
 
 
 def _tensors(optimizer: Optimizer, p: Tensor) -> list[Tensor]:
-    return [x for x in optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
+    return tensors_of([optimizer.state.get(p, {})])
 
 
 def _elements(tensors: Iterable[Tensor]) -> int:

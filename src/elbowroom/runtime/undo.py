@@ -8,6 +8,7 @@ optimizer states  that the step made are removed; one that it has changed cannot
 """
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.rewind import Rewind
@@ -108,7 +110,7 @@ class _States:
         """What there is now is what there was before the step."""
         state = self._optimizer.state
         self._before = {p: dict(state[p]) for p in self._known}
-        self._versions = [(x, version_of(x)) for x in _tensors(self._before.values())]
+        self._versions = [(x, version_of(x)) for x in tensors_of(self._before.values())]
 
     def forget(self) -> None:
         """Hold none of it, until `note`."""
@@ -126,5 +128,9 @@ class _States:
         state.update(self._before)
 
 
-def _tensors(states: Iterable[dict[str, Any]]) -> list[Tensor]:
-    return [x for state in states for x in state.values() if isinstance(x, Tensor)]
+def tensors_of(states: Iterable[dict[str, Any]]) -> list[Tensor]:
+    """All tensors of an optimizer's states; some are in lists (LBFGS)."""
+    values = [value for state in states for value in state.values()]
+    nested = [value for value in values if isinstance(value, list | tuple | dict | deque)]
+    leaves = [x for x in tree_leaves(nested) if isinstance(x, Tensor)]
+    return [value for value in values if isinstance(value, Tensor)] + leaves
