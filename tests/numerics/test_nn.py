@@ -84,6 +84,14 @@ def test_norms_equal_torch(name, dtype):
         assert relative(a, b) < {torch.float32: 3e-6, torch.float64: 1e-12}.get(dtype, 0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_without_an_eps_small_inputs_are_normalized_as_torch_does(dtype):
+    x = (torch.randn(16, 48) * 1e-3).to(dtype)
+    (y, plain), (z, ours) = both(*twins(lambda m: m.RMSNorm(48), dtype), x)
+    for a, b in ((z, y), *zip(ours, plain, strict=True)):
+        assert relative(a, b) < 0.02
+
+
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_norms_save_their_output_once_with_the_next_layer(name):
     for home, tensors in ((nn, 2), (er.nn, 1)):

@@ -126,7 +126,9 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., *normalized_shape] -> the same."""
         if _applies(x, self.weight) and _saved_output(self).ask(self.weight, None):
-            eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+            # Without an eps torch takes that of the dtype it sums in: float32's for halves.
+            wide = torch.promote_types(x.dtype, torch.float32)
+            eps = torch.finfo(wide).eps if self.eps is None else self.eps
             y: Tensor = apply(_Norm, x, self.weight, None, eps, False)[0]
             return y
         return super().forward(x)
