@@ -300,7 +300,7 @@ def _saved() -> tuple[nn.Module, AdamW, dict]:
 @pytest.mark.parametrize(
     ("spoil", "say"),
     [
-        (lambda d: d["param_groups"][0].update(version=2), "newer elbowroom"),
+        (lambda d: d["param_groups"][0].update(version=3), "newer elbowroom"),
         (lambda d: d["param_groups"][0].update(amsgrad=True), "amsgrad"),
         (lambda d: d["param_groups"][0].update(state="int9"), "int9"),
         (lambda d: d["param_groups"][0].update(state="coat"), "exp_avg"),

@@ -6,10 +6,11 @@
     base.py         the step that all share: checks, one kernel call a parameter
     adamw.py lion.py sgd.py      the settings of a rule, as the numbers that the kernel takes
     release.py      gradients that are applied, and freed, inside backward
+    order.py        in which order a parameter, and its codes, lie in memory
     sharded.py      parameters that are spread over processes (DTensor)
     state_dict.py   save and load, and to and from what torch.optim saves
     auto.py         state="auto": which formats may be chosen, and states that exist changed to one
-    transcode.py    the states of one parameter from one format to another
+    transcode.py    the states of one parameter from one format, or order, to another
 
 The mathematics is in `kernels/reference/step.py` and `moments.py`.
 """

@@ -6,7 +6,7 @@
    `skipped` counts the steps that were not done. Under GradScaler, which looks itself, it stays 0.
    Where gradients are released (`release.py`) this holds for each parameter by itself.
 2. A parameter is a flat run in memory order, so one in channels_last is not copied; its gradient
-   is brought into the same order.
+   is brought into the same order, and states follow when the order changes (`order.py`).
 3. Noise is a hash of (seed, step, place of the parameter, shard, group, element): replicas that
    see the same gradients stay equal to the last bit, and a resumed run continues with the same.
 """
@@ -35,9 +35,11 @@ from elbowroom.optim.formats import (
     seed_of,
     state_nbytes,
 )
+from elbowroom.optim.order import noted, order_of
 from elbowroom.optim.release import CANNOT, GradientRelease, check_alone
 from elbowroom.optim.sharded import agreed, aligned, in_whole_rows, local, shard_of, spread
-from elbowroom.optim.state_dict import VERSION, checked_groups, held_as_of, loaded, portable
+from elbowroom.optim.state_dict import VERSION, check_states, checked_groups, loaded, portable
+from elbowroom.optim.transcode import follow
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _log = logging.getLogger("elbowroom.optim")
@@ -154,7 +156,7 @@ class EncodedOptimizer(Optimizer):
         bit. Raises StateMismatch, and then nothing changed.
         """
         theirs = state_dict["param_groups"]
-        groups, held_as = checked_groups(self, theirs), held_as_of(theirs)
+        groups, origins = checked_groups(self, theirs), check_states(theirs)
         ids = [id for group in groups for id in group["params"]]
         params = [
             (p, ours | {"state": theirs["state"]})
@@ -162,8 +164,8 @@ class EncodedOptimizer(Optimizer):
             for p in ours["params"]
         ]
         made = {
-            p: loaded(self, p, state_dict["state"][id], group, held)
-            for (p, group), id, held in zip(params, ids, held_as, strict=True)
+            p: loaded(self, p, state_dict["state"][id], group, origin)
+            for (p, group), id, origin in zip(params, ids, origins, strict=True)
             if id in state_dict["state"]
         }
         super().load_state_dict({"state": {}, "param_groups": groups})
@@ -199,8 +201,10 @@ class EncodedOptimizer(Optimizer):
             )
         if group["weights"] == "residual" and p.dtype is torch.bfloat16:
             made["residual"] = torch.zeros_like(part, dtype=torch.int8)
-        step = {"step": torch.zeros((), dtype=torch.float32)}
-        return step | {key: spread(state, p) for key, state in made.items()}
+        known = {"step": torch.zeros((), dtype=torch.float32)}
+        if found.first.kind != "fp32":
+            known |= noted(order_of(part))
+        return known | {key: spread(state, p) for key, state in made.items()}
 
     def arguments(self, p: Tensor, state: dict[str, Tensor], found: Format) -> tuple[Any, ...]:
         """Codes and bounds of this rank as the kernels take them, then their kinds."""
@@ -241,6 +245,7 @@ class EncodedOptimizer(Optimizer):
         state = self.state[p]
         if not state:
             state.update(self.fresh(p, group))
+        follow(self, p, state, group)
         state["step"] += 1
         step = int(state["step"].item())
         found = self.format_of(p, group["state"])

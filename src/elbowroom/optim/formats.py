@@ -25,6 +25,7 @@ from torch import Tensor
 
 from elbowroom.errors import InvalidSetting
 from elbowroom.kernels.states import CODES, bound_shape, code_shape
+from elbowroom.optim.order import order_of
 from elbowroom.optim.sharded import local
 
 Group = dict[str, Any]  # of torch's param_groups
@@ -101,13 +102,14 @@ def check_state(state: object, *, second: bool) -> None:
 
 
 def state_nbytes(p: Tensor, state: str, *, second: bool = True, weights: str = "residual") -> int:
-    """Bytes of the states of p, the 4 of its step counter and a residual included.
+    """Bytes of the states of p: the 4 of its step counter, a residual, and what names its order.
 
     Of a DTensor, those of this rank.
     """
     found, n, row = format_of(p.shape, state, second=second), local(p).numel(), row_of(p.shape)
     residual = n if p.dtype is torch.bfloat16 and weights == "residual" else 0
-    return 4 + residual + found.first.nbytes(n, row) + found.second.nbytes(n, row)
+    order = 0 if found.first.kind == "fp32" else len(order_of(local(p)))
+    return 4 + order + residual + found.first.nbytes(n, row) + found.second.nbytes(n, row)
 
 
 class Held(NamedTuple):

@@ -3,6 +3,7 @@
 A state_dict holds codes as they are, so a resumed run continues with the same bits. It loads
     its own format            bit for bit
     another `state=`          decoded to float32, encoded anew
+    another memory format     the same
     torch.optim's             encoded
 and refuses a newer version, wrong shapes, and amsgrad. `portable_state_dict` has float32 states
 under torch.optim's names, and nothing that torch.optim does not know.
@@ -19,14 +20,15 @@ from torch import Tensor
 from elbowroom.errors import StateMismatch
 from elbowroom.kernels import ops
 from elbowroom.optim.auto import taken
-from elbowroom.optim.formats import STATES, Group, flat, names, row_of
+from elbowroom.optim.formats import STATES, Group, names, row_of
+from elbowroom.optim.order import check_order, in_order, noted, order_of
 from elbowroom.optim.sharded import is_sharded, local
-from elbowroom.optim.transcode import transcode
+from elbowroom.optim.transcode import held_order, transcode
 
 if TYPE_CHECKING:
     from elbowroom.optim.base import EncodedOptimizer
 
-VERSION = 1  # of what `state_dict` holds
+VERSION = 2  # of what `state_dict` holds; 1 did not say the order of codes
 _OURS = ("state", "weights", "seed", "version", "auto")
 
 
@@ -57,10 +59,10 @@ def decoded(
     *tensors, m_kind, v_kind = optimizer.arguments(p, state, found)
     row, n = row_of(p.shape), local(p).numel()
     values = ops.moments_dequantize(*tensors, m_kind, v_kind, row, n)
-    made = {}
+    made, order = {}, held_order(optimizer, state)
     for name, value in zip(optimizer.moments, values, strict=False):
         made[name] = torch.empty_like(p, dtype=torch.float32)
-        flat(local(made[name])).copy_(value)
+        local(made[name]).copy_(in_order(value, local(p).shape, order))
     return made
 
 
@@ -96,16 +98,24 @@ def checked_groups(optimizer: "EncodedOptimizer", groups: list[Group]) -> list[G
 
 
 def loaded(
-    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Any], group: Group, held_as: str
+    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Any], group: Group, origin: Group
 ) -> dict[str, Tensor]:
-    """The state of p as `optimizer` holds it, from one that may be held in another way."""
-    fresh = optimizer.fresh(p, group)
+    """The state of p as `optimizer` holds it, from one of a group `origin` of a file.
+
+    That may be held in another format, and in another order in memory.
+    """
+    fresh, held_as = optimizer.fresh(p, group), origin.get("state", "fp32")
+    if origin.get("version", VERSION) < 2:
+        state = state | noted(order_of(local(p)))  # all that could be loaded then
     fresh["step"].fill_(float(state.get("step", 0)))
     if "residual" in fresh and "residual" in state:
         _fill(fresh["residual"], state["residual"], "residual")
-    wanted = [key for key in fresh if key not in ("step", "residual")]
+    wanted = [key for key in fresh if key not in ("step", "residual", "order")]
     encoded = any(key.endswith("_codes") for key in wanted)
-    if all(key in state for key in wanted) and (not encoded or held_as == group["state"]):
+    as_it_is = not encoded or (
+        held_as == group["state"] and held_order(optimizer, state) == held_order(optimizer, fresh)
+    )
+    if as_it_is and all(key in state for key in wanted):
         for key in wanted:
             _fill(fresh[key], state[key], key)
         return fresh
@@ -119,8 +129,13 @@ def _like_saved(
     """The saved tensors, held against the shapes of the format that they are said to be in."""
     encoded = names(optimizer.moments[0], "").codes in state
     expected = optimizer.fresh(p, {"state": held_as if encoded else "fp32", "weights": "nearest"})
+    expected.pop("order", None)
+    if encoded:
+        order = held_order(optimizer, state)
+        check_order(order, p)
+        expected |= noted(order)
     for key in expected:
-        if key != "step":
+        if key not in ("step", "order"):
             if state.get(key) is None:
                 raise StateMismatch(
                     f"the state_dict has no {key!r} for a parameter of shape {tuple(p.shape)}, "
@@ -149,12 +164,12 @@ def _fill(target: Tensor, source: Tensor, key: str) -> None:
     target.copy_(source)
 
 
-def held_as_of(groups: list[Group]) -> list[str]:
-    """For each parameter of a file, the `state` of its group; torch.optim's are fp32."""
-    made = [group.get("state", "fp32") for group in groups for _ in group["params"]]
-    for state in made:
+def check_states(groups: list[Group]) -> list[Group]:
+    """For each parameter of a file, its group. Raises StateMismatch for a `state` nobody knows."""
+    for group in groups:
+        state = group.get("state", "fp32")
         if state not in STATES:
             raise StateMismatch(
                 f"the state_dict has state={state!r}; known are {', '.join(STATES)}"
             )
-    return made
+    return [group for group in groups for _ in group["params"]]

@@ -1,10 +1,10 @@
-"""The states of one parameter from one format to another.
+"""The states of one parameter from one format, or order in memory, to another.
 
     codes, bounds -> float32 m, v -> codes, bounds          some rows at a time
 
 No group crosses a row, so rows are converted by themselves: what the kernels take on the way is
 less than the parameter's states in float32 (the plain torch reference: 26 float32 for each element
-of those rows).
+of those rows). Into another order the whole parameter is converted at once.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from elbowroom.kernels import ops
 from elbowroom.optim.formats import Group, names, row_of, seed_of
-from elbowroom.optim.sharded import local, shard_of
+from elbowroom.optim.order import Order, order_of, reordered
+from elbowroom.optim.sharded import local, shard_of, spread
 
 if TYPE_CHECKING:
     from elbowroom.optim.base import EncodedOptimizer
@@ -38,12 +39,42 @@ def transcode(
     *before, m_before, v_before = optimizer.arguments(p, saved, theirs)
     *after, m_after, v_after = optimizer.arguments(p, fresh, ours)
     row, step = row_of(p.shape), int(fresh["step"].item())
-    for nth, (first, last) in enumerate(_some(local(p).numel() // row, row)):
+    orders = held_order(optimizer, saved), held_order(optimizer, fresh)
+    shape, same = local(p).shape, orders[0] == orders[1]
+    rows = shape.numel() // row
+    for nth, (first, last) in enumerate(_some(rows, row) if same else [(0, rows)]):
         old, new = ([_part(x, first, last, row) for x in side] for side in (before, after))
         values = ops.moments_dequantize(*old, m_before, v_before, row, (last - first) * row)
+        if not same:
+            m, v = values
+            values = reordered(m, shape, *orders), reordered(v, shape, *orders) if len(v) else v
         seed = seed_of(group["seed"], step, nth, shard_of(p))
         ops.moments_quantize(*values, *new, m_after, v_after, row, seed)
     torch.autograd.graph.increment_version([x for x in fresh.values() if x is not fresh["step"]])
+
+
+def held_order(optimizer: "EncodedOptimizer", state: dict[str, Tensor]) -> Order:
+    """The order of what `state` holds: codes say it beside them, float32 by its strides."""
+    plain = names(optimizer.moments[0], "fp32").codes
+    if plain in state:
+        return order_of(local(state[plain]))
+    return tuple(state["order"].tolist()) if "order" in state else ()
+
+
+def follow(
+    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Tensor], group: Group
+) -> None:
+    """Bring states into the order that p lies in now, if that has changed since they were made."""
+    order, residual = order_of(local(p)), state.get("residual")
+    if residual is not None and order_of(local(residual)) != order:
+        moved = torch.empty_like(local(p), dtype=torch.int8)
+        state["residual"] = spread(moved.copy_(local(residual)), p)
+    if held_order(optimizer, state) != order:
+        fresh = optimizer.fresh(p, group | {"weights": "nearest"})  # without a residual
+        fresh["step"] = state["step"]
+        transcode(optimizer, p, state, group["state"], fresh, group)
+        state.pop("order", None)
+        state.update(fresh)
 
 
 def _some(rows: int, row: int) -> Iterator[tuple[int, int]]:
