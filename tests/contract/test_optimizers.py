@@ -290,6 +290,63 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
     assert not optimizer.state
 
 
+@every
+@pytest.mark.parametrize(("before", "after"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_model_that_changes_its_dtype_gets_or_loses_its_residual(cls, state, before, after):
+    net = model(getattr(torch, before))
+    optimizer = cls(net.parameters(), lr=1e-3, state=state)
+    steps(net, optimizer, 2)
+    net.to(getattr(torch, after))
+    twin = copy.deepcopy(net)
+    fresh = cls(twin.parameters(), state=state)
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if after == "float32":  # what it cannot use is not held, loaded or not
+        assert all("residual" not in held for held in fresh.state.values())
+    steps(net, optimizer, 2)
+    steps(twin, fresh, 2)
+    assert same(net, twin)
+    assert all(map(torch.equal, snapshot(optimizer), snapshot(fresh)))
+    has = ["residual" in held for held in optimizer.state.values()]
+    assert has == [after == "bfloat16"] * 6
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_a_parameter_that_cannot_be_updated_any_more_is_refused_at_the_next_step(released):
+    for change, say in (
+        (lambda net: net.double(), "float64"),
+        (lambda net: net.half(), "weights='nearest'"),
+        (lambda net: setattr(net[0].weight, "data", torch.ones(300, 100)[::2]), "contiguous"),
+    ):
+        net, optimizer, _ = _saved()
+        release = optimizer.release_gradients() if released else None
+        change(net)
+        before, weights = snapshot(optimizer), copy.deepcopy(net)
+        with pytest.raises(errors.UnsupportedParameter, match=say):
+            steps(net, optimizer, 1)
+        if release is None:
+            assert same(net, weights)
+            assert all(map(torch.equal, before, snapshot(optimizer)))
+
+
+def test_states_of_another_shape_or_device_are_not_taken_for_those_of_a_parameter():
+    for spoil in (
+        lambda p, state: setattr(p, "data", torch.ones(170, 100)),
+        lambda p, state: setattr(p, "data", torch.ones(3, 100)),  # which would be held as fp32
+        lambda p, state: state.update(exp_avg_codes=state["exp_avg_codes"].to("meta")),
+    ):
+        net, optimizer, _ = _saved()
+        p = net[0].weight
+        spoil(p, optimizer.state[p])
+        p.grad = torch.ones_like(p)
+        before = p.detach().clone()
+        with pytest.raises(errors.UnsupportedParameter, match=r"load_state_dict.*\.pop\(p\)"):
+            optimizer.step()
+        assert torch.equal(p, before)
+        optimizer.state.pop(p)
+        optimizer.step()
+        assert not torch.equal(p, before)
+
+
 def _saved() -> tuple[nn.Module, AdamW, dict]:
     net = model()
     optimizer = AdamW(net.parameters())

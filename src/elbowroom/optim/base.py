@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from elbowroom.errors import InvalidSetting, UnsupportedGradient, UnsupportedParameter
+from elbowroom.errors import InvalidSetting, UnsupportedGradient
 from elbowroom.kernels import ops
 from elbowroom.kernels.states import WEIGHTS
 from elbowroom.optim.auto import resolve
@@ -36,12 +36,12 @@ from elbowroom.optim.formats import (
     state_nbytes,
 )
 from elbowroom.optim.order import noted, order_of
+from elbowroom.optim.parameters import DTYPES, check_held, check_parameter
 from elbowroom.optim.release import CANNOT, GradientRelease, check_alone
-from elbowroom.optim.sharded import agreed, aligned, in_whole_rows, local, shard_of, spread
+from elbowroom.optim.sharded import agreed, aligned, local, shard_of, spread
 from elbowroom.optim.state_dict import VERSION, check_states, checked_groups, loaded, portable
-from elbowroom.optim.transcode import follow
+from elbowroom.optim.transcode import follow, has_residual
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _log = logging.getLogger("elbowroom.optim")
 
 
@@ -113,8 +113,9 @@ class EncodedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient, or none if a gradient is not finite.
 
-        Raises UnsupportedGradient for sparse ones, before anything has changed. Where gradients are
-        released there are none left, but of parameters that were unfrozen later or set by hand.
+        Raises UnsupportedGradient for sparse ones, and UnsupportedParameter for what a parameter
+        has become since it was given, before anything has changed. Where gradients are released
+        there are none left, but of parameters that were unfrozen later or set by hand.
         """
         loss = None
         if closure is not None:
@@ -139,7 +140,7 @@ class EncodedOptimizer(Optimizer):
 
     def apply(self, index: int, group: Group, p: Tensor, grad: Tensor) -> bool:
         """Update one parameter, the index-th of all; False: not, since grad is not finite."""
-        usable = self._usable(grad, p)
+        usable = self._usable(grad, p, group)
         if finite := agreed([p], _finite([usable])):
             self._update(index, group, p, usable)
         return finite
@@ -199,7 +200,7 @@ class EncodedOptimizer(Optimizer):
                 if moment.kind == "fp32"
                 else dict(zip(held, (codes, bounds), strict=True))
             )
-        if group["weights"] == "residual" and p.dtype is torch.bfloat16:
+        if has_residual(p, group):
             made["residual"] = torch.zeros_like(part, dtype=torch.int8)
         known = {"step": torch.zeros((), dtype=torch.float32)}
         if found.first.kind != "fp32":
@@ -225,11 +226,14 @@ class EncodedOptimizer(Optimizer):
                 if p.grad is not None:
                     if self.released is not None:
                         self.released.check(index, p)
-                    yield index, group, p, self._usable(p.grad, p)
+                    yield index, group, p, self._usable(p.grad, p, group)
                 index += 1
 
-    def _usable(self, grad: Tensor, p: Tensor) -> Tensor:
-        """This rank's part of grad, in the order of p."""
+    def _usable(self, grad: Tensor, p: Tensor, group: Group) -> Tensor:
+        """This rank's part of grad, in the order of p, which may have changed since last time."""
+        check_parameter(p, group["weights"])
+        if state := self.state.get(p):
+            check_held(self, p, state, group)
         if grad.layout is not torch.strided:
             raise UnsupportedGradient(
                 f"{type(self).__name__} takes dense gradients; that of a parameter of shape "
@@ -265,34 +269,7 @@ class EncodedOptimizer(Optimizer):
         if group["weights"] not in WEIGHTS:
             raise InvalidSetting(f"no weights={group['weights']!r}; there are {', '.join(WEIGHTS)}")
         for p in group["params"]:
-            _check_parameter(p, group["weights"])
-
-
-def _check_parameter(p: Tensor, weights: str) -> None:
-    what = f"a parameter of shape {tuple(p.shape)} is {str(p.dtype).removeprefix('torch.')}"
-    if p.dtype not in DTYPES:
-        raise UnsupportedParameter(
-            f"{what}; states are encoded for float32, bfloat16 and float16. Give it to an "
-            "optimizer of torch.optim"
-        )
-    if p.dtype is torch.float16 and weights != "nearest":
-        raise UnsupportedParameter(
-            f"{what}, for which there is no weights={weights!r}. Use bfloat16, or say "
-            "weights='nearest' and lose updates below half a step of float16"
-        )
-    if not in_whole_rows(p):
-        raise UnsupportedParameter(
-            f"{what} and a DTensor that is cut otherwise than in rows; states are encoded by rows. "
-            "Replicate it, or cut it by Shard(0), as fully_shard does"
-        )
-    if p.layout is not torch.strided or not _dense(local(p)):
-        raise UnsupportedParameter(f"{what} with gaps or overlaps in memory; use .contiguous()")
-
-
-def _dense(x: Tensor) -> bool:
-    strides = x.stride()
-    order = sorted(range(x.dim()), key=lambda d: -strides[d])
-    return x.numel() == 0 or x.permute(order).is_contiguous()
+            check_parameter(p, group["weights"])
 
 
 def _finite(grads: Iterable[Tensor]) -> bool:

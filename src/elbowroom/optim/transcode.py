@@ -61,14 +61,24 @@ def held_order(optimizer: "EncodedOptimizer", state: dict[str, Tensor]) -> Order
     return tuple(state["order"].tolist()) if "order" in state else ()
 
 
+def has_residual(p: Tensor, group: Group) -> bool:
+    """Whether p is a bfloat16 weight that is held in 24 bits."""
+    return group["weights"] == "residual" and p.dtype is torch.bfloat16
+
+
 def follow(
     optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Tensor], group: Group
 ) -> None:
-    """Bring states into the order that p lies in now, if that has changed since they were made."""
+    """Bring states to where p is now: its dtype and memory format may change between steps.
+
+    A bfloat16 parameter gets a residual of 0, as at its birth; one of another dtype has none.
+    """
     order, residual = order_of(local(p)), state.get("residual")
-    if residual is not None and order_of(local(residual)) != order:
-        moved = torch.empty_like(local(p), dtype=torch.int8)
-        state["residual"] = spread(moved.copy_(local(residual)), p)
+    if not has_residual(p, group):
+        state.pop("residual", None)
+    elif residual is None or order_of(local(residual)) != order:
+        moved = torch.zeros_like(local(p), dtype=torch.int8)
+        state["residual"] = spread(moved if residual is None else moved.copy_(local(residual)), p)
     if held_order(optimizer, state) != order:
         fresh = optimizer.fresh(p, group | {"weights": "nearest"})  # without a residual
         fresh["step"] = state["step"]
