@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -394,6 +395,18 @@ def test_fp8_does_not_take_a_changed_input_for_the_old_one():
     before = layer(x)
     x.mul_(-1)
     assert relative(layer(x) - layer.bias, -(before - layer.bias)) < 1e-5
+    for change in (lambda: x.data.neg_(), lambda: np.negative(x.numpy(), out=x.numpy())):
+        before = layer(x)
+        change()  # no version counts this
+        assert relative(layer(x) - layer.bias, -(before - layer.bias)) < 1e-5
+    h = torch.ones(16, 32, requires_grad=True) * x
+    before = layer(h)
+    with torch.no_grad():
+        h.neg_()
+    assert relative(layer(h) - layer.bias, -(before - layer.bias)) < 1e-5
+    for alone in (torch.inference_mode, torch.no_grad):
+        with alone():
+            assert torch.equal(layer(x * 1), layer(x))
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     assert layer(torch.randn(0, 32)).shape == (0, 32)

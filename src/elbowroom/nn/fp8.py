@@ -5,7 +5,9 @@
     g8 = E5M2 of g
     dx = g8 W8        dW = g8^T x8
 
-Layers that read the same x (q, k and v; gate and up) share one x8. Weights stay as they are and are
+Layers that read the same x (q, k and v; gate and up) share one x8, if autograd has made x: what it
+has not made, as a buffer that each batch is read into, may change unseen (`x.data`, a NumPy view),
+and without gradients nothing is saved that could be shared. Weights stay as they are and are
 rounded at each use. A product runs in `torch._scaled_mm` on a GPU of compute capability 8.9 or
 more, where all its sizes are multiples of 16; elsewhere it is *emulated*: the same codes,
 multiplied in fp32, which is slow and proves numbers, not speed. Rounding is to nearest; a NaN or an
@@ -131,7 +133,7 @@ def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch
 
 
 class _Shared(threading.local):
-    """The codes of the last input, for as long as that lives and is unchanged."""
+    """The codes of the last input that autograd has made, while that lives and is unchanged."""
 
     def __init__(self) -> None:
         self.x: weakref.ref[Tensor] | None = None
@@ -140,6 +142,8 @@ class _Shared(threading.local):
 
     def codes_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x8 of x's shape, and its scale."""
+        if not torch.is_grad_enabled() or x.grad_fn is None:
+            return quantize(x, E4M3)  # its version may be silent, or not exist (inference_mode)
         known = None if self.x is None else self.x()
         if self.codes is None or known is not x or self.version != x._version:
             self.codes = quantize(x, E4M3)
