@@ -265,7 +265,11 @@ def test_what_is_refused_says_what_to_do():
         ({"state": "int7"}, "coat"),
         ({"weights": "master"}, "residual"),
         ({"lr": -1.0}, "at least 0; got -1"),
+        ({"lr": float("inf")}, "finite"),
+        ({"lr": "fast"}, "'fast'"),
         ({"betas": (0.9, 1.0)}, "below 1"),
+        ({"betas": (0.9,)}, "two numbers"),
+        ({"betas": 0.9}, "two numbers"),
     ):
         with pytest.raises(errors.InvalidSetting, match=say):
             AdamW([real], **settings)
@@ -273,6 +277,8 @@ def test_what_is_refused_says_what_to_do():
         Lion([real], state="int4")
     with pytest.raises(errors.InvalidSetting, match=r"torch\.optim\.SGD"):
         SGD([real], momentum=0.0)
+    with pytest.raises(errors.InvalidSetting, match="lr is"):
+        AdamW([{"params": [real], "lr": -1.0}])
     optimizer = AdamW([real])
     with pytest.raises(errors.UnsupportedParameter):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, dtype=torch.complex64))]})
@@ -364,6 +370,18 @@ def _saved() -> tuple[nn.Module, AdamW, dict]:
         (lambda d: d["param_groups"][0].update(params=[0]), "param groups"),
         (lambda d: d["state"][0].pop("exp_avg_bounds"), "exp_avg_bounds"),
         (lambda d: d["state"][0].update(exp_avg_codes=torch.zeros(3)), "exp_avg_codes"),
+        (lambda d: d["state"][2].pop("step"), "'step'.*is missing"),
+        (lambda d: d["state"][2].update(step=torch.tensor(-1.0)), "'step'.*-1"),
+        (lambda d: d["state"][2].update(step=torch.tensor(torch.nan)), "'step'.*nan"),
+        (lambda d: d["state"][0]["exp_avg_bounds"].fill_(0x7FC0), "'exp_avg_bounds'.*NaN"),
+        (lambda d: d["state"][0]["exp_avg_sq_bounds"].fill_(-1), "'exp_avg_sq_bounds'.*NaN"),
+        (lambda d: d["state"][1]["exp_avg"].fill_(torch.nan), "'exp_avg'.*NaN"),
+        (lambda d: d["param_groups"][0].update(betas=(2, 2)), r"betas.*\(2, 2\)"),
+        (lambda d: d["param_groups"][0].update(betas=(0.9,)), "betas are two numbers"),
+        (lambda d: d["param_groups"][0].update(lr=torch.nan), "lr is a finite number"),
+        (lambda d: d["param_groups"][0].pop("params"), "as optimizer.state_dict"),
+        (lambda d: d.pop("state"), "as optimizer.state_dict"),
+        (lambda d: d.clear(), "as optimizer.state_dict"),
     ],
 )
 def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(spoil, say):
@@ -373,6 +391,48 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(spoil, sa
     with pytest.raises(errors.StateMismatch, match=say):
         optimizer.load_state_dict(saved)
     assert all(map(torch.equal, before, snapshot(optimizer)))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "settings", "ours", "say"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "maximize": True}, SGD, "maximize=True"),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}, SGD, "dampening=0.5"),
+        (torch.optim.SGD, {"momentum": 0.0}, SGD, r"use torch\.optim\.SGD"),
+        (torch.optim.Adam, {"weight_decay": 0.1}, AdamW, "decoupled.*weight_decay to 0"),
+        (torch.optim.NAdam, {}, AdamW, "'mu_product'.*not of AdamW"),
+        (AdamW, {"state": "int8"}, Lion, "'exp_avg_sq_codes'.*not of Lion"),
+        (AdamW, {"state": "fp32"}, Lion, "'exp_avg_sq'.*not of Lion"),
+        (Lion, {"state": "int8"}, AdamW, "no 'exp_avg_sq"),
+        (AdamW, {}, SGD, "not of SGD"),
+        (SGD, {}, Lion, "not of Lion"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused(theirs, settings, ours, say):
+    net = model()
+    other = theirs(net.parameters(), **settings)
+    steps(net, other, 2)
+    optimizer = ours(net.parameters())
+    with pytest.raises(errors.StateMismatch, match=say):
+        optimizer.load_state_dict(other.state_dict())
+    assert not optimizer.state
+
+
+def test_what_torch_optim_saves_is_loaded_where_it_means_the_same():
+    for theirs, settings, ours in (
+        (torch.optim.SGD, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1}, SGD),
+        (torch.optim.Adam, {"lr": 1e-3, "maximize": True}, AdamW),
+    ):
+        net = model()
+        other = theirs(net.parameters(), **settings)
+        steps(net, other, 2)
+        twin = copy.deepcopy(net)
+        optimizer = ours(twin.parameters(), state="fp32")
+        optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+        steps(net, other, 2)
+        steps(twin, optimizer, 2)
+        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 @every

@@ -9,7 +9,9 @@
     release.py      gradients that are applied, and freed, inside backward
     order.py        in which order a parameter, and its codes, lie in memory
     sharded.py      parameters that are spread over processes (DTensor)
+    settings.py     which settings are possible
     state_dict.py   save and load, and to and from what torch.optim saves
+    checked.py      what a state_dict must be to be loaded
     auto.py         state="auto": which formats may be chosen, and states that exist changed to one
     transcode.py    the states of one parameter from one format, or order, to another
 

@@ -3,9 +3,9 @@
 from math import sqrt
 from typing import Any
 
-from elbowroom.errors import InvalidSetting
 from elbowroom.optim.base import EncodedOptimizer
 from elbowroom.optim.formats import Group
+from elbowroom.optim.settings import check_betas, check_numbers
 
 
 class AdamW(EncodedOptimizer):
@@ -36,7 +36,6 @@ class AdamW(EncodedOptimizer):
         maximize: bool = False,
         seed: int = 0,
     ) -> None:
-        check(lr=lr, eps=eps, weight_decay=weight_decay, betas=betas)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -46,6 +45,11 @@ class AdamW(EncodedOptimizer):
         }
         super().__init__(params, defaults, state=state, weights=weights, seed=seed)
 
+    def check_settings(self, group: Group) -> None:
+        """Raises InvalidSetting."""
+        check_numbers(group, "lr", "eps", "weight_decay")
+        check_betas(group["betas"])
+
     def factors(self, group: Group, step: int) -> list[float]:
         """decay, lr, b1, 1 - b1, b2, 1 - b2, root, eps: see `kernels/reference/step.py`."""
         lr, (b1, b2) = float(group["lr"]), group["betas"]
@@ -53,12 +57,3 @@ class AdamW(EncodedOptimizer):
         rate, root = lr / (1 - b1**step), 1 / sqrt(1 - b2**step)
         decay = 1 - lr * group["weight_decay"]
         return [decay, rate, b1, sign * (1 - b1), b2, 1 - b2, root, group["eps"]]
-
-
-def check(betas: tuple[float, ...] = (), **least_zero: float) -> None:
-    """Raises InvalidSetting for what makes no optimizer."""
-    for name, value in least_zero.items():
-        if not float(value) >= 0:
-            raise InvalidSetting(f"{name} is at least 0; got {value}")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise InvalidSetting(f"betas are at least 0 and below 1; got {betas}")

@@ -24,6 +24,7 @@ from elbowroom.errors import InvalidSetting, UnsupportedGradient
 from elbowroom.kernels import ops
 from elbowroom.kernels.states import WEIGHTS
 from elbowroom.optim.auto import resolve
+from elbowroom.optim.checked import VERSION, check_dict, check_states, checked_groups
 from elbowroom.optim.formats import (
     Format,
     Group,
@@ -39,7 +40,7 @@ from elbowroom.optim.order import noted, order_of
 from elbowroom.optim.parameters import DTYPES, check_held, check_parameter
 from elbowroom.optim.release import CANNOT, GradientRelease, check_alone
 from elbowroom.optim.sharded import agreed, aligned, local, shard_of, spread
-from elbowroom.optim.state_dict import VERSION, check_states, checked_groups, loaded, portable
+from elbowroom.optim.state_dict import loaded, portable
 from elbowroom.optim.transcode import follow, has_residual
 
 _log = logging.getLogger("elbowroom.optim")
@@ -101,6 +102,10 @@ class EncodedOptimizer(Optimizer):
             )
         return False
 
+    def check_settings(self, group: Group) -> None:
+        """Raises InvalidSetting for numbers of `rule` that make no optimizer."""
+        raise NotImplementedError
+
     def factors(self, group: Group, step: int) -> list[float]:
         """The numbers of this step that the kernel of `rule` takes."""
         raise NotImplementedError
@@ -156,6 +161,7 @@ class EncodedOptimizer(Optimizer):
         `state` and `weights` stay as constructed; with state="auto" the file's are taken, bit for
         bit. Raises StateMismatch, and then nothing changed.
         """
+        check_dict(state_dict)
         theirs = state_dict["param_groups"]
         groups, origins = checked_groups(self, theirs), check_states(theirs)
         ids = [id for group in groups for id in group["params"]]
@@ -265,6 +271,7 @@ class EncodedOptimizer(Optimizer):
         increment_version([p, *(tensor for key, tensor in state.items() if key != "step")])
 
     def _check_group(self, group: Group) -> None:
+        self.check_settings(group)
         check_state(group["state"], second=len(self.moments) > 1)
         if group["weights"] not in WEIGHTS:
             raise InvalidSetting(f"no weights={group['weights']!r}; there are {', '.join(WEIGHTS)}")

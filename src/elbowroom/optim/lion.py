@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from elbowroom.optim.adamw import check
 from elbowroom.optim.base import EncodedOptimizer
 from elbowroom.optim.formats import Group
+from elbowroom.optim.settings import check_betas, check_numbers
 
 
 class Lion(EncodedOptimizer):
@@ -25,9 +25,13 @@ class Lion(EncodedOptimizer):
         maximize: bool = False,
         seed: int = 0,
     ) -> None:
-        check(lr=lr, weight_decay=weight_decay, betas=betas)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, state=state, weights=weights, seed=seed)
+
+    def check_settings(self, group: Group) -> None:
+        """Raises InvalidSetting."""
+        check_numbers(group, "lr", "weight_decay")
+        check_betas(group["betas"])
 
     def factors(self, group: Group, step: int) -> list[float]:
         """decay, lr, b1, 1 - b1, b2, 1 - b2."""

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from elbowroom.errors import InvalidSetting
-from elbowroom.optim.adamw import check
 from elbowroom.optim.base import EncodedOptimizer
 from elbowroom.optim.formats import Group
+from elbowroom.optim.settings import check_momentum, check_numbers
 
 
 class SGD(EncodedOptimizer):
@@ -26,12 +25,6 @@ class SGD(EncodedOptimizer):
         weights: str = "residual",
         seed: int = 0,
     ) -> None:
-        check(lr=lr, weight_decay=weight_decay)
-        if not 0 < momentum < 1:
-            raise InvalidSetting(
-                f"momentum is above 0 and below 1; got {momentum}. Without momentum there is no "
-                "state to encode: use torch.optim.SGD"
-            )
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -39,6 +32,11 @@ class SGD(EncodedOptimizer):
             "nesterov": nesterov,
         }
         super().__init__(params, defaults, state=state, weights=weights, seed=seed)
+
+    def check_settings(self, group: Group) -> None:
+        """Raises InvalidSetting."""
+        check_numbers(group, "lr", "weight_decay")
+        check_momentum(group["momentum"])
 
     def factors(self, group: Group, step: int) -> list[float]:
         """decay, lr, momentum, look, keep."""

@@ -5,8 +5,8 @@ A state_dict holds codes as they are, so a resumed run continues with the same b
     another `state=`          decoded to float32, encoded anew
     another memory format     the same
     torch.optim's             encoded
-and refuses a newer version, wrong shapes, and amsgrad. `portable_state_dict` has float32 states
-under torch.optim's names, and nothing that torch.optim does not know.
+and refuses what is another optimizer's, or does not fit (`checked.py`). `portable_state_dict` has
+float32 states under torch.optim's names, and nothing that torch.optim does not know.
 
 torch's own `load_state_dict` is not used for states: it casts each to its parameter's dtype, and
 codes are no such numbers.
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from elbowroom.errors import StateMismatch
 from elbowroom.kernels import ops
-from elbowroom.optim.auto import taken
-from elbowroom.optim.formats import STATES, Group, names, row_of
+from elbowroom.optim.checked import VERSION, check_state
+from elbowroom.optim.formats import Group, names, row_of
 from elbowroom.optim.order import check_order, in_order, noted, order_of
 from elbowroom.optim.sharded import is_sharded, local
 from elbowroom.optim.transcode import held_order, transcode
@@ -28,7 +28,6 @@ from elbowroom.optim.transcode import held_order, transcode
 if TYPE_CHECKING:
     from elbowroom.optim.base import EncodedOptimizer
 
-VERSION = 2  # of what `state_dict` holds; 1 did not say the order of codes
 _OURS = ("state", "weights", "seed", "version", "auto")
 
 
@@ -66,37 +65,6 @@ def decoded(
     return made
 
 
-def checked_groups(optimizer: "EncodedOptimizer", groups: list[Group]) -> list[Group]:
-    """The file's groups with only what this optimizer knows; `weights` are its own.
-
-    So is `state`, unless it is "auto": then the file's is taken, and nothing milder from now on.
-    """
-    if len(groups) != len(optimizer.param_groups) or any(
-        len(theirs["params"]) != len(ours["params"])
-        for theirs, ours in zip(groups, optimizer.param_groups, strict=True)
-    ):
-        raise StateMismatch(
-            f"the state_dict has param groups of {[len(g['params']) for g in groups]} parameters, "
-            f"the optimizer of {[len(g['params']) for g in optimizer.param_groups]}"
-        )
-    made = []
-    for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
-        version = theirs.get("version", VERSION)
-        if version > VERSION:
-            raise StateMismatch(
-                f"the state_dict is of version {version}, this elbowroom reads up to {VERSION}; "
-                "install a newer elbowroom"
-            )
-        if theirs.get("amsgrad"):
-            raise StateMismatch("the state_dict is of AdamW(amsgrad=True), which is not offered")
-        own = ("state", "weights", "auto")
-        known = {k: theirs.get(k, ours[k]) for k in ours if k not in own}
-        known |= {"version": VERSION, "params": theirs["params"]}
-        known |= {k: ours[k] for k in own if k in ours}
-        made.append(known | (taken(theirs) if "auto" in ours else {}))
-    return made
-
-
 def loaded(
     optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Any], group: Group, origin: Group
 ) -> dict[str, Tensor]:
@@ -104,7 +72,9 @@ def loaded(
 
     That may be held in another format, and in another order in memory.
     """
-    fresh, held_as = optimizer.fresh(p, group), origin.get("state", "fp32")
+    held_as = origin.get("state", "fp32")
+    check_state(optimizer, p, state, held_as)
+    fresh = optimizer.fresh(p, group)
     if origin.get("version", VERSION) < 2:
         state = state | noted(order_of(local(p)))  # all that could be loaded then
     fresh["step"].fill_(float(state.get("step", 0)))
@@ -162,14 +132,3 @@ def _fill(target: Tensor, source: Tensor, key: str) -> None:
             "its set_optimizer_state_dict, which divide it anew"
         )
     target.copy_(source)
-
-
-def check_states(groups: list[Group]) -> list[Group]:
-    """For each parameter of a file, its group. Raises StateMismatch for a `state` nobody knows."""
-    for group in groups:
-        state = group.get("state", "fp32")
-        if state not in STATES:
-            raise StateMismatch(
-                f"the state_dict has state={state!r}; known are {', '.join(STATES)}"
-            )
-    return [group for group in groups for _ in group["params"]]

@@ -1,0 +1,128 @@
+"""What a state_dict must be to be loaded; everything is looked at before anything changes.
+
+Refused, as StateMismatch: a newer version, other groups, settings that are not possible, what
+belongs to another optimizer or to a variant that is not offered, and values that no step has made.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from elbowroom.errors import InvalidSetting, StateMismatch
+from elbowroom.optim.auto import taken
+from elbowroom.optim.formats import STATES, Group, names
+from elbowroom.optim.sharded import local
+
+if TYPE_CHECKING:
+    from elbowroom.optim.base import EncodedOptimizer
+
+VERSION = 2  # of what `state_dict` holds; 1 did not say the order of codes
+_EXPONENT = 0x7F80  # of bf16: all ones for NaN and Inf
+
+
+def check_dict(state_dict: Any) -> None:
+    """Raises StateMismatch for what no optimizer has saved."""
+    fits = isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()
+    if not fits or not all("params" in group for group in state_dict["param_groups"]):
+        found = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict)
+        raise StateMismatch(
+            "a state_dict has 'state' and 'param_groups', and those 'params', as "
+            f"optimizer.state_dict() returns them; got {found}"
+        )
+
+
+def check_states(groups: list[Group]) -> list[Group]:
+    """For each parameter of a file, its group. Raises StateMismatch for a `state` nobody knows."""
+    for group in groups:
+        state = group.get("state", "fp32")
+        if state not in STATES:
+            raise StateMismatch(
+                f"the state_dict has state={state!r}; known are {', '.join(STATES)}"
+            )
+    return [group for group in groups for _ in group["params"]]
+
+
+def checked_groups(optimizer: "EncodedOptimizer", groups: list[Group]) -> list[Group]:
+    """The file's groups with only what this optimizer knows; `weights` are its own.
+
+    So is `state`, unless it is "auto": then the file's is taken, and nothing milder from now on.
+    """
+    if len(groups) != len(optimizer.param_groups) or any(
+        len(theirs["params"]) != len(ours["params"])
+        for theirs, ours in zip(groups, optimizer.param_groups, strict=True)
+    ):
+        raise StateMismatch(
+            f"the state_dict has param groups of {[len(g['params']) for g in groups]} parameters, "
+            f"the optimizer of {[len(g['params']) for g in optimizer.param_groups]}"
+        )
+    made = []
+    for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
+        _check_variant(optimizer, theirs, ours)
+        own = ("state", "weights", "auto")
+        known = {k: theirs.get(k, ours[k]) for k in ours if k not in own}
+        known |= {"version": VERSION, "params": theirs["params"]}
+        known |= {k: ours[k] for k in own if k in ours}
+        try:
+            optimizer.check_settings(known)
+        except InvalidSetting as error:
+            raise StateMismatch(f"of the state_dict, {error}") from error
+        made.append(known | (taken(theirs) if "auto" in ours else {}))
+    return made
+
+
+def _check_variant(optimizer: "EncodedOptimizer", theirs: Group, ours: Group) -> None:
+    """Raises StateMismatch for a group whose rule is not ours."""
+    version = theirs.get("version", VERSION)
+    if version > VERSION:
+        raise StateMismatch(
+            f"the state_dict is of version {version}, this elbowroom reads up to {VERSION}; "
+            "install a newer elbowroom"
+        )
+    name = type(optimizer).__name__
+    for key, plain in (("amsgrad", False), ("dampening", 0), ("maximize", False)):
+        if key not in ours and theirs.get(key, plain) != plain:
+            raise StateMismatch(
+                f"the state_dict has {key}={theirs[key]!r}, which er.optim.{name} does not offer: "
+                f"continue with the class of torch.optim, or set it to {plain!r} in param_groups"
+            )
+    if not theirs.get("decoupled_weight_decay", True) and theirs.get("weight_decay"):
+        raise StateMismatch(
+            f"the state_dict is of Adam, which adds weight_decay={theirs['weight_decay']!r} to the "
+            f"gradient; that of er.optim.{name} is decoupled, as in AdamW. Continue with "
+            "torch.optim.Adam, or set weight_decay to 0 in its param_groups"
+        )
+
+
+def check_state(
+    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Any], held_as: str
+) -> None:
+    """Raises StateMismatch for a state of another optimizer, or one that no step leaves behind."""
+    held = [name for moment in optimizer.moments for name in (moment, *names(moment, ""))]
+    if other := sorted(state.keys() - {"step", "residual", "order", *held}):
+        raise StateMismatch(
+            f"the state_dict has {', '.join(map(repr, other))}, so it is not of "
+            f"{type(optimizer).__name__}, which has {', '.join(map(repr, optimizer.moments))}"
+        )
+    # Of torch's SGD there is no step; only Adam's correction of bias depends on it.
+    step = float(state.get("step", 0 if len(optimizer.moments) < 2 else -1))
+    if not 0 <= step < 2**31:
+        raise StateMismatch(
+            f"'step' of the state_dict, for a parameter of shape {tuple(p.shape)}, is "
+            f"{state.get('step', 'missing')}; expected the number of steps done"
+        )
+    for key, found in state.items():
+        if isinstance(found, Tensor) and _broken(key, local(found), held_as):
+            raise StateMismatch(
+                f"{key!r} of the state_dict, for a parameter of shape {tuple(p.shape)}, holds "
+                "NaN, which no step leaves behind: load an earlier file, or begin without states"
+            )
+
+
+def _broken(key: str, found: Tensor, held_as: str) -> bool:
+    """Whether decoding gives NaN. Bounds are bits of bf16, but in "coat", where all are good."""
+    if found.is_floating_point():
+        return bool(found.isnan().any())
+    if not key.endswith("_bounds") or held_as == "coat" or found.dtype is not torch.int16:
+        return False
+    return bool(((found & _EXPONENT) == _EXPONENT).any())
