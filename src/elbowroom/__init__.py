@@ -60,6 +60,7 @@ from elbowroom.codecs import Encoded as Encoded
 from elbowroom.codecs import Facts as Facts
 from elbowroom.codecs import codec as codec
 from elbowroom.codecs import codecs as codecs
+from elbowroom.files import save_checkpoint as save_checkpoint
 from elbowroom.measure.peak import peak as peak
 from elbowroom.nn import convert as convert
 from elbowroom.plan.plan import Plan as Plan
