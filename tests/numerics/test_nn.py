@@ -1,5 +1,6 @@
 """er.nn against torch's own modules: outputs, gradients, what is saved, and hostile inputs."""
 
+import contextlib
 import copy
 import math
 
@@ -124,8 +125,29 @@ def test_a_norms_output_changed_in_place_is_told():
     norm = er.nn.RMSNorm(48)
     y = norm(torch.randn(4, 48, requires_grad=True))
     y.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(ModuleError, match=r"RMSNorm has saved .* modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_it_is_told_by_name_and_with_a_cure_that_works(hooks):
+    net = nn.Sequential(nn.Linear(48, 48), nn.Sequential(nn.LayerNorm(48), nn.ReLU(inplace=True)))
+    er.convert(net)
+    twin = copy.deepcopy(net)
+    with er.saving() if hooks else contextlib.nullcontext():
+        loss = net(torch.randn(4, 48)).sum()
+    with pytest.raises(ModuleError, match=r"LayerNorm '1.0' .*keep=\['1.0'\]"):
+        loss.backward()
+    er.nn.revert(net)
+    er.convert(net, keep=["1.0"])
+    twin[1][1].inplace = False
+    for cured in (net, twin):
+        cured(torch.randn(4, 48)).sum().backward()
+    norm = er.nn.LayerNorm(48)
+    y = norm(torch.randn(4, 48, requires_grad=True)).sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
 
 
 # --- activations ---

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from elbowroom.errors import ModuleError
 from elbowroom.nn._autograd import apply, refuse_twice
+from elbowroom.nn.swap import name_of
 
 _LEAST, _MOST = 1e-3, 8.0
 
@@ -57,7 +59,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
+        x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, name: str
     ) -> tuple[Tensor, Tensor]:
         shape = weight.shape
         if centered:
@@ -70,14 +72,14 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        _, weight, bias, _, ctx.centered = inputs
+        _, weight, bias, _, ctx.centered, ctx.module = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(output[0], weight, bias, output[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_twice("LayerNorm" if ctx.centered else "RMSNorm")
-        y, weight, bias, rstd = ctx.saved_tensors
+        y, weight, bias, rstd = _saved(ctx)
         wide = torch.promote_types(y.dtype, torch.float32)
         g, n, rstd = grads[0].to(wide), y.to(wide, copy=True), rstd.to(wide)
         n = (n if bias is None else n.sub_(bias)).div_(weight)
@@ -88,7 +90,24 @@ class _Norm(torch.autograd.Function):
         dx = g - n * (g * n).mean(dims, keepdim=True)
         if ctx.centered:
             dx -= g.mean(dims, keepdim=True)
-        return (dx * rstd).to(y.dtype), d_weight, d_bias, None, None
+        return (dx * rstd).to(y.dtype), d_weight, d_bias, None, None, None
+
+
+def _saved(ctx: Any) -> tuple[Tensor, ...]:
+    """ctx.saved_tensors; of a change in place, which torch's norms allow, the cure."""
+    try:
+        found: tuple[Tensor, ...] = ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        what = f"er.nn.{'LayerNorm' if ctx.centered else 'RMSNorm'}"
+        raise ModuleError(
+            f"{what}{f' {ctx.module!r}' if ctx.module else ''} has saved its output, and that was "
+            "modified by an inplace operation before backward (or its weight was). Let that make "
+            "a new tensor, as nn.ReLU(inplace=False) does, or leave this norm to torch: "
+            f"er.nn.revert(model), er.convert(model, keep=[{ctx.module or 'its name'!r}])."
+        ) from error
+    return found
 
 
 def _summed(x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -111,7 +130,8 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Input [..., *normalized_shape] -> the same."""
         if _applies(input, self.weight) and _saved_output(self).ask(self.weight, self.bias):
-            y: Tensor = apply(_Norm, input, self.weight, self.bias, self.eps, True)[0]
+            args = input, self.weight, self.bias, self.eps, True, name_of(self)
+            y: Tensor = apply(_Norm, *args)[0]
             return y
         return super().forward(input)
 
@@ -129,7 +149,7 @@ class RMSNorm(nn.RMSNorm):
             # Without an eps torch takes that of the dtype it sums in: float32's for halves.
             wide = torch.promote_types(x.dtype, torch.float32)
             eps = torch.finfo(wide).eps if self.eps is None else self.eps
-            y: Tensor = apply(_Norm, x, self.weight, None, eps, False)[0]
+            y: Tensor = apply(_Norm, x, self.weight, None, eps, False, name_of(self))[0]
             return y
         return super().forward(x)
 

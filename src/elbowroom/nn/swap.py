@@ -13,6 +13,8 @@ from torch import nn
 
 from elbowroom.errors import ModuleError
 
+_NAME = "_converted_as"  # in a module's __dict__: for messages
+
 
 class Swap(NamedTuple):
     """One module: its name in the model ("" for the model itself), and its class before and now."""
@@ -73,10 +75,18 @@ def replace_classes(
         if now is not None:
             module.__class__ = now
             module.__dict__.pop("_saved_output", None)
+            module.__dict__.pop(_NAME, None)
+            if _is_ours(now):
+                module.__dict__[_NAME] = name
             swaps.append(Swap(name, _name(before), _name(now)))
         elif isinstance(module, tuple(classes)) and not _is_ours(before):
             left.append((name, before.__name__))
     return Replaced(tuple(swaps), tuple(left), note)
+
+
+def name_of(module: nn.Module) -> str:
+    """The name that a module had in the model when it was converted; "" for any other."""
+    return str(module.__dict__.get(_NAME, ""))
 
 
 def _checked(model: nn.Module, keep: Iterable[str]) -> list[str]:
