@@ -306,16 +306,6 @@ def test_processes_that_add_gradients_up_later_are_refused(monkeypatch):
     assert optimizer.released is None
 
 
-def test_a_sparse_gradient_is_refused():
-    table = nn.Embedding(50, 4, sparse=True)
-    optimizer = AdamW(table.parameters())
-    optimizer.release_gradients()
-    before = table.weight.detach().clone()
-    with pytest.raises(UnsupportedGradient, match="SparseAdam"):
-        table(torch.tensor([3])).sum().backward()
-    assert torch.equal(table.weight, before)
-
-
 def test_the_largest_batch_is_not_looked_for_by_training():
     net = Tied()
     optimizer = AdamW(net.parameters())

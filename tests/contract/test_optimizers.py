@@ -285,13 +285,43 @@ def test_what_is_refused_says_what_to_do():
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_sparse_gradient_is_refused_before_anything_changes():
-    net = nn.Sequential(nn.Linear(4, 50), nn.Embedding(50, 4, sparse=True))
-    optimizer = AdamW(net.parameters())
-    (net[1](torch.tensor([3])).sum() + net[0].weight.sum()).backward()
+@every
+@pytest.mark.parametrize("released", [False, True])
+def test_a_sparse_gradient_has_the_bits_of_the_dense_one_that_it_stands_for(cls, state, released):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(200, 64, sparse=True), nn.Linear(64, 4))
+    twin = copy.deepcopy(net)
+    twin[0].sparse = False
+    optimizers = [cls(one.parameters(), state=state, weight_decay=0.1) for one in (net, twin)]
+    if released:
+        optimizers[0].release_gradients()
+    for _ in range(3):
+        words = torch.randint(0, 50, (4, 20))  # with repetitions
+        for one, optimizer in zip((net, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            one(words).square().mean().backward()
+            optimizer.step()
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    optimizers[0].zero_grad()
     before = copy.deepcopy(net)
-    with pytest.raises(errors.UnsupportedGradient, match="SparseAdam"):
-        optimizer.step()
+    large = [[3, 3]], [[3e38] * 64] * 2, (200, 64)
+    net[0].weight.grad = torch.sparse_coo_tensor(*large, check_invariants=True)
+    optimizers[0].step()
+    assert optimizers[0].skipped == 1  # what is finite twice, and not summed
+    assert same(net, before)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_gradient_of_another_layout_is_refused_before_anything_changes():
+    net = nn.Linear(50, 4)
+    optimizer = AdamW(net.parameters())
+    net(torch.ones(2, 50)).sum().backward()
+    net.bias.grad = torch.ones(4)
+    before = copy.deepcopy(net)
+    compressed = torch.ones(4, 50).to_sparse_csr()
+    with pytest.raises(errors.UnsupportedGradient, match="is sparse_csr"):
+        optimizer.apply(0, optimizer.param_groups[0], net.weight, compressed)
     assert same(net, before)
     assert not optimizer.state
 

@@ -39,7 +39,7 @@ from elbowroom.optim.formats import (
 from elbowroom.optim.order import noted, order_of
 from elbowroom.optim.parameters import DTYPES, check_held, check_parameter
 from elbowroom.optim.release import CANNOT, GradientRelease, check_alone
-from elbowroom.optim.sharded import agreed, aligned, local, shard_of, spread
+from elbowroom.optim.sharded import agreed, aligned, is_sharded, local, shard_of, spread
 from elbowroom.optim.state_dict import loaded, portable
 from elbowroom.optim.transcode import follow, has_residual
 
@@ -118,9 +118,11 @@ class EncodedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient, or none if a gradient is not finite.
 
-        Raises UnsupportedGradient for sparse ones, and UnsupportedParameter for what a parameter
-        has become since it was given, before anything has changed. Where gradients are released
-        there are none left, but of parameters that were unfrozen later or set by hand.
+        A sparse gradient (COO) is one that is 0 elsewhere, where weights and moments decay as
+        under a dense one. Raises UnsupportedGradient for other layouts, and UnsupportedParameter
+        for what a parameter has become since it was given, before anything has changed. Where
+        gradients are released there are none left, but of parameters that were unfrozen later or
+        set by hand.
         """
         loss = None
         if closure is not None:
@@ -240,16 +242,15 @@ class EncodedOptimizer(Optimizer):
         check_parameter(p, group["weights"])
         if state := self.state.get(p):
             check_held(self, p, state, group)
+        if grad.layout is torch.sparse_coo and not is_sharded(p):
+            return grad.coalesce()  # dense for itself alone, when p is updated
         if grad.layout is not torch.strided:
             raise UnsupportedGradient(
-                f"{type(self).__name__} takes dense gradients; that of a parameter of shape "
-                f"{tuple(p.shape)} is {str(grad.layout).removeprefix('torch.')}. Use sparse=False "
-                "in the embedding, or torch.optim.SparseAdam for it"
+                f"{type(self).__name__} takes dense and sparse_coo gradients, of DTensors dense "
+                f"ones; that of a parameter of shape {tuple(p.shape)} is "
+                f"{str(grad.layout).removeprefix('torch.')}. Use sparse=False in the layer"
             )
-        part, grad = local(p), local(aligned(grad, p))
-        if grad.stride() != part.stride() or grad.dtype not in DTYPES:
-            return torch.empty_like(part).copy_(grad)
-        return grad
+        return _like(local(p), local(aligned(grad, p)))
 
     def _update(self, index: int, group: Group, p: Tensor, grad: Tensor) -> None:
         state = self.state[p]
@@ -262,6 +263,7 @@ class EncodedOptimizer(Optimizer):
         residual = state.get("residual")
         *tensors, first, second = self.arguments(p, state, found)
         part, residual = local(p), None if residual is None else flat(local(residual))
+        grad = _like(part, grad.to_dense()) if grad.is_sparse else grad
         ops.optimizer_step(
             *(flat(part), residual, flat(grad), *tensors),
             *(self.rule, group["weights"], first, second, row_of(p.shape)),
@@ -279,13 +281,21 @@ class EncodedOptimizer(Optimizer):
             check_parameter(p, group["weights"])
 
 
+def _like(part: Tensor, grad: Tensor) -> Tensor:
+    """Grad in the order of part, and of a dtype that kernels take."""
+    if grad.stride() != part.stride() or grad.dtype not in DTYPES:
+        return torch.empty_like(part).copy_(grad)
+    return grad
+
+
 def _finite(grads: Iterable[Tensor]) -> bool:
     """One reading pass and, on a GPU, one wait a device.
 
     By sums: no NaN and no Inf is lost in one, and torch takes them with all threads (a norm not).
     """
     sums: dict[torch.device, list[Tensor]] = {}
-    large = [grad.detach() for grad in grads if grad.numel()]
+    dense = (grad.values() if grad.is_sparse else grad for grad in grads)
+    large = [grad.detach() for grad in dense if grad.numel()]
     for grad in large:
         sums.setdefault(grad.device, []).append(grad.sum(dtype=torch.float32))
     if all(bool(torch.stack(some).isfinite().all()) for some in sums.values()):
