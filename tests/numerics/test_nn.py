@@ -490,13 +490,37 @@ def test_convert_leaves_subclasses_alone_and_says_so():
     net = nn.Sequential(Mine(8), nn.LayerNorm(8))
     report = er.convert(net)
     assert type(net[0]) is Mine
-    assert "left alone: 0 (Mine)" in str(report)
+    assert "left alone, 1 x Mine: 0" in str(report)
     with pytest.raises(ModuleError, match=r"keep='head' is not a list of names"):
         er.convert(net, keep="head")
     with pytest.raises(ModuleError, match="keep='head'"):
         er.convert(net, keep=["head"])
     with pytest.raises(ModuleError, match="got list"):
         er.convert([net])
+
+
+def test_convert_names_what_is_called_like_a_norm_or_an_activation():
+    class LlamaRMSNorm(nn.Module):
+        pass
+
+    class GELUActivation(nn.Module):
+        pass
+
+    class NormedBlock(nn.Module):  # a norm inside it is seen itself
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act = LlamaRMSNorm(), GELUActivation()
+
+    net = nn.Sequential(*(NormedBlock() for _ in range(6)), nn.BatchNorm1d(4), LlamaRMSNorm())
+    report = er.convert(net, activations=True, keep=["0"])
+    assert str(report).splitlines() == [
+        "nothing was replaced",
+        "left alone, 6 x LlamaRMSNorm: 1.norm, 2.norm, 3.norm, 3 more",
+        "left alone, 5 x GELUActivation: 1.act, 2.act, 3.act, 2 more",
+    ]
+    assert {kind for _, kind in er.convert(net).left} == {"LlamaRMSNorm"}
+    assert not er.nn.revert(net).left
+    assert str(er.convert(LlamaRMSNorm())).endswith("1 x LlamaRMSNorm: the model itself")
 
 
 @pytest.mark.parametrize("policy", ["exact", "coat", "dither"])

@@ -14,6 +14,7 @@ Classes = dict[type[nn.Module], type[nn.Module]]
 _NORMS: Classes = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm}
 _ACTIVATIONS: Classes = {nn.GELU: GELU, nn.SiLU: SiLU}
 _DROPOUT: Classes = {nn.Dropout: Dropout}
+_KINDS = (_NORMS, ("norm",)), (_ACTIVATIONS, ("gelu", "silu", "swish")), (_DROPOUT, ("dropout",))
 
 
 def convert(
@@ -35,13 +36,16 @@ def convert(
 
     Weights, `state_dict` keys and optimizers stay. `er.nn.revert(model)` puts torch's back. Returns
     what was replaced, and which modules were left alone because their class only inherits from
-    torch's. What a model calls as a function (F.gelu) is not a module, and is not seen. Raises
-    ModuleError for what is not a model, and for names in `keep` that do not exist.
+    torch's, or only has such a name (LlamaRMSNorm). What a model calls as a function (F.gelu) is
+    not a module, and is not seen. Raises ModuleError for what is not a model, and for names in
+    `keep` that do not exist.
     """
     wanted: Classes = {}
-    for chosen, classes in ((norms, _NORMS), (activations, _ACTIVATIONS), (dropout, _DROPOUT)):
-        wanted |= classes if chosen else {}
-    return replace_classes(model, wanted, keep=keep)
+    alike: tuple[str, ...] = ()
+    for chosen, (classes, parts) in zip((norms, activations, dropout), _KINDS, strict=True):
+        if chosen:
+            wanted, alike = wanted | classes, alike + parts
+    return replace_classes(model, wanted, keep=keep, alike=alike)
 
 
 def revert(model: nn.Module) -> Replaced:

@@ -28,7 +28,8 @@ class Swap(NamedTuple):
 class Replaced:
     """What a conversion did. `str()` says it by class.
 
-    left  names and classes of modules that only look like those that are replaced
+    left  names and classes of modules that only look like those that are replaced: what inherits
+          from them, and what has a name like theirs (LlamaRMSNorm), which only its author knows
     note  what else is worth saying
     """
 
@@ -47,10 +48,18 @@ class Replaced:
             f"{len(names)} x {before} -> {now}: {_some(names)}"
             for (before, now), names in kinds.items()
         ]
-        if self.left:
-            lines.append(f"left alone: {_some([f'{name} ({kind})' for name, kind in self.left])}")
+        stayed: dict[str, list[str]] = {}
+        for name, kind in self.left:
+            stayed.setdefault(kind, []).append(name or "the model itself")
         return "\n".join(
-            [*(lines or ["nothing was replaced"]), *([self.note] if self.note else [])]
+            [
+                *(lines or ["nothing was replaced"]),
+                *(
+                    f"left alone, {len(names)} x {kind}: {_some(names)}"
+                    for kind, names in stayed.items()
+                ),
+                *([self.note] if self.note else []),
+            ]
         )
 
 
@@ -63,9 +72,13 @@ def replace_classes(
     classes: Mapping[type[nn.Module], type[nn.Module]],
     *,
     keep: Iterable[str] = (),
+    alike: Iterable[str] = (),
     note: str = "",
 ) -> Replaced:
-    """Give each module whose class is a key the class that is its value."""
+    """Give each module whose class is a key the class that is its value.
+
+    alike  parts of names, in small letters, of classes that are told if they are left alone
+    """
     kept = _checked(model, keep)
     swaps, left = [], []
     for name, module in model.named_modules():
@@ -79,7 +92,9 @@ def replace_classes(
             if _is_ours(now):
                 module.__dict__[_NAME] = name
             swaps.append(Swap(name, _name(before), _name(now)))
-        elif isinstance(module, tuple(classes)) and not _is_ours(before):
+        elif not _is_ours(before) and (
+            isinstance(module, tuple(classes)) or _is_alike(module, alike)
+        ):
             left.append((name, before.__name__))
     return Replaced(tuple(swaps), tuple(left), note)
 
@@ -100,6 +115,14 @@ def _checked(model: nn.Module, keep: Iterable[str]) -> list[str]:
             f"model.named_modules(): {_some(sorted(names - {''}))}."
         )
     return kept
+
+
+def _is_alike(module: nn.Module, alike: Iterable[str]) -> bool:
+    """Whether a module that is not torch's has such a name, and no modules inside to look at."""
+    kind = type(module)
+    foreign = not kind.__module__.startswith("torch.")
+    alone = next(module.children(), None) is None
+    return foreign and alone and any(part in kind.__name__.lower() for part in alike)
 
 
 def _is_ours(kind: type) -> bool:
