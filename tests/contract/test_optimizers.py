@@ -286,6 +286,26 @@ def test_what_is_refused_says_what_to_do():
 
 
 @every
+def test_settings_of_torch_optim_are_taken_where_they_change_nothing(cls, state):
+    off = {"amsgrad": False, "capturable": False, "differentiable": False, "dampening": 0}
+    settings = {"foreach": None, "fused": True, "maximize": False, **off}
+    optimizer = cls([nn.Parameter(torch.ones(4))], state=state, **settings)
+    assert not optimizer.defaults.keys() & {*off, "foreach", "fused"}
+    for name, value in (("amsgrad", True), ("capturable", True), ("dampening", 0.5)):
+        with pytest.raises(errors.InvalidSetting, match=f"{cls.__name__} does not offer {name}="):
+            cls([nn.Parameter(torch.ones(4))], **{name: value})
+    with pytest.raises(errors.InvalidSetting, match="no setting 'wieght_decay'"):
+        cls([nn.Parameter(torch.ones(4))], wieght_decay=0.1)
+
+
+def test_sgd_takes_no_weight_decay_by_place_where_torch_has_dampening():
+    with pytest.raises(TypeError, match="positional"):
+        SGD([nn.Parameter(torch.ones(4))], 0.1, 0.9, 0, 5e-4)
+    with pytest.raises(errors.InvalidSetting, match="SGD does not offer maximize=True"):
+        SGD([nn.Parameter(torch.ones(4))], maximize=True)
+
+
+@every
 @pytest.mark.parametrize("released", [False, True])
 def test_a_sparse_gradient_has_the_bits_of_the_dense_one_that_it_stands_for(cls, state, released):
     torch.manual_seed(0)

@@ -5,7 +5,7 @@ from typing import Any
 
 from elbowroom.optim.base import EncodedOptimizer
 from elbowroom.optim.formats import Group
-from elbowroom.optim.settings import check_betas, check_numbers
+from elbowroom.optim.settings import check_betas, check_numbers, check_torchs
 
 
 class AdamW(EncodedOptimizer):
@@ -16,6 +16,8 @@ class AdamW(EncodedOptimizer):
     weights  for bfloat16 parameters: "residual" (one byte more each: 24 bits), "sr" (stochastic
              rounding, no byte) or "nearest" (updates below half a step are lost)
     seed     of stochastic rounding
+    torchs   settings of torch.optim's: `foreach` and `fused` change nothing here, others (amsgrad)
+             are taken as long as they are off
 
     Raises InvalidSetting and UnsupportedParameter.
     """
@@ -35,7 +37,9 @@ class AdamW(EncodedOptimizer):
         weights: str = "residual",
         maximize: bool = False,
         seed: int = 0,
+        **torchs: Any,
     ) -> None:
+        check_torchs(type(self).__name__, torchs)
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -4,7 +4,7 @@ from typing import Any
 
 from elbowroom.optim.base import EncodedOptimizer
 from elbowroom.optim.formats import Group
-from elbowroom.optim.settings import check_betas, check_numbers
+from elbowroom.optim.settings import check_betas, check_numbers, check_torchs
 
 
 class Lion(EncodedOptimizer):
@@ -24,7 +24,9 @@ class Lion(EncodedOptimizer):
         weights: str = "residual",
         maximize: bool = False,
         seed: int = 0,
+        **torchs: Any,
     ) -> None:
+        check_torchs(type(self).__name__, torchs)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, state=state, weights=weights, seed=seed)
 

@@ -6,6 +6,16 @@ from typing import Any
 from elbowroom.errors import InvalidSetting
 from elbowroom.optim.formats import Group
 
+_SPEED = "foreach", "fused"  # how torch computes its own step
+_ONLY = {
+    "amsgrad": False,
+    "capturable": False,
+    "dampening": 0,
+    "decoupled_weight_decay": True,
+    "differentiable": False,
+    "maximize": False,
+}
+
 
 def check_numbers(group: Group, *names: str) -> None:
     """Raises InvalidSetting for what is not a finite number, at least 0."""
@@ -28,6 +38,24 @@ def check_momentum(momentum: Any) -> None:
             f"momentum is above 0 and below 1; got {momentum!r}. Without momentum there is no "
             "state to encode: use torch.optim.SGD"
         )
+
+
+def check_torchs(optimizer: str, given: dict[str, Any]) -> None:
+    """Settings that only `torch.optim` has: taken where they change nothing.
+
+    Raises InvalidSetting for the others, and for what nobody knows.
+    """
+    for name, value in given.items():
+        if name not in (*_SPEED, *_ONLY):
+            raise InvalidSetting(
+                f"er.optim.{optimizer} has no setting {name!r}; help(er.optim.{optimizer}) "
+                "shows those that there are"
+            )
+        if name in _ONLY and value != _ONLY[name]:
+            raise InvalidSetting(
+                f"er.optim.{optimizer} does not offer {name}={value!r}, only {_ONLY[name]!r}: "
+                "leave it out, or use the class of torch.optim"
+            )
 
 
 def _between(value: Any, least: float, below: float) -> bool:

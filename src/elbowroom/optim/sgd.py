@@ -4,11 +4,14 @@ from typing import Any
 
 from elbowroom.optim.base import EncodedOptimizer
 from elbowroom.optim.formats import Group
-from elbowroom.optim.settings import check_momentum, check_numbers
+from elbowroom.optim.settings import check_momentum, check_numbers, check_torchs
 
 
 class SGD(EncodedOptimizer):
-    """`torch.optim.SGD` with momentum (dampening 0). Settings as those of `AdamW`."""
+    """`torch.optim.SGD` with momentum. Settings as those of `AdamW`.
+
+    What torch has between momentum and weight_decay, dampening, is 0; so both are given by name.
+    """
 
     rule = "sgd"
     moments = ("momentum_buffer",)
@@ -18,13 +21,15 @@ class SGD(EncodedOptimizer):
         params: Any,
         lr: float = 1e-3,
         momentum: float = 0.9,
+        *,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
         state: str = "int8",
         weights: str = "residual",
         seed: int = 0,
+        **torchs: Any,
     ) -> None:
+        check_torchs(type(self).__name__, torchs)
         defaults = {
             "lr": lr,
             "momentum": momentum,
