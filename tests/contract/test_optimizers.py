@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -507,7 +508,9 @@ def test_states_go_through_safetensors(cls, state, tmp_path):
 
 def test_an_optimizer_is_copied_and_pickled():
     net, optimizer, _ = _saved()
+    optimizer.skipped = 2
     twin, other = copy.deepcopy((net, optimizer))
+    assert other.skipped == pickle.loads(pickle.dumps(optimizer)).skipped == 2
     steps(net, optimizer, 2)
     steps(twin, other, 2)
     assert same(net, twin)

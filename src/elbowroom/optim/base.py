@@ -62,6 +62,10 @@ class EncodedOptimizer(Optimizer):
         more = {"state": state, "weights": weights, "seed": seed, "version": VERSION}
         super().__init__(params, defaults | more)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle has: not the hooks of released gradients, as none of torch's."""
+        return super().__getstate__() | {"skipped": self.skipped}
+
     def add_param_group(self, param_group: Group) -> None:
         """As torch's; a group may have a `state` and `weights` of its own."""
         super().add_param_group(param_group)
