@@ -356,6 +356,8 @@ def test_logits_are_never_held():
         ({"weight": torch.randn(37, 23)}, r"weight \(37, 23\)"),
         ({"bias": torch.randn(36)}, r"bias \(36,\)"),
         ({"target": torch.randn(4, 9)}, "float32 and float32"),
+        ({"weight": torch.randn(37, 24, dtype=torch.bfloat16)}, "float32 and bfloat16. Cast one"),
+        ({"weight": torch.randn(37, 24, device="meta")}, r"got cpu and meta.*\.to\(x\.device\)"),
         ({"chunk": 0}, "chunk=0 is not possible"),
         ({"reduction": "max"}, "reduction='max'"),
         ({"label_smoothing": 2.0}, "label_smoothing=2.0"),
@@ -366,6 +368,21 @@ def test_heads_refuse_what_does_not_fit(change, message):
     args = {"x": x, "weight": weight, "target": target, "bias": b, **change}
     with pytest.raises(ModuleError, match=message):
         er.nn.linear_cross_entropy(**args)
+
+
+def test_under_torch_func_the_error_says_so_and_names_the_plain_loss():
+    (x, weight, _), target = head_case()
+    with pytest.raises(ModuleError, match=r"torch\.func\.grad always.*F\.cross_entropy\(F\.linear"):
+        torch.func.grad(lambda w: er.nn.linear_cross_entropy(x, w, target))(weight)
+
+
+def test_weights_of_classes_are_applied_as_the_docstring_says():
+    (x, weight, b), target = head_case(torch.float64)
+    w = torch.rand(37, dtype=torch.float64)
+    target = target.clamp(min=0)
+    losses = er.nn.linear_cross_entropy(x, weight, target, b, reduction="none")
+    plain = F.cross_entropy(F.linear(x, weight, b).flatten(0, 1), target.flatten(), weight=w)
+    torch.testing.assert_close((losses * w[target]).sum() / w[target].sum(), plain)
 
 
 # --- FP8 ---

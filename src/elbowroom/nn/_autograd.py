@@ -15,10 +15,12 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
-def refuse_twice(name: str) -> None:
+def refuse_twice(
+    name: str, cure: str = "Put torch's own module back with er.nn.revert(model)."
+) -> None:
     """In a backward: raise ModuleError if its own graph is wanted (create_graph=True)."""
     if torch.is_grad_enabled():
         raise ModuleError(
-            f"er.nn.{name} cannot be differentiated twice (create_graph=True): it saves too little "
-            "for that. Put torch's own module back with er.nn.revert(model)."
+            f"er.nn.{name} cannot be differentiated twice (create_graph=True, for which "
+            f"torch.func.grad always asks): it saves too little for that. {cure}"
         )

@@ -50,6 +50,9 @@ def linear_cross_entropy(
     Returns a scalar, or [...] for reduction "none": fp32 for bf16 and fp16. As with torch, the mean
     over no token at all is NaN, with zero gradients. Raises ModuleError for shapes, dtypes or
     settings that do not fit. Under autocast x and weight are cast as F.linear would cast them.
+
+    Weights of classes, `w` [V], are applied to the losses of reduction "none":
+    `(losses * w[target]).sum() / w[target].sum()`, where no target is ignored.
     """
     _check(x, weight, target, bias, reduction, label_smoothing, chunk)
     if torch.is_autocast_enabled(x.device.type):
@@ -91,6 +94,7 @@ def _check(
             "linear_cross_entropy takes floats and int64 classes; got "
             f"{_name(x)} and {_name(target)}. Class probabilities need F.cross_entropy."
         )
+    _check_kinds(x, weight, target, bias)
     if reduction not in _REDUCTIONS or not 0 <= label_smoothing <= 1:
         raise ModuleError(
             f"linear_cross_entropy: reduction={reduction!r}, label_smoothing={label_smoothing!r} "
@@ -98,6 +102,21 @@ def _check(
         )
     if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
         raise ModuleError(f"chunk={chunk!r} is not possible; it is a number of tokens, or None.")
+
+
+def _check_kinds(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    """Raises ModuleError for tensors of several devices, or floats of several dtypes."""
+    devices = {str(t.device) for t in (x, weight, target, bias) if t is not None}
+    if len(devices) > 1:
+        raise ModuleError(
+            "linear_cross_entropy takes tensors of one device; got "
+            f"{' and '.join(sorted(devices))}. Bring them together by .to(x.device)."
+        )
+    if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ModuleError(
+            f"linear_cross_entropy takes x and weight of one dtype; got {_name(x)} and "
+            f"{_name(weight)}. Cast one of them, or train under torch.autocast."
+        )
 
 
 def _name(x: Tensor) -> str:
@@ -141,7 +160,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_twice("linear_cross_entropy")
+        refuse_twice(
+            "linear_cross_entropy", "Use F.cross_entropy(F.linear(x, weight, bias), target)."
+        )
         rows, weight, bias, labels, lse = ctx.saved_tensors
         ignore_index, smoothing, chunk = ctx.settings
         for_rows, for_weight, for_bias = ctx.needs_input_grad[:3]
