@@ -404,6 +404,15 @@ def test_states_of_another_shape_or_device_are_not_taken_for_those_of_a_paramete
         assert not torch.equal(p, before)
 
 
+def test_a_parameter_without_values_is_refused_at_its_step():
+    p = nn.Parameter(torch.ones(64, 64, device="meta"))
+    optimizer = AdamW([p])  # which a dry run may need
+    p.grad = torch.ones_like(p)
+    with pytest.raises(errors.UnsupportedParameter, match=r"'meta'.*to_empty"):
+        optimizer.step()
+    assert not optimizer.state
+
+
 def _saved() -> tuple[nn.Module, AdamW, dict]:
     net = model()
     optimizer = AdamW(net.parameters())

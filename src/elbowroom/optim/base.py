@@ -37,7 +37,7 @@ from elbowroom.optim.formats import (
     state_nbytes,
 )
 from elbowroom.optim.order import noted, order_of
-from elbowroom.optim.parameters import DTYPES, check_held, check_parameter
+from elbowroom.optim.parameters import DTYPES, check_now, check_parameter
 from elbowroom.optim.release import CANNOT, GradientRelease, check_alone
 from elbowroom.optim.sharded import agreed, aligned, is_sharded, local, shard_of, spread
 from elbowroom.optim.state_dict import loaded, portable
@@ -243,9 +243,7 @@ class EncodedOptimizer(Optimizer):
 
     def _usable(self, grad: Tensor, p: Tensor, group: Group) -> Tensor:
         """This rank's part of grad, in the order of p, which may have changed since last time."""
-        check_parameter(p, group["weights"])
-        if state := self.state.get(p):
-            check_held(self, p, state, group)
+        check_now(self, p, group)
         if grad.layout is torch.sparse_coo and not is_sharded(p):
             return grad.coalesce()  # dense for itself alone, when p is updated
         if grad.layout is not torch.strided:

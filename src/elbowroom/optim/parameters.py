@@ -43,7 +43,19 @@ def check_parameter(p: Tensor, weights: str) -> None:
         )
 
 
-def check_held(
+def check_now(optimizer: "EncodedOptimizer", p: Tensor, group: Group) -> None:
+    """Raises UnsupportedParameter where p cannot be updated, or its states are not its own."""
+    check_parameter(p, group["weights"])
+    if p.device.type == "meta":
+        raise UnsupportedParameter(
+            f"{_named(p)} on device 'meta', where it has no values to update. Give it some by "
+            "model.to_empty(device=...) and load_state_dict, and to the optimizer after that"
+        )
+    if state := optimizer.state.get(p):
+        _check_held(optimizer, p, state, group)
+
+
+def _check_held(
     optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Tensor], group: Group
 ) -> None:
     """Raises UnsupportedParameter if the first moment is of another shape, device or format."""
