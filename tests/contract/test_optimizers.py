@@ -495,6 +495,23 @@ def test_what_torch_optim_saves_is_loaded_where_it_means_the_same():
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("theirs", [AdamW, torch.optim.AdamW])
+def test_what_a_schedule_or_a_user_keeps_in_groups_is_loaded(theirs):
+    net = model()
+    other = theirs(net.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(other, 1)
+    other.param_groups[0]["name"] = "all"
+    steps(net, other, 1)
+    schedule.step()
+    optimizer = AdamW(net.parameters())
+    settings = optimizer.param_groups[0].keys() | {"initial_lr", "name"}
+    optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["name"] == "all"
+    assert optimizer.param_groups[0].keys() == settings
+    resumed = torch.optim.lr_scheduler.StepLR(optimizer, 1, last_epoch=schedule.last_epoch)
+    assert resumed.base_lrs == [1e-3]
+
+
 @every
 def test_states_go_through_safetensors(cls, state, tmp_path):
     net = model(torch.bfloat16)

@@ -12,6 +12,7 @@ from torch import Tensor
 from elbowroom.errors import InvalidSetting, StateMismatch
 from elbowroom.optim.auto import taken
 from elbowroom.optim.formats import STATES, Group, names
+from elbowroom.optim.settings import TORCHS
 from elbowroom.optim.sharded import local
 
 if TYPE_CHECKING:
@@ -44,9 +45,11 @@ def check_states(groups: list[Group]) -> list[Group]:
 
 
 def checked_groups(optimizer: "EncodedOptimizer", groups: list[Group]) -> list[Group]:
-    """The file's groups with only what this optimizer knows; `weights` are its own.
+    """The file's groups without the settings that only `torch.optim` has.
 
-    So is `state`, unless it is "auto": then the file's is taken, and nothing milder from now on.
+    What others keep there stays: a schedule's `initial_lr`, names that a user gives. `weights` are
+    the optimizer's own. So is `state`, unless it is "auto": then the file's is taken, and nothing
+    milder from now on.
     """
     if len(groups) != len(optimizer.param_groups) or any(
         len(theirs["params"]) != len(ours["params"])
@@ -60,7 +63,8 @@ def checked_groups(optimizer: "EncodedOptimizer", groups: list[Group]) -> list[G
     for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
         _check_variant(optimizer, theirs, ours)
         own = ("state", "weights", "auto")
-        known = {k: theirs.get(k, ours[k]) for k in ours if k not in own}
+        known = {k: v for k, v in theirs.items() if k not in (*own, *ours, *TORCHS)}
+        known |= {k: theirs.get(k, ours[k]) for k in ours if k not in own}
         known |= {"version": VERSION, "params": theirs["params"]}
         known |= {k: ours[k] for k in own if k in ours}
         try:

@@ -15,6 +15,7 @@ _ONLY = {
     "differentiable": False,
     "maximize": False,
 }
+TORCHS = (*_SPEED, *_ONLY)
 
 
 def check_numbers(group: Group, *names: str) -> None:
