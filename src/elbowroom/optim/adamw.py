@@ -19,6 +19,7 @@ class AdamW(EncodedOptimizer):
     torchs   settings of torch.optim's: `foreach` and `fused` change nothing here, others (amsgrad)
              are taken as long as they are off
 
+    `state_dict()` holds codes, for this class; `torch.optim.AdamW` loads `portable_state_dict()`.
     Raises InvalidSetting and UnsupportedParameter.
     """
 

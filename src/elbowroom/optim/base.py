@@ -157,7 +157,11 @@ class EncodedOptimizer(Optimizer):
         return finite
 
     def portable_state_dict(self) -> dict[str, Any]:
-        """Float32 states as the class of the same name in `torch.optim` loads them."""
+        """Float32 states as the class of the same name in `torch.optim` loads them.
+
+        That class takes what `state_dict()` returns, codes, without a word, and fails at its next
+        step: KeyError 'exp_avg'.
+        """
         return portable(self)
 
     @torch.no_grad()
