@@ -7,6 +7,7 @@ deleted.
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,6 +51,8 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     partial = beside(path)
     try:
         with partial.open("wb") as file:
+            if path.exists():
+                shutil.copymode(path, partial)  # a private file stays private
             yield file
             file.flush()
             os.fsync(file.fileno())  # or the new name could be on the disk before the bytes are

@@ -80,6 +80,15 @@ class Bad:
         raise ValueError("cannot be pickled")
 
 
+def test_who_may_read_a_file_stays(tmp_path):
+    path = tmp_path / "last.pt"
+    er.save_checkpoint(1, path)
+    path.chmod(0o600)
+    er.save_checkpoint(2, path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert torch.load(path) == 2
+
+
 def stopped_halfway(path):
     with replacing(path) as file:
         file.write(b"half")
