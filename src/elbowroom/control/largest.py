@@ -165,7 +165,8 @@ class _Trial:
 
         _RAN_OUT if there was no memory for it.
         """
-        data = self._make_batch(batch)  # is no part of a budget
+        data = self._make_batch(batch)
+        self.owned.meet(data)
         measurement = Measurement.start(self.owned, self._stock(), writes=False)
         try:
             with _attached(self._model, _Following(plan, self._terms.min_nbytes)):

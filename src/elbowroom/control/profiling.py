@@ -71,7 +71,10 @@ class Profiling:
         self.steps += 1
         if self.steps > self._warm_up:
             self._tries += 1
-            self._recording = Recording.start(self.owned.tensors(), self.owned.device)
+            self.owned.meet((args, kwargs))
+            self._recording = Recording.start(
+                self.owned.tensors(), self.owned.device, self.owned.batch()
+            )
         if self._recording is None:
             return forward()
         with self._context():

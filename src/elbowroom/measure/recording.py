@@ -20,20 +20,32 @@ from elbowroom.plan.profile import Profile
 class Recording:
     """Runs from `start` to `finish` or `close`."""
 
-    def __init__(self, interval: Interval, owned: Iterable[Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        interval: Interval,
+        owned: Iterable[Tensor],
+        device: torch.device,
+        beside: Iterable[Tensor] = (),
+    ) -> None:
         self._interval, self._device = interval, device
-        self._held = Held(owned)
-        self._static = self._held.nbytes()
+        owned = list(owned)
+        self._static = Held(owned).nbytes()
+        self._held = Held([*owned, *beside])
         self._wall = WallClock()
         self._cpu = CpuMemory(self._held) if device.type != "cuda" else None
         self._cuda = CudaMemory(device) if device.type == "cuda" else None
         self.recorder = StepRecorder(self)
 
     @classmethod
-    def start(cls, owned: list[Tensor], device: torch.device) -> "Recording | None":
-        """owned: what is held at this moment; None if this cannot be measured now."""
+    def start(
+        cls, owned: list[Tensor], device: torch.device, beside: Iterable[Tensor] = ()
+    ) -> "Recording | None":
+        """owned: what is held at this moment. None if this cannot be measured now.
+
+        beside: what is there, too, and not between steps: a batch
+        """
         interval = Interval.start(0, device)
-        return None if interval is None else cls(interval, owned, device)
+        return None if interval is None else cls(interval, owned, device, beside)
 
     def begin(self, moment: int, *, frees: bool = False) -> None:
         """The clock of the recorder: a moment begins."""
