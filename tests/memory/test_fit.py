@@ -786,7 +786,7 @@ class Auxiliary(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("share", [1.3, 1.05, 0.95, 0.5])
+@pytest.mark.parametrize("share", [1.3, 1.05, 0.9, 0.5])
 def test_gradients_of_a_forward_that_runs_again_count_once(share):
     def trained(budget=None):
         torch.manual_seed(0)
@@ -800,7 +800,7 @@ def test_gradients_of_a_forward_that_runs_again_count_once(share):
         return model, peak(lambda: descend(model, optimizer, x)) if budget is None else 0
 
     plain, needed = trained()
-    needed += static_nbytes(plain, torch.optim.SGD(plain.parameters())) + 4 * 500 * 64  # x
+    needed += static_nbytes(plain, torch.optim.SGD(plain.parameters()))
     if share < 0.9:
         with pytest.raises(BudgetTooSmall):
             trained(int(share * needed))
@@ -870,7 +870,7 @@ def test_what_forward_gives_and_the_loss_does_not_read_is_no_ground_to_refuse():
 
     plain, x = Hidden(), torch.randn(1000, 128)
     step(plain, x)
-    needed = peak(lambda: step(plain, x)) + sum(p.nbytes for p in plain.parameters()) + x.nbytes
+    needed = peak(lambda: step(plain, x)) + sum(p.nbytes for p in plain.parameters())
     model = Hidden()
     er.fit(model, budget=int(1.05 * needed), exact=True)
     for _ in range(3):
@@ -1045,24 +1045,3 @@ checkpoint(model, torch.randn(512, 64), use_reentrant=False).sum().backward()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("writes", [False, True])
-def test_what_the_model_is_called_with_counts_while_it_is_there(writes):
-    """It was made before, so a profiler of the step does not see it."""
-    model = nn.Sequential(nn.MaxPool2d(8), nn.Conv2d(4, 4, 3), nn.ReLU())
-    x = torch.randn(8, 4, 128, 128)
-
-    def step(made=None):
-        (model(x) if made is None else model(made())).sum().backward()
-        model.zero_grad()
-
-    step()
-    weights = sum(p.nbytes for p in model.parameters())
-    needed = peak(step) + weights + x.nbytes
-    er.fit(model, budget="1 GiB", min_nbytes=0)
-    for _ in range(2 if writes else 1):
-        step()
-    opener_of(model).finish()
-    assert needed <= opener_of(model).peak_nbytes <= needed + 2**16
-    er.release(model)

@@ -91,7 +91,6 @@ class Fitting:
         signature, last = signature_of(model, args, kwargs), self._last
         goes_on = last is not None and last.waits and self.planning.calls.may_go_on
         if not goes_on:
-            self.owned.meet((args, kwargs))
             self._begin(signature)
         try:
             if last is not None and goes_on:
@@ -249,7 +248,6 @@ class Fitting:
             if not model.training:
                 model.train()
             signature = signature_of(model, args, kwargs)
-            self.owned.meet((args, kwargs))
             self.planning = self._plannings.of(signature)
             self.planning.begin(self._stock(), signature)
             with torch.enable_grad():

@@ -165,8 +165,7 @@ class _Trial:
 
         _RAN_OUT if there was no memory for it.
         """
-        data = self._make_batch(batch)
-        self.owned.meet(data)
+        data = self._make_batch(batch)  # is no part of a budget
         measurement = Measurement.start(self.owned, self._stock(), writes=False)
         try:
             with _attached(self._model, _Following(plan, self._terms.min_nbytes)):

@@ -1,6 +1,6 @@
 """One step of a fitted model under the allocator's eye: from its forward to the next one."""
 
-from elbowroom.control.owned import Owned, storage_nbytes
+from elbowroom.control.owned import Owned
 from elbowroom.control.terms import Stock
 from elbowroom.measure.interval import Interval
 from elbowroom.measure.recorder import StepRecorder
@@ -30,10 +30,9 @@ class Measurement:
         """None if this cannot be measured now."""
         running: Interval | Recording | None
         if writes:
-            running = Recording.start(owned.tensors(), owned.device, owned.batch())
+            running = Recording.start(owned.tensors(), owned.device)
         else:
-            standing = storage_nbytes([*owned.tensors(), *owned.batch()])
-            running = Interval.start(stock.static_nbytes + standing - owned.nbytes, owned.device)
+            running = Interval.start(stock.static_nbytes, owned.device)
         return None if running is None else cls(stock, running)
 
     @property

@@ -2,12 +2,10 @@
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from elbowroom.control.states import States
 from elbowroom.control.terms import Stock
@@ -32,7 +30,6 @@ class Owned:
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._model = weakref.ref(model)
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._batch: list[weakref.ref[Tensor]] = []
         self.states = States(self.optimizers, self.standing)
         if optimizer is not None:
             self.add(optimizer)
@@ -41,14 +38,6 @@ class Owned:
         """Count the states of this optimizer, too."""
         if all(known is not optimizer for known in self.optimizers()):
             self._optimizers.append(weakref.ref(optimizer))
-
-    def meet(self, args: Any) -> None:
-        """What the model is called with in this step: it stands beside what is owned."""
-        self._batch = [weakref.ref(x) for x in tree_leaves(args) if isinstance(x, Tensor)]
-
-    def batch(self) -> list[Tensor]:
-        """What of that is still there."""
-        return [x for known in self._batch if (x := known()) is not None]
 
     @property
     def nbytes(self) -> int:

@@ -71,10 +71,7 @@ class Profiling:
         self.steps += 1
         if self.steps > self._warm_up:
             self._tries += 1
-            self.owned.meet((args, kwargs))
-            self._recording = Recording.start(
-                self.owned.tensors(), self.owned.device, self.owned.batch()
-            )
+            self._recording = Recording.start(self.owned.tensors(), self.owned.device)
         if self._recording is None:
             return forward()
         with self._context():

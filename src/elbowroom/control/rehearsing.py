@@ -54,7 +54,7 @@ def rehearsed(
     None where it cannot be measured. after: that of an earlier forward of the same step, which is
     left as it is.
     """
-    recording = Recording.start(owned.tensors(), owned.device, owned.batch())
+    recording = Recording.start(owned.tensors(), owned.device)
     if recording is None:
         return None
     try:

@@ -20,32 +20,20 @@ from elbowroom.plan.profile import Profile
 class Recording:
     """Runs from `start` to `finish` or `close`."""
 
-    def __init__(
-        self,
-        interval: Interval,
-        owned: Iterable[Tensor],
-        device: torch.device,
-        beside: Iterable[Tensor] = (),
-    ) -> None:
+    def __init__(self, interval: Interval, owned: Iterable[Tensor], device: torch.device) -> None:
         self._interval, self._device = interval, device
-        owned = list(owned)
-        self._static = Held(owned).nbytes()
-        self._held = Held([*owned, *beside])
+        self._held = Held(owned)
+        self._static = self._held.nbytes()
         self._wall = WallClock()
         self._cpu = CpuMemory(self._held) if device.type != "cuda" else None
         self._cuda = CudaMemory(device) if device.type == "cuda" else None
         self.recorder = StepRecorder(self)
 
     @classmethod
-    def start(
-        cls, owned: list[Tensor], device: torch.device, beside: Iterable[Tensor] = ()
-    ) -> "Recording | None":
-        """owned: what is held at this moment. None if this cannot be measured now.
-
-        beside: what is there, too, and not between steps: a batch
-        """
+    def start(cls, owned: list[Tensor], device: torch.device) -> "Recording | None":
+        """owned: what is held at this moment; None if this cannot be measured now."""
         interval = Interval.start(0, device)
-        return None if interval is None else cls(interval, owned, device, beside)
+        return None if interval is None else cls(interval, owned, device)
 
     def begin(self, moment: int, *, frees: bool = False) -> None:
         """The clock of the recorder: a moment begins."""
