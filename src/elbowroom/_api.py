@@ -307,7 +307,8 @@ def fit(
 
         model = er.fit(model, budget="6 GiB", optimizer=opt)
 
-    The budget covers weights, gradients, optimizer states, saved tensors and workspaces. The same
+    The budget covers weights, gradients, optimizer states, saved tensors and workspaces; on CUDA
+    all that is allocated, on a CPU no tensor made before the step, such as the batch. The same
     model comes back, unchanged: from now on each of its forwards that records gradients runs
     inside a `saving` context. It starts at the safest setting, writes a step down, and from then on
     follows a plan, whose peak is measured and, if need be, corrected (`elbowroom.control.fitting`).

@@ -229,3 +229,24 @@ def test_what_says_that_there_is_no_memory():
     looped.__context__ = looped
     for error in (None, looped, RuntimeError("no"), KeyboardInterrupt()):
         assert not is_out_of_memory(error)
+
+
+def least_budget():
+    """What a budget that is far too small is told, in bytes."""
+    model, optimizer = make(budget="64 KiB")
+    with pytest.raises(BudgetTooSmall) as error:
+        run(model, optimizer)()
+    return error.value.least_nbytes
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_half_a_budget_that_is_too_small_is_not_the_end(where):
+    """A guess at what the device has: less than the budget, and more than the least, may do."""
+    plain = make(fitted=False)
+    expected = run(*plain)()
+    budget = int(1.3 * least_budget())
+    model, optimizer = make(budget=budget)
+    model.where, model.left = where, 1
+    assert torch.equal(er.step(run(model, optimizer)), expected)
+    assert same(everything(model, optimizer), everything(*plain))  # statistics updated once
+    assert budget // 2 < opener_of(model).terms.budget_nbytes < budget

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 import weakref
 
 import pytest
@@ -22,6 +23,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
+from elbowroom.control.owned import Owned
+from elbowroom.control.planning import Planning
+from elbowroom.control.terms import Stock, Terms
 from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.measure import peak
@@ -29,6 +33,7 @@ from elbowroom.measure.recorder import StepRecorder
 from elbowroom.measure.recording import Recording
 from elbowroom.runtime import attach, calls, modules, transforms
 from elbowroom.runtime.attach import opener_of
+from elbowroom.runtime.context import Context
 
 BATCH = 16
 
@@ -1045,3 +1050,52 @@ checkpoint(model, torch.randn(512, 64), use_reentrant=False).sum().backward()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class Paths(nn.Module):
+    """More blocks run in some steps than in others, as with stochastic depth."""
+
+    def __init__(self):
+        super().__init__()
+        self.depth = 3
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(8)
+        )
+
+    def forward(self, x):
+        for block in self.blocks[: self.depth]:
+            x = x + block(x)
+        return x
+
+
+def test_a_deeper_path_than_those_that_fit_is_said_and_not_refused(caplog):
+    def trained(budget=None):
+        torch.manual_seed(0)
+        model, x = Paths(), torch.randn(2048, 64)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        if budget is not None:
+            er.fit(model, budget=budget, optimizer=optimizer, exact=True, min_nbytes=4096)
+        for depth in [3] * 6 + [8, 3, 7, 8, 3, 8, 8, 3, 8]:
+            model.depth = depth
+            descend(model, optimizer, x)
+        return model
+
+    model = trained()
+    x, weights = torch.randn(2048, 64), sum(p.nbytes for p in model.parameters())
+    deep = peak(lambda: model(x).square().mean().backward()) + weights
+    with caplog.at_level(logging.WARNING, "elbowroom"):
+        ours = trained(int(0.75 * deep))
+    assert same(model.parameters(), ours.parameters())
+    assert 1 <= caplog.text.count("this step saves more than those before it") <= 4
+    er.release(ours)
+
+
+def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
+    planning = Planning(Terms(1 << 20), Owned(nn.Linear(4, 4), None), Context())
+    planning._is_last_resort = True
+    assert planning.wants_measuring
+    measured = types.SimpleNamespace(peak=3 << 20)
+    planning.learn(types.SimpleNamespace(climbed=False), measured, Stock(0))
+    assert planning.settled
+    assert "budget 1.00 MiB: steps take 3.00 MiB, and go on so" in caplog.text
+    assert "Give budget=3145728" in caplog.text

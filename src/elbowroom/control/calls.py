@@ -131,6 +131,13 @@ class Rest:
     def surely_allowed_nbytes(self) -> int:
         return sys.maxsize
 
+    @property
+    def may_refuse(self) -> bool:
+        return False
+
+    def stray(self) -> None:
+        pass  # that it may be above the budget is said already
+
 
 def plan_rest(step: Profile, making: Making) -> Plan:
     """A plan for one forward of a step, with the backward of all of it.

@@ -16,7 +16,6 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.inert import Inertness
 from elbowroom.runtime.observer import Recorder
-from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
 
@@ -34,6 +33,9 @@ class Fit(Protocol):
     def recompute(self) -> frozenset[str]: ...
     def allowed_nbytes(self, guessed_nbytes: int) -> int: ...
     def surely_allowed_nbytes(self) -> int: ...
+    @property
+    def may_refuse(self) -> bool: ...
+    def stray(self) -> None: ...
 
 
 class FittedSaving(Saving):
@@ -84,7 +86,7 @@ class FittedSaving(Saving):
         self._may_climb = may_climb
         self.largest_nbytes = 0
         self._limit: tuple[int, int] | None = None
-        self._has_warned = False
+        self._has_strayed = False
         self._earlier = [] if after is None else after.storages
         self.storages: list[SavedStorage] = []
         self._fit = fit
@@ -142,18 +144,14 @@ class FittedSaving(Saving):
             self._limit = self._fit.allowed_nbytes(guessed), self._fit.surely_allowed_nbytes()
         return self._limit
 
-    def _warn(self) -> None:
+    def _stray(self) -> None:
         """Once: this forward is another than the plan's, and holds what nobody looked at.
 
         That can be neither encoded now nor let go, so the step may need more than the budget.
         """
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "budget %s: this step saves more than those before it, and may need more than the "
-                "budget; from the next one on all that is saved is looked at again",
-                show_nbytes(self._fit.terms.budget_nbytes),
-            )
+        if not self._has_strayed:
+            self._has_strayed = True
+            self._fit.stray()
 
     def _decide_site(self, site: Site) -> Action:
         allowed, surely_allowed = self._limits(site.nbytes)
@@ -169,8 +167,8 @@ class FittedSaving(Saving):
             else:
                 break
         if self.ledger.held_nbytes > surely_allowed:
-            if self._passing.was_blind:
-                self._warn()
+            if self._passing.was_blind or not self._fit.may_refuse:
+                self._stray()
             else:
                 self.impossible = True
         if self.impossible:

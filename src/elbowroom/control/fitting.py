@@ -75,6 +75,7 @@ class Fitting:
         self.was_exact = True
         self._opened: FittedSaving | None = None  # the last context
         self._less: Terms | None = None  # from the next step on
+        self._ran_out_nbytes: int | None = None  # there was no memory for a step of so many
         self._was_exhausted = False
         self._said = ""
         self._said_blind = False
@@ -90,16 +91,40 @@ class Fitting:
         """One forward of the model. After an error that says there is no memory, plan with less."""
         signature, last = signature_of(model, args, kwargs), self._last
         goes_on = last is not None and last.waits and self.planning.calls.may_go_on
-        if not goes_on:
-            self._begin(signature)
         try:
             if last is not None and goes_on:
                 return self._go_on(model, forward, signature, last)
-            return self._run(model, forward)
+            return self._step_with(model, forward, signature)
         except Exception as error:
             if is_out_of_memory(error):
                 self.exhausted()
             raise
+
+    def _step_with(self, model: nn.Module, forward: Callable[[], Any], signature: Signature) -> Any:
+        """A step begins with this forward."""
+        undo = None if self._ran_out_nbytes is None else Undo(model, ())
+        try:
+            self._begin(signature)
+            return self._run(model, forward)
+        except BudgetTooSmall as error:
+            if undo is None or not self._relents(error.least_nbytes):
+                raise
+            undo.back()
+        finally:
+            if undo is not None:
+                undo.close()
+        return self._step_with(model, forward, signature)
+
+    def _relents(self, least_nbytes: int) -> bool:
+        """Whether to try what was said to do: a smaller budget was a guess, after memory ran out.
+
+        Not if it ran out within as much.
+        """
+        known = self._ran_out_nbytes
+        if known is None or not self.terms.budget_nbytes < least_nbytes < known:
+            return False
+        self._less = self.terms.within(least_nbytes)
+        return True
 
     def _run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
         planning = self.planning
@@ -219,6 +244,8 @@ class Fitting:
         if self._less is not None:
             return
         self.interrupt()
+        plan, budget = self.planning.plan, self.terms.budget_nbytes
+        self._ran_out_nbytes = budget if plan is None else min(budget, plan.peak)
         self._less = self.terms.within(self._smaller_nbytes())
         _log.log(
             logging.INFO if self._was_exhausted else logging.WARNING,

@@ -61,6 +61,7 @@ _SAFEST_EXACT = 1  # index of "exact" in every ladder
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
+_MOST_STRAYS = 3  # steps that held more than those before, and were learned from anew
 _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
 
 
@@ -98,8 +99,8 @@ class Planning:
         self._owned = owned
         self._transient_nbytes: int | None = None
         self._margin_nbytes = 0  # by which plans have been too hopeful
-        self._rounds = self._tries = 0
-        self._was_watched = False
+        self._rounds = self._tries = self._strays = 0
+        self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
 
     @property
     def setting(self) -> str:
@@ -122,9 +123,9 @@ class Planning:
 
     def begin(self, stock: Stock, signature: Signature) -> None:
         """A step begins with its first forward."""
-        if self.calls.grew:
+        if self.calls.grew or self._has_strayed:
             self._start_over()
-            self.outgrown = True
+            self.outgrown = self.calls.grew
         self.calls.begin()
         self.stock, self.now = stock, signature
         if self.largest.structure is None:
@@ -151,6 +152,7 @@ class Planning:
             return
         self._transient_nbytes = int(growth * self._transient_nbytes)
         self.settled, self._rounds, self._tries = False, 0, 0
+        self._has_fit = self._is_last_resort = False
         self.rung = max(self.rung, _SAFEST_EXACT)
         try:
             if self.profile is not None:
@@ -164,7 +166,8 @@ class Planning:
         self.rung, self._margin_nbytes = _SAFEST_EXACT, 0
         self._rounds = self._tries = 0
         self.rehearsed = self.settled = self.outgrown = False
-        self.meter, self._was_watched = None, False
+        self.meter = None
+        self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
 
     @property
     def _ratio(self) -> float:
@@ -284,6 +287,27 @@ class Planning:
         transient = (self._transient_nbytes or 0) - self._passing_nbytes
         return -1 if self.stock.unborn_nbytes > free else free - transient
 
+    @property
+    def may_refuse(self) -> bool:
+        """Not a step of a kind that was measured within the budget: it is another one for once."""
+        return not (self._has_fit or self.settled)
+
+    def stray(self) -> None:
+        """This step is another than those before, and holds more: learn again.
+
+        Some models take another path in each step; those are not learned for ever.
+        """
+        self._strays += 1
+        self._has_strayed = self._strays <= _MOST_STRAYS
+        if self._strays > _MOST_STRAYS + 1:
+            return
+        _log.warning(
+            "budget %s: this step saves more than those before it, and may need more than the "
+            "budget; %s",
+            show_nbytes(self.terms.budget_nbytes),
+            "it is learned from anew" if self._has_strayed else "so may others from now on",
+        )
+
     def forward_ended(self, saving: FittedSaving) -> None:
         """Note how far this forward had to climb; refuse a budget that cannot be met."""
         if saving.impossible:
@@ -299,7 +323,7 @@ class Planning:
             return True
         if self._started_over:
             return self.now == self.largest
-        if self.profile is None:
+        if self.profile is None or self._is_last_resort:
             return True
         if self.plan is None:
             return self.now.numel > self._profiled.numel
@@ -309,6 +333,8 @@ class Planning:
     def wants_writing(self) -> bool:
         """Whether the step that begins should be written down, not just measured."""
         unborn_states = self.stock.unborn_state_nbytes > 0
+        if self._is_last_resort:
+            return False
         if self.plan is None:  # when backward was over tells what it needs beside those states
             return self._transient_nbytes is not None or unborn_states
         if self.plan is self.given:  # written down it would take more than the plan says (no turns)
@@ -323,6 +349,9 @@ class Planning:
         self.stock = stock
         if self.meter is not None:
             self._look(step)
+            return
+        if self._is_last_resort:
+            self._settle_last_resort(step)
             return
         if last.climbed and self.plan is not None and self.plan is self.given:
             self._drop_given()
@@ -347,6 +376,7 @@ class Planning:
             peak_nbytes = seen.peak_with(born_nbytes)
         self._learn_transient(last, step, step.peak if seen is None else seen.backward_peak)
         rungs, budget_nbytes = self.terms.rungs, self.terms.budget_nbytes
+        self._has_fit = peak_nbytes <= budget_nbytes
         found = choose(rungs, last.storages, self.allowed_nbytes(0))
         if peak_nbytes <= budget_nbytes and (found is None or found > last.rung):
             found = last.rung
@@ -373,16 +403,34 @@ class Planning:
         """This step did not tell. After some that did not, stay with what there is."""
         self.settled = self._tries >= _MOST_TRIES
         budget_nbytes = self.terms.budget_nbytes
-        if not self.settled or last.climbed or step.peak is None:
+        if not self.settled or step.peak is None or step.peak <= budget_nbytes:
             return
-        if step.peak > budget_nbytes:
-            _log.warning(
-                "budget %s: steps take %s, and no plan brings them below: of what they save, %s "
-                "was saved before forward returned, which is all that fit can change. A model that "
-                "returns a generator, or layers that run outside of model(...), are covered by "
-                "er.saving(...) around the loss, too",
-                *map(show_nbytes, (budget_nbytes, step.peak, last.ledger.before_nbytes)),
-            )
+        if last.climbed:
+            self._warn_above(step.peak, "hold more than was planned for")
+            return
+        _log.warning(
+            "budget %s: steps take %s, and no plan brings them below: of what they save, %s "
+            "was saved before forward returned, which is all that fit can change. A model that "
+            "returns a generator, or layers that run outside of model(...), are covered by "
+            "er.saving(...) around the loss, too",
+            *map(show_nbytes, (budget_nbytes, step.peak, last.ledger.before_nbytes)),
+        )
+
+    def _settle_last_resort(self, step: Measurement) -> None:
+        """No plan was found by corrections: how is it without?"""
+        if step.peak is None:
+            return
+        self.settled, self._is_last_resort = True, False
+        if step.peak > self.terms.budget_nbytes:
+            self._warn_above(step.peak, "need that without a plan, too")
+
+    def _warn_above(self, peak_nbytes: int, why: str) -> None:
+        _log.warning(
+            "budget %s: steps take %s, and go on so: they %s. Give budget=%d, or halve the batch",
+            *map(show_nbytes, (self.terms.budget_nbytes, peak_nbytes)),
+            why,
+            peak_nbytes,
+        )
 
     def _plan(self, profile: Profile) -> None:
         try:
@@ -400,7 +448,9 @@ class Planning:
             self.plan = None
             if profile.peak > self.terms.budget_nbytes:
                 raise
-            self.settled = True  # the uniform rung has been seen to fit
+            # The uniform rung has been seen to fit; not so if it comes after a correction.
+            self._is_last_resort = self._rounds > 0
+            self.settled = not self._is_last_resort
             return
         plan = self._taken(chosen)
         self._follow(plan)
@@ -454,6 +504,7 @@ class Planning:
             return
         self._learn_transient(last, step, peak_nbytes)
         slack = budget_nbytes - peak_nbytes
+        self._has_fit = self._has_fit or slack >= 0
         estimated = self.rehearsed or self._ratio > 1
         useful = estimated and slack > _SLACK * (budget_nbytes - self.profile.static)
         if slack >= 0 and not (useful and self._rounds < _MOST_ROUNDS):
@@ -466,7 +517,7 @@ class Planning:
                 self._margin_nbytes += slack // 2
             self._plan(self.profile)
             return
-        self.plan, self.settled = None, True
+        self.plan, self._is_last_resort = None, True
         _log.warning(
             "budget %s: the plan needs %s after %d corrections, so all tensors are at rung '%s'",
             show_nbytes(budget_nbytes),
@@ -481,7 +532,7 @@ class Planning:
         if self.plan.strangers:
             self._drop_given()
             return
-        self.settled = True
+        self.settled = self._has_fit = True
         if self.plan.watched:
             looking.say_noise(self.terms, self.plan)
         elif self.plan.is_lossy:
