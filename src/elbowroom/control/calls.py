@@ -10,7 +10,6 @@ unexpected is rehearsed, which holds nothing, and gets what is left of the budge
 not do, as little as it can with a warning (`Rest`). From the next step on all are planned as one.
 """
 
-import logging
 import sys
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -24,9 +23,7 @@ from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.sequence import in_sequence
 from elbowroom.runtime.context import Context
-from elbowroom.units import show_nbytes
 
-_log = logging.getLogger("elbowroom")
 MOST_CALLS = 64  # of a step that is planned as one
 _PATIENCE = 5  # steps with fewer forwards than some had, until they count as the usual ones
 
@@ -155,14 +152,3 @@ def plan_rest(step: Profile, making: Making) -> Plan:
     except BudgetTooSmall as error:
         least = making.terms.within(error.least_nbytes)
     return replace(making, terms=least).make(step, 0, exact=exact)
-
-
-def warn_unexpected(terms: Terms, plan: Plan | None) -> None:
-    """This step may need more than the budget."""
-    needs = "more than the budget" if plan is None else show_nbytes(plan.peak)
-    _log.warning(
-        "budget %s: this step runs its model once more before backward, which was not planned for, "
-        "and may need %s; from the next one on all its forwards are planned as one",
-        show_nbytes(terms.budget_nbytes),
-        needs,
-    )

@@ -25,19 +25,28 @@ larger one comes, the plan is made again for it from the same profile, and the n
 that size is measured. If no such plan fits, all is learned again, from steps of the largest size.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from elbowroom.control import looking
-from elbowroom.control.calls import Calls, Rest, plan_rest, warn_unexpected
+from elbowroom.control.allowance import Allowance
+from elbowroom.control.calls import Calls, Rest, plan_rest
 from elbowroom.control.fitted import FittedSaving
 from elbowroom.control.making import Making
 from elbowroom.control.measurement import Measurement
 from elbowroom.control.owned import Owned
 from elbowroom.control.refusal import refusal
 from elbowroom.control.rehearsing import plan_by_forward, rehearsed
+from elbowroom.control.sayings import (
+    say_measured,
+    warn_above,
+    warn_given,
+    warn_outside,
+    warn_stray,
+    warn_uncorrected,
+    warn_unexpected,
+)
 from elbowroom.control.signature import Signature
 from elbowroom.control.states import Chosen
 from elbowroom.control.terms import Stock, Terms
@@ -56,7 +65,6 @@ from elbowroom.runtime.handles.drop import NothingHeld
 from elbowroom.runtime.inert import inertness_of
 from elbowroom.units import show_nbytes
 
-_log = logging.getLogger("elbowroom")
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
@@ -94,10 +102,9 @@ class Planning:
         self.now = self.largest = Signature(None)
         self._profiled = self.largest  # the call that was written down
         self._started_over = False
-        self._guess_nbytes: int | None = None  # transients of a larger kind
         self.calls = Calls()
         self._owned = owned
-        self._transient_nbytes: int | None = None
+        self._allowance = Allowance()
         self._margin_nbytes = 0  # by which plans have been too hopeful
         self._rounds = self._tries = self._strays = 0
         self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
@@ -119,7 +126,7 @@ class Planning:
 
     def inherit(self, larger: "Planning") -> None:
         """Until its own are measured, transients are at most those of a larger kind."""
-        self._guess_nbytes = larger._transient_nbytes
+        self._allowance.inherit(larger._allowance)
 
     def begin(self, stock: Stock, signature: Signature) -> None:
         """A step begins with its first forward."""
@@ -134,8 +141,7 @@ class Planning:
                 self._owned.states.begin_with(self.given, self, self.terms)
                 self.stock = stock = self._owned.stock()
                 stands = stock.static_nbytes + stock.unborn_nbytes
-                rest = self.given.peak - stands - self.given.held_nbytes
-                self._transient_nbytes = max(0, rest)
+                self._allowance.learn(self.given.peak - stands - self.given.held_nbytes)
         elif not self.largest.covers(signature):
             before, self.largest = self.largest, self.largest.joined(signature)
             self._plan_again(self.largest.numel / before.numel)
@@ -147,10 +153,10 @@ class Planning:
 
     def _plan_again(self, growth: float) -> None:
         """The largest call has grown, or the budget is another."""
-        if self._transient_nbytes is None or self.rehearsed or self.outgrown:
+        if self._allowance.transient_nbytes is None or self.rehearsed or self.outgrown:
             self._start_over()
             return
-        self._transient_nbytes = int(growth * self._transient_nbytes)
+        self._allowance.grow(growth)
         self.settled, self._rounds, self._tries = False, 0, 0
         self._has_fit = self._is_last_resort = False
         self.rung = max(self.rung, _SAFEST_EXACT)
@@ -162,7 +168,8 @@ class Planning:
 
     def _start_over(self) -> None:
         """Forget what was measured: as before the first forward."""
-        self.plan = self.given = self.profile = self._transient_nbytes = None
+        self.plan = self.given = self.profile = None
+        self._allowance.forget()
         self.rung, self._margin_nbytes = _SAFEST_EXACT, 0
         self._rounds = self._tries = 0
         self.rehearsed = self.settled = self.outgrown = False
@@ -265,27 +272,11 @@ class Planning:
 
     def allowed_nbytes(self, guessed_nbytes: int) -> int:
         """What may be held for backward. As long as nothing is measured, the rest is guessed."""
-        free = self.terms.budget_nbytes - self.stock.static_nbytes
-        if self._transient_nbytes is None:
-            return free - min(guessed_nbytes, self._guess_nbytes or guessed_nbytes)
-        return free - self._transient_nbytes + self._passing_nbytes
-
-    @property
-    def _passing_nbytes(self) -> int:
-        """Forward may hold so much more for a moment: a norm's input until its ReLU has run.
-
-        The plan knows; the ledger, which is asked here, does not.
-        """
-        return 0 if self.plan is None else self.plan.largest_nbytes
+        return self._allowance.allowed_nbytes(self.terms, self.stock, self.plan, guessed_nbytes)
 
     def surely_allowed_nbytes(self) -> int:
-        """The same without guesses.
-
-        More than this cannot be held, or the optimizer's states would not fit.
-        """
-        free = self.terms.budget_nbytes - self.stock.static_nbytes
-        transient = (self._transient_nbytes or 0) - self._passing_nbytes
-        return -1 if self.stock.unborn_nbytes > free else free - transient
+        """The same without guesses."""
+        return self._allowance.surely_allowed_nbytes(self.terms, self.stock, self.plan)
 
     @property
     def may_refuse(self) -> bool:
@@ -301,18 +292,14 @@ class Planning:
         self._has_strayed = self._strays <= _MOST_STRAYS
         if self._strays > _MOST_STRAYS + 1:
             return
-        _log.warning(
-            "budget %s: this step saves more than those before it, and may need more than the "
-            "budget; %s",
-            show_nbytes(self.terms.budget_nbytes),
-            "it is learned from anew" if self._has_strayed else "so may others from now on",
-        )
+        warn_stray(self.terms, learns=self._has_strayed)
 
     def forward_ended(self, saving: FittedSaving) -> None:
         """Note how far this forward had to climb; refuse a budget that cannot be met."""
         if saving.impossible:
             raise self._refusal(saving)
-        self.rung = saving.rung if self._transient_nbytes is None else self.rung
+        if self._allowance.transient_nbytes is None:
+            self.rung = saving.rung
 
     @property
     def wants_measuring(self) -> bool:
@@ -336,7 +323,7 @@ class Planning:
         if self._is_last_resort:
             return False
         if self.plan is None:  # when backward was over tells what it needs beside those states
-            return self._transient_nbytes is not None or unborn_states
+            return self._allowance.transient_nbytes is not None or unborn_states
         if self.plan is self.given:  # written down it would take more than the plan says (no turns)
             return False
         better = self.rehearsed or self.now.numel > self._profiled.numel
@@ -406,15 +393,9 @@ class Planning:
         if not self.settled or step.peak is None or step.peak <= budget_nbytes:
             return
         if last.climbed:
-            self._warn_above(step.peak, "hold more than was planned for")
+            warn_above(self.terms, step.peak, "hold more than was planned for")
             return
-        _log.warning(
-            "budget %s: steps take %s, and no plan brings them below: of what they save, %s "
-            "was saved before forward returned, which is all that fit can change. A model that "
-            "returns a generator, or layers that run outside of model(...), are covered by "
-            "er.saving(...) around the loss, too",
-            *map(show_nbytes, (budget_nbytes, step.peak, last.ledger.before_nbytes)),
-        )
+        warn_outside(self.terms, step.peak, last.ledger.before_nbytes)
 
     def _settle_last_resort(self, step: Measurement) -> None:
         """No plan was found by corrections: how is it without?"""
@@ -422,15 +403,7 @@ class Planning:
             return
         self.settled, self._is_last_resort = True, False
         if step.peak > self.terms.budget_nbytes:
-            self._warn_above(step.peak, "need that without a plan, too")
-
-    def _warn_above(self, peak_nbytes: int, why: str) -> None:
-        _log.warning(
-            "budget %s: steps take %s, and go on so: they %s. Give budget=%d, or halve the batch",
-            *map(show_nbytes, (self.terms.budget_nbytes, peak_nbytes)),
-            why,
-            peak_nbytes,
-        )
+            warn_above(self.terms, step.peak, "need that without a plan, too")
 
     def _plan(self, profile: Profile) -> None:
         try:
@@ -480,17 +453,14 @@ class Planning:
         assert self.profile is not None
         self.plan = plan
         other = plan.peak + self._margin_nbytes - self.profile.static - plan.held_nbytes
-        self._transient_nbytes = max(0, other)
+        self._allowance.learn(other)
 
     def _verify(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
         """A step under the plan was measured."""
         assert self.plan is not None
         budget_nbytes = self.terms.budget_nbytes
         peak_nbytes = self._at_largest(step, peak_nbytes)
-        _log.info(
-            "budget %s: peak predicted %s, measured %s",
-            *map(show_nbytes, (budget_nbytes, self.plan.peak, peak_nbytes)),
-        )
+        say_measured(self.terms, self.plan, peak_nbytes)
         self._tries += 1
         if self.profile is None and peak_nbytes > budget_nbytes:
             self._drop_given()
@@ -518,13 +488,8 @@ class Planning:
             self._plan(self.profile)
             return
         self.plan, self._is_last_resort = None, True
-        _log.warning(
-            "budget %s: the plan needs %s after %d corrections, so all tensors are at rung '%s'",
-            show_nbytes(budget_nbytes),
-            show_nbytes(peak_nbytes),
-            _MOST_ROUNDS,
-            self.terms.rungs[self.rung].name,
-        )
+        rung = self.terms.rungs[self.rung].name
+        warn_uncorrected(self.terms, peak_nbytes, _MOST_ROUNDS, rung)
 
     def _settle_given(self) -> None:
         """The plan that was given fits: keep it, if it knows the step."""
@@ -541,12 +506,7 @@ class Planning:
     def _drop_given(self) -> None:
         """The step of the plan that was given does not fit, or is not the one that it knows."""
         assert self.plan is not None
-        unknown = sum(self.plan.strangers.values())
-        _log.warning(
-            "budget %s: the plan that was given %s; another one is made",
-            show_nbytes(self.terms.budget_nbytes),
-            f"does not know {unknown} of the tensors of this step" if unknown else "does not fit",
-        )
+        warn_given(self.terms, self.plan)
         self._start_over()
 
     def _begin_to_watch(self) -> bool:
@@ -590,7 +550,9 @@ class Planning:
 
     def _learn_transient(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
         rest = peak_nbytes - step.stock.static_nbytes - last.ledger.after_nbytes
-        self._transient_nbytes = int(max(0, rest) * self.largest.numel / self.now.numel)
+        self._allowance.learn(rest * self.largest.numel / self.now.numel)
 
     def _refusal(self, saving: FittedSaving) -> BudgetTooSmall:
-        return refusal(saving, self.terms, self._owned, self.stock, self._transient_nbytes)
+        return refusal(
+            saving, self.terms, self._owned, self.stock, self._allowance.transient_nbytes
+        )
