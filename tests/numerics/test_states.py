@@ -174,6 +174,21 @@ def test_small_updates_move_bf16_weights_unless_they_are_rounded_to_nearest():
     assert moved["sr"] == pytest.approx(3e-3, rel=0.1)
 
 
+@pytest.mark.parametrize("update", [6e-8, 2e-7, 1e-6])
+def test_updates_of_an_ulp_of_float32_move_weights_with_a_residual(update):
+    w = torch.linspace(0.5, 2, 1 << 16)
+    param, residual = w.to(torch.bfloat16), torch.zeros(1 << 16, dtype=torch.int8)
+    load, store = reference.weights.weights_load, reference.weights.weights_store
+    exact, steps = load(param, residual), 100
+    before = exact.double().mean()
+    for seed in range(steps):
+        exact -= update
+        u = uniform(seed, 0, 512, w.device, 128).view(-1)
+        store(load(param, residual) - update, param, residual, "residual", u)
+    moved = (before - load(param, residual).double().mean()) / (before - exact.double().mean())
+    assert moved == pytest.approx(1, rel=0.1)
+
+
 def test_residual_weights_are_read_back_to_a_127th_of_half_a_step():
     w = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(
         -30, 30, 5000

@@ -14,17 +14,26 @@ from elbowroom.kernels.numba.rounding import (
     half_nearest,
     half_value,
 )
-from elbowroom.kernels.reference.weights import NEAR
 from elbowroom.kernels.states import WEIGHTS
 
 NEAREST, SR, RESIDUAL = range(len(WEIGHTS))
-_MAGIC, _NEAR = f32(12582912), f32(NEAR)
+_MAGIC = f32(12582912)
 _INFINITE = i32(0x7F800000)
 
 
 @inlined
 def half_exponent(bits):
     return max(((bits & TOP) >> i32(23)) - i32(8), i32(1))
+
+
+@inlined
+def read_back(held, e, exponent):
+    return held + (e * f32(1 / 127)) * as_float(exponent << i32(23))
+
+
+@inlined
+def in_127ths(gap, inverse):
+    return min(max(gap * inverse, f32(-1)), f32(1)) * f32(127)
 
 
 @leaf
@@ -48,8 +57,7 @@ def weights_load(param, kind, residual, at, w, n):
     if residual.shape[0]:
         for o in range(n):
             bits = as_bits(w[o])
-            half = as_float(half_exponent(bits) << i32(23))
-            more = w[o] + (f32(residual[at + o]) * f32(1 / 127)) * half
+            more = read_back(w[o], f32(residual[at + o]), half_exponent(bits))
             w[o] = more if (bits & TOP) < _INFINITE else w[o]
 
 
@@ -73,8 +81,9 @@ def weights_store(w, noise, how, param, kind, residual, at, n):
     if residual.shape[0]:
         for o in range(n):
             bits = i32(param[at + o]) << i32(16)
-            inverse = as_float((i32(254) - half_exponent(bits)) << i32(23))
-            e = min(max((w[o] - as_float(bits)) * inverse, f32(-1)), f32(1)) * f32(127)
-            near = (e + _MAGIC) - _MAGIC
-            code = i32(near if abs(e - near) <= _NEAR else np.floor(e + noise[o]))
+            held, exponent = as_float(bits), half_exponent(bits)
+            inverse = as_float((i32(254) - exponent) << i32(23))
+            near = (in_127ths(w[o] - held, inverse) + _MAGIC) - _MAGIC
+            more = in_127ths(w[o] - read_back(held, near, exponent), inverse)
+            code = i32(np.floor((near + more) + noise[o]))
             residual[at + o] = code if (bits & TOP) < _INFINITE else i32(0)

@@ -6,8 +6,9 @@
                read back as w_b + h e / 127: 24 bits, |error| < h / 127
 
 e is rounded stochastically, so that E[w~] = w: to nearest, an update below |w| / 65,000 is lost,
-which is every one of a norm's weight of 1 at a learning rate of 1e-5. Within 1/64 of an integer it
-is that integer, so that a weight that is stored again unchanged keeps its value.
+which is every one of a norm's weight of 1 at a learning rate of 1e-5. Its fraction is taken from
+what the nearest integer is read back as, float32's rounding included: a weight that is stored again
+unchanged keeps its value, and an update of one ulp of float32 survives on average.
 
 h is 2^(exponent - 8), at least 2^-126. What is not finite stays as it is.
 """
@@ -15,7 +16,6 @@ h is 2^(exponent - 8), at least 2^-126. What is not finite stays as it is.
 import torch
 from torch import Tensor
 
-NEAR = 1 / 64
 _SIGNLESS, _INFINITE = 0x7FFFFFFF, 0x7F800000
 
 
@@ -25,7 +25,7 @@ def weights_load(param: Tensor, residual: Tensor | None) -> Tensor:
     if residual is None:
         return w
     half, _ = _half_step(w)
-    return torch.where(w.isfinite(), w + (residual.float() * (1 / 127)) * half, w)
+    return torch.where(w.isfinite(), _read_back(w, residual.float(), half), w)
 
 
 def weights_store(
@@ -43,11 +43,15 @@ def weights_store(
     param.copy_(w)
     if residual is not None and u is not None:
         held = param.float()
-        _, inverse = _half_step(held)
-        e = ((w - held) * inverse).clamp(-1, 1) * 127
-        near = e.round()
-        e = torch.where((e - near).abs() <= NEAR, near, (e + u).floor())
-        residual.copy_(torch.where(held.isfinite(), e, 0.0))
+        half, inverse = _half_step(held)
+        near = (((w - held) * inverse).clamp(-1, 1) * 127).round()
+        more = ((w - _read_back(held, near, half)) * inverse).clamp(-1, 1) * 127
+        residual.copy_(torch.where(held.isfinite(), ((near + more) + u).floor(), 0.0))
+
+
+def _read_back(held: Tensor, e: Tensor, half: Tensor) -> Tensor:
+    """What is held with the residual e, float32."""
+    return held + (e * (1 / 127)) * half
 
 
 def _half_step(w: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from elbowroom.kernels.reference import weights as reference
 from elbowroom.kernels.states import WEIGHTS
 from elbowroom.kernels.triton.device import (
     bf16_nearest,
@@ -14,7 +13,7 @@ from elbowroom.kernels.triton.device import (
 )
 
 NEAREST, SR, RESIDUAL = (tl.constexpr(how) for how in range(len(WEIGHTS)))
-_NEAR, _MAGIC = tl.constexpr(reference.NEAR), tl.constexpr(12582912.0)
+_MAGIC = tl.constexpr(12582912.0)
 _INFINITE = tl.constexpr(0x7F800000)
 
 
@@ -24,13 +23,22 @@ def half_exponent(b_bits):
 
 
 @triton.jit
+def read_back(b_held, b_e, b_exponent):
+    return b_held + (b_e * (1 / 127)) * (b_exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_127ths(b_gap, b_inverse):
+    return tl.minimum(tl.maximum(b_gap * b_inverse, -1.0), 1.0) * 127
+
+
+@triton.jit
 def weights_load(p_w, p_residual, o_x, m_e, KIND: tl.constexpr):
     b_w = load_float(p_w + o_x, m_e, KIND)
     if p_residual is not None:
         b_bits = b_w.to(tl.int32, bitcast=True)
-        b_half = (half_exponent(b_bits) << 23).to(tl.float32, bitcast=True)
         b_e = tl.load(p_residual + o_x, mask=m_e, other=0).to(tl.float32)
-        b_more = b_w + (b_e * (1 / 127)) * b_half
+        b_more = read_back(b_w, b_e, half_exponent(b_bits))
         b_w = tl.where((b_bits & 0x7FFFFFFF) < _INFINITE, b_more, b_w)
     return b_w
 
@@ -50,9 +58,10 @@ def weights_store(b_w, b_u, p_w, p_residual, o_x, m_e, HOW: tl.constexpr, KIND: 
         if p_residual is not None:
             b_back = bf16_value(b_held)
             b_bits = b_back.to(tl.int32, bitcast=True)
-            b_inverse = ((254 - half_exponent(b_bits)) << 23).to(tl.float32, bitcast=True)
-            b_e = tl.minimum(tl.maximum((b_w - b_back) * b_inverse, -1.0), 1.0) * 127
-            b_near = (b_e + _MAGIC) - _MAGIC
-            b_e = tl.where(tl.abs(b_e - b_near) <= _NEAR, b_near, whole_below(b_e + b_u))
+            b_exponent = half_exponent(b_bits)
+            b_inverse = ((254 - b_exponent) << 23).to(tl.float32, bitcast=True)
+            b_near = (in_127ths(b_w - b_back, b_inverse) + _MAGIC) - _MAGIC
+            b_more = in_127ths(b_w - read_back(b_back, b_near, b_exponent), b_inverse)
+            b_e = whole_below((b_near + b_more) + b_u)
             b_e = tl.where((b_bits & 0x7FFFFFFF) < _INFINITE, b_e, 0.0)
             tl.store(p_residual + o_x, b_e.to(tl.int8), mask=m_e)
