@@ -22,7 +22,6 @@ SCRIPT = Path(__file__).with_name("sharding.py")
 STEPS = [("AdamW", "fp32"), ("AdamW", "coat"), ("AdamW", "int8"), ("AdamW", "int4")]
 STEPS += [("Lion", "int8"), ("SGD", "coat")]
 SAVED = [("AdamW", "int8"), ("AdamW", "coat"), ("SGD", "int8"), ("AdamW", "int4/bfloat16")]
-NOISY = {("AdamW", "int8"), ("AdamW", "int4")}  # noise differs; the others have the same bits
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed"),
@@ -90,7 +89,7 @@ def test_shards_make_the_steps_of_the_whole(rule, state):
         results = found["steps", rule, state]
         assert results["bytes"]
         assert results["kinds"]
-        assert results["same"] == ((rule, state) not in NOISY)
+        assert results["same"] == (state == "fp32")  # noise of codes goes by the shard
         assert results["worst"] < 0.02
 
 

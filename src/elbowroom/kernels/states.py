@@ -25,6 +25,7 @@ KINDS = ("none", "fp32", "softsign8", "expanded8", "log8", "log4", "softsign4")
 RULES = ("adamw", "lion", "sgd")
 WEIGHTS = ("nearest", "sr", "residual")
 STEPS = {"log8": 254, "log4": 14}  # between the least and the largest; code 0 is for 0
+SLOW = 2.0  # what moves by fewer codes in a step is rounded stochastically in the 8-bit kinds
 CODES = {
     "fp32": torch.float32,
     "softsign8": torch.int8,
@@ -63,6 +64,7 @@ FLOOR, CEILING = -126 * 256, 32767
 OCTAVES = log2(448) + 9
 # (log2(1 + f) - f) / f at the f = 1/8 ... 7/8 that E4M3 has, to 4.8e-5 of an octave.
 BEND = (0.4396803379058838, -0.6864264011383057, 0.3410623073577881, -0.09522146731615067)
+MOST_RANGE = 32 * 256  # of a group, in 1/256 octaves: what is smaller is held as the least
 LEAST_RANGE = 9 / 256  # of a group, in octaves: beyond it the exponent k would exceed 507
 
 

@@ -24,7 +24,9 @@ from elbowroom.kernels.states import (
     LEAST,
     LEAST_RANGE,
     MOST,
+    MOST_RANGE,
     OCTAVES,
+    SLOW,
     STEPS,
 )
 
@@ -34,6 +36,7 @@ _LEAST, _MOST = f32(LEAST), f32(MOST)
 _LEAST_BITS, _MOST_BITS = i32(_LEAST.view(np.int32)), i32(_MOST.view(np.int32))
 _OCTAVES, _PER_OCTAVES, _LEAST_RANGE = f32(OCTAVES), f32(1 / OCTAVES), f32(LEAST_RANGE)
 _BEND0, _BEND1, _BEND2, _BEND3 = (f32(c) for c in BEND)
+_SLOW = f32(SLOW)
 _MAGIC = f32(12582912)  # adding it rounds to an integer, ties to even
 
 
@@ -89,12 +92,14 @@ def softsign_bounds(m, root, rooted, s, n, bounds, b):
 
 
 @leaf
-def softsign_store(m, s, n, codes, at, bounds, b):
-    """Codes <- m [n], already divided by its root."""
+def softsign_store(m, u, s, n, codes, at, bounds, b):
+    """Codes, which hold those before, <- m [n], already divided by its root, u [n]."""
     scale = bf16_value(bounds[b])
     twice = f32(scale + scale) if scale > f32(0) else f32(np.inf)
     for o in range(n):
-        codes[at + o] = u8(nearest((m[s + o] * f32(381)) / (twice + abs(m[s + o]))))
+        x = (m[s + o] * f32(381)) / (twice + abs(m[s + o]))
+        slow = abs(x - f32(np.int8(codes[at + o]))) < _SLOW
+        codes[at + o] = u8(nearest(x + (u[s + o] - f32(0.5) if slow else f32(0))))
 
 
 @leaf
@@ -137,8 +142,9 @@ def find_bounds(x, s, n, bounds, b):
         return
     low = np.floor(log2_above(as_float(held(lowest)), f32(0)) * f32(256))
     high = np.ceil(log2_above(as_float(held(highest)), f32(0)) * f32(256))
-    bounds[b] = min(max(i32(low), i32(FLOOR)), i32(CEILING))
-    bounds[b + u64(1)] = min(max(i32(high), i32(FLOOR)), i32(CEILING))
+    high = min(max(i32(high), i32(FLOOR)), i32(CEILING))
+    low = min(max(i32(low), i32(FLOOR)), i32(CEILING))
+    bounds[b], bounds[b + u64(1)] = max(low, high - i32(MOST_RANGE)), high
 
 
 @leaf
@@ -245,26 +251,32 @@ def octaves(magnitude):
 
 
 @leaf
-def expanded_store(x, s, n, codes, at, bounds, b, spare):
-    """Codes <- x [n], bounds; spare [n] float32."""
+def expanded_store(x, u, s, n, codes, at, bounds, b, spare):
+    """Codes, which hold those before, <- x [n], bounds, u [n]; spare [n] float32."""
     k = _OCTAVES / range_of(bounds, b)
+    bend = min((range_of(bounds, b) * _PER_OCTAVES - f32(1)) * f32(0.5), f32(1))
     level = f32(bounds[b]) * f32(1 / 256)
     for o in range(n):
         above = log2_above(min(max(abs(x[s + o]), _LEAST), _MOST), level)
         spare[s + o] = min(max(above * k, f32(0)), _OCTAVES)
     for o in range(n):
         sign = i32(as_bits(x[s + o]) >> i32(24)) & i32(128)
-        code = u8(e4m3_of(spare[s + o]) | sign)
+        code = u8(e4m3_of(spare[s + o], u[s + o], bend, codes[at + o]) | sign)
         codes[at + o] = code if abs(x[s + o]) > f32(0) else u8(0)
 
 
 @inlined
-def e4m3_of(z):
+def e4m3_of(z, u, bend, before):
     n = i32(z)
     more, power = above_one(z - f32(n)), power_of(n)
-    small = fma(more, power, power)
+    small, size = fma(more, power, power), fma(more, f32(8), f32(8))
     large = fma(more, f32(8), f32(i32(i32(n << i32(3)) - i32(16))))
-    return nearest(min(small if n < i32(3) else large, f32(126)))
+    even = n < i32(3)
+    place = min(small if even else large, f32(126))
+    f = place - f32(i32(place))
+    draw = (u - f32(0.5)) - (f * (f32(1) - f)) * (bend / (small if even else size))
+    slow = abs(place - f32(i32(before) & i32(127))) < _SLOW
+    return nearest(place + (draw if slow else f32(0)))
 
 
 @leaf
@@ -313,7 +325,7 @@ def store_second(kind, v, u, state, bounds, b, places, count, root, spare):
     for i in range(count):
         s, at, n = places[i, 0], places[i, 2], places[i, 3]
         if kind == EXPANDED8:
-            expanded_store(v, s, n, state, at, bounds, b, root)
+            expanded_store(v, u, s, n, state, at, bounds, b, root)
         else:
             log_store(kind, v, u, s, n, bounds, b, state, at, root, spare)
         b += u64(2)
@@ -345,9 +357,9 @@ def store_first(kind, m, u, root, rooted, state, bounds, b, places, count, spare
     for i in range(count):
         s, at, n = places[i, 0], places[i, 1], places[i, 3]
         if kind == EXPANDED8:
-            expanded_store(m, s, n, state, at, bounds, b + (i << u64(1)), root)
+            expanded_store(m, u, s, n, state, at, bounds, b + (i << u64(1)), root)
         elif kind == SOFTSIGN8:
-            softsign_store(m, s, n, state, at, bounds, b + i)
+            softsign_store(m, u, s, n, state, at, bounds, b + i)
         else:
             softsign4_store(m, u, s, n, bounds, b + i, spare)
             narrow(spare, s, n, state, at)

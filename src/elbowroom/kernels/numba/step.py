@@ -26,13 +26,12 @@ from elbowroom.kernels.numba.moments import (
 )
 from elbowroom.kernels.numba.noise import high_uniform, low_uniform, tile_key, word_at
 from elbowroom.kernels.numba.weights import NEAREST, floats_load, weights_load, weights_store
-from elbowroom.kernels.reference.step import FIRST_STREAM, WEIGHT_STREAM
+from elbowroom.kernels.reference.step import WEIGHT_STREAM
 from elbowroom.kernels.states import BOUNDS, GROUP, KINDS, RULES, WEIGHTS, code_shape, rows_of
 
 ADAMW, LION, SGD = range(len(RULES))
-RUN = 4  # groups that are worked on together: their scratch, 28 KiB, stays in the nearest cache
+RUN = 4  # groups that are worked on together: their scratch, 20 KiB, stays in the nearest cache
 ITEM = 64  # groups of a work item of the parallel loop
-_FIRST_STREAM = u32(FIRST_STREAM)
 _EMPTY, _BYTES, _FLOATS = (np.empty(0, dtype) for dtype in (np.int8, np.uint8, np.float32))
 
 
@@ -135,14 +134,19 @@ def update(rule, w, at_w, g, at_g, m, at_m, v, at_v, f, n):
 
 
 @leaf
-def draw(first, seed_low, seed_high, places, count, u):
-    """u <- uniform numbers of a run; what a short group has too much, the next writes over."""
+def draw(first, seed_low, seed_high, places, count, u, far):
+    """u <- uniform numbers of a run, far <- those of the elements 64 places away.
+
+    What a short group has too much, the next writes over.
+    """
     for i in range(count):
         key = tile_key(u32(first + i), seed_low, seed_high)
         s = places[i, 0]
         for o in range(u64(GROUP // 2)):
             word = word_at(key, o)
-            u[s + o], u[s + o + u64(GROUP // 2)] = low_uniform(word), high_uniform(word)
+            low, high = low_uniform(word), high_uniform(word)
+            u[s + o], u[s + o + u64(GROUP // 2)] = low, high
+            far[s + o], far[s + o + u64(GROUP // 2)] = high, low
 
 
 @leaf
@@ -164,7 +168,7 @@ def find_places(first, count, R, G, m_width, m_kind, v_width, v_kind, places):
 
 @leaf
 def run_of_groups(
-    first, last, w, g, m, v, root, u, spare, places,
+    first, last, w, g, m, v, root, u, far, spare, places,
     param, p_kind, param_floats, residual, grad, g_kind, grad_floats,
     m_codes, m_floats, m_bounds, m_kind, m_width, m_held,
     v_codes, v_floats, v_bounds, v_kind, v_width, v_held,
@@ -199,17 +203,15 @@ def run_of_groups(
         at_m = u64(0)
     update(rule, w, at_w, g, at_g, m, at_m, v, at_v, f, n)
     if weights != NEAREST and p_kind == 1:
-        draw(i_g, weight_seed_low, seed_high, places, count, u)
+        draw(i_g, weight_seed_low, seed_high, places, count, u, far)
     if p_kind:
         weights_store(w, u, weights, param, p_kind, residual, at, n)
-    if rooted:
-        draw(i_g, seed_low, seed_high, places, count, u)
+    if m_kind != FP32:
+        draw(i_g, seed_low, seed_high, places, count, u, far)
     if v_kind != FP32:
         store_second(v_kind, v, u, v_codes, v_bounds, b_v, places, count, root, spare)
     if m_kind != FP32:
-        if m_kind == SOFTSIGN4:
-            draw(i_g, u32(seed_low ^ _FIRST_STREAM), seed_high, places, count, u)
-        store_first(m_kind, m, u, root, rooted, m_codes, m_bounds, b_m, places, count, spare)
+        store_first(m_kind, m, far, root, rooted, m_codes, m_bounds, b_m, places, count, spare)
 
 
 @leaf
@@ -224,7 +226,7 @@ def item_of_groups(
     last = min(i_c * ITEM + ITEM, D * G)
     for first in range(i_c * ITEM, last, RUN):
         run_of_groups(
-            first, min(first + RUN, last), b[0], b[1], b[2], b[3], b[4], b[5], spare, places,
+            first, min(first + RUN, last), b[0], b[1], b[2], b[3], b[4], b[5], b[6], spare, places,
             param, p_kind, param_floats, residual, grad, g_kind, grad_floats,
             m_codes, m_floats, m_bounds, m_kind, m_width, m_held,
             v_codes, v_floats, v_bounds, v_kind, v_width, v_held,
@@ -241,7 +243,7 @@ def _step(
     rule, weights, D, R, G, f, seed_low, seed_high, weight_seed_low,
 ):  # fmt: skip
     for i_c in prange((D * G + ITEM - 1) // ITEM):
-        b = np.empty((6, (RUN + 1) * GROUP), f32)
+        b = np.empty((7, (RUN + 1) * GROUP), f32)
         spare, places = np.empty(RUN * GROUP, np.int32), np.empty((RUN, 4), np.uint64)
         item_of_groups(
             i_c, b, spare, places,

@@ -3,7 +3,12 @@
 softsign8, for a first moment m. With w = the stored root of v beside a `log` v, else w = 1:
 
     r = m / w;   s = max |r| rounded up to bf16
-    code = round(127 * 3 r / (2 s + |r|)),   m~ = w * 2 s * code / (381 - |code|)
+    x = 127 * 3 r / (2 s + |r|),   code = round(x),   m~ = w * 2 s * code / (381 - |code|)
+
+but where x is within 2 of the code before, in a step, code = floor(x) or, stochastically, one more.
+To nearest, an m that loses less than half a code in a step would stay, and move its weight for
+ever: at momentum 0.99 below a code of 50. What moves by more cannot stay, and nearest halves its
+error. Within 2 are one m in ten at beta1 = 0.9, three at 0.99 (docs/log.md, 2026-11-23).
 
 m / sqrt(v) is what moves a weight, and it is bounded: |m| <= 7.3 sqrt(v) at betas 0.9, 0.999 (by
 Cauchy and Schwarz). So a group's codes are spent where the update needs them: 1.2 to 10 times less
@@ -14,8 +19,7 @@ softsign4, the same with 15 levels, a code in four bits of two's complement:
     x = 21 |r| / (2 s + |r|);   |code| = floor(x) or, stochastically, one more: E[m~] = m
     m~ = w * 2 s * code / (21 - |code|)
 
-To nearest, 0.9 of a level would be that level again: an m whose gradients have ended would stay,
-and move its weight for ever (docs/log.md, 2026-11-22).
+To nearest, 0.9 of a level would be that level again (docs/log.md, 2026-11-22).
 
 log8 and log4, for a second moment v, with K = 254 or 14 steps between a group's extremes. The bits
 of a positive float32, read as an integer, are its logarithm to base 2 but for at most 0.086:
@@ -31,12 +35,19 @@ nearest, v would stop to decay at beta2 = 0.999. A v > 0 never gets code 0.
 expanded8, for either: E4M3 after the dynamic range expansion of COAT (arXiv 2410.19313):
 
     L, H as above of |x|;   k = log2(448 / 2^-9) / (H - L)
-    code = E4M3(sign x * 448 (|x| / 2^H)^k), to nearest;   x~ = sign * 2^H (|code| / 448)^(1 / k)
+    y = 448 (|x| / 2^H)^k,   code = sign E4M3(y);   x~ = sign * 2^H (|code| / 448)^(1 / k)
 
+to nearest, but what moves by less than 2 codes in a step as in softsign8: to nearest no v would
+decay at beta2 = 0.999, and no m at momentum 0.99. Between neighbours y0 and y0 + d, f of the way,
+
+    p(up) = f - f (1 - f) (1 / k - 1) d / (2 y)
+
+makes E[x~] = x but for terms in (d / y)^3: p = f would make E[y~] = y, of which x is a power.
 The powers are taken through log2 and exp2 by polynomials: within 5e-5 octaves of E4M3, whose levels
 are 0.09 octaves apart and more. k < 1 where a group is wider than E4M3. COAT stores three float32 a
 group; the two bounds give all of them, and an x != 0 never gets code 0. A constant group has
-H - L <= 2/256, taken as 9/256.
+H - L <= 2/256, taken as 9/256. L is at least H - 32 octaves, or an m that fades would take the
+codes of all others: what is below is held as 2^L.
 """
 
 from collections.abc import Callable
@@ -63,7 +74,9 @@ from elbowroom.kernels.states import (
     LEAST,
     LEAST_RANGE,
     MOST,
+    MOST_RANGE,
     OCTAVES,
+    SLOW,
     STEPS,
     rows_of,
 )
@@ -91,12 +104,15 @@ def softsign_load(codes: Tensor, bounds: Tensor, root: Tensor | None) -> Tensor:
     return m if root is None else m * root
 
 
-def softsign_store(m: Tensor, root: Tensor | None) -> tuple[Tensor, Tensor]:
-    """m [G, 128] -> codes [G, 128] int8, bounds [G, 1] int16."""
+def softsign_store(
+    m: Tensor, root: Tensor | None, before: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor]:
+    """m [G, 128], its codes before [G, 128] int8, u uniform -> codes, bounds [G, 1] int16."""
     r, s = _relative(m, root)
     s32 = s.float()
-    code = torch.where(s32 > 0, (r * 381) / ((s32 + s32) + r.abs()), 0.0)
-    return code.round().to(torch.int8), s.view(torch.int16)
+    x = torch.where(s32 > 0, (r * 381) / ((s32 + s32) + r.abs()), 0.0)
+    slow = (x - before.float()).abs() < SLOW
+    return (x + torch.where(slow, u - 0.5, 0.0)).round().to(torch.int8), s.view(torch.int16)
 
 
 def softsign4_load(codes: Tensor, bounds: Tensor, root: Tensor | None) -> Tensor:
@@ -159,8 +175,8 @@ def expanded_load(codes: Tensor, bounds: Tensor) -> Tensor:
     return torch.where(codes > 127, -size, size)
 
 
-def expanded_store(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [G, 128] -> codes [G, 128] uint8, bounds [G, 2] int16."""
+def expanded_store(x: Tensor, before: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """x [G, 128], its codes before, u uniform -> codes [G, 128] uint8, bounds [G, 2] int16."""
     size, sign = x.abs(), (x < 0) * 128
     there = size > 0
     size = size.clamp(LEAST, MOST)
@@ -168,19 +184,26 @@ def expanded_store(x: Tensor) -> tuple[Tensor, Tensor]:
     width = _range(bounds)
     k = torch.full_like(width, OCTAVES) / width  # one rounding; OCTAVES / width has two
     z = (log2_above(size, bounds[:, :1].float() * (1 / 256)) * k).clamp(0, OCTAVES)
-    code = e4m3_of(z) | sign
+    place, size = e4m3_place(z)
+    slow = (place - (before.int() & 127).float()).abs() < SLOW
+    f = place - place.floor()
+    bend = ((width * (1 / OCTAVES) - 1) * 0.5).clamp(max=1)  # or p(up) may be below 0
+    draw = (u - 0.5) - (f * (1 - f)) * (bend / size)
+    code = (place + torch.where(slow, draw, 0.0)).round().to(torch.int32) | sign
     return torch.where(there, code, 0).to(torch.uint8), bounds
 
 
-def e4m3_of(z: Tensor) -> Tensor:
-    """z in octaves above 2^-9 -> the code [int32] nearest to 2^(z - 9), ties to even.
+def e4m3_place(z: Tensor) -> tuple[Tensor, Tensor]:
+    """z in octaves above 2^-9 -> where among the codes y = 2^(z - 9) is, and y / d.
 
     Codes are spaced evenly up to 2^-6 (z = 3), as subnormals, then within each octave.
     """
     whole = z.to(torch.int32)
     more, power = above_one(z - whole.float()), power_of(whole)
-    place = torch.where(whole < 3, more * power + power, more * 8 + (8 * whole - 16).float())
-    return place.clamp(max=126).round().to(torch.int32)
+    small, size = more * power + power, more * 8 + 8
+    even = whole < 3
+    place = torch.where(even, small, more * 8 + (8 * whole - 16).float())
+    return place.clamp(max=126), torch.where(even, small, size)
 
 
 def octaves(magnitude: Tensor) -> Tensor:
@@ -201,7 +224,7 @@ def _bounds(size: Tensor, there: Tensor) -> Tensor:
     most = torch.where(there, size, LEAST).amax(dim=1)
     low = (log2_above(least, 0.0) * 256).floor().clamp(FLOOR, CEILING)
     high = (log2_above(most, 0.0) * 256).ceil().clamp(FLOOR, CEILING)
-    some = there.any(dim=1)
+    low, some = torch.maximum(low, high - MOST_RANGE), there.any(dim=1)
     return torch.stack([torch.where(some, low, 0), torch.where(some, high, 0)], 1).to(torch.int16)
 
 
@@ -265,11 +288,12 @@ def store(
     made, limits, held = x, None, None
     match kind:
         case "softsign8":
-            made, limits = softsign_store(x, root)
+            before = grouped(codes.reshape(-1), row)
+            made, limits = softsign_store(x, root, before, draw())
         case "softsign4":
             made, limits = softsign4_store(x, root, draw())
         case "expanded8":
-            made, limits = expanded_store(x)
+            made, limits = expanded_store(x, grouped(codes.reshape(-1), row), draw())
         case "log8" | "log4":
             made, limits, held = log_store(x, draw(), STEPS[kind])
     values = flat(made, row, n)

@@ -7,7 +7,8 @@ The update knows nothing of bits, and moves the weight by the moments before the
     lion    w = decay w - lr sign(b1 m + (1-b1) g);     m = b2 m + (1-b2) g
     sgd     m = momentum m + (g + decay w);             w = w - lr (look m + keep (g + decay w))
 
-Noise is a hash of (seed, group, element of the group), one for each of m, v and the weight.
+Noise is a hash of (seed, group, element of the group), one for the weight and one for v. m takes
+that of the v 64 places away: the noise of its own would bias it, as it is held relative to v.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,6 @@ from elbowroom.kernels.reference.weights import weights_load, weights_store
 from elbowroom.kernels.states import GROUP
 
 WEIGHT_STREAM = 0x5851F42D  # the seed of weights is that of v, but for these bits
-FIRST_STREAM = 0x2545F491  # and that of m: one noise for both would bias m, which is relative to v
 
 
 def adamw(
@@ -125,14 +125,14 @@ def states_store(
     seed: int,
 ) -> None:
     """The inverse."""
-    groups, root = m.shape[0], None
+    root = None
 
-    def drawn(stream: int) -> Tensor:
-        return uniform(seed ^ stream, 0, groups, m.device, GROUP)
+    def drawn(shift: int) -> Tensor:
+        return uniform(seed, 0, m.shape[0], m.device, GROUP).roll(shift, dims=1)
 
     if v_kind != "none":
         root = store(v_kind, v, v_codes, v_bounds, row, n, None, partial(drawn, 0))
-    store(m_kind, m, m_codes, m_bounds, row, n, root, partial(drawn, FIRST_STREAM))
+    store(m_kind, m, m_codes, m_bounds, row, n, root, partial(drawn, GROUP // 2))
 
 
 def moments_dequantize(

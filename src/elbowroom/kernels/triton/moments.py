@@ -21,7 +21,9 @@ _STEPS8, _STEPS4 = tl.constexpr(states.STEPS["log8"]), tl.constexpr(states.STEPS
 _LEAST, _MOST = tl.constexpr(states.LEAST), tl.constexpr(states.MOST)
 _FLOOR, _CEILING = tl.constexpr(states.FLOOR), tl.constexpr(states.CEILING)
 _OCTAVES, _PER_OCTAVES = tl.constexpr(states.OCTAVES), tl.constexpr(1 / states.OCTAVES)
+_MOST_RANGE = tl.constexpr(states.MOST_RANGE)
 _LEAST_RANGE = tl.constexpr(states.LEAST_RANGE)
+_SLOW = tl.constexpr(states.SLOW)
 _MAGIC = tl.constexpr(12582912.0)  # adding it rounds to an integer, ties to even
 _HIGHEST = tl.constexpr(0x7F000000)
 
@@ -80,7 +82,7 @@ def store_second(
     if KIND == NONE:
         return b_v
     if KIND == EXPANDED8:
-        expanded_store(b_v, p_codes, p_bounds, o_code, i_g, o_e, m_e, FUSED)
+        expanded_store(b_v, p_codes, p_bounds, o_code, i_g, o_e, m_e, b_u, FUSED)
         return b_v
     STEPS: tl.constexpr = _STEPS8 if KIND == LOG8 else _STEPS4
     m_there = m_e & (b_v > 0)
@@ -112,7 +114,7 @@ def store_first(
     if KIND == FP32:
         tl.store(p_codes + o_x, b_m, mask=m_e)
     elif KIND == EXPANDED8:
-        expanded_store(b_m, p_codes, p_bounds, o_code, i_g, o_e, m_e, FUSED)
+        expanded_store(b_m, p_codes, p_bounds, o_code, i_g, o_e, m_e, b_u, FUSED)
     else:
         softsign_store(b_m, p_codes, p_bounds, o_code, i_g, o_e, m_e, b_root, b_u, KIND, ROOTED)
 
@@ -133,8 +135,10 @@ def softsign_store(
     m_some = b_scale > 0
     b_over = tl.where(m_some, (b_scale + b_scale) + b_size, 1.0)
     if KIND == SOFTSIGN8:
-        b_code = tl.where(m_some, tl.div_rn(b_m * 381.0, b_over), 0.0)
-        b_code = ((b_code + _MAGIC) - _MAGIC).to(tl.int32)
+        b_place = tl.where(m_some, tl.div_rn(b_m * 381.0, b_over), 0.0)
+        b_before = load_codes(p_codes, o_code, o_e, m_e, KIND).to(tl.float32)
+        b_place += tl.where(tl.abs(b_place - b_before) < _SLOW, b_u - 0.5, 0.0)
+        b_code = ((b_place + _MAGIC) - _MAGIC).to(tl.int32)
     else:
         b_place = tl.where(m_some, tl.div_rn(b_size * 21.0, b_over), 0.0)
         b_below = tl.minimum(tl.maximum(b_place.to(tl.int32), 0), 6)
@@ -160,7 +164,7 @@ def expanded_load(b_code, b_low, b_high, FUSED: tl.constexpr):
 
 
 @triton.jit
-def expanded_store(b_x, p_codes, p_bounds, o_code, i_g, o_e, m_e, FUSED: tl.constexpr):
+def expanded_store(b_x, p_codes, p_bounds, o_code, i_g, o_e, m_e, b_u, FUSED: tl.constexpr):
     b_size = tl.abs(b_x)
     m_there = m_e & (b_size > 0)
     b_size = tl.minimum(tl.maximum(b_size, _LEAST), _MOST)
@@ -171,24 +175,33 @@ def expanded_store(b_x, p_codes, p_bounds, o_code, i_g, o_e, m_e, FUSED: tl.cons
     b_high = -whole_below(log2_above(b_most, 0.0, FUSED) * -256)
     b_low = tl.where(m_some, tl.minimum(tl.maximum(b_low, _FLOOR), _CEILING), 0)
     b_high = tl.where(m_some, tl.minimum(tl.maximum(b_high, _FLOOR), _CEILING), 0)
+    b_low = tl.maximum(b_low, b_high - _MOST_RANGE)
     store_bounds(p_bounds, b_low, b_high, i_g, m_e)
     b_width = range_of(b_low, b_high)
     b_k = tl.div_rn(tl.full(b_width.shape, _OCTAVES, tl.float32), b_width)
     b_z = log2_above(b_size, b_low.to(tl.float32) * (1 / 256), FUSED) * b_k
-    b_code = e4m3_of(tl.minimum(tl.maximum(b_z, 0.0), _OCTAVES), FUSED)
+    b_place, b_ratio = e4m3_place(tl.minimum(tl.maximum(b_z, 0.0), _OCTAVES), FUSED)
+    b_before = (load_codes(p_codes, o_code, o_e, m_e, EXPANDED8) & 127).to(tl.float32)
+    b_f = b_place - b_place.to(tl.int32).to(tl.float32)
+    b_bend = tl.minimum((b_width * _PER_OCTAVES - 1.0) * 0.5, 1.0)
+    b_bend = tl.div_rn(tl.broadcast_to(b_bend, b_ratio.shape), b_ratio)
+    b_draw = (b_u - 0.5) - (b_f * (1.0 - b_f)) * b_bend
+    b_place += tl.where(tl.abs(b_place - b_before) < _SLOW, b_draw, 0.0)
+    b_code = ((b_place + _MAGIC) - _MAGIC).to(tl.int32)
     b_code = tl.where(m_there, b_code | tl.where(b_x < 0, 128, 0), 0)
     store_codes(p_codes, b_code, o_code, o_e, m_e, EXPANDED8)
 
 
 @triton.jit
-def e4m3_of(b_z, FUSED: tl.constexpr):
-    """The code nearest to 2^(z - 9), int32."""
+def e4m3_place(b_z, FUSED: tl.constexpr):
+    """Where among the codes y = 2^(z - 9) is, and y over the step there."""
     b_whole = b_z.to(tl.int32)
     b_more = above_one(b_z - b_whole.to(tl.float32), FUSED)
     b_power = ((b_whole + 127) << 23).to(tl.float32, bitcast=True)
     b_large = b_more * 8 + (8 * b_whole - 16).to(tl.float32)
-    b_place = tl.where(b_whole < 3, b_more * b_power + b_power, b_large)
-    return ((tl.minimum(b_place, 126.0) + _MAGIC) - _MAGIC).to(tl.int32)
+    b_small = b_more * b_power + b_power
+    b_place = tl.minimum(tl.where(b_whole < 3, b_small, b_large), 126.0)
+    return b_place, tl.where(b_whole < 3, b_small, b_more * 8 + 8)
 
 
 @triton.jit

@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from elbowroom.kernels.reference.step import FIRST_STREAM, WEIGHT_STREAM
+from elbowroom.kernels.reference.step import WEIGHT_STREAM
 from elbowroom.kernels.states import KINDS, RULES, WEIGHTS, code_shape, rows_of
 from elbowroom.kernels.triton.device import load_float, tile_key, uniform
 from elbowroom.kernels.triton.launch import launch, split_seed, words
 from elbowroom.kernels.triton.moments import (
+    EXPANDED8,
+    FP32,
     GROUP,
     LOG4,
     LOG8,
@@ -57,7 +59,7 @@ def optimizer_step(
         *(p_w, residual, p_g, m_codes, m_bounds, v_codes, v_bounds),
         *(D * G, R, G, code_shape(m_kind, n, row)[1], code_shape(v_kind, n, row)[1]),
         *(factors + [0.0] * (_FACTORS - len(factors))),
-        *(low, high, split_seed(seed ^ FIRST_STREAM)[0], split_seed(seed ^ WEIGHT_STREAM)[0]),
+        *(low, high, split_seed(seed ^ WEIGHT_STREAM)[0]),
         R=_GROUPS if param.is_cuda else None,
         RULE=RULES.index(rule),
         WAY=WEIGHTS.index(weights),
@@ -90,10 +92,10 @@ def sgd(b_w, b_g, b_m, decay, lr, momentum, look, keep):
     return b_w - (b_m * look + b_d * keep) * lr, b_m
 
 
-@triton.jit(do_not_specialize=["low", "high", "m_low", "w_low"])
+@triton.jit(do_not_specialize=["low", "high", "w_low"])
 def _step(
     p_w, p_residual, p_g, p_m, p_m_bounds, p_v, p_v_bounds,
-    groups, row, G, m_width, v_width, f0, f1, f2, f3, f4, f5, f6, f7, low, high, m_low, w_low,
+    groups, row, G, m_width, v_width, f0, f1, f2, f3, f4, f5, f6, f7, low, high, w_low,
     RULE: tl.constexpr, WAY: tl.constexpr, M_KIND: tl.constexpr, V_KIND: tl.constexpr,
     KIND: tl.constexpr, G_KIND: tl.constexpr, FUSED: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -123,9 +125,9 @@ def _step(
     if WAY != NEAREST and KIND == 1:
         b_u = uniform(tile_key(i_g, w_low, high), o_e, GROUP)
     weights_store(b_w, b_u, p_w, p_residual, o_x, m_e, WAY, KIND)
-    if ROOTED:
+    if ROOTED or V_KIND == EXPANDED8:
         b_u = uniform(tile_key(i_g, low, high), o_e, GROUP)
     b_root = store_second(b_v, p_v, p_v_bounds, o_v, o_x, i_g, o_e, m_e, b_u, V_KIND, FUSED)
-    if M_KIND == SOFTSIGN4:
-        b_u = uniform(tile_key(i_g, m_low, high), o_e, GROUP)
+    if M_KIND != FP32:
+        b_u = uniform(tile_key(i_g, low, high), o_e ^ (GROUP // 2), GROUP)
     store_first(b_m, p_m, p_m_bounds, o_m, o_x, i_g, o_e, m_e, b_root, b_u, M_KIND, ROOTED, FUSED)
