@@ -36,6 +36,11 @@ from elbowroom.measure.timing import Paired, paired
 from elbowroom.optim.formats import format_of, row_of
 
 EPS, BETA1 = 1e-8, 0.9
+SIZES: dict[str, dict[str, int]] = {
+    "gpt": {"width": 64, "batch": 8},
+    "resnet18": {"width": 16, "batch": 32},
+    "hashed": {"batch": 8},
+}
 BITS = {"coat": 8, "int8": 8, "int4": None, "int4x2": 4}  # of a code; int4 has 8 for m, 4 for v
 
 
@@ -73,11 +78,7 @@ class State(NamedTuple):
 def record(name: str, beta2: float, at: tuple[int, ...]) -> list[State]:
     """States of the parameters that are large enough to be encoded."""
     torch.manual_seed(0)
-    size: dict[str, Any] = {
-        "gpt": {"width": 64, "batch": 8},
-        "resnet18": {"width": 16, "batch": 32},
-    }
-    source = task("gpt" if name == "hashed" else name, **size.get(name, {"batch": 8}))
+    source = task("gpt" if name == "hashed" else name, **SIZES[name])
     model = Hashed() if name == "hashed" else source.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(BETA1, beta2))
     made = []

@@ -29,6 +29,7 @@ _FIRST = (
     "overhead",
     "planner",
     "optimizer-states",
+    "running-states",
     "loss-curves",
     "kernels",
 )
@@ -50,6 +51,7 @@ _EXPECTED = {
     "overhead": "overhead",
     "planner": "planner",
     "optimizer-states": "optimizer_states",
+    "running-states": "running_states",
     "loss-curves": "loss_curves",
     "kernels": "kernels",
 }
