@@ -199,18 +199,18 @@ def test_stochastic_rounding_of_slow_e4m3_is_unbiased(octaves):
 
 
 def test_m_that_fades_does_not_take_the_codes_of_the_others():
-    p = torch.nn.Parameter(torch.zeros(16, 128))
+    p = torch.nn.Parameter(torch.zeros(64, 128))
     optimizers = [SGD([torch.nn.Parameter(p.clone())], lr=0.0, state=s) for s in ("coat", "fp32")]
     generator, gone = torch.Generator().manual_seed(0), torch.arange(128) % 2 == 0
     for t in range(1200):
-        grad = torch.randn(16, 128, generator=generator)
+        grad = torch.randn(64, 128, generator=generator)
         grad[:, gone] *= t < 10
         for one in optimizers:
             one.param_groups[0]["params"][0].grad = grad
             one.step()
     got, exact = (o.portable_state_dict()["state"][0]["momentum_buffer"] for o in optimizers)
     error = (got - exact)[:, ~gone].square().mean() / exact[:, ~gone].square().mean()
-    assert error <= 0.02
+    assert 0 < error <= 0.03
 
 
 def test_small_updates_move_bf16_weights_unless_they_are_rounded_to_nearest():
