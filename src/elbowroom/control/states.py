@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from torch.optim import Optimizer
 
 from elbowroom.control.making import Making
+from elbowroom.control.state_noise import update_noise
 from elbowroom.control.terms import Stock, Terms
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.measure.updates import update_s
@@ -36,10 +37,6 @@ from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
 CHOICES = ("fp32", "int8", "int4")  # the mildest first; not coat, int4x2: see docs/optim/states.md
-# Relative squared error of one update: the worst of four trainings, rounded up
-# (benchmarks/results/optimizer-states.json). An update is mostly the noise of mini-batches, so it
-# is priced as if codes had added as much to the gradient.
-_NOISE = {"fp32": 0.0, "coat": 2e-4, "int8": 5e-5, "int4": 1e-2, "int4x2": 2.5e-2}
 _CHOSEN = {
     True: "",  # the mildest is never lossier than what there was
     None: "lossy, because the exact plans do not fit",
@@ -194,7 +191,7 @@ class States:
             profile.shifted(nbytes - profile.standing.states_nbytes),
             standing=replace(now, states_nbytes=nbytes),
         )
-        return Candidate(state, shifted, max(_NOISE[held] for held in self._formats(state)))
+        return Candidate(state, shifted, self._noise(state))
 
     def _cost_s(self, one: Chosen) -> float:
         """Of the step, in seconds; of the update what formats differ by, or all of it: the same."""
@@ -205,8 +202,17 @@ class States:
             + self._update_s(one.candidate.state)
         )
 
-    def _formats(self, state: str) -> list[str]:
-        return [held_as(one, group, state) for one in self.auto() for group in auto_groups(one)]
+    def _noise(self, state: str) -> float:
+        """That of the worst group.
+
+        An update is mostly the noise of mini-batches, so it is priced as if codes had added as much
+        to the gradient.
+        """
+        return max(
+            update_noise(one.rule, group, held_as(one, group, state))
+            for one in self.auto()
+            for group in auto_groups(one)
+        )
 
     def _update_s(self, state: str) -> float:
         """Seconds of the update of all auto states, in this format."""

@@ -9,8 +9,8 @@
 
     auto    fp32, unless `er.fit` chooses int8 or int4
 
-With `int4x2` an update errs by 2 % of its square, and it is the first moment that does it: for
-fine-tuning, or what does not fit with `int4`.
+With `int4x2` an update errs by 15 to 60 % of its square (AdamW, steps later; by 2 % if encoded
+once): for fine-tuning, or what does not fit with `int4`.
 
 SGD and Lion have a first moment only. Parameters of one dimension, with fewer than 4096 elements,
 or with rows (all but the first dimension) shorter than 32 keep float32 states: they are few, and
