@@ -35,6 +35,7 @@ from elbowroom.control import (
 from elbowroom.control.policies import meter_of, policy_of, within_noise
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.measure.dry import dry_run as run_dry
+from elbowroom.measure.memory import budget_nbytes
 from elbowroom.measure.record import record
 from elbowroom.measure.roofline import Speed
 from elbowroom.plan import Policy
@@ -46,7 +47,6 @@ from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.inert import inertness_of
 from elbowroom.runtime.observer import Observer
-from elbowroom.units import parse_nbytes
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -208,10 +208,15 @@ def dry_run(
     )
 
 
+def _home(model: nn.Module) -> torch.device:
+    """Where its first parameter is; without one, the CPU."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
     """Where a dry run of this model pretends to be."""
     if device is None:
-        own = next((p.device for p in model.parameters()), torch.device("cpu"))
+        own = _home(model)
         device = torch.device("cpu") if own.type == "meta" else own
     chosen = torch.device(device)
     if chosen.type != "cpu" and not (chosen.type == "cuda" and torch.cuda.is_available()):
@@ -225,7 +230,7 @@ def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.dev
 def plan(
     profile: Profile,
     *,
-    budget: int | str,
+    budget: float | str,
     exact: bool | None = None,
     recompute: bool = True,
     offload: str | None = None,
@@ -234,7 +239,9 @@ def plan(
 ) -> Plan:
     """What to do with each tensor of a profiled step so that its peak stays within a budget.
 
-    budget     bytes, or "6 GiB": the peak, everything that is held counted
+    budget     bytes (an int, or 6e9), "6 GiB", or a share of this machine's memory, as 0.8 or
+               "80%" (of its GPU's, if the step ran on one; see `fit`): the peak, everything that
+               is held counted
     exact      True: exact actions only; None: lossy codes only if the budget needs them; False:
                whatever is cheapest, seconds and noise together
     recompute  modules may run their forward a second time, in backward
@@ -246,8 +253,9 @@ def plan(
                "capuchin"
 
     `.explain()` is a table of it, `er.following(plan)` obeys it, `.save(path)` and
-    `er.Plan.load(path)` keep it. Raises ValueError for a budget that cannot be read and
-    BudgetTooSmall with the least that would do.
+    `er.Plan.load(path)` keep it, its budget in bytes. Raises ValueError for a budget that cannot be
+    read, PlanError for a share of a GPU that is not here, and BudgetTooSmall with the least that
+    would do.
     """
     if not isinstance(profile, Profile):
         raise PlanError(f"plan takes what er.measure(step) gave; got {type(profile).__name__}")
@@ -257,7 +265,7 @@ def plan(
     check_noise(noise)
     return make_plan(
         profile,
-        parse_nbytes(budget),
+        budget_nbytes(budget, profile.device[0]),
         exact=exact,
         recompute=recompute,
         offload=offload,
@@ -294,7 +302,7 @@ def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -
 def fit(
     model: M,
     *,
-    budget: int | str,
+    budget: float | str,
     optimizer: Optimizer | None = None,
     exact: bool | None = None,
     offload: str | None = None,
@@ -316,7 +324,10 @@ def fit(
     computed outside of `model` is not covered. A first forward that would need more than the budget
     is run up to three times, with RNG and buffers put back.
 
-    budget      an int of bytes, or "6 GiB"; "6 GB" is 6 * 10**9
+    budget      bytes, as an int or 6e9; "6 GiB", where "6 GB" is 6 * 10**9; or a share of the
+                memory of the model's device: 0.8, "0.8" or "80%". That is all of a GPU's memory;
+                on a CPU what the process may have, the least of RAM, cgroup limits and rlimits
+                (of data, of address space). "100%" is all of it; 1.0 is refused
     optimizer   its states are counted, from before it makes them; those of an `er.optim` optimizer
                 with state="auto" are held in fewer bytes where that is the cheapest way to fit
                 (`elbowroom.control.states`)
@@ -336,9 +347,9 @@ def fit(
                 does not fit, or saves what the plan does not know, another is made
 
     Raises ValueError for a budget that cannot be read, and PlanError for a plan that does not keep
-    to these terms; forward (and fit, for `worst`) raises
-    BudgetTooSmall with the least budget that would do. `er.release(model)` undoes it; a copied or
-    pickled model is a plain one.
+    to these terms, or a share of a device whose memory is not known ("meta"); forward (and fit, for
+    `worst`) raises BudgetTooSmall with the least budget that would do. `er.release(model)` undoes
+    it; a copied or pickled model is a plain one.
     """
     check_model(model, "fit")
     check_min_nbytes(min_nbytes)
@@ -351,7 +362,7 @@ def fit(
             "already. Use offload='file', or move the model to its GPU before fit."
         )
     check_noise(noise)
-    terms = Terms(parse_nbytes(budget), exact, offload, min_nbytes, noise)
+    terms = Terms(budget_nbytes(budget, _home(model)), exact, offload, min_nbytes, noise)
     args, kwargs = _arguments(worst)
     check_plan(plan, terms.budget_nbytes, exact, noise, offload)
     check_alone(optimizer, [one.owned.states for other, one in _fittings() if other is not model])
@@ -416,7 +427,7 @@ def largest_batch(
     model: nn.Module,
     make_batch: Callable[[int], Any],
     *,
-    budget: int | str,
+    budget: float | str,
     loss: Callable[[nn.Module, Any], torch.Tensor],
     optimizer: Optimizer | None = None,
     exact: bool | None = None,
@@ -434,6 +445,7 @@ def largest_batch(
         print(found)    # batch, predicted and measured peak, seconds a sample
 
     make_batch  batch size -> a batch, as `loss` takes it
+    budget      as in `fit`: bytes, "6 GiB", or a share, as 0.8, of the memory of the model's device
     loss        (model, batch) -> a scalar; its backward runs, no optimizer does
     optimizer   its states are counted, from before it makes them; its update's workspace is not
     exact       as in `fit`; but for True, lossy codes count as room
@@ -441,15 +453,15 @@ def largest_batch(
     Predicted by a line through two small batches, then confirmed by a measured run of forward and
     backward; planned again, up to three times, for what that was over. Model, gradients, buffers,
     RNG and optimizer stay as they are, and so does the batch that you train with. Raises
-    BudgetTooSmall where a batch of 1 does not fit, and PlanError for a step that changes its
-    parameters, or is another one at another batch size.
+    ValueError for a budget that cannot be read, BudgetTooSmall where a batch of 1 does not fit, and
+    PlanError for a step that changes its parameters, or is another one at another batch size.
     """
     check_model(model, "largest_batch")
     check_min_nbytes(min_nbytes)
     check_exact(exact)
     check_function("make_batch", make_batch)
     check_function("loss", loss)
-    terms = Terms(parse_nbytes(budget), exact, None, min_nbytes)
+    terms = Terms(budget_nbytes(budget, _home(model)), exact, None, min_nbytes)
     return find_largest(model, make_batch, loss, terms, optimizer)
 
 

@@ -6,37 +6,76 @@ in powers of 1024, with the unit that says so.
 
 import math
 import re
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import TypeGuard
 
 _POWERS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY = {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
-_NBYTES = re.compile(
-    r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([kmgt]i?)?(?:b|bytes?)?\s*", re.IGNORECASE
-)
+_NUMBER = r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*"
+_NBYTES = re.compile(_NUMBER + r"([kmgt]i?)?(?:b|bytes?)?\s*", re.IGNORECASE)
+_FRACTION = re.compile(_NUMBER + r"(%?)\s*", re.IGNORECASE)
+_WAYS = 'write bytes, as 6 * 2**30 or 6e9, or a string such as "6 GiB"'
+_BUDGETS = f'{_WAYS}; or a share of the device\'s memory, as 0.8 or "80%"'
 
 
-def parse_nbytes(size: int | str) -> int:
-    """Bytes as an int: 6442450944, "6GiB", "6 GiB", "512 MB" (10**6), "1.5g".
+@dataclass(frozen=True)
+class Share:
+    """A budget as a share of a device's memory: 0 < fraction <= 1."""
 
-    Raises ValueError for anything else, a fraction of the device ("0.9") and a bare float included.
+    fraction: float
+
+
+def parse_nbytes(size: float | str) -> int:
+    """Bytes as an int: 6442450944, 6e9, "6GiB", "6 GiB", "512 MB" (10**6), "1.5g".
+
+    Parts of a byte are dropped. Raises ValueError for anything else, also for less than one byte.
     """
-    if isinstance(size, int) and not isinstance(size, bool):
-        if size <= 0:
-            raise ValueError(
-                f'a size in bytes is positive; got {size}. Write 6 * 2**30, or "6 GiB"'
-            )
-        return size
+    return _nbytes(size, _WAYS)
+
+
+def parse_budget(budget: float | str) -> int | Share:
+    """Bytes, as `parse_nbytes` reads them; or a share of a device: 0.8, "0.8", "80%".
+
+    A number below 1 without a unit is a share. All of the device is "100%": a float of 1.0, or "1"
+    and "1.0" as strings, could as well be one byte. Raises ValueError for those, and for what is
+    neither bytes nor a share.
+    """
+    match = _FRACTION.fullmatch(budget) if isinstance(budget, str) else None
+    number = budget if match is None else float(match[1])
+    if match is not None and match[2]:
+        if not 0 < float(match[1]) <= 100:
+            raise ValueError(f'{budget!r} is no share of a device; it is above 0 and up to "100%"')
+        return Share(float(match[1]) / 100)
+    if _is_number(number) and 0 < number < 1:
+        return Share(float(number))
+    if _is_number(number) and number == 1 and not isinstance(budget, Integral):
+        raise ValueError(
+            f'{budget!r} could be one byte or all of the device; write "100%" for all of it, or a '
+            'size such as "6 GiB"'
+        )
+    return _nbytes(budget, _BUDGETS)
+
+
+def _nbytes(size: float | str, ways: str) -> int:
+    """As `parse_nbytes`. ways: what is possible, in words."""
+    if _is_number(size) and not size > 0:
+        raise ValueError(f"a size in bytes is positive; got {size}. {ways[0].upper()}{ways[1:]}")
     match = _NBYTES.fullmatch(size) if isinstance(size, str) else None
-    if match is None:
-        raise ValueError(
-            f'cannot read {size!r} as a size; write an int of bytes, or a string such as "6 GiB"'
-        )
-    unit = (match[2] or "").lower()
-    nbytes = float(match[1]) * (_BINARY[unit] if unit in _BINARY else _POWERS[unit])
+    if match is not None:
+        unit = (match[2] or "").lower()
+        nbytes = float(match[1]) * (_BINARY[unit] if unit in _BINARY else _POWERS[unit])
+    elif _is_number(size):
+        nbytes = size
+    else:
+        raise ValueError(f"cannot read {size!r} as a size; {ways}")
     if not math.isfinite(nbytes) or nbytes < 1:
-        raise ValueError(
-            f'{size!r} is no usable size; write an int of bytes, or a string such as "6 GiB"'
-        )
+        raise ValueError(f"{size!r} is no usable size; {ways}")
     return int(nbytes)
+
+
+def _is_number(given: object) -> TypeGuard[float]:
+    return isinstance(given, Real) and not isinstance(given, bool)
 
 
 def show_nbytes(nbytes: float) -> str:

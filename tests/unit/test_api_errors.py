@@ -81,7 +81,7 @@ def test_fit_and_release():
         er.fit(model, budget="1 GiB", min_nbytes=-3)
     with pytest.raises(PlanError, match=r"release takes a torch\.nn\.Module; got int"):
         er.release(3)
-    with pytest.raises(ValueError, match=r'positive; got 0\. Write 6 \* 2\*\*30, or "6 GiB"'):
+    with pytest.raises(ValueError, match=r"positive; got 0\. Write bytes, as 6 \* 2\*\*30 or 6e9"):
         er.fit(model, budget=0)
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from elbowroom.cli import app
 from elbowroom.cli.warm import WARM, start_warm
+from elbowroom.measure.memory import budget_nbytes
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 
@@ -167,6 +168,10 @@ def test_a_run_begins_with_the_plan_that_it_is_given(folder):
     refused = elbowroom(folder, "run", "--budget", "1MiB", "--plan", out, "sub/train.py")
     assert refused.returncode == 2
     assert "more than the budget of 1.00 MiB" in refused.stderr
+    refused = elbowroom(folder, "run", "--budget", "0.0001%", "--plan", out, "sub/train.py")
+    assert refused.returncode == 2
+    assert "more than the budget of" in refused.stderr
+    assert "Traceback" not in refused.stderr
     missing = elbowroom(folder, "run", "--budget", "1MiB", "--plan", "no.json", "sub/train.py")
     assert missing.returncode == 2
     assert "no.json cannot be read" in missing.stderr
@@ -209,6 +214,13 @@ def test_no_run_is_warm_without_glibc(folder, monkeypatch):
     ran = in_process("run", "--warm", "--budget", "1GiB", folder / "sub" / "by_hand.py")
     assert ran.exit_code == 2
     assert "--warm sets glibc's malloc" in ran.stderr
+
+
+def test_a_run_inside_a_share_of_the_memory(folder):
+    report = folder / "r.json"
+    ran = elbowroom(folder, "run", "--budget", "50%", "--report", report, "sub/by_hand.py")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(report.read_text())["budget_nbytes"] == budget_nbytes(0.5, "cpu")
 
 
 def test_two_models_are_refused_with_their_names(folder):

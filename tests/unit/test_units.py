@@ -1,8 +1,10 @@
 """Sizes and times, read and shown."""
 
+import numpy as np
 import pytest
+import torch
 
-from elbowroom.units import parse_nbytes, show_nbytes, show_seconds
+from elbowroom.units import Share, parse_budget, parse_nbytes, show_nbytes, show_seconds
 
 
 @pytest.mark.parametrize(
@@ -19,19 +21,62 @@ from elbowroom.units import parse_nbytes, show_nbytes, show_seconds
         ("1e3", 1000),
         ("17 bytes", 17),
         ("2T", 2 * 10**12),
+        (6e9, 6 * 10**9),
+        (0.8 * 2**30, 858993459),  # parts of a byte are dropped
+        (np.int64(7), 7),
+        (np.float32(1e6), 10**6),
     ],
 )
 def test_sizes_that_people_write(text, nbytes):
-    assert parse_nbytes(text) == nbytes
+    for parse in (parse_nbytes, parse_budget):
+        assert parse(text) == nbytes
+        assert type(parse(text)) is int
+
+
+_WRONG = ["", "much", "6 potatoes", "-1 GiB", "0", "6 GiBs", "1e999", "nan", "inf", 0, -5, 0.0]
+_WRONG += [-6e9, float("nan"), float("inf"), True, None, [], [1.0], b"6GiB", 1j, "0.5 B", "1,5 GiB"]
+
+
+@pytest.mark.parametrize("wrong", [*_WRONG, 0.9, "0.9", "80%"])
+def test_what_is_no_size_is_refused(wrong):
+    with pytest.raises(ValueError, match=r'size.* or a string such as "6 GiB"$'):
+        parse_nbytes(wrong)
+
+
+@pytest.mark.parametrize("wrong", [*_WRONG, np.ones(2), torch.ones(2)])
+def test_what_is_no_budget_is_refused_with_all_that_is_possible(wrong):
+    with pytest.raises(ValueError, match=r'6e9.*"6 GiB"; or a share .*, as 0\.8 or "80%"$'):
+        parse_budget(wrong)
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    ["", "much", "-1 GiB", "0", "0.9", "6 GiBs", "1e999", "nan", "inf", 0, -5, True, 0.9, None],
+    ("text", "fraction"),
+    [
+        (0.8, 0.8),
+        ("0.8", 0.8),
+        (" .8 ", 0.8),
+        ("80%", 0.8),
+        ("80 %", 0.8),
+        ("12.5%", 0.125),
+        ("1%", 0.01),
+        ("100%", 1.0),
+        (np.float64(0.5), 0.5),
+    ],
 )
-def test_what_is_no_size_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"size"):
-        parse_nbytes(wrong)
+def test_shares_that_people_write(text, fraction):
+    assert parse_budget(text) == Share(pytest.approx(fraction))
+
+
+@pytest.mark.parametrize("unclear", [1.0, "1", "1.0", np.float32(1)])
+def test_one_byte_or_all_of_it(unclear):
+    with pytest.raises(ValueError, match=r'one byte or all of the device; write "100%" for all'):
+        parse_budget(unclear)
+
+
+@pytest.mark.parametrize("wrong", ["0%", "101%", "1e999%"])
+def test_what_is_no_share_is_refused(wrong):
+    with pytest.raises(ValueError, match=r'is no share .* above 0 and up to "100%"'):
+        parse_budget(wrong)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from elbowroom.errors import BudgetTooSmall, DataError, UnknownField
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
-from elbowroom.units import parse_nbytes, show_nbytes
+from elbowroom.units import parse_budget, show_nbytes
 
 _STEPS = 10  # of a sweep, from the plain peak to nothing
 
@@ -22,7 +22,11 @@ From = Annotated[
     Path, typer.Argument(metavar="PROFILE.json", help='What "elbowroom profile" wrote.')
 ]
 Budget = Annotated[
-    str | None, typer.Option(help='The peak that is allowed: "6GiB", "500 MiB"; 6GB is 6 * 10**9.')
+    str | None,
+    typer.Option(
+        help='The peak that is allowed: "6GiB", "500 MiB"; 6GB is 6 * 10**9; "80%" or 0.8 is a '
+        "share of the memory of this machine, or of its GPU if the step ran on one."
+    ),
 ]
 IsExact = Annotated[
     bool, typer.Option("--exact", help="Exact actions only: no bit of any gradient changes.")
@@ -59,7 +63,7 @@ def plan(
     if budget is None and (out is not None or explain):
         raise UnknownField("--out and --explain are for one plan: name its --budget")
     if budget is not None:
-        parse_nbytes(budget)
+        parse_budget(budget)
     if out is not None:
         check_writable(out, "--out", profile)
     if not profile.is_file():

@@ -18,12 +18,13 @@ from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.files import write_text
 from elbowroom.plan.plan import Line, Plan, check_plan
 from elbowroom.runtime.attach import opener_of
-from elbowroom.units import parse_nbytes, show_nbytes
+from elbowroom.units import Share, parse_budget, show_nbytes
 
 Budget = Annotated[
     str | None,
     typer.Option(
-        help='The peak that is allowed: "6GiB", "500 MiB"; 6GB is 6 * 10**9.',
+        help='The peak that is allowed: "6GiB", "500 MiB"; 6GB is 6 * 10**9; "80%" or 0.8 is a '
+        "share of the memory of the model's device.",
         show_default="that of --plan",
     ),
 ]
@@ -74,19 +75,22 @@ def run(
     one line explains, or if a model was trained that could not be found; 130 if stopped.
     """
     given = None if plan is None else Plan.load(plan)
+    asked: int | str
     if budget is not None:
-        allowed = parse_nbytes(budget)
+        asked = budget
     elif given is not None:
-        allowed = given.budget
+        asked = given.budget
     else:
         raise UnknownField('run needs --budget, as in --budget "6GiB", or --plan PLAN.json')
-    check_plan(given, allowed, exact or None)
+    allowed = parse_budget(asked)
+    if not isinstance(allowed, Share):  # of which memory, the model's device will tell
+        check_plan(given, allowed, exact or None)
     check_script(script)
     if report is not None:
         check_writable(report, "--report", script, plan)
     if warm:
         start_warm()
-    running = _Run(allowed, exact, given)
+    running = _Run(asked, exact, given)
     code = running.of(script, arguments or [])
     told = running.told()
     if told is None:
@@ -99,27 +103,27 @@ def run(
     raise typer.Exit(code)
 
 
-class _SecondModel(PlanError):
-    """The script trains more than one."""
+class _Refused(PlanError):
+    """What was asked for cannot be had of the model that the script trains."""
 
 
 class _Run:
     """One run of a script: the model that was found in it, and what became of it."""
 
-    def __init__(self, budget: int, exact: bool, plan: Plan | None) -> None:
+    def __init__(self, budget: int | str, exact: bool, plan: Plan | None) -> None:
         self.discovery = Discovery(self._fit)
         self._budget, self._exact, self._plan = budget, exact, plan
         self._fitting: Fitting | None = None
         self._name = ""
 
     def of(self, script: Path, arguments: list[str]) -> int:
-        """The exit code. Raises BudgetTooSmall, or PlanError where there are two models."""
+        """The exit code. Raises BudgetTooSmall, or PlanError for what `fit` refuses."""
         with self.discovery:
             try:
                 return run_script(script, arguments)
             except KeyboardInterrupt:
                 return 130
-            except (BudgetTooSmall, _SecondModel):
+            except (BudgetTooSmall, _Refused):
                 raise
             except Exception as error:
                 show_traceback(error, script)
@@ -135,13 +139,16 @@ class _Run:
     def _fit(self, model: nn.Module) -> None:
         name = type(model).__name__
         if self._fitting is not None:
-            raise _SecondModel(
+            raise _Refused(
                 f"the script trains two models, {self._name} and {name}, and run keeps one inside "
                 "a budget; call both in the forward of one nn.Module, or save what they hold by "
                 "hand, with er.saving() around their forwards"
             )
         optimizers = self.discovery.optimizers_of(model)
-        er.fit(model, budget=self._budget, exact=self._exact or None, plan=self._plan)
+        try:
+            er.fit(model, budget=self._budget, exact=self._exact or None, plan=self._plan)
+        except PlanError as error:
+            raise _Refused(str(error)) from error
         fitting = opener_of(model)
         assert isinstance(fitting, Fitting)
         for optimizer in optimizers:
