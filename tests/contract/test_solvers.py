@@ -421,3 +421,9 @@ def test_of_two_nested_regions_only_one_is_recomputed(solver: str) -> None:
 def test_an_unknown_solver() -> None:
     with pytest.raises(PlanError, match=r"no solver 'gredy'; there are auto, .*mean 'greedy'"):
         solve(EMPTY, 0, solver="gredy")
+
+
+@pytest.mark.parametrize("solver", [None, 3, True, ["greedy"], {}])
+def test_a_solver_is_called_by_its_name(solver: object) -> None:
+    with pytest.raises(PlanError, match=r"no solver .*; there are auto, milp, .*, capuchin\."):
+        solve(EMPTY, 0, solver=solver)  # type: ignore[arg-type]

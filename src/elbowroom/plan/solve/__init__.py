@@ -57,8 +57,8 @@ def solve(
     exact     exact options only
     solver    one of SOLVERS; PlanError for another
     """
-    if solver not in SOLVERS:
-        close = get_close_matches(solver, SOLVERS, n=1)
+    if not isinstance(solver, str) or solver not in SOLVERS:
+        close = get_close_matches(str(solver), SOLVERS, n=1)
         meant = f" Did you mean '{close[0]}'?" if close else ""
         raise PlanError(f"no solver {solver!r}; there are {', '.join(SOLVERS)}.{meant}")
     limits = Limits(budget, variance, exact)
