@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
+from elbowroom.control import Discovery
 from elbowroom.control.owned import Owned
 from elbowroom.control.planning import Planning
 from elbowroom.control.terms import Stock, Terms
@@ -1019,6 +1020,36 @@ def test_traced_and_transformed_it_runs_as_it_is():
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert torch.equal(torch.jit.trace(model, x)(x), model(x))
     er.release(model)
+
+
+def test_parameters_that_an_op_made_are_not_asked_for_gradients():
+    """As in meta-learning; torch warns who looks at their `.grad`, and warnings are errors here."""
+    model, _, x = perceptron()
+    scale = torch.ones((), requires_grad=True)
+
+    def loss(model, x):
+        made = {name: scale * p for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, made, (x,)).square().mean()
+
+    def gradients():
+        loss(model, x).backward()
+        found = [*(p.grad for p in model.parameters()), scale.grad]
+        model.zero_grad()
+        scale.grad = None
+        return found
+
+    expected = gradients()
+    er.fit(model, budget="64 MiB", exact=True)
+    for _ in range(5):
+        assert all(torch.equal(*both) for both in zip(gradients(), expected, strict=True))
+    assert er.step(gradients)[-1] is not None
+    er.release(model)
+    assert er.largest_batch(model, lambda n: x[:n], budget="64 MiB", loss=loss).batch >= 4
+
+    found = []
+    with Discovery(found.append):
+        gradients()
+    assert not found
 
 
 def test_nothing_is_left_to_the_garbage_collector():

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from elbowroom.runtime.attach import discover
 from elbowroom.runtime.compiler import original
+from elbowroom.runtime.undo import gradient_of
 
 Found = Callable[[nn.Module], None]
 
@@ -66,6 +67,6 @@ class Discovery:
             return False  # what is called inside may yet have some, kept in a plain list
         if not model.training or any(is_lazy(p) for p in trainable):
             return True
-        if self.optimizers_of(model) or any(p.grad is not None for p in trainable):
+        if self.optimizers_of(model) or any(gradient_of(p) is not None for p in trainable):
             self._found(model)
         return True

@@ -18,7 +18,7 @@ from elbowroom.measure.standing import (
 )
 from elbowroom.plan.rehearsal import Unborn
 from elbowroom.plan.standing import Standing
-from elbowroom.runtime.undo import tensors_of
+from elbowroom.runtime.undo import gradient_of, tensors_of
 
 
 class Owned:
@@ -61,7 +61,8 @@ class Owned:
         """All of them."""
         model = self._model()
         parameters = [] if model is None else list(model.parameters())
-        tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+        gradients = [gradient for p in parameters if (gradient := gradient_of(p)) is not None]
+        tensors = [*parameters, *gradients]
         tensors += [] if model is None else list(model.buffers())
         states = (state for optimizer in self.optimizers() for state in optimizer.state.values())
         return tensors + tensors_of(states)
@@ -75,13 +76,13 @@ class Owned:
 
         Of those that are released inside backward, that is the largest.
         """
-        unborn = [p for p in self._trainable() if p.grad is None]
+        unborn = [p for p in self._trainable() if gradient_of(p) is None]
         return gradients_nbytes(unborn, self.optimizers())
 
     def unborn_gradients(self) -> list[Unborn]:
         """The same, one by one; as one where they are released."""
         model = self._model()
-        unborn = [p for p in self._trainable() if p.grad is None]
+        unborn = [p for p in self._trainable() if gradient_of(p) is None]
         at_one_time = self.unborn_gradient_nbytes()
         if model is None or at_one_time < sum(p.nbytes for p in unborn):
             return [Unborn(at_one_time, ())]

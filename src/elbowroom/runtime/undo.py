@@ -70,8 +70,9 @@ class _Gradient:
         self._before: weakref.ref[Tensor] | None = None
         self._copy: Tensor | None = None
         self._hook: Any = None
-        if parameter.grad is not None:
-            self._before = weakref.ref(parameter.grad)
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            self._before = weakref.ref(gradient)
             self._hook = parameter.register_hook(self._accumulates)  # type: ignore[no-untyped-call]
 
     def _accumulates(self, _: Tensor) -> None:
@@ -126,6 +127,15 @@ class _States:
         for p in [p for p in state if p not in self._before]:
             del state[p]
         state.update(self._before)
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """What backward has left in `.grad`.
+
+    A parameter that an op made, as `torch.func.functional_call` may be given, gets none; torch
+    warns who looks.
+    """
+    return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
 
 
 def tensors_of(states: Iterable[dict[str, Any]]) -> list[Tensor]:
