@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elbowroom._checks import (
+    check_device,
     check_exact,
     check_flag,
     check_function,
@@ -144,7 +145,8 @@ def measure(
                 step should take another batch each time
 
     But for these, exact actions are used meanwhile, so no bit of any gradient changes. Raises
-    PlanError for a step that saves nothing, or not the same each time.
+    PlanError for a step that saves nothing, or not the same each time, and for a device that this
+    machine does not have.
     """
     check_min_nbytes(min_nbytes)
     if not callable(step) or isinstance(step, nn.Module):
@@ -197,6 +199,11 @@ def dry_run(
     check_min_nbytes(min_nbytes)
     check_function("make_batch", make_batch)
     check_function("loss", loss)
+    check_optimizer(optimizer, model, "dry_run")
+    if speed is not None and not isinstance(speed, Speed):
+        raise PlanError(
+            f"speed is an elbowroom.measure.Speed, or None for this machine's; got {speed!r}"
+        )
     return run_dry(
         model,
         make_batch,
@@ -218,13 +225,7 @@ def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.dev
     if device is None:
         own = _home(model)
         device = torch.device("cpu") if own.type == "meta" else own
-    chosen = torch.device(device)
-    if chosen.type != "cpu" and not (chosen.type == "cuda" and torch.cuda.is_available()):
-        raise PlanError(
-            f"device='{chosen}' is not on this machine, whose autograd cannot even pretend to be "
-            "there; use device='cpu', or one with that device"
-        )
-    return chosen
+    return check_device(device)
 
 
 def plan(
@@ -461,6 +462,7 @@ def largest_batch(
     check_exact(exact)
     check_function("make_batch", make_batch)
     check_function("loss", loss)
+    check_optimizer(optimizer, model, "largest_batch")
     terms = Terms(budget_nbytes(budget, _home(model)), exact, None, min_nbytes)
     return find_largest(model, make_batch, loss, terms, optimizer)
 

@@ -2,6 +2,7 @@
 
 import logging
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,13 +33,30 @@ def check_exact(exact: bool | None) -> None:
         )
 
 
-def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
+def check_device(device: torch.device | str) -> torch.device:
+    """The device, which is a CPU or one of this machine's GPUs of CUDA."""
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise PlanError(
+            f"device={device!r} is not possible; it is 'cpu', 'cuda', a torch.device, or None"
+        ) from error
+    gpus = torch.cuda.device_count() if chosen.type == "cuda" else 0
+    if chosen.type != "cpu" and (chosen.index or 0) >= gpus:
+        raise PlanError(
+            f"device='{chosen}' is not on this machine, or is none whose memory can be measured; "
+            "use device='cpu', or go where that device is"
+        )
+    return chosen
+
+
+def check_optimizer(optimizer: Optimizer | None, model: nn.Module, verb: str = "fit") -> None:
     """One that trains something else is only said: parameters may be wrapped."""
     if optimizer is None:
         return
     if not isinstance(optimizer, Optimizer):
         raise PlanError(
-            f"fit takes a torch.optim.Optimizer; got {type(optimizer).__name__}. "
+            f"{verb} takes a torch.optim.Optimizer; got {type(optimizer).__name__}. "
             "Pass the optimizer itself, or leave it out."
         )
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -46,7 +64,8 @@ def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
     if of_model and trained.isdisjoint(of_model):
         _log.warning(
             "this optimizer has none of the model's parameters: its states are counted, and those "
-            "of the one that trains the model are not; give that one to er.fit"
+            "of the one that trains the model are not; give that one to er.%s",
+            verb,
         )
 
 

@@ -85,6 +85,35 @@ def test_fit_and_release():
         er.fit(model, budget=0)
 
 
+@pytest.mark.parametrize("device", ["nope", [], "xpu", "meta", "cuda:99"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda device: er.measure(lambda: None, device=device),
+        lambda device: er.peak(lambda: None, device=device),
+        lambda device: er.dry_run(
+            nn.Linear(2, 2), lambda: torch.ones(2), loss=lambda m, x: m(x).sum(), device=device
+        ),
+    ],
+    ids=["measure", "peak", "dry_run"],
+)
+def test_a_device_that_is_none_or_is_elsewhere(verb, device):
+    with pytest.raises(
+        PlanError, match=r"device=.* (is not possible|is not on this machine).*'cpu'"
+    ):
+        verb(device)
+
+
+def test_an_optimizer_and_a_speed_that_are_none():
+    model, loss = nn.Linear(2, 2), lambda m, x: m(x).sum()
+    with pytest.raises(PlanError, match=r"dry_run takes a torch\.optim\.Optimizer; got int"):
+        er.dry_run(model, lambda: torch.ones(2), loss=loss, optimizer=3)
+    with pytest.raises(PlanError, match=r"speed is an elbowroom\.measure\.Speed, or None .* got 3"):
+        er.dry_run(model, lambda: torch.ones(2), loss=loss, speed=3)
+    with pytest.raises(PlanError, match=r"largest_batch takes a torch\.optim\.Optimizer; got int"):
+        er.largest_batch(model, torch.ones, budget="1 GiB", loss=loss, optimizer=3)
+
+
 def test_a_codec_takes_a_tensor():
     with pytest.raises(UnsupportedTensor, match=r"takes a tensor; got list\. Use torch\.as_tensor"):
         er.codec("dither").encode([1.0, 2.0])

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from elbowroom._checks import check_device
 from elbowroom.measure.background import Background
 
 MARK = "elbowroom.mark."
@@ -83,7 +84,8 @@ def peak(step: Callable[[], object], *, device: torch.device | str | None = None
 
     `device=None` is the current CUDA device if CUDA is in use in this process, else the CPU. There
     it is what this thread, and the backward that it calls, allocate: not what threads do that the
-    step starts. Raises RuntimeError where a profiler runs already, as in another `peak`.
+    step starts. Raises PlanError for a device that this machine does not have, and RuntimeError
+    where a profiler runs already, as in another `peak`.
 
     >>> peak(lambda: torch.zeros(1000, dtype=torch.uint8))
     1000
@@ -129,11 +131,14 @@ def quiet_profiler() -> None:
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:
-    """None: the current CUDA device if CUDA is in use in this process, else the CPU."""
+    """None: the current CUDA device if CUDA is in use in this process, else the CPU.
+
+    Raises PlanError for a device that this machine does not have.
+    """
     if device is None:
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return torch.device("cuda" if in_use else "cpu")
-    return torch.device(device)
+    return check_device(device)
 
 
 def curve_of(profiler: profile, device_type: str) -> MemoryCurve:
