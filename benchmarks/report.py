@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from _beside import claim
 from _common import RESULTS, arguments, markdown
 
 _FIRST = (
@@ -84,6 +85,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise SystemExit(f"{path} is no JSON: {error}; run its benchmark again") from error
     if missing:
         raise SystemExit(f"{path} lacks {', '.join(sorted(missing))}; run its benchmark again")
+    if result["name"].startswith("budgets"):
+        plain = result["plain"]["static_nbytes"] + result["plain"]["peak_nbytes"]
+        result["claim"] = claim(result["rows"], plain)
     return result
 
 
