@@ -1,9 +1,9 @@
 """One step as data: what autograd saved, when it was made and asked for, and what else took memory.
 
 A `Profile` is written down by `measure.record` and read by the planner; nothing in it is a tensor
-or a module, so it can be kept as JSON, compared, and planned for on another machine. A step is cut
-into moments, as in `plan/problem.py`: one begins wherever a storage is saved, asked for or let go
-of, and wherever a module begins or ends.
+or a module, so it can be kept as JSON (docs/formats/profile.md), compared, and planned for on
+another machine. A step is cut into moments, as in `plan/problem.py`: one begins wherever a storage
+is saved, asked for or let go of, and wherever a module begins or ends.
 """
 
 from dataclasses import dataclass, field, fields, replace
