@@ -8,7 +8,6 @@ What others use at the moment is not taken off, so that a share means the same a
 """
 
 import os
-import resource
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -81,6 +80,10 @@ def _ram_nbytes() -> int:
 
 
 def _rlimits() -> Iterator[int]:
+    try:
+        import resource
+    except ImportError:  # no POSIX
+        return
     for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS):
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY:
