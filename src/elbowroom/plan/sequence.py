@@ -19,7 +19,7 @@ def prefix(nth: int) -> str:
 
 def without_prefix(name: str) -> str:
     """The module's own name."""
-    return re.sub(r"^call \d+: ", "", name)
+    return re.sub(r"^call \d+: ", "", name) if name.startswith("call ") else name
 
 
 def in_sequence(first: Profile, second: Profile) -> Profile:

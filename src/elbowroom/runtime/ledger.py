@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from elbowroom.plan.sequence import without_prefix
 from elbowroom.units import show_nbytes
 
 
@@ -112,8 +113,8 @@ class Ledger:
         self.away_nbytes = 0
 
     def open(self, module: str, consumer: str, dtype: str, before_nbytes: int) -> Entry:
-        """A new entry for a storage of `before_nbytes`."""
-        entry = Entry(self, module, consumer, dtype, before_nbytes)
+        """A new entry for a storage of `before_nbytes`. Calls of one module are summed."""
+        entry = Entry(self, without_prefix(module), consumer, dtype, before_nbytes)
         with self._lock:
             self._clock += 1
             entry.born = self._clock
