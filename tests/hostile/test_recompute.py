@@ -490,6 +490,28 @@ def test_a_parameter_that_is_changed_before_backward(
     assert (type(error.value) is RestoreError) == (context is not nullcontext)
 
 
+@pytest.mark.parametrize("names", [("0",), ("0", "1")])
+def test_weights_lent_for_one_call(names: tuple[str, ...]) -> None:
+    """The second run comes when `functional_call` has given the module its own weights back."""
+
+    def run(context: AbstractContextManager[Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = conv_net()
+        model[0].register_buffer("large", torch.randn(1 << 15))
+        lent = {name: 1.5 * p for name, p in model.named_parameters()}
+        lent["0.large"] = torch.ones(1 << 15)
+        model[0].register_forward_hook(lambda module, args, out: out * module.large[:1])
+        with context:
+            loss = torch.func.functional_call(model, lent, (images(),)).square().mean()
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        assert not torch.equal(model[0].get_buffer("large"), lent["0.large"])
+        return [loss, *(p.grad for p in model.parameters()), *model.buffers()]
+
+    plain, ours = run(nullcontext()), run(recomputing(*names))
+    assert all(torch.equal(x, y) for x, y in zip(plain, ours, strict=True))
+
+
 def test_an_input_that_is_changed_before_backward() -> None:
     model, x = dense_net(), vectors() * 1
     with recomputing("0"):

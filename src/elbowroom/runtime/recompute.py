@@ -8,7 +8,9 @@ What checkpoint leaves to its user is seen to here:
     buffers      those that forward changes (BatchNorm's statistics, spectral_norm's vectors) are
                  given back their values of before for the second run, which works on copies:
                  statistics are updated once
-    parameters   changed in place since: RestoreError, as in plain autograd
+    parameters   those that forward read serve again, also where they were lent to the module for
+                 this call (`torch.func.functional_call`); likewise large buffers. Changed in place
+                 since: RestoreError, as in plain autograd
     training     the flags of forward hold for the second run
     keywords     tensors among them are inputs as well
     identity     arguments that are one tensor are one again: attention asks whether q is k
@@ -103,6 +105,12 @@ class _State:
         self._module = module
         self._training = [(child, child.training) for child in module.modules()]
         self._parameters = [(p.detach(), version_of(p)) for p in module.parameters()]
+        self._read: list[tuple[dict[str, Any], str, Any]] = [
+            (tensors, name, x)
+            for owner in module.modules()
+            for tensors in (owner._parameters, owner._buffers)
+            for name, x in tensors.items()
+        ]
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
 
     @contextmanager
@@ -134,7 +142,14 @@ class _State:
             check_version(parameter, version)
         now = [(child, child.training) for child, _ in self._training]
         buffers = [(owner, name, owner._buffers[name]) for owner, name, _ in self._buffers]
+        others = [
+            (tensors, name, x, tensors[name])
+            for tensors, name, x in self._read
+            if name in tensors and tensors[name] is not x
+        ]
         try:
+            for tensors, name, x, _ in others:
+                tensors[name] = x
             for child, training in self._training:
                 child.training = training
             for owner, name, before in self._buffers:
@@ -146,3 +161,5 @@ class _State:
                 child.training = training
             for owner, name, buffer in buffers:
                 owner._buffers[name] = buffer
+            for tensors, name, _, x in others:
+                tensors[name] = x
