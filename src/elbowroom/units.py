@@ -16,6 +16,7 @@ _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*"
 _NBYTES = re.compile(_NUMBER + r"([kmgt]i?)?(?:b|bytes?)?\s*", re.IGNORECASE)
 _FRACTION = re.compile(_NUMBER + r"(%?)\s*", re.IGNORECASE)
 _WAYS = 'write bytes, as 6 * 2**30 or 6e9, or a string such as "6 GiB"'
+_FEW = 1000  # bytes: nobody's budget
 _BUDGETS = f'{_WAYS}; or a share of the device\'s memory, as 0.8 or "80%"'
 
 
@@ -37,9 +38,9 @@ def parse_nbytes(size: float | str) -> int:
 def parse_budget(budget: float | str) -> int | Share:
     """Bytes, as `parse_nbytes` reads them; or a share of a device: 0.8, "0.8", "80%".
 
-    A number below 1 without a unit is a share. All of the device is "100%": a float of 1.0, or "1"
-    and "1.0" as strings, could as well be one byte. Raises ValueError for those, and for what is
-    neither bytes nor a share.
+    A number below 1 without a unit is a share. All of the device is "100%". A float below 1000,
+    or a string of one without a unit ("80"), could as well be meant as a share. Raises ValueError
+    for those, and for what is neither bytes nor a share.
     """
     match = _FRACTION.fullmatch(budget) if isinstance(budget, str) else None
     number = budget if match is None else float(match[1])
@@ -49,10 +50,11 @@ def parse_budget(budget: float | str) -> int | Share:
         return Share(float(match[1]) / 100)
     if _is_number(number) and 0 < number < 1:
         return Share(float(number))
-    if _is_number(number) and number == 1 and not isinstance(budget, Integral):
+    if _is_number(number) and 1 <= number < _FEW and not isinstance(budget, Integral):
+        share = "100%" if number == 1 else f"{min(number, 100):g}%"
         raise ValueError(
-            f'{budget!r} could be one byte or all of the device; write "100%" for all of it, or a '
-            'size such as "6 GiB"'
+            f'{budget!r} could be bytes or a share of the device; write "{share}" for the share, '
+            'or a size such as "6 GiB"'
         )
     return _nbytes(budget, _BUDGETS)
 

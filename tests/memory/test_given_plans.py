@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elbowroom as er
+from elbowroom.control.fitting import Fitting
 from elbowroom.demo.models import GPT, ResNet18
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.plan.plan import Plan
@@ -214,3 +215,34 @@ def test_a_first_step_that_makes_states_is_measured_as_the_plan_runs(caplog):
     assert "does not fit" not in caplog.text
     assert opener_of(model).planning.plan.peak == found.plan.peak
     er.release(model)
+
+
+def test_an_exact_plan_that_is_a_little_above_is_corrected(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    training = Training()
+    training.step()
+    profile = er.measure(training.step, min_nbytes=MIN_NBYTES)
+    plan = er.plan(profile, budget=profile.peak, exact=True, recompute=False)
+
+    def trained(budget: int, plan: Plan, steps: int) -> Fitting:
+        one = Training()
+        settings = {"exact": True, "plan": plan, "min_nbytes": MIN_NBYTES}
+        er.fit(one.model, budget=budget, optimizer=one.optimizer, **settings)  # type: ignore[arg-type]
+        for _ in range(steps):
+            one.step()
+        fitting = opener_of(one.model)
+        assert isinstance(fitting, Fitting)
+        fitting.finish()
+        er.release(one.model)
+        return fitting
+
+    peak = trained(2 * profile.peak, plan, 2).peak_nbytes
+    assert peak is not None
+    budget = int(0.985 * peak)
+    with caplog.at_level(logging.WARNING, "elbowroom"):
+        fitting = trained(budget, replace(plan, peak=min(plan.peak, budget)), 7)
+    assert "another one is made" not in caplog.text
+    assert fitting.planning.profile is not None
+    assert fitting.peak_nbytes is not None
+    assert fitting.peak_nbytes <= budget

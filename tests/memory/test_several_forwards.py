@@ -169,3 +169,52 @@ def test_a_plan_of_a_whole_step_knows_each_forward():
         step()
     assert opener_of(model).planning.setting == "plan"
     assert opener_of(model).planning.profile is None  # the given one stands
+
+
+@pytest.mark.parametrize("share", [0.62, 0.65, 0.85])
+def test_one_odd_step_does_not_end_a_training_that_was_settled(share):
+    """A forward whose output nobody used: the step after it is as those before."""
+    plain = trained(siamese)[-1]
+
+    def run(model, seed):
+        loss = siamese(model, seed)
+        if seed == 9:
+            loss = loss + model(batch(7)).mean()
+        return loss
+
+    losses = trained(run, steps=26)[0]
+    ours, _, model, held = trained(run, int(share * plain), steps=26, exact=True)
+    assert ours == losses
+    assert held <= int(share * plain)
+    assert opener_of(model).planning.settled
+
+
+def test_a_graph_that_an_earlier_step_has_left_is_counted():
+    """Its backward has begun, as one of the next forward's has not: another step begins."""
+
+    def run(model, seed):
+        first, second = model(batch(seed)), model(batch(seed + 100))
+        second.mean().backward()
+        return first.mean() + model(batch(seed + 200)).mean()
+
+    losses, _, _, plain = trained(run, steps=10)
+    budget = int(0.9 * plain)
+    ours, _, model, held = trained(run, budget, steps=10, exact=True)
+    assert ours == losses
+    assert held <= budget
+    assert opener_of(model).peak_nbytes <= budget
+
+
+def test_a_step_is_not_judged_by_a_small_later_forward():
+    sizes = (2, 8, 4, 6)
+
+    def run(model, seed):
+        return (
+            model(batch(seed, rows=2)).mean()
+            - model(batch(seed + 100, rows=sizes[seed % 4])).square().mean()
+        )
+
+    plain = trained(run, steps=5)[-1]  # the last has the largest
+    budget = int(0.75 * plain)
+    held = trained(run, budget, steps=25, exact=True)[-1]
+    assert held <= budget

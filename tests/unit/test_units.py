@@ -69,8 +69,14 @@ def test_shares_that_people_write(text, fraction):
 
 @pytest.mark.parametrize("unclear", [1.0, "1", "1.0", np.float32(1)])
 def test_one_byte_or_all_of_it(unclear):
-    with pytest.raises(ValueError, match=r'one byte or all of the device; write "100%" for all'):
+    with pytest.raises(ValueError, match=r'bytes or a share of the device; write "100%" for the'):
         parse_budget(unclear)
+
+
+@pytest.mark.parametrize("few", ["80", 80.0, "1.5"])
+def test_a_few_bytes_are_meant_otherwise(few):
+    with pytest.raises(ValueError, match="could be bytes or a share of the device"):
+        parse_budget(few)
 
 
 @pytest.mark.parametrize("wrong", ["0%", "101%", "1e999%"])

@@ -25,6 +25,7 @@ from elbowroom.plan.sequence import in_sequence
 from elbowroom.runtime.context import Context
 
 MOST_CALLS = 64  # of a step that is planned as one
+_NEAR = 0.75  # of a later forward: large enough to learn from
 _PATIENCE = 5  # steps with fewer forwards than some had, until they count as the usual ones
 
 
@@ -42,18 +43,26 @@ class _Later:
 class Calls:
     """Those of the steps of one planning.
 
-    grew  this step has had one that nothing was planned for: learn again
+    grew            this step has had one that nothing was planned for: learn again
+    before_it_grew  forwards of a step, as this one began
     """
 
     def __init__(self) -> None:
         self._later: list[_Later] = []
         self._at = 0  # the forward that runs; 0: the first of its step
         self._fewer = 0  # steps in a row
+        self._is_small = False  # one of this step's is much smaller than it was
         self.grew = False
+        self.before_it_grew = 1
 
     def begin(self) -> None:
         """A step begins with its first forward."""
-        self._at, self.grew = 0, False
+        self._at, self.grew, self._is_small = 0, False, False
+        self.before_it_grew = 1 + len(self._later)
+
+    def forget(self, calls: int) -> None:
+        """Forwards beyond so many were of an odd step."""
+        del self._later[calls - 1 :]
 
     @property
     def may_go_on(self) -> bool:
@@ -71,29 +80,33 @@ class Calls:
             return False  # nor was that which came between
         if not known:
             return plan is not None and plan.has_call(self._at + 1)
+        self._is_small |= signature.numel < _NEAR * known[0].signature.numel
         return known[0].signature.covers(signature) and not (rehearsed and known[0].seen is None)
 
     def note(self, signature: Signature, seen: tuple[Profile, int] | None) -> None:
         """What is to be known of the one that runs."""
         later = self._later
-        if self._at <= len(later):
-            if later[self._at - 1].signature.structure == signature.structure:
-                signature = later[self._at - 1].signature.joined(signature)
-            later[self._at - 1] = _Later(signature, seen)
-        else:
+        if self._at > len(later):
             later.append(_Later(signature, seen))
+            return
+        known = later[self._at - 1]
+        if seen is None and known.signature.covers(signature):
+            return
+        if known.signature.structure == signature.structure:
+            signature = known.signature.joined(signature)
+        later[self._at - 1] = _Later(signature, seen)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the step that has ended was one to learn from: no fewer forwards than others.
+        """Whether the step that has ended is one to learn from: no fewer forwards, nor smaller.
 
         Ask once a step. After some that had fewer, the others are forgotten.
         """
-        if self._at >= len(self._later):
+        if self._at >= len(self._later) and not self._is_small:
             self._fewer = 0
             return True
         self._fewer += 1
-        if self._fewer >= _PATIENCE:
+        if self._fewer >= _PATIENCE and not self._is_small:
             del self._later[self._at :]
             self._fewer = 0
         return False

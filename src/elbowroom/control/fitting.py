@@ -17,6 +17,7 @@ refused counts to its end without holding anything, or to a backward of its own.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from elbowroom.plan.plan import Plan
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.handles.drop import NothingHeld
+from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_nbytes
 
@@ -74,6 +76,7 @@ class Fitting:
         self.highest_nbytes: int | None = None
         self.was_exact = True
         self._opened: FittedSaving | None = None  # the last context
+        self._earlier: list[Ledger] = []  # of steps whose graphs still hold something
         self._less: Terms | None = None  # from the next step on
         self._ran_out_nbytes: int | None = None  # there was no memory for a step of so many
         self._was_exhausted = False
@@ -245,7 +248,8 @@ class Fitting:
             return
         self.interrupt()
         plan, budget = self.planning.plan, self.terms.budget_nbytes
-        self._ran_out_nbytes = budget if plan is None else min(budget, plan.peak)
+        knows = plan is not None and not self.planning.calls.grew  # all forwards of the step
+        self._ran_out_nbytes = min(budget, plan.peak) if plan is not None and knows else budget
         self._less = self.terms.within(self._smaller_nbytes())
         _log.log(
             logging.INFO if self._was_exhausted else logging.WARNING,
@@ -311,12 +315,23 @@ class Fitting:
     def _stock(self) -> Stock:
         """As a step begins. States that the step will make are given a format that has room."""
         stock = self.owned.stock()
-        changed = self.owned.states.make_room(self.terms, stock)
-        return self.owned.stock() if changed else stock
+        if self.owned.states.make_room(self.terms, stock):
+            stock = self.owned.stock()
+        return replace(stock, static_nbytes=stock.static_nbytes + self._held_before())
+
+    def _held_before(self) -> int:
+        """Bytes that graphs of earlier steps still hold: one was retained, or its turn is to come.
+
+        They stand beside this step, for all that is known.
+        """
+        self._earlier = [one for one in self._earlier if one.held_nbytes > 0]
+        return sum(one.held_nbytes for one in self._earlier)
 
     def _learn(self) -> None:
         """At the beginning of a step: what did the last one need?"""
         last, self._last = self._last, None
+        if last is not None and not last.is_over:
+            self._earlier.append(last.ledger)
         step, self._step = self._step, None
         if step is None:
             return

@@ -18,8 +18,9 @@ class Measurement:
     profile   likewise, of a whole step that was written down
     """
 
-    def __init__(self, stock: Stock, running: Interval | Recording) -> None:
-        self.stock = stock
+    def __init__(self, stock: Stock, running: Interval | Recording, beside_nbytes: int) -> None:
+        """beside_nbytes: of what stands and is not owned: graphs of earlier steps."""
+        self.stock, self._beside_nbytes = stock, beside_nbytes
         self.writes = isinstance(running, Recording)
         self.peak: int | None = None
         self.profile: Profile | None = None
@@ -33,7 +34,8 @@ class Measurement:
             running = Recording.start(owned.tensors(), owned.device)
         else:
             running = Interval.start(stock.static_nbytes, owned.device)
-        return None if running is None else cls(stock, running)
+        beside_nbytes = max(stock.static_nbytes - owned.nbytes, 0)
+        return None if running is None else cls(stock, running, beside_nbytes)
 
     @property
     def recorder(self) -> StepRecorder | None:
@@ -50,6 +52,7 @@ class Measurement:
         if isinstance(running, Recording):
             seen = running.finish()
             running.close()
+            seen = seen and seen.shifted(self._beside_nbytes)
             self.peak = None if seen is None else seen.peak
             self.profile = seen if running.has_backward else None
         elif running is not None:

@@ -27,7 +27,7 @@ that size is measured. If no such plan fits, all is learned again, from steps of
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from elbowroom.control import looking
 from elbowroom.control.allowance import Allowance
@@ -68,9 +68,20 @@ from elbowroom.units import show_nbytes
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
+_NEARLY = 1.05  # of the budget: a plan that was given and takes no more is corrected, not dropped
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
 _MOST_STRAYS = 3  # steps that held more than those before, and were learned from anew
 _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
+
+
+class _Fitted(NamedTuple):
+    """What steps with so many forwards were settled on."""
+
+    plan: Plan | None
+    profile: Profile | None
+    rung: int
+    transient_nbytes: int | None
+    calls: int
 
 
 class Planning:
@@ -108,6 +119,7 @@ class Planning:
         self._margin_nbytes = 0  # by which plans have been too hopeful
         self._rounds = self._tries = self._strays = 0
         self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
+        self._fitted: _Fitted | None = None  # what was settled before a step had more forwards
 
     @property
     def setting(self) -> str:
@@ -131,8 +143,9 @@ class Planning:
     def begin(self, stock: Stock, signature: Signature) -> None:
         """A step begins with its first forward."""
         if self.calls.grew or self._has_strayed:
+            fitted = self._as_fitted() if self.calls.grew and not self.may_refuse else None
             self._start_over()
-            self.outgrown = self.calls.grew
+            self._fitted, self.outgrown = fitted, self.calls.grew
         self.calls.begin()
         self.stock, self.now = stock, signature
         if self.largest.structure is None:
@@ -176,6 +189,21 @@ class Planning:
         self.meter = None
         self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
 
+    def _as_fitted(self) -> "_Fitted":
+        transient = self._allowance.transient_nbytes
+        return _Fitted(self.plan, self.profile, self.rung, transient, self.calls.before_it_grew)
+
+    def _go_back(self) -> None:
+        """A step with more forwards has no plan: so it was an odd one, or is above the budget."""
+        fitted, self._fitted = self._fitted, None
+        assert fitted is not None
+        self.plan, self.profile, self.rung = fitted.plan, fitted.profile, fitted.rung
+        self.calls.forget(fitted.calls)
+        if fitted.transient_nbytes is not None:
+            self._allowance.learn(fitted.transient_nbytes)
+        self.outgrown = self.rehearsed = False
+        self.settled = self._has_fit = True
+
     @property
     def _ratio(self) -> float:
         """How much larger than the profiled call the largest is."""
@@ -216,9 +244,17 @@ class Planning:
         Raises BudgetTooSmall where no plan of it fits. Does nothing where it cannot be measured.
         """
         heard = rehearsed(self, self._owned, forward)
-        if heard is not None:
-            self._profiled = self.now
-            self._plan_by_forward(*self.calls.joined(heard))
+        if heard is None:
+            return
+        beside_nbytes = max(self.stock.static_nbytes - self._owned.nbytes, 0)
+        self._profiled = self.now
+        try:
+            joined, loss_nbytes = self.calls.joined(heard)
+            self._plan_by_forward(joined.shifted(beside_nbytes), loss_nbytes)
+        except BudgetTooSmall:
+            if self._fitted is None:
+                raise
+            self._go_back()
 
     def go_on(self, signature: Signature) -> bool:
         """The step goes on with another forward. Whether what stands was made with it in mind."""
@@ -463,7 +499,7 @@ class Planning:
         say_measured(self.terms, self.plan, peak_nbytes)
         self._tries += 1
         if self.profile is None and peak_nbytes > budget_nbytes:
-            self._drop_given()
+            self._correct_given(peak_nbytes)
             return
         if last.climbed or (step.makes_states and peak_nbytes <= budget_nbytes):
             # A step that makes the optimizer's states has a peak of its own: the next one tells.
@@ -502,6 +538,20 @@ class Planning:
             looking.say_noise(self.terms, self.plan)
         elif self.plan.is_lossy:
             looking.say_unknown(self.terms, "the plan was made without")
+
+    def _correct_given(self, peak_nbytes: int) -> None:
+        """The plan that was given is above the budget: if by little, write down a step of it.
+
+        Not a lossy one, which takes more in a step that is written down (no turns), nor one that
+        runs modules again, which cannot be.
+        """
+        assert self.plan is not None
+        near = peak_nbytes <= _NEARLY * self.terms.budget_nbytes
+        writable = self.plan.exact and not (self.plan.recompute or self.plan.strangers)
+        if near and writable and self.plan is self.given:
+            self.given, self.rehearsed = None, True
+        else:
+            self._drop_given()
 
     def _drop_given(self) -> None:
         """The step of the plan that was given does not fit, or is not the one that it knows."""
