@@ -12,7 +12,6 @@ from elbowroom.cli.script import Arguments, Script, check_script, run_script, sh
 from elbowroom.control import Discovery, Profiling
 from elbowroom.errors import DataError, PlanError
 from elbowroom.files import write_text
-from elbowroom.plan.make import plain_peak
 from elbowroom.plan.profile import Profile
 from elbowroom.report import profile_table, render_profile, step_page
 from elbowroom.runtime.attach import attach, detach
@@ -65,10 +64,8 @@ def _show(found: Profile, model: str, remark: str, out: Path, html: Path) -> Non
         f"{len(found.storages)} tensors. {remark}",
         soft_wrap=True,
     )
-    half = -(-(found.static + (plain_peak(found) - found.static) // 2) // 2**20)
     errors_console().print(
-        f"[dim]Page: {html}. What would half of it take?[/]  "
-        f"elbowroom plan {out} --budget {half}MiB",
+        f"[dim]Page: {html}. What would less of it take?[/]  elbowroom plan {out} --sweep",
         soft_wrap=True,
         highlight=False,
     )
