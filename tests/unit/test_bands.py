@@ -48,6 +48,13 @@ def test_the_page_escapes_what_it_is_told(profile):
     assert "&lt;b&gt;Net: where the memory" in render_profile(step_page(profile, "<b>Net"), profile)
 
 
+def test_a_profile_is_told_in_a_line(profile):
+    line = str(profile)
+    assert line.startswith("profile: peak ")
+    assert f"in {len(profile.storages)} tensors" in line
+    assert "\n" not in line
+
+
 def test_each_tensor_has_a_way_or_a_reason(profile):
     found = prospects(profile)
     assert len(found) == len(profile.storages)

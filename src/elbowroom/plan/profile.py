@@ -19,6 +19,7 @@ from elbowroom.plan import files
 from elbowroom.plan.shares import NoiseShares, SiteShares
 from elbowroom.plan.site import Need, Reads, Rebuildable, Site, SiteName
 from elbowroom.plan.standing import Standing, standing_from
+from elbowroom.units import show_nbytes, show_seconds
 
 VERSION = 1
 
@@ -121,6 +122,14 @@ class Profile:
     measured: bool = True
     noise: NoiseShares | None = None
     standing: Standing | None = None
+
+    def __str__(self) -> str:
+        kind = "measured" if self.measured else "estimated"
+        return (
+            f"profile: peak {show_nbytes(self.peak)}, of which {show_nbytes(self.static)} stood "
+            f"before; {show_nbytes(self.saved_nbytes)} saved for backward in {len(self.storages)} "
+            f"tensors; {show_seconds(self.seconds)} ({kind})"
+        )
 
     @property
     def peak(self) -> int:
