@@ -85,6 +85,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise SystemExit(f"{path} is no JSON: {error}; run its benchmark again") from error
     if missing:
         raise SystemExit(f"{path} lacks {', '.join(sorted(missing))}; run its benchmark again")
+    result["name"] = path.stem  # of one benchmark there may be several, with other settings
     if result["name"].startswith("budgets"):
         plain = result["plain"]["static_nbytes"] + result["plain"]["peak_nbytes"]
         result["claim"] = claim(result["rows"], plain)

@@ -44,6 +44,15 @@ def test_demo_shows_the_four_figures_and_writes_its_page(tmp_path):
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_demo_tells_how_far_it_is_off_a_terminal_too(tmp_path):
+    result = run(*SMALL, "--steps", 5, "--out", tmp_path / "demo.html")
+    said = [line.split("  ")[0] for line in result.stderr.splitlines()]
+    assert [line for line in said if line.startswith("plain: ")] == [
+        *("plain: 1/5", "plain: 2/5", "plain: 3/5", "plain: 4/5", "plain: 5/5"),
+        "plain: 5/5",  # and the score
+    ]
+
+
 def test_demo_json_is_all_there_is_on_stdout(tmp_path):
     result = run(*SMALL, "--json", "--codec", "exact", "--out", tmp_path / "page.html")
     assert result.exit_code == 0, result.output

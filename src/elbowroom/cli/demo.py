@@ -120,7 +120,10 @@ def _as_json(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Told], None]]:
-    """A live bar for each stage, on stderr."""
+    """A live bar for each stage, on stderr; off a terminal a line a quarter of it."""
+    if not errors_console().is_terminal:
+        yield _tell_lines
+        return
     columns = (
         TextColumn("{task.description:<10}"),
         BarColumn(bar_width=30),
@@ -137,3 +140,10 @@ def _progress() -> Iterator[Callable[[Told], None]]:
             bars.update(known[told.stage], completed=told.done, note=told.note)
 
         yield tell
+
+
+def _tell_lines(told: Told) -> None:
+    """The first step, so that one sees that it runs, and whenever another quarter is done."""
+    quarters = [4 * done // told.total for done in (told.done - 1, told.done)]
+    if told.done == 1 or quarters[0] < quarters[1]:
+        typer.echo(f"{told.stage}: {told.done}/{told.total}  {told.note}".rstrip(), err=True)
