@@ -1125,7 +1125,7 @@ def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
     planning = Planning(Terms(1 << 20), Owned(nn.Linear(4, 4), None), Context())
     planning._is_last_resort = True
     assert planning.wants_measuring
-    measured = types.SimpleNamespace(peak=3 << 20)
+    measured = types.SimpleNamespace(peak=3 << 20, stock=Stock(0))
     planning.learn(types.SimpleNamespace(climbed=False), measured, Stock(0))
     assert planning.settled
     assert "budget 1.00 MiB: steps take 3.00 MiB, and go on so" in caplog.text

@@ -17,13 +17,13 @@ refused counts to its end without holding anything, or to a backward of its own.
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from elbowroom.control.beside import Beside
 from elbowroom.control.fitted import FittedSaving
 from elbowroom.control.measurement import Measurement
 from elbowroom.control.owned import Owned
@@ -32,12 +32,12 @@ from elbowroom.control.plannings import Plannings
 from elbowroom.control.signature import Signature, signature_of
 from elbowroom.control.terms import Stock, Terms
 from elbowroom.errors import BudgetTooSmall, PlanError
-from elbowroom.plan.ladder import EXACT_RUNGS, Rung
+from elbowroom.measure.background import Background
+from elbowroom.plan.ladder import Rung
 from elbowroom.plan.plan import Plan
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.handles.drop import NothingHeld
-from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_nbytes
 
@@ -76,11 +76,11 @@ class Fitting:
         self.highest_nbytes: int | None = None
         self.was_exact = True
         self._opened: FittedSaving | None = None  # the last context
-        self._earlier: list[Ledger] = []  # of steps whose graphs still hold something
+        self._beside = Beside(self.owned)
         self._less: Terms | None = None  # from the next step on
         self._ran_out_nbytes: int | None = None  # there was no memory for a step of so many
         self._was_exhausted = False
-        self._said = ""
+        self._said_lossy = False
         self._said_blind = False
         self._closed = False
 
@@ -237,6 +237,7 @@ class Fitting:
     ) -> FittedSaving:
         recorder = None if self._step is None else self._step.recorder
         self._opened = self.planning.context_of(recorder, may_climb=may_climb, after=after)
+        self._beside.opened(self._opened.ledger)
         return self._opened
 
     def exhausted(self) -> None:
@@ -305,6 +306,7 @@ class Fitting:
     def _begin(self, signature: Signature) -> None:
         self.context.begin_step()
         self._learn()
+        self._beside.begin()
         if self._less is not None:
             self.terms, self._less = self._less, None
             self._plannings.use(self.terms)
@@ -317,21 +319,11 @@ class Fitting:
         stock = self.owned.stock()
         if self.owned.states.make_room(self.terms, stock):
             stock = self.owned.stock()
-        return replace(stock, static_nbytes=stock.static_nbytes + self._held_before())
-
-    def _held_before(self) -> int:
-        """Bytes that graphs of earlier steps still hold: one was retained, or its turn is to come.
-
-        They stand beside this step, for all that is known.
-        """
-        self._earlier = [one for one in self._earlier if one.held_nbytes > 0]
-        return sum(one.held_nbytes for one in self._earlier)
+        return stock.beside(self._beside.nbytes)
 
     def _learn(self) -> None:
         """At the beginning of a step: what did the last one need?"""
         last, self._last = self._last, None
-        if last is not None and not last.is_over:
-            self._earlier.append(last.ledger)
         step, self._step = self._step, None
         if step is None:
             return
@@ -349,8 +341,9 @@ class Fitting:
         if self._closed or self._step is not None or not planning.wants_measuring:
             return
         self._step = Measurement.start(self.owned, planning.stock, writes=planning.wants_writing)
+        waits = Background.running is not None  # for another model's, and is measured after it
         blind = self._step is None and self.highest_nbytes is None
-        if blind and not self._said_blind:
+        if blind and not waits and not self._said_blind:
             self._said_blind = True
             _log.warning(
                 "budget %s: this step cannot be measured (a profiler runs, as that of er.peak, or "
@@ -383,6 +376,7 @@ class Fitting:
         """End a measurement that runs. The model is not fitted any more."""
         self.interrupt()
         self._closed = True
+        self._beside.leave()
 
     def interrupt(self) -> None:
         """What is measured now will be no step of a training: forget it."""
@@ -398,14 +392,14 @@ class Fitting:
         self._stop()  # the model died while a step was measured: the profiler must not run on
 
     def _say(self, chosen: Rung) -> None:
-        """One line when the setting changes.
+        """One line when the setting of a kind of forward changes.
 
         At WARNING, which Python shows by default, when it becomes lossy.
         """
-        if chosen.name == self._said:
+        if self.planning.said == (chosen.name, chosen.exact):
             return
-        was_lossy = self._said not in ("", *(rung.name for rung in EXACT_RUNGS))
-        self._said = chosen.name
+        self.planning.said = chosen.name, chosen.exact
+        was_lossy, self._said_lossy = self._said_lossy, not chosen.exact
         lossy = (
             "lossy" if self.terms.exact is False else "lossy, because the exact rungs do not fit"
         )

@@ -18,9 +18,8 @@ class Measurement:
     profile   likewise, of a whole step that was written down
     """
 
-    def __init__(self, stock: Stock, running: Interval | Recording, beside_nbytes: int) -> None:
-        """beside_nbytes: of what stands and is not owned: graphs of earlier steps."""
-        self.stock, self._beside_nbytes = stock, beside_nbytes
+    def __init__(self, stock: Stock, running: Interval | Recording) -> None:
+        self.stock = stock
         self.writes = isinstance(running, Recording)
         self.peak: int | None = None
         self.profile: Profile | None = None
@@ -34,8 +33,7 @@ class Measurement:
             running = Recording.start(owned.tensors(), owned.device)
         else:
             running = Interval.start(stock.static_nbytes, owned.device)
-        beside_nbytes = max(stock.static_nbytes - owned.nbytes, 0)
-        return None if running is None else cls(stock, running, beside_nbytes)
+        return None if running is None else cls(stock, running)
 
     @property
     def recorder(self) -> StepRecorder | None:
@@ -52,7 +50,7 @@ class Measurement:
         if isinstance(running, Recording):
             seen = running.finish()
             running.close()
-            seen = seen and seen.shifted(self._beside_nbytes)
+            seen = seen and seen.shifted(self.stock.beside_nbytes)
             self.peak = None if seen is None else seen.peak
             self.profile = seen if running.has_backward else None
         elif running is not None:

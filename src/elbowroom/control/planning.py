@@ -69,6 +69,7 @@ _SAFEST_EXACT = 1  # index of "exact" in every ladder
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
 _NEARLY = 1.05  # of the budget: a plan that was given and takes no more is corrected, not dropped
+_MUCH = 0.01  # of the budget: if as much more stands beside the model, it is planned again
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
 _MOST_STRAYS = 3  # steps that held more than those before, and were learned from anew
 _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
@@ -98,6 +99,7 @@ class Planning:
     now        the call that runs, or has run last; of a step that has several, the first
     calls      the forwards of a step
     largest    the least signature that covers all of them
+    said       the setting that the user was told of last, and whether it is exact
     """
 
     def __init__(self, terms: Terms, owned: Owned, context: Context) -> None:
@@ -111,12 +113,14 @@ class Planning:
         self.profile: Profile | None = None
         self.rehearsed = self.settled = self.outgrown = False
         self.now = self.largest = Signature(None)
+        self.said: tuple[str, bool] | None = None
         self._profiled = self.largest  # the call that was written down
         self._started_over = False
         self.calls = Calls()
         self._owned = owned
         self._allowance = Allowance()
         self._margin_nbytes = 0  # by which plans have been too hopeful
+        self._beside_nbytes = 0  # what stood beside the model in the profile
         self._rounds = self._tries = self._strays = 0
         self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
         self._fitted: _Fitted | None = None  # what was settled before a step had more forwards
@@ -152,12 +156,22 @@ class Planning:
             self.largest, self.plan = signature, self.given
             if self.given is not None:
                 self._owned.states.begin_with(self.given, self, self.terms)
-                self.stock = stock = self._owned.stock()
+                self.stock = stock = self._stands()
                 stands = stock.static_nbytes + stock.unborn_nbytes
                 self._allowance.learn(self.given.peak - stands - self.given.held_nbytes)
         elif not self.largest.covers(signature):
             before, self.largest = self.largest, self.largest.joined(signature)
             self._plan_again(self.largest.numel / before.numel)
+        self._make_room_beside()
+
+    def _make_room_beside(self) -> None:
+        """More stands beside the model than when the step was written down: plan with it."""
+        more = self.stock.beside_nbytes - self._beside_nbytes
+        if self.profile is None or more <= _MUCH * self.terms.budget_nbytes:
+            return
+        self.profile = self.profile.shifted(more)
+        self._beside_nbytes += more
+        self._plan_again(1.0)
 
     def use(self, terms: Terms) -> None:
         """From now on."""
@@ -246,11 +260,10 @@ class Planning:
         heard = rehearsed(self, self._owned, forward)
         if heard is None:
             return
-        beside_nbytes = max(self.stock.static_nbytes - self._owned.nbytes, 0)
-        self._profiled = self.now
+        self._profiled, self._beside_nbytes = self.now, self.stock.beside_nbytes
         try:
             joined, loss_nbytes = self.calls.joined(heard)
-            self._plan_by_forward(joined.shifted(beside_nbytes), loss_nbytes)
+            self._plan_by_forward(joined.shifted(self._beside_nbytes), loss_nbytes)
         except BudgetTooSmall:
             if self._fitted is None:
                 raise
@@ -303,8 +316,12 @@ class Planning:
     def _taken(self, chosen: Chosen) -> Plan:
         """The plan, once states are held as it was made for."""
         chosen = self._owned.states.take(chosen, self, self.terms)
-        self.profile, self.stock = chosen.candidate.profile, self._owned.stock()
+        self.profile, self.stock = chosen.candidate.profile, self._stands()
         return chosen.plan
+
+    def _stands(self) -> Stock:
+        """Once states are held in another format."""
+        return self._owned.stock().beside(self.stock.beside_nbytes)
 
     def allowed_nbytes(self, guessed_nbytes: int) -> int:
         """What may be held for backward. As long as nothing is measured, the rest is guessed."""
@@ -369,7 +386,7 @@ class Planning:
         """What did the last step need? stock: as the next one begins."""
         if self.settled or not self.calls.is_whole:
             return
-        self.stock = stock
+        self.stock = stock = stock.beside(step.stock.beside_nbytes)
         if self.meter is not None:
             self._look(step)
             return
@@ -417,7 +434,7 @@ class Planning:
             self._try_again(last, step)
             return
         self.profile = replace(step.profile, standing=self._owned.standing())
-        self._profiled = self.now
+        self._profiled, self._beside_nbytes = self.now, step.stock.beside_nbytes
         self.rehearsed, self._margin_nbytes = False, 0
         self._learn_transient(last, step, self.profile.peak)
         self._plan(self.profile)

@@ -19,6 +19,7 @@ from elbowroom.control.owned import Owned
 from elbowroom.control.states import CHOICES, Chosen, States
 from elbowroom.control.terms import Terms
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.measure.background import Background
 from elbowroom.measure.recording import Recording
 from elbowroom.plan.make import AT_LEAST
 from elbowroom.plan.profile import Profile
@@ -52,8 +53,9 @@ def rehearsed(
     """A forward that holds nothing, and the bytes of what the loss may be taken of.
 
     None where it cannot be measured. after: that of an earlier forward of the same step, which is
-    left as it is.
+    left as it is. It comes once, and is short: a measurement of another model gives way.
     """
+    Background.interrupt()
     recording = Recording.start(owned.tensors(), owned.device)
     if recording is None:
         return None

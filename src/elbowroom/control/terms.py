@@ -36,16 +36,23 @@ class Terms:
 class Stock:
     """Bytes as a step begins.
 
-    static_nbytes           held: weights, buffers, gradients, optimizer states
+    static_nbytes           held: weights, buffers, gradients, optimizer states, what is beside
     unborn_gradient_nbytes  of gradients that the step will create, and hold at one time
     unborn_state_nbytes     of states that the optimizer will
+    beside_nbytes           the part of what is held that is not the model's (`beside.py`)
     """
 
     static_nbytes: int
     unborn_gradient_nbytes: int = 0
     unborn_state_nbytes: int = 0
+    beside_nbytes: int = 0
 
     @property
     def unborn_nbytes(self) -> int:
         """What the step will create on top."""
         return self.unborn_gradient_nbytes + self.unborn_state_nbytes
+
+    def beside(self, nbytes: int) -> "Stock":
+        """With so many bytes beside it."""
+        held = self.static_nbytes - self.beside_nbytes
+        return replace(self, static_nbytes=held + nbytes, beside_nbytes=nbytes)

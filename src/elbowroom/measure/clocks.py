@@ -5,6 +5,7 @@ CpuMemory      the highest level in each moment, from the marks in PyTorch's pro
 CudaMemory     the same from the caching allocator's counters, read and reset at each moment
 """
 
+import itertools
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch.profiler import record_function
 from elbowroom.measure.held import Held
 from elbowroom.measure.peak import MARK, MemoryCurve
 
-_MOMENT = "moment."
+_recordings = itertools.count()
 
 
 class WallClock:
@@ -62,21 +63,23 @@ class CpuMemory:
 
     def __init__(self, held: Held) -> None:
         self._held = held
+        # One that was interrupted still marks, into whoever's profile runs by then.
+        self._moment = f"moment {next(_recordings)}."
         self._before: list[int] = []
         self._frees: list[bool] = []
 
     def begin(self, moment: int, *, frees: bool = False) -> None:
         self._before.append(self._held.nbytes())
         self._frees.append(frees)
-        with record_function(f"{MARK}{_MOMENT}{moment}"):
+        with record_function(f"{MARK}{self._moment}{moment}"):
             pass
 
     def levels(self, curve: MemoryCurve) -> tuple[list[int], list[int]]:
         """The highest level in each moment, and that at its beginning, in bytes."""
         starts = [0.0] * len(self._before)
         for name, at_s in curve.marks:
-            if name.startswith(_MOMENT):
-                starts[int(name.removeprefix(_MOMENT))] = at_s
+            if name.startswith(self._moment):
+                starts[int(name.removeprefix(self._moment))] = at_s
         firsts = [bisect_right(curve.times_s, start_s) for start_s in starts]
         levels, floors = levels_of(curve.nbytes, firsts, self._frees)
         above = zip(levels, floors, self._before, strict=True)

@@ -1,0 +1,129 @@
+"""fit: models that train in turns share a device, so each counts what the others hold."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+
+import elbowroom as er
+from elbowroom.control.owned import storage_nbytes
+from elbowroom.measure import peak
+from elbowroom.measure.background import Background
+from elbowroom.measure.recording import Recording
+from elbowroom.runtime import attach
+from elbowroom.runtime.attach import opener_of
+from elbowroom.runtime.undo import tensors_of
+
+STEPS = 16
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_attached():
+    yield
+    for model in list(attach._attached):
+        er.release(model)
+
+
+def block(channels):
+    convolution = nn.Conv2d(channels, channels, 3, padding=1)
+    return nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU())
+
+
+def batch(seed):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(16, channels, 24, 24, generator=draw) for channels in (16, 4)]
+
+
+class Pair:
+    """A generator and a discriminator, in the usual loop: one fake batch serves both updates."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(nn.Conv2d(4, 16, 3, padding=1), *(block(16) for _ in "1234"))
+        self.discriminator = nn.Sequential(*(block(16) for _ in "123"), nn.Flatten(2))
+        self.optimizers = [torch.optim.Adam(m.parameters(), 1e-3, foreach=False) for m in self]
+
+    def __iter__(self):
+        return iter((self.generator, self.discriminator))
+
+    def fit(self, budget):
+        for model, optimizer in zip(self, self.optimizers, strict=True):
+            er.fit(model, budget=budget, optimizer=optimizer, exact=True, min_nbytes=4096)
+
+    def step(self, batch):
+        real, noise = batch
+        fake = self.generator(noise)
+        self.optimizers[1].zero_grad()
+        judged = self.discriminator(real), self.discriminator(fake.detach())
+        (softplus(-judged[0]).mean() + softplus(judged[1]).mean()).backward()
+        self.optimizers[1].step()
+        self.optimizers[0].zero_grad()
+        loss = softplus(-self.discriminator(fake)).mean()
+        loss.backward()
+        self.optimizers[0].step()
+        return loss.item()
+
+    @property
+    def held_nbytes(self):
+        gradients = (p.grad for model in self for p in model.parameters() if p.grad is not None)
+        kept = [t for model in self for t in (*model.parameters(), *model.buffers())]
+        states = [state for one in self.optimizers for state in one.state.values()]
+        return storage_nbytes([*kept, *gradients, *tensors_of(states)])
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75])
+def test_both_keep_to_one_budget(share):
+    plain = Pair()
+    losses = [plain.step(batch(seed)) for seed in range(STEPS)]
+    last = batch(STEPS)
+    needs = plain.held_nbytes + peak(lambda: plain.step(last))
+    budget = int(share * needs)
+    pair = Pair()
+    pair.fit(budget)
+    assert [pair.step(batch(seed)) for seed in range(STEPS)] == losses
+    assert all(opener_of(model).planning.settled for model in pair)
+    held = pair.held_nbytes
+    assert held + peak(lambda: pair.step(last)) <= 1.01 * budget
+
+
+def test_what_takes_turns_is_counted_with_its_graph():
+    pair = Pair()
+    pair.fit("1 GiB")
+    beside = opener_of(pair.discriminator)._beside
+    counted = []
+    for seed in range(3):
+        pair.step(batch(seed))
+        counted.append(beside.nbytes)
+    generator = storage_nbytes(opener_of(pair.generator).owned.tensors())
+    assert counted == [0, generator, generator]
+    out = pair.generator(batch(0)[1])
+    assert beside.nbytes > generator + out.nbytes
+    er.release(pair.generator)
+    assert beside.nbytes == 0
+
+
+def test_a_model_that_trained_before_or_after_is_not_counted():
+    first, second = Pair(), Pair()
+    for pair in (first, second):
+        pair.fit("1 GiB")
+        for seed in range(3):
+            pair.step(batch(seed))
+    first.step(batch(3))
+    for model in first:
+        beside = opener_of(model)._beside
+        (own,) = (opener_of(one).owned.tensors() for one in first if one is not model)
+        assert beside.nbytes == storage_nbytes(own)
+
+
+def test_marks_of_an_interrupted_recording_are_not_those_of_the_next():
+    """A rehearsal of one model ends the recording of the other, whose backward comes inside it."""
+    device = torch.device("cpu")
+    first = Recording.start([], device)
+    Background.interrupt()
+    second = Recording.start([], device)
+    for moment in range(1, 5):
+        first.begin(moment)
+    second.begin(1)
+    kept = torch.ones(1000)
+    second.begin(2)
+    assert second._levels() == ([0, kept.nbytes, kept.nbytes], [0, 0, kept.nbytes])
