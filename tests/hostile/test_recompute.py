@@ -524,11 +524,11 @@ def test_an_input_that_is_changed_before_backward() -> None:
 class Breaks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.broken = nn.Linear(8, 8), True
+        self.linear, self.broken = nn.Linear(8, 8), [True]
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
-        if self.broken:
+        if self.broken[0]:
             raise ZeroDivisionError("on purpose")
         return y.tanh()
 
@@ -541,7 +541,7 @@ def test_an_exception_inside_forward() -> None:
     with recomputing("1") as saving:
         with pytest.raises(ZeroDivisionError, match="on purpose"):
             model(vectors())
-        model[1].broken = False
+        model[1].broken[0] = False
         loss = mean_square(model, vectors())  # in the same context, after the failure
         assert not saving._region
     loss.backward()
@@ -553,10 +553,10 @@ def test_an_exception_inside_forward() -> None:
 
 def test_an_exception_in_the_second_run() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Breaks(), nn.BatchNorm1d(8))
-    model[1].broken = False
+    model[1].broken[0] = False
     with recomputing("1"):
         loss = mean_square(model, vectors())
-    model[1].broken = True
+    model[1].broken[0] = True
     model.eval()
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         loss.backward()
@@ -728,7 +728,7 @@ def test_a_graph_dies_without_the_garbage_collector() -> None:
 
 def test_statistics_that_are_updated_twice_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: if buffers were left as they are, the comparison above fails."""
-    monkeypatch.setattr("elbowroom.runtime.recompute._State.again", lambda state: nullcontext())
+    monkeypatch.setattr("elbowroom.runtime.recompute.State.again", lambda state: nullcontext())
     plain = step(conv_net, images(), nullcontext())
     found = plain.differences(step(conv_net, images(), recomputing("0")))
     assert set(found) >= {"buffer 0.1.running_mean", "buffer 0.1.num_batches_tracked"}

@@ -130,6 +130,7 @@ class Rest:
         self.terms, self.context, self.plan = terms, context, plan
         self.rung = len(terms.rungs) - 1
         self.meter: NoiseMeter | None = None
+        self.redoes = False
 
     @property
     def recompute(self) -> frozenset[str]:

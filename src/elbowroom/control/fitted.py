@@ -16,6 +16,7 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.inert import Inertness
 from elbowroom.runtime.observer import Recorder
+from elbowroom.runtime.repeats import Unrepeatable
 
 _log = logging.getLogger("elbowroom")
 
@@ -28,6 +29,7 @@ class Fit(Protocol):
     rung: int
     plan: Plan | None
     meter: NoiseMeter | None
+    redoes: bool
 
     @property
     def recompute(self) -> frozenset[str]: ...
@@ -128,6 +130,11 @@ class FittedSaving(Saving):
     @property
     def _plan(self) -> Plan | None:
         return None if self.climbed else self._fit.plan
+
+    def _keep_out(self, name: str) -> None:
+        super()._keep_out(name)
+        if self._fit.redoes:
+            raise Unrepeatable
 
     def _is_over(self, site: Site, allowed_nbytes: int) -> bool:
         held = self.ledger.held_nbytes

@@ -38,6 +38,7 @@ from elbowroom.plan.plan import Plan
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.handles.drop import NothingHeld
+from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_nbytes
 
@@ -131,13 +132,22 @@ class Fitting:
 
     def _run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
         planning = self.planning
-        if planning.plan is not None or planning.settled or self._step is None:
+        follows = planning.plan is not None or planning.settled or self._step is None
+        if follows and not planning.takes_trials():
             return self._forward(forward)
         undo = Undo(model, ())
+        planning.redoes = True
         try:
-            return self._learned(forward, undo)
+            return self._forward(forward) if follows else self._learned(forward, undo)
+        except Unrepeatable:
+            undo.back()
         finally:
+            planning.redoes = False
             undo.close()
+        self._stop()
+        planning.leave_out_unrepeatable()
+        self._measure()
+        return self._run(model, forward)
 
     def _go_on(
         self,

@@ -63,6 +63,7 @@ from elbowroom.plan.rehearsal import SAFE, with_backward
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.handles.drop import NothingHeld
 from elbowroom.runtime.inert import inertness_of
+from elbowroom.runtime.repeats import TRIED
 from elbowroom.units import show_nbytes
 
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
@@ -99,6 +100,7 @@ class Planning:
     now        the call that runs, or has run last; of a step that has several, the first
     calls      the forwards of a step
     largest    the least signature that covers all of them
+    redoes     the forward that runs can begin again, if the plan turns out to be no good
     said       the setting that the user was told of last, and whether it is exact
     """
 
@@ -113,7 +115,9 @@ class Planning:
         self.profile: Profile | None = None
         self.rehearsed = self.settled = self.outgrown = False
         self.now = self.largest = Signature(None)
+        self.redoes = False
         self.said: tuple[str, bool] | None = None
+        self._untried = 0  # forwards in which modules that run again are tried (`repeats.py`)
         self._profiled = self.largest  # the call that was written down
         self._started_over = False
         self.calls = Calls()
@@ -155,6 +159,7 @@ class Planning:
         if self.largest.structure is None:
             self.largest, self.plan = signature, self.given
             if self.given is not None:
+                self._untried = TRIED if self.given.recompute else 0
                 self._owned.states.begin_with(self.given, self, self.terms)
                 self.stock = stock = self._stands()
                 stands = stock.static_nbytes + stock.unborn_nbytes
@@ -163,6 +168,22 @@ class Planning:
             before, self.largest = self.largest, self.largest.joined(signature)
             self._plan_again(self.largest.numel / before.numel)
         self._make_room_beside()
+
+    def takes_trials(self) -> bool:
+        """Whether a module may turn out in this forward not to give the same when it runs again.
+
+        Ask once a forward.
+        """
+        self._untried -= 1
+        return self._untried >= 0
+
+    def leave_out_unrepeatable(self) -> None:
+        """Such a module was found: plan without it."""
+        if self.profile is None:
+            self._start_over()
+            return
+        self.profile = self.profile.never_again(self.context.unrepeatable)
+        self._plan_again(1.0)
 
     def _make_room_beside(self) -> None:
         """More stands beside the model than when the step was written down: plan with it."""
@@ -300,6 +321,7 @@ class Planning:
 
     def _with_backward(self, seen: Profile, transients: int, loss_nbytes: int) -> Profile:
         born = self._owned.unborn_gradients(), self.stock.unborn_state_nbytes
+        seen = seen.never_again(self.context.unrepeatable)
         return with_backward(seen, *born, transients, loss_nbytes)
 
     def _plan_by_forward(self, seen: Profile, loss_nbytes: int) -> None:
@@ -433,7 +455,8 @@ class Planning:
         if step.profile is None or last.climbed:
             self._try_again(last, step)
             return
-        self.profile = replace(step.profile, standing=self._owned.standing())
+        seen = step.profile.never_again(self.context.unrepeatable)
+        self.profile = replace(seen, standing=self._owned.standing())
         self._profiled, self._beside_nbytes = self.now, step.stock.beside_nbytes
         self.rehearsed, self._margin_nbytes = False, 0
         self._learn_transient(last, step, self.profile.peak)
@@ -504,7 +527,7 @@ class Planning:
 
     def _follow(self, plan: Plan) -> None:
         assert self.profile is not None
-        self.plan = plan
+        self.plan, self._untried = plan, TRIED if plan.recompute else 0
         other = plan.peak + self._margin_nbytes - self.profile.static - plan.held_nbytes
         self._allowance.learn(other)
 

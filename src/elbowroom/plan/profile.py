@@ -6,6 +6,7 @@ another machine. A step is cut into moments, as in `plan/problem.py`: one begins
 is saved, asked for or let go of, and wherever a module begins or ends.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -159,6 +160,14 @@ class Profile:
             level=tuple(level + nbytes for level in self.level),
             floor=tuple(level + nbytes for level in self.floor),
         )
+
+    def never_again(self, names: Collection[str]) -> "Profile":
+        """The same step, with these modules not to be recomputed."""
+        why = "it gives another result when it runs again"
+        if not names:
+            return self
+        kept = (replace(one, why_not=why) if one.name in names else one for one in self.modules)
+        return replace(self, modules=tuple(kept))
 
     @property
     def saved_nbytes(self) -> int:

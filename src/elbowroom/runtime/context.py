@@ -22,6 +22,8 @@ class Context:
     """Seed, steps and the plan cache of one model's training.
 
     Or those of the process, for plain `er.saving`.
+
+    unrepeatable  names of modules that are never to be recomputed
     """
 
     def __init__(self, seed: int = 0, *, learns: bool = True) -> None:
@@ -30,6 +32,7 @@ class Context:
         self.step = 0
         self.learns = learns
         self.prefetcher = Prefetcher()
+        self.unrepeatable: frozenset[str] = frozenset()
         self._kept: set[SiteKey] = set()
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
@@ -51,6 +54,11 @@ class Context:
 
     def keeps(self, key: SiteKey) -> bool:
         return key in self._kept
+
+    def learn_unrepeatable(self, module: str) -> None:
+        """The module of this name gives another result when it runs again."""
+        if self.learns:
+            self.unrepeatable |= {module}
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` gave when it was first asked for under this key."""

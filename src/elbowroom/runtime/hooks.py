@@ -12,6 +12,7 @@ views that autograd holds, never to "the step": unpack may come twice, in any or
 thread, or never.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Container
 from contextlib import ExitStack
@@ -66,10 +67,13 @@ from elbowroom.runtime.perform import is_normalized, perform
 from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
+from elbowroom.runtime.repeats import repeats
 from elbowroom.runtime.sites import left_alone, site_of
 from elbowroom.runtime.slot import Beside, Lone, Slot, View
 from elbowroom.runtime.statistics import statistics_of
-from elbowroom.runtime.waiting import Waiting, root_of
+from elbowroom.runtime.waiting import Waiting, WaitingLine, root_of
+
+_log = logging.getLogger("elbowroom")
 
 
 class Saving:
@@ -122,7 +126,7 @@ class Saving:
         self._identity = Identity()
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
-        self._waiting: list[Waiting] = []
+        self._waiting = WaitingLine()
         self._watch: Watch | None = None
         self._counts: dict[tuple[str, str], int] = {}
         self._region = ""  # whose inputs are being saved
@@ -169,7 +173,7 @@ class Saving:
         slots = [] if self._passing.parts is None else self._identity.slots()
         self._identity.clear()
         if kind is None:  # else what waits stays as it is: nothing may fail now, nor take memory
-            self._end_all_waiting()
+            self._waiting.end_all()
         self._waiting.clear()
         if kind is None:
             self._passing.learn(slots)
@@ -236,7 +240,7 @@ class Saving:
 
     def _finished(self, call: Call, out: Any) -> None:
         with torch._C.DisableTorchFunction():
-            self._end_waiting(call, out)
+            self._waiting.ended(call, out, self._identity)
             for finish in call.at_end:
                 finish(call, out)
             note_origin(call, out, self._identity)
@@ -263,7 +267,10 @@ class Saving:
             return call(*args, **kwargs)
         if not self._is_asked():  # inside a checkpoint of the user's, or of ours
             return call(*args, **kwargs)
-        self._end_all_waiting()
+        if not repeats(module, call, args, kwargs):
+            self._keep_out(name)
+            return call(*args, **kwargs)
+        self._waiting.end_all()
         outer, region = consumers.call, Call(recomputed, args, kwargs, name=RECOMPUTE)
 
         def begin() -> None:
@@ -275,12 +282,23 @@ class Saving:
         finally:
             begin()
 
+    def _keep_out(self, name: str) -> None:
+        """This module gives another result in each run: what it saves is held."""
+        if name not in self.context.unrepeatable:
+            _log.warning(
+                "module '%s' gave another result when it was run again from the same inputs, so it "
+                "is not recomputed (it may count in Python, or draw from a generator that is no "
+                "attribute of it)",
+                name,
+            )
+        self.context.learn_unrepeatable(name)
+
     def _run_as(self, call: Call) -> Callable[..., Any]:
         """The function to run for a call: where it can be, one with a backward on what is held.
 
         A step that is written down runs as it is, and says what it could.
         """
-        self._end_known()
+        self._waiting.end_known()
         direct = direct_of(call)
         if direct is None:
             return call.func
@@ -300,34 +318,6 @@ class Saving:
         """Whether what is saved now comes to this context: nobody else's hooks lie over its own."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == self._pack
-
-    def _end_all_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        with torch._C.DisableTorchFunction():
-            for one in waiting:
-                one.end()
-
-    def _end_waiting(self, call: Call, out: Any) -> None:
-        """Encode the inputs of norms that waited to see whether this call is a ReLU, and no more.
-
-        Those for which it is one wait until the next call begins.
-        """
-        waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            if not one.ended(call, out, self._identity) or one.is_known:
-                self._waiting.append(one)
-            else:
-                one.end()
-
-    def _end_known(self) -> None:
-        """A call begins: encode the inputs of norms whose ReLU has been found."""
-        known = [one for one in self._waiting if one.is_known]
-        if not known:
-            return
-        self._waiting = [one for one in self._waiting if not one.is_known]
-        with torch._C.DisableTorchFunction():
-            for one in known:
-                one.end()
 
     def _pack(self, x: Tensor) -> View | Lone | Beside | KeepHandle:
         with torch._C.DisableTorchFunction():

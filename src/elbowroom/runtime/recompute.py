@@ -8,6 +8,8 @@ What checkpoint leaves to its user is seen to here:
     buffers      those that forward changes (BatchNorm's statistics, spectral_norm's vectors) are
                  given back their values of before for the second run, which works on copies:
                  statistics are updated once
+    random       Python's and NumPy's, and generators that are attributes, as they were, too
+    attributes   numbers, flags and words that forward changes (counters), likewise
     parameters   those that forward read serve again, also where they were lent to the module for
                  this call (`torch.func.functional_call`); likewise large buffers. Changed in place
                  since: RestoreError, as in plain autograd
@@ -27,7 +29,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from elbowroom.errors import PlanError
+from elbowroom.runtime.attributes import Attributes
 from elbowroom.runtime.calls import undisturbed
+from elbowroom.runtime.generators import Generators
 from elbowroom.runtime.handles.keep import check_version, version_of
 
 # Bytes. Up to here a buffer is copied whatever happens to it: BatchNorm writes to its statistics
@@ -48,7 +52,7 @@ def recomputed(
     at = {id(tensor): place for place, tensor in enumerate(tensors)}
     places = [at.get(id(leaf)) for leaf in leaves]
     others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    state = _State(module)
+    state = State(module)
 
     def run(*tensors: Tensor) -> Any:
         filled = [
@@ -75,12 +79,12 @@ def state_nbytes(module: nn.Module) -> int:
 
 
 class _Again:
-    """`_State.again` for as many runs as there are: checkpoint enters one object at each of them.
+    """`State.again` for as many runs as there are: checkpoint enters one object at each of them.
 
     Twice under retain_graph and in double backward.
     """
 
-    def __init__(self, state: "_State") -> None:
+    def __init__(self, state: "State") -> None:
         self._state = state
         self._open: list[AbstractContextManager[None]] = []
 
@@ -98,7 +102,7 @@ class _Again:
         return self._open.pop().__exit__(kind, error, trace)
 
 
-class _State:
+class State:
     """What a module's forward reads besides its inputs, as it was before it ran."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -112,10 +116,11 @@ class _State:
             for name, x in tensors.items()
         ]
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self._generators = Generators(module)
+        self._attributes = Attributes(module)
 
-    @contextmanager
-    def first(self, begin: Callable[[], None]) -> Iterator[None]:
-        """Around the first run: copy small buffers, and see that the others do not change."""
+    def take(self) -> list[tuple[str, Tensor, int]]:
+        """Copy small buffers; the others, with their versions."""
         large = []
         for owner in self._module.modules():
             for name, buffer in owner._buffers.items():
@@ -125,8 +130,15 @@ class _State:
                     self._buffers.append((owner, name, buffer.detach().clone()))
                 else:
                     large.append((name, buffer, version_of(buffer)))
+        return large
+
+    @contextmanager
+    def first(self, begin: Callable[[], None]) -> Iterator[None]:
+        """Around the first run: see that large buffers do not change."""
+        large = self.take()
         begin()
         yield
+        self._generators.forget_unchanged()
         for name, buffer, version in large:
             if version_of(buffer) != version:
                 raise PlanError(
@@ -154,7 +166,7 @@ class _State:
                 child.training = training
             for owner, name, before in self._buffers:
                 owner._buffers[name] = before.clone()
-            with undisturbed():
+            with undisturbed(), self._generators.replayed(), self._attributes.replayed():
                 yield
         finally:
             for child, training in now:

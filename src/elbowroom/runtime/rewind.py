@@ -4,17 +4,21 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.errors import PlanError
+from elbowroom.runtime.attributes import Attributes
+from elbowroom.runtime.generators import Generators
 from elbowroom.runtime.handles.keep import version_of
 
 
 class Rewind:
-    """RNG states and buffers of a module, as they are now.
+    """RNG states, buffers and plain attributes of a module, as they are now.
 
     Buffers get their versions back, too: an earlier forward of the same step may have saved them.
     Parameters are not copied: a forward that changes them (a momentum encoder) cannot be undone.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._generators = Generators(module)
+        self._attributes = Attributes(module)
         self._cpu = torch.get_rng_state()
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = torch.cuda.get_rng_state_all() if in_use else []
@@ -37,6 +41,8 @@ class Rewind:
     @torch.no_grad()
     def back(self) -> None:
         """Make them what they were. Raises PlanError if a parameter was changed."""
+        self._generators.restore()
+        self._attributes.restore()
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)

@@ -9,10 +9,11 @@ as always.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from elbowroom.codecs import Codec
@@ -92,6 +93,45 @@ class Waiting:
         if self._is_of_sum:
             return action.behind_sum if is_gated else None
         return action.gated if is_gated and action.gated is not None else action.with_mask
+
+
+class WaitingLine(list[Waiting]):
+    """All that wait in one context."""
+
+    def ended(self, call: Call, out: Any, identity: Identity) -> None:
+        """A call has ended: encode what need not wait on, and no more.
+
+        Those for which it is a ReLU wait until the next call begins.
+        """
+        waiting = self._taken()
+        for one in waiting:
+            if not one.ended(call, out, identity) or one.is_known:
+                self.append(one)
+            else:
+                one.end()
+
+    def end_known(self) -> None:
+        """A call begins: encode the inputs of norms whose ReLU has been found."""
+        if any(one.is_known for one in self):
+            waiting = self._taken()
+            self.extend(one for one in waiting if not one.is_known)
+            _end(one for one in waiting if one.is_known)
+
+    def end_all(self) -> None:
+        """Encode whatever waits."""
+        _end(self._taken())
+
+    def _taken(self) -> list[Waiting]:
+        """All, and nobody waits: what is encoded may make others wait."""
+        waiting = list(self)
+        self.clear()
+        return waiting
+
+
+def _end(waiting: Iterable[Waiting]) -> None:
+    with torch._C.DisableTorchFunction():
+        for one in waiting:
+            one.end()
 
 
 def root_of(origin: Origin | None) -> Slot | None:

@@ -1,0 +1,83 @@
+"""Random numbers that a module may draw besides those of PyTorch's default generators.
+
+From Python's `random`, from NumPy's global state, and from generators that are attributes of it or
+of a module inside (torch.Generator, random.Random, NumPy's Generator and RandomState). A forward
+that runs again must draw the same ones. A generator that is kept elsewhere nobody can see.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+class Generators:
+    """Those that a module may draw from, and their states as they are now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._states = [(source, _state_of(source)) for source in _sources(module)]
+
+    def forget_unchanged(self) -> None:
+        """Hold no state but those that are another by now."""
+        self._states = [(one, state) for one, state in self._states if not _is_at(one, state)]
+
+    def restore(self) -> None:
+        """Make them what they were."""
+        for source, state in self._states:
+            _set_state(source, state)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside they are what they were; afterwards what they are now."""
+        now = [(source, _state_of(source)) for source, _ in self._states]
+        self.restore()
+        try:
+            yield
+        finally:
+            for source, state in now:
+                _set_state(source, state)
+
+
+def _sources(module: nn.Module) -> Iterator[Any]:
+    """Each once: modules that are functions of one state, or objects."""
+    yield random
+    yield np.random
+    found = (x for child in module.modules() for x in vars(child).values())
+    yield from {id(x): x for x in found if isinstance(x, _KINDS)}.values()
+
+
+def _state_of(source: Any) -> Any:
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    if isinstance(source, torch.Generator):
+        return source.get_state()
+    return source.getstate() if hasattr(source, "getstate") else source.get_state(legacy=False)
+
+
+def _set_state(source: Any, state: Any) -> None:
+    if isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    elif hasattr(source, "setstate"):
+        source.setstate(state)
+    else:
+        source.set_state(state)
+
+
+def _is_at(source: Any, state: Any) -> bool:
+    return _same(_state_of(source), state)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return all(_same(value, other[name]) for name, value in one.items())
+    return bool(one == other)

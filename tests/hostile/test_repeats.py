@@ -1,0 +1,212 @@
+"""Recompute where a module reads more than its inputs: random numbers of all kinds, counters."""
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import elbowroom as er
+from elbowroom.measure import peak
+from elbowroom.runtime import attach
+from elbowroom.runtime.attach import opener_of
+from elbowroom.runtime.repeats import repeats
+
+STEPS, ROWS, WIDTH = 9, 512, 64
+HIDDEN = torch.Generator()
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_attached():
+    yield
+    for model in list(attach._attached):
+        er.release(model)
+
+
+class Block(nn.Module):
+    def __init__(self, reads):
+        super().__init__()
+        sizes = (WIDTH, 4 * WIDTH, 4 * WIDTH, WIDTH)
+        self.layers = nn.ModuleList(map(nn.Linear, sizes, sizes[1:]))
+        self.reads = reads
+        self.calls, self.cached = 0, None
+        self.torchs = torch.Generator()
+        self.pythons = random.Random(0)
+        self.numpys = np.random.default_rng(0)
+        self.legacy = np.random.RandomState(0)
+
+    def forward(self, x):
+        x = self.reads(self, x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def permuted(x, order):
+    return x + 0.5 * x[torch.as_tensor(order)]
+
+
+def counted(block, x):
+    block.calls += 1
+    return x / block.calls
+
+
+def cached(block, x):
+    if block.cached is None:
+        block.cached = torch.rand(WIDTH)
+    return x * block.cached
+
+
+def dropped(block, x):
+    return x if random.random() < 0.5 else torch.sin(x).cos()
+
+
+SEEN = {
+    "random": lambda block, x: x * random.random(),
+    "numpy": lambda block, x: x * float(np.random.rand()),
+    "a generator of torch": lambda block, x: x * torch.rand(x.shape, generator=block.torchs),
+    "a generator of python": lambda block, x: x * block.pythons.random(),
+    "a generator of numpy": lambda block, x: x * float(block.numpys.random()),
+    "numpy's old generator": lambda block, x: permuted(x, block.legacy.permutation(len(x))),
+    "mixup": lambda block, x: permuted(x, np.random.permutation(len(x))),
+    "a counter": counted,
+    "a cache": cached,
+    "layer drop": dropped,
+}
+
+
+class Net(nn.Module):
+    def __init__(self, reads):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(reads) for _ in range(5))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    @property
+    def gradients(self):
+        return [p.grad.clone() for p in self.parameters()]
+
+
+def stand(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    HIDDEN.manual_seed(seed)
+
+
+def trained(reads, budget=None):
+    stand(0)
+    model = Net(reads)
+    if budget is not None:
+        er.fit(model, budget=budget, exact=True, min_nbytes=4096)
+    found = []
+    for seed in range(STEPS):
+        model.zero_grad()
+        stand(seed)
+        loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+        loss.backward()
+        found.append([loss.detach(), *model.gradients])
+    return model, found
+
+
+def plain_nbytes():
+    model, x = Net(lambda block, x: x), torch.randn(ROWS, WIDTH)
+    held = sum(p.nbytes for p in model.parameters())
+    return held + peak(lambda: model(x).square().mean().backward())
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_module_that_runs_again_reads_what_it_read(name):
+    expected = trained(SEEN[name])[1]
+    model, found = trained(SEEN[name], int(0.85 * plain_nbytes()))
+    assert opener_of(model).planning.recompute
+    for ours, plain in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours, plain))
+
+
+def test_a_module_that_reads_what_nobody_sees_is_not_recomputed(caplog):
+    def reads(block, x):
+        return x * torch.rand(1, generator=HIDDEN) if block in odd else x
+
+    odd = nn.ModuleList()
+    caplog.set_level(logging.WARNING, "elbowroom")
+    model = Net(reads)
+    odd.extend(model.blocks[:2])
+    er.fit(model, budget=int(0.9 * plain_nbytes()), exact=True, min_nbytes=4096)
+
+    def step(seed):
+        model.zero_grad()
+        stand(seed)
+        model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+        return model.gradients
+
+    for seed in range(STEPS):
+        ours = step(seed)
+    assert opener_of(model).planning.recompute
+    assert not opener_of(model).planning.recompute & {"blocks.0", "blocks.1"}
+    er.release(model)
+    assert all(map(torch.equal, ours, step(STEPS - 1)))
+    assert "gave another result when it was run again from the same inputs" in caplog.text
+
+
+def ask(module, x):
+    return repeats(module, module.__call__, (x,), {})
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_only_stands_elsewhere_is_another_result(dim):
+    class Rolls(nn.Module):
+        def forward(self, x):
+            return x.index_select(dim, torch.randperm(x.shape[dim], generator=HIDDEN))
+
+    assert not ask(Rolls(), torch.randn(16, 16))
+
+
+def test_a_trial_leaves_no_trace():
+    """Statistics, RNG, attributes and gradients are as before; backward inside is no error."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.drop, self.calls = nn.BatchNorm1d(8), nn.Dropout(), 0
+
+        def forward(self, x):
+            self.calls += 1
+            (slope,) = torch.autograd.grad(self.norm(x).square().sum(), self.norm.weight)
+            return self.drop(self.norm(x)) * slope.detach(), {"calls": self.calls}
+
+    module, x = Odd(), torch.randn(32, 8, requires_grad=True)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    rng = torch.get_rng_state()
+    assert ask(module, x)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
+    assert module.calls == 0
+    assert module.norm.weight.grad is None
+
+
+def test_a_trial_leaves_autocast_gradients():
+    module, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ask(module, x)
+        module(x).sum().backward()
+    assert module.weight.grad is not None
+
+
+def test_only_the_first_calls_are_tried():
+    class Counts(nn.Linear):
+        runs = 0
+
+        def forward(self, x):
+            Counts.runs += 1
+            return super().forward(x)
+
+    module, x = Counts(4, 4), torch.randn(2, 4)
+    for _ in range(5):
+        assert ask(module, x)
+    assert Counts.runs == 4
