@@ -231,6 +231,35 @@ def test_groups_have_states_of_their_own():
     assert torch.equal(net[2].weight, before)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["step", "train step"])
+@pytest.mark.parametrize("released", [False, True], ids=["ordinary", "released"])
+@pytest.mark.parametrize(("cls", "state"), [(AdamW, "fp32"), (AdamW, "int8"), (SGD, "int8")])
+def test_under_torch_compile_it_has_the_bits_of_the_eager_step(cls, state, released, whole):
+    def trained(compiled: bool) -> nn.Module:
+        torch._dynamo.reset()
+        net = model()
+        optimizer = cls(net.parameters(), lr=1e-2, state=state)
+        release = optimizer.release_gradients() if released else None
+
+        def train_step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            update()
+
+        update = optimizer.step
+        if compiled and whole:
+            train_step = torch.compile(train_step, backend="eager")
+        elif compiled:
+            update = torch.compile(update, backend="eager")
+        for seed in range(4):
+            train_step(torch.randn(16, 100, generator=torch.Generator().manual_seed(seed)))
+        del release
+        assert {float(s["step"]) for s in optimizer.state.values()} == {4}
+        return net
+
+    assert same(trained(compiled=True), trained(compiled=False))
+
+
 def test_grad_scaler_and_closure():
     net = model()
     optimizer = AdamW(net.parameters())

@@ -9,6 +9,8 @@
    is brought into the same order, and states follow when the order changes (`order.py`).
 3. Noise is a hash of (seed, step, place of the parameter, shard, group, element): replicas that
    see the same gradients stay equal to the last bit, and a resumed run continues with the same.
+4. torch.compile leaves the step alone: it reads numbers out of states, and a graph that is broken
+   there went on with the wrong ones. (torch.compiler.disable, once dynamo has been imported.)
 """
 
 import logging
@@ -17,6 +19,7 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
@@ -118,6 +121,7 @@ class EncodedOptimizer(Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient, or none if a gradient is not finite.

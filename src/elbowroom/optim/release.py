@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, distributed
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from elbowroom.errors import InvalidSetting, UnsupportedGradient
@@ -97,6 +98,7 @@ class GradientRelease:
         self._applied.clear()
         return skipped
 
+    @_disable_dynamo
     @torch.no_grad()
     def _apply(self, number: int, index: int, p: Tensor) -> None:
         """p.grad is whole."""
