@@ -328,6 +328,47 @@ def test_settings_of_torch_optim_are_taken_where_they_change_nothing(cls, state)
         cls([nn.Parameter(torch.ones(4))], wieght_decay=0.1)
 
 
+@pytest.mark.parametrize("released", [False, True], ids=["ordinary", "released"])
+@pytest.mark.parametrize(
+    ("cls", "name", "value"),
+    [(SGD, "maximize", True), (SGD, "dampening", 0.5), (AdamW, "amsgrad", True)],
+)
+def test_what_is_not_offered_is_refused_in_a_group_too_and_where_it_is_set_later(
+    cls, name, value, released
+):
+    say = f"{cls.__name__} does not offer {name}="
+    net = model()
+    with pytest.raises(errors.InvalidSetting, match=say):
+        cls([{"params": net.parameters(), name: value}])
+    optimizer = cls([{"params": net[0].parameters(), name: False, "foreach": True, "name": "a"}])
+    with pytest.raises(errors.InvalidSetting, match=say):
+        optimizer.add_param_group({"params": net[2].parameters(), name: value})
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0][name] = value
+    with pytest.raises(errors.StateMismatch, match=name):
+        optimizer.load_state_dict(saved)
+    before = copy.deepcopy(net)
+    release = optimizer.release_gradients() if released else None
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(errors.InvalidSetting, match=say):
+        steps(net, optimizer, 1)
+    assert same(net, before)
+    optimizer.param_groups[0][name] = False
+    steps(net, optimizer, 1)
+    del release
+
+
+def test_what_torch_took_for_speed_is_not_loaded_into_a_group_that_names_it():
+    net = model()
+    other = torch.optim.AdamW(net.parameters(), capturable=False, foreach=False)
+    saved = other.state_dict()
+    saved["param_groups"][0]["capturable"] = True
+    optimizer = AdamW([{"params": net.parameters(), "capturable": False}])
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["capturable"] is False
+    steps(net, optimizer, 1)
+
+
 def test_sgd_takes_no_weight_decay_by_place_where_torch_has_dampening():
     with pytest.raises(TypeError, match="positional"):
         SGD([nn.Parameter(torch.ones(4))], 0.1, 0.9, 0, 5e-4)

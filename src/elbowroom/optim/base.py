@@ -42,6 +42,7 @@ from elbowroom.optim.formats import (
 from elbowroom.optim.order import noted, order_of
 from elbowroom.optim.parameters import DTYPES, check_now, check_parameter
 from elbowroom.optim.release import CANNOT, GradientRelease, check_alone
+from elbowroom.optim.settings import check_torchs, foreign
 from elbowroom.optim.sharded import agreed, aligned, is_sharded, local, shard_of, spread
 from elbowroom.optim.state_dict import loaded, portable
 from elbowroom.optim.transcode import follow, has_residual
@@ -155,6 +156,7 @@ class EncodedOptimizer(Optimizer):
 
     def apply(self, index: int, group: Group, p: Tensor, grad: Tensor) -> bool:
         """Update one parameter, the index-th of all; False: not, since grad is not finite."""
+        self._check_torchs(group)
         usable = self._usable(grad, p, group)
         if finite := agreed([p], _finite([usable])):
             self._update(index, group, p, usable)
@@ -242,6 +244,7 @@ class EncodedOptimizer(Optimizer):
     def _due(self) -> Iterator[tuple[int, Group, Tensor, Tensor]]:
         index = 0
         for group in self.param_groups:
+            self._check_torchs(group)
             for p in group["params"]:
                 if p.grad is not None:
                     if self.released is not None:
@@ -282,7 +285,12 @@ class EncodedOptimizer(Optimizer):
         # The kernel writes unseen by autograd, whose checks go by these counters.
         increment_version([p, *(tensor for key, tensor in state.items() if key != "step")])
 
+    def _check_torchs(self, group: Group) -> None:
+        """At each step: what was set in a group later would change nothing, without a word."""
+        check_torchs(type(self).__name__, foreign(group, self.defaults))
+
     def _check_group(self, group: Group) -> None:
+        self._check_torchs(group)
         self.check_settings(group)
         check_state(group["state"], second=len(self.moments) > 1)
         if group["weights"] not in WEIGHTS:

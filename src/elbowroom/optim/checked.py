@@ -12,7 +12,7 @@ from torch import Tensor
 from elbowroom.errors import InvalidSetting, StateMismatch
 from elbowroom.optim.auto import taken
 from elbowroom.optim.formats import STATES, Group, names
-from elbowroom.optim.settings import TORCHS
+from elbowroom.optim.settings import foreign
 from elbowroom.optim.sharded import local
 
 if TYPE_CHECKING:
@@ -61,10 +61,9 @@ def checked_groups(optimizer: "EncodedOptimizer", groups: list[Group]) -> list[G
         )
     made = []
     for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
-        _check_variant(optimizer, theirs, ours)
-        own = ("state", "weights", "auto")
-        known = {k: v for k, v in theirs.items() if k not in (*own, *ours, *TORCHS)}
-        known |= {k: theirs.get(k, ours[k]) for k in ours if k not in own}
+        _check_variant(optimizer, theirs)
+        own = ("state", "weights", "auto", *foreign(theirs | ours, optimizer.defaults))
+        known = {k: theirs.get(k, ours.get(k)) for k in theirs | ours if k not in own}
         known |= {"version": VERSION, "params": theirs["params"]}
         known |= {k: ours[k] for k in own if k in ours}
         try:
@@ -75,7 +74,7 @@ def checked_groups(optimizer: "EncodedOptimizer", groups: list[Group]) -> list[G
     return made
 
 
-def _check_variant(optimizer: "EncodedOptimizer", theirs: Group, ours: Group) -> None:
+def _check_variant(optimizer: "EncodedOptimizer", theirs: Group) -> None:
     """Raises StateMismatch for a group whose rule is not ours."""
     version = theirs.get("version", VERSION)
     if version > VERSION:
@@ -85,7 +84,7 @@ def _check_variant(optimizer: "EncodedOptimizer", theirs: Group, ours: Group) ->
         )
     name = type(optimizer).__name__
     for key, plain in (("amsgrad", False), ("dampening", 0), ("maximize", False)):
-        if key not in ours and theirs.get(key, plain) != plain:
+        if key not in optimizer.defaults and theirs.get(key, plain) != plain:
             raise StateMismatch(
                 f"the state_dict has {key}={theirs[key]!r}, which er.optim.{name} does not offer: "
                 f"continue with the class of torch.optim, or set it to {plain!r} in param_groups"

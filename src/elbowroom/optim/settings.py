@@ -15,7 +15,16 @@ _ONLY = {
     "differentiable": False,
     "maximize": False,
 }
-TORCHS = (*_SPEED, *_ONLY)
+
+
+def foreign(group: Group, defaults: Group) -> Group:
+    """Settings in a group that only `torch.optim` has.
+
+    Of them an optimizer of ours may offer `maximize`; `defaults`, where torch itself puts
+    `differentiable` when it unpickles, say so.
+    """
+    ours = {"maximize"} & defaults.keys()
+    return {k: group[k] for k in (*_SPEED, *_ONLY) if k in group and k not in ours}
 
 
 def check_numbers(group: Group, *names: str) -> None:
