@@ -565,6 +565,42 @@ def test_what_torch_optim_saves_is_loaded_where_it_means_the_same():
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("state", STATES)
+def test_hooks_around_loading_see_all_states_and_may_change_them(state):
+    a, b = (nn.Parameter(torch.zeros(64, 128)) for _ in range(2))
+    optimizer = AdamW([("a", a), ("b", b)], state=state)
+    a.grad, b.grad = torch.ones(64, 128), torch.full((64, 128), -3.0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    before = copy.deepcopy(saved)
+    other = AdamW([("b", b), ("a", a)], state=state)
+    seen = []
+
+    def by_name(one, given):
+        """As torch's documentation has it: what was saved in another order."""
+        seen.append(len(given["state"]))
+        names = given["param_groups"][0]["param_names"]
+        ours = one.param_groups[0]["param_names"]
+        states = {i: given["state"][names.index(name)] for i, name in enumerate(ours)}
+        return {**given, "state": states}
+
+    hook = other.register_load_state_dict_pre_hook(by_name)
+    other.register_load_state_dict_post_hook(lambda one: seen.append(len(one.state)))
+    other.load_state_dict(saved)
+    assert seen == [2, 2]
+    for p in (a, b):
+        assert all(torch.equal(other.state[p][k], x) for k, x in optimizer.state[p].items())
+    assert str(saved) == str(before)
+
+    hook.remove()
+    other.register_load_state_dict_pre_hook(lambda one, given: given.pop("state") and None)
+    with pytest.raises(errors.StateMismatch):
+        other.load_state_dict(saved)
+    assert seen == [2, 2]
+    assert len(other.state) == 2
+    assert str(saved) == str(before)
+
+
 @pytest.mark.parametrize("theirs", [AdamW, torch.optim.AdamW])
 def test_what_a_schedule_or_a_user_keeps_in_groups_is_loaded(theirs):
     net = model()

@@ -14,7 +14,9 @@
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy, deepcopy
 from typing import Any, ClassVar, overload
 
 import torch
@@ -175,8 +177,14 @@ class EncodedOptimizer(Optimizer):
         """Load what this class, with whichever `state`, or its twin in `torch.optim` has saved.
 
         `state` and `weights` stay as constructed; with state="auto" the file's are taken, bit for
-        bit. Raises StateMismatch, and then nothing changed.
+        bit. Hooks (`register_load_state_dict_pre_hook`, `..._post_hook`) are called as torch's are.
+        Raises StateMismatch, and then nothing changed.
         """
+        # Not by torch's own: it casts states, and its hooks would see a dict without any.
+        state_dict = copy(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         check_dict(state_dict)
         theirs = state_dict["param_groups"]
         groups, origins = checked_groups(self, theirs), check_states(theirs)
@@ -191,8 +199,13 @@ class EncodedOptimizer(Optimizer):
             for (p, group), id, origin in zip(params, ids, origins, strict=True)
             if id in state_dict["state"]
         }
-        super().load_state_dict({"state": {}, "param_groups": groups})
-        self.state.update(made)
+        self.param_groups = [
+            deepcopy(theirs) | {"params": ours["params"]}
+            for ours, theirs in zip(self.param_groups, groups, strict=True)
+        ]
+        self.state = defaultdict(dict, made)
+        for done in self._optimizer_load_state_dict_post_hooks.values():
+            done(self)
 
     def group_of(self, p: Tensor) -> Group:
         """The param group of one of its parameters."""

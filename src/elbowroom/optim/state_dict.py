@@ -8,8 +8,8 @@ A state_dict holds codes as they are, so a resumed run continues with the same b
 and refuses what is another optimizer's, or does not fit (`checked.py`). `portable_state_dict` has
 float32 states under torch.optim's names, and nothing that torch.optim does not know.
 
-torch's own `load_state_dict` is not used for states: it casts each to its parameter's dtype, and
-codes are no such numbers.
+torch's own `load_state_dict` is not used: it casts each state to its parameter's dtype, and codes
+are no such numbers.
 """
 
 from typing import TYPE_CHECKING, Any
