@@ -1,5 +1,7 @@
 """Which op saves, what its backward needs of each tensor, and what is known of the values."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,6 +149,21 @@ def test_unknown_consumers_need_every_bit(forward):
     needs.pop("mul", None)  # our own first step
     assert needs
     assert {need for asked in needs.values() for need in asked} == {Need.EXACT}
+
+
+@pytest.mark.parametrize("exponent", [W, W[0], torch.tensor(2.0), nn.Parameter(torch.tensor(3.0))])
+@pytest.mark.parametrize("power", [torch.pow, lambda h, y: h**y, lambda h, y: h.pow(exponent=y)])
+def test_a_power_with_a_tensor_for_exponent_needs_every_bit(power, exponent):
+    def gradient(context):
+        x = torch.linspace(0.1, 2.0, 36).view(6, 6).requires_grad_()
+        with context:
+            y = power(x, exponent.detach().requires_grad_())
+        y.sum().backward()
+        return x.grad
+
+    assert torch.equal(
+        gradient(er.saving("coat", min_nbytes=0)), gradient(contextlib.nullcontext())
+    )
 
 
 def test_a_custom_function_needs_every_bit():

@@ -233,7 +233,13 @@ def is_capped(call: Call) -> bool:
     """Whether the call is ReLU6, by this name or as a Hardtanh of its limits."""
     if call.name not in CAPPED:
         return False
-    return call.name == "relu6" or (call.arg(1, "min_val"), call.arg(2, "max_val")) == (0, 6)
+    limits = (call.arg(1, "min_val"), 0), (call.arg(2, "max_val"), 6)
+    return call.name == "relu6" or all(_is_number(*limit) for limit in limits)
+
+
+def _is_number(argument: Any, number: int) -> bool:
+    """Whether an argument is this number. A tensor is not asked: one may have many, on a GPU."""
+    return not isinstance(argument, Tensor) and bool(argument == number)
 
 
 def tolerant_arguments(x: Tensor, call: Call) -> list[int | str]:
@@ -252,7 +258,7 @@ def _is_factor(x: Tensor, call: Call) -> bool:
     if call.name == "rms_norm":
         normed = call.arg(0, "input")
         return isinstance(normed, Tensor) and x.shape == normed.shape
-    if call.name == "pow" and call.arg(1, "exponent") != 2:
+    if call.name in ("pow", "__pow__") and not _is_number(call.arg(1, "exponent"), 2):
         return False
     return any(_is(x, call.arg(*factor)) for factor in PRODUCTS.get(call.name, ()))
 
