@@ -153,6 +153,40 @@ def test_a_gradient_that_is_not_finite_changes_nothing(cls, state, bad):
     assert all(map(torch.equal, before, snapshot(optimizer)))
 
 
+@pytest.mark.parametrize("released", [False, True], ids=["ordinary", "released"])
+@every
+def test_a_gradient_whose_square_is_not_finite_changes_no_encoded_state(cls, state, released):
+    net = model()
+    optimizer = cls(net.parameters(), state=state)
+    steps(net, optimizer, 2)
+    before, weight = snapshot(optimizer), net[0].weight.clone()
+    release = optimizer.release_gradients() if released else None
+    net[0].weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), 2e19))
+    steps(net, optimizer, 1)
+    refused = cls is AdamW and state != "fp32"
+    assert optimizer.skipped == refused
+    assert torch.equal(net[0].weight, weight) == refused
+    assert released or all(map(torch.equal, before, snapshot(optimizer))) == refused
+    assert all(p.isfinite().all() for p in net.parameters())
+    del release
+
+
+@every
+def test_large_gradients_are_taken(cls, state):
+    net = model()
+    optimizer = cls(net.parameters(), lr=1e-3, state=state)
+    for size in (1e16, 1.8e19):
+        for p in net.parameters():
+            p.grad = torch.full_like(p, size)
+            p.grad.view(-1)[1::2] *= -1
+        before = copy.deepcopy(net)
+        optimizer.step()
+        assert not same(net, before)
+    assert optimizer.skipped == 0
+    if cls is not SGD:  # whose update is as large as its gradients
+        assert all((p.abs() < 1).all() for p in net.parameters())
+
+
 @every
 def test_zero_gradients_at_lr_0_move_nothing_and_leave_no_nan(cls, state):
     for dtype, weights in (

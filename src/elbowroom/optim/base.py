@@ -2,7 +2,9 @@
 
     step   refuse what cannot be done -> skip if a gradient is not finite -> states -> kernel
 
-1. A step is done for all parameters or for none: one Inf would spoil a group of 128 for long.
+1. A step is done for all parameters or for none: one Inf would spoil a group of 128 for long. So
+   would a finite gradient above 1.8e19, whose square is no float32, in an encoded v: it is treated
+   like one. (In a v of fp32 that becomes Inf and ends its element, as under torch.optim.)
    `skipped` counts the steps that were not done. Under GradScaler, which looks itself, it stays 0.
    Where gradients are released (`release.py`) this holds for each parameter by itself.
 2. A parameter is a flat run in memory order, so one in channels_last is not copied; its gradient
@@ -17,17 +19,18 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy, deepcopy
+from math import inf, sqrt
 from typing import Any, ClassVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, linalg
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from elbowroom.errors import InvalidSetting, UnsupportedGradient
 from elbowroom.kernels import ops
-from elbowroom.kernels.states import WEIGHTS
+from elbowroom.kernels.states import MOST, WEIGHTS
 from elbowroom.optim.auto import resolve
 from elbowroom.optim.checked import VERSION, check_dict, check_states, checked_groups
 from elbowroom.optim.formats import (
@@ -50,6 +53,9 @@ from elbowroom.optim.state_dict import loaded, portable
 from elbowroom.optim.transcode import follow, has_residual
 
 _log = logging.getLogger("elbowroom.optim")
+# The sum of a gradient, below which nobody looks at its elements. Of elements beyond 1.8e19 only
+# such a sum is left if others take them away to the 14th digit.
+_SMALL = 1e15
 
 
 class EncodedOptimizer(Optimizer):
@@ -129,6 +135,7 @@ class EncodedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient, or none if a gradient is not finite.
 
+        Where v is encoded, neither may its square be more than float32 holds.
         A sparse gradient (COO) is one that is 0 elsewhere, where weights and moments decay as
         under a dense one. Raises UnsupportedGradient for other layouts, and UnsupportedParameter
         for what a parameter has become since it was given, before anything has changed. Where
@@ -143,7 +150,7 @@ class EncodedOptimizer(Optimizer):
         left = 0 if self.released is None else self.released.end_step()
         # All ranks must ask, also one where a parameter has no gradient in this step.
         everything = (p for group in self.param_groups for p in group["params"])
-        if agreed(everything, _finite(grad for *_, grad in due)):
+        if agreed(everything, self._usable_values(due)):
             for index, group, p, grad in due:
                 self._update(index, group, p, grad)
         else:
@@ -151,7 +158,8 @@ class EncodedOptimizer(Optimizer):
         if left:
             self.skipped += 1
             _log.warning(
-                "a gradient is not finite: step skipped for %s parameters, %d so far",
+                "a gradient, or its square, is not finite: step skipped for %s parameters, "
+                "%d so far",
                 *(left if self.released is not None else "all", self.skipped),
             )
         return loss
@@ -160,7 +168,7 @@ class EncodedOptimizer(Optimizer):
         """Update one parameter, the index-th of all; False: not, since grad is not finite."""
         self._check_torchs(group)
         usable = self._usable(grad, p, group)
-        if finite := agreed([p], _finite([usable])):
+        if finite := agreed([p], self._usable_values([(index, group, p, usable)])):
             self._update(index, group, p, usable)
         return finite
 
@@ -265,6 +273,19 @@ class EncodedOptimizer(Optimizer):
                     yield index, group, p, self._usable(p.grad, p, group)
                 index += 1
 
+    def _usable_values(self, due: Iterable[tuple[int, Group, Tensor, Tensor]]) -> bool:
+        """Whether all gradients are finite and, where v is encoded, their squares."""
+        full = [one for one in due if _values(one[-1]).numel()]
+        return _small(grad for *_, grad in full) or all(
+            bool(linalg.vector_norm(_values(grad), inf) <= self._most(p, group))
+            for _, group, p, grad in full
+        )
+
+    def _most(self, p: Tensor, group: Group) -> float:
+        """The largest element that a gradient of p may have."""
+        plain = self.format_of(p, group["state"]).second.kind in ("none", "fp32")
+        return torch.finfo(torch.float32).max if plain else sqrt(MOST)
+
     def _usable(self, grad: Tensor, p: Tensor, group: Group) -> Tensor:
         """This rank's part of grad, in the order of p, which may have changed since last time."""
         check_now(self, p, group)
@@ -319,16 +340,16 @@ def _like(part: Tensor, grad: Tensor) -> Tensor:
     return grad
 
 
-def _finite(grads: Iterable[Tensor]) -> bool:
-    """One reading pass and, on a GPU, one wait a device.
+def _small(grads: Iterable[Tensor]) -> bool:
+    """Whether there is no reason to look closer. One reading pass and, on a GPU, one wait a device.
 
     By sums: no NaN and no Inf is lost in one, and torch takes them with all threads (a norm not).
     """
     sums: dict[torch.device, list[Tensor]] = {}
-    dense = (grad.values() if grad.is_sparse else grad for grad in grads)
-    large = [grad.detach() for grad in dense if grad.numel()]
-    for grad in large:
-        sums.setdefault(grad.device, []).append(grad.sum(dtype=torch.float32))
-    if all(bool(torch.stack(some).isfinite().all()) for some in sums.values()):
-        return True
-    return all(bool(grad.isfinite().all()) for grad in large)  # or a sum that overflowed
+    for grad in grads:
+        sums.setdefault(grad.device, []).append(_values(grad).sum(dtype=torch.float32))
+    return all(bool((torch.stack(some).abs() < _SMALL).all()) for some in sums.values())
+
+
+def _values(grad: Tensor) -> Tensor:
+    return (grad.values() if grad.is_sparse else grad).detach()
