@@ -540,6 +540,10 @@ def _saved() -> tuple[nn.Module, AdamW, dict]:
         (lambda d: d["state"][0]["exp_avg_bounds"].fill_(0x7FC0), "'exp_avg_bounds'.*NaN"),
         (lambda d: d["state"][0]["exp_avg_sq_bounds"].fill_(-1), "'exp_avg_sq_bounds'.*NaN"),
         (lambda d: d["state"][1]["exp_avg"].fill_(torch.nan), "'exp_avg'.*NaN"),
+        (lambda d: d["state"][1]["exp_avg"].view(-1)[1].fill_(-torch.inf), "'exp_avg'.*Inf"),
+        (lambda d: d["state"][1]["exp_avg"].view(-1)[1].fill_(torch.inf), "'exp_avg'.*Inf"),
+        (lambda d: d["state"][1]["exp_avg_sq"].view(-1)[1].fill_(-1e-9), "'exp_avg_sq'.*below 0"),
+        (lambda d: d["state"][0]["exp_avg_sq_bounds"].fill_(0x7F80), "'exp_avg_sq_bounds'.*Inf"),
         (lambda d: d["param_groups"][0].update(betas=(2, 2)), r"betas.*\(2, 2\)"),
         (lambda d: d["param_groups"][0].update(betas=(0.9,)), "betas are two numbers"),
         (lambda d: d["param_groups"][0].update(lr=torch.nan), "lr is a finite number"),
@@ -633,6 +637,23 @@ def test_hooks_around_loading_see_all_states_and_may_change_them(state):
     assert seen == [2, 2]
     assert len(other.state) == 2
     assert str(saved) == str(before)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_v_that_has_overflowed_goes_on_in_fp32_alone(state):
+    p = nn.Parameter(torch.zeros(64, 128))
+    other = torch.optim.AdamW([p])
+    p.grad = torch.full_like(p, 1e25)
+    other.step()
+    optimizer = AdamW([p], state=state)
+    if state == "fp32":
+        optimizer.load_state_dict(other.state_dict())
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        assert p.isfinite().all()
+    else:
+        with pytest.raises(errors.StateMismatch, match=r"'exp_avg_sq'.*Inf"):
+            optimizer.load_state_dict(other.state_dict())
 
 
 @pytest.mark.parametrize("theirs", [AdamW, torch.optim.AdamW])

@@ -4,7 +4,7 @@
 
 1. A step is done for all parameters or for none: one Inf would spoil a group of 128 for long. So
    would a finite gradient above 1.8e19, whose square is no float32, in an encoded v: it is treated
-   like one. (In a v of fp32 that becomes Inf and ends its element, as under torch.optim.)
+   like one. (In a v of fp32 it becomes Inf, and its element stands still, as torch.optim's.)
    `skipped` counts the steps that were not done. Under GradScaler, which looks itself, it stays 0.
    Where gradients are released (`release.py`) this holds for each parameter by itself.
 2. A parameter is a flat run in memory order, so one in channels_last is not copied; its gradient

@@ -4,6 +4,7 @@ Refused, as StateMismatch: a newer version, other groups, settings that are not 
 belongs to another optimizer or to a variant that is not offered, and values that no step has made.
 """
 
+from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,9 +99,12 @@ def _check_variant(optimizer: "EncodedOptimizer", theirs: Group) -> None:
 
 
 def check_state(
-    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Any], held_as: str
+    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Any], held_as: str, group: Group
 ) -> None:
-    """Raises StateMismatch for a state of another optimizer, or one that no step leaves behind."""
+    """Raises StateMismatch for a state of another optimizer, or one that no step leaves behind.
+
+    Of a finite gradient, Inf is left in a v of float32 alone, which may go on as such (`group`).
+    """
     held = [name for moment in optimizer.moments for name in (moment, *names(moment, ""))]
     if other := sorted(state.keys() - {"step", "residual", "order", *held}):
         raise StateMismatch(
@@ -114,18 +118,28 @@ def check_state(
             f"'step' of the state_dict, for a parameter of shape {tuple(p.shape)}, is "
             f"{state.get('step', 'missing')}; expected the number of steps done"
         )
+    second = optimizer.moments[1:]
+    plain = optimizer.format_of(p, group["state"]).second.kind == "fp32"
     for key, found in state.items():
-        if isinstance(found, Tensor) and _broken(key, local(found), held_as):
-            raise StateMismatch(
-                f"{key!r} of the state_dict, for a parameter of shape {tuple(p.shape)}, holds "
-                "NaN, which no step leaves behind: load an earlier file, or begin without states"
-            )
+        if isinstance(found, Tensor):
+            what = _broken(key, local(found), held_as, squares=key in second, plain=plain)
+            if what:
+                raise StateMismatch(
+                    f"{key!r} of the state_dict, for a parameter of shape {tuple(p.shape)}, holds "
+                    f"{what}, which no step leaves behind: load an earlier file, or begin without "
+                    "states"
+                )
 
 
-def _broken(key: str, found: Tensor, held_as: str) -> bool:
-    """Whether decoding gives NaN. Bounds are bits of bf16, but in "coat", where all are good."""
-    if found.is_floating_point():
-        return bool(found.isnan().any())
+def _broken(key: str, found: Tensor, held_as: str, *, squares: bool, plain: bool) -> str:
+    """What is wrong with it, or "". Bounds are bits of bf16, but in "coat", where all are good."""
+    if found.is_floating_point() and found.numel():
+        least, most = found.min().item(), found.max().item()  # NaN, if there is one
+        if isnan(least):
+            return "NaN"
+        if squares and least < 0:
+            return "squares below 0"
+        return "Inf" if -least == inf or (most == inf and not (squares and plain)) else ""
     if not key.endswith("_bounds") or held_as == "coat" or found.dtype is not torch.int16:
-        return False
-    return bool(((found & _EXPONENT) == _EXPONENT).any())
+        return ""
+    return "NaN or Inf" if ((found & _EXPONENT) == _EXPONENT).any() else ""

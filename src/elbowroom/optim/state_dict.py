@@ -73,7 +73,7 @@ def loaded(
     That may be held in another format, and in another order in memory.
     """
     held_as = origin.get("state", "fp32")
-    check_state(optimizer, p, state, held_as)
+    check_state(optimizer, p, state, held_as, group)
     fresh = optimizer.fresh(p, group)
     if origin.get("version", VERSION) < 2:
         state = state | noted(order_of(local(p)))  # all that could be loaded then
