@@ -656,6 +656,19 @@ def test_a_v_that_has_overflowed_goes_on_in_fp32_alone(state):
             optimizer.load_state_dict(other.state_dict())
 
 
+@pytest.mark.parametrize("nothing", [{}, {"momentum_buffer": None}])
+def test_a_momentum_that_torch_has_not_made_yet_begins_anew(nothing):
+    net = model()
+    other = torch.optim.SGD(net.parameters(), momentum=0.9)
+    steps(net, other, 1)
+    other.state[net[0].weight] = nothing
+    optimizer = SGD(net.parameters())
+    optimizer.load_state_dict(other.state_dict())
+    assert net[0].weight not in optimizer.state
+    assert len(optimizer.state) == len(other.state) - 1
+    steps(net, optimizer, 1)
+
+
 @pytest.mark.parametrize("theirs", [AdamW, torch.optim.AdamW])
 def test_what_a_schedule_or_a_user_keeps_in_groups_is_loaded(theirs):
     net = model()

@@ -202,10 +202,15 @@ class EncodedOptimizer(Optimizer):
             for ours, theirs in zip(self.param_groups, groups, strict=True)
             for p in ours["params"]
         ]
+        # None (momentum_buffer of torch's SGD) and {} stand for what has not been made yet.
+        states = {
+            id: {key: value for key, value in state.items() if value is not None}
+            for id, state in state_dict["state"].items()
+        }
         made = {
-            p: loaded(self, p, state_dict["state"][id], group, origin)
+            p: loaded(self, p, states[id], group, origin)
             for (p, group), id, origin in zip(params, ids, origins, strict=True)
-            if id in state_dict["state"]
+            if states.get(id)
         }
         self.param_groups = [
             deepcopy(theirs) | {"params": ours["params"]}
