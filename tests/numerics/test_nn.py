@@ -516,6 +516,40 @@ def test_convert_leaves_subclasses_alone_and_says_so():
         er.convert([net])
 
 
+def test_what_works_in_place_is_left_to_torch_and_named():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act, self.drop = nn.SiLU(inplace=True), nn.Dropout(0.5, inplace=True)
+
+        def forward(self, x):
+            h = x * 1
+            self.act(h)
+            self.drop(h)
+            return h
+
+    def result(net):
+        torch.manual_seed(0)
+        x = torch.linspace(-3, 3, 99).requires_grad_()
+        y = net(x)
+        return y, *torch.autograd.grad(y.sum(), x)
+
+    net = Block()
+    plain = result(net)
+    report = er.convert(net, activations=True)
+    assert str(report).splitlines() == [
+        "nothing was replaced",
+        "left alone, 1 x SiLU(inplace=True): act",
+        "left alone, 1 x Dropout(inplace=True): drop",
+    ]
+    assert all(map(torch.equal, result(net), plain))
+    net.act.inplace = net.drop.inplace = False
+    assert len(er.convert(net, activations=True)) == 2
+    net.act.inplace = net.drop.inplace = True  # a user may
+    assert all(map(torch.equal, result(net), plain))
+    assert len(er.nn.revert(net)) == 2
+
+
 def test_convert_names_what_is_called_like_a_norm_or_an_activation():
     class LlamaRMSNorm(nn.Module):
         pass

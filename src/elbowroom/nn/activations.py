@@ -72,8 +72,10 @@ class GELU(nn.GELU):
 
 
 class SiLU(nn.SiLU):
-    """torch's SiLU, saving 2 bits an element. Its output has the same bits; never in place."""
+    """torch's SiLU, saving 2 bits an element, unless in place. Its output has the same bits."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Elementwise."""
+        if self.inplace:
+            return super().forward(input)
         return _run(input, nn.functional.silu, _aten.silu_backward)

@@ -36,7 +36,9 @@ def convert(
 
     Weights, `state_dict` keys and optimizers stay. `er.nn.revert(model)` puts torch's back. Returns
     what was replaced, and which modules were left alone because their class only inherits from
-    torch's, or only has such a name (LlamaRMSNorm). What a model calls as a function (F.gelu) is
+    torch's, because they only have such a name (LlamaRMSNorm), or because they work in place
+    (`inplace=True`), and the model may go on with their input: set `inplace = False` first where it
+    goes on with their result. What a model calls as a function (F.gelu) is
     not a module, and is not seen. Raises ModuleError for what is not a model, and for names in
     `keep` that do not exist.
     """

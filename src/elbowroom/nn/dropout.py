@@ -41,8 +41,9 @@ class Dropout(nn.Dropout):
     """torch's Dropout, without a mask. It is linear, and may be differentiated twice."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Elementwise; float64 and what needs no gradient goes torch's way."""
-        if not self.training or not 0 < self.p < 1 or input.dtype not in _DTYPES:
+        """Elementwise; float64, what works in place and what drops nothing goes torch's way."""
+        usual = self.training and 0 < self.p < 1 and not self.inplace
+        if not usual or input.dtype not in _DTYPES:
             return super().forward(input)
         out: Tensor = apply(_Dropout, input, next_seed(), self.p)
         return out

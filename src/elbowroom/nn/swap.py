@@ -29,7 +29,8 @@ class Replaced:
     """What a conversion did. `str()` says it by class.
 
     left  names and classes of modules that only look like those that are replaced: what inherits
-          from them, and what has a name like theirs (LlamaRMSNorm), which only its author knows
+          from them, and what has a name like theirs (LlamaRMSNorm), which only its author knows;
+          and those that work in place, whose input a model may read as their result
     note  what else is worth saying
     """
 
@@ -85,7 +86,9 @@ def replace_classes(
         if any(name == stays or name.startswith(f"{stays}.") for stays in kept):
             continue
         before, now = type(module), classes.get(type(module))
-        if now is not None:
+        if now is not None and _is_ours(now) and getattr(module, "inplace", False):
+            left.append((name, f"{before.__name__}(inplace=True)"))
+        elif now is not None:
             module.__class__ = now
             module.__dict__.pop("_saved_output", None)
             module.__dict__.pop(_NAME, None)
