@@ -48,10 +48,21 @@ class MLP(nn.Module):
         return self.again(torch.relu_(x))
 
 
+def converted() -> nn.Module:
+    """Each module of er.nn, in an order in which they read one another's output."""
+    model = nn.Sequential(
+        *(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)),
+        *(nn.Linear(64, 64), nn.RMSNorm(64), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)),
+    )
+    er.convert(model, activations=True)
+    er.nn.fp8(model, keep=["0", "9"])
+    return model
+
+
 def draw(kind: str, n: int = 16) -> tuple[Tensor, Tensor]:
     if kind == "gpt":
         return torch.randint(0, 256, (n, 64)), torch.randint(0, 256, (n, 64))
-    if kind == "mlp":
+    if kind in ("mlp", "converted"):
         return torch.randn(16 * n, 32), torch.randint(0, 64, (16 * n,))
     labels = torch.randint(0, 10, (n, 28, 28) if kind == "unet" else (n,))
     return torch.randn(n, 1, 28, 28), labels
@@ -65,6 +76,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 # and how far the peak may be off: convolutions take workspaces on a CPU, which are not seen
 MODELS: dict[str, tuple[Callable[[], nn.Module], float]] = {
     "mlp": (MLP, 0.001),
+    "converted": (converted, 0.001),
     "gpt": (lambda: GPT(width=32, depth=2, context=64), 0.001),
     "resnet": (lambda: ResNet18(width=8), 0.03),
     "unet": (lambda: UNet(width=8), 0.12),

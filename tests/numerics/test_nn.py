@@ -516,6 +516,18 @@ def test_convert_leaves_subclasses_alone_and_says_so():
         er.convert([net])
 
 
+def test_converted_models_and_heads_run_on_the_meta_device():
+    with torch.device("meta"):
+        net, x = network().train(), torch.empty(8, 64)
+        weight, target = torch.empty(10, 64, requires_grad=True), torch.empty(8, dtype=torch.long)
+    er.convert(net, activations=True)
+    er.nn.fp8(net)
+    random = torch.get_rng_state()
+    er.nn.linear_cross_entropy(net(x)[:, :64], weight, target).backward()
+    assert all(p.grad.shape == p.shape for p in (*net.parameters(), weight))
+    assert torch.equal(torch.get_rng_state(), random)
+
+
 def test_what_works_in_place_is_left_to_torch_and_named():
     class Block(nn.Module):
         def __init__(self):

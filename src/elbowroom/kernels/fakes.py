@@ -8,12 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from elbowroom.kernels.bands import WORDS, bands_of, tiles_of
 from elbowroom.kernels.layout import blocks as runs
 from elbowroom.kernels.layout import groups, packed_nbytes, tiles
 from elbowroom.kernels.maps import blocks, ranges
 from elbowroom.kernels.windows import window_of
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether x has elements that may be looked at."""
+    return x.device.type != "meta" and not isinstance(x, FakeTensor)
 
 
 def _fake_codes(x: Tensor, levels: int) -> Tensor:

@@ -1,8 +1,9 @@
-"""What the autograd functions here share: a typed `apply`, and no second derivative.
+"""What the autograd functions here share: a typed `apply`, autocast, and no second derivative.
 
 What is saved does not say how a gradient changes with x.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,19 @@ from elbowroom.errors import ModuleError
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`, which torch has not typed."""
     return function.apply(*args)  # type: ignore[no-untyped-call]
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast casts to on the device of x; None where it is off, or unknown there (meta)."""
+    device = x.device.type
+    known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if known else None
+
+
+def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """A context in which autocast is off on the device of x."""
+    known = torch.amp.is_autocast_available(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if known else nullcontext()
 
 
 def refuse_twice(

@@ -5,7 +5,11 @@ So torch.manual_seed decides it, checkpointing restores it, and a GPU is not wai
 
 import torch
 
+from elbowroom.kernels.fakes import has_values
 
-def next_seed() -> int:
-    """63 bits."""
+
+def next_seed(x: torch.Tensor) -> int:
+    """63 bits, for what happens to x; 0 where x has no values that could be dropped or coded."""
+    if not has_values(x):
+        return 0
     return int(torch.randint(2**63 - 1, ()).item())

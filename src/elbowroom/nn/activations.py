@@ -53,7 +53,7 @@ def _run(x: Tensor, f: Activation, derivative: Derivative) -> Tensor:
     if not torch.is_grad_enabled() or not x.requires_grad or x.dtype not in _CODEC.dtypes:
         return f(x)
     dense = x if torch.ops.aten.is_non_overlapping_and_dense(x) else x.contiguous()
-    out: Tensor = apply(_TwoBits, dense, f, derivative, next_seed())[0]
+    out: Tensor = apply(_TwoBits, dense, f, derivative, next_seed(x))[0]
     return out
 
 

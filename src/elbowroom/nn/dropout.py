@@ -45,5 +45,5 @@ class Dropout(nn.Dropout):
         usual = self.training and 0 < self.p < 1 and not self.inplace
         if not usual or input.dtype not in _DTYPES:
             return super().forward(input)
-        out: Tensor = apply(_Dropout, input, next_seed(), self.p)
+        out: Tensor = apply(_Dropout, input, next_seed(input), self.p)
         return out

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from elbowroom.nn._autograd import apply, refuse_twice
+from elbowroom.nn._autograd import apply, autocast_dtype, refuse_twice, without_autocast
 from elbowroom.nn.swap import Replaced, replace_classes
 
 M = TypeVar("M", bound=nn.Module)
@@ -61,12 +61,11 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Input [..., in_features] -> [..., out_features]."""
-        device = input.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        dtype = autocast_dtype(input)
         if input.numel() == 0 or not input.is_floating_point():
             return super().forward(input)
         codes = _shared.codes_of(input)
-        with torch.autocast(device, enabled=False):
+        with without_autocast(input):
             args = input, self.weight, self.bias, *codes, dtype or input.dtype
             out: Tensor = apply(_Fp8Linear, *args)
         return out

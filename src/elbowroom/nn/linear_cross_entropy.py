@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elbowroom.errors import ModuleError
-from elbowroom.nn._autograd import apply, refuse_twice
+from elbowroom.nn._autograd import apply, autocast_dtype, refuse_twice, without_autocast
 
 _LOGITS, _LEAST = 2**23, 256  # of one chunk: 32 MiB in fp32, but no fewer tokens
 _REDUCTIONS = ("mean", "sum", "none")
@@ -55,12 +55,12 @@ def linear_cross_entropy(
     `(losses * w[target]).sum() / w[target].sum()`, where no target is ignored.
     """
     _check(x, weight, target, bias, reduction, label_smoothing, chunk)
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = autocast_dtype(x)
+    if dtype is not None:
         x, weight = x.to(dtype), weight.to(dtype)
     rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     size = chunk or max(_LEAST, _LOGITS // max(1, len(weight)))
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         settings = ignore_index, float(label_smoothing), size
         losses: Tensor = apply(_LinearCrossEntropy, rows, weight, bias, labels, *settings)[0]
         if reduction == "none":
@@ -112,7 +112,7 @@ def _check_kinds(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None)
             "linear_cross_entropy takes tensors of one device; got "
             f"{' and '.join(sorted(devices))}. Bring them together by .to(x.device)."
         )
-    if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype is not weight.dtype and autocast_dtype(x) is None:
         raise ModuleError(
             f"linear_cross_entropy takes x and weight of one dtype; got {_name(x)} and "
             f"{_name(weight)}. Cast one of them, or train under torch.autocast."

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elbowroom.errors import ModuleError
-from elbowroom.nn._autograd import apply, refuse_twice
+from elbowroom.kernels.fakes import has_values
+from elbowroom.nn._autograd import apply, autocast_dtype, refuse_twice
 from elbowroom.nn.swap import name_of
+from elbowroom.runtime.plain import PLAIN
 
 _LEAST, _MOST = 1e-3, 8.0
 
@@ -44,6 +46,8 @@ class _SavedOutput:
         self.fits = False
 
     def ask(self, weight: Tensor, bias: Tensor | None) -> bool:
+        if not has_values(weight):
+            return True  # a dry run, or the meta device: as a norm is at its birth
         if weight.device.type == "cpu":
             return can_invert(weight, bias)
         now = tuple(
@@ -119,9 +123,9 @@ def _applies(x: Tensor, weight: Tensor | None) -> bool:
     """Whether y may stand for x: gradients are recorded, and one dtype throughout."""
     if not torch.is_grad_enabled() or not x.requires_grad or not x.is_floating_point():
         return False
-    if torch.is_autocast_enabled(x.device.type):
+    if autocast_dtype(x) is not None:
         return False  # autocast gives norms fp32, and the next layer a copy: nothing is shared
-    return weight is not None and weight.dtype is x.dtype and x.numel() > 0 and type(x) is Tensor
+    return weight is not None and weight.dtype is x.dtype and x.numel() > 0 and type(x) in PLAIN
 
 
 class LayerNorm(nn.LayerNorm):
