@@ -248,6 +248,25 @@ def test_dropout_follows_torchs_seed_and_its_gradient_the_same_elements():
     assert not er.nn.Dropout(1.0)(x).any()
 
 
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        *(torch.ones(6, 8).t(), torch.ones(6, 8)[:, ::2], torch.ones(1, 8).expand(6, 8)),
+    ],
+    ids=lambda x: str(tuple(x.stride())),
+)
+def test_dropout_keeps_the_memory_format_and_its_gradient_the_elements(x):
+    x.requires_grad_()
+    y = er.nn.Dropout(0.5)(x)
+    assert y.stride() == nn.Dropout(0.5)(x).stride()
+    for g in (torch.ones_like(x), torch.ones(x.shape), torch.ones(()).expand(x.shape)):
+        (grad,) = torch.autograd.grad(y, x, g, retain_graph=True)
+        assert torch.equal(grad, y)
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(x).requires_grad_(), create_graph=True)
+    assert torch.equal(grad, y)
+
+
 # --- the head and its loss ---
 
 CASES = [
