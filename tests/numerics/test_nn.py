@@ -547,6 +547,22 @@ def test_converted_models_and_heads_run_on_the_meta_device():
     assert torch.equal(torch.get_rng_state(), random)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_what_is_exported_is_torchs_own(training):
+    net, x = network().train(training), torch.randn(4, 64)
+    plain = torch.export.export(net, (x,))
+    er.convert(net, activations=True)
+    random = torch.get_rng_state()
+    exported = torch.export.export(net, (x,))
+    assert torch.equal(torch.get_rng_state(), random)
+    ops = [[node.target for node in made.graph.nodes] for made in (exported, plain)]
+    assert ops[0] == ops[1]
+    if not training:
+        er.nn.fp8(net)
+        assert torch.equal(torch.export.export(net, (x,)).module()(x), net(x))
+
+
 def test_what_works_in_place_is_left_to_torch_and_named():
     class Block(nn.Module):
         def __init__(self):

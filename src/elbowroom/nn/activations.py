@@ -50,7 +50,8 @@ class _TwoBits(torch.autograd.Function):
 
 
 def _run(x: Tensor, f: Activation, derivative: Derivative) -> Tensor:
-    if not torch.is_grad_enabled() or not x.requires_grad or x.dtype not in _CODEC.dtypes:
+    wanted = torch.is_grad_enabled() and x.requires_grad and x.dtype in _CODEC.dtypes
+    if not wanted or torch.compiler.is_exporting():  # an exported program has no backward
         return f(x)
     dense = x if torch.ops.aten.is_non_overlapping_and_dense(x) else x.contiguous()
     out: Tensor = apply(_TwoBits, dense, f, derivative, next_seed(x))[0]

@@ -45,7 +45,7 @@ class Dropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         """Elementwise; float64, what works in place and what drops nothing goes torch's way."""
         usual = self.training and 0 < self.p < 1 and not self.inplace
-        if not usual or input.dtype not in _DTYPES:
+        if not usual or input.dtype not in _DTYPES or torch.compiler.is_exporting():
             return super().forward(input)
         stride = torch.empty_like(input, device="meta").stride()  # dense, as torch's own output is
         out: Tensor = apply(_Dropout, input, next_seed(input), self.p, stride)
