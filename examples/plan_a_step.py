@@ -19,7 +19,9 @@ def main() -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
 
-    profile = er.measure(step)  # runs it three times; it really trains
+    profile = er.measure(
+        step, model=model, optimizer=optimizer
+    )  # runs it three times; it really trains
     plain = er.plan(profile, budget="1 TiB").peak
     print(
         f"plain autograd needs {show_nbytes(plain)}; {show_nbytes(profile.saved_nbytes)} are saved"

@@ -11,7 +11,7 @@
     model = er.fit(model, budget="6 GiB", optimizer=opt)
 
     # The same in three stages, each its own data.
-    profile = er.measure(step)
+    profile = er.measure(step, model=model, optimizer=opt)
     plan = er.plan(profile, budget="6 GiB")
     with er.following(plan):
         loss = loss_fn(model(x), y)

@@ -39,6 +39,7 @@ from elbowroom.measure.dry import dry_run as run_dry
 from elbowroom.measure.memory import budget_nbytes
 from elbowroom.measure.record import record
 from elbowroom.measure.roofline import Speed
+from elbowroom.measure.standing import standing_of
 from elbowroom.plan import Policy
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan, check_plan
@@ -119,6 +120,8 @@ def saving(
 def measure(
     step: Callable[[], object],
     *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
     device: torch.device | str | None = None,
     min_nbytes: int = 65536,
     warm_up: int = 1,
@@ -131,10 +134,13 @@ def measure(
             loss_fn(model(x), y).backward()
             optimizer.step()
 
-        profile = er.measure(step)
+        profile = er.measure(step, model=model, optimizer=optimizer)
         print(er.plan(profile, budget="6 GiB").explain())
 
     step        forward, backward and whatever else belongs to it; it really trains
+    model       and
+    optimizer   of this step: `plan.explain()` then says their bytes a parameter, of weights,
+                gradients and states. None: nothing is said; the profile is the same otherwise
     device      whose memory; None: CUDA if it is in use in this process, else the CPU
     min_nbytes  storages below this size, in bytes, will be left alone
     warm_up     steps before, in which optimizer states come into being; not for an optimizer that
@@ -156,7 +162,18 @@ def measure(
     if not isinstance(warm_up, int) or isinstance(warm_up, bool) or warm_up < 0:
         raise UnknownField(f"warm_up={warm_up!r} is not possible; it is a number of steps, or 0")
     check_flag("noise", noise)
-    return record(step, device=device, min_nbytes=min_nbytes, warm_up=warm_up, noise=noise)
+    if model is None:
+        if optimizer is not None:
+            raise PlanError(
+                "measure counts the states of an optimizer for a model; give model=, too"
+            )
+    else:
+        check_model(model, "measure")
+        check_optimizer(optimizer, model, "measure")
+    profile = record(step, device=device, min_nbytes=min_nbytes, warm_up=warm_up, noise=noise)
+    if model is None:
+        return profile
+    return replace(profile, standing=standing_of(model, [] if optimizer is None else [optimizer]))
 
 
 def dry_run(

@@ -401,6 +401,32 @@ def test_a_dry_run_knows_them_too(tmp_path: Path) -> None:
     assert "states fp32: 8.00 bytes a parameter (fp32 8.00), weights 4.00" in plan.explain()
 
 
+@pytest.mark.parametrize("state", ["int8", "fp32"])
+def test_a_measured_step_knows_them_of_the_model_that_it_is_given(state: str) -> None:
+    training = Training()
+    optimizer = er.optim.AdamW(training.model.parameters(), state=state)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        training.model(training.x).square().mean().backward()
+        optimizer.step()
+
+    profile = er.measure(step, model=training.model, optimizer=optimizer)
+    held = sum(x.nbytes for one in optimizer.state.values() for x in one.values())
+    each = held / sum(p.numel() for p in training.model.parameters())
+    last = er.plan(profile, budget=1 << 30).explain().splitlines()[-1]
+    assert last == (
+        f"states {state}: {each:.2f} bytes a parameter (fp32 8.00), weights 4.00, gradients 4.00"
+    )
+    alone = er.measure(step, model=training.model)
+    assert "no optimizer states" in er.plan(alone, budget=1 << 30).explain()
+    assert er.measure(step).standing is None
+    with pytest.raises(PlanError, match="model="):
+        er.measure(step, optimizer=optimizer)
+    with pytest.raises(PlanError, match=r"measure takes a torch\.nn\.Module"):
+        er.measure(step, model=optimizer)
+
+
 def test_a_given_plan_brings_its_format() -> None:
     budget, training = without_room(), Training(rows=SOME)
     fitting = training.fit(budget)
