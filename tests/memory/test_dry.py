@@ -49,7 +49,7 @@ class MLP(nn.Module):
 
 
 def converted() -> nn.Module:
-    """Each module of er.nn, in an order in which they read one another's output."""
+    """Each module of er.nn, reading one another's output; er.optim trains it."""
     model = nn.Sequential(
         *(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)),
         *(nn.Linear(64, 64), nn.RMSNorm(64), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)),
@@ -87,7 +87,8 @@ KINDS = pytest.mark.parametrize("kind", MODELS)
 def training(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = MODELS[kind][0]()
-    return model, torch.optim.AdamW(model.parameters())
+    optim = er.optim if kind == "converted" else torch.optim
+    return model, optim.AdamW(model.parameters())
 
 
 @cache

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from elbowroom.errors import InvalidSetting, UnsupportedGradient
 from elbowroom.kernels import ops
+from elbowroom.kernels.fakes import has_values
 from elbowroom.kernels.states import MOST, WEIGHTS
 from elbowroom.optim.auto import resolve
 from elbowroom.optim.checked import VERSION, check_dict, check_states, checked_groups
@@ -280,7 +281,7 @@ class EncodedOptimizer(Optimizer):
 
     def _usable_values(self, due: Iterable[tuple[int, Group, Tensor, Tensor]]) -> bool:
         """Whether all gradients are finite and, where v is encoded, their squares."""
-        full = [one for one in due if _values(one[-1]).numel()]
+        full = [one for one in due if _values(one[-1]).numel() and has_values(one[-1])]
         return _small(grad for *_, grad in full) or all(
             bool(linalg.vector_norm(_values(grad), inf) <= self._most(p, group))
             for _, group, p, grad in full
@@ -310,7 +311,7 @@ class EncodedOptimizer(Optimizer):
             state.update(self.fresh(p, group))
         follow(self, p, state, group)
         state["step"] += 1
-        step = int(state["step"].item())
+        step = int(state["step"].item()) if has_values(p) else 1  # dry: any will do
         found = self.format_of(p, group["state"])
         residual = state.get("residual")
         *tensors, first, second = self.arguments(p, state, found)
