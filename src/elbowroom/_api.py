@@ -97,7 +97,9 @@ def saving(
                 a `control.LeanBudget`
     watch       measure what the codes add, every step; `.error_report()` shows it (also with
                 `noise` and controllers, which watch a few steps). A watched step is slower
-    seed        where the noise of lossy codes starts; None: one sequence for the whole process
+    seed        where the noise of lossy codes starts; None: one sequence for the whole process, and
+                another one after a restart. The number of the step (`seed=step`) gives each step
+                noise of its own, and a resumed run the bits of one that went on
 
     Raises UnknownCodec or UnknownField, which list what exists. Tensors that cannot be touched are
     kept; `.ledger` says which and why. Warns if that is all there were, 1 MiB or more.

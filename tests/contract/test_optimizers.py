@@ -706,6 +706,38 @@ def test_states_go_through_safetensors(cls, state, tmp_path):
     assert same(net, twin)
 
 
+@pytest.mark.parametrize("policy", [{"policy": "coat", "format": "int8"}, {"policy": "dither"}])
+def test_a_run_under_codes_resumes_with_the_same_bits_if_its_seed_says_the_step(policy):
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(100, 64), nn.GELU(), nn.Linear(64, 8))
+
+    def run(net, optimizer, numbers, seeded=True):
+        for step in numbers:
+            x = torch.randn(16, 100, generator=torch.Generator().manual_seed(step))
+            with er.saving(**policy, min_nbytes=0, seed=step if seeded else None):
+                loss = net(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return net
+
+    def resumed(checkpoint, **how):
+        net = network()
+        optimizer = AdamW(net.parameters(), lr=1e-2)
+        net.load_state_dict(checkpoint[0])
+        optimizer.load_state_dict(checkpoint[1])
+        return run(net, optimizer, range(3, 6), **how)
+
+    net = network()
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    run(net, optimizer, range(3))
+    checkpoint = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    run(net, optimizer, range(3, 6))
+    assert same(net, resumed(checkpoint))
+    assert not same(net, resumed(checkpoint, seeded=False))
+
+
 def test_an_optimizer_is_copied_and_pickled():
     net, optimizer, _ = _saved()
     optimizer.skipped = 2
