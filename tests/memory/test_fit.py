@@ -1130,3 +1130,66 @@ def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
     assert planning.settled
     assert "budget 1.00 MiB: steps take 3.00 MiB, and go on so" in caplog.text
     assert "Give budget=3145728" in caplog.text
+
+
+class Messages(nn.Module):
+    """Along the edges of a graph: backward of a maximum takes more than an estimate expects."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.inward = nn.Linear(16, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
+            for _ in range(3)
+        )
+
+    def forward(self, x, edges):
+        x = self.inward(x)
+        for layer in self.layers:
+            sent = layer(x[edges[0]])
+            largest = torch.full_like(x, -9.0).scatter_reduce(
+                0, edges[1][:, None].expand_as(sent), sent, "amax"
+            )
+            x = x + torch.zeros_like(x).index_add(0, edges[1], sent) + largest
+        return x
+
+
+GRAPH = torch.Generator().manual_seed(0)
+EDGES = torch.randint(0, 300, (2, 1800), generator=GRAPH)
+NODES = torch.randn(300, 16, generator=GRAPH)
+GRAPHS = (Messages, lambda: NODES, lambda model, x: model(x, EDGES).square().mean())
+
+
+def refused_or_settled(kind, budget):
+    """A run of this budget, exact, after some steps: its refusal, or its last measured peak."""
+    run = Run(kind, budget, exact=True)
+    try:
+        for _ in range(10):
+            run.step()
+        return None, opener_of(run.model).peak_nbytes
+    except BudgetTooSmall as refused:
+        return refused, 0
+    finally:
+        er.release(run.model)
+
+
+def test_a_plan_that_is_smaller_is_tried_before_a_budget_is_refused(monkeypatch, caplog):
+    """By what the first plan was wrong by, none would fit."""
+    monkeypatch.setitem(NETWORKS, "graph", GRAPHS)
+    budget = share_of("graph", 0.65)
+    refused, peak_nbytes = refused_or_settled("graph", budget)
+    assert refused is None
+    assert 0 < peak_nbytes <= budget
+    assert caplog.text.count("so the smallest are tried, a step each") == 1
+
+
+@pytest.mark.parametrize(("kind", "share"), [("graph", 0.6), ("graph", 0.5), ("unet", 0.5)])
+def test_a_least_that_was_measured_is_met_when_it_is_given(monkeypatch, kind, share):
+    monkeypatch.setitem(NETWORKS, "graph", GRAPHS)
+    refused, _ = refused_or_settled(kind, share_of(kind, share))
+    assert "that the best plan of this step takes (measured)" in str(refused)
+    assert "offload='file'" in str(refused)
+    assert sum(refused.parts.values()) == refused.least_nbytes
+    again, peak_nbytes = refused_or_settled(kind, refused.least_nbytes)
+    assert again is None
+    assert 0 < peak_nbytes <= refused.least_nbytes

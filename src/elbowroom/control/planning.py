@@ -11,7 +11,10 @@
    taken, and the next step is written down moment by moment.
 3. From that profile a plan is made (`plan/make.py`), each tensor with an action of its own, and
    followed. The first step under it is measured: if it needs more than was predicted, the plan is
-   made again with that much less, up to three times; then the uniform rung comes back for good.
+   made again with that much less, up to three times. What one plan was wrong by says little of
+   another: so if none is left, those of the least predicted peak are measured, too. If they are
+   above the budget, it is refused with the least that they took; or, where the uniform rung has
+   been seen to fit before, that is measured again, and what took least of all stays.
 4. A plan with lossy codes that has been verified is watched for a few steps, if it can be made so
    that there is room to look (`measure/shares.py`). Then it is known what each code adds to the
    gradient, and the plan is made, and verified, again.
@@ -36,13 +39,14 @@ from elbowroom.control.fitted import FittedSaving
 from elbowroom.control.making import Making
 from elbowroom.control.measurement import Measurement
 from elbowroom.control.owned import Owned
-from elbowroom.control.refusal import refusal
+from elbowroom.control.refusal import measured_refusal, refusal
 from elbowroom.control.rehearsing import plan_by_forward, rehearsed
 from elbowroom.control.sayings import (
     say_measured,
     warn_above,
     warn_given,
     warn_outside,
+    warn_smallest,
     warn_stray,
     warn_uncorrected,
     warn_unexpected,
@@ -57,14 +61,13 @@ from elbowroom.measure.recorder import StepRecorder
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
 from elbowroom.plan.ladder import choose
 from elbowroom.plan.make import LOSSY_HELPS
-from elbowroom.plan.plan import Plan
+from elbowroom.plan.plan import Plan, difference
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import SAFE, with_backward
+from elbowroom.plan.rehearsal import BEST, SAFE, with_backward
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.handles.drop import NothingHeld
 from elbowroom.runtime.inert import inertness_of
 from elbowroom.runtime.repeats import TRIED
-from elbowroom.units import show_nbytes
 
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
@@ -84,6 +87,26 @@ class _Fitted(NamedTuple):
     rung: int
     transient_nbytes: int | None
     calls: int
+
+
+class _Measured(NamedTuple):
+    """What a step under a plan took."""
+
+    peak_nbytes: int
+    chosen: Chosen
+
+    def is_of(self, chosen: Chosen) -> bool:
+        """Whether it did the same, whatever budget or profile that was made for."""
+        one = self.chosen
+        same = one.candidate.state == chosen.candidate.state
+        return same and not difference(one.plan, chosen.plan)
+
+
+class _Smallest(NamedTuple):
+    """A plan of the least predicted peak. rehearsed: the profile that it was made by is."""
+
+    chosen: Chosen
+    rehearsed: bool
 
 
 class Planning:
@@ -127,6 +150,12 @@ class Planning:
         self._beside_nbytes = 0  # what stood beside the model in the profile
         self._rounds = self._tries = self._strays = 0
         self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
+        self._chosen: Chosen | None = None  # what the plan is a part of
+        self._measured: list[_Measured] = []  # plans that were followed
+        self._smallest: list[_Smallest] = []
+        self._unsolved: tuple[tuple[Profile, bool], ...] = ()  # smallest plans to be; rehearsed?
+        self._is_smallest = False  # the plan is one of the least predicted peak
+        self._was_rehearsed = False  # so the uniform rung was not seen to fit
         self._fitted: _Fitted | None = None  # what was settled before a step had more forwards
 
     @property
@@ -207,6 +236,8 @@ class Planning:
         self._allowance.grow(growth)
         self.settled, self._rounds, self._tries = False, 0, 0
         self._has_fit = self._is_last_resort = False
+        self._measured, self._smallest, self._is_smallest = [], [], False
+        self._unsolved = () if self.profile is None else ((self.profile, False),)
         self.rung = max(self.rung, _SAFEST_EXACT)
         try:
             if self.profile is not None:
@@ -223,6 +254,8 @@ class Planning:
         self.rehearsed = self.settled = self.outgrown = False
         self.meter = None
         self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
+        self._measured, self._smallest, self._unsolved = [], [], ()
+        self._is_smallest = self._was_rehearsed = False
 
     def _as_fitted(self) -> "_Fitted":
         transient = self._allowance.transient_nbytes
@@ -326,19 +359,22 @@ class Planning:
 
     def _plan_by_forward(self, seen: Profile, loss_nbytes: int) -> None:
         seen = replace(seen, standing=self._owned.standing())
-        chosen = plan_by_forward(
-            lambda n: self._with_backward(seen, n, loss_nbytes),
-            self._owned.states,
-            self,
-            self._making,
-        )
+
+        def step(transients: int) -> Profile:
+            return self._with_backward(seen, transients, loss_nbytes)
+
+        chosen = plan_by_forward(step, self._owned.states, self, self._making)
+        # By these two estimates the smallest plans differ most; neither is always the smaller one.
+        self._unsolved = (step(SAFE), True), (step(BEST), True)
+        self._was_rehearsed = True
         self._follow(self._taken(chosen))
         self.rehearsed, self.outgrown = True, False
 
     def _taken(self, chosen: Chosen) -> Plan:
         """The plan, once states are held as it was made for."""
         chosen = self._owned.states.take(chosen, self, self.terms)
-        self.profile, self.stock = chosen.candidate.profile, self._stands()
+        self._chosen, self.stock = chosen, self._stands()
+        self.profile = chosen.candidate.profile
         return chosen.plan
 
     def _stands(self) -> Stock:
@@ -455,10 +491,12 @@ class Planning:
         if step.profile is None or last.climbed:
             self._try_again(last, step)
             return
+        self._note(self._at_largest(step, step.profile.peak))
         seen = step.profile.never_again(self.context.unrepeatable)
         self.profile = replace(seen, standing=self._owned.standing())
         self._profiled, self._beside_nbytes = self.now, step.stock.beside_nbytes
         self.rehearsed, self._margin_nbytes = False, 0
+        self._unsolved = ((self.profile, False), *self._unsolved)
         self._learn_transient(last, step, self.profile.peak)
         self._plan(self.profile)
 
@@ -474,62 +512,88 @@ class Planning:
         warn_outside(self.terms, step.peak, last.ledger.before_nbytes)
 
     def _settle_last_resort(self, step: Measurement) -> None:
-        """No plan was found by corrections: how is it without?"""
+        """No plan was found by corrections: how is it without? What took least stays."""
         if step.peak is None:
             return
         self.settled, self._is_last_resort = True, False
-        if step.peak > self.terms.budget_nbytes:
-            warn_above(self.terms, step.peak, "need that without a plan, too")
+        peak_nbytes, least = step.peak, min(self._measured, default=None, key=_peak_nbytes)
+        if least is not None and least.peak_nbytes < peak_nbytes > self.terms.budget_nbytes:
+            self._follow(self._taken(least.chosen))
+            peak_nbytes = least.peak_nbytes
+        if peak_nbytes > self.terms.budget_nbytes:
+            warn_above(self.terms, peak_nbytes, "took no less by what else was tried")
 
     def _plan(self, profile: Profile) -> None:
         try:
             chosen = self._owned.states.choose(
                 profile, self, self._making, estimated=self.rehearsed
             )
-        except BudgetTooSmall as error:
-            if self.now != self.largest or self._ratio > 1:  # scaled: no ground to refuse
-                self._start_over()
-                self._started_over = True
+        except BudgetTooSmall:
+            if self._is_scaled:
+                self._learn_anew()
                 return
-            if self.rehearsed:
-                self._replace_rehearsal(profile, error)
+            if self._rounds > 0 or self.rehearsed:
+                self._go_smaller()
                 return
             self.plan = None
             if profile.peak > self.terms.budget_nbytes:
                 raise
-            # The uniform rung has been seen to fit; not so if it comes after a correction.
-            self._is_last_resort = self._rounds > 0
-            self.settled = not self._is_last_resort
+            self.settled = True  # the uniform rung has been seen to fit
             return
         plan = self._taken(chosen)
         self._follow(plan)
         if plan.changes_nothing:
             self.plan, self.rung, self.settled = None, 0, self._ratio == 1
 
-    def _replace_rehearsal(self, profile: Profile, error: BudgetTooSmall) -> None:
-        """The plan of a rehearsal needs more than the budget, and no other plan of it needs less.
+    def _go_smaller(self) -> None:
+        """Plans have needed more than the budget, and no other is left by what they were wrong by.
 
-        Its next step is written down, so that what is said is true. That cannot be done while
-        modules run again; then the estimate is all there is, and what it was wrong by.
+        Of one that is rehearsed, and runs no module again, the next step is written down: that ends
+        all guessing. Else the plans of the least predicted peak are measured, one after another.
         """
         assert self.plan is not None
-        if not self.plan.recompute:
-            self._margin_nbytes = 0
+        least = min(self._measured, key=_peak_nbytes)
+        if least.peak_nbytes <= self.terms.budget_nbytes:
+            self._follow(self._taken(least.chosen))
+            self.settled = True
+            return
+        self._margin_nbytes = 0
+        if self.rehearsed and not self.plan.recompute:
             self._follow(self.plan)
             return
-        least = error.least_nbytes
-        raise BudgetTooSmall(
-            f"budget {show_nbytes(self.terms.budget_nbytes)} is below the {show_nbytes(least)} "
-            "that this step needs at the least (estimated, and corrected by a measured step). "
-            f"Halve the batch, or give budget={least}.",
-            least_nbytes=least,
-        ) from error
+        for profile, estimated in self._unsolved:
+            chosen = self._owned.states.smallest(profile, self, self._making)
+            # By an estimate, one that holds all is no smaller than what has been written down.
+            if chosen is not None and (chosen.plan.recompute or not estimated):
+                self._smallest.append(_Smallest(chosen, estimated))
+        self._unsolved = ()
+        for chosen, estimated in self._smallest:
+            if not any(one.is_of(chosen) for one in self._measured):
+                if not self._is_smallest:
+                    warn_smallest(self.terms, min(self._measured, key=_peak_nbytes).peak_nbytes)
+                self.rehearsed, self._is_smallest = estimated, True
+                self._follow(self._taken(chosen))
+                return
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """No plan has fit. The uniform rung may, if it was seen to before the first plan."""
+        least = min(self._measured, key=_peak_nbytes)
+        if self._was_rehearsed:  # what is named must do: every budget comes to the smallest plans
+            smallest = [chosen for chosen, _ in self._smallest]
+            known = (one for one in self._measured if any(map(one.is_of, smallest)))
+            least = min(known, default=least, key=_peak_nbytes)
+            plan, nbytes = least.chosen.plan, least.peak_nbytes
+            raise measured_refusal(self.terms, self._owned, self.stock, plan, nbytes)
+        self.plan, self._is_last_resort = None, True
+        warn_uncorrected(self.terms, least.peak_nbytes, self.terms.rungs[self.rung].name)
 
     def _follow(self, plan: Plan) -> None:
         assert self.profile is not None
         self.plan, self._untried = plan, TRIED if plan.recompute else 0
-        other = plan.peak + self._margin_nbytes - self.profile.static - plan.held_nbytes
-        self._allowance.learn(other)
+        # What it holds is allowed, even if it is one that is predicted to be above the budget.
+        peak_nbytes = min(plan.peak + self._margin_nbytes, self.terms.budget_nbytes)
+        self._allowance.learn(peak_nbytes - self.profile.static - plan.held_nbytes)
 
     def _verify(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
         """A step under the plan was measured."""
@@ -549,6 +613,7 @@ class Planning:
             self._settle_given()
             return
         self._learn_transient(last, step, peak_nbytes)
+        self._note(peak_nbytes)
         slack = budget_nbytes - peak_nbytes
         self._has_fit = self._has_fit or slack >= 0
         estimated = self.rehearsed or self._ratio > 1
@@ -556,16 +621,32 @@ class Planning:
         if slack >= 0 and not (useful and self._rounds < _MOST_ROUNDS):
             self.settled = not self._begin_to_watch()
             return
-        if self._rounds < _MOST_ROUNDS:
+        if self._rounds < _MOST_ROUNDS and not self._is_smallest:
             self._rounds += 1
             self._margin_nbytes = peak_nbytes - self.plan.peak
             if slack > 0:  # half of it: an estimate is not too careful by the same at all moments
                 self._margin_nbytes += slack // 2
             self._plan(self.profile)
             return
-        self.plan, self._is_last_resort = None, True
-        rung = self.terms.rungs[self.rung].name
-        warn_uncorrected(self.terms, peak_nbytes, _MOST_ROUNDS, rung)
+        if self._is_scaled:
+            self._learn_anew()
+            return
+        self._go_smaller()
+
+    @property
+    def _is_scaled(self) -> bool:
+        """What was measured was another call than the largest: no ground to refuse."""
+        return self.now != self.largest or self._ratio > 1
+
+    def _learn_anew(self) -> None:
+        """From steps of the largest size."""
+        self._start_over()
+        self._started_over = True
+
+    def _note(self, peak_nbytes: int) -> None:
+        """A step under the plan took so much."""
+        if self._chosen is not None and self._chosen.plan is self.plan:  # not one that was given
+            self._measured.append(_Measured(peak_nbytes, self._chosen))
 
     def _settle_given(self) -> None:
         """The plan that was given fits: keep it, if it knows the step."""
@@ -646,3 +727,7 @@ class Planning:
         return refusal(
             saving, self.terms, self._owned, self.stock, self._allowance.transient_nbytes
         )
+
+
+def _peak_nbytes(one: _Measured) -> int:
+    return one.peak_nbytes

@@ -5,9 +5,12 @@ from elbowroom.control.owned import Owned
 from elbowroom.control.terms import Stock, Terms
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.plan.ladder import LOSSY_RUNGS, held_nbytes
-from elbowroom.plan.make import LOSSY_HELPS
+from elbowroom.plan.make import LOSSY_HELPS, too_small
+from elbowroom.plan.plan import Plan
 from elbowroom.units import show_nbytes
 
+MEASURED = "that the best plan of this step takes (measured)"
+OFFLOAD_HELPS = "let tensors leave with offload='file'"
 _GENEROUS = 12  # so many largest tensors cover the transients of a step that is refused unmeasured
 
 
@@ -38,7 +41,26 @@ def refusal(
         f"step needs at rung '{least_rung.name}' ({kind}): {what}. "
         f"{more}alve the batch, or give budget={least}.",
         least_nbytes=least,
+        parts=dict(parts),
     )
+
+
+def measured_refusal(
+    terms: Terms, owned: Owned, stock: Stock, plan: Plan, least_nbytes: int
+) -> BudgetTooSmall:
+    """No plan has kept to the budget. least_nbytes: what a step under `plan`, the best, took."""
+    weight_nbytes, saved = owned.weight_nbytes, plan.held_nbytes
+    standing = stock.static_nbytes - weight_nbytes
+    parts = {
+        "weights": weight_nbytes,
+        "gradients and optimizer states": standing,
+        "saved for backward": saved,
+        "transients and gradients of the step": least_nbytes - weight_nbytes - standing - saved,
+    }
+    ways = [owned.states.lossy_helps() or LOSSY_HELPS] if terms.exact else []
+    if terms.offload is None:
+        ways.append(OFFLOAD_HELPS)
+    return too_small(terms.budget_nbytes, least_nbytes, parts, MEASURED, *ways, "halve the batch")
 
 
 def _lossy_helps(saving: FittedSaving, saved_nbytes: int) -> bool:

@@ -48,12 +48,21 @@ def warn_above(terms: Terms, peak_nbytes: int, why: str) -> None:
     )
 
 
-def warn_uncorrected(terms: Terms, peak_nbytes: int, rounds: int, rung: str) -> None:
-    """No plan holds, however often it is made again."""
+def warn_smallest(terms: Terms, least_nbytes: int) -> None:
+    """No plan holds by what others were wrong by. least_nbytes: the least that one took."""
     _log.warning(
-        "budget %s: the plan needs %s after %d corrections, so all tensors are at rung '%s'",
-        *map(show_nbytes, (terms.budget_nbytes, peak_nbytes)),
-        rounds,
+        "budget %s: no plan has kept to it yet (%s was the least measured), so the smallest are "
+        "tried, a step each, which may be above it, too",
+        *map(show_nbytes, (terms.budget_nbytes, least_nbytes)),
+    )
+
+
+def warn_uncorrected(terms: Terms, least_nbytes: int, rung: str) -> None:
+    """No plan holds, however often it is made again. least_nbytes: what the best of them took."""
+    _log.warning(
+        "budget %s: no plan kept to it (%s was the least measured), so all tensors are at rung "
+        "'%s' now; of all that was tried, what took least stays",
+        *map(show_nbytes, (terms.budget_nbytes, least_nbytes)),
         rung,
     )
 

@@ -124,6 +124,19 @@ class States:
             raise min(refusals, key=lambda error: error.least_nbytes)
         return found[0] if len(found) == 1 else min(found, key=self._cost_s)
 
+    def smallest(self, profile: Profile, who: object, making: Making) -> Chosen | None:
+        """That of the least predicted peak, for the user's budget. None: not found in time."""
+        budget_nbytes = making.terms.budget_nbytes
+        try:
+            self.choose(profile, who, replace(making, terms=making.terms.within(1)))
+        except BudgetTooSmall as error:
+            least = making.terms.within(error.least_nbytes)
+        try:
+            chosen = self.choose(profile, who, replace(making, terms=least))
+        except BudgetTooSmall:
+            return None
+        return replace(chosen, plan=replace(chosen.plan, budget=budget_nbytes))
+
     def take(self, chosen: Chosen, who: object, terms: Terms) -> Chosen:
         """From now on hold auto states as the plan, which is that of `who`, was made for."""
         one = chosen.candidate
