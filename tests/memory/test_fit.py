@@ -1193,3 +1193,14 @@ def test_a_least_that_was_measured_is_met_when_it_is_given(monkeypatch, kind, sh
     again, peak_nbytes = refused_or_settled(kind, refused.least_nbytes)
     assert again is None
     assert 0 < peak_nbytes <= refused.least_nbytes
+
+
+@pytest.mark.parametrize("kind", ["resnet", "gpt", "unet", "lstm", "droppy", "graph"])
+def test_a_least_that_is_estimated_is_met_and_below_what_plain_training_takes(monkeypatch, kind):
+    monkeypatch.setitem(NETWORKS, "graph", GRAPHS)
+    refused, _ = refused_or_settled(kind, share_of(kind, 0.05))
+    assert "that should hold this step (estimated" in str(refused)
+    assert refused.least_nbytes <= plain_needs(kind)[1]
+    again, peak_nbytes = refused_or_settled(kind, refused.least_nbytes)
+    assert again is None
+    assert 0 < peak_nbytes <= refused.least_nbytes

@@ -80,5 +80,5 @@ def test_a_first_step_that_goes_by_hope_is_said(caplog):
     run = Run("lstm")
     er.fit(run.model, budget=int(1.07 * needed), optimizer=run.optimizer, exact=True)
     run.step()
-    assert caplog.text.count("goes by a hopeful one, and may be above the budget for once") == 1
+    assert caplog.text.count("the first step of this size fits, so it goes by a hopeful one") == 1
     er.release(run.model)

@@ -591,9 +591,10 @@ class Planning:
     def _follow(self, plan: Plan) -> None:
         assert self.profile is not None
         self.plan, self._untried = plan, TRIED if plan.recompute else 0
-        # What it holds is allowed, even if it is one that is predicted to be above the budget.
-        peak_nbytes = min(plan.peak + self._margin_nbytes, self.terms.budget_nbytes)
-        self._allowance.learn(peak_nbytes - self.profile.static - plan.held_nbytes)
+        peak_nbytes = plan.peak + self._margin_nbytes
+        above = peak_nbytes > self.terms.budget_nbytes  # followed all the same, to measure it
+        other = 0 if above else peak_nbytes - self.profile.static - plan.held_nbytes
+        self._allowance.learn(other)
 
     def _verify(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
         """A step under the plan was measured."""
@@ -605,7 +606,8 @@ class Planning:
         if self.profile is None and peak_nbytes > budget_nbytes:
             self._correct_given(peak_nbytes)
             return
-        if last.climbed or (step.makes_states and peak_nbytes <= budget_nbytes):
+        strayed = last.climbed and not self._is_smallest  # what is above the budget may climb
+        if strayed or (step.makes_states and peak_nbytes <= budget_nbytes):
             # A step that makes the optimizer's states has a peak of its own: the next one tells.
             self._try_again(last, step)
             return

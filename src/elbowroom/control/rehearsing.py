@@ -92,8 +92,8 @@ def plan_by_forward(step: Step, states: States, who: object, making: Making) -> 
 
 def _say_hopeful(terms: Terms) -> None:
     _log.warning(
-        "budget %s: no careful estimate of the first step fits, so it goes by a hopeful one, and "
-        "may be above the budget for once; it is measured, and the next one keeps to what was seen",
+        "budget %s: no careful estimate of the first step of this size fits, so it goes by a "
+        "hopeful one, and may be above the budget; it is measured, and those after it go by that",
         show_nbytes(terms.budget_nbytes),
     )
 
@@ -134,6 +134,7 @@ def _refusal(step: Step, states: States, who: object, making: Making) -> BudgetT
             least_nbytes=plan.budget,
         )
 
-    best, safe = refused(BEST).least_nbytes, refused(SAFE).least_nbytes
-    margin = int(_MARGIN * (safe - step(SAFE).static))
-    return refused(SAFE, margin, _SHOULD_DO.format(show_nbytes(best)))
+    likely = USUAL if exact else SAFE  # more is due where codes are decoded
+    best, least = refused(BEST).least_nbytes, refused(likely).least_nbytes
+    margin = int(_MARGIN * (least - step(likely).static))
+    return refused(likely, margin, _SHOULD_DO.format(show_nbytes(best)))
