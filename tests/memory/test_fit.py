@@ -1204,3 +1204,20 @@ def test_a_least_that_is_estimated_is_met_and_below_what_plain_training_takes(mo
     again, peak_nbytes = refused_or_settled(kind, refused.least_nbytes)
     assert again is None
     assert 0 < peak_nbytes <= refused.least_nbytes
+
+
+@pytest.mark.parametrize("exact", [True, None])
+def test_a_budget_that_fits_without_offloading_fits_with_it(exact):
+    """What is on its way takes room, but only where anything is moved."""
+    run = Run("unet")
+    run.step()
+    profile = er.measure(run.step)
+    with pytest.raises(BudgetTooSmall) as refused:
+        er.plan(profile, budget=1, exact=True)
+    least = refused.value.least_nbytes
+    plan = er.plan(profile, budget=least, exact=exact, offload="file")
+    assert plan.exact
+    assert plan.peak <= least
+    with pytest.raises(BudgetTooSmall) as refused:
+        er.plan(profile, budget=1, exact=True, offload="file")
+    assert refused.value.least_nbytes <= least

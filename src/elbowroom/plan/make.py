@@ -53,10 +53,15 @@ def make_plan(
     of `lossy_helps`, what to allow; what that budget is, it says in the words of `least_is`.
     """
     in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
+    posed = pose(profile, exact=True, recompute=recompute, offload=offload)
+    found = solve(posed.problem, budget - margin - in_flight, exact=True, solver=solver)
+    if offload is not None and not found.feasible:  # where all stays, nothing is on its way
+        staying = pose(profile, exact=True, recompute=recompute, offload=None)
+        other = solve(staying.problem, budget - margin, exact=True, solver=solver)
+        if other.feasible or (exact and other.peak < found.peak + in_flight):
+            posed, found, offload, in_flight = staying, other, None, 0
     margin += in_flight  # of what is moved, one tensor is on its way at any time
     allowed = budget - margin
-    posed = pose(profile, exact=True, recompute=recompute, offload=offload)
-    found = solve(posed.problem, allowed, exact=True, solver=solver)
     if exact is False or not (exact or found.feasible):
         freely = pose(profile, exact=False, recompute=recompute, offload=offload)
         variance = inf if noise is None else noise
