@@ -368,8 +368,8 @@ def fit(
 
     Raises ValueError for a budget that cannot be read, and PlanError for a plan that does not keep
     to these terms, or a share of a device whose memory is not known ("meta"); forward (and fit, for
-    `worst`) raises BudgetTooSmall with the least budget that would do. `er.release(model)` undoes
-    it; a copied or pickled model is a plain one.
+    `worst`) raises er.errors.BudgetTooSmall with the least budget that would do.
+    `er.release(model)` undoes it; a copied or pickled model is a plain one.
     """
     check_model(model, "fit")
     check_min_nbytes(min_nbytes)

@@ -676,6 +676,32 @@ def test_a_plan_with_an_unknown_setting_is_refused(tmp_path: Path) -> None:
         Plan.load(tmp_path / "plan.json")
 
 
+def test_a_plan_with_a_field_of_a_wrong_type_is_refused_by_name(tmp_path: Path) -> None:
+    plan, path = planned("gpt", 0.8), tmp_path / "plan.json"
+    assert plan is not None
+    plan.save(path)
+    good = json.loads(path.read_text())
+    numbers = {"budget", "peak", "plain_peak", "seconds", "plain_seconds", "watched"}
+    for name in numbers | {"exact", "solver", "recompute"}:
+        for wrong in ({}, None, [1], True if name in numbers else 1):
+            path.write_text(json.dumps(good | {name: wrong}))
+            with pytest.raises(DataError, match=f"{name} is"):
+                Plan.load(path)
+    for name, wrong in (("budget", -5), ("peak", 1.5), ("seconds", float("nan"))):
+        path.write_text(json.dumps(good | {name: wrong}))
+        with pytest.raises(DataError, match=f"{name} is"):
+            Plan.load(path)
+    for name in good["lines"][0]:
+        path.write_text(json.dumps(good | {"lines": [good["lines"][0] | {name: {"a": 1}}]}))
+        with pytest.raises(DataError, match=name):
+            Plan.load(path)
+    *site, known = good["sites"][0]
+    for name in known:
+        path.write_text(json.dumps(good | {"sites": [[*site, known | {name: {}}]]}))
+        with pytest.raises(DataError, match=name):
+            Plan.load(path)
+
+
 # --- Other steps than the one that was measured
 
 

@@ -295,22 +295,34 @@ def _is(known: Known, site: Site) -> bool:
 
 def _plan(data: dict[str, Any]) -> Plan:
     sites = {
-        SiteName(module, consumer, nth): Known(**known)
+        SiteName(module, consumer, nth): files.made(Known, known)
         for module, consumer, nth, known in data["sites"]
     }
     strange = {known.rung for known in sites.values()} - set(RUNGS)
     if strange:
         raise ValueError(f"no setting {sorted(strange)}")
-    lines = tuple(Line(**{**line, "shape": tuple(line["shape"])}) for line in data["lines"])
-    return Plan(
-        **{
+    lines = tuple(
+        files.made(Line, {**line, "shape": _shape(line["shape"])}) for line in data["lines"]
+    )
+    recompute = data["recompute"]
+    if not (isinstance(recompute, list) and all(isinstance(name, str) for name in recompute)):
+        raise ValueError(f"recompute is {recompute!r}, and should be a list of strings")
+    return files.made(
+        Plan,
+        {
             **data,
             "sites": sites,
-            "recompute": frozenset(data["recompute"]),
+            "recompute": frozenset(recompute),
             "lines": lines,
             "standing": standing_from(data.get("standing")),
-        }
+        },
     )
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    if not (isinstance(sizes, list) and all(type(size) is int for size in sizes)):
+        raise ValueError(f"shape is {sizes!r}, and should be a list of whole numbers")
+    return tuple(sizes)
 
 
 def _table(plan: Plan) -> str:
