@@ -54,6 +54,7 @@ from elbowroom.control.sayings import (
 from elbowroom.control.signature import Signature
 from elbowroom.control.states import Chosen
 from elbowroom.control.terms import Stock, Terms
+from elbowroom.control.tried import Known, Taken, Tried
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.meter import NoiseMeter
@@ -61,7 +62,7 @@ from elbowroom.measure.recorder import StepRecorder
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
 from elbowroom.plan.ladder import choose
 from elbowroom.plan.make import LOSSY_HELPS
-from elbowroom.plan.plan import Plan, difference
+from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import BEST, SAFE, with_backward
 from elbowroom.runtime.context import Context
@@ -87,26 +88,6 @@ class _Fitted(NamedTuple):
     rung: int
     transient_nbytes: int | None
     calls: int
-
-
-class _Measured(NamedTuple):
-    """What a step under a plan took."""
-
-    peak_nbytes: int
-    chosen: Chosen
-
-    def is_of(self, chosen: Chosen) -> bool:
-        """Whether it did the same, whatever budget or profile that was made for."""
-        one = self.chosen
-        same = one.candidate.state == chosen.candidate.state
-        return same and not difference(one.plan, chosen.plan)
-
-
-class _Smallest(NamedTuple):
-    """A plan of the least predicted peak. rehearsed: the profile that it was made by is."""
-
-    chosen: Chosen
-    rehearsed: bool
 
 
 class Planning:
@@ -151,10 +132,7 @@ class Planning:
         self._rounds = self._tries = self._strays = 0
         self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
         self._chosen: Chosen | None = None  # what the plan is a part of
-        self._measured: list[_Measured] = []  # plans that were followed
-        self._smallest: list[_Smallest] = []
-        self._unsolved: tuple[tuple[Profile, bool], ...] = ()  # smallest plans to be; rehearsed?
-        self._is_smallest = False  # the plan is one of the least predicted peak
+        self._tried = Tried()
         self._was_rehearsed = False  # so the uniform rung was not seen to fit
         self._fitted: _Fitted | None = None  # what was settled before a step had more forwards
 
@@ -236,8 +214,9 @@ class Planning:
         self._allowance.grow(growth)
         self.settled, self._rounds, self._tries = False, 0, 0
         self._has_fit = self._is_last_resort = False
-        self._measured, self._smallest, self._is_smallest = [], [], False
-        self._unsolved = () if self.profile is None else ((self.profile, False),)
+        self._tried = Tried()
+        if self.profile is not None:
+            self._tried.knows(self.profile)
         self.rung = max(self.rung, _SAFEST_EXACT)
         try:
             if self.profile is not None:
@@ -254,8 +233,7 @@ class Planning:
         self.rehearsed = self.settled = self.outgrown = False
         self.meter = None
         self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
-        self._measured, self._smallest, self._unsolved = [], [], ()
-        self._is_smallest = self._was_rehearsed = False
+        self._tried, self._was_rehearsed = Tried(), False
 
     def _as_fitted(self) -> "_Fitted":
         transient = self._allowance.transient_nbytes
@@ -365,7 +343,7 @@ class Planning:
 
         chosen = plan_by_forward(step, self._owned.states, self, self._making)
         # By these two estimates the smallest plans differ most; neither is always the smaller one.
-        self._unsolved = (step(SAFE), True), (step(BEST), True)
+        self._tried = Tried(Known(step(n), rehearsed=True) for n in (SAFE, BEST))
         self._was_rehearsed = True
         self._follow(self._taken(chosen))
         self.rehearsed, self.outgrown = True, False
@@ -496,7 +474,7 @@ class Planning:
         self.profile = replace(seen, standing=self._owned.standing())
         self._profiled, self._beside_nbytes = self.now, step.stock.beside_nbytes
         self.rehearsed, self._margin_nbytes = False, 0
-        self._unsolved = ((self.profile, False), *self._unsolved)
+        self._tried.knows(self.profile)
         self._learn_transient(last, step, self.profile.peak)
         self._plan(self.profile)
 
@@ -516,7 +494,7 @@ class Planning:
         if step.peak is None:
             return
         self.settled, self._is_last_resort = True, False
-        peak_nbytes, least = step.peak, min(self._measured, default=None, key=_peak_nbytes)
+        peak_nbytes, least = step.peak, self._tried.least
         if least is not None and least.peak_nbytes < peak_nbytes > self.terms.budget_nbytes:
             self._follow(self._taken(least.chosen))
             peak_nbytes = least.peak_nbytes
@@ -552,7 +530,8 @@ class Planning:
         all guessing. Else the plans of the least predicted peak are measured, one after another.
         """
         assert self.plan is not None
-        least = min(self._measured, key=_peak_nbytes)
+        least = self._tried.least
+        assert least is not None
         if least.peak_nbytes <= self.terms.budget_nbytes:
             self._follow(self._taken(least.chosen))
             self.settled = True
@@ -561,28 +540,23 @@ class Planning:
         if self.rehearsed and not self.plan.recompute:
             self._follow(self.plan)
             return
-        for profile, estimated in self._unsolved:
-            chosen = self._owned.states.smallest(profile, self, self._making)
-            # By an estimate, one that holds all is no smaller than what has been written down.
-            if chosen is not None and (chosen.plan.recompute or not estimated):
-                self._smallest.append(_Smallest(chosen, estimated))
-        self._unsolved = ()
-        for chosen, estimated in self._smallest:
-            if not any(one.is_of(chosen) for one in self._measured):
-                if not self._is_smallest:
-                    warn_smallest(self.terms, min(self._measured, key=_peak_nbytes).peak_nbytes)
-                self.rehearsed, self._is_smallest = estimated, True
-                self._follow(self._taken(chosen))
-                return
-        self._give_up()
+        states, making = self._owned.states, self._making
+        found = self._tried.next_smallest(lambda step: states.smallest(step, self, making))
+        if found is None:
+            self._give_up(least)
+            return
+        if not self._tried.is_smallest:
+            warn_smallest(self.terms, least.peak_nbytes)
+        self.rehearsed, self._tried.is_smallest = found.rehearsed, True
+        self._follow(self._taken(found.chosen))
 
-    def _give_up(self) -> None:
-        """No plan has fit. The uniform rung may, if it was seen to before the first plan."""
-        least = min(self._measured, key=_peak_nbytes)
+    def _give_up(self, least: Taken) -> None:
+        """No plan has fit. The uniform rung may, if it was seen to before the first plan.
+
+        least: of what was measured
+        """
         if self._was_rehearsed:  # what is named must do: every budget comes to the smallest plans
-            smallest = [chosen for chosen, _ in self._smallest]
-            known = (one for one in self._measured if any(map(one.is_of, smallest)))
-            least = min(known, default=least, key=_peak_nbytes)
+            least = self._tried.least_of_smallest or least
             plan, nbytes = least.chosen.plan, least.peak_nbytes
             raise measured_refusal(self.terms, self._owned, self.stock, plan, nbytes)
         self.plan, self._is_last_resort = None, True
@@ -606,7 +580,7 @@ class Planning:
         if self.profile is None and peak_nbytes > budget_nbytes:
             self._correct_given(peak_nbytes)
             return
-        strayed = last.climbed and not self._is_smallest  # what is above the budget may climb
+        strayed = last.climbed and not self._tried.is_smallest  # what is above the budget may climb
         if strayed or (step.makes_states and peak_nbytes <= budget_nbytes):
             # A step that makes the optimizer's states has a peak of its own: the next one tells.
             self._try_again(last, step)
@@ -623,7 +597,7 @@ class Planning:
         if slack >= 0 and not (useful and self._rounds < _MOST_ROUNDS):
             self.settled = not self._begin_to_watch()
             return
-        if self._rounds < _MOST_ROUNDS and not self._is_smallest:
+        if self._rounds < _MOST_ROUNDS and not self._tried.is_smallest:
             self._rounds += 1
             self._margin_nbytes = peak_nbytes - self.plan.peak
             if slack > 0:  # half of it: an estimate is not too careful by the same at all moments
@@ -648,7 +622,7 @@ class Planning:
     def _note(self, peak_nbytes: int) -> None:
         """A step under the plan took so much."""
         if self._chosen is not None and self._chosen.plan is self.plan:  # not one that was given
-            self._measured.append(_Measured(peak_nbytes, self._chosen))
+            self._tried.took(self._chosen, peak_nbytes)
 
     def _settle_given(self) -> None:
         """The plan that was given fits: keep it, if it knows the step."""
@@ -729,7 +703,3 @@ class Planning:
         return refusal(
             saving, self.terms, self._owned, self.stock, self._allowance.transient_nbytes
         )
-
-
-def _peak_nbytes(one: _Measured) -> int:
-    return one.peak_nbytes
