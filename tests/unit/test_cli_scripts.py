@@ -273,6 +273,24 @@ def test_too_few_steps_are_no_profile(folder):
     assert not (folder / "profile.json").exists()
 
 
+def test_tensors_may_be_moved_where_it_is_allowed(folder):
+    _, path = profiled(folder)
+    stays, moves = (
+        int(re.search(r"--budget (\d+)MiB", in_process(*small).stderr)[1])
+        for small in (
+            ["plan", path, "--budget", "1MiB", "--exact"],
+            ["plan", path, "--budget", "1MiB", "--exact", "--offload", "file"],
+        )
+    )
+    assert moves <= stays
+    ran = elbowroom(folder, "run", "--budget", "1GiB", "--offload", "file", "sub/train.py")
+    assert ran.stdout == python(folder, "sub/train.py").stdout
+    refused = elbowroom(folder, "run", "--budget", "1GiB", "--offload", "host", "sub/train.py")
+    assert refused.returncode == 2
+    assert "this model is in host memory already" in refused.stderr
+    assert in_process("plan", path, "--budget", "8MiB", "--offload", "moon").exit_code == 2
+
+
 def test_a_sweep_goes_from_plain_to_the_least(folder):
     _, path = profiled(folder)
     told = in_process("plan", path, "--sweep")

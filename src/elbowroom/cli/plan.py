@@ -1,5 +1,7 @@
 """`elbowroom plan`: a dry run: would it fit, at what cost, and what would be done."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 import elbowroom as er
+from elbowroom.cli.places import Offload
 from elbowroom.cli.polite import check_writable, errors_console, polite
 from elbowroom.errors import BudgetTooSmall, DataError, UnknownField
 from elbowroom.plan.make import plain_peak
@@ -48,6 +51,7 @@ def plan(
     profile: From,
     budget: Budget = None,
     exact: IsExact = False,
+    offload: Offload = None,
     solver: Solver = "auto",
     out: Out = None,
     explain: Explains = False,
@@ -70,10 +74,14 @@ def plan(
         raise DataError(f'there is no profile {profile}; "elbowroom profile train.py" writes one')
     known = Profile.load(profile)
     if sweep:
-        Console().print(_sweep(known, exact or None, solver))
+        Console().print(
+            _sweep(
+                known, partial(er.plan, known, exact=exact or None, offload=offload, solver=solver)
+            )
+        )
     if budget is None:
         return
-    made = er.plan(known, budget=budget, exact=exact or None, solver=solver)
+    made = er.plan(known, budget=budget, exact=exact or None, offload=offload, solver=solver)
     if explain:
         Console().print(Text(made.explain()), soft_wrap=True)
     else:
@@ -95,7 +103,7 @@ def _table(made: Plan) -> Table:
     return table
 
 
-def _sweep(known: Profile, exact: bool | None, solver: str) -> Table:
+def _sweep(known: Profile, make: Callable[..., Plan]) -> Table:
     """Budgets, from the plain peak in steps of a tenth down to the least that can be met."""
     plain = plain_peak(known)
     table = Table(
@@ -108,10 +116,10 @@ def _sweep(known: Profile, exact: bool | None, solver: str) -> Table:
     table.add_column("gradients")
     for nbytes in (plain * step // _STEPS for step in range(_STEPS, 0, -1)):
         try:
-            _add(table, er.plan(known, budget=nbytes, exact=exact, solver=solver), plain)
+            _add(table, make(budget=nbytes), plain)
         except BudgetTooSmall as error:
             least = error.least_nbytes
-            made = er.plan(known, budget=least, exact=exact, solver=solver)
+            made = make(budget=least)
             _add(table, made, plain, note="the least")
             break
     return table

@@ -42,6 +42,7 @@ def mistake(message: str) -> None:
 def _on_the_command_line(error: BudgetTooSmall) -> str:
     """The remedies, as they are typed there."""
     message = str(error).replace("with exact=None", "by leaving out --exact")
+    message = message.replace("with offload='file'", "by --offload file")
     mebibytes = -(-error.least_nbytes // 2**20)
     return message.replace(f"budget={error.least_nbytes}", f"--budget {mebibytes}MiB")
 

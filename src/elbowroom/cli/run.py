@@ -10,6 +10,7 @@ from rich.text import Text
 from torch import nn
 
 import elbowroom as er
+from elbowroom.cli.places import Offload
 from elbowroom.cli.polite import check_writable, errors_console, mistake, polite
 from elbowroom.cli.script import Arguments, Script, check_script, run_script, show_traceback
 from elbowroom.cli.warm import start_warm
@@ -52,6 +53,7 @@ def run(
     budget: Budget = None,
     arguments: Arguments = None,
     exact: IsExact = False,
+    offload: Offload = None,
     plan: Begin = None,
     warm: IsWarm = False,
     report: Report = None,
@@ -84,13 +86,13 @@ def run(
         raise UnknownField('run needs --budget, as in --budget "6GiB", or --plan PLAN.json')
     allowed = parse_budget(asked)
     if not isinstance(allowed, Share):  # of which memory, the model's device will tell
-        check_plan(given, allowed, exact or None)
+        check_plan(given, allowed, exact or None, offload=offload)
     check_script(script)
     if report is not None:
         check_writable(report, "--report", script, plan)
     if warm:
         start_warm()
-    running = _Run(asked, exact, given)
+    running = _Run(asked, exact, offload, given)
     code = running.of(script, arguments or [])
     told = running.told()
     if told is None:
@@ -110,9 +112,12 @@ class _Refused(PlanError):
 class _Run:
     """One run of a script: the model that was found in it, and what became of it."""
 
-    def __init__(self, budget: int | str, exact: bool, plan: Plan | None) -> None:
+    def __init__(
+        self, budget: int | str, exact: bool, offload: str | None, plan: Plan | None
+    ) -> None:
         self.discovery = Discovery(self._fit)
-        self._budget, self._exact, self._plan = budget, exact, plan
+        self._budget, self._plan = budget, plan
+        self._exact, self._offload = exact or None, offload
         self._fitting: Fitting | None = None
         self._name = ""
 
@@ -146,7 +151,13 @@ class _Run:
             )
         optimizers = self.discovery.optimizers_of(model)
         try:
-            er.fit(model, budget=self._budget, exact=self._exact or None, plan=self._plan)
+            er.fit(
+                model,
+                budget=self._budget,
+                exact=self._exact,
+                offload=self._offload,
+                plan=self._plan,
+            )
         except PlanError as error:
             raise _Refused(str(error)) from error
         fitting = opener_of(model)

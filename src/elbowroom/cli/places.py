@@ -1,0 +1,23 @@
+"""`--offload`: where plans may move tensors to."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+
+class Place(StrEnum):
+    """As `offload=` of er.fit and er.plan names them."""
+
+    file = "file"
+    host = "host"
+
+
+Offload = Annotated[
+    Place | None,
+    typer.Option(
+        help="Tensors may be moved to a file that leaves nothing behind, or from a GPU to host "
+        "memory.",
+        show_default="they stay",
+    ),
+]
