@@ -1,9 +1,10 @@
 """Whether a module gives the same when it runs again: tried before it is recomputed at all.
 
-Inputs, parameters, buffers and random numbers are given back to it (`recompute.py`). What it reads
-besides would be another in backward, and gradients silently wrong: a counter in Python, the clock,
-a generator that nobody sees. So its first calls run twice more, holding nothing, and what they give
-must have the same bits. Code that is the same by chance in each of them is not found out.
+What it reads is given back to it as far as it can be seen (`recompute.py`). The rest would be
+another in backward, and gradients silently wrong: a list that it changes, the clock, a generator
+that nobody sees. So its first calls run twice more, holding nothing, and what they give must have
+the same bits. That reads values, for once: on a GPU each trial waits for it. Code that is the same
+by chance in all of them is not found out.
 """
 
 import weakref
