@@ -14,16 +14,16 @@ from elbowroom.runtime.ledger import Ledger
 
 _TURNS = 2  # between two steps of ours, so many times: it trains beside us
 _clock = itertools.count()
-_fitted: "weakref.WeakSet[Beside]" = weakref.WeakSet()
+_fitted: "weakref.WeakSet[Neighbours]" = weakref.WeakSet()
 
 
-class Beside:
+class Neighbours:
     """Of one fitted model."""
 
     def __init__(self, owned: Owned) -> None:
         self._owned = owned
         self._graphs: list[Ledger] = []
-        self._turns: weakref.WeakKeyDictionary[Beside, int] = weakref.WeakKeyDictionary()
+        self._turns: weakref.WeakKeyDictionary[Neighbours, int] = weakref.WeakKeyDictionary()
         self._began = next(_clock)
         _fitted.add(self)
 
@@ -57,7 +57,7 @@ class Beside:
         theirs = [tensor for one in beside for tensor in one._owned.tensors()]
         return graphs + storage_nbytes([*mine, *theirs]) - storage_nbytes(mine)
 
-    def _others(self) -> Iterator["Beside"]:
+    def _others(self) -> Iterator["Neighbours"]:
         for one in list(_fitted):
             if one is not self and one._owned.device == self._owned.device:
                 yield one

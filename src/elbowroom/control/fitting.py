@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from elbowroom.control.beside import Beside
+from elbowroom.control.beside import Neighbours
 from elbowroom.control.fitted import FittedSaving
 from elbowroom.control.measurement import Measurement
 from elbowroom.control.owned import Owned
@@ -77,7 +77,7 @@ class Fitting:
         self.highest_nbytes: int | None = None
         self.was_exact = True
         self._opened: FittedSaving | None = None  # the last context
-        self._beside = Beside(self.owned)
+        self._beside = Neighbours(self.owned)
         self._less: Terms | None = None  # from the next step on
         self._ran_out_nbytes: int | None = None  # there was no memory for a step of so many
         self._was_exhausted = False
