@@ -25,10 +25,11 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 from torch.utils._pytree import tree_map
 
 from elbowroom.measure.sensitivity import energy, is_weight
-from elbowroom.runtime.consumers import BUFFERS, Call, tolerant_arguments
+from elbowroom.runtime.consumers import BUFFERS, TOLERANT, Call, tolerant_arguments
 from elbowroom.runtime.slot import View
 
 _log = logging.getLogger("elbowroom.measure")
+RESULT = "<result>"  # in place of an argument's keyword: what the op has made, and saves
 _CANNOT = (RuntimeError, ValueError, TypeError, NotImplementedError)
 
 
@@ -53,7 +54,7 @@ class Probe:
     That is two numbers: by all, or the upper one of two codes, and by the lower (`channels.py`).
 
     node      of the graph that it made, and which output of it counts
-    exact     copies of the call's tolerant arguments, by position or keyword
+    exact     copies of the call's tolerant arguments, by position or keyword, or of its RESULT
     views     what is held instead of them
     weights   parameters met in forward so far: those below are among them
     only_weights  the op is linear in what it saves, so that dx has no error
@@ -84,7 +85,8 @@ class Probe:
             if isinstance(value, Tensor) and value.requires_grad
         }
         # What is no parameter must be free to go: it may be held by a code, here or elsewhere.
-        self._arguments = tree_map(_own, self._arguments | dict.fromkeys(exact))
+        arguments = dict.fromkeys(key for key in exact if key != RESULT)
+        self._arguments = tree_map(_own, self._arguments | arguments)
         self._grad: Tensor | None = None
         self._watch(node, output)
 
@@ -169,7 +171,7 @@ class Probe:
 
     def _backward(self, grad: Tensor, held: dict[int | str, Tensor]) -> list[Tensor | None]:
         """The gradients of all differentiable arguments, by backward with these saved instead."""
-        given = self._arguments | self._exact
+        given = self._arguments | {k: x for k, x in self._exact.items() if k != RESULT}
         leaves = {key: given[key].detach().requires_grad_() for key in self._edges}
         given |= leaves
         args = tuple(value for key, value in given.items() if isinstance(key, int))
@@ -178,8 +180,8 @@ class Probe:
         is_rms = self._name == "rms_norm" and bool(held)
 
         def instead(x: Tensor) -> Tensor:
-            key = next((key for key in tolerant_arguments(x, call) if key in held), None)
-            if key is not None:
+            key = next((key for key in keys_of(x, call) if key in held), None)
+            if key is not None and x.shape.numel() == held[key].numel():
                 return held[key].to(x.dtype).reshape(x.shape)
             return _scaled_as(x, *self._exact.values(), *held.values()) if is_rms else x
 
@@ -191,6 +193,13 @@ class Probe:
             out = self._func(*args, **kwargs)
             out = out[0] if isinstance(out, tuple) else out
         return list(torch.autograd.grad(out, list(leaves.values()), grad, allow_unused=True))
+
+
+def keys_of(x: Tensor, call: Call) -> list[int | str]:
+    """Which of its arguments, that may carry an error, an op saves as x; or its RESULT."""
+    found = tolerant_arguments(x, call)
+    is_made = x.grad_fn is not None and call.name not in TOLERANT and call.name != "rms_norm"
+    return [RESULT] if is_made and not found else found
 
 
 def can_probe(call: Call) -> bool:

@@ -17,11 +17,11 @@ from torch import Tensor
 from elbowroom.codecs import Codec
 from elbowroom.measure.channels import CHANNEL_NORMS, channel_errors, channel_noise
 from elbowroom.measure.noise import HeldNoise, NoiseTable, OpReading, Trial
-from elbowroom.measure.probe import Probe, arguments, can_probe, second_pass
+from elbowroom.measure.probe import RESULT, Probe, arguments, can_probe, keys_of, second_pass
 from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
 from elbowroom.plan import Site, SiteName
 from elbowroom.plan.gentle import gentle
-from elbowroom.runtime.consumers import Call, tolerant_arguments
+from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.observer import Use
 from elbowroom.runtime.slot import Geometry, Slot, View
@@ -108,12 +108,13 @@ class StepWatch:
             self._derived[root].append((op, slot, x, version_of(x)))
         else:
             self._pending.setdefault(slot, []).append((op, use.view.geometry))
-        keys = tolerant_arguments(x, use.call)
+        keys = keys_of(x, use.call)
         if not keys or not self._is_turn(op):
             return
         if can_probe(use.call):
             for key in keys:
-                op.copies[key] = arguments(use.call)[key].detach().clone()
+                exact = x if key == RESULT else arguments(use.call)[key]
+                op.copies[key] = exact.detach().clone()
                 op.views[key] = use.view
         else:
             self._probed[op.name] += 1  # its turn passes, or no other would ever come

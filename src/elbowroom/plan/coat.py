@@ -55,7 +55,6 @@ class Coat:
     wide: int = 256
     format: Format = "fp8"
     rebuild: bool = True
-    products: ClassVar[bool] = True
     exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

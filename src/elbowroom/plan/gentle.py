@@ -20,31 +20,58 @@ They get at least 8. A ReLU is linear in what is decoded, and needs nothing of t
 """
 
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
-from elbowroom.codecs import Codec, Comet, Dither, Division, Group
-from elbowroom.plan.site import NORMS, Rebuildable, Site
+from elbowroom.codecs import Cast, Codec, Comet, Dither, Division, Group
+from elbowroom.plan.site import NORMS, Formula, Site
 
 
 class _Mildest(NamedTuple):
-    """The bits that a code must have, and the bound of `comet` that has about their error."""
+    """The levels that a code must have; bits and the bound of `comet` that have about their error."""
 
-    bits: int
-    bound: float
+    levels: int
+
+    @property
+    def bits(self) -> int:
+        return (self.levels - 1).bit_length()
+
+    @property
+    def bound(self) -> float:
+        return 0.5 / self.levels
 
 
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
-_ATTENTION, _CURVED = _Mildest(4, 0.03), _Mildest(3, 0.07)
+_FEW = 512
+_ATTENTION, _FINE, _SHARED = _Mildest(16), _Mildest(16), _Mildest(32)
+_FLOORS = {
+    Formula.PRODUCT: _FINE,
+    Formula.CURVED: _FINE,
+    Formula.EXPONENTIAL: _Mildest(256),
+}
+_PROBABILITIES = Cast("fp8_e4m3")
 
 
 def gentle(codec: Codec, site: Site) -> Codec:
     """The codec itself, or a milder setting of it."""
     if site.consumer == ATTENTION:
         return _at_least(codec, _ATTENTION)
-    if site.consumer in CURVED or site.curved:
-        return _at_least(codec, _CURVED)
-    return codec
+    if site.formula is Formula.PROBABILITY:
+        return codec if codec.lossless or isinstance(codec, Cast) else _PROBABILITIES
+    floor = _FLOORS.get(site.formula)
+    if site.formula is Formula.SUMMED or site.formula is Formula.UNKNOWN:
+        floor = _SHARED if site.curved else _FINE if _sums_few(site) else None
+    return codec if floor is None else _at_least(codec, floor)
+
+
+def _sums_few(site: Site) -> bool:
+    """Whether so few elements are summed that their errors do not average out."""
+    if site.formula is not Formula.SUMMED or len(site.shape) < 2:
+        return False
+    by_channel = site.consumer.startswith("conv") or site.consumer == "batch_norm"
+    channels = site.shape[1] if by_channel else site.shape[-1]
+    return prod(site.shape) < _FEW * channels
 
 
 def if_curved(codec: Codec, site: Site) -> Codec | None:
@@ -58,16 +85,10 @@ def if_curved(codec: Codec, site: Site) -> Codec | None:
     return None if found == gentle(codec, site) else found
 
 
-def may_rebuild(codec: Codec, site: Site) -> bool:
-    """Whether an op may read what is made again from a code that was chosen before it was known."""
-    known = site.rebuildable is not Rebuildable.LOSSY or site.curved
-    return site.consumer not in CURVED or bool(known) or gentle(codec, site) == codec
-
-
 def _at_least(codec: Codec, mildest: _Mildest) -> Codec:
     match codec:
-        case Dither() if codec.levels < 1 << mildest.bits:
-            return replace(codec, levels=1 << mildest.bits)
+        case Dither() if codec.levels < mildest.levels:
+            return replace(codec, levels=mildest.levels)
         case Group() | Division() if codec.bits < mildest.bits:
             return replace(codec, bits=mildest.bits)
         case Comet() if codec.relative and codec.bound > mildest.bound:

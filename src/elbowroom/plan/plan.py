@@ -19,7 +19,6 @@ from rich.table import Table
 from elbowroom.errors import PlanError
 from elbowroom.plan import files
 from elbowroom.plan.action import Action
-from elbowroom.plan.gentle import CURVED
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.menu import EXACT_MENU, KEEP, OFFLOAD, RUNGS
 from elbowroom.plan.sequence import prefix
@@ -107,8 +106,8 @@ class Plan:
         known, rung = self.sites.get(site.name), self._rung_for(site) or EXACT_MENU[0]
         if known is None:
             return rung.policy(site)
-        # Whatever a GELU or SiLU is made of here is known to be, and has a code for that.
-        return rung.policy(replace(site, curved=known.curved or site.consumer in CURVED))
+        # Whatever a fine formula reads is made of here is known to be, and has a code for that.
+        return rung.policy(replace(site, curved=known.curved or site.formula.is_fine))
 
     def _rung_for(self, site: Site) -> Rung | None:
         """The setting that decides for a site; None for a stranger."""

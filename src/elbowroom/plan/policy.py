@@ -22,7 +22,7 @@ from elbowroom.codecs import BitMask, Codec, Dither, Facts, Narrow, Sided
 from elbowroom.errors import UnknownField
 from elbowroom.kernels.layout import FOLDS, GROUP_SIZES
 from elbowroom.plan.action import Action, Encode, Keep, Rebuild
-from elbowroom.plan.gentle import gentle, if_curved, may_rebuild
+from elbowroom.plan.gentle import gentle, if_curved
 from elbowroom.plan.site import Need, Rebuildable, Site
 
 Policy = Callable[[Site], Action]
@@ -83,8 +83,7 @@ class Lossy:
         exact = Exact(self.rebuild)(site)
         if not isinstance(exact, Keep) or site.need is not Need.LOSSY:
             return exact
-        can = self.rebuild and site.rebuildable is not Rebuildable.NO
-        if can and may_rebuild(self.codec, site):
+        if self.rebuild and site.rebuildable is not Rebuildable.NO:
             return Rebuild()
         if site.dtype not in self.codec.dtypes:
             return Keep(
@@ -137,8 +136,7 @@ class Lean:
         if not isinstance(exact, Keep) or site.need is not Need.LOSSY:
             return exact
         levels = Dither(levels=self.plain, group_size=self.group_size)
-        can = self.rebuild and site.rebuildable is not Rebuildable.NO
-        if can and may_rebuild(levels, site):
+        if self.rebuild and site.rebuildable is not Rebuildable.NO:
             return Rebuild()
         if site.dtype not in Dither.dtypes:
             return Keep(f"dither does not take {str(site.dtype).removeprefix('torch.')}")

@@ -18,7 +18,7 @@ from elbowroom.codecs import Facts
 from elbowroom.kernels.windows import Window
 from elbowroom.plan import files
 from elbowroom.plan.shares import NoiseShares, SiteShares
-from elbowroom.plan.site import Need, Reads, Rebuildable, Site, SiteName
+from elbowroom.plan.site import Formula, Need, Reads, Rebuildable, Site, SiteName
 from elbowroom.plan.standing import Standing, standing_from
 from elbowroom.units import show_nbytes, show_seconds
 
@@ -284,6 +284,7 @@ def _site(data: dict[str, Any]) -> Site:
             "need": Need(data["need"]),
             "rebuildable": Rebuildable(data["rebuildable"]),
             "reads": Reads(data.get("reads", Reads.RESTORED)),
+            "formula": Formula(data.get("formula", Formula.UNKNOWN)),
             "facts": Facts(**facts),
         }
     )

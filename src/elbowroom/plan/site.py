@@ -32,6 +32,40 @@ class Need(Enum):
     SHAPE = "shape"  # its shape and strides, no value (pooling)
 
 
+class Formula(Enum):
+    """How an op's derivative formula uses the value of a saved tensor.
+
+    The first five tolerate an unbiased error (`plan/gentle.py` says how large a one); the others do
+    not, and `shape` reads no value at all.
+    """
+
+    SUMMED = "summed"  # in sums over many elements (matmul, a norm's means): errors average out
+    PRODUCT = "product"  # linear, element by element: the error goes on upstream as it is
+    CURVED = "curved"  # a smooth function of it with bounded derivatives (tanh, a cube)
+    PROBABILITY = "probability"  # a softmax: small values matter as much as large ones
+    EXPONENTIAL = "exponential"  # exp of it: an absolute error becomes a relative one
+    SHAPE = "shape"  # its shape and strides
+    COMPARED = "compared"  # its order or sign: a small error turns a gradient on or off
+    SINGULAR = "singular"  # it is divided by, or taken the logarithm or root of
+    STATISTIC = "statistic"  # a weight, mean, norm or scale, which every element depends on
+    INDEX = "index"  # an integer or boolean that selects
+    UNKNOWN = "unknown"  # the op is not in the table
+
+    @property
+    def tolerates_errors(self) -> bool:
+        """Whether an unbiased error of the value only adds noise to the gradient."""
+        return self in _TOLERANT
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether the error of a coarse code would not average out."""
+        return self in _FINE
+
+
+_FINE = (Formula.PRODUCT, Formula.CURVED, Formula.PROBABILITY, Formula.EXPONENTIAL)
+_TOLERANT = (Formula.SUMMED, *_FINE)
+
+
 class Reads(Enum):
     """What a backward reads of a tensor that is held as bits or as a code (`runtime/direct/`)."""
 
@@ -57,8 +91,9 @@ class Site:
     why     says, where `need` is EXACT, which rule made it so; the ledger shows it
     nth     how many tensors this op of this module has saved before, in this step
     reads   what its backward reads, unless the tensor itself is kept
-    curved  a GELU or SiLU reads what is made of it; or, of what a GELU or SiLU saves: what that is
-            made of has a code for it; None: not known yet
+    formula how the saving op's derivative uses the value
+    curved  an op whose formula is fine reads what is made of it; or, of what such an op saves: what
+            that is made of has a code for it; None: not known yet
     """
 
     module: str
@@ -73,6 +108,7 @@ class Site:
     why: str = ""
     nth: int = 0
     reads: Reads = Reads.RESTORED
+    formula: Formula = Formula.UNKNOWN
     curved: bool | None = None
 
     @property

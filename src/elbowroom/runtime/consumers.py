@@ -5,64 +5,45 @@ is packed during a call is saved by it (about 3 us a call; CPU, torch 2.13). Cal
 inside a Python function of its own (multi_head_attention_forward) or in C++ (lstm) are seen as that
 function.
 
-Lossy only for known consumers. An op that is not in the table needs its tensors exactly: a 4-level
-code under `div`, `log` or `sqrt` gave gradients wrong by factors of 8 to 13,000. Of a known op only
-the arguments named here may carry an error, never its weights or statistics.
-
-Products are apart: their gradient is linear in the other factor, but element by element, and goes
-on upstream, where nothing averages it. A policy with codes fine enough for that says `products`.
+Lossy only for known readers. The table of derivative formulas (`formulas.py`) says what backward
+does with each tensor that a node has saved. The nodes exist once the call has ended: until then
+what it saves stays as it is (`Deferred`). A few functions are told at once, by the arguments that
+they were called with; of these only the arguments named here may carry an error, never weights or
+statistics.
 """
 
 import types
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from elbowroom.plan import Need
-from elbowroom.plan.site import Reads
+from elbowroom.plan.gentle import CURVED
+from elbowroom.plan.site import RECOMPUTE, Formula, Reads
+from elbowroom.runtime.formulas import WHY
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.plain import PLAIN
-from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.slot import Deferred, Slot
 
-# op -> the arguments (position, name) that may carry an error: its gradients are linear in them,
-# or, for norms, GELU, SiLU and attention, smooth, so that a small unbiased error stays small
-_CONV = ((0, "input"),)
-_TWO = ((0, "input"), (1, "mat2"))
+# Functions that are told at once -> the arguments (position, name) that may carry an error.
+_FIRST = ((0, "input"),)
 TOLERANT: dict[str, tuple[tuple[int, str], ...]] = {
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _CONV),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _CONV),
-    "linear": _CONV,
-    **dict.fromkeys(
-        ("matmul", "__matmul__", "__rmatmul__", "mm"), ((0, "input"), (1, "other"), (1, "mat2"))
-    ),
-    "bmm": _TWO,
-    "addmm": ((1, "mat1"), (2, "mat2")),
-    "baddbmm": ((1, "batch1"), (2, "batch2")),
-    **dict.fromkeys(("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"), _CONV),
-    **dict.fromkeys(("gelu", "silu"), _CONV),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _FIRST),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _FIRST),
+    "linear": _FIRST,
+    **dict.fromkeys(("batch_norm", "layer_norm", "group_norm", "instance_norm"), _FIRST),
+    **dict.fromkeys(CURVED, _FIRST),
     "scaled_dot_product_attention": ((0, "query"), (1, "key"), (2, "value")),
-}
-_BOTH = ((0, "input"), (1, "other"))
-PRODUCTS: dict[str, tuple[tuple[int, str], ...]] = {
-    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _BOTH),
-    **dict.fromkeys(("pow", "__pow__", "square"), ((0, "input"),)),
 }
 _RUNNING = ((1, "running_mean"), (2, "running_var"))
 _GROUP_NORM = "NativeGroupNormBackward0"
 BUFFERS = dict.fromkeys(("batch_norm", "instance_norm"), _RUNNING)  # saved, but the module's own
-SHAPE_ONLY = (
-    tuple(  # their backward asks the input for its shape; max-pooling reads its saved indices
-        f"{kind}_pool{n}d{rest}"
-        for n in (1, 2, 3)
-        for kind in ("max", "avg", "adaptive_max", "adaptive_avg")
-        for rest in ("", "_with_indices")
-    )
-)
+_AT_ONCE = frozenset((*TOLERANT, *MASKED_OUTPUT, *MASKED_INPUT, *CAPPED, "dropout", RECOMPUTE))
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
 _TENSOR_CLASSES = (Tensor, torch._C.TensorBase, object)
 _TORCH_MODULES = (
@@ -107,6 +88,8 @@ class Call:
     __slots__ = (
         "args",
         "at_end",
+        "deferred",
+        "fine",
         "func",
         "kwargs",
         "name",
@@ -128,6 +111,8 @@ class Call:
         self.name = name or _name(func)
         self.saved: list[Slot] = []  # what it has saved so far
         self.at_end: list[Callable[[Call, Any], None]] = []  # what waits for its statistics
+        self.deferred: list[tuple[Deferred, Tensor]] = []  # decided on when it has ended
+        self.fine: list[Slot] = []  # what it reads finely is made of these
         self.reads = Reads.RESTORED  # what its backward reads
         self.rounds = False  # it runs as a node of ours whose backward rounds otherwise
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
@@ -140,6 +125,11 @@ class Call:
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument, however it was passed."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    @property
+    def is_told_at_once(self) -> bool:
+        """Whether what it saves is known as it is saved; else its nodes tell when it has ended."""
+        return self.name in _AT_ONCE or self.reads is not Reads.RESTORED
 
     def note_saved(self, slot: Slot, x: Tensor) -> None:
         """The call has saved x."""
@@ -206,27 +196,47 @@ class Consumers(TorchFunctionMode):
         return out
 
 
-def need_of(x: Tensor, call: Call | None, products: bool = False) -> tuple[Need, str]:
-    """What the op that saves x needs of it, and, where that is its exact value, why.
+class Reading(NamedTuple):
+    """How an op reads a tensor that it saves.
 
-    products: whether the factors of products may carry an error, too.
+    why: the reason, where it needs the exact value
     """
+
+    need: Need
+    formula: Formula
+    why: str = ""
+
+
+def reading_of(x: Tensor, call: Call | None) -> Reading:
+    """How the op that saves x reads it, for ops that are told at once."""
     if call is None or not call.name:
-        return Need.EXACT, "saved by an op that Python did not call"
+        return Reading(Need.EXACT, Formula.UNKNOWN, "saved by an op that Python did not call")
     masked = call.name in (*MASKED_OUTPUT, *MASKED_INPUT) or is_capped(call)
     if masked and x.is_floating_point():
-        return Need.MASK, ""
-    if call.name in SHAPE_ONLY and x.is_floating_point() and _is(x, call.arg(0, "input")):
-        return Need.SHAPE, ""
-    if products and _is_factor(x, call):
-        return Need.LOSSY, ""
+        return Reading(Need.MASK, Formula.COMPARED)
     if call.name not in TOLERANT:
-        return Need.EXACT, f"'{call.name}' is not known to tolerate errors"
+        return Reading(
+            Need.EXACT, Formula.UNKNOWN, f"'{call.name}' is not known to tolerate errors"
+        )
     if not x.is_floating_point():
-        return Need.EXACT, "not a floating dtype"
+        return Reading(Need.EXACT, Formula.INDEX, "not a floating dtype")
     if tolerant_arguments(x, call) or _is_attention_output(x, call):
-        return Need.LOSSY, ""
-    return Need.EXACT, f"a weight or statistic of '{call.name}'"
+        return Reading(Need.LOSSY, Formula.CURVED if call.name in CURVED else Formula.SUMMED)
+    return Reading(Need.EXACT, Formula.STATISTIC, f"a weight or statistic of '{call.name}'")
+
+
+def reading_by(formula: Formula, x: Tensor, call: Call) -> Reading:
+    """How the op reads x by its derivative formula."""
+    if formula is Formula.SHAPE and x.is_floating_point():
+        return Reading(Need.SHAPE, formula)
+    if formula.tolerates_errors and not x.is_floating_point():
+        return Reading(Need.EXACT, Formula.INDEX, "not a floating dtype")
+    if formula.tolerates_errors and x.grad_fn is None and not is_argument(x, call):
+        # Dropout's factors, for one: their zeros are exact, or a gradient passes where none should.
+        return Reading(Need.EXACT, Formula.STATISTIC, f"a constant that '{call.name}' has made")
+    if formula.tolerates_errors:
+        return Reading(Need.LOSSY, formula)
+    return Reading(Need.EXACT, formula, f"'{call.name}': {WHY.get(formula, '')}")
 
 
 def is_capped(call: Call) -> bool:
@@ -244,23 +254,16 @@ def _is_number(argument: Any, number: int) -> bool:
 
 def tolerant_arguments(x: Tensor, call: Call) -> list[int | str]:
     """Which of the arguments that may carry an error x is: their positions, or keywords."""
+    known = TOLERANT.get(call.name)
+    if known is None:
+        places: list[int | str] = [*range(len(call.args)), *call.kwargs]
+        values = (*call.args, *call.kwargs.values())
+        return [place for place, value in zip(places, values, strict=True) if _is(x, value)]
     return [
         position if position < len(call.args) else name
-        for position, name in TOLERANT.get(call.name, ())
+        for position, name in known
         if _is(x, call.arg(position, name))
     ]
-
-
-def _is_factor(x: Tensor, call: Call) -> bool:
-    """Whether x is a factor of a product, of a square, or of what rms_norm is made of."""
-    if not x.is_floating_point():
-        return False
-    if call.name == "rms_norm":
-        normed = call.arg(0, "input")
-        return isinstance(normed, Tensor) and x.shape == normed.shape
-    if call.name in ("pow", "__pow__") and not _is_number(call.arg(1, "exponent"), 2):
-        return False
-    return any(_is(x, call.arg(*factor)) for factor in PRODUCTS.get(call.name, ()))
 
 
 def _is(x: Tensor, argument: Any) -> bool:

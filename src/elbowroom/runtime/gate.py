@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.identity import Identity, untouchable
+from elbowroom.runtime.identity import Identity, is_touchable
 from elbowroom.runtime.masks import MASKED_OUTPUT
-from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.recipes import same_order
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.weak import WeakStorage
@@ -39,7 +38,7 @@ class Gate:
     """
 
     def __init__(self, out: Tensor) -> None:
-        self.is_sole, self.is_summed = _is_plain(out), False
+        self.is_sole, self.is_summed = is_touchable(out), False
         self._geometry = Geometry.of(out)
         self._tip = _address(out) if self.is_sole else 0
         self._path = {self._tip: WeakStorage(out)} if self.is_sole else {}  # it, and the sums
@@ -52,7 +51,7 @@ class Gate:
         read = {_address(x) for x in _tensors(call.args, call.kwargs)} & self._path.keys()
         if not read:
             return
-        alike = _is_plain(out) and Geometry.of(out)[:2] == self._geometry[:2]
+        alike = is_touchable(out) and Geometry.of(out)[:2] == self._geometry[:2]
         self.is_sole = alike and read == {self._tip} and self._passed is None
         if self.is_sole and call.name in _SUMS:
             self.is_summed, self._tip = True, _address(out)
@@ -83,11 +82,7 @@ class Gate:
 
 
 def _tensors(*values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if _is_plain(x)]
-
-
-def _is_plain(x: Any) -> bool:
-    return type(x) in PLAIN and not untouchable(x)
+    return [x for x in tree_leaves(values) if is_touchable(x)]
 
 
 def _address(x: Tensor) -> int:

@@ -1,7 +1,7 @@
 """The main path: autograd saves x -> `_pack` -> a `View`; backward asks -> `_unpack` -> x again.
 
     x -> ours to touch? -> seen before?       identity.py
-      -> what does the saving op need?        consumers.py
+      -> what does the saving op need?        consumers.py, formulas.py
       -> policy                               plan/
       -> perform                              perform.py
       -> slot -> View                         slot.py
@@ -17,11 +17,13 @@ import weakref
 from collections.abc import Callable, Container
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import CodecError, ElbowroomError, PlanError, RestoreError
 from elbowroom.plan import (
@@ -32,11 +34,12 @@ from elbowroom.plan import (
     Offload,
     Policy,
     Rebuild,
+    Rebuildable,
     Site,
     SiteName,
 )
-from elbowroom.plan.gentle import CURVED
-from elbowroom.plan.site import NORMS, RECOMPUTE
+from elbowroom.plan.gentle import gentle
+from elbowroom.plan.site import NORMS, RECOMPUTE, Formula
 from elbowroom.runtime import modules
 from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.calls import intercepted
@@ -44,8 +47,10 @@ from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import (
     Call,
     Consumers,
+    Reading,
     is_buffer,
-    need_of,
+    reading_by,
+    reading_of,
 )
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.direct import direct_of, may_run
@@ -56,6 +61,7 @@ from elbowroom.runtime.identity import (
     covering,
     dense_base,
     is_parameter,
+    is_touchable,
     untouchable,
 )
 from elbowroom.runtime.inert import Inertness
@@ -65,11 +71,12 @@ from elbowroom.runtime.observer import Observer, Recorder, Use, Watch
 from elbowroom.runtime.passing import Passing
 from elbowroom.runtime.perform import is_normalized, perform
 from elbowroom.runtime.producers import note_origin
+from elbowroom.runtime.readers import formulas_of
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import repeats
 from elbowroom.runtime.sites import left_alone, site_of
-from elbowroom.runtime.slot import Beside, Lone, Slot, View
+from elbowroom.runtime.slot import Beside, Deferred, Lone, Slot, View
 from elbowroom.runtime.statistics import statistics_of
 from elbowroom.runtime.waiting import Waiting, WaitingLine, root_of
 
@@ -81,8 +88,7 @@ class Saving:
 
     Backward may run inside or after it.
 
-    policy      site facts -> action; with an attribute `products` that is true, sites of products
-                tolerate errors
+    policy      site facts -> action
     min_nbytes  storages smaller than this stay as they are
     context     where seeds come from and what is learned goes to
     ledger      the count of bytes, filled as forward runs
@@ -111,7 +117,6 @@ class Saving:
     ) -> None:
         self.policy = policy
         self._inertness = inertness
-        self._products = bool(getattr(policy, "products", False))
         self.recorder = recorder
         self.recompute = recompute
         self.idle = idle
@@ -240,10 +245,13 @@ class Saving:
 
     def _finished(self, call: Call, out: Any) -> None:
         with torch._C.DisableTorchFunction():
+            results = self._decide_on_deferred(call, out)
             self._waiting.ended(call, out, self._identity)
             for finish in call.at_end:
                 finish(call, out)
             note_origin(call, out, self._identity)
+            for decide in results:
+                decide()
             if self._passing.parts is not None:
                 op = self._module, call.name
                 self._passing.parts.ended(op, call, out, self._identity)
@@ -319,7 +327,7 @@ class Saving:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == self._pack
 
-    def _pack(self, x: Tensor) -> View | Lone | Beside | KeepHandle:
+    def _pack(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle:
         with torch._C.DisableTorchFunction():
             consumers = self._consumers
             if consumers is not None and consumers.passing and not untouchable(x):
@@ -327,39 +335,75 @@ class Saving:
                 if kept is not None:
                     return kept
                 self._passing.stop()
-            return self._packed(x)
+            call = None if consumers is None else consumers.call
+            kept = self._left_alone(x, call)
+            if kept is not None:
+                return kept
+            if call is None or call.is_told_at_once:
+                return self._packed(x, call, reading_of(x, call))
+            deferred = Deferred(x)
+            call.deferred.append((deferred, x))
+            return deferred
+
+    def _decide_on_deferred(self, call: Call, out: Any) -> list[Callable[[], None]]:
+        """A call has ended, and so its nodes tell how they read what they have saved.
+
+        What comes back decides on its results, once it is known how these could be made again.
+        """
+        saved, call.deferred = call.deferred, []
+        wanted = (one for one, x in saved if storage_nbytes(x) >= self.min_nbytes)
+        formulas = formulas_of(call, out, wanted)
+        made = {x.untyped_storage()._cdata for x in tree_leaves(out) if is_touchable(x)}
+        results: list[Callable[[], None]] = []
+        for one, x in saved:
+            reading = reading_by(formulas.get(id(one), Formula.UNKNOWN), x, call)
+            decide = partial(self._decide_on, one, x, call, reading)
+            if x.untyped_storage()._cdata in made:
+                results.append(decide)
+            else:
+                decide()
+        return results
+
+    def _decide_on(self, one: Deferred, x: Tensor, call: Call, reading: Reading) -> None:
+        if isinstance(one.held, KeepHandle) and not one.held.was_changed:
+            one.held = self._packed(x, call, reading)
 
     def _passes(self, op: str) -> bool:
         """Whether the op that begins is inert. What waits for one more op must see that."""
         return (modules.current(), op) in self._passing.ops and not self._waiting
 
-    def _packed(self, x: Tensor) -> View | Lone | KeepHandle:
+    def _left_alone(self, x: Tensor, call: Call | None) -> Lone | KeepHandle | None:
+        """What is held of a tensor that is not ours to touch; None: it is."""
         if type(x) is nn.Parameter:
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
         why = untouchable(x)
         if why:
             entry = self.ledger.open(self._module, self._consumer, str(x.dtype), storage_nbytes(x))
             return Lone(KeepHandle(x, why), entry)
-        call = None if self._consumers is None else self._consumers.call
         if is_parameter(x) or is_buffer(x, call):
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
+        return None
+
+    def _packed(self, x: Tensor, call: Call | None, reading: Reading) -> View:
+        """A view of the slot of x, which then holds what this reading needs."""
         name = self._name(call)
         slot = self._identity.slot(x) or self._new_slot(x, name)
-        need, why = need_of(x, call, self._products)
-        if need is Need.MASK and differ(name.consumer, slot.bits_of):
-            need, why = Need.EXACT, f"'{slot.bits_of}' holds another mask of it"
+        if reading.need is Need.MASK and differ(name.consumer, slot.bits_of):
+            why = f"'{slot.bits_of}' holds another mask of it"
+            reading = Reading(Need.EXACT, Formula.COMPARED, why)
+        need = reading.need
         noted = None
         if self.recorder is not None and call is not None:
             origin, ready = self._identity.origin(x), self._ready(x)
-            noted = site_of(slot, x, call, need, why, ready, name, origin)
-        if name.consumer in CURVED and (self.recorder or self._watch):
-            self._note_curved(root_of(self._identity.origin(x)))
-        if not slot.serves(need):
+            noted = site_of(slot, x, call, reading, ready, name, origin)
+        if reading.formula.is_fine and call is not None:
+            self._note_fine(root_of(self._identity.origin(x)), call)
+        if not slot.serves(need) or is_too_coarse(slot, reading, name):
             why_kept = left_alone(slot, x, call, need, self.min_nbytes)
             if why_kept:
                 slot.hold(KeepHandle(slot.base.on(x), why_kept))
             else:
-                self._serve(slot, x, call, need, why, name)
+                self._serve(slot, x, call, reading, name)
         slot.promise(need, name.consumer)
         if self._passing.parts is not None:
             op, held = (name.module, name.consumer), self.ledger.held_nbytes
@@ -375,10 +419,15 @@ class Saving:
                 self._watch.saved(Use(call, view, name.module), x)
         return view
 
-    def _note_curved(self, source: Slot | None) -> None:
-        """What is made of `source` is read by a GELU or SiLU."""
+    def _note_fine(self, source: Slot | None, call: Call) -> None:
+        """The call reads what is made of `source` with a formula that is fine."""
+        if source is None:
+            return
+        call.fine.append(source)
+        if source.sites:  # should it be encoded later than now
+            source.sites[-1] = replace(source.sites[-1], curved=True)
         for one in (self.recorder, self._watch):
-            if source is not None and one is not None:
+            if one is not None:
                 one.curved(source)
 
     def _new_slot(self, x: Tensor, name: SiteName) -> Slot:
@@ -400,11 +449,13 @@ class Saving:
         return None if ready is None or not ready.exact else ready.sole_source
 
     def _serve(
-        self, slot: Slot, x: Tensor, call: Call | None, need: Need, why: str, name: SiteName
+        self, slot: Slot, x: Tensor, call: Call | None, reading: Reading, name: SiteName
     ) -> None:
         """Make the slot hold what this op needs."""
-        ready = self._ready(x)
-        site = site_of(slot, x, call, need, why, ready, name, self._identity.origin(x))
+        ready, need = self._ready(x), reading.need
+        site = site_of(slot, x, call, reading, ready, name, self._identity.origin(x))
+        if ready is not None and any(map(partial(is_too_coarse_for, site=site), ready.slots)):
+            ready, site = None, replace(site, rebuildable=Rebuildable.NO)
         key = (site.module, site.consumer, site.shape, site.dtype)
         whole = slot.base.on(x)
         if self.context.keeps(key):
@@ -420,7 +471,8 @@ class Saving:
 
         def hold(slot: Slot, whole: Tensor, action: Action) -> None:
             if slot.pinned and isinstance(action, Encode):
-                return  # another op needs it exactly by now
+                slot.entry.why = "an op that needs every bit reads it, or what is made of it"
+                return
             known = slot.statistics
             try:
                 prefetcher = self.context.prefetcher
@@ -489,13 +541,28 @@ class Saving:
         return "" if call is None else call.name
 
 
+def is_too_coarse(slot: Slot, reading: Reading, name: SiteName) -> bool:
+    """Whether a code that is held was chosen for a reader with a milder formula than this one."""
+    if reading.need is not Need.LOSSY or slot.exact or not slot.sites:
+        return False
+    site = replace(slot.sites[-1], consumer=name.consumer, formula=reading.formula)
+    below = getattr(slot.value, "ready", None)
+    return any(is_too_coarse_for(one, site) for one in ([slot] if below is None else below.slots))
+
+
+def is_too_coarse_for(slot: Slot, site: Site) -> bool:
+    """Whether what a slot holds is a code of fewer levels than this site asks for."""
+    codec = getattr(slot.value, "codec", None)
+    return codec is not None and not slot.exact and gentle(codec, site) != codec
+
+
 def is_lossy(action: Action, need: Need) -> bool:
     """Whether the tensor may be, or may become, a lossy code."""
     at_once = isinstance(action, Offload) or (isinstance(action, Encode) and action.codec.lossless)
     return need is Need.LOSSY and not at_once
 
 
-def _unpack(held: View | Lone | Beside | KeepHandle) -> Tensor:
+def _unpack(held: View | Deferred | Lone | Beside | KeepHandle) -> Tensor:
     try:
         return held.restore()
     except ElbowroomError:

@@ -71,7 +71,7 @@ class Identity:
 
     def slots_of(self, *values: Any) -> list[Slot]:
         """The slots of all tensors in these arguments."""
-        tensors = [x for x in tree_leaves(values) if type(x) in PLAIN and not untouchable(x)]
+        tensors = filter(is_touchable, tree_leaves(values))
         return [slot for x in tensors if (slot := self.slot(x)) is not None]
 
     def remember(self, x: Tensor, slot: Slot) -> None:
@@ -125,6 +125,11 @@ def untouchable(x: Tensor) -> str:
     if why is None:
         why = _untouchable_keys[keys] = _why_untouchable(x)
     return why
+
+
+def is_touchable(x: Any) -> bool:
+    """Whether this is a plain dense tensor."""
+    return type(x) in PLAIN and not untouchable(x)
 
 
 _untouchable_keys: dict[int, str] = {}

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,26 +175,55 @@ def _dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     return _make(call, out, identity, op, has_zeros=has_zeros)
 
 
-def _mul(call: Call, out: Tensor, identity: Identity) -> Origin | None:
-    """x * y: from a saved x, or what x is made from, and a saved y, a parameter or a number."""
+def _elementwise(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """A function of one tensor, and of numbers: from its input as anybody has saved it."""
+    x, rest, named, func = call.arg(0, "input"), call.args[1:], dict(call.kwargs), call.func
+    named.pop("input", None)
+    if any(isinstance(one, Tensor) for one in (*rest, *named.values())) or out.dtype != x.dtype:
+        return None
+    op = Op(lambda x, _: func(x, *rest, **named), lambda x: func(x, *rest, **named))
+    return _make(call, out, identity, op)
+
+
+def _binary(
+    combine: Callable[..., Tensor], call: Call, out: Tensor, identity: Identity
+) -> Origin | None:
+    """Of two operands: one saved or made again, the other saved, a parameter or a number."""
     x, y = call.arg(0, "input"), call.arg(1, "other")
-    if isinstance(y, Tensor) and type(x) is nn.Parameter:
-        x, y = y, x
-    source = None if untouchable(x) else _operand(x, call, identity)
+    if not isinstance(y, Tensor):
+        return _elementwise(call, out, identity)
+    named = {key: value for key, value in call.kwargs.items() if key not in ("input", "other")}
+
+    def forward(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+        return combine(x, y, out=out, **named)
+
+    def backward(y: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return combine(x, y, out=out, **named)
+
+    run: Callable[..., Tensor] = forward
+    if type(x) is nn.Parameter or not _is_there(y, identity):
+        x, y, run = y, x, backward
+    if untouchable(x) or torch.result_type(x, y) is not out.dtype or not _is_there(y, identity):
+        return None
+    source = _operand(x, call, identity)
     if source is None:
         return None
-    if not isinstance(y, Tensor) or type(y) is nn.Parameter:
-        factor: Any = _as_now(y) if isinstance(y, Tensor) else y
-        fixed = (factor,) if isinstance(factor, Tensor) else ()
-        op = Op(lambda x, _: x * factor, lambda x: x * factor, fixed=fixed)
-    else:
-        held = None if untouchable(y) else identity.slot(y)
-        if held is None or held.value is None:
-            return None
-        # `Ready` multiplies.
-        op = Op(lambda x, _: x, lambda x: x, other=(weakref.ref(held), Geometry.of(y)))
+    held = identity.slot(y)
+    if type(y) is nn.Parameter or held is None:
+        factor = y.detach()
+        op = Op(lambda x, _: run(x, factor), lambda x: run(x, factor), fixed=(factor,))
+    else:  # `Ready` combines
+        op = Op(lambda x, _: x, lambda x: x, other=(weakref.ref(held), Geometry.of(y)), combine=run)
     recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
+
+
+def _is_there(y: Tensor, identity: Identity) -> bool:
+    """Whether y is held as a saved tensor, or is a parameter."""
+    if type(y) is nn.Parameter:
+        return True
+    held = None if untouchable(y) else identity.slot(y)
+    return held is not None and held.value is not None
 
 
 def _cast(call: Call, out: Tensor, identity: Identity) -> Origin | None:
@@ -343,6 +373,27 @@ def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
+_ELEMENTWISE = (
+    *("tanh", "sigmoid", "exp", "expm1", "exp2", "log", "log1p", "sqrt", "rsqrt", "reciprocal"),
+    *("square", "pow", "__pow__", "abs", "neg", "__neg__", "sin", "cos", "erf", "softplus", "elu"),
+    *(
+        "celu",
+        "selu",
+        "mish",
+        "logsigmoid",
+        "hardswish",
+        "hardsigmoid",
+        "clamp",
+        "__rsub__",
+        "rsub",
+    ),
+)
+_BINARY: dict[Callable[..., Tensor], tuple[str, ...]] = {
+    torch.mul: ("mul", "__mul__", "__rmul__"),
+    torch.add: ("add", "__add__", "__radd__"),
+    torch.sub: ("sub", "__sub__"),
+    torch.div: ("div", "__truediv__"),
+}
 _MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {
     "relu": _relu,
     "relu_": _relu,
@@ -356,6 +407,7 @@ _MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {
     "batch_norm": _batch_norm,
     "instance_norm": _instance_norm,
     "rms_norm": _rms_norm,
-    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _mul),
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **{name: partial(_binary, op) for op, names in _BINARY.items() for name in names},
     **dict.fromkeys(("to", "float", "bfloat16", "half", "type_as"), _cast),
 }

@@ -10,7 +10,10 @@
     BatchNorm   x, mean, rstd            the same op, own stats   x~ * scale + shift by channel
     RMSNorm     x                        the same op              the same op
     dropout     noise {0, 1 / (1 - p)}   x * noise                x~ * noise
-    product     x, y, or a parameter y   x * y                    x~ * y~
+    product,    x, y, or a parameter y   the same op              x~ * y~, x~ + y~
+    sum
+    tanh, exp,  (nothing)                the same op              the same op
+    power, ...
     cast        (nothing)                the same op              the same op
 
 With an exact source the op itself runs again: same kernel, same bits. With an encoded source the
@@ -38,7 +41,9 @@ from elbowroom.runtime.handles.keep import check_version, version_of
 from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.slot import Geometry, Slot
 
-_DEEPEST = 4  # ops in a chain: all of them run at every restore
+# Ops in a chain, all of which run at every restore. In a GELU that is written out in Python a cube,
+# a product, a sum, a product, a tanh and a sum lie between its input and what is saved last.
+_DEEPEST = 6
 _DEEPEST_READY = 8  # the same, through saved tensors that are made again themselves
 _AT_ONCE = 1 << 18  # elements, a multiple of 8: what `outside` makes of them stays in the cache
 
@@ -53,7 +58,8 @@ class Op:
     needs_bits          then 0, or `outside` of it, where bits [ceil(N / 8)] are not set
     fixed               parameters that both read: unchanged until backward, or RestoreError
     noise               dropout's factor, a saved tensor of its own
-    other               the second factor of a product: a saved tensor, and where in it it lies
+    other               a second operand: a saved tensor, and where in it it lies
+    combine             what is done with both: (x, y, out) -> the result, in `out` if that is given
     """
 
     exact: Callable[[Tensor, bool], Tensor]
@@ -64,6 +70,7 @@ class Op:
     fixed: tuple[Tensor, ...] = ()
     noise: "weakref.ref[Slot] | None" = None
     other: "tuple[weakref.ref[Slot], Geometry] | None" = None
+    combine: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
 
     @property
     def works_lossy(self) -> bool:
@@ -265,7 +272,7 @@ class Ready:
             noise = self._noise_like(x)
             return x.mul_(noise) if private else x * noise
         if self.other is not None:
-            return self._times_other(x, private)
+            return self._with_other(x, private)
         if exact:
             return self.op.exact(x, private)
         if affine is not None:
@@ -277,13 +284,14 @@ class Ready:
             _replace_outside(flat_of(x), self.bits, self.op.outside)
         return x
 
-    def _times_other(self, x: Tensor, private: bool) -> Tensor:
-        """x * y, over x if it is the caller's and the product fits."""
+    def _with_other(self, x: Tensor, private: bool) -> Tensor:
+        """What the op makes of x and y, over x if it is the caller's and the result fits."""
         assert self.other is not None
         assert self.op.other is not None
+        assert self.op.combine is not None
         y = self.op.other[1].within(self.other.base, self.other.restore_value())
         fits = tuple(x.shape) == self.made.shape and torch.result_type(x, y) is x.dtype
-        return x.mul_(y) if private and fits else x * y
+        return self.op.combine(x, y, x if private and fits else None)
 
     def _noise_like(self, x: Tensor) -> Tensor:
         assert self.noise is not None

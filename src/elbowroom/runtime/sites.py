@@ -7,7 +7,7 @@ from torch import Tensor
 
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
 from elbowroom.plan.site import Reads
-from elbowroom.runtime.consumers import Call, is_argument, is_running_copy
+from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_copy
 from elbowroom.runtime.facts import facts_of
 from elbowroom.runtime.identity import Origin, is_made_of_parameters
 from elbowroom.runtime.recipes import Ready
@@ -20,15 +20,14 @@ def site_of(
     slot: Slot,
     x: Tensor,
     call: Call | None,
-    need: Need,
-    why: str,
+    reading: Reading,
     ready: Ready | None,
     name: SiteName,
     origin: Origin | None,
 ) -> Site:
     """The site at which `call` saves x.
 
-    need    what its backward asks of x, and `why`
+    reading how its backward reads x
     ready   how x could be made again now
     origin  the op that made x
     """
@@ -45,12 +44,13 @@ def site_of(
         shape=slot.base.shape,
         dtype=x.dtype,
         nbytes=slot.entry.before_nbytes,
-        need=need,
+        need=reading.need,
         rebuildable=rebuildable,
         facts=facts,
-        why=why,
+        why=reading.why,
         nth=name.nth,
         reads=Reads.RESTORED if call is None else call.reads,
+        formula=reading.formula,
     )
 
 

@@ -289,6 +289,22 @@ class Lone:
         return self._handle.restore()
 
 
+class Deferred:
+    """A tensor of which it is decided when the call that saves it has ended.
+
+    held: the tensor as it is until then, or for good if the call raises; afterwards its view.
+    """
+
+    __slots__ = ("held",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.held: View | Lone | KeepHandle = KeepHandle(x, "its op has not ended")
+
+    def restore(self) -> Tensor:
+        """The saved tensor again."""
+        return self.held.restore()
+
+
 class Beside:
     """Another view of the storage that a `Lone` counts, which goes on for as long as both."""
 

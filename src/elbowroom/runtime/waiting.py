@@ -18,7 +18,6 @@ from torch import Tensor
 
 from elbowroom.codecs import Codec
 from elbowroom.plan import Action, Encode
-from elbowroom.plan.gentle import CURVED
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.gate import Gate
 from elbowroom.runtime.handles import KeepHandle
@@ -49,9 +48,8 @@ class Waiting:
         gate.ended(call, out)
         if not call.saved:
             return slot is None  # nothing can be told yet
-        if self._action.curved is not None and call.name in CURVED and slot is not None:
-            origin = identity.origin(call.arg(0, "input"), call.version)
-            self._is_curved = root_of(origin) is slot
+        if self._action.curved is not None and slot is not None:
+            self._is_curved = slot in call.fine
         self._mask = relu_mask(call, out, slot, identity)
         if self._mask is None and self._action.behind_sum is not None:
             self._mask = gate.bits_of_sum(slot, out, identity)

@@ -1,0 +1,393 @@
+"""What the backward of each op does with what it has saved: a table of derivative formulas.
+
+    node of the graph -> name of the saved tensor -> how its formula uses the value
+
+Nodes and names are those that autograd gives them (`torch/.../derivatives.yaml` has the formulas;
+"Backward0" and "Backward1" are overloads). What is not in the table is held exactly. Rows are
+checked one by one, by derivatives of the gradient itself (tests/numerics/test_formulas.py). `x`
+saved under one name may be `y` of another node: a decision is made over all that read a storage.
+
+A formula may be linear and still be fine: a product d(a b) = a db passes the error of `a` on
+upstream, element by element, where a matmul sums over thousands. What is divided by, compared or a
+statistic is never coded, however small the error: a 4-level code under `div`, `log` or `sqrt` gave
+gradients wrong by factors of 8 to 13,000.
+"""
+
+from elbowroom.plan.site import Formula
+
+SUMMED, PRODUCT, CURVED = Formula.SUMMED, Formula.PRODUCT, Formula.CURVED
+PROBABILITY, EXPONENTIAL, SHAPE = Formula.PROBABILITY, Formula.EXPONENTIAL, Formula.SHAPE
+COMPARED, SINGULAR, STATISTIC = Formula.COMPARED, Formula.SINGULAR, Formula.STATISTIC
+INDEX = Formula.INDEX
+
+FORMULAS: dict[str, dict[str, Formula]] = {
+    # Contractions: each element of a gradient is a sum over many of the saved ones.
+    "AddbmmBackward0": {"batch1": SUMMED, "batch2": SUMMED},  # grad @ batch2^T, batch1^T @ grad
+    "AddmmBackward0": {"mat1": SUMMED, "mat2": SUMMED},  # grad @ mat2^T, mat1^T @ grad
+    "AddmvBackward0": {"mat": SUMMED, "vec": SUMMED},  # outer(grad, vec), mat^T @ grad
+    "AddrBackward0": {"vec1": SUMMED, "vec2": SUMMED},  # grad @ vec2, vec1 @ grad
+    "BaddbmmBackward0": {"batch1": SUMMED, "batch2": SUMMED},  # as addbmm
+    "BmmBackward0": {"self": SUMMED, "mat2": SUMMED},  # grad @ mat2^T, self^T @ grad
+    # the two transposed convolutions
+    "ConvolutionBackward0": {"input": SUMMED, "weight": STATISTIC},
+    "ConvolutionOverrideableBackward0": {"input": SUMMED, "weight": STATISTIC},  # as convolution
+    "CudnnConvolutionBackward0": {"self": SUMMED, "weight": STATISTIC},  # as convolution
+    "CudnnConvolutionTransposeBackward0": {"self": SUMMED, "weight": STATISTIC},  # as convolution
+    "MkldnnConvolutionBackward0": {"self": SUMMED, "weight": STATISTIC},  # as convolution
+    "MiopenConvolutionBackward0": {"self": SUMMED, "weight": STATISTIC},  # as convolution
+    "SlowConv2DBackward0": {"self": SUMMED, "weight": STATISTIC},  # as convolution
+    "SlowConv3DBackward0": {"self": SUMMED, "weight": STATISTIC},  # as convolution
+    "ConvDepthwise2DBackward0": {"self": SUMMED, "weight": STATISTIC},  # as convolution
+    "ConvDepthwise3DBackward0": {"self": SUMMED, "weight": STATISTIC},  # as convolution
+    "ConvTbcBackward0": {"self": SUMMED, "weight": STATISTIC, "bias": SHAPE},  # as convolution
+    "SlowConvDilated2DBackward0": {"self": SUMMED, "weight": STATISTIC},  # as convolution
+    "SlowConvDilated3DBackward0": {"self": SUMMED, "weight": STATISTIC},  # as convolution
+    "SlowConvTranspose2DBackward0": {"self": SUMMED, "weight": STATISTIC},  # as convolution
+    "SlowConvTranspose3DBackward0": {"self": SUMMED, "weight": STATISTIC},  # as convolution
+    "DotBackward0": {"self": SUMMED, "tensor": SUMMED},  # grad * tensor, grad * self
+    "GroupedMmBackward0": {"self": SUMMED, "mat2": SUMMED, "offs": INDEX},  # as mm, by group
+    "LinearBackward0": {"input": SUMMED, "weight": STATISTIC},  # grad @ weight, grad^T @ input
+    "MkldnnLinearBackward0": {"self": SUMMED, "weight": STATISTIC},  # as linear
+    "MmBackward0": {"self": SUMMED, "mat2": SUMMED},  # grad @ mat2^T, self^T @ grad
+    "MvBackward0": {"self": SUMMED, "vec": SUMMED},  # outer(grad, vec), self^T @ grad
+    # products of the other two, summed
+    "TrilinearBackward0": {"i1": SUMMED, "i2": SUMMED, "i3": SUMMED},
+    "VdotBackward0": {"self": SUMMED, "other": SUMMED},  # as dot
+    # weights of the grid; the grid chooses the cell
+    "GridSampler2DBackward0": {"input": SUMMED, "grid": COMPARED},
+    "GridSampler3DBackward0": {"input": SUMMED, "grid": COMPARED},  # as grid_sampler_2d
+    # Normalization: smooth in the input where mean and rstd are given; those are never coded.
+    # (grad - mean(grad) - xhat mean(grad xhat)) weight rstd
+    "NativeBatchNormBackward0": {
+        "input": SUMMED,
+        "weight": STATISTIC,
+        "running_mean": STATISTIC,
+        "running_var": STATISTIC,
+        "result1": STATISTIC,
+        "result2": STATISTIC,
+    },
+    # as native_batch_norm
+    "NativeBatchNormLegitBackward0": {
+        "input": SUMMED,
+        "weight": STATISTIC,
+        "running_mean": STATISTIC,
+        "running_var": STATISTIC,
+        "result1": STATISTIC,
+        "result2": STATISTIC,
+    },
+    # as native_batch_norm
+    "NativeBatchNormLegitBackward1": {
+        "input": SUMMED,
+        "weight": STATISTIC,
+        "result1": STATISTIC,
+        "result2": STATISTIC,
+    },
+    # as native_batch_norm
+    "BatchNormWithUpdateBackward0": {
+        "input": SUMMED,
+        "weight": STATISTIC,
+        "running_mean": STATISTIC,
+        "running_var": STATISTIC,
+        "result1": STATISTIC,
+        "result2": STATISTIC,
+        "result3": INDEX,
+    },
+    # as native_batch_norm
+    "CudnnBatchNormBackward0": {
+        "input": SUMMED,
+        "weight": STATISTIC,
+        "running_mean": STATISTIC,
+        "running_var": STATISTIC,
+        "result1": STATISTIC,
+        "result2": STATISTIC,
+        "result3": INDEX,
+    },
+    # as native_batch_norm
+    "MiopenBatchNormBackward0": {
+        "input": SUMMED,
+        "weight": STATISTIC,
+        "running_mean": STATISTIC,
+        "running_var": STATISTIC,
+        "result1": STATISTIC,
+        "result2": STATISTIC,
+    },
+    # as native_batch_norm, by group
+    "NativeGroupNormBackward0": {
+        "input": SUMMED,
+        "weight": STATISTIC,
+        "result1": STATISTIC,
+        "result2": STATISTIC,
+    },
+    # as native_batch_norm, by row
+    "NativeLayerNormBackward0": {
+        "input": SUMMED,
+        "weight": STATISTIC,
+        "bias": SHAPE,
+        "result1": STATISTIC,
+        "result2": STATISTIC,
+    },
+    # as layer norm without a mean
+    "FusedRmsNormBackward0": {"input": SUMMED, "weight": STATISTIC, "result1": STATISTIC},
+    # of weights
+    "WeightNormInterfaceBackward0": {"v": STATISTIC, "g": STATISTIC, "result1": STATISTIC},
+    # Products, element by element: linear, but nothing averages the error.
+    # of its inputs, grad / tensor2, -grad tensor1 / tensor2^2:
+    "AddcdivBackward0": {"tensor1": PRODUCT, "tensor2": SINGULAR},
+    "AddcmulBackward0": {"tensor1": PRODUCT, "tensor2": PRODUCT},  # grad tensor2, grad tensor1
+    # of its inputs, grad (sigmoid(self) - target):
+    "BinaryCrossEntropyWithLogitsBackward0": {
+        "self": CURVED,
+        "target": PRODUCT,
+        "weight": STATISTIC,
+        "pos_weight": STATISTIC,
+    },
+    # of its inputs, grad (self - target) / (self (1 - self)):
+    "BinaryCrossEntropyBackward0": {"self": SINGULAR, "target": PRODUCT, "weight": STATISTIC},
+    "ExpBackward0": {"result": PRODUCT},  # grad result
+    "Exp2Backward0": {"result": PRODUCT},  # grad result log 2
+    "Expm1Backward0": {"result": PRODUCT},  # grad (result + 1)
+    "HypotBackward0": {"self": PRODUCT, "other": PRODUCT, "result": SINGULAR},  # grad self / result
+    # of its inputs, grad (1 - weight), grad weight, grad (end - self):
+    "LerpBackward1": {"self": PRODUCT, "end": PRODUCT, "weight": PRODUCT},
+    "LdexpBackward0": {"other": CURVED, "result": PRODUCT},  # grad 2^other
+    "LinalgCrossBackward0": {"self": PRODUCT, "other": PRODUCT},  # cross(other, grad)
+    "MseLossBackward0": {"self": PRODUCT, "target": PRODUCT},  # 2 grad (self - target)
+    "MulBackward0": {"self": PRODUCT, "other": PRODUCT},  # grad other, grad self
+    "ProdBackward0": {"self": SINGULAR, "result": SINGULAR},  # grad result / self
+    "ProdBackward1": {"self": SINGULAR, "result": SINGULAR},  # grad result / self
+    "RreluWithNoiseBackward0": {"self": COMPARED, "noise": PRODUCT},  # grad noise
+    # of its inputs, grad (self - mean) / (n - 1) / std:
+    "StdMeanBackward0": {"self": PRODUCT, "result0": SINGULAR},
+    "StdBackward0": {"self": PRODUCT, "result": SINGULAR},  # as std_mean
+    "VarMeanBackward0": {"self": PRODUCT},  # 2 grad (self - mean) / (n - 1)
+    "VarBackward0": {"self": PRODUCT},  # as var_mean
+    # Smooth functions of the value, with bounded derivatives.
+    "AsinhBackward0": {"self": CURVED},  # grad / sqrt(self^2 + 1)
+    "AtanBackward0": {"self": CURVED},  # grad / (self^2 + 1)
+    "CeluBackward0": {"self": CURVED},  # grad exp(min(self, 0))
+    "CosBackward0": {"self": CURVED},  # -grad sin(self)
+    "EluBackward0": {"self": CURVED},  # grad exp(min(self, 0))
+    "ErfBackward0": {"self": CURVED},  # grad 2 / sqrt(pi) exp(-self^2)
+    "ErfcBackward0": {"self": CURVED},  # -grad 2 / sqrt(pi) exp(-self^2)
+    "GeluBackward0": {"self": CURVED},  # grad (Phi(self) + self phi(self))
+    "GluBackward0": {"self": CURVED},  # grad sigmoid, grad a sigmoid (1 - sigmoid)
+    # of its inputs, grad (self / 3 + 1/2) inside +-3: jumps of a half at the ends:
+    "HardswishBackward0": {"self": CURVED},
+    "HuberLossBackward0": {"self": CURVED, "target": CURVED},  # grad clamp(self - target)
+    # of its inputs, grad sigmoid(-self); exp(-|self|) on a CPU:
+    "LogSigmoidBackward0": {"self": CURVED, "buffer": CURVED},
+    "MishBackward0": {"self": CURVED},  # grad of self tanh(softplus(self))
+    "SigmoidBackward0": {"result": CURVED},  # grad result (1 - result)
+    "SiluBackward0": {"self": CURVED},  # grad sigmoid (1 + self (1 - sigmoid))
+    "SinBackward0": {"self": CURVED},  # grad cos(self)
+    "SincBackward0": {"self": CURVED},  # grad of sin(pi self) / (pi self)
+    "SmoothL1LossBackward0": {"self": CURVED, "target": CURVED},  # grad clamp(self - target)
+    # of its inputs, -grad target sigmoid(-target self):
+    "SoftMarginLossBackward0": {"self": CURVED, "target": CURVED},
+    "SoftplusBackward0": {"self": CURVED},  # grad sigmoid(self)
+    # 2 grad (self result - 1 / sqrt(pi))
+    "SpecialErfcxBackward0": {"self": CURVED, "result": PRODUCT},
+    "TanhBackward0": {"result": CURVED},  # grad (1 - result^2)
+    # Softmax and what is exponential in the saved value.
+    "SoftmaxBackward0": {"result": PROBABILITY},  # result (grad - sum(grad result))
+    "SafeSoftmaxBackward0": {"result": PROBABILITY},  # as softmax
+    "MaskedSoftmaxBackward0": {"result": PROBABILITY, "mask": INDEX},  # as softmax
+    "SparseSoftmaxBackward0": {"result": PROBABILITY},  # as softmax
+    "LogSoftmaxBackward0": {"result": EXPONENTIAL},  # grad - exp(result) sum(grad)
+    # of its inputs, grad / (1 + exp(other - self)):
+    "LogaddexpBackward0": {"self": EXPONENTIAL, "other": EXPONENTIAL},
+    "Logaddexp2Backward0": {"self": EXPONENTIAL, "other": EXPONENTIAL},  # as logaddexp
+    # of its inputs, sums of grad exp(self - result):
+    "LogcumsumexpBackward0": {"self": EXPONENTIAL, "result": EXPONENTIAL},
+    "LogsumexpBackward0": {"self": EXPONENTIAL, "result": STATISTIC},  # grad exp(self - result)
+    # Shapes and strides: no value is read.
+    "AdaptiveAvgPool2DBackward0": {"self": SHAPE},  # grad / area
+    "AdaptiveAvgPool3DBackward0": {"self": SHAPE},  # grad / area
+    "AdaptiveMaxPool2DBackward0": {"self": SHAPE, "result1": INDEX},  # grad to the indices
+    "AdaptiveMaxPool3DBackward0": {"self": SHAPE, "result1": INDEX},  # grad to the indices
+    "AvgPool2DBackward0": {"self": SHAPE},  # grad / area
+    "AvgPool3DBackward0": {"self": SHAPE},  # grad / area
+    "FftR2CBackward0": {"self": SHAPE},  # inverse transform
+    "FractionalMaxPool2DBackward0": {"self": SHAPE, "result1": INDEX},  # grad to the indices
+    "FractionalMaxPool3DBackward0": {"self": SHAPE, "result1": INDEX},  # grad to the indices
+    "MaxPool2DWithIndicesBackward0": {"self": SHAPE, "result1": INDEX},  # grad to the indices
+    "MaxPool3DWithIndicesBackward0": {"self": SHAPE, "result1": INDEX},  # grad to the indices
+    # of its inputs, grad at the indices:
+    "MaxUnpool2DBackward0": {"indices": INDEX},  # grad at the indices
+    "MaxUnpool3DBackward0": {"indices": INDEX},  # grad at the indices
+    # of its inputs, -grad weight / total_weight to the targets:
+    "NllLoss2DBackward0": {
+        "self": SHAPE,
+        "target": INDEX,
+        "weight": STATISTIC,
+        "total_weight": STATISTIC,
+    },
+    # of its inputs, -grad weight / total_weight to the targets:
+    "NllLossBackward0": {
+        "self": SHAPE,
+        "target": INDEX,
+        "weight": STATISTIC,
+        "total_weight": STATISTIC,
+    },
+    "ReflectionPad1DBackward0": {"self": SHAPE},  # sums of grad
+    "ReflectionPad2DBackward0": {"self": SHAPE},  # sums of grad
+    "ReflectionPad3DBackward0": {"self": SHAPE},  # sums of grad
+    "ReplicationPad1DBackward0": {"self": SHAPE},  # sums of grad
+    "ReplicationPad2DBackward0": {"self": SHAPE},  # sums of grad
+    "ReplicationPad3DBackward0": {"self": SHAPE},  # sums of grad
+    # Order and sign: a small error turns a gradient on or off.
+    "AbsBackward0": {"self": COMPARED},  # grad sgn(self)
+    "AmaxBackward0": {"self": COMPARED, "result": COMPARED},  # grad where self == result
+    "AminBackward0": {"self": COMPARED, "result": COMPARED},  # grad where self == result
+    "AminmaxBackward0": {"self": COMPARED, "max": COMPARED, "min": COMPARED},  # as amax
+    "ClampMaxBackward0": {"self": COMPARED},  # grad where self <= max
+    "ClampMaxBackward1": {"self": COMPARED, "max": COMPARED},  # grad where self <= max
+    "ClampMinBackward0": {"self": COMPARED},  # grad where self >= min
+    "ClampMinBackward1": {"self": COMPARED, "min": COMPARED},  # grad where self >= min
+    # of its inputs, grad where min <= self <= max:
+    "ClampBackward0": {"self": COMPARED, "min": COMPARED, "max": COMPARED},
+    # of its inputs, grad where min <= self <= max:
+    "ClampBackward1": {"self": COMPARED, "min": COMPARED, "max": COMPARED},
+    "CopysignBackward0": {"self": SINGULAR, "result": SINGULAR},  # grad sgn
+    "FmaxBackward0": {"self": COMPARED, "other": COMPARED},  # grad where self >= other
+    "FminBackward0": {"self": COMPARED, "other": COMPARED},  # grad where self <= other
+    "FmodBackward1": {"self": COMPARED, "other": SINGULAR},  # -grad trunc(self / other)
+    "HardshrinkBackward0": {"self": COMPARED},  # grad where |self| > lambda
+    "HardsigmoidBackward0": {"self": COMPARED},  # grad / 6 inside +-3
+    "HardtanhBackward0": {"self": COMPARED},  # grad where min < self < max
+    "LeakyReluBackward0": {"self": COMPARED},  # grad, times slope where self <= 0
+    "MaxBackward1": {"self": COMPARED, "result": COMPARED},  # grad where self == result
+    "MaximumBackward0": {"self": COMPARED, "other": COMPARED},  # grad where self >= other
+    "MedianBackward0": {"self": COMPARED, "result": COMPARED},  # grad where self == result
+    "MinBackward1": {"self": COMPARED, "result": COMPARED},  # grad where self == result
+    "MinimumBackward0": {"self": COMPARED, "other": COMPARED},  # grad where self <= other
+    # of its inputs, grad where the margin is violated:
+    "MultiMarginLossBackward0": {"self": COMPARED, "target": INDEX, "weight": STATISTIC},
+    # of its inputs, grad where the margin is violated:
+    "MultilabelMarginLossBackward0": {"self": COMPARED, "target": INDEX, "is_target": STATISTIC},
+    "NanToNumBackward0": {"self": COMPARED},  # grad where self is finite
+    "NanmedianBackward0": {"self": COMPARED, "result": COMPARED},  # grad where self == result
+    "NansumBackward0": {"self": COMPARED},  # grad where self is a number
+    # grad, times weight where self <= 0
+    "PreluKernelBackward0": {"self": COMPARED, "weight": STATISTIC},
+    "ReluBackward0": {"result": COMPARED},  # grad where result > 0
+    "RemainderBackward1": {"self": COMPARED, "other": SINGULAR},  # -grad floor(self / other)
+    "SoftshrinkBackward0": {"self": COMPARED},  # grad where |self| > lambda
+    "ThresholdBackward0": {"self": COMPARED},  # grad where self > threshold
+    # Divisions, logarithms, roots: an error near zero has no bound.
+    "AcosBackward0": {"self": SINGULAR},  # -grad / sqrt(1 - self^2)
+    "AcoshBackward0": {"self": SINGULAR},  # grad / sqrt(self^2 - 1)
+    "AsinBackward0": {"self": SINGULAR},  # grad / sqrt(1 - self^2)
+    "AtanhBackward0": {"self": SINGULAR},  # grad / (1 - self^2)
+    "Atan2Backward0": {"self": SINGULAR, "other": SINGULAR},  # grad other / (self^2 + other^2)
+    "CoshBackward0": {"self": SINGULAR},  # grad sinh(self)
+    "CumprodBackward0": {"self": SINGULAR, "result": SINGULAR},  # sums of grad result / self
+    "DigammaBackward0": {"self": SINGULAR},  # grad polygamma(1, self)
+    # of its inputs, grad (self - other) / result:
+    "DistBackward0": {"self": SINGULAR, "other": SINGULAR, "result": SINGULAR},
+    "DivBackward0": {"self": SINGULAR, "other": SINGULAR},  # grad / other, -grad self / other^2
+    "DivBackward2": {"self": SHAPE, "other": SHAPE},  # zero: rounded
+    "ErfinvBackward0": {"self": SINGULAR},  # grad sqrt(pi) / 2 exp(erfinv(self)^2)
+    "LgammaBackward0": {"self": SINGULAR},  # grad digamma(self)
+    # of its inputs, grad self |self|^(p - 2) / result^(p - 1):
+    "LinalgVectorNormBackward0": {"self": SINGULAR, "result": SINGULAR},
+    "LogBackward0": {"self": SINGULAR},  # grad / self
+    "Log10Backward0": {"self": SINGULAR},  # grad / (self log 10)
+    "Log1PBackward0": {"self": SINGULAR},  # grad / (self + 1)
+    "Log2Backward0": {"self": SINGULAR},  # grad / (self log 2)
+    "LogitBackward0": {"self": SINGULAR},  # grad / (self (1 - self))
+    "NormBackward0": {"self": SINGULAR, "result": SINGULAR},  # as linalg_vector_norm
+    "NormBackward1": {"self": SINGULAR, "result": SINGULAR},  # as linalg_vector_norm
+    # of its inputs, grad exponent self^(exponent - 1), grad result log(self):
+    # of its inputs, grad exponent self^(exponent - 1): the exponent decides, see `_power`:
+    "PowBackward0": {"self": PRODUCT},
+    "PowBackward1": {"self": SINGULAR, "exponent": SINGULAR, "result": SINGULAR},
+    "ReciprocalBackward0": {"result": SINGULAR},  # -grad result^2, large where self is small
+    "RenormBackward0": {"self": SINGULAR},  # as a norm
+    "RsqrtBackward0": {"result": SINGULAR},  # -grad result^3 / 2, large where self is small
+    "SinhBackward0": {"self": SINGULAR},  # grad cosh(self)
+    "SqrtBackward0": {"result": SINGULAR},  # grad / (2 result)
+    "TanBackward0": {"result": SINGULAR},  # grad (1 + result^2)
+    "XlogyBackward0": {"self": PRODUCT, "other": SINGULAR},  # grad log(other), grad self / other
+    # Integers and booleans that select.
+    # by alignment
+    "CtcLossBackward0": {
+        "log_probs": SINGULAR,
+        "result0": SINGULAR,
+        "result1": SINGULAR,
+        "targets": INDEX,
+    },
+    "CummaxBackward0": {"self": SHAPE, "indices": INDEX},  # grad to the indices
+    "CumminBackward0": {"self": SHAPE, "indices": INDEX},  # grad to the indices
+    # of its inputs, grad to the indices:
+    "EmbeddingBagBackward0": {
+        "indices": INDEX,
+        "offsets": INDEX,
+        "per_sample_weights": PRODUCT,
+        "weight": STATISTIC,
+        "result1": INDEX,
+        "result2": INDEX,
+        "result3": INDEX,
+    },
+    "EmbeddingBackward0": {"indices": INDEX},  # grad to the indices
+    "GatherBackward0": {"self": SHAPE, "index": INDEX},  # grad to the indices
+    "IndexAddBackward0": {"source": SHAPE, "index": INDEX},  # grad at the indices
+    "IndexCopyBackward0": {"source": SHAPE, "index": INDEX},  # grad at the indices
+    "IndexFillBackward0": {"index": INDEX},  # grad outside of the indices
+    "IndexFillBackward1": {"index": INDEX},  # grad outside of the indices
+    "IndexPutBackward0": {"indices": INDEX},  # grad at the indices
+    "IndexSelectBackward0": {"index": INDEX},  # grad to the indices
+    "IndexBackward0": {"indices": INDEX},  # grad to the indices
+    "KthvalueBackward0": {"indices": INDEX},  # grad to the indices
+    "MaskedFillBackward0": {"mask": INDEX},  # grad outside of the mask
+    "MaskedFillBackward1": {"mask": INDEX},  # grad outside of the mask
+    "MaskedScatterBackward0": {"mask": INDEX},  # grad at the mask
+    "MaskedSelectBackward0": {"self": SHAPE, "mask": INDEX},  # grad to the mask
+    "MaxBackward0": {"indices": INDEX},  # grad to the indices
+    "MedianBackward1": {"indices": INDEX},  # grad to the indices
+    "MinBackward0": {"indices": INDEX},  # grad to the indices
+    "ModeBackward0": {"indices": INDEX},  # grad to the indices
+    "NanmedianBackward1": {"indices": INDEX},  # grad to the indices
+    "NativeDropoutBackward0": {"result1": INDEX},  # grad scale where the mask is set
+    "NativeDropoutBackwardBackward0": {"grad_output": SHAPE, "mask": INDEX},  # as native_dropout
+    "PutBackward0": {"source": SHAPE, "index": INDEX},  # grad at the indices
+    "ScatterAddBackward0": {"index": INDEX},  # grad at the indices
+    "ScatterBackward0": {"index": INDEX},  # grad at the indices
+    "ScatterBackward1": {"index": INDEX},  # grad outside of the indices
+    "SortBackward0": {"indices": INDEX},  # grad to the indices
+    "SortBackward1": {"indices": INDEX},  # grad to the indices
+    "TakeBackward0": {"self": SHAPE, "index": INDEX},  # grad to the indices
+    "TopkBackward0": {"indices": INDEX},  # grad to the indices
+    "UnsafeMaskedIndexBackward0": {"indices": INDEX, "mask": INDEX},  # grad to the indices
+    # of its inputs, grad at the indices:
+    "UnsafeMaskedIndexPutAccumulateBackward0": {"indices": INDEX, "mask": INDEX},
+    "WhereBackward0": {"condition": INDEX},  # grad on either side
+}
+_POWER = "PowBackward0"
+
+
+def formula_of(node: object, name: str, field: str) -> Formula:
+    """How the node of this name uses the tensor that it has saved under `field`.
+
+    node: the node itself, which is asked for the exponent of a power with a number for one.
+    """
+    if name == _POWER and field == "self":
+        return _power(getattr(node, "_saved_exponent", None))
+    return FORMULAS.get(name, {}).get(field, Formula.UNKNOWN)
+
+
+def _power(exponent: object) -> Formula:
+    """grad * exponent * self^(exponent - 1): linear for a square, and smooth for larger ones."""
+    if not isinstance(exponent, int | float) or exponent != int(exponent) or exponent < 1:
+        return Formula.SINGULAR
+    return Formula.PRODUCT if exponent <= 2 else Formula.CURVED
+
+
+WHY = {
+    Formula.SHAPE: "",
+    Formula.COMPARED: "its order or sign decides where gradients flow",
+    Formula.SINGULAR: "its backward divides by it, or by a root or logarithm of it",
+    Formula.STATISTIC: "a weight or statistic, which every element depends on",
+    Formula.INDEX: "its backward selects by it",
+    Formula.UNKNOWN: "no derivative formula of it is known",
+}

@@ -1,0 +1,75 @@
+"""Which node of the graph reads a saved tensor, and how: asked once the call has ended.
+
+A pack hook is not told who saves. But a node shows what it has saved, as hooks have packed it
+(`node._raw_saved_self.data`). So the nodes that a call has made are walked from its outputs down,
+and what they have saved is looked up in the table of derivative formulas.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+from elbowroom.plan.site import Formula
+from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.formulas import FORMULAS, formula_of
+from elbowroom.runtime.slot import Deferred
+
+_MOST_NODES = 64  # that one call has made: attention of torch's own, with dropout, makes 15
+_SAVED = "_raw_saved_"
+
+
+def formulas_of(call: Call, out: Any, wanted: Iterable[Deferred]) -> dict[int, Formula]:
+    """By id, how each of the wanted is read by the nodes that `call` has made.
+
+    None of them that is not found: by a node of the user's, or deeper than is looked.
+    """
+    waiting, found = {id(one) for one in wanted}, {}
+    for node in _nodes_of(call, out):
+        if not waiting:
+            break
+        name = node.name()
+        for field in _fields(node, name):
+            for packed in _packed(node, field):
+                if id(packed) in waiting:
+                    waiting.remove(id(packed))
+                    found[id(packed)] = formula_of(node, name, field)
+    return found
+
+
+def _nodes_of(call: Call, out: Any) -> Iterator[Node]:
+    """The nodes that a call has made, from its outputs down, the nearest first."""
+    before = {id(x.grad_fn) for x in _tensors((call.args, call.kwargs))}
+    first = [x.grad_fn for x in _tensors(out) if x.grad_fn is not None]
+    waiting, seen = list(dict.fromkeys(first)), set(map(id, first))
+    kept: list[
+        Node
+    ] = []  # a node that nobody holds gives its address to the next one that is asked for
+    while waiting and len(kept) < _MOST_NODES:
+        node = waiting.pop(0)
+        kept.append(node)
+        yield node
+        for below, _ in node.next_functions:
+            if below is not None and id(below) not in seen and id(below) not in before:
+                seen.add(id(below))
+                waiting.append(below)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def _fields(node: Node, name: str) -> Iterable[str]:
+    """The names of what a node may have saved; of one that is in no table, by what it has."""
+    if name in FORMULAS:
+        return FORMULAS[name]
+    return [each.removeprefix(_SAVED) for each in dir(node) if each.startswith(_SAVED)]
+
+
+def _packed(node: Node, field: str) -> list[Any]:
+    """What hooks have made of the tensors that a node has saved under one name."""
+    saved = getattr(node, _SAVED + field, None)
+    each = saved if isinstance(saved, list | tuple) else [saved]
+    return [getattr(one, "data", None) for one in each]
