@@ -16,6 +16,7 @@ from math import prod
 
 from elbowroom.codecs import BitMask, Codec, Dither, Narrow
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
+from elbowroom.plan.gentle import ATTENTION, gentle
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.offload_rest import OffloadRest
 from elbowroom.plan.policy import Exact, KeepAll, Lossy
@@ -68,6 +69,12 @@ class _Held:
             return bool(self.bits_nbytes) or self.value == "exact"
         return bool(self.value) if need is Need.LOSSY else self.value == "exact"
 
+    def is_fine_for(self, site: Site) -> bool:
+        """Whether attention may read the code, if it is one."""
+        if self.value != "lossy" or self.codec is None or site.consumer != ATTENTION:
+            return True
+        return site.need is not Need.LOSSY or gentle(self.codec, site) == self.codec
+
     def restores(self, reads: Reads, *, exact: bool) -> bool:
         """Whether a backward that could read what is held needs the tensor after all.
 
@@ -95,7 +102,7 @@ def option(profile: Profile, storage: Storage, rung: Rung, *, as_written: bool =
     """
     held = _Held()
     for save in storage.saves:
-        if not save.left and not held.serves(save.site.need):
+        if not save.left and not (held.serves(save.site.need) and held.is_fine_for(save.site)):
             _hold(held, rung, save.site, storage, profile)
     nbytes = held.nbytes + held.bits_nbytes
     direct = {} if as_written else _direct_needs(storage, held, exact=rung.exact)

@@ -59,6 +59,7 @@ class Site:
     reads   what its backward reads, unless the tensor itself is kept
     curved  a GELU or SiLU reads what is made of it; or, of what a GELU or SiLU saves: what that is
             made of has a code for it; None: not known yet
+    least_levels  of attention: how many a code of it must have (`gentle.py`)
     """
 
     module: str
@@ -74,6 +75,7 @@ class Site:
     nth: int = 0
     reads: Reads = Reads.RESTORED
     curved: bool | None = None
+    least_levels: int = 16
 
     @property
     def name(self) -> SiteName:

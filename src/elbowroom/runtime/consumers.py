@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from elbowroom.plan import Need
+from elbowroom.plan.gentle import ATTENTION
 from elbowroom.plan.site import Reads
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
@@ -109,12 +110,16 @@ class Call:
         "at_end",
         "func",
         "kwargs",
+        "levels",
         "name",
         "reads",
+        "reruns",
         "rounds",
         "saved",
         "small",
+        "spread",
         "version",
+        "would_rerun",
     )
 
     def __init__(
@@ -130,6 +135,9 @@ class Call:
         self.at_end: list[Callable[[Call, Any], None]] = []  # what waits for its statistics
         self.reads = Reads.RESTORED  # what its backward reads
         self.rounds = False  # it runs as a node of ours whose backward rounds otherwise
+        self.reruns = self.would_rerun = False  # attention: a node of ours runs it again
+        self.spread: float | None = None  # of attention's logits (`direct/attention.py`)
+        self.levels: int | None = 16  # that attention needs of a code of what it saves now
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
         first = args[0] if args else kwargs.get("input")
         # A subclass may answer any question with an error (an uninitialized parameter does).
@@ -224,7 +232,10 @@ def need_of(x: Tensor, call: Call | None, products: bool = False) -> tuple[Need,
         return Need.EXACT, f"'{call.name}' is not known to tolerate errors"
     if not x.is_floating_point():
         return Need.EXACT, "not a floating dtype"
-    if tolerant_arguments(x, call) or _is_attention_output(x, call):
+    borne = tolerant_arguments(x, call)
+    if call.name == ATTENTION and not call.reruns and borne not in ([2], ["value"]):
+        return Need.EXACT, "attention's logsumexp and output are those of the exact q and k"
+    if borne:
         return Need.LOSSY, ""
     return Need.EXACT, f"a weight or statistic of '{call.name}'"
 
@@ -321,13 +332,4 @@ def is_argument(x: Tensor, call: Call | None) -> bool:
     """Whether x was handed to the op, rather than made by it."""
     return call is not None and any(
         _is(x, argument) for argument in (*call.args, *call.kwargs.values())
-    )
-
-
-def _is_attention_output(x: Tensor, call: Call) -> bool:
-    """Flash attention saves its output for sum(grad * output), which is linear in it."""
-    return (
-        call.name == "scaled_dot_product_attention"
-        and x.grad_fn is not None
-        and x.grad_fn.name().startswith("ScaledDotProduct")
     )

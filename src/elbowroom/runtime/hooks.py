@@ -35,9 +35,9 @@ from elbowroom.plan import (
     Site,
     SiteName,
 )
-from elbowroom.plan.gentle import CURVED
+from elbowroom.plan.gentle import ATTENTION, CURVED
 from elbowroom.plan.site import NORMS, RECOMPUTE
-from elbowroom.runtime import modules
+from elbowroom.runtime import modules, opened
 from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.compiler import eagerly
@@ -48,7 +48,8 @@ from elbowroom.runtime.consumers import (
     need_of,
 )
 from elbowroom.runtime.context import PROCESS, Context
-from elbowroom.runtime.direct import direct_of, may_run
+from elbowroom.runtime.direct import Direct, direct_of, is_overridden, may_run
+from elbowroom.runtime.direct.attention import as_node, attention_need
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.identity import (
@@ -298,16 +299,30 @@ class Saving:
 
         A step that is written down runs as it is, and says what it could.
         """
+        if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
+            body = opened.opened(call.func, self._consumers)
+            if body is not None:
+                return body
         self._waiting.end_known()
         direct = direct_of(call)
         if direct is None:
             return call.func
         call.reads = direct.reads
-        allowed = direct.exact or not self._is_exact
-        if self.recorder is not None or not allowed or not may_run(call) or not self._is_asked():
+        call.would_rerun = call.name == ATTENTION
+        if not self._may_stand(direct, call) or not may_run(call) or not self._is_asked():
             return call.func
-        call.rounds = not direct.exact
+        call.reruns = call.would_rerun
+        call.rounds = direct.always or not direct.exact
         return direct.run
+
+    def _may_stand(self, direct: Direct, call: Call) -> bool:
+        """Whether this node may stand in the graph of this context."""
+        if direct.always:
+            return True
+        allowed = direct.exact or not self._is_exact
+        if call.would_rerun:  # else q and k could have no code
+            return allowed and getattr(self.policy, "reruns_attention", True)
+        return allowed and self.recorder is None
 
     @property
     def _is_exact(self) -> bool:
@@ -331,7 +346,8 @@ class Saving:
 
     def _passes(self, op: str) -> bool:
         """Whether the op that begins is inert. What waits for one more op must see that."""
-        return (modules.current(), op) in self._passing.ops and not self._waiting
+        known = (modules.current(), op) in self._passing.ops and op not in opened.NAMES
+        return known and not self._waiting
 
     def _packed(self, x: Tensor) -> View | Lone | KeepHandle:
         if type(x) is nn.Parameter:
@@ -346,12 +362,17 @@ class Saving:
         name = self._name(call)
         slot = self._identity.slot(x) or self._new_slot(x, name)
         need, why = need_of(x, call, self._products)
+        if call is not None and call.would_rerun:
+            looks = self.recorder is not None or not self._is_exact
+            need, why = attention_need(x, call, slot, need, why, looks=looks)
         if need is Need.MASK and differ(name.consumer, slot.bits_of):
             need, why = Need.EXACT, f"'{slot.bits_of}' holds another mask of it"
         noted = None
         if self.recorder is not None and call is not None:
             origin, ready = self._identity.origin(x), self._ready(x)
             noted = site_of(slot, x, call, need, why, ready, name, origin)
+            if call.would_rerun:
+                noted = as_node(noted, x, call)
         if name.consumer in CURVED and (self.recorder or self._watch):
             self._note_curved(root_of(self._identity.origin(x)))
         if not slot.serves(need):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from elbowroom.codecs import Affine, BitMask, Encoded
+from elbowroom.codecs import Affine, BitMask, Codec, Encoded
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.normal import Normalized, Statistics, flat_of
@@ -63,6 +63,11 @@ class EncodeHandle:
     @property
     def label(self) -> str:
         return "raw" if self._encoded.raw else self._encoded.codec.id
+
+    @property
+    def codec(self) -> Codec:
+        """What made the code."""
+        return self._encoded.codec
 
     @property
     def bitmap(self) -> Tensor | None:
