@@ -33,9 +33,9 @@ CURVED = [
     [
         (er.codec("dither", levels=2), er.codec("dither", levels=16)),
         (er.codec("dither", levels=64), er.codec("dither", levels=64)),
-        (er.codec("group", bits=1), er.codec("group", bits=4)),
-        (er.codec("division", bits=2, block=4), er.codec("division", bits=4, block=4)),
-        (er.codec("comet", bound=0.1), er.codec("comet", bound=0.03)),
+        (er.codec("group", bits=1), er.codec("group", bits=5)),
+        (er.codec("division", bits=2, block=4), er.codec("division", bits=5, block=4)),
+        (er.codec("comet", bound=0.1), er.codec("comet", bound=0.02)),
         (ABSOLUTE, ABSOLUTE),
         (er.codec("cast"), er.codec("cast")),
     ],

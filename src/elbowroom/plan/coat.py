@@ -56,6 +56,7 @@ class Coat:
     format: Format = "fp8"
     rebuild: bool = True
     exact: ClassVar[bool] = False
+    reruns_attention: ClassVar[bool] = False  # which keeps all that a second run would need
 
     def __post_init__(self) -> None:
         for name in ("group_size", "wide"):

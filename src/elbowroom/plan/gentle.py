@@ -1,68 +1,106 @@
-"""Milder codes where an op is not linear in what it saves: an error there does not average out.
+"""Milder codes where the error of a coarse one does not average out: floors by formula.
 
-Backward of fused attention computes exp(q k - logsumexp) again from the saved q and k. An error of
-standard deviation s in a logit makes that larger by exp(s^2 / 2) on average: a bias, and beyond a
-few bits no gradient at all. A GPT of 64 steps, one code for all (gErr2; docs/log.md): 16 levels
-0.0026, 4 levels 0.073, 2 levels 4e10, and 1-bit `division` 1e74. So attention gets at least 16
-levels, whatever the rest has.
+    formula of the reader             at least
+    summed, over 512 elements or more what was asked for
+    summed, over fewer                16 levels     (a norm over 4 samples of 3 x 3)
+    product, curved                   16 levels     (a gate, GELU, SiLU, tanh, a power)
+    ... of what a norm makes          32 levels of the norm's input, which all of them share
+    exponential                       256 levels    (log-softmax: exp of it)
+    probability                       8-bit floats  (softmax: small values matter as much)
+    attention's q and k               16 to 256 levels, by their logits
 
-GELU and SiLU have bounded derivatives, and are biased a little: with s^2 the variance of the error,
-by half of s^2 times a second or third derivative. Where a norm and the activation behind it share a
-code, their errors multiply besides. So the square of the bias falls with (levels - 1)^4 where the
-variance falls with (levels - 1)^2. Of the gradient's square, at random weights (docs/log.md):
+Attention runs again in backward, on what is held of q, k and v (`runtime/direct/attention.py`). An
+error of variance s^2 in a logit changes the gradient's square by s^2 of it where weights are spread
+over many keys, by half of that where they are sharp; the codes of k and v, in which it is linear,
+add what they add to a linear op (16 levels: 0.8 % each). s^2 grows with the product of the squares
+of |q| and |k|, so what q and k need follows from them (`levels_for`): 16 levels where they have a
+standard deviation of 1, 64 at 2, 256 up to nearly 6, and beyond that there is no code. v gets 16.
+Measured (docs/log.md, "attention"), gErr2 of q at standard deviations of 1, 3, 6:
 
-                    4 levels               8 levels
-    linear, GELU    0.27 % beside 18 %     0.009 % beside 3.2 %
-    BN, GELU        1.1 %  beside 13 %     0.04 %  beside 2.0 %
-    GN, SiLU        1.6 %  beside 3.5 %    0.06 %  beside 0.4 %
+                    1        3        6
+    16 levels       0.029    0.44     1.3
+    64 levels       0.010    0.04     0.35
+    256 levels      0.008    0.011    0.035
 
-They get at least 8. A ReLU is linear in what is decoded, and needs nothing of this.
+A smooth function with bounded derivatives is biased a little by an error in its input: with s^2 the
+variance of the error, by half of s^2 times a second or third derivative. Where a norm and the
+activation behind it share a code, their errors multiply besides. So the square of the bias falls
+with (levels - 1)^4 where the variance falls with (levels - 1)^2. And the errors of layers add up:
+an EfficientNet with 49 norms had a gErr2 of 0.27 with 8 levels, 0.09 with 16 and 0.03 with 32
+(docs/log.md, "public models"). A ReLU is linear in what is decoded.
 """
 
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from elbowroom.codecs import Cast, Codec, Comet, Dither, Division, Group
+from elbowroom.codecs import Cast, Codec, Comet, Dither, Division, Group, Sided
 from elbowroom.plan.site import NORMS, Formula, Site
-
-
-class _Mildest(NamedTuple):
-    """The levels that a code must have; bits and the bound of `comet` that have about their error."""
-
-    levels: int
-
-    @property
-    def bits(self) -> int:
-        return (self.levels - 1).bit_length()
-
-    @property
-    def bound(self) -> float:
-        return 0.5 / self.levels
-
 
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
-_FEW = 512
-_ATTENTION, _FINE, _SHARED = _Mildest(16), _Mildest(16), _Mildest(32)
+MOST_LEVELS = 256
+_FINE, _SHARED, _FEW = 16, 32, 512
 _FLOORS = {
     Formula.PRODUCT: _FINE,
     Formula.CURVED: _FINE,
-    Formula.EXPONENTIAL: _Mildest(256),
+    Formula.EXPONENTIAL: MOST_LEVELS,
 }
 _PROBABILITIES = Cast("fp8_e4m3")
+_LEVELS = 16, 32, 64, 128, MOST_LEVELS
+_GROUP = 64  # elements that share a step
+_DIFFUSE, _SHARP = 0.025, 0.06  # variance of a logit: of what 256 levels meet, weights are sharp
+_BOUND = 0.3  # of `comet`, times (levels - 1): half a step, as a share of a larger range
+_MOST_BITS = 8
+
+
+class _Mildest(NamedTuple):
+    """The bits that a code must have, and the bound of `comet` that has about their error."""
+
+    bits: int
+    bound: float
+
+
+def levels_for(spread: float) -> int | None:
+    """The fewest levels for q and k where a logit's error has the variance spread / (levels - 1)^2.
+
+    None: no code is fine enough; also of a NaN.
+    """
+    for levels in _LEVELS:
+        if spread <= (_SHARP if levels == MOST_LEVELS else _DIFFUSE) * (levels - 1) ** 2:
+            return levels
+    return None
 
 
 def gentle(codec: Codec, site: Site) -> Codec:
     """The codec itself, or a milder setting of it."""
     if site.consumer == ATTENTION:
-        return _at_least(codec, _ATTENTION)
+        return at_least(codec, site.least_levels)
     if site.formula is Formula.PROBABILITY:
         return codec if codec.lossless or isinstance(codec, Cast) else _PROBABILITIES
-    floor = _FLOORS.get(site.formula)
-    if site.formula is Formula.SUMMED or site.formula is Formula.UNKNOWN:
-        floor = _SHARED if site.curved else _FINE if _sums_few(site) else None
-    return codec if floor is None else _at_least(codec, floor)
+    floor = _floor_of(site)
+    if not floor:
+        return codec
+    bits = (floor - 1).bit_length()
+    if isinstance(codec, Dither):
+        return replace(codec, levels=max(codec.levels, floor))
+    return _at_least(codec, _Mildest(bits, 0.5 / floor))
+
+
+def suffices(codec: Codec, site: Site) -> bool:
+    """Whether what is held by this codec may be read at the site, too."""
+    if isinstance(codec, Sided):  # which has no milder setting
+        return min(codec.upper, codec.lower) >= _floor_of(site)
+    return gentle(codec, site) == codec
+
+
+def _floor_of(site: Site) -> int:
+    """The fewest levels of a code at this site; 0: any."""
+    if site.formula in _FLOORS:
+        return _FLOORS[site.formula]
+    if site.curved:
+        return _SHARED
+    return _FINE if _sums_few(site) else 0
 
 
 def _sums_few(site: Site) -> bool:
@@ -75,7 +113,7 @@ def _sums_few(site: Site) -> bool:
 
 
 def if_curved(codec: Codec, site: Site) -> Codec | None:
-    """What to take for a norm's input if a GELU or SiLU turns out to read the norm's output.
+    """What to take for a norm's input if a fine formula turns out to read the norm's output.
 
     None: the same, or that is known already.
     """
@@ -85,10 +123,29 @@ def if_curved(codec: Codec, site: Site) -> Codec | None:
     return None if found == gentle(codec, site) else found
 
 
+def at_least(codec: Codec, levels: int) -> Codec:
+    """The codec, or a setting of it with about the error of so many levels of dither.
+
+    What rounds stochastically has twice the variance or more: it gets a bit more. Above 16 levels,
+    the values that share a step are at most what a row of q or k bounds, and `dither` takes the
+    place of what has no setting that is fine enough.
+    """
+    bits = (levels - 1).bit_length() + 1
+    if levels > _LEVELS[0]:
+        match codec:
+            case Dither() if codec.group_size > _GROUP:
+                codec = replace(codec, group_size=_GROUP)
+            case Group() | Division() if bits > _MOST_BITS:
+                return Dither(levels=levels)
+            case Cast() if codec.to.startswith("fp8"):
+                return Dither(levels=levels)
+    if isinstance(codec, Dither):
+        return replace(codec, levels=max(codec.levels, levels))
+    return _at_least(codec, _Mildest(bits, _BOUND / (levels - 1)))
+
+
 def _at_least(codec: Codec, mildest: _Mildest) -> Codec:
     match codec:
-        case Dither() if codec.levels < mildest.levels:
-            return replace(codec, levels=mildest.levels)
         case Group() | Division() if codec.bits < mildest.bits:
             return replace(codec, bits=mildest.bits)
         case Comet() if codec.relative and codec.bound > mildest.bound:

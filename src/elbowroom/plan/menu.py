@@ -16,6 +16,7 @@ from math import prod
 
 from elbowroom.codecs import BitMask, Codec, Dither, Narrow
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
+from elbowroom.plan.gentle import suffices
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.offload_rest import OffloadRest
 from elbowroom.plan.policy import Exact, KeepAll, Lossy
@@ -68,6 +69,12 @@ class _Held:
             return bool(self.bits_nbytes) or self.value == "exact"
         return bool(self.value) if need is Need.LOSSY else self.value == "exact"
 
+    def is_fine_for(self, site: Site) -> bool:
+        """Whether the code, if it is one, has levels enough for this reader, too."""
+        if self.value != "lossy" or self.codec is None or site.need is not Need.LOSSY:
+            return True
+        return suffices(self.codec, site)
+
     def restores(self, reads: Reads, *, exact: bool) -> bool:
         """Whether a backward that could read what is held needs the tensor after all.
 
@@ -95,7 +102,7 @@ def option(profile: Profile, storage: Storage, rung: Rung, *, as_written: bool =
     """
     held = _Held()
     for save in storage.saves:
-        if not save.left and not held.serves(save.site.need):
+        if not save.left and not (held.serves(save.site.need) and held.is_fine_for(save.site)):
             _hold(held, rung, save.site, storage, profile)
     nbytes = held.nbytes + held.bits_nbytes
     direct = {} if as_written else _direct_needs(storage, held, exact=rung.exact)
@@ -238,6 +245,7 @@ def _rate(profile: Profile, verb: str, codec: Codec) -> float:
 
 _MAPS = ("relu", "relu_", "batch_norm")  # what they make of a code has parts
 _AHEAD = 4  # moments: about one tensor is back before it is asked for (runtime/prefetcher.py)
+_LIKE_CAST = 16  # levels of a dither with about the error of an 8-bit float
 _UNMEASURED = 4e9  # bytes a second: about what a code takes on one core
 
 
@@ -253,7 +261,7 @@ def _error(codec: Codec, site: Site, profile: Profile) -> float:
     Where that was not measured, all tensors matter as their size: the share of all saved bytes that
     this is, times the variance of a code of a normal.
     """
-    levels = codec.levels if isinstance(codec, Dither) else 4
+    levels = codec.levels if isinstance(codec, Dither) else _LIKE_CAST
     if profile.noise is not None:
         return profile.noise.of(site.name, site.nbytes, levels)
     return site.nbytes / max(profile.saved_nbytes, 1) / (levels - 1) ** 2

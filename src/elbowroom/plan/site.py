@@ -94,6 +94,7 @@ class Site:
     formula how the saving op's derivative uses the value
     curved  an op whose formula is fine reads what is made of it; or, of what such an op saves: what
             that is made of has a code for it; None: not known yet
+    least_levels  of attention: how many a code of it must have (`gentle.py`)
     """
 
     module: str
@@ -110,6 +111,7 @@ class Site:
     reads: Reads = Reads.RESTORED
     formula: Formula = Formula.UNKNOWN
     curved: bool | None = None
+    least_levels: int = 16
 
     @property
     def name(self) -> SiteName:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from elbowroom.plan import Need
-from elbowroom.plan.gentle import CURVED
+from elbowroom.plan.gentle import ATTENTION, CURVED
 from elbowroom.plan.site import RECOMPUTE, Formula, Reads
 from elbowroom.runtime.formulas import WHY
 from elbowroom.runtime.handles.keep import version_of
@@ -92,12 +92,16 @@ class Call:
         "fine",
         "func",
         "kwargs",
+        "levels",
         "name",
         "reads",
+        "reruns",
         "rounds",
         "saved",
         "small",
+        "spread",
         "version",
+        "would_rerun",
     )
 
     def __init__(
@@ -115,6 +119,9 @@ class Call:
         self.fine: list[Slot] = []  # what it reads finely is made of these
         self.reads = Reads.RESTORED  # what its backward reads
         self.rounds = False  # it runs as a node of ours whose backward rounds otherwise
+        self.reruns = self.would_rerun = False  # attention: a node of ours runs it again
+        self.spread: float | None = None  # of attention's logits (`direct/attention.py`)
+        self.levels: int | None = 16  # that attention needs of a code of what it saves now
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
         first = args[0] if args else kwargs.get("input")
         # A subclass may answer any question with an error (an uninitialized parameter does).
@@ -220,7 +227,11 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
         )
     if not x.is_floating_point():
         return Reading(Need.EXACT, Formula.INDEX, "not a floating dtype")
-    if tolerant_arguments(x, call) or _is_attention_output(x, call):
+    borne = tolerant_arguments(x, call)
+    if call.name == ATTENTION and not call.reruns and borne not in ([2], ["value"]):
+        why = "attention's logsumexp and output are those of the exact q and k"
+        return Reading(Need.EXACT, Formula.EXPONENTIAL, why)
+    if borne:
         return Reading(Need.LOSSY, Formula.CURVED if call.name in CURVED else Formula.SUMMED)
     return Reading(Need.EXACT, Formula.STATISTIC, f"a weight or statistic of '{call.name}'")
 
@@ -324,13 +335,4 @@ def is_argument(x: Tensor, call: Call | None) -> bool:
     """Whether x was handed to the op, rather than made by it."""
     return call is not None and any(
         _is(x, argument) for argument in (*call.args, *call.kwargs.values())
-    )
-
-
-def _is_attention_output(x: Tensor, call: Call) -> bool:
-    """Flash attention saves its output for sum(grad * output), which is linear in it."""
-    return (
-        call.name == "scaled_dot_product_attention"
-        and x.grad_fn is not None
-        and x.grad_fn.name().startswith("ScaledDotProduct")
     )

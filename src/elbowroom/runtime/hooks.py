@@ -38,9 +38,9 @@ from elbowroom.plan import (
     Site,
     SiteName,
 )
-from elbowroom.plan.gentle import gentle
+from elbowroom.plan.gentle import ATTENTION, MOST_LEVELS, suffices
 from elbowroom.plan.site import NORMS, RECOMPUTE, Formula
-from elbowroom.runtime import modules
+from elbowroom.runtime import modules, opened
 from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.compiler import eagerly
@@ -53,7 +53,8 @@ from elbowroom.runtime.consumers import (
     reading_of,
 )
 from elbowroom.runtime.context import PROCESS, Context
-from elbowroom.runtime.direct import direct_of, may_run
+from elbowroom.runtime.direct import Direct, direct_of, is_overridden, may_run
+from elbowroom.runtime.direct.attention import as_node, attention_reading
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.identity import (
@@ -70,7 +71,7 @@ from elbowroom.runtime.masks import differ, mask_bits
 from elbowroom.runtime.observer import Observer, Recorder, Use, Watch
 from elbowroom.runtime.passing import Passing
 from elbowroom.runtime.perform import is_normalized, perform
-from elbowroom.runtime.producers import note_origin
+from elbowroom.runtime.producers import note_copy, note_origin
 from elbowroom.runtime.readers import formulas_of
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
@@ -306,16 +307,30 @@ class Saving:
 
         A step that is written down runs as it is, and says what it could.
         """
+        if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
+            body = opened.opened(call.func, self._consumers)
+            if body is not None:
+                return body
         self._waiting.end_known()
         direct = direct_of(call)
         if direct is None:
             return call.func
         call.reads = direct.reads
-        allowed = direct.exact or not self._is_exact
-        if self.recorder is not None or not allowed or not may_run(call) or not self._is_asked():
+        call.would_rerun = call.name == ATTENTION
+        if not self._may_stand(direct, call) or not may_run(call) or not self._is_asked():
             return call.func
-        call.rounds = not direct.exact
+        call.reruns = call.would_rerun
+        call.rounds = direct.always or not direct.exact
         return direct.run
+
+    def _may_stand(self, direct: Direct, call: Call) -> bool:
+        """Whether this node may stand in the graph of this context."""
+        if direct.always:
+            return True
+        allowed = direct.exact or not self._is_exact
+        if call.would_rerun:  # else q and k could have no code
+            return allowed and getattr(self.policy, "reruns_attention", True)
+        return allowed and self.recorder is None
 
     @property
     def _is_exact(self) -> bool:
@@ -370,7 +385,8 @@ class Saving:
 
     def _passes(self, op: str) -> bool:
         """Whether the op that begins is inert. What waits for one more op must see that."""
-        return (modules.current(), op) in self._passing.ops and not self._waiting
+        known = (modules.current(), op) in self._passing.ops and op not in opened.NAMES
+        return known and not self._waiting
 
     def _left_alone(self, x: Tensor, call: Call | None) -> Lone | KeepHandle | None:
         """What is held of a tensor that is not ours to touch; None: it is."""
@@ -388,6 +404,11 @@ class Saving:
         """A view of the slot of x, which then holds what this reading needs."""
         name = self._name(call)
         slot = self._identity.slot(x) or self._new_slot(x, name)
+        if call is not None:
+            note_copy(x, call, self._identity)
+        if call is not None and call.would_rerun:
+            looks = self.recorder is not None or not self._is_exact
+            reading = attention_reading(x, call, slot, reading, looks=looks)
         if reading.need is Need.MASK and differ(name.consumer, slot.bits_of):
             why = f"'{slot.bits_of}' holds another mask of it"
             reading = Reading(Need.EXACT, Formula.COMPARED, why)
@@ -396,9 +417,11 @@ class Saving:
         if self.recorder is not None and call is not None:
             origin, ready = self._identity.origin(x), self._ready(x)
             noted = site_of(slot, x, call, reading, ready, name, origin)
+            if call.would_rerun:
+                noted = as_node(noted, x, call)
         if reading.formula.is_fine and call is not None:
             self._note_fine(root_of(self._identity.origin(x)), call)
-        if not slot.serves(need) or is_too_coarse(slot, reading, name):
+        if not slot.serves(need) or is_too_coarse(slot, reading, name, call):
             why_kept = left_alone(slot, x, call, need, self.min_nbytes)
             if why_kept:
                 slot.hold(KeepHandle(slot.base.on(x), why_kept))
@@ -541,11 +564,13 @@ class Saving:
         return "" if call is None else call.name
 
 
-def is_too_coarse(slot: Slot, reading: Reading, name: SiteName) -> bool:
+def is_too_coarse(slot: Slot, reading: Reading, name: SiteName, call: Call | None) -> bool:
     """Whether a code that is held was chosen for a reader with a milder formula than this one."""
     if reading.need is not Need.LOSSY or slot.exact or not slot.sites:
         return False
-    site = replace(slot.sites[-1], consumer=name.consumer, formula=reading.formula)
+    levels = 0 if call is None else call.levels or MOST_LEVELS
+    before = slot.sites[-1]
+    site = replace(before, consumer=name.consumer, formula=reading.formula, least_levels=levels)
     below = getattr(slot.value, "ready", None)
     return any(is_too_coarse_for(one, site) for one in ([slot] if below is None else below.slots))
 
@@ -553,7 +578,7 @@ def is_too_coarse(slot: Slot, reading: Reading, name: SiteName) -> bool:
 def is_too_coarse_for(slot: Slot, site: Site) -> bool:
     """Whether what a slot holds is a code of fewer levels than this site asks for."""
     codec = getattr(slot.value, "codec", None)
-    return codec is not None and not slot.exact and gentle(codec, site) != codec
+    return codec is not None and not slot.exact and not suffices(codec, site)
 
 
 def is_lossy(action: Action, need: Need) -> bool:

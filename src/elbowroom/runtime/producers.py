@@ -40,6 +40,18 @@ def note_origin(call: Call, out: Any, identity: Identity) -> None:
         identity.made(out, origin)
 
 
+def note_copy(x: Tensor, call: Call, identity: Identity) -> None:
+    """An op that works in place saves a copy of its input: that is made again as its input is."""
+    of = call.arg(0, "input")
+    if x.grad_fn is None or x.grad_fn.name() != "CloneBackward0" or not isinstance(of, Tensor):
+        return
+    if untouchable(of) or x.shape != of.shape or x.stride() != of.stride():
+        return
+    origin = identity.origin(of, call.version)
+    if origin is not None:
+        identity.made(x, origin)
+
+
 def _source(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geometry]:
     """What the op can be run on again, and where in it the op's input lies.
 

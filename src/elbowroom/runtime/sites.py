@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
+from elbowroom.plan.gentle import MOST_LEVELS
 from elbowroom.plan.site import Reads
 from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_copy
 from elbowroom.runtime.facts import facts_of
@@ -51,6 +52,7 @@ def site_of(
         nth=name.nth,
         reads=Reads.RESTORED if call is None else call.reads,
         formula=reading.formula,
+        least_levels=16 if call is None else call.levels or MOST_LEVELS,
     )
 
 

@@ -7,6 +7,7 @@
     layer_norm   a dithered code     what is decoded, which becomes the gradient row by row (CPU)
     gelu, silu   any code            what is decoded, which becomes the gradient
     conv*d       anything            a few samples at a time (CPU; not in exact mode)
+    attention    any code            q, k, v restored: the op runs again (attention.py)
 
 A restored tensor is written once and read once or twice, by an op that does little with it; on a
 CPU its memory is often fresh, too, and costs more than decoding. So inside a context these ops run
@@ -16,7 +17,8 @@ the gradient) the node restores it, and calls torch's own backward.
 
 It is not done where others read what an op saves: under somebody else's hooks (checkpointing counts
 the tensors), in a step that is written down, in tracing and transforms, under somebody else's
-function mode, with a subclass among the arguments.
+function mode, with a subclass among the arguments. What attention saves on the math path it saves
+otherwise in every step, also in one that is written down.
 """
 
 from collections.abc import Callable
@@ -31,6 +33,7 @@ from torch.utils._device import DeviceContext
 from elbowroom.plan.site import Reads
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.activations import gelu, silu
+from elbowroom.runtime.direct.attention import attention, fits_attention, is_unfused
 from elbowroom.runtime.direct.batch_norm import batch_norm, fits_batch_norm
 from elbowroom.runtime.direct.convolution import convolution, fits_convolution
 from elbowroom.runtime.direct.dropout import dropout, fits_dropout
@@ -48,12 +51,14 @@ class Direct:
     reads  what its backward reads
     fits   whether `run` can, from a call's arguments and its input
     exact  given exact tensors, it gives the bits of torch's own
+    always it stands in a step that is written down, too: it saves other tensors than torch's own
     """
 
     run: Callable[..., Any]
     reads: Reads
     fits: Callable[[Call, Tensor], bool]
     exact: bool = True
+    always: bool = False
 
 
 def _always(call: Call, x: Tensor) -> bool:
@@ -65,6 +70,9 @@ def _not_in_place(call: Call, x: Tensor) -> bool:
 
 
 _RELU, _RELU_ = (Direct(run, Reads.BITS, fits_relu) for run in (relu, relu_))
+# A fused kernel saves little that is not needed anyway: not worth the time in an exact context.
+_FUSED = Direct(attention, Reads.RESTORED, _always, exact=False)
+_UNFUSED = Direct(attention, Reads.RESTORED, _always, always=True)
 _CONVOLUTION = Direct(convolution, Reads.SAMPLES, fits_convolution, exact=False)
 _OPS: dict[Callable[..., Any], Direct] = {
     F.relu: _RELU,
@@ -85,6 +93,9 @@ _OPS: dict[Callable[..., Any], Direct] = {
 
 def direct_of(call: Call) -> Direct | None:
     """What could run for this call, by metadata only: also in a step of stand-ins."""
+    if call.func is F.scaled_dot_product_attention:
+        fits = all(map(_is_plain, (*call.args, *call.kwargs.values()))) and fits_attention(call)
+        return None if not fits else _UNFUSED if is_unfused(call) else _FUSED
     found = _OPS.get(call.func)
     if found is None or not all(map(_is_plain, (*call.args, *call.kwargs.values()))):
         return None
@@ -102,16 +113,17 @@ def _is_in_order(x: Tensor) -> bool:
 
 def may_run(call: Call) -> bool:
     """Whether one of our nodes may stand in the graph for this call, here and now."""
-    if not torch.is_grad_enabled() or is_transformed() or _is_overridden():
+    if not torch.is_grad_enabled() or is_transformed() or is_overridden():
         return False
-    return type(call.arg(0, "input")) is Tensor
+    first = call.args[0] if call.args else call.kwargs.get("input", call.kwargs.get("query"))
+    return type(first) is Tensor
 
 
 def _is_plain(argument: Any) -> bool:
     return not isinstance(argument, Tensor) or not untouchable(argument)
 
 
-def _is_overridden() -> bool:
+def is_overridden() -> bool:
     """Whether somebody else's function mode wants to see the call, too."""
     modes = range(torch._C._len_torch_function_stack())
     return any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in modes)

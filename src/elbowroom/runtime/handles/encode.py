@@ -66,7 +66,7 @@ class EncodeHandle:
 
     @property
     def codec(self) -> Codec:
-        """What it is encoded by."""
+        """What made the code."""
         return self._encoded.codec
 
     @property

@@ -1,0 +1,395 @@
+"""Attention that runs again in backward, from what is held of q, k and v.
+
+    forward    out = attention(q, k, v, mask); q, k, v and the mask are saved, and nothing else
+    backward   the same op, on what is restored, then its own backward
+
+torch's fused kernels save the logsumexp of each row of q k^T and the output besides, and backward
+takes exp(q k^T - logsumexp) for the weights. That belongs to the very q and k of forward: of coded
+ones the weights of a row do not add up to 1, by a factor that grows with exp(error of a logit), and
+gradients were wrong by 31 times where q and k have a standard deviation of 3 (docs/log.md,
+"attention"). Run again, weights, output and gradient are those of one attention, of q~, k~ and v~:
+what is left is the error of a logit itself, which `levels_for` bounds.
+
+    which kernel        what torch saves                        here
+    fused               q, k, v, output, logsumexp              q, k, v, and one forward more
+    none (math)         five tensors, T x T three of them       q, k, v, the RNG's state, likewise
+
+The math path is what a CPU takes for dropout, a mask that wants a gradient, or q of three
+dimensions. There the node stands in exact contexts, too: the same op on the same tensors, under the
+same random numbers, gives the same bits. The fused kernels save little that is not needed anyway,
+so that an exact context leaves them to torch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elbowroom.codecs.base import FLOATS
+from elbowroom.kernels import ops
+from elbowroom.plan import Need, Site
+from elbowroom.plan.gentle import MOST_LEVELS, levels_for
+from elbowroom.plan.site import Formula
+from elbowroom.runtime.consumers import Call, Reading, tolerant_arguments
+from elbowroom.runtime.plain import PLAIN
+from elbowroom.runtime.slot import Slot
+
+_MATH = 0  # what torch._fused_sdp_choice calls the way without a fused kernel
+_WORTH_BITS = 1 << 16  # weights: to draw as many takes as long as to see the ops of the math path
+_GROUP = 64  # elements that share a step of a code, at most (`plan/gentle.py`)
+_NAMES = ("query", "key", "value", "attn_mask")
+_Grads = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class _How:
+    """What attention is told besides tensors, and what it ran under."""
+
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    backend: int
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        out: Tensor = F.scaled_dot_product_attention(
+            *(q, k, v, mask, self.dropout_p, self.is_causal),
+            scale=self.scale,
+            enable_gqa=self.enable_gqa,
+        )
+        return out
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As torch.nn.functional.scaled_dot_product_attention."""
+    tensors: tuple[Tensor | None, ...] = query, key, value, attn_mask
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # which casts what the op is given, and so what is saved
+        dtype = torch.get_autocast_dtype(device)
+        tensors = tuple(_autocast(x, dtype) for x in tensors)
+    backend = _backend(tensors, dropout_p, is_causal, scale, enable_gqa)
+    how = _How(dropout_p, is_causal, scale, enable_gqa, backend)
+    made: Tensor = _Attention.apply(*tensors, how)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if x is None or not x.is_floating_point() or x.dtype is torch.float64:
+        return x
+    return x.to(dtype)
+
+
+def fits_attention(call: Call) -> bool:
+    """Whether the node can run: on dense tensors of common dtypes that have elements.
+
+    Whatever else is wrong with them goes to torch, for its own error. A dropout of CUDA's cannot be
+    drawn again inside a graph that is being captured.
+    """
+    q, k, v, mask = (call.arg(i, name) for i, name in enumerate(_NAMES))
+    given = (q, k, v) if mask is None else (q, k, v, mask)
+    if not all(isinstance(x, Tensor) and type(x) in PLAIN and x.numel() for x in given):
+        return False
+    if not torch.is_tensor(q) or q.dtype not in (*FLOATS, torch.float64) or q.dim() < 3:
+        return False
+    if not all(x.dtype is q.dtype and x.device == q.device and x.dim() == q.dim() for x in (k, v)):
+        return False
+    if not any(x.requires_grad for x in given) or q.shape[-1] != k.shape[-1]:
+        return False
+    p, causal = call.arg(4, "dropout_p", 0.0), call.arg(5, "is_causal", False)
+    if not isinstance(p, float | int) or not 0 <= p < 1 or not isinstance(causal, bool):
+        return False
+    return not (p and q.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def is_unfused(call: Call) -> bool:
+    """Whether torch takes no fused kernel for this call, and saves all that happens inside."""
+    tensors = tuple(call.arg(i, name) for i, name in enumerate(_NAMES))
+    p, causal = call.arg(4, "dropout_p", 0.0), call.arg(5, "is_causal", False)
+    scale, gqa = call.kwargs.get("scale"), call.kwargs.get("enable_gqa", False)
+    try:
+        return _backend(tensors, p, causal, scale, gqa) == _MATH
+    except RuntimeError:  # of arguments that torch will refuse
+        return False
+
+
+def _backend(
+    tensors: tuple[Tensor | None, ...],
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> int:
+    with torch._C.DisableTorchFunction():
+        choice: Any = torch._fused_sdp_choice
+        chosen: int = choice(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return chosen
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: _How
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        drawn = _drawn(how, q, k)
+        with saved_tensors_hooks(_nothing, _same), drawn.first():
+            out = _run(how, _leaves((q, k, v, mask), ctx.needs_input_grad)).detach()
+        ctx.how, ctx.drawn = how, drawn
+        ctx.save_for_backward(q, k, v, mask, *drawn.take())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> _Grads:
+        (grad,) = grads
+        if grad is None:
+            return (None,) * 5
+        again = torch.is_grad_enabled()  # somebody wants the gradient's own gradient
+        tensors = ctx.saved_tensors
+        saved, drawn = tensors[:4], tensors[4:]
+        given = _aliases(saved) if again else _leaves(saved, ctx.needs_input_grad)
+        with ExitStack() as around:
+            around.enter_context(torch._C.DisableTorchFunction())
+            around.enter_context(saved_tensors_hooks(Tensor.detach, _same))
+            around.enter_context(torch.autocast(grad.device.type, enabled=False))
+            around.enter_context(ctx.drawn.again(*drawn))
+            out = _run(ctx.how, given)
+        asked = [i for i in range(4) if ctx.needs_input_grad[i]]
+        found = torch.autograd.grad(
+            out, [given[i] for i in asked], grad, create_graph=again, allow_unused=True
+        )
+        made: dict[int, Tensor | None] = dict(zip(asked, found, strict=True))
+        return *(made.get(i) for i in range(4)), None
+
+
+def _run(how: _How, given: list[Any]) -> Tensor:
+    """The op as its caller had it: with gradients, and by the same kernel, for both matter."""
+    now = how.dropout_p, how.is_causal, how.scale, how.enable_gqa
+    with ExitStack() as around:
+        around.enter_context(torch.enable_grad())
+        if _backend(tuple(given), *now) != how.backend:  # chosen by a context that is closed by now
+            around.enter_context(sdpa_kernel(SDPBackend(how.backend)))
+        return how.run(*given)
+
+
+def _leaves(tensors: Any, wanted: Any) -> list[Any]:
+    """Each of its own, also where two are one tensor."""
+    each = zip(tensors, wanted, strict=False)
+    return [None if x is None else x.detach().requires_grad_(needed) for x, needed in each]
+
+
+def _aliases(tensors: Any) -> list[Any]:
+    return [None if x is None else x.view_as(x) for x in tensors]
+
+
+def _nothing(x: Tensor) -> None:
+    """What is saved inside is not needed: it is made again."""
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+class _Drawn:
+    """What dropout draws: nothing, where there is none."""
+
+    def first(self) -> AbstractContextManager[Any]:
+        """Around the run of forward."""
+        return nullcontext()
+
+    def take(self) -> tuple[Tensor, ...]:
+        """What is to be saved."""
+        return ()
+
+    def again(self, *saved: Tensor) -> AbstractContextManager[Any]:
+        """Around a second run, which gets the same. saved: what `take` gave."""
+        return nullcontext()
+
+
+class _Random(_Drawn):
+    """The state of a device's random numbers before, by which it draws the same once more."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._state = self._get()
+
+    def _get(self) -> Tensor:
+        on_cpu = self._device.type == "cpu"
+        return torch.get_rng_state() if on_cpu else torch.cuda.get_rng_state(self._device)
+
+    def _set(self, state: Tensor) -> None:
+        if self._device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, self._device)
+
+    @contextmanager
+    def again(self, *saved: Tensor) -> Iterator[None]:
+        now = self._get()
+        self._set(self._state)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+
+class _Bits(_Drawn):
+    """What it drew, a bit an element: to draw is a third of a CPU's time for attention.
+
+    The math path draws by one call of `bernoulli_`, which is told what to give the second time.
+    """
+
+    def __init__(self) -> None:
+        self._bits: list[Tensor] = []
+
+    def first(self) -> AbstractContextManager[Any]:
+        return _Bernoulli(self._note)
+
+    def _note(self, run: Callable[[], Tensor]) -> Tensor:
+        made = run()
+        self._bits.append(ops.pack_bits(made.contiguous().view(-1)))
+        return made
+
+    def take(self) -> tuple[Tensor, ...]:
+        taken, self._bits = tuple(self._bits), []
+        return taken
+
+    def again(self, *saved: Tensor) -> AbstractContextManager[Any]:
+        rest = iter(saved)
+
+        def give(run: partial[Tensor]) -> None:
+            x: Tensor = run.args[0]
+            flat = x.new_empty(x.numel()) if not x.is_contiguous() else x.view(-1)
+            ops.unpack_bits(next(rest), 1.0, flat)
+            if not x.is_contiguous():
+                x.copy_(flat.view(x.shape))
+
+        return _Bernoulli(give)
+
+
+class _Bernoulli(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, `instead`(the call) runs for each `bernoulli_`."""
+
+    def __init__(self, instead: Callable[[partial[Tensor]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._instead = instead
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        run = partial(func, *args, **(kwargs or {}))
+        if func is torch.ops.aten.bernoulli_.float:
+            self._instead(run)
+            return args[0]
+        return run()
+
+
+def _drawn(how: _How, q: Tensor, k: Tensor) -> _Drawn:
+    if not how.dropout_p:
+        return _Drawn()
+    weights = q.numel() // q.shape[-1] * k.shape[-2]
+    on_cpu = type(q) is Tensor and q.device.type == "cpu" and q.dtype in FLOATS
+    return (
+        _Bits() if on_cpu and how.backend == _MATH and weights >= _WORTH_BITS else _Random(q.device)
+    )
+
+
+def attention_reading(
+    x: Tensor, call: Call, slot: Slot, reading: Reading, *, looks: bool
+) -> Reading:
+    """How attention reads x.
+
+    Also notes how many levels a code must have (`Call.levels`).
+
+    reading  how it would be read otherwise
+    looks    whether to look at values, on a CPU: x may become a code
+    """
+    call.levels = _levels_of(x, call, looks=looks)
+    if reading.need is not Need.LOSSY:
+        return reading
+    if call.levels is None:
+        why = "attention's logits are too sharp for any code of q and k"
+    elif looks and slot.waits:
+        why = "its code waits for another op"
+    else:
+        return reading
+    return Reading(Need.EXACT, Formula.EXPONENTIAL, why)
+
+
+def as_node(site: Site, x: Tensor, call: Call) -> Site:
+    """The site as it will be where the node stands; this step is written down without it.
+
+    The output, which fused attention saves, is then saved by what reads it alone: any code does.
+    """
+    if call.reruns or call.levels is None or site.need is not Need.EXACT:
+        return site
+    if x.grad_fn is not None and x.grad_fn.name().startswith("ScaledDotProduct"):
+        return replace(site, need=Need.LOSSY, formula=Formula.SUMMED, why="", least_levels=2)
+    if not tolerant_arguments(x, call):
+        return site
+    return replace(site, need=Need.LOSSY, formula=Formula.SUMMED, why="")
+
+
+def _levels_of(x: Tensor, call: Call, *, looks: bool) -> int | None:
+    """The fewest levels for a code of x, which attention saves; None: no code is fine enough.
+
+    By the values of q and k on a CPU, where looking is cheap. On a GPU, where it would make the
+    host wait, and for stand-ins, the most: enough for a standard deviation of q and k of 6.
+    """
+    if not {0, 1, "query", "key"}.intersection(tolerant_arguments(x, call)):
+        return levels_for(0.0)
+    q, k = call.arg(0, "query"), call.arg(1, "key")
+    if not looks or q.device.type != "cpu" or type(q) not in (Tensor, nn.Parameter):
+        return MOST_LEVELS
+    if call.spread is None:
+        call.spread = spread(q, k, call.kwargs.get("scale"))
+    return levels_for(call.spread)
+
+
+@torch.no_grad()
+def spread(q: Tensor, k: Tensor, scale: float | None = None) -> float:
+    """The variance of the error of a logit, times (levels - 1)^2, of the head where it is largest.
+
+    q [..., T, D], k [..., S, D]. Of a code with step r / (levels - 1), r the range of the elements
+    that share it, the error of an element has the variance step^2 / 12. So, on average over rows,
+
+        scale^2 (|q|^2 mean(r_k^2) + |k|^2 mean(r_q^2)) / 12
+
+    Rows of 64 elements or more hold whole groups. Shorter ones may share a step with those of
+    another head, whose range counts for them then.
+    """
+    with torch._C.DisableTorchFunction():
+        scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
+        norms, ranges = zip(*map(_norms_and_ranges, (q, k)), strict=True)
+        if norms[0].shape != norms[1].shape:  # grouped queries, broadcast batches
+            norms, ranges = (tuple(x.amax() for x in pair) for pair in (norms, ranges))
+        both = norms[0] * ranges[1] + norms[1] * ranges[0]
+        return float(both.max()) * scale**2 / 12
+
+
+def _norms_and_ranges(x: Tensor) -> tuple[Tensor, Tensor]:
+    """mean |row|^2 and mean range^2 of each head."""
+    low, high = torch.aminmax(x.detach(), dim=-1)  # [..., T]
+    ranges = (high - low).float()
+    if x.shape[-1] < _GROUP:
+        ranges = ranges.amax(dim=-2, keepdim=True).expand(ranges.shape)
+    norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32)
+    return norms.square().mean(-1), ranges.square().mean(-1)

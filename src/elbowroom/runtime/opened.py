@@ -1,0 +1,46 @@
+"""Functions of torch's that are written in Python, run so that what they call is seen.
+
+A TorchFunctionMode is told of such a function as of one call, for its first lines hand it over to
+whoever wants to see it, and while the mode answers, it is off. So what it calls inside (linear,
+softmax, dropout, attention) was saved by an op of which nothing is known. Here its body runs with
+the mode on: a copy of the function whose globals say that nobody wants to see it.
+"""
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _nobody(*_: Any) -> bool:
+    return False
+
+
+def _opened(func: Callable[..., Any]) -> Callable[..., Any]:
+    assert isinstance(func, FunctionType)
+    inside = dict(func.__globals__)  # of now: what others replace there later is not seen
+    inside |= dict.fromkeys(_ASKING, _nobody)
+    copy = FunctionType(func.__code__, inside, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+_FUNCTIONS = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forward)}
+NAMES = frozenset(func.__name__ for func in _FUNCTIONS)
+
+
+def opened(func: Callable[..., Any], mode: TorchFunctionMode) -> Callable[..., Any] | None:
+    """What runs this function with what it calls seen by the mode; None: it is no such function."""
+    body = _FUNCTIONS.get(func)
+    if body is None:
+        return None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return body(*args, **kwargs)
+
+    return run
