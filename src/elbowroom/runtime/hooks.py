@@ -366,8 +366,10 @@ class Saving:
         What comes back decides on its results, once it is known how these could be made again.
         """
         saved, call.deferred = call.deferred, []
-        wanted = (one for one, x in saved if storage_nbytes(x) >= self.min_nbytes)
-        formulas = formulas_of(call, out, wanted)
+        if not saved:
+            return []
+        wanted = [one for one, x in saved if storage_nbytes(x) >= self.min_nbytes]
+        formulas = formulas_of(call, out, wanted) if wanted else {}
         made = {x.untyped_storage()._cdata for x in tree_leaves(out) if is_touchable(x)}
         results: list[Callable[[], None]] = []
         for one, x in saved:

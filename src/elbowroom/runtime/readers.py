@@ -41,8 +41,8 @@ def formulas_of(call: Call, out: Any, wanted: Iterable[Deferred]) -> dict[int, F
 
 def _nodes_of(call: Call, out: Any) -> Iterator[Node]:
     """The nodes that a call has made, from its outputs down, the nearest first."""
-    before = {id(x.grad_fn) for x in _tensors((call.args, call.kwargs))}
-    first = [x.grad_fn for x in _tensors(out) if x.grad_fn is not None]
+    before = {id(x.grad_fn) for x in _tensors((*call.args, *call.kwargs.values()))}
+    first = [x.grad_fn for x in _tensors((out,)) if x.grad_fn is not None]
     waiting, seen = list(dict.fromkeys(first)), set(map(id, first))
     kept: list[
         Node
@@ -57,8 +57,12 @@ def _nodes_of(call: Call, out: Any) -> Iterator[Node]:
                 waiting.append(below)
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple | dict):
+            yield from (x for x in tree_leaves(value) if isinstance(x, Tensor))
 
 
 def _fields(node: Node, name: str) -> Iterable[str]:

@@ -23,6 +23,8 @@ from elbowroom.runtime.ledger import Entry
 from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT
 from elbowroom.runtime.normal import Statistics, flat_of
 
+_MANY_VIEWS = 8
+
 
 class Geometry(NamedTuple):
     """Where a tensor lies in its storage."""
@@ -72,7 +74,10 @@ class Slot:
         "sites",
         "statistics",
         "value",
+        "views",
+        "views_asked",
         "waits",
+        "whole",
     )
 
     def __init__(self, base: Tensor, entry: Entry, *, is_window: bool = False) -> None:
@@ -87,6 +92,8 @@ class Slot:
         self.asked_exact = False
         self.mask_of = ""  # the op that asked for the mask, if one did
         self.statistics: Statistics | None = None  # of the norm that it is the input of
+        self.views = self.views_asked = 0  # made, and restored so far
+        self.whole: Tensor | None = None  # restored, while many more views will ask for it
         self.lossy_views = 0  # how many ops read it that bear an error
         self.is_source = False  # something is made again from it
         self.waits = False  # it will be encoded once it is known what follows (`waiting.py`)
@@ -197,6 +204,19 @@ class Slot:
         assert self.value is not None
         return self.value.restore(private=private)
 
+    def restore_shared(self) -> Tensor:
+        """The whole tensor for one of its views, which only reads it.
+
+        A loop over time saves hundreds of slices of one tensor: it is restored once for all of
+        them, and held until the last has asked.
+        """
+        if self.views < _MANY_VIEWS:
+            return self.restore_value()
+        self.views_asked += 1
+        whole = self.restore_value() if self.whole is None else self.whole
+        self.whole = whole if self.views_asked < self.views else None
+        return whole
+
     def restore_mapped(self, affine: Affine, bits: Tensor | None) -> Tensor:
         """affine of the whole tensor, and 0 where a bit is not set; its caller may overwrite it."""
         if isinstance(self.value, EncodeHandle):
@@ -229,6 +249,7 @@ class View:
         self.slot = slot
         self.geometry = Geometry.of(x)
         self.need = need
+        slot.views += 1
 
     def restore(self) -> Tensor:
         """The saved tensor again: same shape, dtype, device, strides."""
@@ -246,7 +267,7 @@ class View:
             if self.need is Need.SHAPE and not isinstance(self.slot.value, KeepHandle):
                 return self._blank()
             whole = (
-                self.slot.restore_mask() if self.need is Need.MASK else self.slot.restore_value()
+                self.slot.restore_mask() if self.need is Need.MASK else self.slot.restore_shared()
             )
             return self.geometry.within(self.slot.base, whole)
 
