@@ -232,10 +232,9 @@ def need_of(x: Tensor, call: Call | None, products: bool = False) -> tuple[Need,
         return Need.EXACT, f"'{call.name}' is not known to tolerate errors"
     if not x.is_floating_point():
         return Need.EXACT, "not a floating dtype"
-    borne = tolerant_arguments(x, call)
-    if call.name == ATTENTION and not call.reruns and borne not in ([2], ["value"]):
-        return Need.EXACT, "attention's logsumexp and output are those of the exact q and k"
-    if borne:
+    if call.name == ATTENTION and not call.reruns:
+        return Need.EXACT, "attention's logsumexp and output are those of the exact q, k and v"
+    if tolerant_arguments(x, call):
         return Need.LOSSY, ""
     return Need.EXACT, f"a weight or statistic of '{call.name}'"
 
