@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from elbowroom.errors import PlanError
 from elbowroom.measure import Speed
 from elbowroom.measure.record import record
 from elbowroom.plan import KeepAll
-from elbowroom.plan.profile import Profile
+from elbowroom.plan.profile import Profile, Save, Storage
 from elbowroom.runtime.plain import PLAIN
 
 MIN_NBYTES = 4096
@@ -122,10 +123,14 @@ def measured(kind: str) -> Profile:
     return record(step, policy=KeepAll(), min_nbytes=MIN_NBYTES)
 
 
+def _saves(storage: Storage) -> list[Save]:
+    return [replace(save, site=replace(save.site, least_levels=16)) for save in storage.saves]
+
+
 def facts_of(profile: Profile) -> list[Any]:
-    """All that does not depend on a clock or an allocator."""
+    """All that does not depend on a clock, an allocator or values."""
     storages = [
-        (s.nbytes, s.held, s.kept, s.born, s.used, s.needs, s.freed, s.made_in, s.saves)
+        (s.nbytes, s.held, s.kept, s.born, s.used, s.needs, s.freed, s.made_in, _saves(s))
         for s in profile.storages
     ]
     calls = [

@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 from torch.utils._pytree import tree_map
 
 from elbowroom.measure.sensitivity import energy, is_weight
+from elbowroom.plan.gentle import ATTENTION
 from elbowroom.runtime.consumers import BUFFERS, TOLERANT, Call, tolerant_arguments
 from elbowroom.runtime.slot import View
 
@@ -172,6 +173,9 @@ class Probe:
     def _backward(self, grad: Tensor, held: dict[int | str, Tensor]) -> list[Tensor | None]:
         """The gradients of all differentiable arguments, by backward with these saved instead."""
         given = self._arguments | {k: x for k, x in self._exact.items() if k != RESULT}
+        if self._name == ATTENTION:  # which runs again from what is held
+            given |= {key: x.to(given[key].dtype) for key, x in held.items()}
+            held = {}
         leaves = {key: given[key].detach().requires_grad_() for key in self._edges}
         given |= leaves
         args = tuple(value for key, value in given.items() if isinstance(key, int))
@@ -204,7 +208,7 @@ def keys_of(x: Tensor, call: Call) -> list[int | str]:
 
 def can_probe(call: Call) -> bool:
     """Whether the op may run a second time and do the same again."""
-    if call.name == "scaled_dot_product_attention" and call.arg(4, "dropout_p", 0.0):
+    if call.name == ATTENTION and call.arg(4, "dropout_p", 0.0):
         return False
     # Of a view that was changed in place, the graph has other nodes.
     return not (_works_in_place(call) and call.arg(0, "input")._is_view())

@@ -22,6 +22,7 @@ from elbowroom.plan.profile import ModuleCall, Save, Storage
 from elbowroom.runtime import modules
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.direct.attention import plain_nbytes
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import is_parameter, untouchable
@@ -141,6 +142,8 @@ class StepRecorder:
         now_s = self._now_s()
         seconds, self._last_s = now_s - self._last_s, now_s
         self._calls += 1
+        if call.reruns:
+            self._note_plain(plain_nbytes(call))
         self._note_alive()
         for slot in slots:
             index = self._index.get(slot)
@@ -149,6 +152,12 @@ class StepRecorder:
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and not untouchable(x):
                 self._note_made(x, _Made(seconds, modules.stack()))
+
+    def _note_plain(self, nbytes: int) -> None:
+        """So much more is saved where the modules that run now are run again, by torch's own op."""
+        for note in self._modules:
+            if not note.last:
+                note.made_nbytes += nbytes
 
     def module(
         self,

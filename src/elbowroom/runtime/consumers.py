@@ -227,11 +227,10 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
         )
     if not x.is_floating_point():
         return Reading(Need.EXACT, Formula.INDEX, "not a floating dtype")
-    borne = tolerant_arguments(x, call)
-    if call.name == ATTENTION and not call.reruns and borne not in ([2], ["value"]):
-        why = "attention's logsumexp and output are those of the exact q and k"
+    if call.name == ATTENTION and not call.reruns:
+        why = "attention's logsumexp and output are those of the exact q, k and v"
         return Reading(Need.EXACT, Formula.EXPONENTIAL, why)
-    if borne:
+    if tolerant_arguments(x, call):
         return Reading(Need.LOSSY, Formula.CURVED if call.name in CURVED else Formula.SUMMED)
     return Reading(Need.EXACT, Formula.STATISTIC, f"a weight or statistic of '{call.name}'")
 

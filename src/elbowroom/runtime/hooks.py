@@ -317,7 +317,7 @@ class Saving:
             return call.func
         call.reads = direct.reads
         call.would_rerun = call.name == ATTENTION
-        if not self._may_stand(direct, call) or not may_run(call) or not self._is_asked():
+        if not self._may_stand(direct, call) or not may_run(call, direct) or not self._is_asked():
             return call.func
         call.reruns = call.would_rerun
         call.rounds = direct.always or not direct.exact

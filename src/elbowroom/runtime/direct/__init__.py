@@ -33,13 +33,19 @@ from torch.utils._device import DeviceContext
 from elbowroom.plan.site import Reads
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.activations import gelu, silu
-from elbowroom.runtime.direct.attention import attention, fits_attention, is_unfused
+from elbowroom.runtime.direct.attention import (
+    adds_nothing_up,
+    attention,
+    fits_attention,
+    is_unfused,
+)
 from elbowroom.runtime.direct.batch_norm import batch_norm, fits_batch_norm
 from elbowroom.runtime.direct.convolution import convolution, fits_convolution
 from elbowroom.runtime.direct.dropout import dropout, fits_dropout
 from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
 from elbowroom.runtime.direct.relu import fits_relu, relu, relu_
 from elbowroom.runtime.identity import untouchable
+from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.transforms import is_transformed
 
 
@@ -95,7 +101,9 @@ def direct_of(call: Call) -> Direct | None:
     """What could run for this call, by metadata only: also in a step of stand-ins."""
     if call.func is F.scaled_dot_product_attention:
         fits = all(map(_is_plain, (*call.args, *call.kwargs.values()))) and fits_attention(call)
-        return None if not fits else _UNFUSED if is_unfused(call) else _FUSED
+        if not fits:
+            return None
+        return _UNFUSED if is_unfused(call) and adds_nothing_up(call) else _FUSED
     found = _OPS.get(call.func)
     if found is None or not all(map(_is_plain, (*call.args, *call.kwargs.values()))):
         return None
@@ -111,12 +119,12 @@ def _is_in_order(x: Tensor) -> bool:
     return x.is_contiguous() or (last is not None and x.is_contiguous(memory_format=last))
 
 
-def may_run(call: Call) -> bool:
+def may_run(call: Call, direct: Direct) -> bool:
     """Whether one of our nodes may stand in the graph for this call, here and now."""
     if not torch.is_grad_enabled() or is_transformed() or is_overridden():
         return False
     first = call.args[0] if call.args else call.kwargs.get("input", call.kwargs.get("query"))
-    return type(first) is Tensor
+    return type(first) is Tensor or (direct.always and type(first) in PLAIN)
 
 
 def _is_plain(argument: Any) -> bool:

@@ -38,7 +38,7 @@ from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import ops
 from elbowroom.plan import Need, Site
 from elbowroom.plan.gentle import MOST_LEVELS, levels_for
-from elbowroom.plan.site import Formula
+from elbowroom.plan.site import Formula, Reads
 from elbowroom.runtime.consumers import Call, Reading, tolerant_arguments
 from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.slot import Slot
@@ -125,10 +125,28 @@ def is_unfused(call: Call) -> bool:
     tensors = tuple(call.arg(i, name) for i, name in enumerate(_NAMES))
     p, causal = call.arg(4, "dropout_p", 0.0), call.arg(5, "is_causal", False)
     scale, gqa = call.kwargs.get("scale"), call.kwargs.get("enable_gqa", False)
+    q, mask = tensors[0], tensors[3]
+    assert q is not None
+    if type(q) not in (Tensor, nn.Parameter):  # a stand-in, of which torch says that nothing fits
+        learned = mask is not None and mask.requires_grad
+        return q.device.type == "cpu" and (p > 0 or q.dim() != 4 or learned)
     try:
         return _backend(tensors, p, causal, scale, gqa) == _MATH
     except RuntimeError:  # of arguments that torch will refuse
         return False
+
+
+def adds_nothing_up(call: Call) -> bool:
+    """Whether q, k and v are three to autograd.
+
+    The gradients of one that is several of them are added up as they come, which is in another
+    order where all of them come from one node: other bits.
+    """
+    edges = set()
+    for i in range(3):
+        x = call.arg(i, _NAMES[i])
+        edges.add(id(x) if x.grad_fn is None else (x.grad_fn, x.output_nr))
+    return len(edges) == 3
 
 
 def _backend(
@@ -142,6 +160,16 @@ def _backend(
         choice: Any = torch._fused_sdp_choice
         chosen: int = choice(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return chosen
+
+
+def plain_nbytes(call: Call) -> int:
+    """Bytes that torch's own op saves and the node does not: in a module that runs again, say."""
+    q, k = call.arg(0, "query"), call.arg(1, "key")
+    if not is_unfused(call):
+        return int(q.nbytes)  # the output
+    dropped = 2 if call.arg(4, "dropout_p", 0.0) else 0
+    weights = q.numel() // q.shape[-1] * k.shape[-2] * q.itemsize
+    return int(q.nbytes + k.nbytes + (1 + dropped) * weights)
 
 
 class _Attention(torch.autograd.Function):
@@ -342,7 +370,14 @@ def as_node(site: Site, x: Tensor, call: Call) -> Site:
     if call.reruns or call.levels is None or site.need is not Need.EXACT:
         return site
     if x.grad_fn is not None and x.grad_fn.name().startswith("ScaledDotProduct"):
-        return replace(site, need=Need.LOSSY, formula=Formula.SUMMED, why="", least_levels=2)
+        return replace(
+            site,
+            need=Need.LOSSY,
+            formula=Formula.SUMMED,
+            why="",
+            least_levels=2,
+            reads=Reads.GRADIENT,
+        )
     if not tolerant_arguments(x, call):
         return site
     return replace(site, need=Need.LOSSY, formula=Formula.SUMMED, why="")
@@ -391,5 +426,6 @@ def _norms_and_ranges(x: Tensor) -> tuple[Tensor, Tensor]:
     ranges = (high - low).float()
     if x.shape[-1] < _GROUP:
         ranges = ranges.amax(dim=-2, keepdim=True).expand(ranges.shape)
-    norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float()
     return norms.square().mean(-1), ranges.square().mean(-1)

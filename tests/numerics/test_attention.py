@@ -1,0 +1,189 @@
+"""Attention under lossy codes: its gradient is near whatever the logits are, or nothing is coded.
+
+gErr2 = sum |g~ - g|^2 / sum |g|^2, of each of q, k and v.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import elbowroom as er
+from elbowroom.codecs import Dither
+from elbowroom.plan.gentle import levels_for
+from elbowroom.runtime import direct
+from elbowroom.runtime.direct.attention import spread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BAR = 0.05
+STDS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0)
+SHAPE = (2, 4, 128, 32)
+
+
+def drawn(std: float, shape: Any = SHAPE, keys: Any = None, dtype: Any = None) -> list[Tensor]:
+    g = torch.Generator().manual_seed(int(10 * std))
+    q, k, v = (torch.randn(s, generator=g) for s in (shape, keys or shape, keys or shape))
+    return [x.to(dtype or torch.float32) for x in (q * std, k * std, v)]
+
+
+def gradients(tensors: list[Tensor], context: Any, **how: Any) -> tuple[list[Tensor], Any]:
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    torch.manual_seed(4)
+    with context as saved:
+        out = F.scaled_dot_product_attention(*(x * 1 for x in leaves), **how)
+    g = torch.Generator().manual_seed(9)
+    grad = torch.randn(out.shape, generator=g).to(out.dtype)
+    return [x.double() for x in torch.autograd.grad(out, leaves, grad)], saved
+
+
+def errors(tensors: list[Tensor], *codec: Any, fields: Any = None, **how: Any) -> list[float]:
+    true, _ = gradients(tensors, nullcontext(), **how)
+    coded = er.saving(*(codec or ("dither",)), min_nbytes=0, seed=0, **(fields or {"bits": 2}))
+    got, _ = gradients(tensors, coded, **how)
+    return [
+        float((a - b).square().sum() / b.square().sum()) for a, b in zip(got, true, strict=True)
+    ]
+
+
+def additive(*shape: int) -> Tensor:
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    return mask.masked_fill_(mask > 1, float("-inf"))
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "causal": ({}, {"is_causal": True}),
+    "wide heads": ({"shape": (2, 4, 128, 64)}, {}),
+    "wide heads, causal": ({"shape": (2, 4, 128, 64)}, {"is_causal": True}),
+    "long": ({"shape": (1, 2, 512, 32)}, {"is_causal": True}),
+    "other keys": ({"shape": (2, 4, 64, 32), "keys": (2, 4, 200, 32)}, {}),
+    "grouped": ({"keys": (2, 2, 128, 32)}, {"enable_gqa": True}),
+    "dropout": ({}, {"dropout_p": 0.1, "is_causal": True}),
+    "additive mask": ({}, {"attn_mask": additive(128, 128)}),
+    "boolean mask": ({}, {"attn_mask": additive(2, 1, 128, 128).isfinite()}),
+    "three dimensions": ({"shape": (8, 128, 32)}, {}),
+    "scale": ({}, {"scale": 0.3}),
+    "bf16": ({"dtype": torch.bfloat16}, {}),
+    "fp16": ({"dtype": torch.float16}, {"is_causal": True}),
+    "double": ({"dtype": torch.float64}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("std", STDS)
+def test_the_gradient_is_near_at_every_sharpness(std: float, case: str) -> None:
+    tensors, how = CASES[case]
+    assert max(errors(drawn(std, **tensors), **how)) <= BAR
+
+
+@pytest.mark.parametrize("std", STDS)
+@pytest.mark.parametrize(
+    ("codec", "fields"),
+    [
+        ("group", {"bits": 2}),
+        ("division", {"bits": 2}),
+        ("comet", {"bound": 0.1}),
+        ("cast", {"to": "fp8_e4m3"}),
+        ("lean", {"fold": 1}),
+        ("dither", {"levels": 2, "group_size": 256}),
+    ],
+)
+def test_so_it_is_by_every_codec(codec: str, fields: dict[str, Any], std: float) -> None:
+    assert max(errors(drawn(std), codec, fields=fields, is_causal=True)) <= BAR
+
+
+def test_one_sharp_head_among_many_is_seen() -> None:
+    """Its logits are averaged with nobody's."""
+    q, k, v = drawn(0.5, (2, 8, 128, 64))
+    q[:, 3], k[:, 3] = 8 * q[:, 3], 8 * k[:, 3]
+    assert max(errors([q, k, v])) <= BAR
+
+
+def test_channels_that_stand_out_are_seen() -> None:
+    """They set the step of the codes: what rows' norms alone would not tell."""
+    q, k, v = drawn(1.0, (2, 4, 128, 64))
+    k[..., 5] += 30
+    assert max(errors([q, k, v])) <= BAR
+
+
+@pytest.mark.parametrize(("std", "worst"), [(2.0, 0.1), (3.0, 1.0)])
+def test_an_exact_logsumexp_beside_coded_q_and_k_fails(std: float, worst: float) -> None:
+    """The negative control: what was done before, by 16 levels."""
+    q, k, v = drawn(std)
+    aten = torch.ops.aten
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(9))
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    coded = [Dither(levels=16).encode(x, seed).decode() for seed, x in enumerate((q, k, v, out))]
+    true = backward(grad, q, k, v, out, lse, 0.0, True)
+    got = backward(grad, *coded, lse, 0.0, True)
+    error = [float((a - b).square().sum() / b.square().sum()) for a, b in zip(got, true)]  # noqa: B905
+    assert max(error[:2]) > worst
+
+
+def test_where_no_code_is_fine_enough_none_is_made_and_the_ledger_says_so() -> None:
+    tensors = drawn(8.0)
+    true, _ = gradients(tensors, nullcontext())
+    got, saved = gradients(tensors, er.saving("dither", bits=2, min_nbytes=0, seed=0))
+    assert got[2].equal(true[2])  # it has nothing to do with v's code
+    whys = {row.why for row in saved.ledger.rows}
+    assert "attention's logits are too sharp for any code of q and k" in whys
+    actions = [row.action for row in saved.ledger.rows for _ in range(row.count)]
+    assert sorted(actions) == ["dither", "keep", "keep"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_logit_that_is_no_number_is_not_coded(value: float) -> None:
+    q, k, v = drawn(1.0)
+    q[0, 0, 0, 0] = value
+    true, _ = gradients([q, k, v], nullcontext())
+    got, _ = gradients([q, k, v], er.saving("dither", bits=2, min_nbytes=0, seed=0))
+    assert got[0].isnan().equal(true[0].isnan())
+
+
+def test_the_variance_of_a_logits_error_is_the_predicted_one() -> None:
+    """Of codes of 16 levels; the prediction is an upper one, by less than a half."""
+    for shape in (SHAPE, (2, 4, 128, 64), (2, 4, 128, 128)):
+        q, k, _ = drawn(1.5, shape)
+        q_, k_ = (Dither(levels=16).encode(x, seed).decode() for seed, x in enumerate((q, k)))
+        error = (q_ @ k_.mT - q @ k.mT) * shape[-1] ** -0.5
+        predicted = spread(q, k) / 15**2
+        assert 1.0 < predicted / float(error.square().mean()) < 1.6
+
+
+def test_levels_follow_the_logits() -> None:
+    assert [levels_for(spread(*drawn(std)[:2])) for std in (0.5, 1, 2, 3, 4, 8)] == [
+        *(16, 16, 64, 128, 256, None)
+    ]
+    assert levels_for(float("nan")) is None
+
+
+@pytest.mark.parametrize("first", ["linear", "norm"])
+def test_a_code_that_another_op_holds_is_not_read_if_it_is_too_rough(first: str) -> None:
+    """x is read by an op that 4 levels do, and as q and k."""
+    x = drawn(3.0, (2, 4, 128, 32))[0]
+    weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def gradient(context: Any) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        with context:
+            h = leaf * 1
+            beside = F.linear(h, weight) if first == "linear" else F.layer_norm(h, (32,))
+            out = F.scaled_dot_product_attention(h, h, h)
+        return torch.autograd.grad(out.sum() + 0 * beside.sum(), leaf)[0]
+
+    true = gradient(nullcontext())
+    got = gradient(er.saving("dither", bits=2, min_nbytes=0, seed=0))
+    assert float((got - true).square().sum() / true.square().sum()) <= BAR
+
+
+def test_torchs_own_node_keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ours cannot stand, logsumexp and output fit q, k and v, since all are exact."""
+    monkeypatch.setattr(direct, "fits_attention", lambda call: False)
+    true, _ = gradients(drawn(4.0), nullcontext())
+    got, saved = gradients(drawn(4.0), er.saving("dither", bits=2, min_nbytes=0, seed=0))
+    assert all(map(torch.equal, got, true))
+    assert any("logsumexp" in row.why for row in saved.ledger.rows)
