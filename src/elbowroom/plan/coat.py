@@ -57,6 +57,7 @@ class Coat:
     rebuild: bool = True
     products: ClassVar[bool] = True
     exact: ClassVar[bool] = False
+    again: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("group_size", "wide"):

@@ -16,14 +16,15 @@ variance falls with (levels - 1)^2. Of the gradient's square, at random weights 
     BN, GELU        1.1 %  beside 13 %     0.04 %  beside 2.0 %
     GN, SiLU        1.6 %  beside 3.5 %    0.06 %  beside 0.4 %
 
-They get at least 8. A ReLU is linear in what is decoded, and needs nothing of this.
+They get at least 8, and so does the input of a recurrent layer, whose gates are as smooth. A ReLU
+is linear in what is decoded, and needs nothing of this.
 """
 
 from dataclasses import replace
 from typing import NamedTuple
 
 from elbowroom.codecs import Codec, Comet, Dither, Division, Group
-from elbowroom.plan.site import NORMS, Rebuildable, Site
+from elbowroom.plan.site import NORMS, RECURRENT, Rebuildable, Site
 
 
 class _Mildest(NamedTuple):
@@ -42,7 +43,7 @@ def gentle(codec: Codec, site: Site) -> Codec:
     """The codec itself, or a milder setting of it."""
     if site.consumer == ATTENTION:
         return _at_least(codec, _ATTENTION)
-    if site.consumer in CURVED or site.curved:
+    if site.consumer in (*CURVED, *RECURRENT) or site.curved:
         return _at_least(codec, _CURVED)
     return codec
 

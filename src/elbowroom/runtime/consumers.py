@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from elbowroom.plan import Need
-from elbowroom.plan.site import Reads
+from elbowroom.plan.site import RECURRENT, Reads
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.plain import PLAIN
@@ -44,7 +44,7 @@ TOLERANT: dict[str, tuple[tuple[int, str], ...]] = {
     "addmm": ((1, "mat1"), (2, "mat2")),
     "baddbmm": ((1, "batch1"), (2, "batch2")),
     **dict.fromkeys(("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"), _CONV),
-    **dict.fromkeys(("gelu", "silu"), _CONV),
+    **dict.fromkeys(("gelu", "silu", *RECURRENT), _CONV),
     "scaled_dot_product_attention": ((0, "query"), (1, "key"), (2, "value")),
 }
 _BOTH = ((0, "input"), (1, "other"))
@@ -224,7 +224,7 @@ def need_of(x: Tensor, call: Call | None, products: bool = False) -> tuple[Need,
         return Need.EXACT, f"'{call.name}' is not known to tolerate errors"
     if not x.is_floating_point():
         return Need.EXACT, "not a floating dtype"
-    if tolerant_arguments(x, call) or _is_attention_output(x, call):
+    if tolerant_arguments(x, call) or _is_attention_output(x, call) or _is_layer_output(x, call):
         return Need.LOSSY, ""
     return Need.EXACT, f"a weight or statistic of '{call.name}'"
 
@@ -331,3 +331,9 @@ def _is_attention_output(x: Tensor, call: Call) -> bool:
         and x.grad_fn is not None
         and x.grad_fn.name().startswith("ScaledDotProduct")
     )
+
+
+def _is_layer_output(x: Tensor, call: Call) -> bool:
+    """Whether a layer of a recurrent network made x, for the layer above it in the same call."""
+    of_layer = x.grad_fn is not None and x.grad_fn.name() == "_RunAgainBackward"
+    return call.name in RECURRENT and of_layer

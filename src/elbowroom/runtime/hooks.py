@@ -304,6 +304,8 @@ class Saving:
             return call.func
         call.reads = direct.reads
         allowed = direct.exact or not self._is_exact
+        if direct.again and not getattr(self.policy, "again", False):
+            return call.func
         if self.recorder is not None or not allowed or not may_run(call) or not self._is_asked():
             return call.func
         call.rounds = not direct.exact
