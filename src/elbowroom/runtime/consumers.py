@@ -107,6 +107,7 @@ class Call:
     __slots__ = (
         "args",
         "at_end",
+        "began",
         "func",
         "kwargs",
         "name",
@@ -129,6 +130,7 @@ class Call:
         self.saved: list[Slot] = []  # what it has saved so far
         self.at_end: list[Callable[[Call, Any], None]] = []  # what waits for its statistics
         self.reads = Reads.RESTORED  # what its backward reads
+        self.began = torch._C._autograd._get_sequence_nr()  # what nodes of its own begin with
         self.rounds = False  # it runs as a node of ours whose backward rounds otherwise
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
         first = args[0] if args else kwargs.get("input")

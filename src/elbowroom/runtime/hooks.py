@@ -49,7 +49,7 @@ from elbowroom.runtime.consumers import (
 )
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.direct import direct_of, may_run
-from elbowroom.runtime.handles import DropHandle, KeepHandle
+from elbowroom.runtime.handles import CastHandle, DropHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.identity import (
     Identity,
@@ -68,7 +68,7 @@ from elbowroom.runtime.producers import note_origin
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import repeats
-from elbowroom.runtime.sites import left_alone, site_of
+from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, site_of
 from elbowroom.runtime.slot import Beside, Lone, Slot, View
 from elbowroom.runtime.statistics import statistics_of
 from elbowroom.runtime.waiting import Waiting, WaitingLine, root_of
@@ -359,7 +359,8 @@ class Saving:
         if not slot.serves(need):
             why_kept = left_alone(slot, x, call, need, self.min_nbytes)
             if why_kept:
-                slot.hold(KeepHandle(slot.base.on(x), why_kept))
+                cast = self._cast(slot, x, call) if why_kept is MADE_OF_PARAMETERS else None
+                slot.hold(cast or KeepHandle(slot.base.on(x), why_kept))
             else:
                 self._serve(slot, x, call, need, why, name)
         slot.promise(need, name.consumer)
@@ -376,6 +377,12 @@ class Saving:
             if self._watch is not None and need is Need.LOSSY:
                 self._watch.saved(Use(call, view, name.module), x)
         return view
+
+    def _cast(self, slot: Slot, x: Tensor, call: Call | None) -> CastHandle | None:
+        """What makes x's storage again, if that is a cast of a parameter."""
+        if call is None or not getattr(self.policy, "rebuild", False):
+            return None
+        return CastHandle.of(x, slot.base.on(x), call.began)
 
     def _note_curved(self, source: Slot | None) -> None:
         """What is made of `source` is read by a GELU or SiLU."""
