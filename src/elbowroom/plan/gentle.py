@@ -18,13 +18,23 @@ variance falls with (levels - 1)^2. Of the gradient's square, at random weights 
 
 They get at least 8, and so does the input of a recurrent layer, whose gates are as smooth. A ReLU
 is linear in what is decoded, and needs nothing of this.
+
+A piece of forward that the user's checkpoint runs again from a decoded input is curved all over,
+and its ReLUs pass what they did not: what that adds to gErr2 (`dither`; public models, docs/log.md)
+
+    levels      4        16       64
+    Llama       0.005    0.0002   0.00001
+    ViT         0.12     0.006    0.0003
+    ResNet-50   0.13     0.03     0.005
+
+So the inputs of a checkpoint get at least 32.
 """
 
 from dataclasses import replace
 from typing import NamedTuple
 
 from elbowroom.codecs import Codec, Comet, Dither, Division, Group
-from elbowroom.plan.site import NORMS, RECURRENT, Rebuildable, Site
+from elbowroom.plan.site import CHECKPOINT, NORMS, RECURRENT, Rebuildable, Site
 
 
 class _Mildest(NamedTuple):
@@ -37,12 +47,15 @@ class _Mildest(NamedTuple):
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
 _ATTENTION, _CURVED = _Mildest(4, 0.03), _Mildest(3, 0.07)
+_CHECKPOINT = _Mildest(5, 0.02)
 
 
 def gentle(codec: Codec, site: Site) -> Codec:
     """The codec itself, or a milder setting of it."""
     if site.consumer == ATTENTION:
         return _at_least(codec, _ATTENTION)
+    if site.consumer == CHECKPOINT:
+        return _at_least(codec, _CHECKPOINT)
     if site.consumer in (*CURVED, *RECURRENT) or site.curved:
         return _at_least(codec, _CURVED)
     return codec

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from elbowroom.plan import Need
-from elbowroom.plan.site import RECURRENT, Reads
+from elbowroom.plan.site import CHECKPOINT, RECURRENT, Reads
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.plain import PLAIN
@@ -215,6 +215,9 @@ def need_of(x: Tensor, call: Call | None, products: bool = False) -> tuple[Need,
     """
     if call is None or not call.name:
         return Need.EXACT, "saved by an op that Python did not call"
+    if call.name == CHECKPOINT:
+        is_data = x.is_floating_point() and x.requires_grad
+        return (Need.LOSSY, "") if is_data else (Need.EXACT, "an input that wants no gradient")
     masked = call.name in (*MASKED_OUTPUT, *MASKED_INPUT) or is_capped(call)
     if masked and x.is_floating_point():
         return Need.MASK, ""

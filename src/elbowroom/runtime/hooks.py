@@ -36,10 +36,11 @@ from elbowroom.plan import (
     SiteName,
 )
 from elbowroom.plan.gentle import CURVED
-from elbowroom.plan.site import NORMS, RECOMPUTE
+from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE
 from elbowroom.runtime import modules
 from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.calls import intercepted
+from elbowroom.runtime.checkpoints import Pieces, checkpoint_call
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import (
     Call,
@@ -127,6 +128,7 @@ class Saving:
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
         self._waiting = WaitingLine()
+        self._pieces = Pieces()
         self._watch: Watch | None = None
         self._counts: dict[tuple[str, str], int] = {}
         self._region = ""  # whose inputs are being saved
@@ -174,7 +176,9 @@ class Saving:
         self._identity.clear()
         if kind is None:  # else what waits stays as it is: nothing may fail now, nor take memory
             self._waiting.end_all()
+            self._pieces.end()
         self._waiting.clear()
+        self._pieces.clear()
         if kind is None:
             self._passing.learn(slots)
         self._passing = Passing(None, self.ledger, self.min_nbytes)
@@ -299,6 +303,11 @@ class Saving:
         A step that is written down runs as it is, and says what it could.
         """
         self._waiting.end_known()
+        if self._pieces:
+            if self._is_asked():
+                self._pieces.end()
+            else:
+                self._pieces.calls(call)
         direct = direct_of(call)
         if direct is None:
             return call.func
@@ -315,6 +324,15 @@ class Saving:
     def _is_exact(self) -> bool:
         """Whether no code of the policy adds errors; one that does not say may round nothing."""
         return bool(getattr(self.policy, "exact", True))
+
+    @property
+    def _codes_checkpoints(self) -> bool:
+        """Whether inputs of the user's checkpoints may be codes: where nobody writes down a step.
+
+        What they may be is known when their piece of forward has run.
+        """
+        again = getattr(self.policy, "again", False) and not self._is_exact
+        return again and self.recorder is None and self._watch is None
 
     def _is_asked(self) -> bool:
         """Whether what is saved now comes to this context: nobody else's hooks lie over its own."""
@@ -333,7 +351,8 @@ class Saving:
 
     def _passes(self, op: str) -> bool:
         """Whether the op that begins is inert. What waits for one more op must see that."""
-        return (modules.current(), op) in self._passing.ops and not self._waiting
+        ops = self._passing.ops
+        return (modules.current(), op) in ops and not self._waiting and not self._pieces
 
     def _packed(self, x: Tensor) -> View | Lone | KeepHandle:
         if type(x) is nn.Parameter:
@@ -345,6 +364,10 @@ class Saving:
         call = None if self._consumers is None else self._consumers.call
         if is_parameter(x) or is_buffer(x, call):
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
+        if call is None and self._codes_checkpoints:
+            call = checkpoint_call(x)
+        if self._pieces and (self._pieces.has_begun or call is None or call.name != CHECKPOINT):
+            self._pieces.end()
         name = self._name(call)
         slot = self._identity.slot(x) or self._new_slot(x, name)
         need, why = need_of(x, call, self._products)
@@ -457,6 +480,12 @@ class Saving:
             elif not isinstance(action, Keep):
                 hold(slot, whole, action)
 
+        def hold_for_checkpoint(why: str) -> None:
+            if why:
+                slot.hold(KeepHandle(whole, why))
+            else:
+                hold(slot, whole, action)
+
         def outlived() -> None:
             self.context.learn_keep(key)
 
@@ -468,6 +497,9 @@ class Saving:
                 slot.hold(KeepHandle(whole, "a NaN, of which a bit cannot tell"))
             else:
                 slot.hold_bits(bits)
+        elif call is not None and call.name == CHECKPOINT and is_lossy(action, need):
+            slot.hold(KeepHandle(whole, slot.entry.why))
+            self._pieces.wait(hold_for_checkpoint)
         elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
             # Its statistics, which the code is better with, are known when it has ended.
             slot.hold(KeepHandle(whole, slot.entry.why))
