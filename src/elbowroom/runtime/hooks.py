@@ -332,7 +332,7 @@ class Saving:
         What they may be is known when their piece of forward has run.
         """
         again = getattr(self.policy, "again", False) and not self._is_exact
-        return again and self.recorder is None and self._watch is None
+        return again and self.recorder is None
 
     def _is_asked(self) -> bool:
         """Whether what is saved now comes to this context: nobody else's hooks lie over its own."""
@@ -397,7 +397,8 @@ class Saving:
             )
         if call is not None:
             call.note_saved(slot, x)
-            if self._watch is not None and need is Need.LOSSY:
+            readable = call.name != CHECKPOINT  # no op of the graph reads it, to be probed
+            if self._watch is not None and need is Need.LOSSY and readable:
                 self._watch.saved(Use(call, view, name.module), x)
         return view
 
