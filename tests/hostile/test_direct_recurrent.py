@@ -279,3 +279,23 @@ def test_under_a_watch(watched):
             loss = net(x)[0].square().sum()
         loss.backward()
         saved.error_report()
+
+
+def test_the_many_small_tensors_of_an_exact_context_are_counted_and_checked():
+    net, x = made("gru", num_layers=2), drawn(LENGTH, BATCH, WIDTH)
+    expected = everything(net, x, nullcontext())
+    saved, kept_all = er.saving(), er.saving("keep")
+    assert_same(everything(net, x, saved), expected)
+    assert_same(everything(net, x, kept_all), expected)
+    by_gru, by_all = (
+        sum(row.before_nbytes for row in context.ledger.rows if row.consumer == "gru")
+        for context in (saved, kept_all)
+    )
+    assert by_gru == by_all > 0
+    assert not saved.ledger.held_nbytes  # backward has let go of all
+    with er.saving():
+        loss = net(x)[0].square().sum()
+    with torch.no_grad():
+        net.weight_hh_l0.mul_(2)
+    with pytest.raises(RestoreError, match="inplace operation"):
+        loss.backward()

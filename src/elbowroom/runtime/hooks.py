@@ -36,7 +36,7 @@ from elbowroom.plan import (
     SiteName,
 )
 from elbowroom.plan.gentle import CURVED
-from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE
+from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, RECURRENT
 from elbowroom.runtime import modules
 from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.calls import intercepted
@@ -326,6 +326,11 @@ class Saving:
         return bool(getattr(self.policy, "exact", True))
 
     @property
+    def _skims(self) -> bool:
+        """Whether nobody asks what slots there are: not a plan, nor one that is to be made."""
+        return hasattr(self.policy, "rebuild") and self.recorder is None
+
+    @property
     def _codes_checkpoints(self) -> bool:
         """Whether inputs of the user's checkpoints may be codes: where nobody writes down a step.
 
@@ -354,7 +359,7 @@ class Saving:
         ops = self._passing.ops
         return (modules.current(), op) in ops and not self._waiting and not self._pieces
 
-    def _packed(self, x: Tensor) -> View | Lone | KeepHandle:
+    def _packed(self, x: Tensor) -> View | Lone | Beside | KeepHandle:
         if type(x) is nn.Parameter:
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
         why = untouchable(x)
@@ -364,6 +369,9 @@ class Saving:
         call = None if self._consumers is None else self._consumers.call
         if is_parameter(x) or is_buffer(x, call):
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
+        many = call is not None and call.name in RECURRENT and self._skims
+        if many and storage_nbytes(x) < self.min_nbytes:
+            return self._passing.keep_small(x, (self._module, call.name if call else ""))
         if call is None and self._codes_checkpoints:
             call = checkpoint_call(x)
         if self._pieces and (self._pieces.has_begun or call is None or call.name != CHECKPOINT):
