@@ -57,6 +57,7 @@ class Coat:
     rebuild: bool = True
     exact: ClassVar[bool] = False
     reruns_attention: ClassVar[bool] = False  # which keeps all that a second run would need
+    again: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("group_size", "wide"):

@@ -28,6 +28,16 @@ activation behind it share a code, their errors multiply besides. So the square 
 with (levels - 1)^4 where the variance falls with (levels - 1)^2. And the errors of layers add up:
 an EfficientNet with 49 norms had a gErr2 of 0.27 with 8 levels, 0.09 with 16 and 0.03 with 32
 (docs/log.md, "public models"). A ReLU is linear in what is decoded.
+
+A piece of forward that the user's checkpoint runs again from a decoded input is curved all over,
+and its ReLUs pass what they did not: what that adds to gErr2 (`dither`; public models, docs/log.md)
+
+    levels      4        16       64
+    Llama       0.005    0.0002   0.00001
+    ViT         0.12     0.006    0.0003
+    ResNet-50   0.13     0.03     0.005
+
+So the inputs of a checkpoint get at least 32. The gates of a recurrent layer are as smooth as SiLU.
 """
 
 from dataclasses import replace
@@ -35,7 +45,7 @@ from math import prod
 from typing import NamedTuple
 
 from elbowroom.codecs import Cast, Codec, Comet, Dither, Division, Group, Sided
-from elbowroom.plan.site import NORMS, Formula, Site
+from elbowroom.plan.site import CHECKPOINT, NORMS, Formula, Site
 
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
@@ -96,6 +106,8 @@ def suffices(codec: Codec, site: Site) -> bool:
 
 def _floor_of(site: Site) -> int:
     """The fewest levels of a code at this site; 0: any."""
+    if site.consumer == CHECKPOINT:
+        return _SHARED
     if site.formula in _FLOORS:
         return _FLOORS[site.formula]
     if site.curved:

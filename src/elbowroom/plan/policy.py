@@ -69,10 +69,12 @@ class Lossy:
     Attention, GELU and SiLU get a milder setting of it (`gentle.py`).
 
     rebuild  outputs may be made again from encoded sources
+    again    ops may run forward again, in place of saving what they made on the way
     """
 
     codec: Codec
     rebuild: bool = True
+    again: ClassVar[bool] = True
 
     @property
     def exact(self) -> bool:
@@ -114,6 +116,7 @@ class Lean:
     fold: int = 8
     rebuild: bool = True
     exact: ClassVar[bool] = False
+    again: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("upper", "lower", "plain"):

@@ -12,6 +12,8 @@ import torch
 from elbowroom.codecs import Facts
 
 NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm")  # as consumers
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # as consumers
+CHECKPOINT = "checkpoint"  # as the consumer of what a checkpoint of the user's saves
 RECOMPUTE = "recompute"  # the op that saves a region's inputs, as the runtime calls it
 
 

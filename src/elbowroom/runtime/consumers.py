@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from elbowroom.plan import Need
 from elbowroom.plan.gentle import ATTENTION, CURVED
-from elbowroom.plan.site import RECOMPUTE, Formula, Reads
+from elbowroom.plan.site import CHECKPOINT, RECOMPUTE, RECURRENT, Formula, Reads
 from elbowroom.runtime.formulas import WHY
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
@@ -37,13 +37,15 @@ TOLERANT: dict[str, tuple[tuple[int, str], ...]] = {
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _FIRST),
     "linear": _FIRST,
     **dict.fromkeys(("batch_norm", "layer_norm", "group_norm", "instance_norm"), _FIRST),
-    **dict.fromkeys(CURVED, _FIRST),
+    **dict.fromkeys((*CURVED, *RECURRENT), _FIRST),
     "scaled_dot_product_attention": ((0, "query"), (1, "key"), (2, "value")),
 }
 _RUNNING = ((1, "running_mean"), (2, "running_var"))
 _GROUP_NORM = "NativeGroupNormBackward0"
 BUFFERS = dict.fromkeys(("batch_norm", "instance_norm"), _RUNNING)  # saved, but the module's own
-_AT_ONCE = frozenset((*TOLERANT, *MASKED_OUTPUT, *MASKED_INPUT, *CAPPED, "dropout", RECOMPUTE))
+_AT_ONCE = frozenset(
+    (*TOLERANT, *MASKED_OUTPUT, *MASKED_INPUT, *CAPPED, "dropout", RECOMPUTE, CHECKPOINT)
+)
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
 _TENSOR_CLASSES = (Tensor, torch._C.TensorBase, object)
 _TORCH_MODULES = (
@@ -88,6 +90,7 @@ class Call:
     __slots__ = (
         "args",
         "at_end",
+        "began",
         "deferred",
         "fine",
         "func",
@@ -118,6 +121,7 @@ class Call:
         self.deferred: list[tuple[Deferred, Tensor]] = []  # decided on when it has ended
         self.fine: list[Slot] = []  # what it reads finely is made of these
         self.reads = Reads.RESTORED  # what its backward reads
+        self.began = torch._C._autograd._get_sequence_nr()  # what nodes of its own begin with
         self.rounds = False  # it runs as a node of ours whose backward rounds otherwise
         self.reruns = self.would_rerun = False  # attention: a node of ours runs it again
         self.spread: float | None = None  # of attention's logits (`direct/attention.py`)
@@ -218,6 +222,10 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
     """How the op that saves x reads it, for ops that are told at once."""
     if call is None or not call.name:
         return Reading(Need.EXACT, Formula.UNKNOWN, "saved by an op that Python did not call")
+    if call.name == CHECKPOINT:
+        if x.is_floating_point() and x.requires_grad:
+            return Reading(Need.LOSSY, Formula.CURVED)
+        return Reading(Need.EXACT, Formula.UNKNOWN, "an input that wants no gradient")
     masked = call.name in (*MASKED_OUTPUT, *MASKED_INPUT) or is_capped(call)
     if masked and x.is_floating_point():
         return Reading(Need.MASK, Formula.COMPARED)
@@ -230,8 +238,9 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
     if call.name == ATTENTION and not call.reruns:
         why = "attention's logsumexp and output are those of the exact q, k and v"
         return Reading(Need.EXACT, Formula.EXPONENTIAL, why)
-    if tolerant_arguments(x, call):
-        return Reading(Need.LOSSY, Formula.CURVED if call.name in CURVED else Formula.SUMMED)
+    if tolerant_arguments(x, call) or _is_layer_output(x, call):
+        is_curved = call.name in (*CURVED, *RECURRENT)
+        return Reading(Need.LOSSY, Formula.CURVED if is_curved else Formula.SUMMED)
     return Reading(Need.EXACT, Formula.STATISTIC, f"a weight or statistic of '{call.name}'")
 
 
@@ -335,3 +344,9 @@ def is_argument(x: Tensor, call: Call | None) -> bool:
     return call is not None and any(
         _is(x, argument) for argument in (*call.args, *call.kwargs.values())
     )
+
+
+def _is_layer_output(x: Tensor, call: Call) -> bool:
+    """Whether a layer of a recurrent network made x, for the layer above it in the same call."""
+    of_layer = x.grad_fn is not None and x.grad_fn.name() == "_RunAgainBackward"
+    return call.name in RECURRENT and of_layer

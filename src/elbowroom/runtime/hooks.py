@@ -39,10 +39,11 @@ from elbowroom.plan import (
     SiteName,
 )
 from elbowroom.plan.gentle import ATTENTION, MOST_LEVELS, suffices
-from elbowroom.plan.site import NORMS, RECOMPUTE, Formula
+from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, RECURRENT, Formula
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.calls import intercepted
+from elbowroom.runtime.checkpoints import Pieces, checkpoint_call
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import (
     Call,
@@ -55,7 +56,7 @@ from elbowroom.runtime.consumers import (
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.direct import Direct, direct_of, is_overridden, may_run
 from elbowroom.runtime.direct.attention import as_node, attention_reading
-from elbowroom.runtime.handles import DropHandle, KeepHandle
+from elbowroom.runtime.handles import CastHandle, DropHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.identity import (
     Identity,
@@ -76,7 +77,7 @@ from elbowroom.runtime.readers import formulas_of
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import repeats
-from elbowroom.runtime.sites import left_alone, site_of
+from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, site_of
 from elbowroom.runtime.slot import Beside, Deferred, Lone, Slot, View
 from elbowroom.runtime.statistics import statistics_of
 from elbowroom.runtime.waiting import Waiting, WaitingLine, root_of
@@ -133,6 +134,7 @@ class Saving:
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
         self._waiting = WaitingLine()
+        self._pieces = Pieces()
         self._watch: Watch | None = None
         self._counts: dict[tuple[str, str], int] = {}
         self._region = ""  # whose inputs are being saved
@@ -180,7 +182,9 @@ class Saving:
         self._identity.clear()
         if kind is None:  # else what waits stays as it is: nothing may fail now, nor take memory
             self._waiting.end_all()
+            self._pieces.end()
         self._waiting.clear()
+        self._pieces.clear()
         if kind is None:
             self._passing.learn(slots)
         self._passing = Passing(None, self.ledger, self.min_nbytes)
@@ -312,6 +316,11 @@ class Saving:
             if body is not None:
                 return body
         self._waiting.end_known()
+        if self._pieces:
+            if self._is_asked():
+                self._pieces.end()
+            else:
+                self._pieces.calls(call)
         direct = direct_of(call)
         if direct is None:
             return call.func
@@ -328,6 +337,8 @@ class Saving:
         if direct.always:
             return True
         allowed = direct.exact or not self._is_exact
+        if direct.again and not getattr(self.policy, "again", False):
+            return False
         if call.would_rerun:  # else q and k could have no code
             return allowed and getattr(self.policy, "reruns_attention", True)
         return allowed and self.recorder is None
@@ -336,6 +347,20 @@ class Saving:
     def _is_exact(self) -> bool:
         """Whether no code of the policy adds errors; one that does not say may round nothing."""
         return bool(getattr(self.policy, "exact", True))
+
+    @property
+    def _skims(self) -> bool:
+        """Whether nobody asks what slots there are: not a plan, nor one that is to be made."""
+        return hasattr(self.policy, "rebuild") and self.recorder is None
+
+    @property
+    def _codes_checkpoints(self) -> bool:
+        """Whether inputs of the user's checkpoints may be codes: where nobody writes down a step.
+
+        What they may be is known when their piece of forward has run.
+        """
+        again = getattr(self.policy, "again", False) and not self._is_exact
+        return again and self.recorder is None
 
     def _is_asked(self) -> bool:
         """Whether what is saved now comes to this context: nobody else's hooks lie over its own."""
@@ -354,6 +379,10 @@ class Saving:
             kept = self._left_alone(x, call)
             if kept is not None:
                 return kept
+            if call is None and self._codes_checkpoints:
+                call = checkpoint_call(x)
+            if self._pieces and (self._pieces.has_begun or call is None or call.name != CHECKPOINT):
+                self._pieces.end()
             if call is None or call.is_told_at_once:
                 return self._packed(x, call, reading_of(x, call))
             deferred = Deferred(x)
@@ -388,10 +417,10 @@ class Saving:
     def _passes(self, op: str) -> bool:
         """Whether the op that begins is inert. What waits for one more op must see that."""
         known = (modules.current(), op) in self._passing.ops and op not in opened.NAMES
-        return known and not self._waiting
+        return known and not self._waiting and not self._pieces
 
-    def _left_alone(self, x: Tensor, call: Call | None) -> Lone | KeepHandle | None:
-        """What is held of a tensor that is not ours to touch; None: it is."""
+    def _left_alone(self, x: Tensor, call: Call | None) -> Lone | Beside | KeepHandle | None:
+        """What is held of a tensor that is not ours to touch, or not worth it; None: it is."""
         if type(x) is nn.Parameter:
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
         why = untouchable(x)
@@ -400,6 +429,9 @@ class Saving:
             return Lone(KeepHandle(x, why), entry)
         if is_parameter(x) or is_buffer(x, call):
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
+        many = call is not None and call.name in RECURRENT and self._skims
+        if many and storage_nbytes(x) < self.min_nbytes:
+            return self._passing.keep_small(x, (self._module, self._consumer))
         return None
 
     def _packed(self, x: Tensor, call: Call | None, reading: Reading) -> View:
@@ -426,7 +458,8 @@ class Saving:
         if not slot.serves(need) or is_too_coarse(slot, reading, name, call):
             why_kept = left_alone(slot, x, call, need, self.min_nbytes)
             if why_kept:
-                slot.hold(KeepHandle(slot.base.on(x), why_kept))
+                cast = self._cast(slot, x, call) if why_kept is MADE_OF_PARAMETERS else None
+                slot.hold(cast or KeepHandle(slot.base.on(x), why_kept))
             else:
                 self._serve(slot, x, call, reading, name)
         slot.promise(need, name.consumer)
@@ -440,9 +473,16 @@ class Saving:
             )
         if call is not None:
             call.note_saved(slot, x)
-            if self._watch is not None and need is Need.LOSSY:
+            readable = call.name != CHECKPOINT  # no op of the graph reads it, to be probed
+            if self._watch is not None and need is Need.LOSSY and readable:
                 self._watch.saved(Use(call, view, name.module), x)
         return view
+
+    def _cast(self, slot: Slot, x: Tensor, call: Call | None) -> CastHandle | None:
+        """What makes x's storage again, if that is a cast of a parameter."""
+        if call is None or not getattr(self.policy, "rebuild", False):
+            return None
+        return CastHandle.of(x, slot.base.on(x), call.began)
 
     def _note_fine(self, source: Slot | None, call: Call) -> None:
         """The call reads what is made of `source` with a formula that is fine."""
@@ -525,6 +565,12 @@ class Saving:
             elif not isinstance(action, Keep):
                 hold(slot, whole, action)
 
+        def hold_for_checkpoint(why: str) -> None:
+            if why:
+                slot.hold(KeepHandle(whole, why))
+            else:
+                hold(slot, whole, action)
+
         def outlived() -> None:
             self.context.learn_keep(key)
 
@@ -536,6 +582,9 @@ class Saving:
                 slot.hold(KeepHandle(whole, "a NaN, of which a bit cannot tell"))
             else:
                 slot.hold_bits(bits)
+        elif call is not None and call.name == CHECKPOINT and is_lossy(action, need):
+            slot.hold(KeepHandle(whole, slot.entry.why))
+            self._pieces.wait(hold_for_checkpoint)
         elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
             # Its statistics, which the code is better with, are known when it has ended.
             slot.hold(KeepHandle(whole, slot.entry.why))

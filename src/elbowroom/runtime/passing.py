@@ -41,19 +41,29 @@ class Passing:
         handle, nbytes = KeepHandle(x, "the plan keeps it"), storage_nbytes(x)
         if nbytes < self._uncounted_nbytes or is_parameter(x):
             return handle
-        module, name = op
+        _, name = op
         if name in BUFFERS and x.dim() == 1:
             return handle  # a statistic, of the module or of the batch
-        address = x.untyped_storage()._cdata
-        first = self._storages.get(address)
-        counted = None if first is None else first()
+        counted = self._counted(x)
         if counted is not None:
             return Beside(handle, counted)
         if self._inertness is not None and self._inertness.is_more(self._ledger.held_nbytes):
             return None
+        return self._count(x, handle, op)
+
+    def keep_small(self, x: Tensor, op: OpName) -> Lone | Beside:
+        """x, saved by an op that saves thousands, each too small to do anything with."""
+        handle, counted = KeepHandle(x, "small"), self._counted(x)
+        return self._count(x, handle, op) if counted is None else Beside(handle, counted)
+
+    def _counted(self, x: Tensor) -> Lone | None:
+        first = self._storages.get(x.untyped_storage()._cdata)
+        return None if first is None else first()
+
+    def _count(self, x: Tensor, handle: KeepHandle, op: OpName) -> Lone:
         dtype = str(x.dtype).removeprefix("torch.")
-        counted = Lone(handle, self._ledger.open(module, name, dtype, nbytes))
-        self._storages[address] = weakref.ref(counted)
+        counted = Lone(handle, self._ledger.open(*op, dtype, storage_nbytes(x)))
+        self._storages[x.untyped_storage()._cdata] = weakref.ref(counted)
         return counted
 
     def stop(self) -> None:

@@ -14,6 +14,7 @@ from elbowroom.runtime.identity import Origin, is_made_of_parameters
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.slot import Slot
 
+MADE_OF_PARAMETERS = "made of parameters only"
 _HARD_MIN_NBYTES = 16  # scalars gain nothing
 
 
@@ -65,7 +66,7 @@ def left_alone(slot: Slot, x: Tensor, call: Call | None, need: Need, min_nbytes:
     if is_running_copy(x, call):
         return "a copy of running statistics, which its op changes"
     if is_made_of_parameters(x):
-        return "made of parameters only"
+        return MADE_OF_PARAMETERS
     if (
         x.grad_fn is None
         and x.dtype is not torch.bool

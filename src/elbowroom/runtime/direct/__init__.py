@@ -8,6 +8,7 @@
     gelu, silu   any code            what is decoded, which becomes the gradient
     conv*d       anything            a few samples at a time (CPU; not in exact mode)
     attention    any code            q, k, v restored: the op runs again (attention.py)
+    lstm, gru    input and states    what is decoded, from which forward runs again (CPU; likewise)
 
 A restored tensor is written once and read once or twice, by an op that does little with it; on a
 CPU its memory is often fresh, too, and costs more than decoding. So inside a context these ops run
@@ -43,6 +44,7 @@ from elbowroom.runtime.direct.batch_norm import batch_norm, fits_batch_norm
 from elbowroom.runtime.direct.convolution import convolution, fits_convolution
 from elbowroom.runtime.direct.dropout import dropout, fits_dropout
 from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
+from elbowroom.runtime.direct.recurrent import fits_recurrent, recurrent
 from elbowroom.runtime.direct.relu import fits_relu, relu, relu_
 from elbowroom.runtime.identity import untouchable
 from elbowroom.runtime.plain import PLAIN
@@ -58,6 +60,9 @@ class Direct:
     fits   whether `run` can, from a call's arguments and its input
     exact  given exact tensors, it gives the bits of torch's own
     always it stands in a step that is written down, too: it saves other tensors than torch's own
+    again  it saves other tensors than torch's op, and runs forward again: a context that follows
+           what a step was seen to save leaves it alone. It need not have an input that wants a
+           gradient
     """
 
     run: Callable[..., Any]
@@ -65,6 +70,7 @@ class Direct:
     fits: Callable[[Call, Tensor], bool]
     exact: bool = True
     always: bool = False
+    again: bool = False
 
 
 def _always(call: Call, x: Tensor) -> bool:
@@ -94,6 +100,10 @@ _OPS: dict[Callable[..., Any], Direct] = {
     F.conv1d: _CONVOLUTION,
     F.conv2d: _CONVOLUTION,
     F.conv3d: _CONVOLUTION,
+    **{
+        op: Direct(recurrent(op), Reads.RESTORED, fits_recurrent, exact=False, again=True)
+        for op in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+    },
 }
 
 
@@ -108,9 +118,10 @@ def direct_of(call: Call) -> Direct | None:
     if found is None or not all(map(_is_plain, (*call.args, *call.kwargs.values()))):
         return None
     x = call.arg(0, "input")
-    if not isinstance(x, Tensor) or not x.is_floating_point() or not x.requires_grad:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
         return None
-    return found if _is_in_order(x) and found.fits(call, x) else None
+    ready = found.again or (x.requires_grad and _is_in_order(x))
+    return found if ready and found.fits(call, x) else None
 
 
 def _is_in_order(x: Tensor) -> bool:

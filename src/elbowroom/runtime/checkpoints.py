@@ -1,0 +1,128 @@
+"""Inside torch.utils.checkpoint of the user's: what it saves are the inputs of a piece of forward.
+
+That piece runs again in backward from whatever is given back. From a decoded input all that it
+makes fits together, so the error is as smooth as the piece is: a function that must not be given
+such an input (a logarithm, a choice of experts, a test whose outcome decides on shapes) would be
+wrong, or not run. Which functions it calls is seen while it runs for the first time; so its inputs
+are kept until it has ended, and encoded then, if it has called nothing but what is listed here.
+
+Inputs that want no gradient (masks, positions) stay as they are. The older form of checkpoint,
+use_reentrant=True, saves its inputs when it has run: they stay, too.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from elbowroom.plan.site import CHECKPOINT
+from elbowroom.runtime.consumers import TOLERANT, Call
+
+# Linear, smooth, or with a kink that an error passes once in a while; no poles, no choices.
+SMOOTH = frozenset(
+    (
+        *TOLERANT,
+        *("relu", "relu_", "relu6", "leaky_relu", "elu", "hardswish", "hardsigmoid", "mish"),
+        *("tanh", "sigmoid", "logsigmoid", "softplus", "softmax", "log_softmax", "sin", "cos"),
+        *("dropout", "dropout_", "alpha_dropout", "multi_head_attention_forward"),
+        *("add", "add_", "__add__", "__iadd__", "__radd__", "sub", "sub_", "__sub__", "__isub__"),
+        *("rsub", "__rsub__", "mul", "mul_", "__mul__", "__imul__", "__rmul__", "neg", "__neg__"),
+        *("square", "mean", "sum", "einsum", "outer", "addcmul", "lerp", "lerp_"),
+        *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "t"),
+        *("contiguous", "clone", "expand", "expand_as", "squeeze", "unsqueeze", "repeat", "narrow"),
+        *("repeat_interleave", "chunk", "split", "unbind", "cat", "stack", "select", "roll", "pad"),
+        *("tensor_split", "unfold", "masked_fill", "masked_fill_", "zero_", "copy_", "view_as"),
+        *("float", "bfloat16", "half", "double", "detach", "interpolate", "pixel_shuffle"),
+        *("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "max_pool2d"),
+        *("tensor", "arange", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like"),
+        *("new_zeros", "new_ones", "new_full", "bernoulli_", "rand", "rand_like", "randn_like"),
+        *("embedding", "::__get__", "__len__", "ndimension", "nelement", "element_size"),
+    )
+)
+_POWERS, _CASTS = ("pow", "__pow__"), ("to", "type_as")
+_DIVISIONS = ("div", "div_", "__truediv__", "__itruediv__")
+_INDICES = (torch.int32, torch.int64)  # of bool would decide on shapes
+_SAVERS = ("save_inputs", "_checkpoint_without_reentrant_generator")
+_DEEPEST = 5  # frames between checkpoint and what it saves
+_FILE = torch.utils.checkpoint.__file__
+
+
+def checkpoint_call(x: Tensor) -> Call | None:
+    """If it is a checkpoint that saves x now, the call that stands for it."""
+    frame = sys._getframe(1)
+    for _ in range(_DEEPEST):
+        code = frame.f_code
+        if code.co_filename == _FILE and code.co_name in _SAVERS:
+            return Call(torch.utils.checkpoint.checkpoint, (x,), {}, name=CHECKPOINT)
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+class Pieces:
+    """The piece of forward that runs now inside a checkpoint, and what waits for its end."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[str], None]] = []
+        self._names: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def wait(self, ended: Callable[[str], None]) -> None:
+        """When the piece has ended, call ended(why its inputs must stay as they are, or "")."""
+        self._waiting.append(ended)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has called anything."""
+        return bool(self._names)
+
+    def calls(self, call: Call) -> None:
+        """The piece calls this function."""
+        self._names.add("" if _is_smooth(call) else call.name or "a function of no name")
+
+    def end(self) -> None:
+        """The piece has ended."""
+        rough = self._names - {""}
+        why = f"its checkpoint calls '{min(rough)}', which may not tolerate errors" if rough else ""
+        waiting = self._waiting
+        self.clear()
+        for ended in waiting:
+            ended(why)
+
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        self._waiting, self._names = [], set()
+
+
+def _is_smooth(call: Call) -> bool:
+    """Whether the function tolerates an error of what it is given, by its name and its numbers."""
+    if call.name in SMOOTH:
+        return True
+    other = call.arg(1, "other")
+    if call.name in _POWERS:
+        exponent = call.arg(1, "exponent")
+        return not isinstance(exponent, Tensor) and exponent in (1, 2, 3)
+    if call.name == "rsqrt":  # whose pole is far from a mean of squares: one number a row
+        x = call.arg(0, "input")
+        return isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == 1
+    if call.name == "new_empty":  # a number for each sample, which drop path fills; no kernel's out
+        return all(size == 1 for size in tree_leaves(call.args[1:])[1:])
+    if call.name in _DIVISIONS:
+        return not isinstance(other, Tensor)
+    if call.name in _CASTS:
+        return not any(_is_whole(x) for x in (*call.args[1:], *call.kwargs.values()))
+    indices = [x for x in tree_leaves(other) if isinstance(x, Tensor)]
+    return call.name == "__getitem__" and all(x.dtype in _INDICES for x in indices)
+
+
+def _is_whole(kind: Any) -> bool:
+    """Whether it is, or has, a dtype that fractions are lost in."""
+    dtype = kind.dtype if isinstance(kind, Tensor) else kind
+    return isinstance(dtype, torch.dtype) and not dtype.is_floating_point
