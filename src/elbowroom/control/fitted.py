@@ -131,8 +131,8 @@ class FittedSaving(Saving):
     def _plan(self) -> Plan | None:
         return None if self.climbed else self._fit.plan
 
-    def _keep_out(self, name: str) -> None:
-        super()._keep_out(name)
+    def _keep_out(self, name: str, why: str) -> None:
+        super()._keep_out(name, why)
         if self._fit.redoes:
             raise Unrepeatable
 
