@@ -11,8 +11,8 @@ from torch import nn
 import elbowroom as er
 from elbowroom.measure import peak
 from elbowroom.runtime import attach
-from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.arguments import Arguments
+from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.repeats import why_not_again
 
 STEPS, ROWS, WIDTH = 9, 512, 64

@@ -139,9 +139,11 @@ class Fitting:
         if follows and not planning.takes_trials():
             return self._forward(forward)
         undo = Undo(model, (), given)
-        planning.redoes = True
+        planning.redoes = undo.is_possible
         try:
-            return self._forward(forward) if follows else self._learned(forward, undo)
+            if follows or not undo.is_possible:
+                return self._forward(forward)
+            return self._learned(forward, undo)
         except Unrepeatable:
             undo.back()
         finally:
@@ -168,6 +170,8 @@ class Fitting:
             return self._forward(forward, last)
         undo = Undo(model, (), given)
         try:
+            if not undo.is_possible:
+                return self._forward(forward, last)
             kept = self._kept(forward, last) if learns else None
             if kept is not None:
                 planning.calls.note(signature, None)

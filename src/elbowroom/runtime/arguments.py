@@ -12,20 +12,18 @@ hold (an iterator, an open file, a lock) cannot be given twice, and neither can 
 import collections.abc
 import io
 import pickle
-import random
 import types
 import weakref
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from elbowroom.runtime.generators import KINDS as RANDOM
-from elbowroom.runtime.reach import kind_of
 
 LARGEST = 1 << 20  # bytes of the copy: one is held for each call that is to be made again
+_PLAIN = frozenset((str, int, float, bool, type(None), bytes, complex, tuple, list, dict, set))
 _BY_REFERENCE = (
     *(nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
     *(types.ModuleType, types.GenericAlias, weakref.ref, ContextVar, torch.Stream, torch.Event),
@@ -109,12 +107,14 @@ class _Saving(pickle.Pickler):
 
     def persistent_id(self, x: Any) -> tuple[bool, int] | None:
         """Whether it is a tensor, and its place among these or the others."""
+        if type(x) in _PLAIN:
+            return None
         is_tensor = isinstance(x, Tensor)
         if not is_tensor and not isinstance(x, _BY_REFERENCE):
             if isinstance(x, collections.abc.Iterator):
-                self.iterator = kind_of(x)
+                self.iterator = type(x).__name__
                 raise pickle.PicklingError("an iterator cannot be copied")
-            self.last = kind_of(x)
+            self.last = type(x).__name__
             return None
         if id(x) not in self._places:
             among = self.tensors if is_tensor else self.others
@@ -134,6 +134,4 @@ class _Loading(pickle.Unpickler):
 
 def _copied(x: Tensor) -> Tensor:
     """A copy that may be changed in place, as x may; a parameter, and what has none, as it is."""
-    if isinstance(x, nn.Parameter) or x.layout is not torch.strided or type(x) is not Tensor:
-        return x
-    return x.clone()
+    return x if isinstance(x, nn.Parameter) or x.layout is not torch.strided else x.clone()

@@ -289,8 +289,8 @@ class Saving:
         """This module cannot be run a second time: what it saves is held."""
         if name not in self.context.unrepeatable:
             _log.warning(
-                "module '%s' is not recomputed: %s. What it saves is held, or made smaller in other "
-                "ways, and takes more of the budget",
+                "module '%s' is not recomputed: %s. What it saves is held, or made smaller in "
+                "other ways, and takes more of the budget",
                 name,
                 why,
             )

@@ -28,23 +28,26 @@ from elbowroom.runtime.handles.keep import version_of
 
 _MOST = 20_000  # objects of one walk; what lies behind is not seen
 _ATOMS = frozenset(
-    (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
-    + (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, range, slice)
+    (
+        *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    )
 )
 _REGISTRIES = frozenset(vars(nn.Module()))  # what torch keeps in each module, "training" as well
 _TABLES = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_modules")))
-_CONTAINERS = (list, dict, set, collections.deque)
 _WALKED_OF_STDLIB = (
     *(collections.UserDict, collections.UserList, collections.ChainMap),
     *(types.SimpleNamespace, types.MappingProxyType),
 )
+_UNMADE = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class _Object(NamedTuple):
-    """A mutable object, what it contained, and how to fill it again."""
+    """A mutable object, its kind, what it contained, and how to read and fill it."""
 
     it: Any
+    kind: str
     contents: Any
     read: Callable[[Any], Any]
     fill: Callable[[Any, Any], None]
@@ -57,18 +60,20 @@ class _Object(NamedTuple):
 class Reach:
     """What can be reached from `roots`, as it is now.
 
-    tensors  all but parameters and buffers of modules, with their versions
+    tensors    all but parameters and buffers of modules, with their versions
+    iterators  how many there are, which give their items only once
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self._objects: list[_Object] = []
         self.tensors: list[tuple[Tensor, int]] = []
+        self.iterators = 0
         self._walk(roots)
 
-    def changed(self) -> list[Any]:
-        """The objects, tensors among them, that are not what they were."""
-        found = [one.it for one in self._objects if one.has_changed]
-        return found + [x for x, version in self.tensors if version_of(x) != version]
+    def changed(self) -> list[str]:
+        """The kinds of those objects, tensors among them, that are not what they were."""
+        found = [one.kind for one in self._objects if one.has_changed]
+        return found + ["tensor" for x, version in self.tensors if version_of(x) != version]
 
     def restore(self) -> None:
         """Fill each object that has changed as it was. Tensors are left as they are."""
@@ -84,24 +89,32 @@ class Reach:
             if type(x) in _ATOMS or id(x) in seen:
                 continue
             seen[id(x)] = x
-            if isinstance(x, Tensor):
-                if not isinstance(x, nn.Parameter):
-                    self.tensors.append((x, version_of(x)))
-            elif isinstance(x, nn.Module):
-                self._module(x)
-                todo.extend(v for n, v in vars(x).items() if n not in _REGISTRIES)
-            elif isinstance(x, _FUNCTIONS):
-                todo.extend(_held_by_function(x))
-            elif isinstance(x, ContextVar):
-                todo.append(x.get(None))
-            else:
-                todo.extend(self._other(x))
+            try:
+                todo.extend(self._visited(x))
+            except Exception:
+                continue
+
+    def _visited(self, x: Any) -> list[Any]:
+        """Note an object; what it holds."""
+        if isinstance(x, Tensor):
+            if not isinstance(x, nn.Parameter):
+                self.tensors.append((x, version_of(x)))
+            return []
+        if isinstance(x, nn.Module):
+            self._module(x)
+            return [v for n, v in vars(x).items() if n not in _REGISTRIES]
+        if isinstance(x, _FUNCTIONS):
+            return list(_held_by_function(x))
+        if isinstance(x, ContextVar):
+            return [x.get(None)]
+        self.iterators += isinstance(x, collections.abc.Iterator)
+        return list(self._other(x))
 
     def _module(self, module: nn.Module) -> None:
         """Its attributes and its tables of hooks and children; not those of parameters, buffers."""
-        if any(isinstance(p, nn.parameter.UninitializedTensorMixin) for p in _own(module)):
+        if any(isinstance(p, _UNMADE) for p in _own(module)):
             return  # its first forward makes it, once for all
-        self._note(vars(module), attributes_of, set_attributes)
+        self._note(vars(module), attributes_of, set_attributes, type(module).__name__)
         for name in _TABLES:
             self._note(vars(module)[name], dict, _fill_dict)
 
@@ -126,14 +139,20 @@ class Reach:
         if _is_walked(x):
             held = getattr(x, "__dict__", None)
             if type(held) is dict:
-                yield from self._note(held, dict, _fill_dict).values()
-            slots = _slots_of(type(x))
-            if slots:
+                yield from self._note(held, dict, _fill_dict, type(x).__name__).values()
+            kind: Any = type(x)
+            if _slots_of(kind):
                 yield from self._note(x, _read_slots, _fill_slots).values()
 
-    def _note(self, x: Any, read: Callable[[Any], Any], fill: Callable[[Any, Any], None]) -> Any:
+    def _note(
+        self,
+        x: Any,
+        read: Callable[[Any], Any],
+        fill: Callable[[Any, Any], None],
+        kind: str = "",
+    ) -> Any:
         contents = read(x)
-        self._objects.append(_Object(x, contents, read, fill))
+        self._objects.append(_Object(x, kind or type(x).__name__, contents, read, fill))
         return contents
 
 
@@ -180,11 +199,6 @@ def _copy_of(x: Tensor) -> Tensor | None:
     if x.requires_grad or x.layout is not torch.strided or x.is_inference():
         return None
     return x.clone()
-
-
-def kind_of(x: Any) -> str:
-    """What to call an object in a message."""
-    return "tensor" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _own(module: nn.Module) -> Iterable[Any]:
@@ -240,7 +254,7 @@ def _is_of_torch(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "torch"
 
 
-@functools.lru_cache(4096)
+@functools.cache
 def _slots_of(cls: type) -> tuple[str, ...]:
     found: list[str] = []
     for base in cls.__mro__:
@@ -254,14 +268,13 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         if len(one) != len(other):
             return False
-        pairs = zip(one.items(), other.items(), strict=True)
-        return all(k is j or k == j for (k, _), (j, _) in pairs) and all(
-            map(_is, one.values(), other.values())
-        )
+        keys = zip(one, other, strict=True)
+        same = all(k is j or bool(k == j) for k, j in keys)
+        return same and all(map(_is, one.values(), other.values()))
     if isinstance(one, set):
-        return one == other
+        return bool(one == other)
     if isinstance(one, np.ndarray):
-        return one.tobytes() == other.tobytes()
+        return bool(one.tobytes() == other.tobytes())
     return len(one) == len(other) and all(map(_is, one, other))
 
 
@@ -316,7 +329,8 @@ def set_attributes(held: dict[str, Any], contents: dict[str, Any]) -> None:
 
 
 def _read_slots(x: Any) -> dict[str, Any]:
-    return {n: getattr(x, n) for n in _slots_of(type(x)) if hasattr(x, n)}
+    kind: Any = type(x)
+    return {n: getattr(x, n) for n in _slots_of(kind) if hasattr(x, n)}
 
 
 def _fill_slots(x: Any, contents: dict[str, Any]) -> None:

@@ -99,7 +99,10 @@ class _Again:
 
 
 class State:
-    """What a module's forward reads besides its inputs, as it was before it ran."""
+    """What a module's forward reads besides its inputs, as it was before it ran.
+
+    changed_buffer  the name of a large buffer that a run inside of `again` has changed
+    """
 
     def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
         """given: generators of random numbers among its arguments."""
@@ -112,6 +115,7 @@ class State:
             for tensors in (owner._parameters, owner._buffers)
             for name, x in tensors.items()
         ]
+        self.changed_buffer = ""
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._generators = Generators(module, given)
         self._attributes = Attributes(module)
@@ -162,10 +166,13 @@ class State:
                 tensors[name] = x
             for child, training in self._training:
                 child.training = training
-            for owner, name, before in self._buffers:
-                owner._buffers[name] = before.clone()
+            lent = [(name, before.clone()) for _, name, before in self._buffers]
+            for (owner, name, _), (_, copy) in zip(self._buffers, lent, strict=True):
+                owner._buffers[name] = copy
             with undisturbed(), self._generators.replayed(), self._attributes.replayed():
                 yield
+            large = (one for one in lent if one[1].nbytes > LARGEST_BUFFER)
+            self.changed_buffer = next((n for n, copy in large if version_of(copy)), "")
         finally:
             for child, training in now:
                 child.training = training

@@ -4,8 +4,8 @@ What it reads is given back to it as far as it can be seen (`recompute.py`). The
 another in backward, and gradients silently wrong: a list that it changes, the clock, a generator
 that nobody sees. So its first calls run twice more, holding nothing, as backward would run it. What
 they give must have the same bits, the second may change nothing that it keeps, and neither may
-change a tensor that it is given in place. That reads values, for once: on a GPU each trial waits for
-it. Code that is the same by chance in all of them is not found out.
+change a tensor that it is given in place. That reads values, for once: on a GPU each trial waits
+for it. Code that is the same by chance in all of them is not found out.
 
 A trial has no effect outside of itself: it works on copies of the arguments and of buffers, and
 what can be reached from the module, its hooks and the functions that run is put back (`reach.py`).
@@ -24,7 +24,7 @@ from elbowroom.errors import NothingHeld, PlanError
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.handles.keep import version_of
-from elbowroom.runtime.reach import Reach, Values, behind_calls, kind_of
+from elbowroom.runtime.reach import Reach, Values, behind_calls
 from elbowroom.runtime.recompute import State
 
 TRIED = 2  # calls
@@ -81,9 +81,11 @@ def _tried(module: nn.Module, call: Callable[..., Any], arguments: Arguments) ->
                 return f"it raised {type(error).__name__} when it was tried on copies of its inputs"
             if versions != list(map(version_of, tensors)):
                 return "it changes a tensor in place that it is given"
+            if state.changed_buffer:
+                return f"it changes its buffer '{state.changed_buffer}', which is large"
         changed = reach.changed()
     if changed:
-        return f"it changes what outlives its call (a {kind_of(changed[0])})"
+        return f"it changes what outlives its call (a '{changed[0]}')"
     return "" if given[0] == given[1] else _ANOTHER
 
 

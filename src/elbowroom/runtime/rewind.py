@@ -14,9 +14,10 @@ from elbowroom.runtime.reach import Reach, Values, behind_calls
 
 
 class Rewind:
-    """RNG states, buffers and attributes of a module, and what its forward is given, as they are now.
+    """RNG states, buffers and attributes of a module, and what its forward is given.
 
-    Attributes and arguments are walked through (`reach.py`): caches, dictionaries, collected outputs.
+    All as they are now. Attributes, arguments and hooks are walked through (`reach.py`): caches,
+    dictionaries, collected outputs.
     Buffers get their versions back, too: an earlier forward of the same step may have saved them.
     Parameters are not copied: a forward that changes them (a momentum encoder) cannot be undone.
     """
@@ -24,6 +25,7 @@ class Rewind:
     def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
         """given: what the forward is handed."""
         self._generators = Generators(module, tree_leaves(given))
+        self._iterators = Reach(given).iterators
         self._reach = Reach([*behind_calls(module), *given])
         self._values = Values(self._reach.tensors)
         self._cpu = torch.get_rng_state()
@@ -38,6 +40,11 @@ class Rewind:
         self._parameters = [
             (name, p.detach(), version_of(p)) for name, p in module.named_parameters()
         ]
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether forward can be given the same again: it is handed no iterator."""
+        return not self._iterators
 
     @property
     def changed(self) -> str | None:

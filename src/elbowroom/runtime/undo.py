@@ -36,6 +36,11 @@ class Undo:
         self._states = [_States(optimizer) for optimizer in optimizers]
 
     @property
+    def is_possible(self) -> bool:
+        """Whether a forward can be run again with the same arguments."""
+        return self._rewind.is_possible
+
+    @property
     def changed(self) -> str | None:
         """What the step has changed for good, in words; None: it can be undone."""
         if self._rewind.changed is not None:
