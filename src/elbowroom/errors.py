@@ -16,6 +16,7 @@
     |   |-- UnsupportedGradient    ... with this gradient                    (also a RuntimeError)
     |   `-- StateMismatch          ... with this state_dict                  (also a ValueError)
     |-- RestoreError               a saved tensor cannot be given back       (also a RuntimeError)
+    |   `-- NothingHeld            ... because its forward was run to be counted, or tried, only
     `-- DataError                  a file is missing or is not what it says  (also an OSError)
 
 A message says what was asked, what was found, and what to type next. Broken invariants, which only
@@ -96,6 +97,14 @@ class StateMismatch(OptimizerError, ValueError):
 
 class RestoreError(ElbowroomError, RuntimeError):
     """A saved tensor cannot be given back to backward."""
+
+
+class NothingHeld(RestoreError):
+    """Backward runs on the graph of a forward that was only counted or tried, and held nothing.
+
+    `er.fit` sees to those that come from inside of such a forward. One that reaches a script means
+    that something has kept a tensor of that forward.
+    """
 
 
 class DataError(ElbowroomError, OSError):

@@ -11,8 +11,9 @@ from torch import nn
 import elbowroom as er
 from elbowroom.measure import peak
 from elbowroom.runtime import attach
+from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.attach import opener_of
-from elbowroom.runtime.repeats import repeats
+from elbowroom.runtime.repeats import why_not_again
 
 STEPS, ROWS, WIDTH = 9, 512, 64
 HIDDEN = torch.Generator()
@@ -155,7 +156,7 @@ def test_a_module_that_reads_what_nobody_sees_is_not_recomputed(caplog):
 
 
 def ask(module, x):
-    return repeats(module, module.__call__, (x,), {})
+    return not why_not_again(module, module.__call__, Arguments((x,), {}))
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -88,7 +88,7 @@ class FittedSaving(Saving):
         self._may_climb = may_climb
         self.largest_nbytes = 0
         self._limit: tuple[int, int] | None = None
-        self._has_strayed = False
+        self._has_strayed = self._begins_again = False
         self._earlier = [] if after is None else after.storages
         self.storages: list[SavedStorage] = []
         self._fit = fit
@@ -104,6 +104,8 @@ class FittedSaving(Saving):
             for slot in self._identity.slots()
         ]
         super().__exit__(kind, error, trace)
+        if self._begins_again and kind is None:  # a bare except: inside of forward has swallowed it
+            raise Unrepeatable
 
     @property
     def setting(self) -> Rung:
@@ -131,9 +133,10 @@ class FittedSaving(Saving):
     def _plan(self) -> Plan | None:
         return None if self.climbed else self._fit.plan
 
-    def _keep_out(self, name: str) -> None:
-        super()._keep_out(name)
+    def _keep_out(self, name: str, why: str) -> None:
+        super()._keep_out(name, why)
         if self._fit.redoes:
+            self._begins_again = True
             raise Unrepeatable
 
     def _is_over(self, site: Site, allowed_nbytes: int) -> bool:

@@ -31,18 +31,18 @@ from elbowroom.control.planning import Planning
 from elbowroom.control.plannings import Plannings
 from elbowroom.control.signature import Signature, signature_of
 from elbowroom.control.terms import Stock, Terms
-from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.errors import BudgetTooSmall, NothingHeld, PlanError
 from elbowroom.measure.background import Background
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.plan import Plan
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.exhaustion import is_out_of_memory
-from elbowroom.runtime.handles.drop import NothingHeld
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 _LESS = 0.85  # of a budget that the device did not have
 
 
@@ -94,22 +94,25 @@ class Fitting:
     ) -> Any:
         """One forward of the model. After an error that says there is no memory, plan with less."""
         signature, last = signature_of(model, args, kwargs), self._last
+        given = args, kwargs
         goes_on = last is not None and last.waits and self.planning.calls.may_go_on
         try:
             if last is not None and goes_on:
-                return self._go_on(model, forward, signature, last)
-            return self._step_with(model, forward, signature)
+                return self._go_on(model, forward, signature, last, given)
+            return self._step_with(model, forward, signature, given)
         except Exception as error:
             if is_out_of_memory(error):
                 self.exhausted()
             raise
 
-    def _step_with(self, model: nn.Module, forward: Callable[[], Any], signature: Signature) -> Any:
+    def _step_with(
+        self, model: nn.Module, forward: Callable[[], Any], signature: Signature, given: Given
+    ) -> Any:
         """A step begins with this forward."""
-        undo = None if self._ran_out_nbytes is None else Undo(model, ())
+        undo = None if self._ran_out_nbytes is None else Undo(model, (), given)
         try:
             self._begin(signature)
-            return self._run(model, forward)
+            return self._run(model, forward, given)
         except BudgetTooSmall as error:
             if undo is None or not self._relents(error.least_nbytes):
                 raise
@@ -117,7 +120,7 @@ class Fitting:
         finally:
             if undo is not None:
                 undo.close()
-        return self._step_with(model, forward, signature)
+        return self._step_with(model, forward, signature, given)
 
     def _relents(self, least_nbytes: int) -> bool:
         """Whether to try what was said to do: a smaller budget was a guess, after memory ran out.
@@ -130,15 +133,17 @@ class Fitting:
         self._less = self.terms.within(least_nbytes)
         return True
 
-    def _run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
+    def _run(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         planning = self.planning
         follows = planning.plan is not None or planning.settled or self._step is None
         if follows and not planning.takes_trials():
             return self._forward(forward)
-        undo = Undo(model, ())
-        planning.redoes = True
+        undo = Undo(model, (), given)
+        planning.redoes = undo.is_possible
         try:
-            return self._forward(forward) if follows else self._learned(forward, undo)
+            if follows or not undo.is_possible:
+                return self._forward(forward)
+            return self._learned(forward, undo)
         except Unrepeatable:
             undo.back()
         finally:
@@ -147,7 +152,7 @@ class Fitting:
         self._stop()
         planning.leave_out_unrepeatable()
         self._measure()
-        return self._run(model, forward)
+        return self._run(model, forward, given)
 
     def _go_on(
         self,
@@ -155,6 +160,7 @@ class Fitting:
         forward: Callable[[], Any],
         signature: Signature,
         last: FittedSaving,
+        given: Given,
     ) -> Any:
         """The model runs once more in the same step (`calls.py`)."""
         planning = self.planning
@@ -162,8 +168,10 @@ class Fitting:
         learns = planning.plan is None and not planning.settled
         if is_known and not learns:
             return self._forward(forward, last)
-        undo = Undo(model, ())
+        undo = Undo(model, (), given)
         try:
+            if not undo.is_possible:
+                return self._forward(forward, last)
             kept = self._kept(forward, last) if learns else None
             if kept is not None:
                 planning.calls.note(signature, None)
@@ -285,7 +293,7 @@ class Fitting:
         BudgetTooSmall where no plan fits.
         """
         modes = [(module, module.training) for module in model.modules()]
-        undo = Undo(model, ())
+        undo = Undo(model, (), (args, kwargs))
         try:
             if not model.training:
                 model.train()

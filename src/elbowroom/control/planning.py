@@ -55,7 +55,7 @@ from elbowroom.control.signature import Signature
 from elbowroom.control.states import Chosen
 from elbowroom.control.terms import Stock, Terms
 from elbowroom.control.tried import Known, Taken, Tried
-from elbowroom.errors import BudgetTooSmall
+from elbowroom.errors import BudgetTooSmall, NothingHeld
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.measure.recorder import StepRecorder
@@ -66,7 +66,6 @@ from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import BEST, SAFE, with_backward
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.handles.drop import NothingHeld
 from elbowroom.runtime.inert import inertness_of
 from elbowroom.runtime.repeats import TRIED
 

@@ -21,12 +21,13 @@ from elbowroom.plan import Site
 from elbowroom.plan.profile import ModuleCall, Save, Storage
 from elbowroom.runtime import modules
 from elbowroom.runtime.arena import ARENA
+from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.attention import plain_nbytes
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import is_parameter, untouchable
-from elbowroom.runtime.recompute import LARGEST_BUFFER, state_nbytes, tensors_in
+from elbowroom.runtime.recompute import LARGEST_BUFFER, state_nbytes
 from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.weak import WeakStorage
 
@@ -175,7 +176,8 @@ class StepRecorder:
             note = _Module(name, type(module).__name__, self._begin())
             note.extra_nbytes = state_nbytes(module)
             self._modules.append(note)
-            inputs = tensors_in(tree_leaves((args, kwargs)))
+            arguments = Arguments(args, kwargs)
+            inputs, note.why_not = arguments.tensors, arguments.why_not
             large = [b for b in module.buffers() if b.nbytes > LARGEST_BUFFER]
             changing = [*inputs, *large, *module.parameters()]
             versions = [version_of(x) for x in changing]

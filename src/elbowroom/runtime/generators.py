@@ -1,12 +1,13 @@
 """Random numbers that a module may draw besides those of PyTorch's default generators.
 
-From Python's `random`, from NumPy's global state, and from generators that are attributes of it or
-of a module inside (torch.Generator, random.Random, NumPy's Generator and RandomState). A forward
-that runs again must draw the same ones. A generator that is kept elsewhere nobody can see.
+From Python's `random`, from NumPy's global state, and from generators that it is handed, or that
+are attributes of it or of a module inside (torch.Generator, random.Random, NumPy's Generator and
+RandomState). A forward that runs again must draw the same ones. A generator that is kept elsewhere
+nobody can see.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 class Generators:
     """Those that a module may draw from, and their states as they are now."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._states = [(source, _state_of(source)) for source in _sources(module)]
+    def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
+        """given: some that it is handed."""
+        self._states = [(source, _state_of(source)) for source in _sources(module, given)]
 
     def forget_unchanged(self) -> None:
         """Hold no state but those that are another by now."""
@@ -44,12 +46,12 @@ class Generators:
                 _set_state(source, state)
 
 
-def _sources(module: nn.Module) -> Iterator[Any]:
+def _sources(module: nn.Module, given: Iterable[Any]) -> Iterator[Any]:
     """Each once: modules that are functions of one state, or objects."""
     yield random
     yield np.random
-    found = (x for child in module.modules() for x in vars(child).values())
-    yield from {id(x): x for x in found if isinstance(x, _KINDS)}.values()
+    held = (x for child in module.modules() for x in vars(child).values())
+    yield from {id(x): x for x in (*given, *held) if isinstance(x, KINDS)}.values()
 
 
 def _state_of(source: Any) -> Any:

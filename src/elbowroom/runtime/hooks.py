@@ -42,6 +42,7 @@ from elbowroom.plan.gentle import ATTENTION, MOST_LEVELS, suffices
 from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, RECURRENT, Formula
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.advice import warn_if_useless
+from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.checkpoints import Pieces, checkpoint_call
 from elbowroom.runtime.compiler import eagerly
@@ -76,7 +77,7 @@ from elbowroom.runtime.producers import note_copy, note_origin
 from elbowroom.runtime.readers import formulas_of
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
-from elbowroom.runtime.repeats import repeats
+from elbowroom.runtime.repeats import why_not_again
 from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, site_of
 from elbowroom.runtime.slot import Beside, Deferred, Lone, Slot, View
 from elbowroom.runtime.statistics import statistics_of
@@ -280,8 +281,10 @@ class Saving:
             return call(*args, **kwargs)
         if not self._is_asked():  # inside a checkpoint of the user's, or of ours
             return call(*args, **kwargs)
-        if not repeats(module, call, args, kwargs):
-            self._keep_out(name)
+        arguments = Arguments(args, kwargs)
+        why = why_not_again(module, call, arguments)
+        if why:
+            self._keep_out(name, why)
             return call(*args, **kwargs)
         self._waiting.end_all()
         outer, region = consumers.call, Call(recomputed, args, kwargs, name=RECOMPUTE)
@@ -291,18 +294,18 @@ class Saving:
 
         consumers.call, self._region = region, name
         try:
-            return recomputed(module, call, args, kwargs, begin)
+            return recomputed(module, call, args, kwargs, arguments, begin)
         finally:
             begin()
 
-    def _keep_out(self, name: str) -> None:
-        """This module gives another result in each run: what it saves is held."""
+    def _keep_out(self, name: str, why: str) -> None:
+        """This module cannot be run a second time: what it saves is held."""
         if name not in self.context.unrepeatable:
             _log.warning(
-                "module '%s' gave another result when it was run again from the same inputs, so it "
-                "is not recomputed (it may count in Python, or draw from a generator that is no "
-                "attribute of it)",
+                "module '%s' is not recomputed: %s. What it saves is held, or made smaller in "
+                "other ways, and takes more of the budget",
                 name,
+                why,
             )
         self.context.learn_unrepeatable(name)
 

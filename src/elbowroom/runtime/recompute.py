@@ -9,12 +9,13 @@ What checkpoint leaves to its user is seen to here:
                  given back their values of before for the second run, which works on copies:
                  statistics are updated once
     random       Python's and NumPy's, and generators that are attributes, as they were, too
-    attributes   numbers, flags and words that forward changes (counters), likewise
+    attributes   those that forward sets (counters, the state of the last call), likewise
     parameters   those that forward read serve again, also where they were lent to the module for
                  this call (`torch.func.functional_call`); likewise large buffers. Changed in place
                  since: RestoreError, as in plain autograd
     training     the flags of forward hold for the second run
-    keywords     tensors among them are inputs as well
+    arguments    lists, dictionaries, caches and other objects are given again as they were before
+                 the first run (`arguments.py`); tensors inside of them are inputs as well
     identity     arguments that are one tensor are one again: attention asks whether q is k
 """
 
@@ -25,10 +26,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from elbowroom.errors import PlanError
+from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.attributes import Attributes
 from elbowroom.runtime.calls import undisturbed
 from elbowroom.runtime.generators import Generators
@@ -44,32 +45,27 @@ def recomputed(
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    arguments: Arguments,
     begin: Callable[[], None] = lambda: None,
 ) -> Any:
-    """call(*args, **kwargs), to be run again in backward. begin: called once inputs are saved."""
-    leaves, tree = tree_flatten((args, kwargs))
-    tensors = tensors_in(leaves)
-    at = {id(tensor): place for place, tensor in enumerate(tensors)}
-    places = [at.get(id(leaf)) for leaf in leaves]
-    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    state = State(module)
+    """call(*args, **kwargs), to be run again in backward.
+
+    arguments: the same as they are now. begin: called once inputs are saved.
+    """
+    state = State(module, arguments.sources)
+    # Let go of once used: what is held until backward must not hold the outputs that a cache gets,
+    # whose graph holds this. Such a circle would never die.
+    first = [(args, kwargs)]
+    del args, kwargs
 
     def run(*tensors: Tensor) -> Any:
-        filled = [
-            other if place is None else tensors[place]
-            for place, other in zip(places, others, strict=True)
-        ]
-        run_args, run_kwargs = tree_unflatten(filled, tree)
+        run_args, run_kwargs = first.pop() if first else arguments.again(list(tensors))
         return call(*run_args, **run_kwargs)
 
+    tensors = arguments.let_go()
     return checkpoint(
         run, *tensors, use_reentrant=False, context_fn=lambda: (state.first(begin), _Again(state))
     )
-
-
-def tensors_in(leaves: Iterable[Any]) -> list[Tensor]:
-    """The tensors among arguments, each once, in the order in which they are saved."""
-    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
 
 
 def state_nbytes(module: nn.Module) -> int:
@@ -103,9 +99,13 @@ class _Again:
 
 
 class State:
-    """What a module's forward reads besides its inputs, as it was before it ran."""
+    """What a module's forward reads besides its inputs, as it was before it ran.
 
-    def __init__(self, module: nn.Module) -> None:
+    changed_buffer  the name of a large buffer that a run inside of `again` has changed
+    """
+
+    def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
+        """given: generators of random numbers among its arguments."""
         self._module = module
         self._training = [(child, child.training) for child in module.modules()]
         self._parameters = [(p.detach(), version_of(p)) for p in module.parameters()]
@@ -115,18 +115,19 @@ class State:
             for tensors in (owner._parameters, owner._buffers)
             for name, x in tensors.items()
         ]
+        self.changed_buffer = ""
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
-        self._generators = Generators(module)
+        self._generators = Generators(module, given)
         self._attributes = Attributes(module)
 
-    def take(self) -> list[tuple[str, Tensor, int]]:
-        """Copy small buffers; the others, with their versions."""
+    def take(self, *, all_of_them: bool = False) -> list[tuple[str, Tensor, int]]:
+        """Copy small buffers, or all of them; the others, with their versions."""
         large = []
         for owner in self._module.modules():
             for name, buffer in owner._buffers.items():
                 if buffer is None:
                     continue
-                if buffer.numel() * buffer.element_size() <= LARGEST_BUFFER:
+                if all_of_them or buffer.numel() * buffer.element_size() <= LARGEST_BUFFER:
                     self._buffers.append((owner, name, buffer.detach().clone()))
                 else:
                     large.append((name, buffer, version_of(buffer)))
@@ -139,6 +140,7 @@ class State:
         begin()
         yield
         self._generators.forget_unchanged()
+        self._attributes.forget_unchanged()
         for name, buffer, version in large:
             if version_of(buffer) != version:
                 raise PlanError(
@@ -164,10 +166,13 @@ class State:
                 tensors[name] = x
             for child, training in self._training:
                 child.training = training
-            for owner, name, before in self._buffers:
-                owner._buffers[name] = before.clone()
+            lent = [(name, before.clone()) for _, name, before in self._buffers]
+            for (owner, name, _), (_, copy) in zip(self._buffers, lent, strict=True):
+                owner._buffers[name] = copy
             with undisturbed(), self._generators.replayed(), self._attributes.replayed():
                 yield
+            large = (one for one in lent if one[1].nbytes > LARGEST_BUFFER)
+            self.changed_buffer = next((n for n, copy in large if version_of(copy)), "")
         finally:
             for child, training in now:
                 child.training = training

@@ -1,79 +1,132 @@
-"""Whether a module gives the same when it runs again: tried before it is recomputed at all.
+"""Whether a module may run a second time: tried before it is recomputed at all.
 
 What it reads is given back to it as far as it can be seen (`recompute.py`). The rest would be
 another in backward, and gradients silently wrong: a list that it changes, the clock, a generator
-that nobody sees. So its first calls run twice more, holding nothing, and what they give must have
-the same bits. That reads values, for once: on a GPU each trial waits for it. Code that is the same
-by chance in all of them is not found out.
+that nobody sees. So its first calls run twice more, holding nothing, as backward would run it. What
+they give must have the same bits, the second may change nothing that it keeps, and neither may
+change a tensor that it is given in place. That reads values, for once: on a GPU each trial waits
+for it. Code that is the same by chance in all of them is not found out.
+
+A trial has no effect outside of itself: it works on copies of the arguments and of buffers, and
+what can be reached from the module, its hooks and the functions that run is put back (`reach.py`).
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.runtime.recompute import State, tensors_in
+from elbowroom.errors import NothingHeld, PlanError
+from elbowroom.runtime.arguments import Arguments
+from elbowroom.runtime.exhaustion import is_out_of_memory
+from elbowroom.runtime.handles.keep import version_of
+from elbowroom.runtime.reach import Reach, Values, behind_calls
+from elbowroom.runtime.recompute import State
 
 TRIED = 2  # calls
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_left: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()  # -1: it failed
+_ANOTHER = (
+    "it gave another result when it was run again from the same inputs (it may count in Python, or "
+    "draw from a generator that is no attribute of it)"
+)
+_left: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+_failed: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
 
 
-def repeats(
-    module: nn.Module,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> bool:
-    """Whether call(*args, **kwargs), of this module, may be left to a second run in backward."""
+def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Arguments) -> str:
+    """Why call(...), of this module, may not be left to a second run in backward; "": it may."""
+    if arguments.why_not:
+        return arguments.why_not
     left = _left.get(module, TRIED)
-    if left > 0:
-        same = _is_same_twice(module, call, args, kwargs)
-        left = _left[module] = left - 1 if same else -1
-    return left >= 0
+    if left > 0 and module not in _failed:
+        _left[module] = left - 1
+        why = _tried(module, call, arguments)
+        if why:
+            _failed[module] = why
+    return _failed.get(module, "")
 
 
-class Unrepeatable(Exception):
-    """A module that was to be recomputed is not to be: the forward has to begin again."""
+class Unrepeatable(BaseException):
+    """A module that was to be recomputed is not to be: the forward has to begin again.
+
+    It is raised only where `er.fit` waits for it around the whole forward (`Fitting`). It is no
+    Exception, lest a forward that handles errors of its own should swallow it.
+    """
 
 
-class _NothingHeld(Exception):
-    """Backward inside of a trial."""
-
-
-def _is_same_twice(
-    module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    state = State(module)
-    state.take()
-    inputs = tensors_in(tree_leaves((args, kwargs)))
-    devices = sorted({x.get_device() for x in inputs if x.is_cuda})
+def _tried(module: nn.Module, call: Callable[..., Any], arguments: Arguments) -> str:
+    """What two runs have shown that must not be, in words."""
+    state = State(module, arguments.sources)
+    state.take(all_of_them=True)
+    devices = sorted({x.get_device() for x in arguments.tensors if x.is_cuda})
     given = []
-    try:
+    with _put_back(module):
         for _ in range(2):
-            with torch.random.fork_rng(devices), state.again(), _holding_nothing():
-                given.append(_bits_of(call(*args, **kwargs)))
-    except _NothingHeld:
-        return True  # it cannot be tried; what may be recomputed is for the plan to say
-    return given[0] == given[1]
+            tensors = arguments.copies()
+            versions = list(map(version_of, tensors))
+            reach = Reach(behind_calls(module))
+            try:
+                with torch.random.fork_rng(devices), state.again(), _holding_nothing():
+                    args, kwargs = arguments.again(tensors)
+                    given.append(_bits_of(call(*args, **kwargs)))
+            except NothingHeld:
+                return ""  # it cannot be tried; what may be recomputed is for the plan to say
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                return f"it raised {type(error).__name__} when it was tried on copies of its inputs"
+            if versions != list(map(version_of, tensors)):
+                return "it changes a tensor in place that it is given"
+            if state.changed_buffer:
+                return f"it changes its buffer '{state.changed_buffer}', which is large"
+        changed = reach.changed()
+    if changed:
+        return f"it changes what outlives its call (a '{changed[0]}')"
+    return "" if given[0] == given[1] else _ANOTHER
+
+
+@contextmanager
+def _put_back(module: nn.Module) -> Iterator[None]:
+    """Afterwards all that can be reached from a module and its hooks is what it was."""
+    parameters = [(name, p.detach(), version_of(p)) for name, p in module.named_parameters()]
+    reach = Reach(behind_calls(module))
+    tensors = Values(reach.tensors)
+    try:
+        yield
+    finally:
+        reach.restore()
+        tensors.restore()
+    for name, p, version in parameters:
+        if version_of(p) != version:
+            raise PlanError(
+                f"'{type(module).__name__}' changes its parameter '{name}' in place in forward, so "
+                "it cannot be run a second time; leave it out of what is recomputed"
+            )
 
 
 def _holding_nothing() -> torch.autograd.graph.saved_tensors_hooks:
     """With gradients, as in the real run: what autocast casts without them would be used there."""
 
     def unpack(_: None) -> Tensor:
-        raise _NothingHeld
+        raise NothingHeld(
+            "this is the graph of a trial, by which er.fit finds out whether a module gives the "
+            "same twice; it holds nothing, so backward cannot run on it. Something has kept a "
+            "tensor of it: keep no tensors of a forward outside of what it returns."
+        )
 
     return torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack)
 
 
 def _bits_of(out: Any) -> list[Any]:
     """A digest of what a module gives: of each tensor's bits, and where they stand."""
+    nested = Arguments((out,), {})
+    tensors = nested.tensors if not nested.why_not else tree_leaves(out)
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        return [_digest(leaf) for leaf in tree_leaves(out)]
+        return [nested.structure, *map(_digest, tensors)]
 
 
 def _digest(leaf: Any) -> Any:

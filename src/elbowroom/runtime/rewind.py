@@ -1,24 +1,33 @@
 """What a forward changes besides its outputs, so that it can be run as if for the first time."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import PlanError
-from elbowroom.runtime.attributes import Attributes
 from elbowroom.runtime.generators import Generators
 from elbowroom.runtime.handles.keep import version_of
+from elbowroom.runtime.reach import Reach, Values, behind_calls
 
 
 class Rewind:
-    """RNG states, buffers and plain attributes of a module, as they are now.
+    """RNG states, buffers and attributes of a module, and what its forward is given.
 
+    All as they are now. Attributes, arguments and hooks are walked through (`reach.py`): caches,
+    dictionaries, collected outputs.
     Buffers get their versions back, too: an earlier forward of the same step may have saved them.
     Parameters are not copied: a forward that changes them (a momentum encoder) cannot be undone.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._generators = Generators(module)
-        self._attributes = Attributes(module)
+    def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
+        """given: what the forward is handed."""
+        self._generators = Generators(module, tree_leaves(given))
+        self._iterators = Reach(given).iterators
+        self._reach = Reach([*behind_calls(module), *given])
+        self._values = Values(self._reach.tensors)
         self._cpu = torch.get_rng_state()
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = torch.cuda.get_rng_state_all() if in_use else []
@@ -33,6 +42,11 @@ class Rewind:
         ]
 
     @property
+    def is_possible(self) -> bool:
+        """Whether forward can be given the same again: it is handed no iterator."""
+        return not self._iterators
+
+    @property
     def changed(self) -> str | None:
         """The first parameter that has been changed since, if any."""
         found = (name for name, p, version in self._parameters if version_of(p) != version)
@@ -42,7 +56,8 @@ class Rewind:
     def back(self) -> None:
         """Make them what they were. Raises PlanError if a parameter was changed."""
         self._generators.restore()
-        self._attributes.restore()
+        self._reach.restore()
+        self._values.restore()
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)

@@ -1,6 +1,8 @@
 """What a training step changes until its optimizer's update begins, so that it can be run again.
 
-RNG, buffers      copied before the step (`rewind.py`)
+RNG, buffers,     noted or copied before the step (`rewind.py`)
+attributes,
+arguments
 gradients         one that stood before is copied when backward is about to add to it; one that
                   the step drops by itself costs nothing
 optimizer states  that the step made are removed; one that it has changed cannot be undone,
@@ -25,10 +27,18 @@ from elbowroom.runtime.rewind import Rewind
 class Undo:
     """A model and its optimizers, as they are now; `close` when the step is over."""
 
-    def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        self._rewind = Rewind(model)
+    def __init__(
+        self, model: nn.Module, optimizers: Iterable[Optimizer], given: Iterable[Any] = ()
+    ) -> None:
+        """given: what its forward is handed, which it may change, too."""
+        self._rewind = Rewind(model, given)
         self._gradients = [_Gradient(p) for p in model.parameters() if p.requires_grad]
         self._states = [_States(optimizer) for optimizer in optimizers]
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a forward can be run again with the same arguments."""
+        return self._rewind.is_possible
 
     @property
     def changed(self) -> str | None:

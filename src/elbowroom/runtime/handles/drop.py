@@ -5,11 +5,7 @@ For a forward that goes on only to count what a budget would have to be.
 
 from torch import Tensor
 
-from elbowroom.errors import RestoreError
-
-
-class NothingHeld(RestoreError):
-    """Backward asked for what a forward has only counted."""
+from elbowroom.errors import NothingHeld
 
 
 class DropHandle:

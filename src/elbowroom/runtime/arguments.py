@@ -1,0 +1,137 @@
+"""The arguments of a call, as they are before it, so that it can be made again.
+
+    tensors   found anywhere in them, in lists, caches and objects alike; the caller holds these
+    the rest  a private copy is made at once, and a fresh one for each further call
+
+So what a call does to its containers and objects, a second one finds undone, and its own changes
+nobody sees: a block appends keys to the same cache once. The copy is a pickle in which tensors,
+modules, functions, classes and generators of random numbers stand by reference. What no pickle can
+hold (an iterator, an open file, a lock) cannot be given twice, and neither can what is very large.
+"""
+
+import collections.abc
+import io
+import pickle
+import types
+import weakref
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elbowroom.runtime.generators import KINDS as RANDOM
+
+LARGEST = 1 << 20  # bytes of the copy: one is held for each call that is to be made again
+_PLAIN = frozenset((str, int, float, bool, type(None), bytes, complex, tuple, list, dict, set))
+_BY_REFERENCE = (
+    *(nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(types.ModuleType, types.GenericAlias, weakref.ref, ContextVar, torch.Stream, torch.Event),
+    *(torch.jit.ScriptFunction, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *RANDOM,
+)
+
+
+class Arguments:
+    """Those of one call.
+
+    tensors  each once, in the order in which they are found
+    sources  generators of random numbers among them
+    why_not  they can be given again: "", else a reason in words
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[Tensor] = []
+        self.sources: list[Any] = []
+        self.why_not = ""
+        self._others: list[Any] = []
+        self._copy = b""
+        self._take((args, kwargs))
+
+    def again(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) as they were, of fresh objects, with these in the place of its tensors."""
+        loading = _Loading(io.BytesIO(self._copy))
+        loading.tensors, loading.others = tensors, self._others
+        args, kwargs = loading.load()
+        return args, kwargs
+
+    def let_go(self) -> list[Tensor]:
+        """The tensors, which are the caller's to hold from now on."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def copies(self) -> list[Tensor]:
+        """Tensors like these, to be changed by whom they are given to."""
+        with torch._C.DisableTorchFunction():
+            return [_copied(x) for x in self.tensors]
+
+    @property
+    def structure(self) -> Any:
+        """How they nest, and all that is in them but tensors; to be compared."""
+        return self._copy, self.why_not, list(map(type, self._others))
+
+    def _take(self, values: Any) -> None:
+        written = _Limited()
+        saving = _Saving(written, protocol=5)
+        saving.tensors, saving.others = self.tensors, self._others
+        try:
+            saving.dump(values)
+        except Exception:  # of any kind: a __reduce__ may raise what it likes
+            self.why_not = f"it is given a '{saving.last}', which cannot be copied"
+            if saving.iterator:
+                self.why_not = f"it is given a '{saving.iterator}', which gives its items only once"
+            elif written.is_full:
+                self.why_not = f"it is given objects of more than {LARGEST} bytes"
+        self._copy = b"" if self.why_not else written.getvalue()
+        self.sources = [x for x in self._others if isinstance(x, RANDOM)]
+
+
+class _Limited(io.BytesIO):
+    is_full = False
+
+    def write(self, data: Any) -> int:
+        self.is_full = self.tell() + memoryview(data).nbytes > LARGEST
+        if self.is_full:
+            raise pickle.PicklingError("the copy is too large")
+        return super().write(data)
+
+
+class _Saving(pickle.Pickler):
+    tensors: list[Tensor]
+    others: list[Any]
+    last = iterator = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._places: dict[int, tuple[bool, int]] = {}
+
+    def persistent_id(self, x: Any) -> tuple[bool, int] | None:
+        """Whether it is a tensor, and its place among these or the others."""
+        if type(x) in _PLAIN:
+            return None
+        is_tensor = isinstance(x, Tensor)
+        if not is_tensor and not isinstance(x, _BY_REFERENCE):
+            if isinstance(x, collections.abc.Iterator):
+                self.iterator = type(x).__name__
+                raise pickle.PicklingError("an iterator cannot be copied")
+            self.last = type(x).__name__
+            return None
+        if id(x) not in self._places:
+            among = self.tensors if is_tensor else self.others
+            self._places[id(x)] = is_tensor, len(among)
+            among.append(x)
+        return self._places[id(x)]
+
+
+class _Loading(pickle.Unpickler):
+    tensors: list[Tensor]
+    others: list[Any]
+
+    def persistent_load(self, pid: tuple[bool, int]) -> Any:
+        is_tensor, place = pid
+        return (self.tensors if is_tensor else self.others)[place]
+
+
+def _copied(x: Tensor) -> Tensor:
+    """A copy that may be changed in place, as x may; a parameter, and what has none, as it is."""
+    return x if isinstance(x, nn.Parameter) or x.layout is not torch.strided else x.clone()

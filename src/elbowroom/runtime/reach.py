@@ -1,0 +1,340 @@
+"""The mutable objects that can be reached from some values, and what they contain at a moment.
+
+A forward may change more than it returns: a cache that it was handed, a dictionary that it takes an
+entry out of, a list that a forward hook appends to, an attribute. `Reach` walks from such values
+through containers, instances and modules, and through functions to what these close over and to the
+globals that they name. It remembers the contents of each mutable object (by identity, not a copy of
+what is inside), so it can say which objects have changed since, and fill them as they were.
+
+Left as they are, and not walked into: instances of classes of torch and of the standard library
+other than containers (locks, queues, threads and loggers are shared with others), parameters and
+buffers of modules, and iterators, which cannot be set back.
+"""
+
+import collections
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar, copy_context
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from elbowroom.errors import PlanError
+from elbowroom.runtime.handles.keep import version_of
+
+_MOST = 20_000  # objects of one walk; what lies behind is not seen
+_ATOMS = frozenset(
+    (
+        *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    )
+)
+_REGISTRIES = frozenset(vars(nn.Module()))  # what torch keeps in each module, "training" as well
+_TABLES = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_modules")))
+_WALKED_OF_STDLIB = (
+    *(collections.UserDict, collections.UserList, collections.ChainMap),
+    *(types.SimpleNamespace, types.MappingProxyType),
+)
+_UNMADE = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+
+
+class _Object(NamedTuple):
+    """A mutable object, its kind, what it contained, and how to read and fill it."""
+
+    it: Any
+    kind: str
+    contents: Any
+    read: Callable[[Any], Any]
+    fill: Callable[[Any, Any], None]
+
+    @property
+    def has_changed(self) -> bool:
+        return not _same(self.read(self.it), self.contents)
+
+
+class Reach:
+    """What can be reached from `roots`, as it is now.
+
+    tensors    all but parameters and buffers of modules, with their versions
+    iterators  how many there are, which give their items only once
+    """
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self._objects: list[_Object] = []
+        self.tensors: list[tuple[Tensor, int]] = []
+        self.iterators = 0
+        self._walk(roots)
+
+    def changed(self) -> list[str]:
+        """The kinds of those objects, tensors among them, that are not what they were."""
+        found = [one.kind for one in self._objects if one.has_changed]
+        return found + ["tensor" for x, version in self.tensors if version_of(x) != version]
+
+    def restore(self) -> None:
+        """Fill each object that has changed as it was. Tensors are left as they are."""
+        for one in self._objects:
+            if one.has_changed:
+                one.fill(one.it, one.contents)
+
+    def _walk(self, roots: Iterable[Any]) -> None:
+        seen: dict[int, Any] = {}  # holds what it names: ids are not used again meanwhile
+        todo = collections.deque(roots)
+        while todo and len(seen) < _MOST:
+            x = todo.popleft()
+            if type(x) in _ATOMS or id(x) in seen:
+                continue
+            seen[id(x)] = x
+            try:
+                todo.extend(self._visited(x))
+            except Exception:
+                continue
+
+    def _visited(self, x: Any) -> list[Any]:
+        """Note an object; what it holds."""
+        if isinstance(x, Tensor):
+            if not isinstance(x, nn.Parameter):
+                self.tensors.append((x, version_of(x)))
+            return []
+        if isinstance(x, nn.Module):
+            self._module(x)
+            return [v for n, v in vars(x).items() if n not in _REGISTRIES]
+        if isinstance(x, _FUNCTIONS):
+            return list(_held_by_function(x))
+        if isinstance(x, ContextVar):
+            return [x.get(None)]
+        self.iterators += isinstance(x, collections.abc.Iterator)
+        return list(self._other(x))
+
+    def _module(self, module: nn.Module) -> None:
+        """Its attributes and its tables of hooks and children; not those of parameters, buffers."""
+        if any(isinstance(p, _UNMADE) for p in _own(module)):
+            return  # its first forward makes it, once for all
+        self._note(vars(module), attributes_of, set_attributes, type(module).__name__)
+        for name in _TABLES:
+            self._note(vars(module)[name], dict, _fill_dict)
+
+    def _other(self, x: Any) -> Iterator[Any]:
+        """Note a container or an instance; what it holds."""
+        if isinstance(x, list):
+            yield from self._note(x, list.copy, _fill_list)
+        elif isinstance(x, collections.deque):
+            yield from self._note(x, list, _fill_deque)
+        elif isinstance(x, dict):
+            yield from self._note(x, _read_dict, _fill_dict).values()
+        elif isinstance(x, set):
+            yield from self._note(x, set.copy, _fill_set)
+        elif isinstance(x, np.ndarray):
+            if x.dtype != object and x.nbytes <= 1 << 20 and x.flags.writeable:
+                self._note(x, _read_array, _fill_array)
+            return
+        elif isinstance(x, tuple | frozenset):
+            yield from x
+        elif isinstance(x, types.MappingProxyType):
+            yield from x.values()
+        if _is_walked(x):
+            held = getattr(x, "__dict__", None)
+            if type(held) is dict:
+                yield from self._note(held, dict, _fill_dict, type(x).__name__).values()
+            kind: Any = type(x)
+            if _slots_of(kind):
+                yield from self._note(x, _read_slots, _fill_slots).values()
+
+    def _note(
+        self,
+        x: Any,
+        read: Callable[[Any], Any],
+        fill: Callable[[Any, Any], None],
+        kind: str = "",
+    ) -> Any:
+        contents = read(x)
+        self._objects.append(_Object(x, kind or type(x).__name__, contents, read, fill))
+        return contents
+
+
+class Values:
+    """The values of tensors, as they are now, to be given back to those that change in place.
+
+    Of one that needs a gradient none is kept: a change of it is a part of a graph.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[Tensor, int]]) -> None:
+        """tensors: with their versions."""
+        self._tensors = [(x, version, _copy_of(x)) for x, version in tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Raises PlanError where that cannot be done."""
+        for x, version, copy in self._tensors:
+            if version_of(x) == version:
+                continue
+            if copy is None:
+                raise PlanError(
+                    "forward had to be run a second time, and the first has changed a tensor in "
+                    f"place that needs a gradient or is not strided, {tuple(x.shape)}; that cannot "
+                    "be undone. Give forward a clone of it."
+                )
+            x.copy_(copy)
+            torch._C._autograd._unsafe_set_version_counter((x,), (version,))
+
+
+def behind_calls(module: nn.Module) -> list[Any]:
+    """Where to begin for all that a forward of this module may change besides what it is handed.
+
+    The module and all inside it, the functions of their forwards and hooks, and the context's
+    variables.
+    """
+    children = list(module.modules())
+    forwards = {type(child).forward for child in children if not _is_of_torch(type(child))}
+    tables = (vars(child)[name] for child in children for name in _TABLES if "forward" in name)
+    hooks = [hook for table in tables for hook in table.values()]
+    return [*children, *forwards, *hooks, *copy_context().values()]
+
+
+def _copy_of(x: Tensor) -> Tensor | None:
+    if x.requires_grad or x.layout is not torch.strided or x.is_inference():
+        return None
+    return x.clone()
+
+
+def _own(module: nn.Module) -> Iterable[Any]:
+    return (*module._parameters.values(), *module._buffers.values())
+
+
+def _held_by_function(x: Any) -> Iterator[Any]:
+    """What a function closes over, its defaults, and the globals that it names."""
+    if isinstance(x, functools.partial):
+        yield from (x.func, x.args, x.keywords)
+    elif isinstance(x, types.MethodType):
+        yield from (x.__func__, x.__self__)
+    elif not _is_of_library(x.__module__):
+        for cell in x.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+        yield from (x.__defaults__ or (), x.__kwdefaults__ or {})
+        known = x.__globals__
+        for name in _names_in(x.__code__):
+            if name in known and not isinstance(known[name], nn.Module | types.ModuleType | type):
+                yield known[name]
+
+
+@functools.lru_cache(4096)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return (*code.co_names, *(name for c in inner for name in _names_in(c)))
+
+
+def _is_walked(x: Any) -> bool:
+    """Whether the attributes of this instance are looked at."""
+    if isinstance(x, _WALKED_OF_STDLIB):
+        return True
+    if isinstance(
+        x, type | types.ModuleType | types.BuiltinFunctionType | collections.abc.Iterator
+    ):
+        return False
+    return not _is_of_library(type(x).__module__)
+
+
+@functools.lru_cache(4096)
+def _is_of_library(module: str | None) -> bool:
+    """Whether it is a module of torch, of the standard library or of ours."""
+    root = (module or "").partition(".")[0]
+    if root == "__main__":
+        return False
+    return root in {"torch", "numpy", "elbowroom", ""} or root in sys.stdlib_module_names
+
+
+def _is_of_torch(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "torch"
+
+
+@functools.cache
+def _slots_of(cls: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += (slots,) if isinstance(slots, str) else slots
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether these contents are of the same objects, in the same order."""
+    if isinstance(one, dict):
+        if len(one) != len(other):
+            return False
+        keys = zip(one, other, strict=True)
+        same = all(k is j or bool(k == j) for k, j in keys)
+        return same and all(map(_is, one.values(), other.values()))
+    if isinstance(one, set):
+        return bool(one == other)
+    if isinstance(one, np.ndarray):
+        return bool(one.tobytes() == other.tobytes())
+    return len(one) == len(other) and all(map(_is, one, other))
+
+
+def _is(x: Any, y: Any) -> bool:
+    """Whether it is the same object, or an equal number or word."""
+    return x is y or (type(x) is type(y) and type(x) in _ATOMS and (x == y or repr(x) == repr(y)))
+
+
+def _fill_list(x: list[Any], contents: list[Any]) -> None:
+    list.__setitem__(x, slice(None), contents)
+
+
+def _fill_deque(x: "collections.deque[Any]", contents: list[Any]) -> None:
+    x.clear()
+    x.extend(contents)
+
+
+def _read_dict(x: dict[Any, Any]) -> dict[Any, Any]:
+    return dict(dict.items(x))
+
+
+def _fill_dict(x: dict[Any, Any], contents: dict[Any, Any]) -> None:
+    kind: Any = collections.OrderedDict if isinstance(x, collections.OrderedDict) else dict
+    kind.clear(x)
+    for key, value in contents.items():
+        kind.__setitem__(x, key, value)
+
+
+def _fill_set(x: set[Any], contents: set[Any]) -> None:
+    set.clear(x)
+    set.update(x, contents)
+
+
+def _read_array(x: Any) -> Any:
+    return x.copy()
+
+
+def _fill_array(x: Any, contents: Any) -> None:
+    x[...] = contents
+
+
+def attributes_of(held: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of a module, of its `vars`, without torch's registries of what it contains."""
+    return {n: v for n, v in held.items() if n not in _REGISTRIES or n == "training"}
+
+
+def set_attributes(held: dict[str, Any], contents: dict[str, Any]) -> None:
+    """Make the attributes of a module these, and no others."""
+    for name in attributes_of(held).keys() - contents.keys():
+        del held[name]
+    held.update(contents)
+
+
+def _read_slots(x: Any) -> dict[str, Any]:
+    kind: Any = type(x)
+    return {n: getattr(x, n) for n in _slots_of(kind) if hasattr(x, n)}
+
+
+def _fill_slots(x: Any, contents: dict[str, Any]) -> None:
+    for name in _read_slots(x).keys() - contents.keys():
+        object.__delattr__(x, name)
+    for name, value in contents.items():
+        object.__setattr__(x, name, value)
