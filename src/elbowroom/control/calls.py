@@ -21,7 +21,7 @@ from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.sequence import in_sequence
+from elbowroom.plan.rehearsal import Heard
 from elbowroom.runtime.context import Context
 
 MOST_CALLS = 64  # of a step that is planned as one
@@ -33,11 +33,11 @@ _PATIENCE = 5  # steps with fewer forwards than some had, until they count as th
 class _Later:
     """A forward that is not the first of its step.
 
-    seen         as it was rehearsed, and bytes of its output; None: never
+    seen         as it was rehearsed; None: never
     """
 
     signature: Signature
-    seen: tuple[Profile, int] | None
+    seen: Heard | None
 
 
 class Calls:
@@ -83,7 +83,7 @@ class Calls:
         self._is_small |= signature.numel < _NEAR * known[0].signature.numel
         return known[0].signature.covers(signature) and not (rehearsed and known[0].seen is None)
 
-    def note(self, signature: Signature, seen: tuple[Profile, int] | None) -> None:
+    def note(self, signature: Signature, seen: Heard | None) -> None:
         """What is to be known of the one that runs."""
         later = self._later
         if self._at > len(later):
@@ -116,10 +116,10 @@ class Calls:
         """Whether there are later ones, and all have been rehearsed."""
         return bool(self._later) and all(one.seen is not None for one in self._later)
 
-    def joined(self, first: tuple[Profile, int]) -> tuple[Profile, int]:
-        """The profile of all forwards of a step, and the bytes of their outputs."""
-        seen = [first, *(one.seen for one in self._later if one.seen is not None)]
-        return reduce(in_sequence, (one for one, _ in seen)), sum(loss for _, loss in seen)
+    def joined(self, first: Heard) -> Heard:
+        """All forwards of a step, as one."""
+        seen = (one.seen for one in self._later if one.seen is not None)
+        return reduce(Heard.followed_by, seen, first)
 
 
 class Rest:

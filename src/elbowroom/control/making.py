@@ -17,7 +17,8 @@ class Making:
     """How plans are made.
 
     ratio          how much larger than the profiled call the largest is
-    margin_nbytes  by which plans have been too hopeful
+    margin_nbytes  by which plans in which no module runs again have been too hopeful
+    again_nbytes   by which those have been in which some do
     lossy_helps    what a refusal under exact=True tells to type
     least_is       what a refusal says of the budget that it names
     """
@@ -25,23 +26,35 @@ class Making:
     terms: Terms
     ratio: float = 1.0
     margin_nbytes: int = 0
+    again_nbytes: int = 0
     lossy_helps: str = LOSSY_HELPS
     least_is: str = AT_LEAST
 
     def exact_plan(self, profile: Profile) -> Plan | None:
         """Rather exact with less left free than lossy."""
-        margins = self._careful_nbytes(profile), self.margin_nbytes
-        plans = (self.plan_for(profile, margin, exact=True) for margin in margins)
-        return next((plan for plan in plans if plan is not None), None)
+        careful = self._careful_nbytes(profile)
+        return self._cheaper(profile, careful, exact=True) or self._cheaper(profile, 0, exact=True)
 
     def best_plan(self, profile: Profile) -> Plan:
         """What the terms allow, with a little left free if it can be. Raises BudgetTooSmall."""
         exact, careful = self.terms.exact, self._careful_nbytes(profile)
         return (
             (exact is None and self.exact_plan(profile))
-            or self.plan_for(profile, careful, exact=exact)
-            or self.make(profile, self.margin_nbytes, exact=exact)
+            or self._cheaper(profile, careful, exact=exact)
+            or self._cheaper(profile, 0, exact=exact)
+            or self.make(profile, min(self.margin_nbytes, self.again_nbytes), exact=exact)
         )
+
+    def _cheaper(self, profile: Profile, more: int, *, exact: bool | None) -> Plan | None:
+        """Of a plan in which modules may run again and one in which none does, each with its own
+        margin; None where neither fits. What one kind was wrong by says little of the other.
+        """
+        again = self.plan_for(profile, self.again_nbytes + more, exact=exact)
+        if again is not None and (not again.recompute or self.again_nbytes <= self.margin_nbytes):
+            return again
+        once = self.plan_for(profile, self.margin_nbytes + more, exact=exact, recompute=False)
+        found = [plan for plan in (once, again) if plan is not None]
+        return min(found, default=None, key=lambda one: one.seconds + one.noise * profile.seconds)
 
     def plan_for(
         self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool = True
@@ -75,4 +88,4 @@ class Making:
         return plan.grown(self.ratio, static, budget_nbytes)
 
     def _careful_nbytes(self, profile: Profile) -> int:
-        return self.margin_nbytes + int(_CAREFUL * (self.terms.budget_nbytes - profile.static))
+        return int(_CAREFUL * (self.terms.budget_nbytes - profile.static))

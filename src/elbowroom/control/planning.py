@@ -64,7 +64,7 @@ from elbowroom.plan.ladder import choose
 from elbowroom.plan.make import LOSSY_HELPS
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import BEST, SAFE, with_backward
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Heard, with_backward
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.inert import inertness_of
 from elbowroom.runtime.repeats import TRIED
@@ -126,7 +126,8 @@ class Planning:
         self.calls = Calls()
         self._owned = owned
         self._allowance = Allowance()
-        self._margin_nbytes = 0  # by which plans have been too hopeful
+        # By which plans have been too hopeful: where modules run again, and where none does.
+        self._margins = {True: 0, False: 0}
         self._beside_nbytes = 0  # what stood beside the model in the profile
         self._rounds = self._tries = self._strays = 0
         self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
@@ -227,7 +228,7 @@ class Planning:
         """Forget what was measured: as before the first forward."""
         self.plan = self.given = self.profile = None
         self._allowance.forget()
-        self.rung, self._margin_nbytes = _SAFEST_EXACT, 0
+        self.rung, self._margins = _SAFEST_EXACT, {True: 0, False: 0}
         self._rounds = self._tries = 0
         self.rehearsed = self.settled = self.outgrown = False
         self.meter = None
@@ -257,7 +258,13 @@ class Planning:
     @property
     def _making(self) -> Making:
         helps = self._owned.states.lossy_helps() or LOSSY_HELPS
-        return Making(self.terms, self._ratio, self._margin_nbytes, helps)
+        once, again = self._margins[False], self._margins[True]
+        return Making(self.terms, self._ratio, once, again, helps)
+
+    @property
+    def _margin_nbytes(self) -> int:
+        """Of plans of the kind that is followed."""
+        return self._margins[bool(self.recompute)]
 
     @property
     def recompute(self) -> frozenset[str]:
@@ -293,8 +300,7 @@ class Planning:
             return
         self._profiled, self._beside_nbytes = self.now, self.stock.beside_nbytes
         try:
-            joined, loss_nbytes = self.calls.joined(heard)
-            self._plan_by_forward(joined.shifted(self._beside_nbytes), loss_nbytes)
+            self._plan_by_forward(self.calls.joined(heard).beside(self._beside_nbytes))
         except BudgetTooSmall:
             if self._fitted is None:
                 raise
@@ -323,26 +329,25 @@ class Planning:
         self.calls.grew = True
         plan = None
         if heard is not None:
-            alone = self._with_backward(heard[0].shifted(last.ledger.held_nbytes), SAFE, heard[1])
-            plan = plan_rest(alone, replace(self._making, ratio=1.0, margin_nbytes=0))
+            alone = self._with_backward(heard.beside(last.ledger.held_nbytes), CAREFUL)
+            plan = plan_rest(
+                alone, replace(self._making, ratio=1.0, margin_nbytes=0, again_nbytes=0)
+            )
         if plan is None or plan.peak > self.terms.budget_nbytes:
             warn_unexpected(self.terms, plan)
         return Rest(self.terms, self.context, plan)
 
-    def _with_backward(self, seen: Profile, transients: int, loss_nbytes: int) -> Profile:
+    def _with_backward(self, heard: Heard, care: float) -> Profile:
         born = self._owned.unborn_gradients(), self.stock.unborn_state_nbytes
-        seen = seen.never_again(self.context.unrepeatable)
-        return with_backward(seen, *born, transients, loss_nbytes)
+        seen = heard.profile.never_again(self.context.unrepeatable)
+        return with_backward(replace(heard, profile=seen), *born, care)
 
-    def _plan_by_forward(self, seen: Profile, loss_nbytes: int) -> None:
-        seen = replace(seen, standing=self._owned.standing())
-
-        def step(transients: int) -> Profile:
-            return self._with_backward(seen, transients, loss_nbytes)
-
-        chosen = plan_by_forward(step, self._owned.states, self, self._making)
-        # By these two estimates the smallest plans differ most; neither is always the smaller one.
-        self._tried = Tried(Known(step(n), rehearsed=True) for n in (SAFE, BEST))
+    def _plan_by_forward(self, heard: Heard) -> None:
+        standing = self._owned.standing()
+        heard = replace(heard, profile=replace(heard.profile, standing=standing))
+        steps = {care: self._with_backward(heard, care) for care in (CAREFUL, LIKELY)}
+        chosen = plan_by_forward(steps.__getitem__, self._owned.states, self, self._making)
+        self._tried = Tried(Known(step, rehearsed=True) for step in steps.values())
         self._was_rehearsed = True
         self._follow(self._taken(chosen))
         self.rehearsed, self.outgrown = True, False
@@ -472,8 +477,9 @@ class Planning:
         seen = step.profile.never_again(self.context.unrepeatable)
         self.profile = replace(seen, standing=self._owned.standing())
         self._profiled, self._beside_nbytes = self.now, step.stock.beside_nbytes
-        self.rehearsed, self._margin_nbytes = False, 0
+        self.rehearsed, self._margins = False, {True: 0, False: 0}
         self._tried.knows(self.profile)
+        self._tried.is_smallest = False
         self._learn_transient(last, step, self.profile.peak)
         self._plan(self.profile)
 
@@ -535,12 +541,14 @@ class Planning:
             self._follow(self._taken(least.chosen))
             self.settled = True
             return
-        self._margin_nbytes = 0
+        self._margins = {True: 0, False: 0}
         if self.rehearsed and not self.plan.recompute:
             self._follow(self.plan)
             return
         states, making = self._owned.states, self._making
-        found = self._tried.next_smallest(lambda step: states.smallest(step, self, making))
+        found = self._tried.next_smallest(
+            lambda step, again: states.smallest(step, self, making, recompute=again)
+        )
         if found is None:
             self._give_up(least)
             return
@@ -598,9 +606,10 @@ class Planning:
             return
         if self._rounds < _MOST_ROUNDS and not self._tried.is_smallest:
             self._rounds += 1
-            self._margin_nbytes = peak_nbytes - self.plan.peak
+            margin = peak_nbytes - self.plan.peak
             if slack > 0:  # half of it: an estimate is not too careful by the same at all moments
-                self._margin_nbytes += slack // 2
+                margin += slack // 2
+            self._margins[bool(self.recompute)] = margin
             self._plan(self.profile)
             return
         if self._is_scaled:

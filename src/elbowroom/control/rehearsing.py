@@ -15,42 +15,38 @@ from torch.utils._pytree import tree_leaves
 
 from elbowroom.control.fitted import Fit, FittedSaving
 from elbowroom.control.making import Making
-from elbowroom.control.owned import Owned
+from elbowroom.control.owned import Owned, storage_nbytes
 from elbowroom.control.states import CHOICES, Chosen, States
 from elbowroom.control.terms import Terms
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.background import Background
+from elbowroom.measure.graph import graph_of
 from elbowroom.measure.recording import Recording
 from elbowroom.plan.make import AT_LEAST
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import BEST, ENOUGH, SAFE, USUAL
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Heard
 from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
 _SHOULD_DO = "that should hold this step (estimated from its forward alone; from {} on it may do)"
 _MARGIN = 0.03  # of what is not static, in what is named
-# Exact or lossy, how many largest tensors backward takes beside what is held, and whether modules
-# may run again. A step in which none does can be written down, which ends all guessing. Less than
-# USUAL is hopeful, and comes last.
-_TRIES: dict[bool | None, tuple[tuple[bool | None, int, bool], ...]] = {
-    True: (
-        *((True, SAFE, False), (True, ENOUGH, False)),
-        *((True, SAFE, True), (True, ENOUGH, True), (True, 2, True), (True, BEST, True)),
-    ),
+# Exact or lossy, with how much care, and whether modules may run again. A step in which none does
+# can be written down, which ends all guessing. Less care is hopeful, and comes last.
+_TRIES: dict[bool | None, tuple[tuple[bool | None, float, bool], ...]] = {
+    True: ((True, CAREFUL, False), (True, CAREFUL, True), (True, LIKELY, True)),
     None: (
-        *((True, SAFE, False), (True, ENOUGH, False), (True, SAFE, True), (True, USUAL, True)),
-        *((None, SAFE, False), (None, SAFE, True), (None, USUAL, True), (None, BEST, True)),
+        *((True, CAREFUL, False), (True, CAREFUL, True), (None, CAREFUL, False)),
+        *((None, CAREFUL, True), (None, LIKELY, True)),
     ),
-    False: (
-        *((False, SAFE, False), (False, SAFE, True), (False, USUAL, True), (False, BEST, True)),
-    ),
+    False: ((False, CAREFUL, False), (False, CAREFUL, True), (False, LIKELY, True)),
 }
+_SURE = 0.8  # of the least by the graph: below that it is refused unmeasured
 
 
 def rehearsed(
     fit: Fit, owned: Owned, forward: Callable[[], Any], after: FittedSaving | None = None
-) -> tuple[Profile, int] | None:
-    """A forward that holds nothing, and the bytes of what the loss may be taken of.
+) -> Heard | None:
+    """A forward that holds nothing, and the graph that it has built.
 
     None where it cannot be measured. after: that of an earlier forward of the same step, which is
     left as it is. It comes once, and is short: a measurement of another model gives way.
@@ -60,33 +56,47 @@ def rehearsed(
     if recording is None:
         return None
     try:
-        with FittedSaving(fit, recording.recorder, counts=True, after=after):
-            loss_nbytes = _loss_nbytes(forward())
+        with FittedSaving(fit, recording.recorder, counts=True, after=after) as saving:
+            out = [x for x in tree_leaves(forward()) if isinstance(x, Tensor) and x.requires_grad]
+            saving.drop_everything()
+            graph = graph_of(out, recording.recorder)
+        loss_nbytes, out_nbytes = _loss_nbytes(out), storage_nbytes(out)
+        del out
         seen = recording.finish()
     finally:
         recording.close()
-    return None if seen is None else (seen, loss_nbytes)
+    return None if seen is None else Heard(seen, graph, loss_nbytes, out_nbytes)
 
 
-def _loss_nbytes(out: Any) -> int:
-    """Bytes of the largest tensor that a loss may be taken of. It need not read all of them."""
-    tensors = (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad)
-    return max((x.numel() * x.element_size() for x in tensors), default=0)
+def _loss_nbytes(outputs: list[Tensor]) -> int:
+    """Bytes of the largest tensor that a loss may be taken of; 0 where one of them is the loss."""
+    sizes = [x.numel() * x.element_size() for x in outputs]
+    return 0 if any(x.numel() == 1 for x in outputs) else max(sizes, default=0)
 
 
-Step = Callable[[int], Profile]  # the rehearsed step, with so many of its largest tensor beside
+Step = Callable[[float], Profile]  # the rehearsed step, with so much care
 
 
 def plan_by_forward(step: Step, states: States, who: object, making: Making) -> Chosen:
-    """The first that fits, for `who`, one planning. Raises BudgetTooSmall where none does."""
+    """The first that fits, for `who`, one planning; where none does, the smallest, to be measured.
+
+    Raises BudgetTooSmall where none can be expected to fit.
+    """
     for one in _tries(making.terms.exact):
-        profile = step(one.transients)
+        profile = step(one.care)
         for candidate in states.candidates(profile, who)[one.state : one.state + 1]:
             plan = making.plan_for(candidate.profile, 0, exact=one.exact, recompute=one.recompute)
             if plan is not None:
-                if one.transients < (USUAL if plan.exact else SAFE):
+                if one.care < CAREFUL:
                     _say_hopeful(making.terms)
                 return Chosen(candidate, plan)
+    smallest = states.smallest(step(LIKELY), who, making)
+    static = step(LIKELY).static
+    if smallest is not None:
+        free = making.terms.budget_nbytes - static
+        if _SURE * (smallest.plan.peak - static) <= free:
+            _say_hopeful(making.terms)
+            return smallest
     raise _refusal(step, states, who, making)
 
 
@@ -104,7 +114,7 @@ class _Try:
 
     state: int
     exact: bool | None
-    transients: int
+    care: float
     recompute: bool
 
 
@@ -112,17 +122,17 @@ def _tries(exact: bool | None) -> Iterator[_Try]:
     """Under terms of this exactness."""
     for hopeful in (False, True):
         for state in range(1 if exact else len(CHOICES)):
-            for allowed, transients, recompute in _TRIES[exact]:
-                if (transients < USUAL) == hopeful:
-                    yield _Try(state, allowed, transients, recompute)
+            for allowed, care, recompute in _TRIES[exact]:
+                if (care < CAREFUL) == hopeful:
+                    yield _Try(state, allowed, care, recompute)
 
 
 def _refusal(step: Step, states: States, who: object, making: Making) -> BudgetTooSmall:
     """What is named should do; less may do."""
     exact = making.terms.exact
 
-    def refused(transients: int, margin: int = 0, least_is: str = AT_LEAST) -> BudgetTooSmall:
-        formats = states.candidates(step(transients), who)
+    def refused(care: float, margin: int = 0, least_is: str = AT_LEAST) -> BudgetTooSmall:
+        formats = states.candidates(step(care), who)
         profile = formats[0 if exact else -1].profile
         try:
             plan = replace(making, least_is=least_is).make(profile, margin, exact=exact)
@@ -134,7 +144,6 @@ def _refusal(step: Step, states: States, who: object, making: Making) -> BudgetT
             least_nbytes=plan.budget,
         )
 
-    likely = USUAL if exact else SAFE  # more is due where codes are decoded
-    best, least = refused(BEST).least_nbytes, refused(likely).least_nbytes
-    margin = int(_MARGIN * (least - step(likely).static))
-    return refused(likely, margin, _SHOULD_DO.format(show_nbytes(best)))
+    best, least = refused(LIKELY).least_nbytes, refused(CAREFUL).least_nbytes
+    margin = int(_MARGIN * (least - step(CAREFUL).static))
+    return refused(CAREFUL, margin, _SHOULD_DO.format(show_nbytes(best)))

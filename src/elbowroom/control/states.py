@@ -124,18 +124,26 @@ class States:
             raise min(refusals, key=lambda error: error.least_nbytes)
         return found[0] if len(found) == 1 else min(found, key=self._cost_s)
 
-    def smallest(self, profile: Profile, who: object, making: Making) -> Chosen | None:
-        """That of the least predicted peak, for the user's budget. None: not found in time."""
-        budget_nbytes = making.terms.budget_nbytes
+    def smallest(
+        self, profile: Profile, who: object, making: Making, *, recompute: bool = True
+    ) -> Chosen | None:
+        """That of the least predicted peak, for the user's budget. None: not found in time.
+
+        recompute: modules may run again
+        """
+        candidates, exact = self.candidates(profile, who), making.terms.exact
+        one = candidates[0 if exact else -1]
         try:
-            self.choose(profile, who, replace(making, terms=making.terms.within(1)))
+            replace(making, terms=making.terms.within(1)).make(
+                one.profile, 0, exact=exact, recompute=recompute
+            )
         except BudgetTooSmall as error:
             least = making.terms.within(error.least_nbytes)
-        try:
-            chosen = self.choose(profile, who, replace(making, terms=least))
-        except BudgetTooSmall:
+        made = replace(making, terms=least)
+        plan = made.plan_for(one.profile, 0, exact=exact, recompute=recompute)
+        if plan is None:
             return None
-        return replace(chosen, plan=replace(chosen.plan, budget=budget_nbytes))
+        return Chosen(one, replace(plan, budget=making.terms.budget_nbytes))
 
     def take(self, chosen: Chosen, who: object, terms: Terms) -> Chosen:
         """From now on hold auto states as the plan, which is that of `who`, was made for."""

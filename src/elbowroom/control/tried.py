@@ -1,7 +1,8 @@
 """Plans that were followed, what they took, and which of the smallest are left to be tried.
 
 What one plan was wrong by says little of another. So if corrections leave none, the plans of the
-least predicted peak are measured: one for each profile that the step is known or estimated by.
+least predicted peak are measured: for each profile that the step is known or estimated by, one in
+which modules run again and one in which none does.
 These do not depend on the budget. So the least that they took is a budget that does if it is given.
 """
 
@@ -72,12 +73,23 @@ class Tried:
         known = (one for one in self._taken if any(map(one.is_of, plans)))
         return min(known, default=None, key=_peak_nbytes)
 
-    def next_smallest(self, make: Callable[[Profile], Chosen | None]) -> Smallest | None:
-        """One that was not measured yet. make: the smallest plan of a profile, if it is found."""
+    def next_smallest(self, make: Callable[[Profile, bool], Chosen | None]) -> Smallest | None:
+        """One that was not measured yet.
+
+        make: the smallest plan of a profile, if it is found; the flag says whether modules may run
+        again. One in which none does can be written down, so it comes first of those by an
+        estimate; once that has been done, no estimate knows a smaller one.
+        """
+        known = [
+            *(one.rehearsed for one in self._known),
+            *(one.rehearsed for one in self._smallest),
+        ]
+        is_written = not all(known)
         for profile, rehearsed in self._known:
-            chosen = make(profile)
-            # By an estimate, one that holds all is no smaller than what has been written down.
-            if chosen is not None and (chosen.plan.recompute or not rehearsed):
+            for again in (True, False) if not rehearsed else (False, True):
+                chosen = make(profile, again)
+                if chosen is None or (not again and rehearsed and is_written):
+                    continue
                 self._smallest.append(Smallest(chosen, rehearsed))
         self._known.clear()
         left = (one for one in self._smallest if not any(t.is_of(one.chosen) for t in self._taken))

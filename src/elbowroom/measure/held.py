@@ -7,27 +7,34 @@ import gc
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.weak import WeakStorage
 
 
 class Held:
-    """The storages under some tensors, for as long as they live."""
+    """The storages under some tensors, for as long as they live.
+
+    Those of parameters live as long as their model: they are not asked for again.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         found: dict[int, tuple[WeakStorage, int]] = {}
+        staying: dict[int, int] = {}
         for x in tensors:
             nbytes = storage_nbytes(x) if x.layout is torch.strided and _is_real(x) else 0
-            if nbytes:
+            if nbytes and isinstance(x, nn.Parameter):
+                staying[x.untyped_storage()._cdata] = nbytes
+            elif nbytes:
                 found.setdefault(x.untyped_storage()._cdata, (WeakStorage(x), nbytes))
-        self._alive = list(found.values())
+        self._alive = [one for address, one in found.items() if address not in staying]
+        self._staying_nbytes = sum(staying.values())
 
     def nbytes(self) -> int:
         """Bytes of those that are still alive."""
         self._alive = [(weak, nbytes) for weak, nbytes in self._alive if not weak.expired()]
-        return sum(nbytes for _, nbytes in self._alive)
+        return self._staying_nbytes + sum(nbytes for _, nbytes in self._alive)
 
 
 def _is_real(x: Tensor) -> bool:

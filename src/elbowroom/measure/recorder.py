@@ -52,6 +52,7 @@ class _Storage:
     kept: bool = True
     made: "_Made | None" = None
     asked: dict[int, int] = field(default_factory=dict)  # by save, the last moment
+    nodes: list[int] = field(default_factory=list)  # of each save, autograd's number of its node
 
 
 class _Alive(NamedTuple):
@@ -113,6 +114,10 @@ class StepRecorder:
         self._calls = 0  # so many ops have ended
         self._task = -1  # the backward that runs, or ran last
         self._asking = -1  # the op whose backward asks
+        self._ours: object = None  # the hooks that tell us
+        self._theirs: object = None  # those that lay over ours last
+        self._hidden: list[tuple[int, int]] = []
+        self._nodes = torch._C._autograd._get_sequence_nr()
         self._last_s = now_s()
         self.moments = 0
         self.backward: int | None = None
@@ -127,6 +132,9 @@ class StepRecorder:
             index = self._new(view.slot, x, site)
         saves = self._storages[index].saves
         saves.append(Save(site, why, modules.stack(), self._now))
+        # A node is numbered before it saves anything.
+        self._storages[index].nodes.append(torch._C._autograd._get_sequence_nr() - 1)
+        self._ours = self._ours or _hooks()
         return RecordedView(view, self, index, len(saves) - 1, self._calls)
 
     def curved(self, slot: Slot) -> None:
@@ -145,6 +153,7 @@ class StepRecorder:
         self._calls += 1
         if call.reruns:
             self._note_plain(plain_nbytes(call))
+        self._note_nodes()
         self._note_alive()
         for slot in slots:
             index = self._index.get(slot)
@@ -196,6 +205,7 @@ class StepRecorder:
 
     def forward_ended(self) -> None:
         """The context closes."""
+        self._theirs = None  # they hold what their forward began with
         self._note_held()
         if self.backward is None:
             self._begin()
@@ -244,6 +254,14 @@ class StepRecorder:
             for s in self._storages
         )
 
+    def asks(self) -> tuple[tuple[int, ...], ...]:
+        """For each storage, autograd's number of the node that has made each save."""
+        return tuple(tuple(s.nodes) for s in self._storages)
+
+    def hidden(self) -> tuple[tuple[int, int], ...]:
+        """Numbers of nodes, from and up to: those in whose place somebody else's hooks hold."""
+        return tuple(self._hidden)
+
     def modules(self) -> tuple[ModuleCall, ...]:
         """All calls of modules, in order of their beginning."""
         calls = Counter(note.name for note in self._modules)
@@ -253,6 +271,17 @@ class StepRecorder:
         return tuple(ModuleCall(**vars(note)) for note in self._modules)
 
     # how it is kept
+
+    def _note_nodes(self) -> None:
+        """An op has made the nodes since the last one: under whose hooks?"""
+        first, self._nodes = self._nodes, torch._C._autograd._get_sequence_nr()
+        hooks = _hooks()
+        if self._ours is None or hooks == self._ours or first == self._nodes:
+            return
+        if hooks == self._theirs and self._hidden and self._hidden[-1][1] == first:
+            first = self._hidden.pop()[0]
+        self._theirs = hooks
+        self._hidden.append((first, self._nodes))
 
     def _note_held(self) -> None:
         """What is held now is held until it is asked for."""
@@ -335,6 +364,12 @@ class StepRecorder:
                     note.made_nbytes += storage_nbytes(x)
                     sources.append(self._index[source])
         note.inputs, note.sources = tuple(found), tuple(sources)
+
+
+def _hooks() -> object:
+    """What packs the tensor that is saved next; None: nobody."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
 
 
 class RecordedView(View):

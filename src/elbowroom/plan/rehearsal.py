@@ -1,31 +1,34 @@
-"""A forward that held nothing was written down; its backward is made up, to plan the first step.
+"""A forward that held nothing was written down; its backward is gone through, to plan the first step.
 
-    order      that of forward, reversed: each op asks for what it has saved
+    order      autograd's own, over the graph that forward has built (`backward.py`)
     base(t)    what stood before the step + what cannot be planned and is still to be asked for +
-               the gradients of all modules that have been asked, and one more + `transients` x
-               the largest tensor near that may have a gradient + 2 x the largest workspace near,
-               where nobody hopes; at the first, the loss's input three times, if that is more
+               what forward has left behind + gradients of parameters so far + `care` x what the op takes, its gradients and all
+               that wait + 2 x a workspace, where nobody hopes; at the first, the loss's input three
+               times, if that is more and the loss is not part of forward
 
-`transients` covers the gradient that comes in, the one that goes out, that of a shortcut, a
-workspace, and what a tensor is rebuilt from. Measured: 2 to 3 where exact tensors are kept, 4 in a
-U-Net, 5.7 in a ResNet that rebuilds from codes. So SAFE is for all of these, ENOUGH where no code
-is decoded, USUAL what most take, and BEST the least that any op needs. An op that saves a workspace
-(an LSTM) takes 0.4 to 2.4 times as much for that of its backward.
-The plan that comes of it is corrected by the first measurement.
+Workspaces inside of libraries are not known, so CAREFUL leaves a little for them; LIKELY takes the
+graph at its word. An op that saves a workspace (an LSTM) takes 0.4 to 2.4 times as much for that of
+its backward. The plan that comes of it is corrected by the first measurement. Where a forward gives
+nothing that a graph is found from, what it saves is taken for one chain of ops.
 """
 
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 
 import torch
 
+from elbowroom.plan.backward import Graph, Node, run
 from elbowroom.plan.profile import Profile, Storage, is_planned
-from elbowroom.plan.sequence import without_prefix
+from elbowroom.plan.sequence import in_sequence
 
-SAFE, ENOUGH, USUAL, BEST = 6, 4, 3, 1  # transients
-_NEAR = 2  # so many neighbours in the order of backward
-_WORKSPACES = 2
+CAREFUL, LIKELY = 1.1, 1.0  # of what the graph says
+_WORKSPACES = {CAREFUL: 0.75, LIKELY: 0.5}
+# Largest tensors that are set aside for backward while nothing is known of it.
+SAFE, USUAL = 6, 3
 _LOSS = 3  # of its input: what the loss saves of it, its gradient, and, mostly, the input itself
 
 
@@ -37,63 +40,162 @@ class Unborn:
     owners: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Heard:
+    """A forward that was written down, and held nothing.
+
+    loss_nbytes  of what the loss is taken of; 0: the loss is part of forward
+    out_nbytes   of all that forward gives
+    """
+
+    profile: Profile
+    graph: Graph = Graph()
+    loss_nbytes: int = 0
+    out_nbytes: int = 0
+
+    @property
+    def left_nbytes(self) -> int:
+        """What it has left behind that was not noted: inputs of somebody's checkpoints, mostly."""
+        profile = self.profile
+        noted = sum(one.nbytes for one in profile.storages if not is_planned(one))
+        left = profile.floor[-1] - profile.static if profile.floor else 0
+        return max(left - noted - self.out_nbytes, 0)
+
+    def beside(self, nbytes: int) -> "Heard":
+        """With so many bytes more held before it, and all the while."""
+        return replace(self, profile=self.profile.shifted(nbytes))
+
+    def followed_by(self, later: "Heard") -> "Heard":
+        """Both forwards, before one backward."""
+        return Heard(
+            in_sequence(self.profile, later.profile),
+            self.graph.followed_by(later.graph),
+            self.loss_nbytes + later.loss_nbytes,
+            self.out_nbytes + later.out_nbytes,
+        )
+
+
+@dataclass
+class _Moment:
+    """One moment of backward: an op that asks for something, or several that do not."""
+
+    asks: list[tuple[int, int]]
+    nbytes: int
+    stay: int
+
+
 def with_backward(
-    profile: Profile,
-    gradients: Iterable[Unborn],
-    state_nbytes: int,
-    transients: int,
-    loss_nbytes: int = 0,
+    heard: Heard, gradients: Iterable[Unborn], state_nbytes: int, care: float = CAREFUL
 ) -> Profile:
-    """A whole step, from the profile of a forward whose storages were all dropped.
+    """A whole step, from a forward whose storages were all dropped.
 
     state_nbytes  of the optimizer's, which the step will create
-    loss_nbytes   of what the loss is taken of
+    care          times what the graph says that backward takes
     """
-    profile = profile.shifted(state_nbytes)
-    order = _order(profile.storages)
-    first = len(profile.level)
-    small = _small(profile.storages, order)
-    sizes = [_differentiable_nbytes(profile.storages[i]) for i, _ in order]
-    workspaces = [_workspace_nbytes(profile.storages[i]) for i, _ in order]
-    asking = (profile.storages[i].saves[nth].site.module for i, nth in order)
-    born = _births(gradients, list(map(without_prefix, asking)))
-    born_so_far = list(accumulate(born))
+    profile = heard.profile.shifted(state_nbytes)
+    storages, first = profile.storages, len(profile.level)
+    graph = heard.graph if heard.graph.roots else _chain(storages)
+    moments = _moments(graph, care)
+    born = sum(gradient.nbytes for gradient in gradients)
+    small = _small(storages, moments)
+    stands = profile.static + heard.left_nbytes
     base = []
     asked: dict[tuple[int, int], int] = {}
-    for k, save in enumerate(order):
-        asked[save] = first + k
-        near = slice(max(k - _NEAR, 0), k + _NEAR + 1)
-        another = max(born[near])  # a gradient's workspace, or the next
-        there = min(born_so_far[k] + another, born_so_far[-1])
-        beside = transients * max(sizes[near])
+    for k, moment in enumerate(moments):
+        asked.update(dict.fromkeys(moment.asks, first + k))
+        beside = moment.nbytes
         if k == 0:
-            beside = max(beside, (_LOSS - (transients == BEST)) * loss_nbytes)
-        if transients > BEST:
-            beside += _WORKSPACES * max(workspaces[near])
-        base.append(profile.static + small[k] + there + beside)
-    storages = [_asked(storage, i, asked, first) for i, storage in enumerate(profile.storages)]
-    dropped = [storage for storage in storages if is_planned(storage)]
+            beside = max(beside, (_LOSS - (care == LIKELY)) * heard.loss_nbytes)
+        beside += int(_WORKSPACES[care] * _workspace_nbytes(storages, moment))
+        base.append(stands + small[k] + min(moment.stay, born) + beside)
+    asked_storages = tuple(
+        _asked(storage, i, asked, first, first + len(base) - 1)
+        for i, storage in enumerate(storages)
+    )
+    dropped = [storage for storage in asked_storages if is_planned(storage)]
     forward_s = profile.seconds
-    step_s = 2 * forward_s / max(len(order), 1)
+    step_s = 2 * forward_s / max(len(base), 1)
     level = (*profile.level, *_with(dropped, base, first))
     return replace(
         profile,
         level=level,
         floor=(*profile.floor, *level[first:]),
-        starts_s=(*profile.starts_s, *(forward_s + k * step_s for k in range(len(order)))),
-        backward=first,
+        starts_s=(*profile.starts_s, *(forward_s + k * step_s for k in range(len(base)))),
+        backward=min(first, len(level) - 1),
         seconds=3 * forward_s,
-        storages=tuple(storages),
+        storages=asked_storages,
     )
 
 
-def _small(storages: tuple[Storage, ...], order: list[tuple[int, int]]) -> list[int]:
-    """Bytes that autograd holds by itself as each op asks; a storage goes after its last op."""
-    asked_last = {index: k for k, (index, _) in enumerate(order)}
-    small = [0] * len(order)
-    for index, k in asked_last.items():
-        if not is_planned(storages[index]):
-            small[k] = storages[index].nbytes
+def _chain(storages: tuple[Storage, ...]) -> Graph:
+    """One op after another, each of which takes a gradient as large as what it has saved."""
+    saves = sorted(
+        (save.at, i, nth)
+        for i, storage in enumerate(storages)
+        for nth, save in enumerate(storage.saves)
+    )
+    at = {(i, nth): k for k, (_, i, nth) in enumerate(saves)}
+    nodes = tuple(
+        Node(k, "", (_differentiable_nbytes(storages[i]),), ((k - 1, 0),) if k else ())
+        for k, (_, i, _) in enumerate(saves)
+    )
+    asks = tuple(
+        tuple(at[i, nth] for nth in range(len(storage.saves))) for i, storage in enumerate(storages)
+    )
+    return Graph(nodes, ((len(nodes) - 1, 0),) if nodes else (), asks)
+
+
+def _moments(graph: Graph, care: float) -> list[_Moment]:
+    """Those of backward: its ops, but what several in a row take that ask for nothing counts once."""
+    ran = run(graph)
+    asks = _asks(graph, sorted(one.nth for one in ran if not one.is_leaf))
+    found: list[_Moment] = []
+    for one in ran:
+        nbytes = int(care * (one.nbytes + one.hidden))
+        asking = [] if one.is_leaf else asks.pop(one.nth, [])
+        if asking or not found:
+            found.append(_Moment(asking, nbytes, one.stay))
+            continue
+        last = found[-1]
+        if nbytes + one.stay <= last.nbytes + last.stay:
+            continue
+        if last.asks:
+            found.append(_Moment([], nbytes, one.stay))
+        else:
+            last.nbytes, last.stay = nbytes, one.stay
+    return found or [_Moment([], 0, 0)]
+
+
+def _asks(graph: Graph, there: list[int]) -> dict[int, list[tuple[int, int]]]:
+    """(storage, save) that each op of backward asks for, by its number. there: of all, ascending.
+
+    What no op of the graph has saved is the input of somebody's checkpoint, whose ops come between
+    that save and the next: the first of them that runs asks for it. Or it is a branch that leads
+    nowhere, and is let go of at the latest by the op that was made before it.
+    """
+    saved = sorted({nth for nths in graph.asks for nth in nths})
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for i, nths in enumerate(graph.asks):
+        for k, nth in enumerate(nths):
+            later = bisect_right(saved, nth)
+            end = nth + 1 if _contains(there, nth) else saved[later] if later < len(saved) else inf
+            at = bisect_left(there, end) - 1
+            found[there[max(at, 0)] if there else nth].append((i, k))
+    return found
+
+
+def _contains(numbers: list[int], one: int) -> bool:
+    at = bisect_left(numbers, one)
+    return at < len(numbers) and numbers[at] == one
+
+
+def _small(storages: tuple[Storage, ...], moments: list[_Moment]) -> list[int]:
+    """Bytes that autograd holds by itself in each moment; a storage goes after its last op."""
+    asked_last = {i: k for k, moment in enumerate(moments) for i, _ in moment.asks}
+    small = [0] * len(moments)
+    for i, storage in enumerate(storages):
+        if not is_planned(storage):
+            small[asked_last.get(i, len(moments) - 1)] += storage.nbytes
     return list(accumulate(reversed(small)))[::-1]
 
 
@@ -103,34 +205,20 @@ def _differentiable_nbytes(storage: Storage) -> int:
     return storage.nbytes if any(d.is_floating_point or d.is_complex for d in dtypes) else 0
 
 
-def _workspace_nbytes(storage: Storage) -> int:
+def _workspace_nbytes(storages: tuple[Storage, ...], moment: _Moment) -> int:
     """Of what only the op that has filled it can read: bytes without a dtype of their own."""
-    return storage.nbytes if storage.saves[0].site.dtype is torch.uint8 else 0
+    asked = {i for i, _ in moment.asks}
+    return sum(storages[i].nbytes for i in asked if storages[i].saves[0].site.dtype is torch.uint8)
 
 
-def _births(gradients: Iterable[Unborn], asked: list[str]) -> list[int]:
-    """Bytes that are born as each module is asked; of modules that save nothing, at the start."""
-    born = [0] * max(len(asked), 1)
-    for gradient in gradients:
-        at = (asked.index(owner) for owner in gradient.owners if owner in asked)
-        born[min(at, default=0)] += gradient.nbytes
-    return born
-
-
-def _order(storages: tuple[Storage, ...]) -> list[tuple[int, int]]:
-    """(storage, save) that each op of backward asks for: the last first."""
-    saves = [
-        (save.at, index, nth)
-        for index, storage in enumerate(storages)
-        for nth, save in enumerate(storage.saves)
-    ]
-    return [(index, nth) for _, index, nth in sorted(saves, reverse=True)]
-
-
-def _asked(storage: Storage, index: int, asked: dict[tuple[int, int], int], first: int) -> Storage:
+def _asked(
+    storage: Storage, index: int, asked: dict[tuple[int, int], int], first: int, last: int
+) -> Storage:
     """The storage as backward will ask for it; it was dropped, and held nothing after its use."""
-    saves = tuple(replace(save, asked=asked[index, nth]) for nth, save in enumerate(storage.saves))
-    needs = tuple(sorted(save.asked for save in saves))
+    saves = tuple(
+        replace(save, asked=asked.get((index, nth), last)) for nth, save in enumerate(storage.saves)
+    )
+    needs = tuple(sorted({save.asked for save in saves}))
     return replace(
         storage, saves=saves, needs=needs, freed=needs[-1] if needs else first, held=0, kept=False
     )

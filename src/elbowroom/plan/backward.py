@@ -1,0 +1,249 @@
+"""Backward, gone through over the graph that a forward has built, to see what it will take.
+
+    graph   one node for each op that backward will run: the gradients it takes, to whom it gives
+    order   autograd's own: of the nodes whose gradients have all come, the one made last
+    level   gradients that wait for their node + what a node makes of them + gradients that stay
+
+Nothing runs here. A gradient has the size of the tensor that it belongs to, which each node knows.
+An op that hands on what it was given (a view, a sum) makes none of its own; where several come
+together, they are added up in place if nobody else holds the first of them. What some ops make in
+between is in a table. What libraries take inside of an op is not known.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+_BETWEEN = {  # largest gradients that a formula makes beside its result
+    "PowBackward": 2,
+    "DivBackward": 1,
+    "RsqrtBackward": 2,
+    "SqrtBackward": 1,
+    "StdBackward": 2,
+    "VarBackward": 1,
+    "ReciprocalBackward": 1,
+    "LogSigmoidBackward": 1,
+}
+_PASS = (  # their gradient is what came in, or a view of it
+    *("AddBackward", "AliasBackward", "CatBackward", "CloneBackward", "ExpandBackward"),
+    *("PermuteBackward", "ReshapeAliasBackward", "SqueezeBackward", "StackBackward"),
+    *("SubBackward", "TBackward", "TransposeBackward", "UnsafeViewBackward"),
+    *("UnsqueezeBackward", "ViewBackward"),
+)
+_PARTS = ("CatBackward", "StackBackward")  # each gets a part of what came in
+_REDUCING = ("MulBackward", "DivBackward")  # a broadcast factor: the whole product, then its sum
+
+
+@dataclass(frozen=True)
+class Node:
+    """One op of backward.
+
+    nth     autograd's number of it: the later it was made, the higher
+    name    as autograd calls it
+    takes   bytes of the gradient of each tensor that the op made
+    gives   (node, which of its tensors) for each input of the op; node -1: it needs no gradient
+    stays   what it takes is the gradient of a leaf, which has none yet
+    saves   it has saved tensors
+    """
+
+    nth: int
+    name: str
+    takes: tuple[int, ...]
+    gives: tuple[tuple[int, int], ...] = ()
+    stays: bool = False
+    saves: bool = False
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether its gradient is handed to no other node."""
+        return not self.gives
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What backward will run.
+
+    roots   (node, which of its tensors) that gradients come into
+    asks    for each saved storage, the `nth` of the node that has made each save
+    hidden  `nth` of nodes, from and up to, that somebody else's hooks hold for: one range for each
+            checkpoint of the user's, which puts all of it back at once
+    """
+
+    nodes: tuple[Node, ...] = ()
+    roots: tuple[tuple[int, int], ...] = ()
+    asks: tuple[tuple[int, ...], ...] = ()
+    hidden: tuple[tuple[int, int], ...] = ()
+
+    def followed_by(self, later: "Graph") -> "Graph":
+        """With the graph of a forward that ran after this one."""
+        shift = len(self.nodes)
+        moved = (
+            replace(node, gives=tuple((to + shift if to >= 0 else -1, k) for to, k in node.gives))
+            for node in later.nodes
+        )
+        roots = tuple((to + shift, k) for to, k in later.roots)
+        asks, hidden = self.asks + later.asks, self.hidden + later.hidden
+        return Graph((*self.nodes, *moved), self.roots + roots, asks, hidden)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one op of backward takes at the most, apart from what it has saved.
+
+    nth      its number
+    nbytes   gradients that wait, that it makes, and what lies between
+    stay     of gradients that stay: those so far, its own counted
+    hidden   of what somebody else's hooks have put back for it: a checkpoint of the user's
+    """
+
+    nth: int
+    nbytes: int
+    stay: int
+    hidden: int = 0
+    is_leaf: bool = False
+
+
+@dataclass
+class _Gradients:
+    """Gradients in memory: each counts once, for as long as anybody holds it."""
+
+    nbytes: int = 0
+    _size: dict[int, int] = field(default_factory=dict)
+    _holders: dict[int, int] = field(default_factory=dict)
+
+    def make(self, nbytes: int) -> int:
+        """A new one, with one holder; gives its number."""
+        one = len(self._size)
+        self._size[one], self._holders[one] = nbytes, 1
+        self.nbytes += nbytes
+        return one
+
+    def size(self, one: int) -> int:
+        return self._size[one]
+
+    def is_shared(self, one: int) -> bool:
+        return self._holders[one] > 1
+
+    def hold(self, one: int) -> int:
+        self._holders[one] += 1
+        return one
+
+    def drop(self, one: int) -> None:
+        self._holders[one] -= 1
+        if not self._holders[one]:
+            self.nbytes -= self._size[one]
+
+
+def run(graph: Graph) -> list[Moment]:
+    """All ops of backward, in the order in which they will run."""
+    return list(_Backward(graph).moments())
+
+
+class _Backward:
+    def __init__(self, graph: Graph) -> None:
+        self._nodes = graph.nodes
+        self._gradients = _Gradients()
+        self._came: dict[int, dict[int, int]] = defaultdict(dict)  # by node and tensor
+        self._missing = [0] * len(graph.nodes)
+        for node in graph.nodes:
+            for to, _ in node.gives:
+                if to >= 0:
+                    self._missing[to] += 1
+        self._peak = self._stay = 0
+        self._hidden = _hidden(graph)
+        self._back: dict[int, int] = {}  # by region, bytes that were put back and not yet read
+        for to, which in graph.roots:
+            self._give(to, which, self._gradients.make(graph.nodes[to].takes[which]))
+        ready = {to for to, _ in graph.roots if not self._missing[to]}
+        self._ready = [(-graph.nodes[to].nth, to) for to in ready]
+
+    def moments(self) -> Iterator[Moment]:
+        heapq.heapify(self._ready)
+        while self._ready:
+            _, at = heapq.heappop(self._ready)
+            node = self._nodes[at]
+            self._peak = self._gradients.nbytes
+            self._run(at, node)
+            hidden = self._put_back(at)
+            yield Moment(node.nth, self._peak, self._stay, hidden, node.is_leaf)
+
+    def _run(self, at: int, node: Node) -> None:
+        came = self._came.pop(at, {})
+        if node.is_leaf:
+            if node.stays:
+                self._stay += sum(map(self._gradients.size, came.values()))
+            for one in came.values():
+                self._gradients.drop(one)
+            self._peak = self._gradients.nbytes
+            return
+        made = [(to, which, self._made(node, to, which, came)) for to, which in node.gives]
+        self._peak = max(self._peak, self._gradients.nbytes + _between(node, self._nodes))
+        for one in came.values():
+            self._gradients.drop(one)
+        for to, which, gradient in made:
+            if to >= 0:
+                self._give(to, which, gradient)
+                self._missing[to] -= 1
+                if not self._missing[to]:
+                    heapq.heappush(self._ready, (-self._nodes[to].nth, to))
+
+    def _made(self, node: Node, to: int, which: int, came: dict[int, int]) -> int:
+        if to < 0:
+            return -1
+        nbytes = self._nodes[to].takes[which]
+        if len(came) == 1 and node.name.rstrip("0123456789") in _PASS:
+            (one,) = came.values()
+            if self._gradients.size(one) == nbytes or node.name.startswith(_PARTS):
+                return self._gradients.hold(one)
+        return self._gradients.make(nbytes)
+
+    def _give(self, to: int, which: int, gradient: int) -> None:
+        """Where one has come before, add the two up."""
+        before = self._came[to].get(which)
+        if before is None:
+            self._came[to][which] = gradient
+            return
+        if self._gradients.is_shared(before):
+            self._came[to][which] = self._gradients.make(self._nodes[to].takes[which])
+            self._peak = max(self._peak, self._gradients.nbytes)
+            self._gradients.drop(before)
+        self._gradients.drop(gradient)
+
+    def _put_back(self, at: int) -> int:
+        region = self._hidden.get(at)
+        if region is None:
+            return 0
+        first, total, own = region
+        now = self._back.get(first, total)
+        self._back[first] = now - own
+        return now
+
+
+def _between(node: Node, nodes: tuple[Node, ...]) -> int:
+    """Bytes that its formula takes beside what came in and what comes out."""
+    largest, name = max(node.takes, default=0), node.name.rstrip("0123456789")
+    sizes = [nodes[to].takes[which] for to, which in node.gives if to >= 0]
+    broadcasts = name in _REDUCING and any(size < largest for size in sizes)
+    if name == "ConvolutionBackward":  # what it reads in another layout: two maps, or the weight
+        return max(2 * largest, *sizes, 0)
+    return largest * (_BETWEEN.get(name, 0) + broadcasts)
+
+
+def _hidden(graph: Graph) -> dict[int, tuple[int, int, int]]:
+    """For each node whose saves somebody else holds: its region, bytes of it all, and its own.
+
+    What was saved there is not seen; it is taken to be what its ops have made.
+    """
+    at = {node.nth: i for i, node in enumerate(graph.nodes) if not node.is_leaf}
+    found: dict[int, tuple[int, int, int]] = {}
+    for first, end in graph.hidden:
+        own = {at[n]: _saved_nbytes(graph.nodes[at[n]]) for n in range(first, end) if n in at}
+        for i, nbytes in own.items():
+            found[i] = first, sum(own.values()), nbytes
+    return found
+
+
+def _saved_nbytes(node: Node) -> int:
+    passes = node.name.rstrip("0123456789") in _PASS
+    return sum(node.takes) if node.saves and not passes else 0
