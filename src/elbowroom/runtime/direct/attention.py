@@ -378,7 +378,7 @@ def _levels_of(x: Tensor, call: Call, *, looks: bool) -> int | None:
     """The fewest levels for a code of x, which attention saves; None: no code is fine enough.
 
     By the values of q and k on a CPU, where looking is cheap. On a GPU, where it would make the
-    host wait, and for stand-ins, the most: enough for a standard deviation of q and k of 6.
+    host wait, and for stand-ins, the most: enough for a standard deviation of q and k of 5.5.
     """
     if not {0, 1, "query", "key"}.intersection(tolerant_arguments(x, call)):
         return levels_for(0.0)
