@@ -14,7 +14,7 @@ error of variance s^2 in a logit changes the gradient's square by s^2 of it wher
 over many keys, by half of that where they are sharp; the codes of k and v, in which it is linear,
 add what they add to a linear op (16 levels: 0.8 % each). s^2 grows with the product of the squares
 of |q| and |k|, so what q and k need follows from them (`levels_for`): 16 levels where they have a
-standard deviation of 1, 64 at 2, 256 up to nearly 6, and beyond that there is no code. v gets 16.
+standard deviation of 1, 64 at 2, 256 up to nearly 5.5, and beyond that there is no code. v gets 16.
 Measured (docs/log.md, "attention"), gErr2 of q at standard deviations of 1, 3, 6:
 
                     1        3        6
@@ -59,7 +59,7 @@ _FLOORS = {
 _PROBABILITIES = Cast("fp8_e4m3")
 _LEVELS = 16, 32, 64, 128, MOST_LEVELS
 _GROUP = 64  # elements that share a step
-_DIFFUSE, _SHARP = 0.025, 0.06  # variance of a logit: of what 256 levels meet, weights are sharp
+_DIFFUSE, _SHARP = 0.025, 0.05  # variance of a logit: of what 256 levels meet, weights are sharp
 _BOUND = 0.3  # of `comet`, times (levels - 1): half a step, as a share of a larger range
 _MOST_BITS = 8
 

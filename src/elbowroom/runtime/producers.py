@@ -41,13 +41,22 @@ def note_origin(call: Call, out: Any, identity: Identity) -> None:
 
 
 def note_copy(x: Tensor, call: Call, identity: Identity) -> None:
-    """An op that works in place saves a copy of its input: that is made again as its input is."""
+    """Remember how a copy of an op's input is made again that the op itself has made, and saves.
+
+    One that works in place saves its input as it was; under autocast the input is cast first.
+    """
     of = call.arg(0, "input")
-    if x.grad_fn is None or x.grad_fn.name() != "CloneBackward0" or not isinstance(of, Tensor):
+    if x.grad_fn is None or not isinstance(of, Tensor) or untouchable(of):
         return
-    if untouchable(of) or x.shape != of.shape or x.stride() != of.stride():
+    kind, alike = x.grad_fn.name(), x.shape == of.shape and x.stride() == of.stride()
+    if not alike or identity.origin(x) is not None:
         return
-    origin = identity.origin(of, call.version)
+    if kind == "CloneBackward0":
+        origin = identity.origin(of, call.version)
+    elif kind == "ToCopyBackward0" and x.dtype is not of.dtype and is_dense(x):
+        origin = _cast(call, x, identity)
+    else:
+        return
     if origin is not None:
         identity.made(x, origin)
 

@@ -40,7 +40,6 @@ from elbowroom.plan import Need, Site
 from elbowroom.plan.gentle import MOST_LEVELS, levels_for
 from elbowroom.plan.site import Formula, Reads
 from elbowroom.runtime.consumers import Call, Reading, tolerant_arguments
-from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.slot import Slot
 
 _MATH = 0  # what torch._fused_sdp_choice calls the way without a fused kernel
@@ -82,42 +81,23 @@ def attention(
 ) -> Tensor:
     """As torch.nn.functional.scaled_dot_product_attention."""
     tensors: tuple[Tensor | None, ...] = query, key, value, attn_mask
-    device = query.device.type
-    if torch.is_autocast_enabled(device):  # which casts what the op is given, and so what is saved
-        dtype = torch.get_autocast_dtype(device)
-        tensors = tuple(_autocast(x, dtype) for x in tensors)
+    tensors = _as_autocast(tensors)
     backend = _backend(tensors, dropout_p, is_causal, scale, enable_gqa)
     how = _How(dropout_p, is_causal, scale, enable_gqa, backend)
     made: Tensor = _Attention.apply(*tensors, how)  # type: ignore[no-untyped-call]
     return made
 
 
-def _autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if x is None or not x.is_floating_point() or x.dtype is torch.float64:
-        return x
-    return x.to(dtype)
-
-
-def fits_attention(call: Call) -> bool:
-    """Whether the node can run: on dense tensors of common dtypes that have elements.
-
-    Whatever else is wrong with them goes to torch, for its own error. A dropout of CUDA's cannot be
-    drawn again inside a graph that is being captured.
-    """
-    q, k, v, mask = (call.arg(i, name) for i, name in enumerate(_NAMES))
-    given = (q, k, v) if mask is None else (q, k, v, mask)
-    if not all(isinstance(x, Tensor) and type(x) in PLAIN and x.numel() for x in given):
-        return False
-    if not torch.is_tensor(q) or q.dtype not in (*FLOATS, torch.float64) or q.dim() < 3:
-        return False
-    if not all(x.dtype is q.dtype and x.device == q.device and x.dim() == q.dim() for x in (k, v)):
-        return False
-    if not any(x.requires_grad for x in given) or q.shape[-1] != k.shape[-1]:
-        return False
-    p, causal = call.arg(4, "dropout_p", 0.0), call.arg(5, "is_causal", False)
-    if not isinstance(p, float | int) or not 0 <= p < 1 or not isinstance(causal, bool):
-        return False
-    return not (p and q.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """What autocast, where it is on, makes of what the op is given, and so of what is saved."""
+    first = tensors[0]
+    if first is None or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        x if x is None or not x.is_floating_point() or x.dtype is torch.float64 else x.to(dtype)
+        for x in tensors
+    )
 
 
 def is_unfused(call: Call) -> bool:
@@ -131,7 +111,7 @@ def is_unfused(call: Call) -> bool:
         learned = mask is not None and mask.requires_grad
         return q.device.type == "cpu" and (p > 0 or q.dim() != 4 or learned)
     try:
-        return _backend(tensors, p, causal, scale, gqa) == _MATH
+        return _backend(_as_autocast(tensors), p, causal, scale, gqa) == _MATH
     except RuntimeError:  # of arguments that torch will refuse
         return False
 
@@ -387,7 +367,7 @@ def _levels_of(x: Tensor, call: Call, *, looks: bool) -> int | None:
     """The fewest levels for a code of x, which attention saves; None: no code is fine enough.
 
     By the values of q and k on a CPU, where looking is cheap. On a GPU, where it would make the
-    host wait, and for stand-ins, the most: enough for a standard deviation of q and k of 6.
+    host wait, and for stand-ins, the most: enough for a standard deviation of q and k of 5.5.
     """
     if not {0, 1, "query", "key"}.intersection(tolerant_arguments(x, call)):
         return levels_for(0.0)
