@@ -100,6 +100,30 @@ def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...
     )
 
 
+def fits_attention(call: Call) -> bool:
+    """Whether the node can run: on dense tensors of common dtypes that have elements.
+
+    Whatever else is wrong with them goes to torch, for its own error. A dropout of CUDA's cannot be
+    drawn again inside a graph that is being captured.
+    """
+    q, k, v, mask = (call.arg(i, name) for i, name in enumerate(_NAMES))
+    given = (q, k, v) if mask is None else (q, k, v, mask)
+    if not all(isinstance(x, Tensor) and type(x) in PLAIN and x.numel() for x in given):
+        return False
+    if not torch.is_tensor(q) or q.dtype not in (*FLOATS, torch.float64) or q.dim() < 3:
+        return False
+    if not all(x.device == q.device and x.dim() == q.dim() for x in (k, v)):
+        return False
+    if len({x.dtype for x in _as_autocast((q, k, v)) if x is not None}) > 1:
+        return False
+    if not any(x.requires_grad for x in given) or q.shape[-1] != k.shape[-1]:
+        return False
+    p, causal = call.arg(4, "dropout_p", 0.0), call.arg(5, "is_causal", False)
+    if not isinstance(p, float | int) or not 0 <= p < 1 or not isinstance(causal, bool):
+        return False
+    return not (p and q.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
 def is_unfused(call: Call) -> bool:
     """Whether torch takes no fused kernel for this call, and saves all that happens inside."""
     tensors = tuple(call.arg(i, name) for i, name in enumerate(_NAMES))
