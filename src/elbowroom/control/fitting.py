@@ -33,6 +33,7 @@ from elbowroom.control.signature import Signature, signature_of
 from elbowroom.control.terms import Stock, Terms
 from elbowroom.errors import BudgetTooSmall, NothingHeld, PlanError
 from elbowroom.measure.background import Background
+from elbowroom.measure.rates import rates
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.plan import Plan
 from elbowroom.runtime.context import Context
@@ -69,6 +70,7 @@ class Fitting:
         self._last: FittedSaving | None = None
         self.terms = terms
         self.owned = Owned(model, optimizer)
+        rates(self.owned.device.type)  # once a process; it loads the kernels, and no step waits
         self.context = Context()
         self._plannings = Plannings(terms, self.owned, self.context, plan)
         self.planning = Planning(terms, self.owned, self.context)

@@ -32,29 +32,46 @@ class Making:
 
     def exact_plan(self, profile: Profile) -> Plan | None:
         """Rather exact with less left free than lossy."""
-        careful = self._careful_nbytes(profile)
-        return self._cheaper(profile, careful, exact=True) or self._cheaper(profile, 0, exact=True)
+        return self._found(profile, exact=True)
 
     def best_plan(self, profile: Profile) -> Plan:
         """What the terms allow, with a little left free if it can be. Raises BudgetTooSmall."""
-        exact, careful = self.terms.exact, self._careful_nbytes(profile)
+        exact = self.terms.exact
         return (
             (exact is None and self.exact_plan(profile))
-            or self._cheaper(profile, careful, exact=exact)
-            or self._cheaper(profile, 0, exact=exact)
+            or self._found(profile, exact=exact)
             or self.make(profile, min(self.margin_nbytes, self.again_nbytes), exact=exact)
         )
 
-    def _cheaper(self, profile: Profile, more: int, *, exact: bool | None) -> Plan | None:
+    def _found(self, profile: Profile, *, exact: bool | None) -> Plan | None:
+        """With a little left free if it can be; else with nothing, where that has a chance."""
+        careful = int(_CAREFUL * (self.terms.budget_nbytes - profile.static))
+        try:
+            return self._cheaper(profile, careful, exact=exact)
+        except BudgetTooSmall as error:
+            if self.ratio == 1 and error.least_nbytes - careful > self.terms.budget_nbytes:
+                return None
+        try:
+            return self._cheaper(profile, 0, exact=exact)
+        except BudgetTooSmall:
+            return None
+
+    def _cheaper(self, profile: Profile, more: int, *, exact: bool | None) -> Plan:
         """Of a plan in which modules may run again and one in which none does, each with its own
-        margin; None where neither fits. What one kind was wrong by says little of the other.
+        margin. What one kind was wrong by says little of the other. Raises BudgetTooSmall.
         """
-        again = self.plan_for(profile, self.again_nbytes + more, exact=exact)
-        if again is not None and (not again.recompute or self.again_nbytes <= self.margin_nbytes):
-            return again
-        once = self.plan_for(profile, self.margin_nbytes + more, exact=exact, recompute=False)
-        found = [plan for plan in (once, again) if plan is not None]
-        return min(found, default=None, key=lambda one: one.seconds + one.noise * profile.seconds)
+        found: list[Plan] = []
+        refusals: list[BudgetTooSmall] = []
+        for recompute, margin in ((True, self.again_nbytes), (False, self.margin_nbytes)):
+            if not recompute and self.again_nbytes <= self.margin_nbytes:
+                break  # such a plan was among those before, with no more left free
+            try:
+                found.append(self.make(profile, margin + more, exact=exact, recompute=recompute))
+            except BudgetTooSmall as error:
+                refusals.append(error)
+        if not found:
+            raise min(refusals, key=lambda error: error.least_nbytes)
+        return min(found, key=lambda one: one.seconds + one.noise * profile.seconds)
 
     def plan_for(
         self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool = True
@@ -86,6 +103,3 @@ class Making:
         smaller = static + int((budget_nbytes - margin - static) / self.ratio)
         plan = make(smaller)
         return plan.grown(self.ratio, static, budget_nbytes)
-
-    def _careful_nbytes(self, profile: Profile) -> int:
-        return int(_CAREFUL * (self.terms.budget_nbytes - profile.static))
