@@ -45,20 +45,20 @@ def note_copy(x: Tensor, call: Call, identity: Identity) -> None:
 
     One that works in place saves its input as it was; under autocast the input is cast first.
     """
-    of = call.arg(0, "input")
-    if x.grad_fn is None or not isinstance(of, Tensor) or untouchable(of):
+    of, copy = call.arg(0, "input"), x if x._base is None else x._base
+    if copy.grad_fn is None or not isinstance(of, Tensor) or untouchable(of):
         return
-    kind, alike = x.grad_fn.name(), x.shape == of.shape and x.stride() == of.stride()
+    kind, alike = copy.grad_fn.name(), copy.shape == of.shape and copy.stride() == of.stride()
     if not alike or identity.origin(x) is not None:
         return
     if kind == "CloneBackward0":
         origin = identity.origin(of, call.version)
-    elif kind == "ToCopyBackward0" and x.dtype is not of.dtype and is_dense(x):
-        origin = _cast(call, x, identity)
+    elif kind == "ToCopyBackward0" and copy.dtype is not of.dtype and is_dense(copy):
+        origin = _cast(call, copy, identity)
     else:
         return
     if origin is not None:
-        identity.made(x, origin)
+        identity.made(copy, origin)
 
 
 def _source(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geometry]:

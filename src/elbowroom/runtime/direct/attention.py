@@ -40,6 +40,7 @@ from elbowroom.plan import Need, Site
 from elbowroom.plan.gentle import MOST_LEVELS, levels_for
 from elbowroom.plan.site import Formula, Reads
 from elbowroom.runtime.consumers import Call, Reading, tolerant_arguments
+from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.slot import Slot
 
 _MATH = 0  # what torch._fused_sdp_choice calls the way without a fused kernel
