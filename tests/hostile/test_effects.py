@@ -556,5 +556,18 @@ def test_without_somebody_who_begins_again_it_is_not_raised():
 
     saving = object.__new__(FittedSaving)
     saving._fit, saving.context, saving._begins_again = Follows(), Context(), False
-    saving._keep_out("a", "it is a test")
+    saving._keep_out(nn.Identity(), "a", "it is a test")
     assert saving.context.unrepeatable == {"a"}
+
+
+def test_what_cannot_be_undone_is_said():
+    state = torch.zeros(1 << 23)
+
+    def acts(x):
+        state.add_(1)
+        return x
+
+    handed = Handed(acts)
+    er.fit(handed, budget=int(0.85 * plain_nbytes()), exact=True, min_nbytes=4096)
+    with pytest.raises(errors.PlanError, match=r"changed a tensor in place .* \(8388608,\)"):
+        handed(torch.randn(ROWS, WIDTH))

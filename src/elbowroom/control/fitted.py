@@ -5,6 +5,8 @@ import weakref
 from types import TracebackType
 from typing import Protocol
 
+from torch import nn
+
 from elbowroom.control.terms import Terms
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.plan.action import Action
@@ -133,8 +135,8 @@ class FittedSaving(Saving):
     def _plan(self) -> Plan | None:
         return None if self.climbed else self._fit.plan
 
-    def _keep_out(self, name: str, why: str) -> None:
-        super()._keep_out(name, why)
+    def _keep_out(self, module: nn.Module, name: str, why: str) -> None:
+        super()._keep_out(module, name, why)
         if self._fit.redoes:
             self._begins_again = True
             raise Unrepeatable

@@ -66,6 +66,11 @@ class Arguments:
             return [_copied(x) for x in self.tensors]
 
     @property
+    def shared(self) -> list[Any]:
+        """What stands by reference among them, and is the same in each call."""
+        return self._others
+
+    @property
     def structure(self) -> Any:
         """How they nest, and all that is in them but tensors; to be compared."""
         return self._copy, self.why_not, list(map(type, self._others))

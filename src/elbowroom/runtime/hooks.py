@@ -84,6 +84,7 @@ from elbowroom.runtime.statistics import statistics_of
 from elbowroom.runtime.waiting import Waiting, WaitingLine, root_of
 
 _log = logging.getLogger("elbowroom")
+_kept_out: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # of which that has been said
 
 
 class Saving:
@@ -284,7 +285,7 @@ class Saving:
         arguments = Arguments(args, kwargs)
         why = why_not_again(module, call, arguments)
         if why:
-            self._keep_out(name, why)
+            self._keep_out(module, name, why)
             return call(*args, **kwargs)
         self._waiting.end_all()
         outer, region = consumers.call, Call(recomputed, args, kwargs, name=RECOMPUTE)
@@ -298,9 +299,10 @@ class Saving:
         finally:
             begin()
 
-    def _keep_out(self, name: str, why: str) -> None:
+    def _keep_out(self, module: nn.Module, name: str, why: str) -> None:
         """This module cannot be run a second time: what it saves is held."""
-        if name not in self.context.unrepeatable:
+        if module not in _kept_out:
+            _kept_out.add(module)
             _log.warning(
                 "module '%s' is not recomputed: %s. What it saves is held, or made smaller in "
                 "other ways, and takes more of the budget",

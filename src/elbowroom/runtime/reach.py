@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from elbowroom.errors import PlanError
 from elbowroom.runtime.handles.keep import version_of
 
+LARGE = 1 << 24  # bytes of a tensor that forward has in reach besides its arguments
 _MOST = 20_000  # objects of one walk; what lies behind is not seen
 _ATOMS = frozenset(
     (
@@ -162,9 +163,11 @@ class Values:
     Of one that needs a gradient none is kept: a change of it is a part of a graph.
     """
 
-    def __init__(self, tensors: Iterable[tuple[Tensor, int]]) -> None:
-        """tensors: with their versions."""
-        self._tensors = [(x, version, _copy_of(x)) for x, version in tensors]
+    def __init__(
+        self, tensors: Iterable[tuple[Tensor, int]], most_nbytes: int = sys.maxsize
+    ) -> None:
+        """tensors: with their versions. most_nbytes: larger ones are not copied."""
+        self._tensors = [(x, version, _copy_of(x, most_nbytes)) for x, version in tensors]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -175,8 +178,8 @@ class Values:
             if copy is None:
                 raise PlanError(
                     "forward had to be run a second time, and the first has changed a tensor in "
-                    f"place that needs a gradient or is not strided, {tuple(x.shape)}; that cannot "
-                    "be undone. Give forward a clone of it."
+                    f"place that needs a gradient, is large or is not strided, {tuple(x.shape)}; "
+                    "that cannot be undone. Change a clone of it, or make it a buffer of a module."
                 )
             x.copy_(copy)
             torch._C._autograd._unsafe_set_version_counter((x,), (version,))
@@ -195,8 +198,10 @@ def behind_calls(module: nn.Module) -> list[Any]:
     return [*children, *forwards, *hooks, *copy_context().values()]
 
 
-def _copy_of(x: Tensor) -> Tensor | None:
+def _copy_of(x: Tensor, most_nbytes: int) -> Tensor | None:
     if x.requires_grad or x.layout is not torch.strided or x.is_inference():
+        return None
+    if x.numel() * x.element_size() > most_nbytes:
         return None
     return x.clone()
 

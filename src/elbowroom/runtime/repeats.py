@@ -24,7 +24,7 @@ from elbowroom.errors import NothingHeld, PlanError
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.handles.keep import version_of
-from elbowroom.runtime.reach import Reach, Values, behind_calls
+from elbowroom.runtime.reach import LARGE, Reach, Values, behind_calls
 from elbowroom.runtime.recompute import State
 
 TRIED = 2  # calls
@@ -64,11 +64,11 @@ def _tried(module: nn.Module, call: Callable[..., Any], arguments: Arguments) ->
     state.take(all_of_them=True)
     devices = sorted({x.get_device() for x in arguments.tensors if x.is_cuda})
     given = []
-    with _put_back(module):
+    with _put_back(module, arguments):
         for _ in range(2):
             tensors = arguments.copies()
             versions = list(map(version_of, tensors))
-            reach = Reach(behind_calls(module))
+            reach = Reach([*behind_calls(module), *arguments.shared])
             try:
                 with torch.random.fork_rng(devices), state.again(), _holding_nothing():
                     args, kwargs = arguments.again(tensors)
@@ -90,11 +90,11 @@ def _tried(module: nn.Module, call: Callable[..., Any], arguments: Arguments) ->
 
 
 @contextmanager
-def _put_back(module: nn.Module) -> Iterator[None]:
+def _put_back(module: nn.Module, arguments: Arguments) -> Iterator[None]:
     """Afterwards all that can be reached from a module and its hooks is what it was."""
     parameters = [(name, p.detach(), version_of(p)) for name, p in module.named_parameters()]
-    reach = Reach(behind_calls(module))
-    tensors = Values(reach.tensors)
+    reach = Reach([*behind_calls(module), *arguments.shared])
+    tensors = Values(reach.tensors, LARGE)
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.errors import PlanError
 from elbowroom.runtime.generators import Generators
 from elbowroom.runtime.handles.keep import version_of
-from elbowroom.runtime.reach import Reach, Values, behind_calls
+from elbowroom.runtime.reach import LARGE, Reach, Values, behind_calls
 
 
 class Rewind:
@@ -25,9 +25,8 @@ class Rewind:
     def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
         """given: what the forward is handed."""
         self._generators = Generators(module, tree_leaves(given))
-        self._iterators = Reach(given).iterators
-        self._reach = Reach([*behind_calls(module), *given])
-        self._values = Values(self._reach.tensors)
+        self._given, self._beside = Reach(given), Reach(behind_calls(module))
+        self._values = Values(self._given.tensors), Values(self._beside.tensors, LARGE)
         self._cpu = torch.get_rng_state()
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = torch.cuda.get_rng_state_all() if in_use else []
@@ -44,7 +43,7 @@ class Rewind:
     @property
     def is_possible(self) -> bool:
         """Whether forward can be given the same again: it is handed no iterator."""
-        return not self._iterators
+        return not self._given.iterators
 
     @property
     def changed(self) -> str | None:
@@ -56,8 +55,9 @@ class Rewind:
     def back(self) -> None:
         """Make them what they were. Raises PlanError if a parameter was changed."""
         self._generators.restore()
-        self._reach.restore()
-        self._values.restore()
+        for reach, values in zip((self._given, self._beside), self._values, strict=True):
+            reach.restore()
+            values.restore()
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
