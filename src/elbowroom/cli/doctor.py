@@ -151,6 +151,5 @@ def _peaks() -> tuple[str, str, str]:
     return (
         "CPU peaks",
         "measured to the byte",
-        "by PyTorch's profiler, on the main thread; what it says of a 'memory block of unknown "
-        "size' is harmless, and TORCH_CPP_LOG_LEVEL=ERROR silences it",
+        "by what PyTorch's allocator reports, on the main thread",
     )

@@ -1,7 +1,7 @@
 """What each moment of a recorded step costs: seconds, or bytes.
 
 WallClock      the time at which each moment begins
-CpuMemory      the highest level in each moment, from the marks in PyTorch's profiler
+CpuMemory      the highest level in each moment, from the marks among the allocations
 CudaMemory     the same from the caching allocator's counters, read and reset at each moment
 """
 
@@ -11,10 +11,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
-from torch.profiler import record_function
 
 from elbowroom.measure.held import Held
-from elbowroom.measure.peak import MARK, MemoryCurve
+from elbowroom.measure.peak import MemoryCurve, mark
 
 _recordings = itertools.count()
 
@@ -59,11 +58,11 @@ class WallClock:
 
 
 class CpuMemory:
-    """Marks each moment in the profile that runs around the step, and watches what was there."""
+    """Marks each moment among what is allocated in the step, and watches what was there."""
 
     def __init__(self, held: Held) -> None:
         self._held = held
-        # One that was interrupted still marks, into whoever's profile runs by then.
+        # One that was interrupted still marks, into whatever is measured by then.
         self._moment = f"moment {next(_recordings)}."
         self._before: list[int] = []
         self._frees: list[bool] = []
@@ -71,8 +70,7 @@ class CpuMemory:
     def begin(self, moment: int, *, frees: bool = False) -> None:
         self._before.append(self._held.nbytes())
         self._frees.append(frees)
-        with record_function(f"{MARK}{self._moment}{moment}"):
-            pass
+        mark(f"{self._moment}{moment}")
 
     def levels(self, curve: MemoryCurve) -> tuple[list[int], list[int]]:
         """The highest level in each moment, and that at its beginning, in bytes."""

@@ -3,8 +3,8 @@
     level(t) = sizes allocated up to t, less those freed up to t     above what stood before
     peak     = max over t of level(t)
 
-On a CPU the events come from PyTorch's own profiler: every allocation and release of a tensor,
-temporaries inside an operator included. Against an interposed malloc that was 352.30 of 352.38 MiB
+On a CPU the allocator reports every allocation and release of a tensor, temporaries inside an
+operator included (`allocations.py`). Against an interposed malloc that was 352.30 of 352.38 MiB
 on a conv net and 81.75 of 82.00 on a transformer; resident memory (RSS) said anything from 0 to 192
 for the same step, because freed memory stays with the process. Three things escape: buffers that
 NumPy or numba allocate by themselves (ours come from torch); what was held before the step began,
@@ -15,34 +15,15 @@ counter of the caching allocator, whose requests are rounded up to 512 bytes.
 Run the step twice before measuring: the first one creates optimizer states.
 """
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from elbowroom._checks import check_device
+from elbowroom.measure.allocations import Allocations, Change, Mark, is_busy
 from elbowroom.measure.background import Background
-
-MARK = "elbowroom.mark."
-
-
-class _Event(Protocol):
-    """What we use of a node of the profiler's event tree; a call's events are its children."""
-
-    name: str
-    start_time_ns: int
-    children: Sequence["_Event"]
-    extra_fields: Any  # of an allocation: ptr, device, alloc_size in bytes (negative: freed)
-
-
-class _Change(NamedTuple):
-    at_ns: int
-    ptr: int
-    nbytes: int  # negative: freed
 
 
 @dataclass(frozen=True)
@@ -75,8 +56,8 @@ class MemoryCurve:
 
 def mark(name: str) -> None:
     """Name this moment of a step, for `memory_curve`: `mark("backward")`. Costs microseconds."""
-    with record_function(MARK + name):
-        pass
+    if Allocations.running is not None:
+        Allocations.running.mark(name)
 
 
 def peak(step: Callable[[], object], *, device: torch.device | str | None = None) -> int:
@@ -107,27 +88,22 @@ def memory_curve(
     """Every change of the allocated bytes on one device while `step()` runs, with its time."""
     device = pick_device(device)
     Background.interrupt()
-    if torch._C._autograd._profiler_enabled():
+    if is_busy():
         raise RuntimeError(
             "a peak cannot be measured inside another peak, or while a profiler runs: PyTorch has "
             "one in a process. End that one first."
         )
-    quiet_profiler()
-    activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
         torch.cuda.synchronize(device)
-    with profile(activities=activities, profile_memory=True) as profiler:
+    allocations = Allocations()
+    try:
         result = step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+    finally:
+        changes, marks = allocations.stop()
     del result  # held until here, as the caller of an ordinary step would
-    return curve_of(profiler, device.type)
-
-
-def quiet_profiler() -> None:
-    """Keep the profiler's own log lines ("USDT: ... profiler_start", torch 2.13) off stderr."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    return curve_of(changes, marks, device.type)
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:
@@ -141,51 +117,21 @@ def pick_device(device: torch.device | str | None) -> torch.device:
     return check_device(device)
 
 
-def curve_of(profiler: profile, device_type: str) -> MemoryCurve:
-    """The memory events that a stopped profiler has seen on one type of device."""
-    changes: list[_Change] = []
-    marks: list[tuple[int, str]] = []
-    for event in _in_order(_roots(profiler)):
-        if event.name == "[memory]":
-            freed_or_taken = event.extra_fields
-            if freed_or_taken.device.type == device_type:
-                change = _Change(event.start_time_ns, freed_or_taken.ptr, freed_or_taken.alloc_size)
-                changes.append(change)
-        elif event.name.startswith(MARK):
-            marks.append((event.start_time_ns, event.name.removeprefix(MARK)))
-    changes.sort(key=lambda change: change.at_ns)  # stable: ties within one call keep their order
+def curve_of(changes: list[Change], marks: list[Mark], device_type: str) -> MemoryCurve:
+    """What was allocated and freed on one type of device, as a curve."""
+    changes = [change for change in changes if change.device_type == device_type]
     if device_type == "cpu":
         changes = _of_this_run(changes)
-    start_ns = min((at_ns for at_ns, *_ in changes + marks), default=0)
+    moments_ns = [change.at_ns for change in changes] + [mark.at_ns for mark in marks]
+    start_ns = min(moments_ns, default=0)
     return MemoryCurve(
         times_s=tuple((change.at_ns - start_ns) / 1e9 for change in changes),
         nbytes=tuple(accumulate(change.nbytes for change in changes)),
-        marks=tuple((name, (at_ns - start_ns) / 1e9) for at_ns, name in sorted(marks)),
+        marks=tuple((mark.name, (mark.at_ns - start_ns) / 1e9) for mark in marks),
     )
 
 
-def _roots(profiler: profile) -> Sequence[_Event]:
-    """The profiler's event tree. Private in torch 2.13: public ones give an allocation no time."""
-    try:
-        results = cast(Any, profiler).profiler.kineto_results
-        return cast(Sequence[_Event], results.experimental_event_tree())
-    except AttributeError as error:
-        raise RuntimeError(
-            f"torch {torch.__version__} keeps the profiler's memory events elsewhere than 2.11 to "
-            "2.13 do, so elbowroom cannot measure a peak on this CPU; use one of those versions"
-        ) from error
-
-
-def _in_order(roots: Sequence[_Event]) -> Iterator[_Event]:
-    """A call before what happened inside it, in the order of time (without recursion's limit)."""
-    waiting = list(reversed(roots))
-    while waiting:
-        event = waiting.pop()
-        yield event
-        waiting += reversed(event.children)
-
-
-def _of_this_run(changes: list[_Change]) -> list[_Change]:
+def _of_this_run(changes: list[Change]) -> list[Change]:
     """Only what was both taken and freed, or taken and kept, while the profiler ran.
 
     The CPU allocator's reporter never forgets an address whose release it did not see, so a tensor

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from elbowroom.errors import PlanError
+from elbowroom.measure.allocations import Allocations
+from elbowroom.measure.background import Background
 from elbowroom.measure.clocks import CpuMemory, CudaMemory, WallClock
 from elbowroom.measure.held import Held, all_tensors
-from elbowroom.measure.peak import curve_of, pick_device, quiet_profiler
+from elbowroom.measure.peak import curve_of, pick_device
 from elbowroom.measure.rates import rates
 from elbowroom.measure.recorder import Clock, StepRecorder
 from elbowroom.measure.shares import watch_noise
@@ -112,14 +113,16 @@ def _sized(
         counters = CudaMemory(device)
         recorder = run_recorded(step, counters, policy, min_nbytes)
         return recorder, counters.levels(), static
-    quiet_profiler()
     held = Held(all_tensors(device.type))
     static = held.nbytes()
     marks = CpuMemory(held)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    Background.interrupt()
+    allocations = Allocations()
+    try:
         recorder = run_recorded(step, marks, policy, min_nbytes)
-    curve = curve_of(profiler, device.type)
-    return recorder, marks.levels(curve), static
+    finally:
+        changes, named = allocations.stop()
+    return recorder, marks.levels(curve_of(changes, named, device.type)), static
 
 
 def _alike(one: StepRecorder, other: StepRecorder) -> bool:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, vstack
 
-from elbowroom.plan.solve.quiet import stdout_to_stderr
+from elbowroom.plan.solve.quiet import no_noise
 
 Vector = NDArray[np.float64]
 
@@ -88,7 +88,7 @@ class Program:
             options["time_limit"] = limit_s
         constraints = LinearConstraint(A, lows, highs) if lows else None
         for presolve in (True, False):  # HiGHS 1.12's presolve now and then ends in an error
-            with stdout_to_stderr():
+            with no_noise():
                 answer = milp(
                     np.array(self.cost),
                     integrality=np.zeros(n) if relaxed else np.array(self.whole, float),

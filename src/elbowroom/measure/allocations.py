@@ -1,0 +1,237 @@
+"""What this thread allocates and frees, as PyTorch's allocator reports it to PyTorch's profiler.
+
+The profiler has two sources: the allocator, which reports sizes, and callbacks that run whenever an
+operator or a `record_function` begins and ends. Only the first is wanted here, and the second is
+dangerous: a scope that began under one profiler and ends under the next writes to memory that is
+freed already. DistributedDataParallel, Lightning and every optimizer's `step` call a model, or a
+closure that does, inside such a scope, so a measurement that starts and stops at the forwards of a
+model would corrupt the heap. So the profiler is asked for a kind of scope that no eager program
+opens: then no callback is installed, no scope of anybody's is touched, and a step costs less.
+
+Operators are not seen then, so moments are marked by allocations of our own: a block of an odd size
+that is freed at once. It is found again by its size and address, and counts for nothing.
+
+One profiler runs in a process. One that the program starts by itself ends ours first.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _ExperimentalConfig,
+)
+from torch.autograd import profiler as public
+
+from elbowroom.measure.background import Background
+
+_CPU = {ProfilerActivity.CPU}
+_NOBODYS = {RecordScope.STATIC_RUNTIME_MODEL}  # of an interpreter that no eager program runs
+_MARK_NBYTES = 4099  # of the first mark, odd, as those of floats are not; the next ones are larger
+_MARKS = 32768  # different sizes of marks: all are small, so cheap
+
+
+class Change(NamedTuple):
+    """An allocation, or the release of one."""
+
+    at_ns: int
+    ptr: int
+    nbytes: int  # negative: freed
+    device_type: str
+
+
+class Mark(NamedTuple):
+    """A moment that the program has named."""
+
+    at_ns: int
+    name: str
+
+
+class _Event(Protocol):
+    """What we use of a node of the profiler's event tree."""
+
+    name: str
+    start_time_ns: int
+    extra_fields: Any  # of an allocation: ptr, device, alloc_size in bytes (negative: freed)
+
+
+class Allocations:
+    """Runs from its making to `stop`."""
+
+    running: "Allocations | None" = None
+
+    def __init__(self) -> None:
+        """Raises RuntimeError where a profiler runs already."""
+        if is_busy():
+            raise RuntimeError("PyTorch has one profiler in a process, and it runs already")
+        quiet_profiler()
+        _give_way_to_others()
+        self._marked: dict[tuple[int, int], str] = {}  # name by address and size
+        _say_unknown_once()
+        config = _config()
+        _prepare_profiler(config, _CPU)
+        _enable(config)
+        Allocations.running = self
+
+    def mark(self, name: str) -> None:
+        """Name this moment."""
+        nbytes = _MARK_NBYTES + 2 * (len(self._marked) % _MARKS)
+        # A storage, not a tensor: no mode that somebody has opened may see it.
+        block = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+        self._marked[block.data_ptr(), nbytes] = name
+
+    def stop(self) -> tuple[list[Change], list[Mark]]:
+        """All changes and marks since the start, in order."""
+        if Allocations.running is self:
+            Allocations.running = None
+        return self._read(_disable_profiler())
+
+    def _read(self, results: Any) -> tuple[list[Change], list[Mark]]:
+        events = [event for event in _roots(results) if event.name == "[memory]"]
+        found = [
+            Change(event.start_time_ns, fields.ptr, fields.alloc_size, fields.device.type)
+            for event in events
+            if (fields := event.extra_fields)
+        ]
+        found.sort(key=lambda change: change.at_ns)  # stable: ties keep their order
+        changes: list[Change] = []
+        marks: list[Mark] = []
+        freed = None  # the release that must follow a mark
+        for one, following in zip(found, [*found, None][1:], strict=True):
+            if one is freed:
+                continue
+            name = self._marked.get((one.ptr, one.nbytes))
+            is_released = following is not None and following[1:3] == (one.ptr, -one.nbytes)
+            if name is not None and is_released:
+                marks.append(Mark(one.at_ns, name))
+                freed = following
+            else:
+                changes.append(one)
+        return changes, marks
+
+
+def is_busy() -> bool:
+    """Whether a profiler runs, ours or somebody else's, or has been prepared by somebody else."""
+    return Allocations.running is not None or _Others.prepared or _is_enabled()
+
+
+def quiet_profiler() -> None:
+    """Keep the profiler's own log lines ("USDT: ... profiler_start", torch 2.13) off stderr.
+
+    It reads this once, when the first profiler of a process is prepared.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def _is_enabled() -> bool:
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def _config() -> ProfilerConfig:
+    """Memory, and nothing else: no shapes, stacks, operations or modules."""
+    nothing = _ExperimentalConfig()
+    return ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, nothing, "")
+
+
+def _enable(config: ProfilerConfig) -> None:
+    """The third argument has been there since torch 1.12; its stub does not know it."""
+    cast(Callable[..., None], _enable_profiler)(config, _CPU, _NOBODYS)
+
+
+def _roots(results: Any) -> Sequence[_Event]:
+    """The profiler's events. Private in torch 2.13: public ones give an allocation no time."""
+    try:
+        return cast(Sequence[_Event], results.experimental_event_tree())
+    except AttributeError as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} keeps the profiler's memory events elsewhere than 2.11 to "
+            "2.14 do, so elbowroom cannot measure a peak on this CPU; use one of those versions"
+        ) from error
+
+
+class _Others:
+    """Profilers of the program's own.
+
+    prepared  one is, or runs; ours must not start before it has ended
+    seen      their functions are wrapped
+    """
+
+    prepared = False
+    seen = False
+
+
+def _give_way_to_others() -> None:
+    """From now on a profiler that the program starts ends ours first.
+
+    PyTorch would not refuse it: it would let it run, and come out empty.
+    """
+    if _Others.seen:
+        return
+    _Others.seen = True
+    _wrap("_prepare_profiler", begins=True)
+    _wrap("_enable_profiler", begins=True)
+    _wrap("_disable_profiler", begins=False)
+
+
+def _wrap(name: str, *, begins: bool) -> None:
+    """Have one of the functions by which `torch.autograd.profiler` works tell us."""
+    original = getattr(public, name, None)
+    if original is None:  # another version of torch: as before, the program's profiler must wait
+        return
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        if begins:
+            Background.interrupt()
+            _Others.prepared = True
+            return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _Others.prepared = False
+
+    setattr(public, name, told)
+
+
+_said_unknown = False
+
+
+def _say_unknown_once() -> None:
+    """Have PyTorch say, unheard, what it says at the first release of a block from before.
+
+    "Memory block of unknown size was allocated before the profiling started": true, of no use to
+    anybody, and said again only after a thousand of them. So it happens here, once in a process, at
+    a log level that leaves it out.
+    """
+    global _said_unknown
+    if _said_unknown:
+        return
+    _said_unknown = True
+    with suppress(
+        OSError, ValueError
+    ):  # a build of torch that names this otherwise, or logs by glog
+        level = ctypes.c_int.in_dll(ctypes.CDLL(_c10()), "FLAGS_caffe2_log_level")
+        block = torch.UntypedStorage(1)  # type: ignore[no-untyped-call]
+        config = _config()
+        _prepare_profiler(config, _CPU)
+        was, level.value = level.value, _ERROR
+        try:
+            _enable(config)
+            del block
+            _disable_profiler()
+        finally:
+            level.value = was
+
+
+_ERROR = 2  # c10's name for it is GLOG_ERROR
+
+
+def _c10() -> str:
+    return os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
