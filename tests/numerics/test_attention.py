@@ -173,7 +173,9 @@ def test_a_code_that_another_op_holds_is_not_read_if_it_is_too_rough(first: str)
             h = leaf * 1
             if first == "of a norm":  # which could be made again from the code of the norm's input
                 h = F.layer_norm(h, (32,), torch.full((32,), 3.0))
-            beside = F.linear(h, weight) if first == "linear" else F.layer_norm(h, (32,))
+                beside = leaf
+            else:
+                beside = F.linear(h, weight) if first == "linear" else F.layer_norm(h, (32,))
             out = F.scaled_dot_product_attention(h, h, h)
         return torch.autograd.grad((out * read).sum() + 0 * beside.sum(), leaf)[0]
 
