@@ -161,19 +161,23 @@ def test_levels_follow_the_logits() -> None:
     assert levels_for(float("nan")) is None
 
 
-@pytest.mark.parametrize("first", ["linear", "norm"])
+@pytest.mark.parametrize("first", ["linear", "norm", "of a norm"])
 def test_a_code_that_another_op_holds_is_not_read_if_it_is_too_rough(first: str) -> None:
     """x is read by an op that 4 levels do, and as q and k."""
-    x = drawn(3.0, (2, 4, 128, 32))[0]
+    x, _, read = drawn(3.0)
     weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
     def gradient(context: Any) -> Tensor:
         leaf = x.clone().requires_grad_()
         with context:
             h = leaf * 1
-            beside = F.linear(h, weight) if first == "linear" else F.layer_norm(h, (32,))
+            if first == "of a norm":  # which could be made again from the code of the norm's input
+                h = F.layer_norm(h, (32,), torch.full((32,), 3.0))
+                beside = leaf
+            else:
+                beside = F.linear(h, weight) if first == "linear" else F.layer_norm(h, (32,))
             out = F.scaled_dot_product_attention(h, h, h)
-        return torch.autograd.grad(out.sum() + 0 * beside.sum(), leaf)[0]
+        return torch.autograd.grad((out * read).sum() + 0 * beside.sum(), leaf)[0]
 
     true = gradient(nullcontext())
     got = gradient(er.saving("dither", bits=2, min_nbytes=0, seed=0))

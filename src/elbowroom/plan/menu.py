@@ -208,7 +208,7 @@ def action_name(rung: Rung, storage: Storage) -> str:
 def _hold(held: _Held, rung: Rung, site: Site, storage: Storage, profile: Profile) -> None:
     if rung.exact and site.rebuildable is Rebuildable.LOSSY:
         site = replace(site, rebuildable=Rebuildable.EXACT)  # its source is exact as well then
-    if not rung.exact and site.need is Need.EXACT:
+    if not rung.exact and (site.need is Need.EXACT or site.consumer == ATTENTION):
         site = replace(site, rebuildable=Rebuildable.NO)  # its source may not be
     match rung.policy(site):
         case Keep():

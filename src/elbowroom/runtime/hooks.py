@@ -38,7 +38,7 @@ from elbowroom.plan import (
     Site,
     SiteName,
 )
-from elbowroom.plan.gentle import ATTENTION, MOST_LEVELS, suffices
+from elbowroom.plan.gentle import ATTENTION, MOST_LEVELS, gentle, suffices
 from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, RECURRENT, Formula
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.advice import warn_if_useless
@@ -598,6 +598,12 @@ class Saving:
             hold(slot, whole, action)
 
     def _decide(self, site: Site, ready: Ready | None) -> Action:
+        if site.consumer == ATTENTION and site.need is Need.LOSSY and not self._is_exact:
+            # What it would be made of may be a code that is too rough, or become one.
+            action = self.policy(replace(site, rebuildable=Rebuildable.NO))
+            if isinstance(action, Encode):  # whatever the policy: by the logits of this step
+                return replace(action, codec=gentle(action.codec, site))
+            return action
         action = self.policy(site)
         if isinstance(action, Rebuild) and ready is None and site.need is not Need.SHAPE:
             return Keep("the policy asked to rebuild what cannot be rebuilt")
