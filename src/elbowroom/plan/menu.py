@@ -16,7 +16,7 @@ from math import prod
 
 from elbowroom.codecs import BitMask, Codec, Dither, Narrow
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
-from elbowroom.plan.gentle import suffices
+from elbowroom.plan.gentle import ATTENTION, suffices
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.offload_rest import OffloadRest
 from elbowroom.plan.policy import Exact, KeepAll, Lossy
