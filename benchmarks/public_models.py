@@ -145,15 +145,19 @@ def main() -> None:
     known = facts()
     models = QUICK if options.quick else MODELS
     names = options.only.split(",") if options.only else list(models)
+    path = None if options.only and not options.out else out_path(options, NAME)
     rows: list[dict[str, Any]] = []
     for name in names:
         rows.append(_row_of(name, options))
         tell(" | ".join(_line(rows[-1], options.lossy)))
+        if path is not None and name != names[-1]:  # a run that is ended leaves what it has
+            write_json(path.with_suffix(".partial"), _result(rows, options, known))
     result = _result(rows, options, known)
-    if options.only and not options.out:
+    if path is None:
         show(result)
     else:
-        finish(result, out_path(options, NAME))
+        finish(result, path)
+        path.with_suffix(".partial").unlink(missing_ok=True)
 
 
 def _options() -> argparse.Namespace:
