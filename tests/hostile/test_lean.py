@@ -247,7 +247,7 @@ def test_one_that_is_needed_exactly_by_then_stays():
         with context:
             h = x * 1
             y = norm(h)
-            z = torch.exp(h).sum() + h.pow(3).sum()
+            z = torch.sinh(h / 8).sum() + torch.sinh(h).sum()
             y = F.relu(y)
         (y.sum() + z).backward()
         return x.grad

@@ -102,15 +102,15 @@ def test_there_is_no_bias_to_speak_of(norm, policy):
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS.keys())
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("policy", [Lossy(Dither(levels=4)), Lean()], ids=["dither", "lean"])
-def test_the_code_of_both_has_eight_levels(norm, activation, policy):
-    assert watched(policy, Step(norm, activation))[norm] == Dither(levels=8)
+def test_the_code_of_both_has_levels_enough(norm, activation, policy):
+    assert watched(policy, Step(norm, activation))[norm] == Dither(levels=32)
 
 
 @pytest.mark.parametrize(
     "after",
     {
         "relu": F.relu,
-        "nothing": lambda h: h * 1.0,
+        "nothing": lambda h: h + 1.0,
         "gelu of something else": lambda h: h + F.gelu(h.roll(1, 0)),
     }.items(),
     ids=lambda case: case[0],
@@ -137,7 +137,7 @@ def test_what_it_reads_is_never_made_again_from_less(between, policy):
     codecs = watched(policy, Step("batch_norm", between))
     source = codecs.get("gelu", codecs["batch_norm"])
     assert isinstance(source, Dither)
-    assert source.levels == 8
+    assert source.levels >= 16
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS.keys())

@@ -28,7 +28,9 @@ def test_what_no_exact_action_helps_is_named_with_a_remedy():
 
 
 def test_what_no_codec_may_touch_is_named():
-    with pytest.warns(UserWarning, match=r"4.00 MiB: 'cumprod' is not known.*ledger lists each"):
+    with pytest.warns(
+        UserWarning, match=r"4.00 MiB: 'cumprod': its backward divides.*ledger lists each"
+    ):
         unknown_op_only(er.saving("dither"))
 
 

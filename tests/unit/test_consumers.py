@@ -10,6 +10,7 @@ from torch import nn
 import elbowroom as er
 from elbowroom.codecs import Facts
 from elbowroom.plan import Exact, Need, Rebuildable
+from elbowroom.plan.site import Formula
 
 
 def sites_of(forward, *shape, dtype=torch.float32, rebuild=False):
@@ -119,11 +120,11 @@ def test_of_hardtanh_only_relu6_is_a_mask(limits):
         lambda h: h.log(),
         lambda h: h / W,
         lambda h: h.atan2(W),
-        lambda h: h.softmax(-1),
         lambda h: h.sqrt(),
-        lambda h: F.elu(h),
-        lambda h: torch.einsum("ij,jk->ik", h, W),
-        lambda h: F.mse_loss(h, W.detach()),
+        lambda h: h.abs(),
+        lambda h: h.clamp(-1, 1),
+        lambda h: h.cumprod(-1),
+        lambda h: torch.maximum(h, W),
     ],
 )
 def test_unknown_consumers_need_every_bit(forward):
@@ -131,6 +132,28 @@ def test_unknown_consumers_need_every_bit(forward):
     needs.pop("mul", None)  # our own first step
     assert needs
     assert {need for asked in needs.values() for need in asked} == {Need.EXACT}
+
+
+@pytest.mark.parametrize(
+    ("forward", "formula"),
+    [
+        (lambda h: h.softmax(-1), Formula.PROBABILITY),
+        (lambda h: h.log_softmax(-1), Formula.EXPONENTIAL),
+        (lambda h: h.tanh(), Formula.CURVED),
+        (lambda h: F.elu(h), Formula.CURVED),
+        (lambda h: h**3, Formula.CURVED),
+        (lambda h: h.exp(), Formula.PRODUCT),
+        (lambda h: F.mse_loss(h, W.detach()), Formula.PRODUCT),
+        (lambda h: torch.einsum("ij,jk->ik", h, W), Formula.SUMMED),
+        (lambda h: torch.matmul(h, W), Formula.SUMMED),
+        (lambda h: F.avg_pool1d(h[None], 2), Formula.SHAPE),
+    ],
+)
+def test_nodes_tell_by_their_formulas(forward, formula):
+    sites = [site for name, each in sites_of(forward).items() if name != "mul" for site in each]
+    assert formula in {site.formula for site in sites}
+    tolerant = [site.formula.tolerates_errors for site in sites]
+    assert tolerant == [site.need is Need.LOSSY for site in sites]
 
 
 @pytest.mark.parametrize("exponent", [W, W[0], torch.tensor(2.0), nn.Parameter(torch.tensor(3.0))])
@@ -249,7 +272,9 @@ def test_zeros_of_a_part_are_not_zeros_of_the_whole():
         (lambda h: F.dropout(F.gelu(h), 0.5), Rebuildable.EXACT),
         (lambda h: F.gelu(h).view(36).view(6, 6), Rebuildable.EXACT),
         (lambda h: F.gelu(h.t()), Rebuildable.EXACT),
-        (lambda h: F.gelu(h) + 1, Rebuildable.NO),
+        (lambda h: F.gelu(h) + 1, Rebuildable.EXACT),
+        (lambda h: 2 * F.gelu(h) + h, Rebuildable.EXACT),
+        (lambda h: F.gelu(h).cumsum(-1), Rebuildable.NO),
         (lambda h: F.gelu(h).mul_(2), Rebuildable.NO),
         (lambda h: F.relu(h), Rebuildable.NO),  # nobody holds what it came from
         (lambda h: F.dropout(F.gelu(h), 0.0), Rebuildable.EXACT),

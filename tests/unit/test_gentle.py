@@ -1,28 +1,41 @@
-"""Attention gets codes of at least 16 levels, GELU and SiLU of 8; mild codes stay as they are."""
+"""What does not average an error out gets codes of more levels; mild codes stay as they are."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import elbowroom as er
+from elbowroom.codecs import Sided
 from elbowroom.plan import Encode, Lean, Lossy, Need, Site
-from elbowroom.plan.gentle import gentle, if_curved
+from elbowroom.plan.gentle import gentle, if_curved, suffices
+from elbowroom.plan.site import Formula
 
 ABSOLUTE = er.codec("comet", bound=0.1, relative=False)
 
 
-def site(consumer):
-    return Site("m", consumer, "", (4, 8, 64, 32), torch.float32, 4 * 8 * 64 * 32 * 4, Need.LOSSY)
+def site(consumer, formula=Formula.SUMMED, shape=(4, 8, 64, 32)):
+    nbytes = 4 * prod(shape)
+    return Site("m", consumer, "", shape, torch.float32, nbytes, Need.LOSSY, formula=formula)
 
 
-CURVED = [
-    (er.codec("dither", levels=2), er.codec("dither", levels=8)),
-    (er.codec("dither", levels=12), er.codec("dither", levels=12)),
-    (er.codec("group", bits=2), er.codec("group", bits=3)),
-    (er.codec("division", bits=2, block=4), er.codec("division", bits=3, block=4)),
-    (er.codec("comet", bound=0.1), er.codec("comet", bound=0.07)),
+FINE = [
+    (er.codec("dither", levels=2), er.codec("dither", levels=16)),
+    (er.codec("dither", levels=24), er.codec("dither", levels=24)),
+    (er.codec("group", bits=2), er.codec("group", bits=4)),
+    (er.codec("division", bits=2, block=4), er.codec("division", bits=4, block=4)),
+    (er.codec("comet", bound=0.1), er.codec("comet", bound=0.5 / 16)),
+    (ABSOLUTE, ABSOLUTE),
+    (er.codec("cast"), er.codec("cast")),
+]
+SHARED = [
+    (er.codec("dither", levels=2), er.codec("dither", levels=32)),
+    (er.codec("dither", levels=40), er.codec("dither", levels=40)),
+    (er.codec("group", bits=2), er.codec("group", bits=5)),
+    (er.codec("division", bits=2, block=4), er.codec("division", bits=5, block=4)),
+    (er.codec("comet", bound=0.1), er.codec("comet", bound=0.5 / 32)),
     (ABSOLUTE, ABSOLUTE),
     (er.codec("cast"), er.codec("cast")),
 ]
@@ -46,13 +59,37 @@ def test_attention_is_treated_gently_and_a_linear_op_is_not(lean, mild):
     assert Lossy(lean)(site("scaled_dot_product_attention")) == Encode(mild)
 
 
-@pytest.mark.parametrize(("lean", "mild"), CURVED)
-@pytest.mark.parametrize("op", ["gelu", "silu"])
-def test_gelu_and_silu_are_treated_gently(op, lean, mild):
-    assert Lossy(lean)(site(op)) == Encode(mild)
+@pytest.mark.parametrize(("lean", "mild"), FINE)
+@pytest.mark.parametrize("formula", [Formula.PRODUCT, Formula.CURVED])
+def test_products_and_curves_are_treated_gently(formula, lean, mild):
+    assert Lossy(lean)(site("mul", formula)) == Encode(mild)
 
 
-@pytest.mark.parametrize(("lean", "mild"), CURVED)
+@pytest.mark.parametrize(("lean", "mild"), FINE)
+@pytest.mark.parametrize("consumer", ["conv2d", "batch_norm", "linear"])
+def test_so_are_sums_over_few_elements(consumer, lean, mild):
+    few = (4, 16, 3, 3) if consumer != "linear" else (4, 9, 16)
+    assert Lossy(lean, rebuild=False)(site(consumer, shape=few)) == Encode(mild)
+
+
+@pytest.mark.parametrize("id", ["dither", "group", "division", "comet"])
+def test_probabilities_have_relative_codes_and_what_is_exponential_fine_ones(id):
+    codec = er.codec(id)
+    assert gentle(codec, site("softmax", Formula.PROBABILITY)) == er.codec("cast", to="fp8_e4m3")
+    fine = gentle(codec, site("log_softmax", Formula.EXPONENTIAL))
+    assert getattr(fine, "levels", 256) == 256
+    assert getattr(fine, "bits", 8) in (8, None)
+    assert gentle(er.codec("cast"), site("softmax", Formula.PROBABILITY)) == er.codec("cast")
+
+
+def test_a_sided_code_suffices_where_both_of_its_codes_have_the_levels():
+    product = site("mul", Formula.PRODUCT)
+    assert not suffices(Sided(upper=32, lower=2), product)
+    assert suffices(Sided(upper=32, lower=16), product)
+    assert suffices(Sided(upper=2, lower=2), site("conv2d"))
+
+
+@pytest.mark.parametrize(("lean", "mild"), SHARED)
 @pytest.mark.parametrize("norm", ["batch_norm", "group_norm", "instance_norm", "layer_norm"])
 def test_a_norm_is_if_one_of_them_reads_what_it_makes(norm, lean, mild):
     unknown = site(norm)
@@ -65,9 +102,9 @@ def test_a_norm_is_if_one_of_them_reads_what_it_makes(norm, lean, mild):
 
 def test_under_lean_a_curved_norm_waits_for_no_mask():
     action = Lean()(replace(site("batch_norm"), curved=True))
-    assert action == Encode(er.codec("dither", levels=8))
-    assert Lean()(site("batch_norm")).curved == er.codec("dither", levels=8)
-    assert Lean(plain=16)(site("batch_norm")).curved is None
+    assert action == Encode(er.codec("dither", levels=32))
+    assert Lean()(site("batch_norm")).curved == er.codec("dither", levels=32)
+    assert Lean(plain=32)(site("batch_norm")).curved is None
 
 
 def test_lean_is_gentle_too():

@@ -26,6 +26,7 @@ from elbowroom.runtime.consumers import TOLERANT, Call
 SMOOTH = frozenset(
     (
         *TOLERANT,
+        *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "rms_norm"),
         *("relu", "relu_", "relu6", "leaky_relu", "elu", "hardswish", "hardsigmoid", "mish"),
         *("tanh", "sigmoid", "logsigmoid", "softplus", "softmax", "log_softmax", "sin", "cos"),
         *("dropout", "dropout_", "alpha_dropout", "multi_head_attention_forward"),
