@@ -85,6 +85,7 @@ class Fitting:
         self._was_exhausted = False
         self._said_lossy = False
         self._said_blind = False
+        self._copies_given = True  # until a forward has left the tensors that it is handed alone
         self._closed = False
 
     def run(
@@ -140,7 +141,7 @@ class Fitting:
         follows = planning.plan is not None or planning.settled or self._step is None
         if follows and not planning.takes_trials():
             return self._forward(forward)
-        undo = Undo(model, (), given)
+        undo = Undo(model, (), given, copies=self._copies_given)
         planning.redoes = undo.is_possible
         try:
             if follows or not undo.is_possible:
@@ -195,6 +196,7 @@ class Fitting:
         """The forward as it is, if there is room; else, undone, by a plan of a rehearsal."""
         if not (self.planning.outgrown or self.planning.calls.are_seen):
             kept = self._kept(forward)
+            self._copies_given = undo.changed_given
             if kept is not None:
                 return kept[0]
             undo.back()

@@ -27,6 +27,7 @@ from elbowroom.errors import PlanError
 from elbowroom.runtime.handles.keep import version_of
 
 LARGE = 1 << 24  # bytes of a tensor that forward has in reach besides its arguments
+SMALL = 1 << 16  # bytes of a tensor that is always copied
 _MOST = 20_000  # objects of one walk; what lies behind is not seen
 _ATOMS = frozenset(
     (

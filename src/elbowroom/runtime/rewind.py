@@ -1,5 +1,6 @@
 """What a forward changes besides its outputs, so that it can be run as if for the first time."""
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.errors import PlanError
 from elbowroom.runtime.generators import Generators
 from elbowroom.runtime.handles.keep import version_of
-from elbowroom.runtime.reach import LARGE, Reach, Values, behind_calls
+from elbowroom.runtime.reach import LARGE, SMALL, Reach, Values, behind_calls
 
 
 class Rewind:
@@ -22,11 +23,16 @@ class Rewind:
     Parameters are not copied: a forward that changes them (a momentum encoder) cannot be undone.
     """
 
-    def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
-        """given: what the forward is handed."""
+    def __init__(
+        self, module: nn.Module, given: Iterable[Any] = (), *, copies: bool = True
+    ) -> None:
+        """given: what the forward is handed. copies: it may change large tensors of it in place."""
         self._generators = Generators(module, tree_leaves(given))
         self._given, self._beside = Reach(given), Reach(behind_calls(module))
-        self._values = Values(self._given.tensors), Values(self._beside.tensors, LARGE)
+        self._values = (
+            Values(self._given.tensors, sys.maxsize if copies else SMALL),
+            Values(self._beside.tensors, LARGE),
+        )
         self._cpu = torch.get_rng_state()
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = torch.cuda.get_rng_state_all() if in_use else []
@@ -39,6 +45,11 @@ class Rewind:
         self._parameters = [
             (name, p.detach(), version_of(p)) for name, p in module.named_parameters()
         ]
+
+    @property
+    def changed_given(self) -> bool:
+        """Whether a tensor that forward was handed has been changed in place."""
+        return any(version_of(x) != version for x, version in self._given.tensors)
 
     @property
     def is_possible(self) -> bool:

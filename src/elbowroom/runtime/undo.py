@@ -28,12 +28,22 @@ class Undo:
     """A model and its optimizers, as they are now; `close` when the step is over."""
 
     def __init__(
-        self, model: nn.Module, optimizers: Iterable[Optimizer], given: Iterable[Any] = ()
+        self,
+        model: nn.Module,
+        optimizers: Iterable[Optimizer],
+        given: Iterable[Any] = (),
+        *,
+        copies: bool = True,
     ) -> None:
-        """given: what its forward is handed, which it may change, too."""
-        self._rewind = Rewind(model, given)
+        """given: what its forward is handed. copies: it may change large tensors of it in place."""
+        self._rewind = Rewind(model, given, copies=copies)
         self._gradients = [_Gradient(p) for p in model.parameters() if p.requires_grad]
         self._states = [_States(optimizer) for optimizer in optimizers]
+
+    @property
+    def changed_given(self) -> bool:
+        """Whether a tensor that forward was handed has been changed in place."""
+        return self._rewind.changed_given
 
     @property
     def is_possible(self) -> bool:
