@@ -46,6 +46,7 @@ from elbowroom import control as control
 from elbowroom import errors as errors
 from elbowroom import nn as nn
 from elbowroom import optim as optim
+from elbowroom._api import add_optimizer as add_optimizer
 from elbowroom._api import dry_run as dry_run
 from elbowroom._api import fit as fit
 from elbowroom._api import following as following

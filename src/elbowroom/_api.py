@@ -44,7 +44,7 @@ from elbowroom.plan import Policy
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan, check_plan
 from elbowroom.plan.profile import Profile
-from elbowroom.runtime.attach import attach, attached, detach
+from elbowroom.runtime.attach import attach, attached, detach, opener_of
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.inert import inertness_of
@@ -395,6 +395,31 @@ def fit(
         fitting.prepare(model, args, kwargs)
     attach(model, fitting)
     return model
+
+
+def add_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Count the states of an optimizer that was made after `fit`, as trainers do.
+
+        model = er.fit(model, budget="6 GiB")
+        trainer = Trainer(model, ...)            # makes its optimizer
+        er.add_optimizer(model, trainer.optimizer)
+
+    From the next step on its states belong to the budget. One that is counted already counts once;
+    a model may have several. Raises PlanError for a model that is not fitted, and for what is no
+    optimizer.
+    """
+    check_model(model, "add_optimizer")
+    if optimizer is None:
+        raise PlanError("add_optimizer takes a torch.optim.Optimizer; got None")
+    check_optimizer(optimizer, model, "add_optimizer")
+    fitting = opener_of(model)
+    if not isinstance(fitting, Fitting):
+        raise PlanError(
+            "add_optimizer takes a fitted model, and this one is not; call er.fit first"
+        )
+    others = [one.owned.states for other, one in _fittings() if other is not model]
+    check_alone(optimizer, others)
+    fitting.owned.add(optimizer)
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -8,8 +8,9 @@
     elbowroom doctor      what this machine has, and what that means
 
 stdout carries results, stderr progress and complaints. Exit codes: 0 done, 2 a mistake that one
-line on stderr explains, 3 a budget that is too small, 130 stopped by the user; `run` keeps the
-code of its script. A traceback means a bug of ours, or of that script.
+line on stderr explains, 3 a budget that is too small, 4 a budget that `run` did not keep,
+130 stopped by the user; `run` keeps the code of its script. A traceback means a bug of ours, or of
+that script.
 """
 
 from typing import Annotated

@@ -1,6 +1,7 @@
 """`elbowroom run`: a script that has never heard of elbowroom, trained inside a budget."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 from torch import nn
+from torch.optim import Optimizer
 
 import elbowroom as er
 from elbowroom.cli.places import Offload
@@ -20,6 +22,8 @@ from elbowroom.files import write_text
 from elbowroom.plan.plan import Line, Plan, check_plan
 from elbowroom.runtime.attach import opener_of
 from elbowroom.units import Share, parse_budget, show_nbytes
+
+NOT_KEPT = 4  # exit code
 
 Budget = Annotated[
     str | None,
@@ -73,8 +77,9 @@ def run(
     Options of elbowroom stand before the script; all that follows it is the script's. A table at
     the end goes to stderr.
 
-    Exit code: the script's own; 3 if nothing that is allowed fits the budget; 2 for a mistake that
-    one line explains, or if a model was trained that could not be found; 130 if stopped.
+    Exit code: the script's own; 3 if nothing that is allowed fits the budget; 4 if the script ended
+    well and its last measured step was above the budget; 2 for a mistake that one line explains, or
+    if a model was trained that could not be found; 130 if stopped.
     """
     given = None if plan is None else Plan.load(plan)
     asked: int | str
@@ -99,6 +104,7 @@ def run(
         code = _say_not_found(code, made_optimizers=running.discovery.made_optimizers)
     else:
         errors_console().print(_table(told))
+        code = _say_not_kept(code, told)
         if report is not None:
             figures = told.as_dict() | {"exit_code": code}
             write_text(json.dumps(figures, indent=2) + "\n", report)
@@ -115,10 +121,11 @@ class _Run:
     def __init__(
         self, budget: int | str, exact: bool, offload: str | None, plan: Plan | None
     ) -> None:
-        self.discovery = Discovery(self._fit)
+        self.discovery = Discovery(self._fit, self._count)
         self._budget, self._plan = budget, plan
         self._exact, self._offload = exact or None, offload
         self._fitting: Fitting | None = None
+        self._model: weakref.ref[nn.Module] | None = None
         self._name = ""
 
     def of(self, script: Path, arguments: list[str]) -> int:
@@ -165,6 +172,14 @@ class _Run:
         for optimizer in optimizers:
             fitting.owned.add(optimizer)
         self._fitting, self._name = fitting, name
+        self._model = weakref.ref(model)
+
+    def _count(self, optimizer: Optimizer) -> None:
+        """One that is made after the first forward, as some trainers do, is counted from now on."""
+        model = None if self._model is None else self._model()
+        if model is not None and optimizer in self.discovery.optimizers_of(model):
+            assert self._fitting is not None
+            self._fitting.owned.add(optimizer)
 
 
 def _say_not_found(code: int, *, made_optimizers: bool) -> int:
@@ -180,6 +195,23 @@ def _say_not_found(code: int, *, made_optimizers: bool) -> int:
         "the model itself, model(x), rather than functions of its weights"
     )
     return 2
+
+
+def _say_not_kept(code: int, told: Summary) -> int:
+    """The last word, where the last measured step of a script that ended well was above it."""
+    if code or (told.last_nbytes or 0) <= told.budget_nbytes:
+        return code
+    mistake(
+        f"the budget {show_nbytes(told.budget_nbytes)} was not kept: the last measured step took "
+        f"{show_nbytes(told.last_nbytes or 0)}. Give --budget {_whole_mib(told.last_nbytes or 0)}, "
+        "or halve the batch"
+    )
+    return NOT_KEPT
+
+
+def _whole_mib(nbytes: int) -> str:
+    """Rounded up, as it can be typed."""
+    return f"{-(-nbytes // 2**20)}MiB"
 
 
 def _table(told: Summary) -> Table:

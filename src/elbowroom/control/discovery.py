@@ -23,10 +23,13 @@ Found = Callable[[nn.Module], None]
 
 
 class Discovery:
-    """A context: `found` is called with each model, before its forward, until it attaches it."""
+    """A context: `found` is called with each model, before its forward, until it attaches it.
 
-    def __init__(self, found: Found) -> None:
-        self._found = found
+    later  called with each optimizer as it is made
+    """
+
+    def __init__(self, found: Found, later: Callable[[Optimizer], None] | None = None) -> None:
+        self._found, self._later = found, later
         self.made_optimizers = False
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._plain_init = Optimizer.__init__
@@ -39,6 +42,8 @@ class Discovery:
             plain_init(optimizer, *args, **kwargs)
             self._optimizers.append(weakref.ref(optimizer))
             self.made_optimizers = True
+            if self._later is not None:
+                self._later(optimizer)
 
         self._init = init
         Optimizer.__init__ = init  # type: ignore[method-assign, assignment]

@@ -1,0 +1,50 @@
+"""An optimizer that is made after the model was fitted is counted, by hand or under `run`."""
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom as er
+from elbowroom.control import Discovery
+from elbowroom.control.fitting import Fitting
+from elbowroom.errors import PlanError
+from elbowroom.runtime.attach import opener_of
+
+
+def fitted() -> tuple[nn.Module, Fitting]:
+    model = er.fit(nn.Linear(256, 256), budget="64 MiB")
+    fitting = opener_of(model)
+    assert isinstance(fitting, Fitting)
+    return model, fitting
+
+
+def test_states_of_an_optimizer_that_is_added_later_are_counted() -> None:
+    model, fitting = fitted()
+    assert fitting.owned.unborn_state_nbytes() == 0
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):  # twice is once
+        er.add_optimizer(model, optimizer)
+        assert fitting.owned.unborn_state_nbytes() >= 2 * sum(p.nbytes for p in model.parameters())
+    assert fitting.owned.optimizers() == [optimizer]
+    er.release(model)
+
+
+def test_what_cannot_be_added_is_said() -> None:
+    model, _ = fitted()
+    with pytest.raises(PlanError, match=r"add_optimizer takes a torch.optim.Optimizer; got None"):
+        er.add_optimizer(model, None)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"add_optimizer takes a torch.optim.Optimizer; got dict"):
+        er.add_optimizer(model, {})  # type: ignore[arg-type]
+    er.release(model)
+    with pytest.raises(PlanError, match=r"takes a fitted model, and this one is not; call er.fit"):
+        er.add_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_a_program_that_is_watched_tells_of_each_optimizer_it_makes() -> None:
+    made: list[torch.optim.Optimizer] = []
+    model = nn.Linear(2, 2)
+    with Discovery(lambda _: None, made.append):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        assert made == [optimizer]
+    torch.optim.SGD(model.parameters(), 0.1)
+    assert made == [optimizer]

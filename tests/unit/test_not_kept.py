@@ -1,0 +1,60 @@
+"""What `elbowroom run` says last, and ends with, where a budget was not kept."""
+
+from pathlib import Path
+
+import pytest
+
+from elbowroom.cli.run import _Run, _say_not_kept
+from elbowroom.control import Summary
+
+MIB = 2**20
+
+
+def told(last_nbytes: int | None) -> Summary:
+    return Summary(
+        model="Net",
+        device="cpu",
+        budget_nbytes=8 * MIB,
+        plain_nbytes=None,
+        predicted_nbytes=None,
+        last_nbytes=last_nbytes,
+        last_setting="plan",
+        highest_nbytes=9 * MIB,
+        setting="plan",
+        slowdown=None,
+        exact=True,
+        steps=9,
+        lines=(),
+    )
+
+
+def test_a_last_step_above_the_budget_is_said_and_is_an_exit_code_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert _say_not_kept(0, told(8 * MIB + 1)) == 4
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the budget 8.00 MiB was not kept" in said
+    assert "Give --budget 9MiB, or halve the batch" in said
+
+
+@pytest.mark.parametrize(("code", "last_nbytes"), [(0, 8 * MIB), (0, None), (7, 9 * MIB)])
+def test_a_budget_that_was_kept_and_a_script_that_failed_keep_the_scripts_code(
+    code: int, last_nbytes: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _say_not_kept(code, told(last_nbytes)) == code
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_optimizer_that_the_script_makes_late_is_counted(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import torch\n"
+        "from elbowroom.runtime.attach import opener_of\n"
+        "model = torch.nn.Linear(64, 64)\n"
+        "first = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "model(torch.ones(2, 64)).sum().backward()\n"
+        "late = torch.optim.AdamW(model.parameters())\n"
+        "other = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())\n"
+        "assert opener_of(model).owned.optimizers() == [first, late]\n"
+    )
+    assert _Run("64MiB", True, None, None).of(script, []) == 0
