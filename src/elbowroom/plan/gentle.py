@@ -1,7 +1,7 @@
 """Milder codes where the error of a coarse one does not average out: floors by formula.
 
     formula of the reader             at least
-    summed, over 512 elements or more what was asked for
+    summed, over 256 elements or more what was asked for
     summed, over fewer                16 levels     (a norm over 4 samples of 3 x 3)
     product, curved                   16 levels     (a gate, GELU, SiLU, tanh, a power)
     ... of what a norm makes          32 levels of the norm's input, which all of them share
@@ -50,7 +50,7 @@ from elbowroom.plan.site import CHECKPOINT, NORMS, Formula, Site
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
 MOST_LEVELS = 256
-_FINE, _SHARED, _FEW = 16, 32, 512
+_FINE, _SHARED, _FEW = 16, 32, 256
 _FLOORS = {
     Formula.PRODUCT: _FINE,
     Formula.CURVED: _FINE,
