@@ -685,7 +685,7 @@ def test_compiled_inside_and_outside():
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore:.*jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*jit.*deprecated")
 def test_a_traced_model():
     net = make_net().eval()
     traced = torch.jit.trace(net, x_of())

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from elbowroom.cli.run import _Run, _say_not_kept
+from elbowroom.cli.run import _rows, _Run, _say_not_kept
 from elbowroom.control import Summary
+from elbowroom.runtime import compiler
 
 MIB = 2**20
 
@@ -58,3 +59,15 @@ def test_an_optimizer_that_the_script_makes_late_is_counted(tmp_path: Path) -> N
         "assert opener_of(model).owned.optimizers() == [first, late]\n"
     )
     assert _Run("64MiB", True, None, None).of(script, []) == 0
+
+
+def test_exact_is_said_against_eager_where_compiled_code_ran_eagerly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def remark() -> str:
+        return next(row[3] for row in _rows(told(MIB)) if row[0] == "exact")
+
+    monkeypatch.setattr(compiler, "_said", False)
+    assert remark() == "no bit of a gradient changed"
+    monkeypatch.setattr(compiler, "_said", True)
+    assert remark().startswith("no bit of a gradient changed against eager PyTorch")

@@ -21,6 +21,7 @@ from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.files import write_text
 from elbowroom.plan.plan import Line, Plan, check_plan
 from elbowroom.runtime.attach import opener_of
+from elbowroom.runtime.compiler import ran_eagerly
 from elbowroom.units import Share, parse_budget, show_nbytes
 
 NOT_KEPT = 4  # exit code
@@ -245,6 +246,8 @@ def _rows(told: Summary) -> list[tuple[str, str, str, str]]:
     if told.slowdown is not None:
         rows.append(("time", "", f"{100 * told.slowdown:+.1f} %", "over plain autograd"))
     gradients = "no bit of a gradient changed" if told.exact else "codes add noise to gradients"
+    if told.exact and ran_eagerly():  # compiled kernels round otherwise
+        gradients += " against eager PyTorch; compiled code ran eagerly, and gives other bits"
     rows.append(("exact" if told.exact else "lossy", "", "", gradients))
     by_action: dict[str, list[Line]] = {}
     for line in told.lines:

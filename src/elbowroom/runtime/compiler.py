@@ -51,6 +51,11 @@ def original(module: nn.Module) -> nn.Module:
     return found if isinstance(found, nn.Module) else module
 
 
+def ran_eagerly() -> bool:
+    """Whether a compiled module has been seen to run eagerly in this process."""
+    return _said
+
+
 def say_eager(module: nn.Module) -> None:
     """Warn, once, if a compiled module is called while a context is open."""
     global _said
