@@ -57,8 +57,10 @@ class Making:
             return None
 
     def _cheaper(self, profile: Profile, more: int, *, exact: bool | None) -> Plan:
-        """Of a plan in which modules may run again and one in which none does, each with its own
-        margin. What one kind was wrong by says little of the other. Raises BudgetTooSmall.
+        """The cheaper of a plan in which modules may run again and one in which none does.
+
+        Each has its own margin: what one kind was wrong by says little of the other. Raises
+        BudgetTooSmall.
         """
         found: list[Plan] = []
         refusals: list[BudgetTooSmall] = []

@@ -331,7 +331,9 @@ class Planning:
         plan = None
         if heard is not None:
             alone = self._with_backward(heard.beside(last.ledger.held_nbytes), CAREFUL)
-            plan = plan_rest(alone, replace(self._making, ratio=1.0, margin_nbytes=0, again_nbytes=0))
+            plan = plan_rest(
+                alone, replace(self._making, ratio=1.0, margin_nbytes=0, again_nbytes=0)
+            )
         if plan is None or plan.peak > self.terms.budget_nbytes:
             warn_unexpected(self.terms, plan)
         return Rest(self.terms, self.context, plan)

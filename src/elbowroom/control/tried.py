@@ -73,16 +73,17 @@ class Tried:
         known = (one for one in self._taken if any(map(one.is_of, plans)))
         return min(known, default=None, key=_peak_nbytes)
 
-    def next_smallest(
-        self, make: Callable[[Profile, bool], Chosen | None]
-    ) -> Smallest | None:
+    def next_smallest(self, make: Callable[[Profile, bool], Chosen | None]) -> Smallest | None:
         """One that was not measured yet.
 
         make: the smallest plan of a profile, if it is found; the flag says whether modules may run
         again. One in which none does can be written down, so it comes first of those by an
         estimate; once that has been done, no estimate knows a smaller one.
         """
-        known = [*(one.rehearsed for one in self._known), *(one.rehearsed for one in self._smallest)]
+        known = [
+            *(one.rehearsed for one in self._known),
+            *(one.rehearsed for one in self._smallest),
+        ]
         is_written = not all(known)
         for profile, rehearsed in self._known:
             for again in (True, False) if not rehearsed else (False, True):

@@ -25,7 +25,7 @@ from elbowroom.plan.backward import Graph, Node, run
 from elbowroom.plan.profile import Profile, Storage, is_planned
 from elbowroom.plan.sequence import in_sequence
 
-CAREFUL, LIKELY = 1.1, 1.0  # of what the graph says
+CAREFUL, LIKELY = 1.25, 1.0  # of what the graph says
 _WORKSPACES = {CAREFUL: 0.75, LIKELY: 0.5}
 # Largest tensors that are set aside for backward while nothing is known of it.
 SAFE, USUAL = 6, 3
@@ -44,13 +44,14 @@ class Unborn:
 class Heard:
     """A forward that was written down, and held nothing.
 
-    loss_nbytes  of what the loss is taken of; 0: the loss is part of forward
+    loss_nbytes  of the largest tensor that the loss may be taken of, and of the smallest; 0: the
+                 loss is part of forward
     out_nbytes   of all that forward gives
     """
 
     profile: Profile
     graph: Graph = Graph()
-    loss_nbytes: int = 0
+    loss_nbytes: tuple[int, int] = (0, 0)
     out_nbytes: int = 0
 
     @property
@@ -67,10 +68,11 @@ class Heard:
 
     def followed_by(self, later: "Heard") -> "Heard":
         """Both forwards, before one backward."""
+        most, least = self.loss_nbytes
         return Heard(
             in_sequence(self.profile, later.profile),
             self.graph.followed_by(later.graph),
-            self.loss_nbytes + later.loss_nbytes,
+            (most + later.loss_nbytes[0], least + later.loss_nbytes[1]),
             self.out_nbytes + later.out_nbytes,
         )
 
@@ -95,6 +97,10 @@ def with_backward(
     profile = heard.profile.shifted(state_nbytes)
     storages, first = profile.storages, len(profile.level)
     graph = heard.graph if heard.graph.roots else _chain(storages)
+    loss_nbytes = _LOSS * heard.loss_nbytes[0]
+    if care == LIKELY:  # the loss may read one tensor, and be all that holds it
+        graph = replace(graph, roots=graph.last_roots or graph.roots)
+        loss_nbytes = (_LOSS - 1) * heard.loss_nbytes[1]
     moments = _moments(graph, care)
     born = sum(gradient.nbytes for gradient in gradients)
     small = _small(storages, moments)
@@ -105,7 +111,7 @@ def with_backward(
         asked.update(dict.fromkeys(moment.asks, first + k))
         beside = moment.nbytes
         if k == 0:
-            beside = max(beside, (_LOSS - (care == LIKELY)) * heard.loss_nbytes)
+            beside = max(beside, loss_nbytes)
         beside += int(_WORKSPACES[care] * _workspace_nbytes(storages, moment))
         base.append(stands + small[k] + min(moment.stay, born) + beside)
     asked_storages = tuple(
@@ -136,12 +142,11 @@ def _chain(storages: tuple[Storage, ...]) -> Graph:
     )
     at = {(i, nth): k for k, (_, i, nth) in enumerate(saves)}
     nodes = tuple(
-        Node(k, "", (_differentiable_nbytes(storages[i]),), ((k - 1, 0),) if k else ())
+        Node(k, "", (_differentiable_nbytes(storages[i]),), ((k - 1, 0),))
         for k, (_, i, _) in enumerate(saves)
     )
     asks = tuple(
-        tuple(at[i, nth] for nth in range(len(storage.saves)))
-        for i, storage in enumerate(storages)
+        tuple(at[i, nth] for nth in range(len(storage.saves))) for i, storage in enumerate(storages)
     )
     return Graph(nodes, ((len(nodes) - 1, 0),) if nodes else (), asks)
 
@@ -209,9 +214,7 @@ def _differentiable_nbytes(storage: Storage) -> int:
 def _workspace_nbytes(storages: tuple[Storage, ...], moment: _Moment) -> int:
     """Of what only the op that has filled it can read: bytes without a dtype of their own."""
     asked = {i for i, _ in moment.asks}
-    return sum(
-        storages[i].nbytes for i in asked if storages[i].saves[0].site.dtype is torch.uint8
-    )
+    return sum(storages[i].nbytes for i in asked if storages[i].saves[0].site.dtype is torch.uint8)
 
 
 def _asked(
