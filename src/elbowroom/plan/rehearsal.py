@@ -1,10 +1,11 @@
-"""A forward that held nothing was written down; its backward is gone through, to plan the first step.
+"""A forward that held nothing was written down; its backward is gone through, to plan a first step.
 
     order      autograd's own, over the graph that forward has built (`backward.py`)
-    base(t)    what stood before the step + what cannot be planned and is still to be asked for +
-               what forward has left behind + gradients of parameters so far + `care` x what the op takes, its gradients and all
-               that wait + 2 x a workspace, where nobody hopes; at the first, the loss's input three
-               times, if that is more and the loss is not part of forward
+    base(t)    what stood before the step + what forward has left behind + what cannot be planned
+               and is still to be asked for + gradients of parameters so far + `care` x what the op
+               takes: its gradients and all that wait + a workspace for one that it has saved; at
+               the first, the loss's input three times, if that is more and the loss is not part of
+               forward
 
 Workspaces inside of libraries are not known, so CAREFUL leaves a little for them; LIKELY takes the
 graph at its word. An op that saves a workspace (an LSTM) takes 0.4 to 2.4 times as much for that of
@@ -31,6 +32,8 @@ _WORKSPACES = {CAREFUL: 0.75, LIKELY: 0.5}
 SAFE, USUAL = 6, 3
 _LOSS = 3  # of its input: what the loss saves of it, its gradient, and, mostly, the input itself
 
+EMPTY = Graph()
+
 
 @dataclass(frozen=True)
 class Unborn:
@@ -50,7 +53,7 @@ class Heard:
     """
 
     profile: Profile
-    graph: Graph = Graph()
+    graph: Graph = EMPTY
     loss_nbytes: tuple[int, int] = (0, 0)
     out_nbytes: int = 0
 
@@ -152,7 +155,7 @@ def _chain(storages: tuple[Storage, ...]) -> Graph:
 
 
 def _moments(graph: Graph, care: float) -> list[_Moment]:
-    """Those of backward: its ops, but what several in a row take that ask for nothing counts once."""
+    """Those of backward: its ops, but several in a row that ask for nothing are one."""
     ran = run(graph)
     asks = _asks(graph, sorted(one.nth for one in ran if not one.is_leaf))
     found: list[_Moment] = []
