@@ -64,11 +64,14 @@ class Making:
         """
         found: list[Plan] = []
         refusals: list[BudgetTooSmall] = []
-        for recompute, margin in ((True, self.again_nbytes), (False, self.margin_nbytes)):
-            if not recompute and self.again_nbytes <= self.margin_nbytes:
-                break  # such a plan was among those before, with no more left free
+        again, once = self.again_nbytes + more, self.margin_nbytes + more
+        ways = [(True, again), (False, once)] if again > once else [(True, again)]
+        for recompute, margin in ways:
             try:
-                found.append(self.make(profile, margin + more, exact=exact, recompute=recompute))
+                plan = self.make(profile, margin, exact=exact, recompute=recompute)
+                if margin < once and not plan.recompute:  # then it has the other margin
+                    plan = self.make(profile, once, exact=exact)
+                found.append(plan)
             except BudgetTooSmall as error:
                 refusals.append(error)
         if not found:
