@@ -160,7 +160,7 @@ def _moments(graph: Graph, care: float) -> list[_Moment]:
     asks = _asks(graph, sorted(one.nth for one in ran if not one.is_leaf))
     found: list[_Moment] = []
     for one in ran:
-        nbytes = int(care * (one.nbytes + one.hidden))
+        nbytes = int(care * one.nbytes) + one.hidden
         asking = [] if one.is_leaf else asks.pop(one.nth, [])
         if asking or not found:
             found.append(_Moment(asking, nbytes, one.stay))
