@@ -1,9 +1,12 @@
 """The backward that is made up for a forward alone."""
 
+from dataclasses import replace
+
 import torch
 
+from elbowroom.plan.backward import Graph, Node
 from elbowroom.plan.profile import Profile, Save, Storage
-from elbowroom.plan.rehearsal import Unborn, with_backward
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Heard, Unborn, with_backward
 from elbowroom.plan.site import Need, Site
 
 STATIC = 1000
@@ -21,59 +24,81 @@ def of(*storages: Storage) -> Profile:
     return Profile(level, level, (0.0,) * moments, moments - 1, 1.0, STATIC, storages, ())
 
 
-def backward(profile: Profile, transients: int, *gradients: Unborn) -> list[int]:
-    """The levels, without what is restored for a moment."""
-    step = with_backward(profile, gradients, 0, transients)
-    levels = list(step.level[step.backward :])
+def levels(heard: Heard, care: float = LIKELY, *gradients: Unborn) -> list[int]:
+    """Of backward, without what is restored for a moment, above what stood before."""
+    step = with_backward(heard, gradients, 0, care)
+    found = [level - STATIC for level in step.level[step.backward :]]
     for storage in step.storages:
         if not storage.saves[0].left:
             for need in storage.needs:
-                levels[need - step.backward] -= storage.nbytes
-    return levels
+                found[need - step.backward] -= storage.nbytes
+    return found
 
 
 def test_the_last_op_of_forward_asks_first():
-    step = with_backward(of(saved(10, 0), saved(20, 1), saved(30, 2)), [], 0, 0)
+    step = with_backward(Heard(of(saved(10, 0), saved(20, 1), saved(30, 2))), [], 0, LIKELY)
     assert [storage.needs for storage in step.storages] == [(5,), (4,), (3,)]
-    assert step.level[step.backward :] == (STATIC + 30, STATIC + 20, STATIC + 10)
+
+
+def test_without_a_graph_ops_are_taken_for_a_chain():
+    assert levels(Heard(of(saved(10, 0), saved(20, 1), saved(30, 2)))) == [50, 30, 10]
 
 
 def test_a_mask_or_an_index_has_no_gradient():
-    floats = of(saved(10, 0), saved(20, 1))
-    assert backward(floats, 3) == [STATIC + 3 * 20] * 2
     masks = of(saved(10, 0), saved(20, 1, dtype=torch.int64), saved(20, 2, dtype=torch.bool))
-    assert backward(masks, 3) == [STATIC + 3 * 10] * 3
+    assert levels(Heard(masks)) == [0, 10, 10]
 
 
 def test_an_op_with_a_workspace_takes_another_for_its_backward():
-    workspace = of(saved(10, 0), saved(100, 1, dtype=torch.uint8))
-    assert backward(workspace, 3) == [STATIC + 3 * 10 + 2 * 100] * 2
-    assert backward(workspace, 1) == [STATIC + 10] * 2  # who hopes, hopes that it does not
+    heard = Heard(of(saved(10, 0), saved(100, 1, dtype=torch.uint8)))
+    assert levels(heard, LIKELY) == [10 + 50, 10]
+    assert levels(heard, CAREFUL) == [12 + 75, 12]
 
 
-def test_the_loss_takes_its_input_three_times_before_backward_begins():
+def test_a_loss_outside_of_forward_takes_its_input_three_times_before_backward_begins():
     profile = of(saved(10, 0), saved(20, 1))
-
-    def levels(transients: int, loss_nbytes: int) -> tuple[int, ...]:
-        step = with_backward(profile, [], 0, transients, loss_nbytes)
-        return step.level[step.backward :]
-
-    assert levels(3, 50) == (STATIC + 150 + 20, STATIC + 60 + 10)
-    assert levels(3, 5) == (STATIC + 60 + 20, STATIC + 60 + 10)
-    assert levels(1, 50) == (STATIC + 100 + 20, STATIC + 20 + 10)  # who hopes: it is let go of
+    assert levels(Heard(profile, loss_nbytes=(50, 50)), CAREFUL) == [150, 12]
+    assert levels(Heard(profile, loss_nbytes=(5, 5)), CAREFUL) == [37, 12]
+    assert levels(Heard(profile, loss_nbytes=(50, 50)), LIKELY) == [
+        100,
+        10,
+    ]  # the input is let go of
 
 
 def test_what_is_too_small_to_be_planned_is_there_until_it_was_asked_for():
-    profile = of(saved(1, 0, "small"), saved(100, 1), saved(2, 2, "small"), saved(4, 3, "small"))
-    assert backward(profile, 0) == [STATIC + 7, STATIC + 3, STATIC + 1, STATIC + 1]
+    masks = [saved(n, k, "small", torch.bool) for k, n in enumerate((1, 2, 4))]
+    assert levels(Heard(of(*masks))) == [7, 3, 1]
 
 
-def test_gradients_are_born_as_their_modules_are_asked():
-    profile = of(saved(10, 0), saved(10, 1), saved(10, 2), saved(10, 3))
-    first, last = Unborn(100, ("net.3",)), Unborn(1000, ("net.0",))
-    assert backward(profile, 0, first, last) == [
-        STATIC + 100 + 100,  # net.3's, and a workspace of its size
-        STATIC + 1100,  # net.0's comes in two ops: all that is born, and no more
-        STATIC + 1100,
-        STATIC + 1100,
-    ]
+def test_what_forward_has_left_behind_is_there_all_the_while():
+    profile = replace(of(saved(10, 0)), floor=(STATIC + 70,))
+    assert levels(Heard(profile, out_nbytes=20)) == [10 + 50]
+
+
+GRAPH = Graph(
+    (
+        Node(9, "AccumulateGrad", (100,), stays=True),
+        Node(0, "Mul", (10,), ((-1, 0),)),
+        Node(1, "Mul", (20,), ((1, 0), (0, 0))),
+    ),
+    roots=((2, 0),),
+    asks=((0,), (1,)),
+)
+
+
+def test_a_gradient_of_a_parameter_stays_from_the_op_that_makes_it():
+    profile = of(saved(1, 0), saved(2, 1))
+    assert levels(Heard(profile, GRAPH), LIKELY, Unborn(100, ())) == [130, 110]
+
+
+def test_of_gradients_that_are_released_the_largest_stays():
+    assert levels(Heard(of(saved(1, 0), saved(2, 1)), GRAPH), LIKELY, Unborn(7, ())) == [130, 17]
+
+
+def test_the_input_of_a_checkpoint_is_asked_for_by_the_op_that_runs_first_of_those_inside():
+    # The checkpoint's own save has number 1; the ops inside have 2 to 4, of which none is seen.
+    numbers = (0, 2, 3, 4, 5)
+    nodes = tuple(Node(n, "Mul", (n,), ((k - 1, 0),)) for k, n in enumerate(numbers))
+    graph = Graph(nodes, ((4, 0),), asks=((1,), (5,)))
+    step = with_backward(Heard(of(saved(1, 0), saved(2, 1)), graph), [], 0, LIKELY)
+    assert [storage.needs[0] - step.backward for storage in step.storages] == [1, 0]

@@ -25,7 +25,7 @@ from elbowroom.plan.rehearsal import Heard
 from elbowroom.runtime.context import Context
 
 MOST_CALLS = 64  # of a step that is planned as one
-_NEAR = 0.75  # of a later forward: large enough to learn from
+_NEAR = 0.9  # of a later forward: large enough to learn from; what it takes is not scaled
 _PATIENCE = 5  # steps with fewer forwards than some had, until they count as the usual ones
 
 

@@ -57,16 +57,21 @@ class Making:
             return None
 
     def _cheaper(self, profile: Profile, more: int, *, exact: bool | None) -> Plan:
-        """Of a plan in which modules may run again and one in which none does, each with its own
-        margin. What one kind was wrong by says little of the other. Raises BudgetTooSmall.
+        """The cheaper of a plan in which modules may run again and one in which none does.
+
+        Each has its own margin: what one kind was wrong by says little of the other. Raises
+        BudgetTooSmall.
         """
         found: list[Plan] = []
         refusals: list[BudgetTooSmall] = []
-        for recompute, margin in ((True, self.again_nbytes), (False, self.margin_nbytes)):
-            if not recompute and self.again_nbytes <= self.margin_nbytes:
-                break  # such a plan was among those before, with no more left free
+        again, once = self.again_nbytes + more, self.margin_nbytes + more
+        ways = [(True, again), (False, once)] if again > once else [(True, again)]
+        for recompute, margin in ways:
             try:
-                found.append(self.make(profile, margin + more, exact=exact, recompute=recompute))
+                plan = self.make(profile, margin, exact=exact, recompute=recompute)
+                if margin < once and not plan.recompute:  # then it has the other margin
+                    plan = self.make(profile, once, exact=exact)
+                found.append(plan)
             except BudgetTooSmall as error:
                 refusals.append(error)
         if not found:

@@ -565,6 +565,8 @@ class Planning:
         if self._was_rehearsed:  # what is named must do: every budget comes to the smallest plans
             least = self._tried.least_of_smallest or least
             plan, nbytes = least.chosen.plan, least.peak_nbytes
+            if not plan.exact:  # what codes hold varies a little with the data
+                nbytes += plan.held_nbytes // 256
             raise measured_refusal(self.terms, self._owned, self.stock, plan, nbytes)
         self.plan, self._is_last_resort = None, True
         warn_uncorrected(self.terms, least.peak_nbytes, self.terms.rungs[self.rung].name)

@@ -40,7 +40,7 @@ _TRIES: dict[bool | None, tuple[tuple[bool | None, float, bool], ...]] = {
     ),
     False: ((False, CAREFUL, False), (False, CAREFUL, True), (False, LIKELY, True)),
 }
-_SURE = 0.8  # of the least by the graph: below that it is refused unmeasured
+_SURE = 0.7  # of the least by the graph: below that it is refused unmeasured
 
 
 def rehearsed(
@@ -68,10 +68,15 @@ def rehearsed(
     return None if seen is None else Heard(seen, graph, loss_nbytes, out_nbytes)
 
 
-def _loss_nbytes(outputs: list[Tensor]) -> int:
-    """Bytes of the largest tensor that a loss may be taken of; 0 where one of them is the loss."""
+def _loss_nbytes(outputs: list[Tensor]) -> tuple[int, int]:
+    """Bytes of the largest and of the smallest tensor that a loss may be taken of.
+
+    0 where one of them is the loss.
+    """
     sizes = [x.numel() * x.element_size() for x in outputs]
-    return 0 if any(x.numel() == 1 for x in outputs) else max(sizes, default=0)
+    if not sizes or any(x.numel() == 1 for x in outputs):
+        return 0, 0
+    return max(sizes), min(sizes)
 
 
 Step = Callable[[float], Profile]  # the rehearsed step, with so much care

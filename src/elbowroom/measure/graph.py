@@ -32,7 +32,8 @@ def graph_of(outputs: Iterable[Tensor], recorder: StepRecorder) -> Graph:
             waiting += [to for to, _ in fn.next_functions if to is not None]
     nodes = tuple(_node(fn, found) for fn in found)
     roots = tuple(sorted((found[fn], which) for fn, which in starts))
-    return Graph(nodes, roots, recorder.asks(), recorder.hidden())
+    last = tuple(sorted(roots, key=lambda root: nodes[root[0]].nth)[-1:])
+    return Graph(nodes, roots, recorder.asks(), recorder.hidden(), last)
 
 
 def _node(fn: Any, found: dict[Any, int]) -> Node:

@@ -26,6 +26,7 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.attention import plain_nbytes
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
+from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.identity import is_parameter, untouchable
 from elbowroom.runtime.recompute import LARGEST_BUFFER, state_nbytes
 from elbowroom.runtime.slot import Slot, View
@@ -114,7 +115,6 @@ class StepRecorder:
         self._calls = 0  # so many ops have ended
         self._task = -1  # the backward that runs, or ran last
         self._asking = -1  # the op whose backward asks
-        self._ours: object = None  # the hooks that tell us
         self._theirs: object = None  # those that lay over ours last
         self._hidden: list[tuple[int, int]] = []
         self._nodes = torch._C._autograd._get_sequence_nr()
@@ -134,7 +134,6 @@ class StepRecorder:
         saves.append(Save(site, why, modules.stack(), self._now))
         # A node is numbered before it saves anything.
         self._storages[index].nodes.append(torch._C._autograd._get_sequence_nr() - 1)
-        self._ours = self._ours or _hooks()
         return RecordedView(view, self, index, len(saves) - 1, self._calls)
 
     def curved(self, slot: Slot) -> None:
@@ -275,8 +274,8 @@ class StepRecorder:
     def _note_nodes(self) -> None:
         """An op has made the nodes since the last one: under whose hooks?"""
         first, self._nodes = self._nodes, torch._C._autograd._get_sequence_nr()
-        hooks = _hooks()
-        if self._ours is None or hooks == self._ours or first == self._nodes:
+        hooks = _others()
+        if hooks is None or first == self._nodes:
             return
         if hooks == self._theirs and self._hidden and self._hidden[-1][1] == first:
             first = self._hidden.pop()[0]
@@ -366,10 +365,11 @@ class StepRecorder:
         note.inputs, note.sources = tuple(found), tuple(sources)
 
 
-def _hooks() -> object:
-    """What packs the tensor that is saved next; None: nobody."""
+def _others() -> object:
+    """What packs the tensor that is saved next, if hooks of somebody else lie over ours."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if hooks is None else hooks[0]
+    pack = None if hooks is None else hooks[0]
+    return None if isinstance(getattr(pack, "__self__", None), Saving) else pack
 
 
 class RecordedView(View):

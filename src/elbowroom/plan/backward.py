@@ -65,6 +65,7 @@ class Graph:
     """What backward will run.
 
     roots   (node, which of its tensors) that gradients come into
+    last_roots  of each forward the one made last, if the loss reads no other
     asks    for each saved storage, the `nth` of the node that has made each save
     hidden  `nth` of nodes, from and up to, that somebody else's hooks hold for: one range for each
             checkpoint of the user's, which puts all of it back at once
@@ -74,6 +75,7 @@ class Graph:
     roots: tuple[tuple[int, int], ...] = ()
     asks: tuple[tuple[int, ...], ...] = ()
     hidden: tuple[tuple[int, int], ...] = ()
+    last_roots: tuple[tuple[int, int], ...] = ()
 
     def followed_by(self, later: "Graph") -> "Graph":
         """With the graph of a forward that ran after this one."""
@@ -84,7 +86,8 @@ class Graph:
         )
         roots = tuple((to + shift, k) for to, k in later.roots)
         asks, hidden = self.asks + later.asks, self.hidden + later.hidden
-        return Graph((*self.nodes, *moved), self.roots + roots, asks, hidden)
+        last = self.last_roots + tuple((to + shift, k) for to, k in later.last_roots)
+        return Graph((*self.nodes, *moved), self.roots + roots, asks, hidden, last)
 
 
 @dataclass(frozen=True)

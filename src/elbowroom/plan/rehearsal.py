@@ -1,10 +1,11 @@
-"""A forward that held nothing was written down; its backward is gone through, to plan the first step.
+"""A forward that held nothing was written down; its backward is gone through, to plan a first step.
 
     order      autograd's own, over the graph that forward has built (`backward.py`)
-    base(t)    what stood before the step + what cannot be planned and is still to be asked for +
-               what forward has left behind + gradients of parameters so far + `care` x what the op takes, its gradients and all
-               that wait + 2 x a workspace, where nobody hopes; at the first, the loss's input three
-               times, if that is more and the loss is not part of forward
+    base(t)    what stood before the step + what forward has left behind + what cannot be planned
+               and is still to be asked for + gradients of parameters so far + `care` x what the op
+               takes: its gradients and all that wait + a workspace for one that it has saved; at
+               the first, the loss's input three times, if that is more and the loss is not part of
+               forward
 
 Workspaces inside of libraries are not known, so CAREFUL leaves a little for them; LIKELY takes the
 graph at its word. An op that saves a workspace (an LSTM) takes 0.4 to 2.4 times as much for that of
@@ -25,11 +26,13 @@ from elbowroom.plan.backward import Graph, Node, run
 from elbowroom.plan.profile import Profile, Storage, is_planned
 from elbowroom.plan.sequence import in_sequence
 
-CAREFUL, LIKELY = 1.1, 1.0  # of what the graph says
+CAREFUL, LIKELY = 1.25, 1.0  # of what the graph says
 _WORKSPACES = {CAREFUL: 0.75, LIKELY: 0.5}
 # Largest tensors that are set aside for backward while nothing is known of it.
 SAFE, USUAL = 6, 3
 _LOSS = 3  # of its input: what the loss saves of it, its gradient, and, mostly, the input itself
+
+EMPTY = Graph()
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,14 @@ class Unborn:
 class Heard:
     """A forward that was written down, and held nothing.
 
-    loss_nbytes  of what the loss is taken of; 0: the loss is part of forward
+    loss_nbytes  of the largest tensor that the loss may be taken of, and of the smallest; 0: the
+                 loss is part of forward
     out_nbytes   of all that forward gives
     """
 
     profile: Profile
-    graph: Graph = Graph()
-    loss_nbytes: int = 0
+    graph: Graph = EMPTY
+    loss_nbytes: tuple[int, int] = (0, 0)
     out_nbytes: int = 0
 
     @property
@@ -67,10 +71,11 @@ class Heard:
 
     def followed_by(self, later: "Heard") -> "Heard":
         """Both forwards, before one backward."""
+        most, least = self.loss_nbytes
         return Heard(
             in_sequence(self.profile, later.profile),
             self.graph.followed_by(later.graph),
-            self.loss_nbytes + later.loss_nbytes,
+            (most + later.loss_nbytes[0], least + later.loss_nbytes[1]),
             self.out_nbytes + later.out_nbytes,
         )
 
@@ -95,6 +100,10 @@ def with_backward(
     profile = heard.profile.shifted(state_nbytes)
     storages, first = profile.storages, len(profile.level)
     graph = heard.graph if heard.graph.roots else _chain(storages)
+    loss_nbytes = _LOSS * heard.loss_nbytes[0]
+    if care == LIKELY:  # the loss may read one tensor, and be all that holds it
+        graph = replace(graph, roots=graph.last_roots or graph.roots)
+        loss_nbytes = (_LOSS - 1) * heard.loss_nbytes[1]
     moments = _moments(graph, care)
     born = sum(gradient.nbytes for gradient in gradients)
     small = _small(storages, moments)
@@ -105,7 +114,7 @@ def with_backward(
         asked.update(dict.fromkeys(moment.asks, first + k))
         beside = moment.nbytes
         if k == 0:
-            beside = max(beside, (_LOSS - (care == LIKELY)) * heard.loss_nbytes)
+            beside = max(beside, loss_nbytes)
         beside += int(_WORKSPACES[care] * _workspace_nbytes(storages, moment))
         base.append(stands + small[k] + min(moment.stay, born) + beside)
     asked_storages = tuple(
@@ -136,7 +145,7 @@ def _chain(storages: tuple[Storage, ...]) -> Graph:
     )
     at = {(i, nth): k for k, (_, i, nth) in enumerate(saves)}
     nodes = tuple(
-        Node(k, "", (_differentiable_nbytes(storages[i]),), ((k - 1, 0),) if k else ())
+        Node(k, "", (_differentiable_nbytes(storages[i]),), ((k - 1, 0),))
         for k, (_, i, _) in enumerate(saves)
     )
     asks = tuple(
@@ -146,12 +155,12 @@ def _chain(storages: tuple[Storage, ...]) -> Graph:
 
 
 def _moments(graph: Graph, care: float) -> list[_Moment]:
-    """Those of backward: its ops, but what several in a row take that ask for nothing counts once."""
+    """Those of backward: its ops, but several in a row that ask for nothing are one."""
     ran = run(graph)
     asks = _asks(graph, sorted(one.nth for one in ran if not one.is_leaf))
     found: list[_Moment] = []
     for one in ran:
-        nbytes = int(care * (one.nbytes + one.hidden))
+        nbytes = int(care * one.nbytes) + one.hidden
         asking = [] if one.is_leaf else asks.pop(one.nth, [])
         if asking or not found:
             found.append(_Moment(asking, nbytes, one.stay))
