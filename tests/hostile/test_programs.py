@@ -137,6 +137,24 @@ UNARY: list[Callable[[Tensor], Tensor]] = [
     lambda x: F.scaled_dot_product_attention(*(x.reshape(1, N, N) for _ in range(3))).view(N, N),
     *(lambda x: torch.exp(x.clamp(max=2)), lambda x: x.pow(2), lambda x: x.detach() + x),
     *(lambda x: torch.where(x > 0, x, x * 0.1), lambda x: x.masked_fill(x > 1, 0.5)),
+    *(torch.sigmoid, torch.sin, F.softplus, F.hardswish, F.elu, F.mish, torch.square, torch.neg),
+    *(lambda x: 1 - x, lambda x: x / 3, lambda x: 2 / (x.abs() + 1), lambda x: x**3, lambda x: -x),
+    *(
+        lambda x: F.hardswish(x, inplace=True),
+        lambda x: x.tanh_(),
+        lambda x: F.elu(x, inplace=True),
+    ),
+    *(
+        lambda x: x.div_(2),
+        lambda x: x.sub_(0.1),
+        lambda x: x.softmax(-1),
+        lambda x: x.log_softmax(0),
+    ),
+    lambda x: 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.04 * torch.pow(x, 3)))),
+    lambda x: x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5),
+    lambda x: torch.sub(x, torch.sigmoid(x), alpha=2),
+    lambda x: torch.add(torch.tanh(x), torch.sin(x), alpha=0.3),
+    lambda x: F.silu(norm(x)) * torch.sigmoid(norm(x)),
     lambda x: F.relu(F.relu(x) - 0.1),
     lambda x: F.dropout(F.gelu(norm(x)), 0.2),
     lambda x: torch.cat([F.relu(batch_norm(x)[:4]), F.gelu(batch_norm(x)[4:])]),
@@ -149,6 +167,14 @@ UNARY: list[Callable[[Tensor], Tensor]] = [
 BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
     *(torch.add, torch.mul, torch.matmul, F.linear),
     *(lambda a, b: a @ b.t(), lambda a, b: torch.addmm(a, a, b), lambda a, b: a.add_(b)),
+    *(
+        torch.sub,
+        lambda a, b: a / (b.abs() + 1),
+        lambda a, b: torch.tanh(a) * b,
+        lambda a, b: a - b.t(),
+    ),
+    *(lambda a, b: F.silu(a) * b, lambda a, b: a * b[:1], lambda a, b: a + b[:, :1], torch.mm),
+    *(lambda a, b: a.mul_(b), lambda a, b: a.sub_(b), lambda a, b: torch.add(b, a, alpha=0.5)),
     *(lambda a, b: torch.cat([a[:4], b[4:]]), lambda a, b: (a[:3].copy_(b[:3]), a)[1]),
 ]
 

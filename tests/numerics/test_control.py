@@ -248,7 +248,8 @@ def test_codes_that_drown_what_mini_batches_vary_by_become_mild(caplog):
     training, control = Training(), NoiseBudget(er.codec("dither", levels=2))
     training.run(control, 8)
     control.error_report()  # takes in the last step
-    assert min(control.rungs.values()) > 0
+    movable = (r for name, r in control.rungs.items() if name.consumer != "cross_entropy")
+    assert min(movable) > 0  # that has the finest code anyway
     control.table.gradient.share = -0.1
     control._move()
     assert set(control.rungs.values()) == {0}
@@ -356,7 +357,7 @@ def test_watching_a_fixed_codec_reports_on_it():
             loss = training.model(training.images[32 * nth : 32 * nth + 32]).square().mean()
         loss.backward()
     report = saved.error_report()
-    assert {row.op for row in report.rows} == {"conv2d", "batch_norm", "linear"}
+    assert {row.op for row in report.rows} == {"conv2d", "batch_norm", "linear", "square"}
     assert all(row.codecs for row in report.rows)
     assert any(row.agreement and 0.5 < row.agreement < 2 for row in report.rows)
     assert "module" in str(report)

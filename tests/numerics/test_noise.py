@@ -243,7 +243,8 @@ def test_shared_weights_and_two_backwards_are_summed():
     x = torch.randn(128, 64, requires_grad=True) * 1
     policy = Lossy(er.codec("dither"), rebuild=False)
     with Saving(policy, min_nbytes=0, observer=meter):
-        loss = linear(linear(x)).square().sum()
+        out = linear(linear(x))
+    loss = out.square().sum()
     loss.backward(retain_graph=True)
     loss.backward()
     meter.harvest()

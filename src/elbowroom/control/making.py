@@ -40,7 +40,7 @@ class Making:
         return (
             (exact is None and self.exact_plan(profile))
             or self._found(profile, exact=exact)
-            or self.make(profile, min(self.margin_nbytes, self.again_nbytes), exact=exact)
+            or self._cheaper(profile, 0, exact=exact)
         )
 
     def _found(self, profile: Profile, *, exact: bool | None) -> Plan | None:

@@ -499,8 +499,14 @@ class Planning:
         if step.peak is None:
             return
         self.settled, self._is_last_resort = True, False
-        peak_nbytes, least = step.peak, self._tried.least
-        if least is not None and least.peak_nbytes < peak_nbytes > self.terms.budget_nbytes:
+        peak_nbytes, least = self._at_largest(step, step.peak), self._tried.least
+        if peak_nbytes <= self.terms.budget_nbytes:
+            self._has_fit = True
+            return
+        if self._was_rehearsed:
+            assert least is not None
+            raise self._measured_refusal(least)
+        if least is not None and least.peak_nbytes < peak_nbytes:
             self._follow(self._taken(least.chosen))
             peak_nbytes = least.peak_nbytes
         if peak_nbytes > self.terms.budget_nbytes:
@@ -558,18 +564,24 @@ class Planning:
         self._follow(self._taken(found.chosen))
 
     def _give_up(self, least: Taken) -> None:
-        """No plan has fit. The uniform rung may, if it was seen to before the first plan.
+        """No plan has fit. The uniform rung may: it holds little at all moments, not at the worst.
+
+        Where none was seen to fit before the first plan, that is the strictest of them.
 
         least: of what was measured
         """
-        if self._was_rehearsed:  # what is named must do: every budget comes to the smallest plans
-            least = self._tried.least_of_smallest or least
-            plan, nbytes = least.chosen.plan, least.peak_nbytes
-            if not plan.exact:  # what codes hold varies a little with the data
-                nbytes += plan.held_nbytes // 256
-            raise measured_refusal(self.terms, self._owned, self.stock, plan, nbytes)
+        if self._was_rehearsed:
+            self.rung = len(self.terms.rungs) - 1
         self.plan, self._is_last_resort = None, True
         warn_uncorrected(self.terms, least.peak_nbytes, self.terms.rungs[self.rung].name)
+
+    def _measured_refusal(self, least: Taken) -> BudgetTooSmall:
+        """What is named must do: every budget comes to the smallest plans."""
+        least = self._tried.least_of_smallest or least
+        plan, nbytes = least.chosen.plan, least.peak_nbytes
+        if not plan.exact:  # what codes hold varies a little with the data
+            nbytes += plan.held_nbytes // 256
+        return measured_refusal(self.terms, self._owned, self.stock, plan, nbytes)
 
     def _follow(self, plan: Plan) -> None:
         assert self.profile is not None

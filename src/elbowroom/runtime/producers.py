@@ -49,7 +49,7 @@ def note_copy(x: Tensor, call: Call, identity: Identity) -> None:
     if copy.grad_fn is None or not isinstance(of, Tensor) or untouchable(of):
         return
     kind, alike = copy.grad_fn.name(), copy.shape == of.shape and copy.stride() == of.stride()
-    if not alike or identity.origin(x) is not None:
+    if not alike or identity.origin(x) is not None or not _is_made_of(copy, of, call):
         return
     if kind == "CloneBackward0":
         origin = identity.origin(of, call.version)
@@ -59,6 +59,15 @@ def note_copy(x: Tensor, call: Call, identity: Identity) -> None:
         return
     if origin is not None:
         identity.made(copy, origin)
+
+
+def _is_made_of(copy: Tensor, of: Tensor, call: Call) -> bool:
+    """Whether the node of `copy` reads `of`, or what `of` was before the call changed it."""
+    if copy.grad_fn is None or of.grad_fn is None:
+        return False
+    if version_of(of) == call.version:
+        return copy.grad_fn.next_functions[:1] == ((of.grad_fn, of.output_nr),)
+    return copy.grad_fn.next_functions[:1] == of.grad_fn.next_functions[:1]
 
 
 def _source(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geometry]:
