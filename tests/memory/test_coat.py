@@ -72,14 +72,12 @@ def test_coat_holds_a_block_in_eight_units():
 
 
 def test_rougher_codes_in_the_same_places_are_worse():
-    """The control: the error above is that of the codes, and products are not taken by others."""
+    """The control: the error above is that of the codes."""
     net, x = block()
     plain, _ = gradients(net, x)
     coat, _ = gradients(net, x, Coat())
-    rough, ledger = gradients(net, x, "dither", bits=4)
+    rough, _ = gradients(net, x, "dither", bits=4)
     assert error2(rough, plain) > error2(coat, plain)
-    kept = [r for r in ledger.rows if r.consumer == "mul" and r.action == "dither"]
-    assert not kept
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["eager", "fused"])

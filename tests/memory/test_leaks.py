@@ -162,7 +162,7 @@ def test_tightened_tensors_die():
         alive, held = net.alive(), saved.ledger.held_nbytes
         saved.tighten(Lossy(er.codec("dither", bits=2)))
         assert net.alive() < alive - 3
-        assert saved.ledger.held_nbytes < held / 2
+        assert saved.ledger.held_nbytes < 0.55 * held
     out.sum().backward()
     assert saved.ledger.held_nbytes == 0
 

@@ -134,6 +134,7 @@ class Planning:
         self._chosen: Chosen | None = None  # what the plan is a part of
         self._tried = Tried()
         self._was_rehearsed = False  # so the uniform rung was not seen to fit
+        self._gave_up: Taken | None = None  # the least that was measured, when no plan was left
         self._fitted: _Fitted | None = None  # what was settled before a step had more forwards
 
     @property
@@ -499,12 +500,11 @@ class Planning:
         if step.peak is None:
             return
         self.settled, self._is_last_resort = True, False
-        peak_nbytes, least = self._at_largest(step, step.peak), self._tried.least
+        peak_nbytes, least = self._at_largest(step, step.peak), self._tried.least or self._gave_up
         if peak_nbytes <= self.terms.budget_nbytes:
             self._has_fit = True
             return
-        if self._was_rehearsed:
-            assert least is not None
+        if self._was_rehearsed and least is not None:
             raise self._measured_refusal(least)
         if least is not None and least.peak_nbytes < peak_nbytes:
             self._follow(self._taken(least.chosen))
@@ -572,7 +572,7 @@ class Planning:
         """
         if self._was_rehearsed:
             self.rung = len(self.terms.rungs) - 1
-        self.plan, self._is_last_resort = None, True
+        self.plan, self._is_last_resort, self._gave_up = None, True, least
         warn_uncorrected(self.terms, least.peak_nbytes, self.terms.rungs[self.rung].name)
 
     def _measured_refusal(self, least: Taken) -> BudgetTooSmall:

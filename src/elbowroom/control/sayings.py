@@ -10,8 +10,9 @@ _log = logging.getLogger("elbowroom")
 
 
 def say_measured(terms: Terms, plan: Plan, peak_nbytes: int) -> None:
-    """Prediction and measurement, side by side."""
-    _log.info(
+    """Prediction and measurement, side by side; a warning where the step was above the budget."""
+    _log.log(
+        logging.WARNING if peak_nbytes > terms.budget_nbytes else logging.INFO,
         "budget %s: peak predicted %s, measured %s",
         *map(show_nbytes, (terms.budget_nbytes, plan.peak, peak_nbytes)),
     )

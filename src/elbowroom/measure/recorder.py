@@ -197,6 +197,8 @@ class StepRecorder:
                 note.why_not = "it changes an input, a parameter or a large buffer in place"
             if not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(out)):
                 note.why_not = "nothing that it gives needs a gradient"
+            if modules.is_sharded(module):
+                note.why_not = modules.SHARDED
             self._note_inputs(note, inputs, source_of)
         note.last = self._now
         self._begin()

@@ -283,7 +283,8 @@ class Saving:
         if not self._is_asked():  # inside a checkpoint of the user's, or of ours
             return call(*args, **kwargs)
         arguments = Arguments(args, kwargs)
-        why = why_not_again(module, call, arguments)
+        sharded = modules.is_sharded(module)
+        why = modules.SHARDED if sharded else why_not_again(module, call, arguments)
         if why:
             self._keep_out(module, name, why)
             return call(*args, **kwargs)

@@ -5,6 +5,7 @@ some model is fitted, and counted: a context that closes inside a hook must not 
 that PyTorch is walking through.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -99,6 +100,20 @@ def name_of(module: nn.Module) -> str:
         return ""  # the outermost
     name = _thread.names.get(id(module))
     return _thread.prefix + name if name else ""
+
+
+SHARDED = "its parameters are sharded, and there for one forward only"
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether parameters of a module that is about to be called are gathered for its call alone.
+
+    FSDP2's `fully_shard` frees them after forward, and puts shards in their place.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is None:
+        return False
+    return any(isinstance(one, kind) for one in (*_thread.running, *module.modules()))
 
 
 def _enter(module: nn.Module, args: Any) -> None:
