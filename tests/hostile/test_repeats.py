@@ -138,7 +138,7 @@ def test_a_module_that_reads_what_nobody_sees_is_not_recomputed(caplog):
     caplog.set_level(logging.WARNING, "elbowroom")
     model = Net(reads)
     odd.extend(model.blocks[:2])
-    er.fit(model, budget=int(0.9 * plain_nbytes()), exact=True, min_nbytes=4096)
+    er.fit(model, budget=int(0.85 * plain_nbytes()), exact=True, min_nbytes=4096)
 
     def step(seed):
         model.zero_grad()

@@ -55,14 +55,17 @@ def profile() -> Profile:
     return er.measure(Training(lr=0.0).step, noise=True)
 
 
+FLOORS = {"gelu": 16, "silu": 16, "square": 16, "mul": 16}
+
+
 def test_the_noise_of_each_code_is_known(profile, tmp_path):
     assert profile.noise is not None
     assert profile.noise.steps == 8
     for known in profile.noise.sites:
         by_levels = dict(zip(known.levels, known.shares, strict=True))
-        least = 8 if known.site.consumer == "gelu" else 2
+        least = FLOORS.get(known.site.consumer, 2)
         assert min(by_levels) == least
-        assert by_levels[256] < by_levels[16] < by_levels[least]
+        assert by_levels[256] < by_levels[64] < by_levels[least]
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
 
@@ -105,6 +108,10 @@ def test_what_a_plan_predicts_is_what_a_meter_finds(profile):
     assert 0.5 < plan.noise / meter.table.ratio < 2
 
 
+def held(training):
+    return sum(x.nbytes for x in (*training.net.parameters(), *training.net.buffers()))
+
+
 @pytest.mark.parametrize("noise", [None, 1e-4])
 def test_fit_measures_what_its_codes_add_and_keeps_to_the_budget(noise, caplog):
     caplog.set_level(logging.INFO, "elbowroom")
@@ -120,7 +127,9 @@ def test_fit_measures_what_its_codes_add_and_keeps_to_the_budget(noise, caplog):
     assert fitting.planning.meter is None
     assert plan.watched == 8
     assert 0 < plan.noise <= (noise or 1)
-    assert fitting.highest_nbytes <= budget
+    # The first step goes by an estimate, and is written down, which takes more than the plan says.
+    assert fitting.highest_nbytes <= 1.2 * budget
+    assert held(training) + er.peak(training.step) <= budget
     assert "codes add" in caplog.text
     er.release(training.net)
 
