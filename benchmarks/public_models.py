@@ -1,6 +1,6 @@
 """Models as the world's libraries ship them: exact, lossy, checkpointed, and inside a budget.
 
-    ./scripts/bench public_models [--only NAME,...] [--lossy "dither levels=8"] [--skip-fit] [--quick]
+    ./scripts/bench public_models [--only NAME,...] [--lossy "dither levels=8"] [--skip-fit]
 
 One row a model, each in a process of its own with a time limit; one that fails or takes too long
 is a row that says so. A step is forward, backward and SGD's update.

@@ -34,7 +34,8 @@ The map, from the top down; imports point down only:
     kernels/               NUMBERS: reference (the specification), numba (CPU), triton (GPU)
     errors.py  files.py  units.py
 
-To follow one tensor: runtime/hooks.py `_pack` -> identity.py -> consumers.py -> plan/policy.py ->
+To follow one tensor: runtime/hooks.py `_pack` -> identity.py -> consumers.py (or, when its op has
+ended, readers.py -> formulas.py, the table of derivative formulas) -> plan/policy.py ->
 runtime/perform.py -> codecs/dither.py -> kernels/ops.py -> kernels/numba/dither.py, and back
 through runtime/slot.py `View.restore`; or, for ops that need no restored tensor, runtime/direct/.
 
