@@ -132,7 +132,8 @@ def test_a_tight_budget_is_met_at_every_step_and_said_in_one_line(caplog):
         optimizer.zero_grad(set_to_none=True)
         total = static_nbytes(model, optimizer) + peak(lambda: step(model, optimizer))
     assert total <= budget
-    assert len(caplog.records) == 1
+    said = [record for record in caplog.records if "at rung" in record.getMessage()]
+    assert len(said) == 1
     assert "lossy, because the exact rungs do not fit" in caplog.text
     er.release(model)
 

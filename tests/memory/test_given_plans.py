@@ -141,7 +141,7 @@ def test_a_plan_of_another_model_is_not_trusted() -> None:
 
 
 def test_a_plan_that_takes_more_than_it_says_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    plan, tighter = plan_of(sgd, 0.95, exact=True), plan_of(sgd, 0.7, exact=True)
+    plan, tighter = plan_of(sgd, 1.2, exact=True), plan_of(sgd, 0.7, exact=True)
     training = Training()
     budget = int(1.01 * tighter.peak)
     assert budget < plan.peak

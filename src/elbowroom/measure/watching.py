@@ -207,7 +207,9 @@ class StepWatch:
         probed, known = self._probed, self._table.ops
         linear = {name for name, other in known.items() if other.linear}
         turn = linear if self._table.steps % _CHECK_EVERY == 0 else known.keys() - linear
-        turn = turn or set(known)
+        kinds = {name.consumer for name, count in probed.items() if count}
+        unseen = {name for name in known.keys() - linear if name.consumer not in kinds}
+        turn = unseen or turn or set(known)  # of no kind all may be unknown
         return not turn or (op.name in turn and probed[op.name] <= min(probed[n] for n in turn))
 
     def _try(self, whole: Tensor, site: Site) -> tuple[tuple[Codec, float, Tensor], ...]:
