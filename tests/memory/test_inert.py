@@ -321,7 +321,7 @@ def test_a_longer_step_is_noticed_and_the_next_is_inside_again(last: bool) -> No
         for _ in range(10):  # the first may need more, if what is held already was not looked at
             step()
         for _ in range(3):
-            # docs/limits.md: what is learned anew after such a step is not verified by a measurement.
+            # What is learned anew after such a step is not measured (docs/limits.md).
             assert held + er.peak(step) <= 1.1 * budget
     finally:
         er.release(net)
