@@ -167,6 +167,12 @@ def runs():
     return found, ops
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_behind():
+    yield
+    runs.cache_clear()
+
+
 def largest(grads: list[Tensor]) -> float:
     return max((float(g.abs().max()) for g in grads if g.numel()), default=0.0)
 
