@@ -264,7 +264,7 @@ class Planning:
 
     @property
     def _margin_nbytes(self) -> int:
-        """Of plans of the kind that is followed."""
+        """The margin of plans of the kind that is followed."""
         return self._margins[bool(self.recompute)]
 
     @property
@@ -578,7 +578,7 @@ class Planning:
         warn_uncorrected(self.terms, least.peak_nbytes, self.terms.rungs[self.rung].name)
 
     def _measured_refusal(self, least: Taken) -> BudgetTooSmall:
-        """What is named must do: every budget comes to the smallest plans."""
+        """The refusal that names the least measured peak: a budget that does if it is given."""
         least = self._tried.least_of_smallest or least
         plan, nbytes = least.chosen.plan, least.peak_nbytes
         if not plan.exact:  # what codes hold varies a little with the data

@@ -127,7 +127,7 @@ class States:
     def smallest(
         self, profile: Profile, who: object, making: Making, *, recompute: bool = True
     ) -> Chosen | None:
-        """That of the least predicted peak, for the user's budget. None: not found in time.
+        """The plan of the least predicted peak, for the user's budget. None: not found in time.
 
         recompute: modules may run again
         """
