@@ -380,3 +380,33 @@ def test_if_more_is_held_than_in_the_lesson_another_is_taken_but_not_for_ever() 
         inertness._held_nbytes //= 2  # as if that step had held less
         followed(*made("resnet"), plan, inertness)
     assert inertness.ops == frozenset()
+
+
+def test_many_storages_teach_the_same_as_few(caplog):
+    """Records of dead storages are purged, but what is held for one counts: 257 were too many."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(100)]
+    model, x = nn.Sequential(*blocks), torch.randn(256, 64)
+
+    def step():
+        model(x).square().mean().backward()
+        model.zero_grad(set_to_none=True)
+
+    step()
+    weights = sum(p.nbytes for p in model.parameters())
+    budget = 2 * weights + int(0.7 * (er.peak(step) - weights))
+    er.fit(model, budget=budget, exact=True)
+    caplog.set_level("INFO", "elbowroom")
+    for _ in range(8):
+        step()
+    settings = [one.getMessage() for one in caplog.records if "rung" in one.getMessage()]
+    assert settings[-1].endswith("'plan' (exact)")
+    assert len(settings) == len(dict.fromkeys(settings)), settings  # no way there and back
+    fitting = opener_of(model)
+    held = []
+    for _ in range(2):
+        out = model(x).square().mean()
+        held.append(fitting._last.ledger.held_nbytes)
+        out.backward()
+    assert held[0] == pytest.approx(held[1], rel=0.01)
+    er.release(model)

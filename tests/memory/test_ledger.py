@@ -1,6 +1,7 @@
 """The ledger equals the allocator: bytes of forward still held before backward, less the loss."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,3 +279,77 @@ def test_a_custom_policy_is_shown_as_it_decided():
     assert "I said so" in {row.why for row in saved.ledger.rows}
     assert saved.ledger.totals("action")["cast"] == (64 * 64 * 4, 64 * 64 * 2)
     del y
+
+
+class Attention(nn.Module):
+    """As libraries write it out: scaled, capped, a mask added, a softmax in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_q, self.of_k, self.of_v = (nn.Linear(32, 128) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (each(x) for each in (self.of_q, self.of_k, self.of_v))
+        q, k, v = (part.unflatten(-1, (4, 32)).transpose(1, 2) for part in parts)
+        mask = torch.full((x.shape[1], x.shape[1]), -1e4).triu(1)
+        logits = torch.tanh(torch.matmul(q, k.transpose(2, 3)) * 0.2 / 5) * 5 + mask
+        mask.zero_()  # nobody but us has kept it
+        weights = F.softmax(logits, dim=-1, dtype=torch.float32).to(q.dtype)
+        return torch.matmul(F.dropout(weights, 0.1), v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attention_written_out_holds_no_weights(autocast):
+    """The tanh, the softmax and what it gives the next product are made again from q and k."""
+    net, x = nn.Sequential(Attention(), nn.Linear(128, 32), Attention()), torch.randn(4, 64, 32)
+    gradients = []
+    for context in (nullcontext(), er.saving(min_nbytes=4096)):
+        net.zero_grad()
+        torch.manual_seed(1)
+        with context as saved, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = net(x).float().square().mean()
+        loss.backward()
+        gradients.append([p.grad.clone() for p in net.parameters()])
+    assert all(map(torch.equal, *gradients))
+    held = {(row.consumer, row.action): row for row in saved.ledger.rows}
+    assert held["softmax", "rebuild"].after_nbytes == 0
+    assert held["tanh", "rebuild"].after_nbytes == 0
+    (mask,) = (row for row in saved.ledger.rows if "a constant" in row.why and row.module == "0")
+    assert (mask.before_nbytes, mask.after_nbytes) == (0, 64 * 64 * 4)
+
+
+def test_a_code_of_q_and_k_makes_no_weights():
+    """An error in a logit is a factor in the weights: the softmax has a code of its own."""
+    net, x = Attention(), torch.randn(4, 64, 32)
+    with er.saving("dither", levels=8, min_nbytes=4096) as saved:
+        loss = net(x).square().mean()
+    actions = {row.action for row in saved.ledger.rows if row.consumer == "softmax"}
+    assert actions == {"cast"}
+    assert not any("a constant" in row.why for row in saved.ledger.rows)
+    del loss
+
+
+@pytest.mark.parametrize("take", [lambda x, at: x[at], lambda x, at: x.index_select(0, at)])
+def test_rows_that_are_gathered_are_gathered_again(take):
+    w = nn.Parameter(torch.randn(64, 64))
+    x, index = torch.randn(64, 64), torch.randint(0, 64, (128,))
+
+    def step() -> Tensor:
+        hidden = F.gelu(x @ w)  # which its product saves
+        return (F.linear(take(hidden, index * 1), w).sum() + (hidden @ w).square().sum()).sin()
+
+    (plain,) = torch.autograd.grad(step(), w)
+    with er.saving(min_nbytes=4096) as saved:
+        loss = step()
+    assert torch.equal(torch.autograd.grad(loss, w)[0], plain)
+    gathered = [row for row in saved.ledger.rows if row.before_nbytes == 128 * 64 * 4]
+    assert [row.action for row in gathered] == ["rebuild"]
+
+
+def test_constants_do_not_gather_in_a_context_around_a_training():
+    net, x = Attention(), torch.randn(4, 64, 32)
+    with er.saving(min_nbytes=4096) as saved:
+        for _ in range(20):
+            net(x).square().mean().backward()
+        assert saved.ledger.held_nbytes <= 8 * 64 * 64 * 4
+    assert saved.ledger.held_nbytes == 0

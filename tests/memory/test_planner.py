@@ -870,3 +870,46 @@ def test_other_solvers_keep_their_promise_too(solver: str) -> None:
     assert plan.solver == solver
     measured = Training("resnet").peak(following(plan))
     assert plan.peak == pytest.approx(measured, rel=NEAR)
+
+
+class Gate(nn.Module):
+    """What is saved outside of it, it makes from what is saved inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(64, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.proj(x))
+
+
+@pytest.mark.parametrize("between", [nn.Dropout(0.0), nn.Identity(), nn.Flatten(0, 1)])
+def test_what_a_module_that_runs_again_has_made_is_not_rebuilt_outside(between: nn.Module) -> None:
+    """Nor where an op in between hands on what it was given: that makes nothing."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Gate(), between, nn.Linear(256, 64))
+    x = torch.randn(32, 64, 64)
+    profile = er.measure(lambda: net(x).square().mean().backward(), min_nbytes=MIN_NBYTES)
+    posed = pose(profile, exact=True)
+    (region,) = (one for one in posed.problem.regions if one.name == "0")
+    outside = [
+        at
+        for at, i in enumerate(posed.storages)
+        if any(save.site.module == "2" for save in profile.storages[i].saves)
+    ]
+    assert outside
+    assert set(outside) <= set(region.inputs)
+    gelu = next(i for i, s in enumerate(profile.storages) if s.saves[0].site.consumer == "gelu")
+    assert [profile.storages[posed.storages[at]].made_of for at in outside] == [(gelu,)]
+
+
+def test_a_class_is_found_out_once() -> None:
+    """Of blocks that cannot run again, the first tells of all; a container tells of nobody."""
+    profile = profiled("resnet")
+    name, kind = next((one.name, one.kind) for one in profile.modules if "." in one.name)
+    left = {one.name for one in profile.never_again([name]).modules if one.why_not}
+    assert left >= {one.name for one in profile.modules if one.kind == kind}
+    containers = [one for one in profile.modules if one.kind == "Sequential"]
+    left = {one.name for one in profile.never_again([containers[0].name]).modules if one.why_not}
+    before = {one.name for one in profile.modules if one.why_not}
+    assert left - before <= {containers[0].name}

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import elbowroom as er
 from elbowroom.control.fitting import Fitting
+from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
 
@@ -82,3 +83,30 @@ def test_a_first_step_that_goes_by_hope_is_said(caplog):
     run.step()
     assert caplog.text.count("the first step of this size fits, so it goes by a hopeful one") == 1
     er.release(run.model)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.4])
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_layers_run_again_where_no_plan_fits_what_they_save(kind, share, caplog):
+    """Never under exact=True: the sums of several stretches are rounded otherwise."""
+    caplog.set_level("INFO", "elbowroom")
+    plain = Run(kind)
+    plain.step()
+    needed = peak(plain.step) - plain.weights
+    run = Run(kind)
+    budget = 3 * plain.weights + int(share * needed)
+    er.fit(run.model, budget=budget, optimizer=run.optimizer)
+    peaks = peaks_of(run)
+    assert peaks[-1] <= budget
+    assert "they run forward again in backward" in caplog.text
+    assert "exact but for rounding" in caplog.text
+    assert not opener_of(run.model).was_exact
+    er.release(run.model)
+    for _ in range(STEPS - 2):
+        plain.step()
+    for ours, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    exact = Run(kind)
+    er.fit(exact.model, budget=budget, optimizer=exact.optimizer, exact=True)
+    with pytest.raises(BudgetTooSmall):
+        peaks_of(exact)

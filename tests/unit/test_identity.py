@@ -78,6 +78,18 @@ def test_records_of_dead_storages_are_purged():
     assert seen.origin(x) is None
 
 
+def test_what_is_held_for_a_dead_storage_is_not_purged():
+    seen, kept = Identity(), []
+    for _ in range(1000):  # each was made smaller, and its tensor died
+        x = torch.randn(64)
+        kept.append(slot_of(x))
+        seen.remember(x, kept[-1])
+        del x
+    assert set(seen.slots()) == set(kept)
+    del kept[500:]
+    assert len(seen.slots()) == 500
+
+
 def test_an_origin_belongs_to_a_version():
     seen, x = Identity(), torch.randn(4)
     seen.made(x, Origin("gelu"))

@@ -17,6 +17,7 @@ refused counts to its end without holding anything, or to a backward of its own.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -188,8 +189,7 @@ class Fitting:
         with FittedSaving(rest, after=last) as saving:
             out = forward()
         self._last = saving
-        self.was_exact = self.was_exact and saving.setting.exact
-        self._say(saving.setting)
+        self._note_setting(saving)
         return out
 
     def _learned(self, forward: Callable[[], Any], undo: Undo) -> Any:
@@ -205,6 +205,11 @@ class Fitting:
             self.planning.rehearse(forward)
         except NothingHeld:
             pass  # backward runs inside of forward, as that of a force: it cannot be rehearsed
+        except BudgetTooSmall:
+            if not self.planning.lets_layers_run_again():
+                raise
+            undo.back()
+            self.planning.rehearse(forward)
         finally:
             undo.back()
         self._measure()
@@ -378,8 +383,14 @@ class Fitting:
         """A forward came to its end, and holds what it saved."""
         self.planning.forward_ended(saving)
         self._last = saving
-        self.was_exact = self.was_exact and saving.setting.exact
-        self._say(saving.setting)
+        self._note_setting(saving)
+
+    def _note_setting(self, saving: FittedSaving) -> None:
+        chosen, rounds = saving.setting, self.context.runs_again
+        self.was_exact = self.was_exact and chosen.exact and not rounds
+        self._say(
+            replace(chosen, exact=chosen.exact and not rounds), rounds=rounds and chosen.exact
+        )
 
     def _note_peak(self, peak_nbytes: int, last: FittedSaving) -> None:
         self.peak_nbytes, self.peak_setting = peak_nbytes, last.setting.name
@@ -413,10 +424,11 @@ class Fitting:
     def __del__(self) -> None:
         self._stop()  # the model died while a step was measured: the profiler must not run on
 
-    def _say(self, chosen: Rung) -> None:
+    def _say(self, chosen: Rung, *, rounds: bool) -> None:
         """One line when the setting of a kind of forward changes.
 
-        At WARNING, which Python shows by default, when it becomes lossy.
+        At WARNING, which Python shows by default, when it becomes lossy. rounds: though no code is
+        lossy, bits differ.
         """
         if self.planning.said == (chosen.name, chosen.exact):
             return
@@ -425,9 +437,9 @@ class Fitting:
         lossy = (
             "lossy" if self.terms.exact is False else "lossy, because the exact rungs do not fit"
         )
-        kind = "exact" if chosen.exact else lossy
+        kind = "exact" if chosen.exact else "exact but for rounding" if rounds else lossy
         _log.log(
-            logging.INFO if chosen.exact or was_lossy else logging.WARNING,
+            logging.INFO if chosen.exact or rounds or was_lossy else logging.WARNING,
             "budget %s: saved tensors at rung '%s' (%s)",
             show_nbytes(self.terms.budget_nbytes),
             chosen.name,

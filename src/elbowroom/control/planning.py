@@ -43,6 +43,7 @@ from elbowroom.control.refusal import measured_refusal, refusal
 from elbowroom.control.rehearsing import plan_by_forward, rehearsed
 from elbowroom.control.sayings import (
     say_measured,
+    say_runs_again,
     warn_above,
     warn_given,
     warn_outside,
@@ -133,6 +134,7 @@ class Planning:
         self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
         self._chosen: Chosen | None = None  # what the plan is a part of
         self._tried = Tried()
+        self._is_recurrent = False  # of what was written down, layers could run again
         self._was_rehearsed = False  # so the uniform rung was not seen to fit
         self._gave_up: Taken | None = None  # the least that was measured, when no plan was left
         self._fitted: _Fitted | None = None  # what was settled before a step had more forwards
@@ -300,12 +302,26 @@ class Planning:
         if heard is None:
             return
         self._profiled, self._beside_nbytes = self.now, self.stock.beside_nbytes
+        self._is_recurrent = heard.profile.is_recurrent
         try:
             self._plan_by_forward(self.calls.joined(heard).beside(self._beside_nbytes))
         except BudgetTooSmall:
             if self._fitted is None:
                 raise
             self._go_back()
+
+    def lets_layers_run_again(self) -> bool:
+        """No plan fits what recurrent layers save. Whether they do without it from now on."""
+        if not self._may_run_layers_again:
+            return False
+        say_runs_again(self.terms)
+        self.context.runs_again = True
+        self._start_over()
+        return True
+
+    @property
+    def _may_run_layers_again(self) -> bool:
+        return self._is_recurrent and not (self.context.runs_again or self.terms.exact)
 
     def go_on(self, signature: Signature) -> bool:
         """The step goes on with another forward. Whether what stands was made with it in mind."""
@@ -347,7 +363,13 @@ class Planning:
         standing = self._owned.standing()
         heard = replace(heard, profile=replace(heard.profile, standing=standing))
         steps = {care: self._with_backward(heard, care) for care in (CAREFUL, LIKELY)}
-        chosen = plan_by_forward(steps.__getitem__, self._owned.states, self, self._making)
+        chosen = plan_by_forward(
+            steps.__getitem__,
+            self._owned.states,
+            self,
+            self._making,
+            measures=not self._may_run_layers_again,
+        )
         self._tried = Tried(Known(step, rehearsed=True) for step in steps.values())
         self._was_rehearsed = True
         self._follow(self._taken(chosen))
@@ -526,7 +548,9 @@ class Planning:
             if self._rounds > 0 or self.rehearsed:
                 self._go_smaller()
                 return
-            self.plan = None
+            self.plan, self._is_recurrent = None, profile.is_recurrent
+            if self.lets_layers_run_again():
+                return
             if profile.peak > self.terms.budget_nbytes:
                 raise
             self.settled = True  # the uniform rung has been seen to fit
@@ -548,6 +572,8 @@ class Planning:
         if least.peak_nbytes <= self.terms.budget_nbytes:
             self._follow(self._taken(least.chosen))
             self.settled = True
+            return
+        if self.lets_layers_run_again():
             return
         self._margins = {True: 0, False: 0}
         if self.rehearsed and not self.plan.recompute:
@@ -614,7 +640,11 @@ class Planning:
         self._learn_transient(last, step, peak_nbytes)
         self._note(peak_nbytes)
         slack = budget_nbytes - peak_nbytes
-        self._has_fit = self._has_fit or slack >= 0
+        if slack >= 0:
+            self._has_fit = True
+            if self.now == self.largest:
+                most = step.stock.static_nbytes + last.ledger.most_nbytes
+                self._allowance.fits(most + slack)
         estimated = self.rehearsed or self._ratio > 1
         useful = estimated and slack > _SLACK * (budget_nbytes - self.profile.static)
         if slack >= 0 and not (useful and self._rounds < _MOST_ROUNDS):

@@ -82,10 +82,12 @@ def _loss_nbytes(outputs: list[Tensor]) -> tuple[int, int]:
 Step = Callable[[float], Profile]  # the rehearsed step, with so much care
 
 
-def plan_by_forward(step: Step, states: States, who: object, making: Making) -> Chosen:
+def plan_by_forward(
+    step: Step, states: States, who: object, making: Making, *, measures: bool
+) -> Chosen:
     """The first that fits, for `who`, one planning; where none does, the smallest, to be measured.
 
-    Raises BudgetTooSmall where none can be expected to fit.
+    measures: the smallest is worth a step. Raises BudgetTooSmall where none can be expected to fit.
     """
     for one in _tries(making.terms.exact):
         profile = step(one.care)
@@ -95,7 +97,7 @@ def plan_by_forward(step: Step, states: States, who: object, making: Making) -> 
                 if one.care < CAREFUL:
                     _say_hopeful(making.terms)
                 return Chosen(candidate, plan)
-    smallest = states.smallest(step(LIKELY), who, making)
+    smallest = states.smallest(step(LIKELY), who, making) if measures else None
     static = step(LIKELY).static
     if smallest is not None:
         free = making.terms.budget_nbytes - static

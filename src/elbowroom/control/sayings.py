@@ -58,6 +58,15 @@ def warn_smallest(terms: Terms, least_nbytes: int) -> None:
     )
 
 
+def say_runs_again(terms: Terms) -> None:
+    """No plan fits what recurrent layers save."""
+    _log.info(
+        "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
+        "backward, a stretch of time after the other; gradients differ by how sums are rounded",
+        show_nbytes(terms.budget_nbytes),
+    )
+
+
 def warn_uncorrected(terms: Terms, least_nbytes: int, rung: str) -> None:
     """No plan holds, however often it is made again. least_nbytes: what the best of them took."""
     _log.warning(

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.weak import WeakStorage
 
+_SMALL = 16384  # bytes: of a batch norm's statistics a network may have thousands
+
 
 class Held:
     """The storages under some tensors, for as long as they live.
 
-    Those of parameters live as long as their model: they are not asked for again.
+    Those of parameters live as long as their model: they are not asked for again. Nor are small
+    ones, which make no difference.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -24,7 +27,7 @@ class Held:
         staying: dict[int, int] = {}
         for x in tensors:
             nbytes = storage_nbytes(x) if x.layout is torch.strided and _is_real(x) else 0
-            if nbytes and isinstance(x, nn.Parameter):
+            if nbytes and (isinstance(x, nn.Parameter) or nbytes < _SMALL):
                 staying[x.untyped_storage()._cdata] = nbytes
             elif nbytes:
                 found.setdefault(x.untyped_storage()._cdata, (WeakStorage(x), nbytes))

@@ -8,8 +8,8 @@ cost.
 
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan import Site
 from elbowroom.plan.profile import ModuleCall, Save, Storage
+from elbowroom.plan.site import RECURRENT
 from elbowroom.runtime import modules
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.arguments import Arguments
@@ -31,6 +32,8 @@ from elbowroom.runtime.identity import is_parameter, untouchable
 from elbowroom.runtime.recompute import LARGEST_BUFFER, state_nbytes
 from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.weak import WeakStorage
+
+_LOOKS = 32  # storages in a moment
 
 
 class Clock(Protocol):
@@ -53,6 +56,7 @@ class _Storage:
     kept: bool = True
     made: "_Made | None" = None
     asked: dict[int, int] = field(default_factory=dict)  # by save, the last moment
+    made_of: set[int] = field(default_factory=set)  # storages, by index
     nodes: list[int] = field(default_factory=list)  # of each save, autograd's number of its node
 
 
@@ -109,9 +113,9 @@ class StepRecorder:
         self._modules: list[_Module] = []
         self._index: weakref.WeakKeyDictionary[Slot, int] = weakref.WeakKeyDictionary()
         self._at: dict[tuple[int, int], int] = {}  # storage address and version -> index
-        self._made: dict[int, _Made] = {}  # storage address -> the op that made it
+        self._made: dict[tuple[int, int], _Made] = {}  # by address and version: the op that made it
         self._known: dict[int, WeakStorage] = {}  # by address: of all those above
-        self._alive: list[_Alive] = []
+        self._alive: deque[_Alive] = deque()
         self._calls = 0  # so many ops have ended
         self._task = -1  # the backward that runs, or ran last
         self._asking = -1  # the op whose backward asks
@@ -125,11 +129,15 @@ class StepRecorder:
 
     # what the hooks tell
 
-    def saved(self, view: View, x: Tensor, site: Site, why: str) -> View:
-        """An op saves x."""
+    def saved(
+        self, view: View, x: Tensor, site: Site, why: str, sources: Sequence[Slot] = ()
+    ) -> View:
+        """An op saves x, which could be made again from these sources."""
         index = self._index.get(view.slot)
         if index is None:
             index = self._new(view.slot, x, site)
+        known = [self._index.get(source) for source in sources]
+        self._storages[index].made_of.update(at for at in known if at is not None)
         saves = self._storages[index].saves
         saves.append(Save(site, why, modules.stack(), self._now))
         # A node is numbered before it saves anything.
@@ -152,6 +160,8 @@ class StepRecorder:
         self._calls += 1
         if call.reruns:
             self._note_plain(plain_nbytes(call))
+        if call.rounds and call.name in RECURRENT:
+            self._note_why_not("a recurrent layer of it runs again by itself")
         self._note_nodes()
         self._note_alive()
         for slot in slots:
@@ -167,6 +177,12 @@ class StepRecorder:
         for note in self._modules:
             if not note.last:
                 note.made_nbytes += nbytes
+
+    def _note_why_not(self, why: str) -> None:
+        """The modules that run now are not to run again as a whole."""
+        for note in self._modules:
+            if not note.last:
+                note.why_not = why
 
     def module(
         self,
@@ -209,6 +225,7 @@ class StepRecorder:
         self._theirs = None  # they hold what their forward began with
         self._note_held()
         if self.backward is None:
+            self._look_at(len(self._alive))
             self._begin()
 
     # what the views tell
@@ -248,6 +265,7 @@ class StepRecorder:
                 freed=last if s.freed is None else s.freed,
                 producer_s=(s.made or _NOBODY).seconds,
                 made_in=(s.made or _NOBODY).modules,
+                made_of=tuple(sorted(s.made_of)),
                 saves=tuple(
                     replace(save, asked=s.asked.get(nth, -1)) for nth, save in enumerate(s.saves)
                 ),
@@ -299,12 +317,22 @@ class StepRecorder:
         """What the step holds still was there while an op ran in this moment.
 
         The value that an assignment replaces dies after the op that makes the new one, so moments
-        alone would not tell. What the step has let go of, it cannot take up again.
+        alone would not tell. What the step has let go of, it cannot take up again. A network of
+        dense blocks holds a hundred of them for long: a few are looked at in each moment, in turn,
+        and what is gone is taken to have gone just now.
         """
         if self.backward is None and self._task == -1:
-            self._alive = [one for one in self._alive if one.is_held()]
-            for one in self._alive:
+            self._look_at(_LOOKS)
+
+    def _look_at(self, most: int) -> None:
+        """Whether those that were not looked at for longest are there still."""
+        for _ in range(min(most, len(self._alive))):
+            one = self._alive.popleft()
+            if one.is_held():
                 one.record.used = self._now
+                self._alive.append(one)
+            else:
+                one.record.used = max(one.record.used, self._now - 1)
 
     def _begin(self, *, frees: bool = False) -> int:
         self._note_alive()
@@ -318,7 +346,7 @@ class StepRecorder:
         index = len(self._storages)
         moment = self._begin()
         address = self._address(x)
-        made = self._made.get(address)
+        made = self._made.get((address, version_of(x)))
         self._storages.append(_Storage(site.nbytes, moment, moment, made=made))
         self._index[slot] = index
         self._alive.append(_Alive(WeakStorage(x), weakref.ref(slot), self._storages[index]))
@@ -339,9 +367,9 @@ class StepRecorder:
         self._asking = -1
 
     def _note_made(self, x: Tensor, made: _Made) -> None:
-        address = self._address(x)
-        self._made[address] = made
-        index = self._at.get((address, version_of(x)))
+        at = self._address(x), version_of(x)
+        made = self._made.setdefault(at, made)  # a view, or dropout of nothing, makes nothing
+        index = self._at.get(at)
         if index is not None and self._storages[index].made is None:
             self._storages[index].made = made
 

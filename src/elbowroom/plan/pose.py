@@ -184,13 +184,14 @@ def _region(
 def _made_inside(profile: Profile, call: ModuleCall) -> list[int]:
     """What an op inside the call makes, and ops outside save: it has no producer to rebuild from.
 
-    As an input of the region, that is held by an option that needs none.
+    Or it would be made of what is inside. As an input of the region, it is held by an option that
+    needs neither.
     """
     inside = set(_inside(profile, call))
     return [
         i
         for i, storage in enumerate(profile.storages)
-        if call.name in storage.made_in
+        if (call.name in storage.made_in or inside.intersection(storage.made_of))
         and i not in inside
         and any(save.site.rebuildable is not Rebuildable.NO for save in storage.saves)
     ]

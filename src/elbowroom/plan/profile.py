@@ -18,7 +18,7 @@ from elbowroom.codecs import Facts
 from elbowroom.kernels.windows import Window
 from elbowroom.plan import files
 from elbowroom.plan.shares import NoiseShares, SiteShares
-from elbowroom.plan.site import Formula, Need, Reads, Rebuildable, Site, SiteName
+from elbowroom.plan.site import RECURRENT, Formula, Need, Reads, Rebuildable, Site, SiteName
 from elbowroom.plan.standing import Standing, standing_from
 from elbowroom.units import show_nbytes, show_seconds
 
@@ -55,6 +55,7 @@ class Storage:
     freed       the last moment at which something is held for it
     producer_s  seconds of the op that made it
     made_in     the modules that ran then, as in `Save`
+    made_of     the storages that it could be made again from, by index
     """
 
     nbytes: int
@@ -67,6 +68,7 @@ class Storage:
     producer_s: float
     made_in: tuple[str, ...]
     saves: tuple[Save, ...]
+    made_of: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,9 @@ class ModuleCall:
     why_not: str = ""
     sources: tuple[int, ...] = ()
     made_nbytes: int = 0
+
+
+_CONTAINERS = {"Sequential", "ModuleList", "ModuleDict"}
 
 
 @dataclass(frozen=True)
@@ -162,12 +167,26 @@ class Profile:
         )
 
     def never_again(self, names: Collection[str]) -> "Profile":
-        """The same step, with these modules not to be recomputed."""
-        why = "it gives another result when it runs again"
+        """The same step, with these modules not to be recomputed.
+
+        Nor others of their class, whose code is the same: each would be found out in a step of its
+        own. A container runs the code of others.
+        """
+        why = "it, or one of its class, gives another result when it runs again"
         if not names:
             return self
-        kept = (replace(one, why_not=why) if one.name in names else one for one in self.modules)
+        kinds = {one.kind for one in self.modules if one.name in names} - _CONTAINERS
+        kept = (
+            replace(one, why_not=why) if one.name in names or one.kind in kinds else one
+            for one in self.modules
+        )
         return replace(self, modules=tuple(kept))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether an LSTM, GRU or RNN has saved anything."""
+        saves = (save for storage in self.storages for save in storage.saves)
+        return any(save.site.consumer in RECURRENT for save in saves)
 
     @property
     def saved_nbytes(self) -> int:
@@ -240,6 +259,8 @@ def _check(profile: Profile) -> None:
     seen = [profile.backward]
     for storage in profile.storages:
         seen += [storage.born, storage.used, storage.freed, *storage.needs]
+        if not all(0 <= index < len(profile.storages) for index in storage.made_of):
+            raise ValueError("a storage is made from a storage")
         if not storage.saves:
             raise ValueError("a storage is saved by some op")
     for call in profile.modules:
@@ -265,7 +286,7 @@ def _storage(data: dict[str, Any]) -> Storage:
         Save(**{**one, "site": _site(one["site"]), "modules": tuple(one["modules"])})
         for one in data["saves"]
     )
-    lists = {name: tuple(data[name]) for name in ("needs", "made_in")}
+    lists = {name: tuple(data.get(name, ())) for name in ("needs", "made_in", "made_of")}
     return Storage(**{**data, **lists, "saves": saves})
 
 

@@ -34,7 +34,10 @@ def in_sequence(first: Profile, second: Profile) -> Profile:
         starts_s=(*first.starts_s, *(first.seconds + at_s for at_s in second.starts_s)),
         backward=moments + second.backward,
         seconds=first.seconds + second.seconds,
-        storages=(*first.storages, *(_later(storage, moments) for storage in second.storages)),
+        storages=(
+            *first.storages,
+            *(_later(storage, moments, storages) for storage in second.storages),
+        ),
         modules=(
             *first.modules,
             *(_later_call(call, moments, storages) for call in second.modules),
@@ -42,8 +45,8 @@ def in_sequence(first: Profile, second: Profile) -> Profile:
     )
 
 
-def _later(storage: Storage, moments: int) -> Storage:
-    """So many moments later."""
+def _later(storage: Storage, moments: int, storages: int) -> Storage:
+    """So many moments later; `storages` come before those that it names."""
     saves = tuple(replace(save, at=save.at + moments) for save in storage.saves)
     return replace(
         storage,
@@ -51,6 +54,7 @@ def _later(storage: Storage, moments: int) -> Storage:
         used=storage.used + moments,
         freed=storage.freed + moments,
         saves=saves,
+        made_of=tuple(at + storages for at in storage.made_of),
     )
 
 

@@ -24,6 +24,7 @@ class Context:
     Or those of the process, for plain `er.saving`.
 
     unrepeatable  names of modules that are never to be recomputed
+    runs_again    recurrent layers run forward again in backward, in every forward (`recurrent.py`)
     """
 
     def __init__(self, seed: int = 0, *, learns: bool = True) -> None:
@@ -33,6 +34,7 @@ class Context:
         self.learns = learns
         self.prefetcher = Prefetcher()
         self.unrepeatable: frozenset[str] = frozenset()
+        self.runs_again = False
         self._kept: set[SiteKey] = set()
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()

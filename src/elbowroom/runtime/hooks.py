@@ -14,7 +14,7 @@ thread, or never.
 
 import logging
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -132,7 +132,7 @@ class Saving:
         self._after = after
         self._calls: modules.Calls = weakref.WeakKeyDictionary()
         self._passing = Passing(None, self.ledger, min_nbytes)
-        self._identity = Identity()
+        self._identity = Identity(self.ledger if getattr(policy, "rebuild", True) else None)
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
         self._waiting = WaitingLine()
@@ -343,6 +343,8 @@ class Saving:
         if direct.always:
             return True
         allowed = direct.exact or not self._is_exact
+        if direct.again and self.context.runs_again:
+            return True
         if direct.again and not getattr(self.policy, "again", False):
             return False
         if call.would_rerun:  # else q and k could have no code
@@ -453,9 +455,11 @@ class Saving:
             why = f"'{slot.bits_of}' holds another mask of it"
             reading = Reading(Need.EXACT, Formula.COMPARED, why)
         need = reading.need
-        noted = None
+        noted: Site | None = None
+        sources: Sequence[Slot] = ()
         if self.recorder is not None and call is not None:
             origin, ready = self._identity.origin(x), self._ready(x)
+            sources = () if ready is None else ready.slots
             noted = site_of(slot, x, call, reading, ready, name, origin)
             if call.would_rerun:
                 noted = as_node(noted, x, call)
@@ -474,9 +478,8 @@ class Saving:
             self._passing.parts.saved(op, slot, x, self._identity, held)
         view = View(slot, x, need)
         if self.recorder is not None and noted is not None:
-            view = self.recorder.saved(
-                view, x, noted, left_alone(slot, x, call, need, self.min_nbytes)
-            )
+            why_kept = left_alone(slot, x, call, need, self.min_nbytes)
+            view = self.recorder.saved(view, x, noted, why_kept, sources)
         if call is not None:
             call.note_saved(slot, x)
             readable = call.name != CHECKPOINT  # no op of the graph reads it, to be probed

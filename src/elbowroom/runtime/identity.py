@@ -21,13 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.runtime.handles.keep import storage_nbytes, version_of
+from elbowroom.runtime import modules
+from elbowroom.runtime.handles.keep import KeepHandle, storage_nbytes, version_of
+from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.recipes import Recipe
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.weak import WeakStorage
 
 _WINDOW = 4  # a view of less than a fourth of its storage is a window
+_MOST_CONSTANTS = 8
 _DEEPEST_PARAMETER_GRAPH = 16
 _PICKS = ("Embedding", "Index", "Gather", "Take")  # what these make of a parameter is data
 _SCALES = ("Mul", "Mv", "Vdot", "Dot")  # pruning masks and spectral_norm's vectors enter here
@@ -57,10 +60,15 @@ class _Storage:
 
 
 class Identity:
-    """The storages that one context has seen."""
+    """The storages that one context has seen.
 
-    def __init__(self) -> None:
+    ledger  counts copies of constants; None: there are to be none
+    """
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self._ledger = ledger
         self._storages: dict[int, _Storage] = {}
+        self._constants: dict[tuple[int, int], tuple[WeakStorage, Slot]] = {}
         self._purge_at = 256
 
     def slot(self, x: Tensor) -> Slot | None:
@@ -93,8 +101,30 @@ class Identity:
         found = [ref() for known in self._storages.values() for ref in known.slots.values()]
         return [slot for slot in found if slot is not None]
 
+    def constant(self, x: Tensor, op: str) -> Slot | None:
+        """A slot with a copy of what no op saves: a mask that is added, for one.
+
+        One for each version of a storage, in which x may be any view. The last ones are held, be
+        they used or not: what is made again with one may be saved a few ops later.
+        """
+        base = covering(x)
+        if self._ledger is None or base is None:
+            return None
+        key = x.untyped_storage()._cdata, version_of(x)
+        known = self._constants.pop(key, None)
+        if known is None or known[0].expired():
+            while len(self._constants) >= _MOST_CONSTANTS:
+                del self._constants[next(iter(self._constants))]
+            entry = self._ledger.open(modules.current(), op, str(x.dtype).removeprefix("torch."), 0)
+            slot = Slot(base, entry)
+            slot.hold(KeepHandle(base.clone(), "a constant: something is made again with it"))
+            known = WeakStorage(x), slot
+        self._constants[key] = known
+        return known[1]
+
     def clear(self) -> None:
         self._storages.clear()
+        self._constants.clear()
 
     def _known(self, x: Tensor) -> _Storage | None:
         # A weakly held address is never reused: who lives there now is who lived there then.
@@ -108,10 +138,16 @@ class Identity:
         return known
 
     def _purge(self) -> None:
-        """Forget dead storages now and then: a context around a whole training must not grow."""
+        """Forget dead storages now and then: a context around a whole training must not grow.
+
+        Not those for which something is held still, a code of it or how it is made again.
+        """
         if len(self._storages) >= self._purge_at:
             self._storages = {
-                at: known for at, known in self._storages.items() if not known.weak.expired()
+                at: known
+                for at, known in self._storages.items()
+                if not known.weak.expired()
+                or any(ref() is not None for ref in known.slots.values())
             }
             self._purge_at = max(256, 2 * len(self._storages))
 

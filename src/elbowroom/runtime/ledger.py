@@ -93,6 +93,7 @@ class Ledger:
     """Counts of one `saving` context. `before_nbytes` and `after_nbytes` are the two to compare.
 
     away_nbytes: what was in host memory or in a file instead, at the same moment.
+    most_nbytes: the most that was held at any moment.
     was_asked: backward has begun.
     """
 
@@ -106,7 +107,7 @@ class Ledger:
         self._fullest = 0
         self._dead = 0
         self.was_asked = False
-        self.held_nbytes = 0
+        self.held_nbytes = self.most_nbytes = 0
         self.held_away_nbytes = 0
         self.before_nbytes = 0
         self.after_nbytes = 0
@@ -169,6 +170,7 @@ class Ledger:
             if entry.died:
                 return
             self.held_nbytes += nbytes - entry.after_nbytes
+            self.most_nbytes = max(self.most_nbytes, self.held_nbytes)
             self.held_away_nbytes += away_nbytes - entry.away_nbytes
             entry.after_nbytes, entry.away_nbytes = nbytes, away_nbytes
             if entry.born <= self._fullest and self._plain_nbytes == self.before_nbytes:

@@ -5,7 +5,7 @@ may watch what errors codes make (`Observer`), or write down what is saved when 
 steps are not watched, and then nothing here is called but `begin`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,9 +64,12 @@ class Observer(Protocol):
 class Recorder(Protocol):
     """Writes down one forward, and the backward that follows."""
 
-    def saved(self, view: View, x: Tensor, site: Site, why: str) -> View:
+    def saved(
+        self, view: View, x: Tensor, site: Site, why: str, sources: Sequence[Slot] = ()
+    ) -> View:
         """An op has saved x. why: the reason that it is left alone whatever the policy says, or "".
 
+        sources: what it could be made again from.
         What comes back is what autograd holds: the view, or one that tells when it is asked for.
         """
         ...

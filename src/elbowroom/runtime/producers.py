@@ -16,7 +16,7 @@ from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import Identity, Origin, is_dense, untouchable
 from elbowroom.runtime.masks import CAPPED
 from elbowroom.runtime.recipes import Op, Recipe, same_order
-from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
 from elbowroom.runtime.statistics import logical_statistics, statistics_of
 
 
@@ -233,17 +233,91 @@ def _binary(
     run: Callable[..., Tensor] = forward
     if type(x) is nn.Parameter or not _is_there(y, identity):
         x, y, run = y, x, backward
-    if untouchable(x) or torch.result_type(x, y) is not out.dtype or not _is_there(y, identity):
+    if untouchable(x) or torch.result_type(x, y) is not out.dtype:
         return None
+    is_there = _is_there(y, identity)
+    if not is_there:
+        x, y, run = y, x, forward
     source = _operand(x, call, identity)
     if source is None:
         return None
     held = identity.slot(y)
+    if not is_there:
+        if untouchable(y) or y.requires_grad or y.numel() * _MUCH_LARGER > out.numel():
+            return None
+        made_of = source.ready() if isinstance(source, Recipe) else source
+        held = identity.constant(y, call.name) if made_of is not None and made_of.exact else None
+        if held is None:
+            return None
     if type(y) is nn.Parameter or held is None:
         factor = y.detach()
         op = Op(lambda x, _: run(x, factor), lambda x: run(x, factor), fixed=(factor,))
     else:  # `Ready` combines
         op = Op(lambda x, _: x, lambda x: x, other=(weakref.ref(held), Geometry.of(y)), combine=run)
+    recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
+    return None if recipe is None else Origin(call.name, recipe=recipe)
+
+
+def _contraction(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """A product of matrices that its node has saved both, where each element of it sums few.
+
+    Of attention's logits: what two matrices of 64 columns take as much memory as is soon read more
+    quickly than a tensor that was written long ago. Only from exact ones: an error in a logit is
+    one of a factor.
+    """
+    node = out.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    run = None if node is None else _CONTRACTIONS.get(node.name())
+    if run is None:
+        return None
+    x, y = (_view_of(getattr(node, f"_raw_saved_{field}")) for field in ("self", "mat2"))
+    if x is None or y is None or not x.slot.dtype is y.slot.dtype is out.dtype:
+        return None
+    if x.geometry.shape[-1] > _FEW or not (x.slot.exact and y.slot.exact):
+        return None
+    made = Geometry.of(out)
+
+    def combine(x: Tensor, y: Tensor, _: Tensor | None = None) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return made.on(run(x, y))
+
+    op = Op(lambda x, _: x, other=(weakref.ref(y.slot), y.geometry), combine=combine)
+    recipe = Recipe.of(op, x.slot, x.geometry, out, identity.slot(out))
+    return None if recipe is None else Origin(call.name, recipe=recipe)
+
+
+def _view_of(saved: Any) -> View | None:
+    """Our view of what a node has saved, if it has saved it, and it is not a parameter."""
+    packed = getattr(saved, "data", None)
+    held = packed.held if isinstance(packed, Deferred) else packed
+    return held if isinstance(held, View) else None
+
+
+def _softmax(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    x, rest, named, func = call.arg(0, "input"), call.args[1:], dict(call.kwargs), call.func
+    named.pop("input", None)
+    if out.dtype is not x.dtype and torch.is_autocast_enabled(x.device.type):
+        return None
+    return _make(call, out, identity, Op(lambda x, _: func(x, *rest, **named)))
+
+
+def _gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """Rows of a tensor, by an index that is saved."""
+    x, dim, index = call.arg(0, "input"), call.arg(1, "dim", 0), call.arg(2, "index")
+    if not isinstance(index, Tensor):  # x[index]
+        dim, index = 0, dim
+    if not isinstance(index, Tensor) or index.dtype is not torch.int64 or index.dim() != 1:
+        return None
+    held, source = identity.slot(index), _operand(x, call, identity)
+    if source is None or held is None or held.value is None:
+        return None
+
+    def combine(x: Tensor, index: Tensor, _: Tensor | None = None) -> Tensor:
+        return x.index_select(dim, index)
+
+    other = weakref.ref(held), Geometry.of(index)
+    op = Op(lambda x, _: x, lambda x: x, other=other, combine=combine)
     recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
@@ -403,6 +477,13 @@ def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
+_MUCH_LARGER = 4  # times than a constant is that it takes to make it again
+_FEW = 256  # elements that a product sums: those of a head
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
+_CONTRACTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "BmmBackward0": torch.bmm,
+    "MmBackward0": torch.mm,
+}
 _ELEMENTWISE = (
     *("tanh", "sigmoid", "exp", "expm1", "exp2", "log", "log1p", "sqrt", "rsqrt", "reciprocal"),
     *("square", "pow", "__pow__", "abs", "neg", "__neg__", "sin", "cos", "erf", "softplus", "elu"),
@@ -440,4 +521,7 @@ _MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **{name: partial(_binary, op) for op, names in _BINARY.items() for name in names},
     **dict.fromkeys(("to", "float", "bfloat16", "half", "type_as"), _cast),
+    **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), _contraction),
+    **dict.fromkeys(("softmax", "log_softmax"), _softmax),
+    **dict.fromkeys(("index_select", "__getitem__"), _gather),
 }

@@ -41,10 +41,11 @@ from elbowroom.runtime.handles.keep import check_version, version_of
 from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.slot import Geometry, Slot
 
-# Ops in a chain, all of which run at every restore. In a GELU that is written out in Python a cube,
-# a product, a sum, a product, a tanh and a sum lie between its input and what is saved last.
-_DEEPEST = 6
-_DEEPEST_READY = 8  # the same, through saved tensors that are made again themselves
+# Ops in a chain, all of which run at every restore. Attention that is written out in Python takes a
+# product of q and k, scales it, caps it (a quotient, a tanh, a product), adds a mask and takes the
+# softmax.
+_DEEPEST = 8
+_DEEPEST_READY = 10  # the same, through saved tensors that are made again themselves
 _AT_ONCE = 1 << 18  # elements, a multiple of 8: what `outside` makes of them stays in the cache
 
 
