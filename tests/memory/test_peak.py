@@ -1,5 +1,6 @@
 """The allocator's truth, on steps whose memory can be worked out by hand."""
 
+import copy
 import gc
 
 import pytest
@@ -11,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import elbowroom as er
 from elbowroom.measure import MemoryCurve, allocations, mark, memory_curve, peak
 from elbowroom.measure.held import Held, all_tensors
+from elbowroom.runtime.attach import opener_of
 
 MIB = 2**20
 
@@ -158,3 +160,44 @@ def test_a_peak_ends_the_measurement_that_a_fitted_model_has_running():
     assert peak(lambda: training_step(model, x)) == pytest.approx(plain, rel=0.01)
     training_step(model, x)
     er.release(model)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_the_first_step_of_a_fitted_model_is_the_same_with_a_peak_around_it(share, caplog):
+    """fit measures and rehearses inside of it: they share the profiler."""
+    model, x = conv_net(6, 16), torch.randn(16, 8, 32, 32)
+    training_step(model, x)
+    plain = peak(lambda: training_step(model, x))
+    weights = sum(p.nbytes for p in model.parameters())
+    state = copy.deepcopy(model.state_dict())
+    settled = []
+    for around in (peak, lambda step: step()):
+        model.load_state_dict(state)
+        er.fit(model, budget=(budget := weights + int(share * plain)))
+        first = around(lambda: training_step(model, x))
+        for _ in range(3):
+            around(lambda: training_step(model, x))
+        settled.append(opener_of(model).planning.setting)
+        if around is peak:
+            assert first + weights <= 1.05 * budget
+            assert peak(lambda: training_step(model, x)) + weights <= budget
+        er.release(model)
+    assert settled[0] == settled[1]
+    assert "cannot be measured" not in caplog.text
+
+
+def test_a_measurement_inside_another_is_given_its_own_part():
+    outer = allocations.Allocations(shares=True)
+    one = torch.zeros(1000, dtype=torch.uint8)
+    inner = allocations.Allocations()
+    assert not allocations.may_begin()
+    allocations.Allocations.mark("between")
+    two = torch.zeros(3000, dtype=torch.uint8)
+    of_inner = inner.stop()
+    del one
+    of_outer = outer.stop()
+    assert [change.nbytes for change in of_inner[0]] == [3000]
+    assert [change.nbytes for change in of_outer[0]] == [1000, 3000, -1000]
+    assert [mark.name for mark in of_inner[1]] == [mark.name for mark in of_outer[1]] == ["between"]
+    assert not allocations.is_busy()
+    del two

@@ -373,9 +373,9 @@ class Fitting:
         if blind and not waits and not self._said_blind:
             self._said_blind = True
             _log.warning(
-                "budget %s: this step cannot be measured (a profiler runs, as that of er.peak, or "
-                "this is not the main thread), so its peak is estimated, and may be above the "
-                "budget; run the first steps without, and er.fit learns from them",
+                "budget %s: this step cannot be measured (a profiler runs, or this is not the main "
+                "thread), so its peak is estimated, and may be above the budget; run the first "
+                "steps without, and er.fit learns from them",
                 show_nbytes(self.terms.budget_nbytes),
             )
 

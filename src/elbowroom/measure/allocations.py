@@ -15,10 +15,12 @@ One profiler runs in a process. One that the program starts by itself ends ours 
 """
 
 import ctypes
+import gc
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
@@ -64,63 +66,123 @@ class _Event(Protocol):
 
 
 class Allocations:
-    """Runs from its making to `stop`."""
+    """Runs from its making to `stop`.
 
-    running: "Allocations | None" = None
+    One may begin and end while another runs that lets it: a step whose peak somebody asks for is
+    that of a model that is fitted, and measures by itself. They share the profiler, which is read
+    whenever one begins or ends; each is given what came meanwhile.
+    """
 
-    def __init__(self) -> None:
-        """Raises RuntimeError where a profiler runs already."""
-        if is_busy():
+    _running: ClassVar[list["Allocations"]] = []
+    _marked: ClassVar[dict[tuple[int, int], str]] = {}  # name by address and size
+
+    def __init__(self, *, shares: bool = False) -> None:
+        """shares: others may begin while this runs.
+
+        Raises RuntimeError where a profiler runs already, and does not share.
+        """
+        if not may_begin():
             raise RuntimeError("PyTorch has one profiler in a process, and it runs already")
         quiet_profiler()
         _give_way_to_others()
-        self._marked: dict[tuple[int, int], str] = {}  # name by address and size
-        _say_unknown_once()
-        config = _config()
-        _prepare_profiler(config, _CPU)
-        _enable(config)
-        Allocations.running = self
+        self.shares, self.thread = shares, threading.get_ident()
+        self._changes: list[Change] = []
+        self._marks: list[Mark] = []
+        if Allocations._running:
+            _hand_out()
+        else:
+            _say_unknown_once()
+        Allocations._running.append(self)
+        _begin()
 
-    def mark(self, name: str) -> None:
-        """Name this moment."""
-        nbytes = _MARK_NBYTES + 2 * (len(self._marked) % _MARKS)
+    @classmethod
+    def sharing(cls) -> bool:
+        """Whether all that run let another one begin, on this thread."""
+        here = threading.get_ident()
+        return bool(cls._running) and all(one.shares and one.thread == here for one in cls._running)
+
+    @classmethod
+    def mark(cls, name: str) -> None:
+        """Name this moment, for all that run."""
+        if not cls._running:
+            return
+        nbytes = _MARK_NBYTES + 2 * (len(cls._marked) % _MARKS)
         # A storage, not a tensor: no mode that somebody has opened may see it.
         block = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
-        self._marked[block.data_ptr(), nbytes] = name
+        cls._marked[block.data_ptr(), nbytes] = name
 
     def stop(self) -> tuple[list[Change], list[Mark]]:
         """All changes and marks since the start, in order."""
-        if Allocations.running is self:
-            Allocations.running = None
-        return self._read(_disable_profiler())
+        if self in Allocations._running:
+            try:
+                _hand_out()
+            finally:
+                Allocations._running.remove(self)
+                if Allocations._running:
+                    _begin()
+        return self._changes, self._marks
 
-    def _read(self, results: Any) -> tuple[list[Change], list[Mark]]:
-        events = [event for event in _roots(results) if event.name == "[memory]"]
-        found = [
-            Change(event.start_time_ns, fields.ptr, fields.alloc_size, fields.device.type)
-            for event in events
-            if (fields := event.extra_fields)
-        ]
-        found.sort(key=lambda change: change.at_ns)  # stable: ties keep their order
-        changes: list[Change] = []
-        marks: list[Mark] = []
-        freed = None  # the release that must follow a mark
-        for one, following in zip(found, [*found, None][1:], strict=True):
-            if one is freed:
-                continue
-            name = self._marked.get((one.ptr, one.nbytes))
-            is_released = following is not None and following[1:3] == (one.ptr, -one.nbytes)
-            if name is not None and is_released:
-                marks.append(Mark(one.at_ns, name))
-                freed = following
-            else:
-                changes.append(one)
-        return changes, marks
+    def take(self, changes: list[Change], marks: list[Mark]) -> None:
+        """What came since the last time."""
+        self._changes += changes
+        self._marks += marks
+
+
+def _begin() -> None:
+    Allocations._marked.clear()
+    config = _config()
+    _prepare_profiler(config, _CPU)
+    _enable(config)
+
+
+def _hand_out() -> None:
+    """Give what has come to all that run; the profiler has ended then.
+
+    Nothing of the program's may be freed before it runs again, so no garbage is collected.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        found = _read(_disable_profiler())
+        for one in Allocations._running:
+            one.take(*found)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _read(results: Any) -> tuple[list[Change], list[Mark]]:
+    events = [event for event in _roots(results) if event.name == "[memory]"]
+    found = [
+        Change(event.start_time_ns, fields.ptr, fields.alloc_size, fields.device.type)
+        for event in events
+        if (fields := event.extra_fields)
+    ]
+    found.sort(key=lambda change: change.at_ns)  # stable: ties keep their order
+    changes: list[Change] = []
+    marks: list[Mark] = []
+    freed = None  # the release that must follow a mark
+    for one, following in zip(found, [*found, None][1:], strict=True):
+        if one is freed:
+            continue
+        name = Allocations._marked.get((one.ptr, one.nbytes))
+        is_released = following is not None and following[1:3] == (one.ptr, -one.nbytes)
+        if name is not None and is_released:
+            marks.append(Mark(one.at_ns, name))
+            freed = following
+        else:
+            changes.append(one)
+    return changes, marks
 
 
 def is_busy() -> bool:
     """Whether a profiler runs, ours or somebody else's, or has been prepared by somebody else."""
-    return Allocations.running is not None or _Others.prepared or _is_enabled()
+    return bool(Allocations._running) or _Others.prepared or _is_enabled()
+
+
+def may_begin() -> bool:
+    """Whether no profiler runs, or one of ours that shares."""
+    return not is_busy() or (Allocations.sharing() and not _Others.prepared)
 
 
 def quiet_profiler() -> None:

@@ -5,7 +5,7 @@ the start. On a CPU: what the allocator reports (`allocations.py`). That belongs
 there is one in a process, so an interval runs only on the main thread, one at a time, and never
 beside a profiler of the user's: `start` then gives None, and one tries again later. An interval
 that is not needed any more must be closed. A peak that somebody asks for (`er.peak`) and a profiler
-that the user starts end one that runs.
+that the user starts end one that runs; inside of such a peak one may begin.
 """
 
 import atexit
@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-from elbowroom.measure.allocations import Allocations, is_busy
+from elbowroom.measure.allocations import Allocations, may_begin
 from elbowroom.measure.background import Background
 from elbowroom.measure.peak import MemoryCurve, curve_of
 
@@ -73,4 +73,4 @@ def may_measure(device: torch.device) -> bool:
     if device.type == "cuda":
         return True
     on_main = threading.current_thread() is threading.main_thread()
-    return on_main and Background.running is None and not is_busy()
+    return on_main and Background.running is None and may_begin()

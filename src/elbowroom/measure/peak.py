@@ -56,8 +56,7 @@ class MemoryCurve:
 
 def mark(name: str) -> None:
     """Name this moment of a step, for `memory_curve`: `mark("backward")`. Costs microseconds."""
-    if Allocations.running is not None:
-        Allocations.running.mark(name)
+    Allocations.mark(name)
 
 
 def peak(step: Callable[[], object], *, device: torch.device | str | None = None) -> int:
@@ -95,7 +94,7 @@ def memory_curve(
         )
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    allocations = Allocations()
+    allocations = Allocations(shares=True)
     try:
         result = step()
         if device.type == "cuda":
