@@ -15,10 +15,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_report_header() -> str:
-    """Which PyTorch is tested: a line of every run, in CI too."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which PyTorch was tested: a line of every run, of the quiet ones of CI, too.
+
+    Those show no header (`pytest_report_header`).
+    """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    return f"torch {torch.__version__}, {device}"
+    terminalreporter.write_line(f"torch {torch.__version__}, {device}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

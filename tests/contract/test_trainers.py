@@ -38,6 +38,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 def test_a_hugging_face_trainer_resumes_with_the_same_bits(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")  # which its Trainer needs, and its package does not bring
 
     def trainer(name: str) -> Any:
         arguments = transformers.TrainingArguments(

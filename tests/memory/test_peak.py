@@ -165,7 +165,7 @@ def test_a_peak_ends_the_measurement_that_a_fitted_model_has_running():
 @pytest.mark.parametrize("share", [0.8, 0.5])
 def test_the_first_step_of_a_fitted_model_is_the_same_with_a_peak_around_it(share, caplog):
     """fit measures and rehearses inside of it: they share the profiler."""
-    model, x = conv_net(6, 16), torch.randn(16, 8, 32, 32)
+    model, x = conv_net(6, 16), torch.randn(16, 16, 32, 32)
     training_step(model, x)
     plain = peak(lambda: training_step(model, x))
     weights = sum(p.nbytes for p in model.parameters())

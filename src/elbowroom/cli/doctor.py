@@ -46,7 +46,7 @@ def _packages() -> list[tuple[str, str, str]]:
     """The packages that kernels and planner stand on; a missing one is looked up, not imported."""
     meanings = {
         "elbowroom": "",
-        "torch": "tested with 2.13; 2.11 is the least",
+        "torch": "tested with 2.13 and 2.14; 2.11 is the least",
         "numpy": "",
         "numba": "the fast kernels on a CPU; without it plain torch serves",
         "scipy": "the planner's solver",

@@ -16,6 +16,7 @@ Coefficients whose band has no levels are the residual; they lie at the end.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import cos, pi, sqrt
 from typing import NamedTuple
@@ -39,8 +40,13 @@ class Run(NamedTuple):
     levels: int
 
 
-class Bands(NamedTuple):
-    """All that a block size and the levels of the bands decide."""
+@dataclass(frozen=True)
+class Bands:
+    """All that a block size and the levels of the bands decide.
+
+    No tuple, not even a named one: Triton 3.8 takes a kernel's constants that are tuples for tuples
+    of its own, which have neither these methods nor `index` and `count`.
+    """
 
     block: int
     lanes: int

@@ -240,6 +240,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "AmaxBackward0": {"self": COMPARED, "result": COMPARED},  # grad where self == result
     "AminBackward0": {"self": COMPARED, "result": COMPARED},  # grad where self == result
     "AminmaxBackward0": {"self": COMPARED, "max": COMPARED, "min": COMPARED},  # as amax
+    # Equal to a bound: torch 2.13 passes grad; 2.14 nothing, or half where the bound is a tensor.
     "ClampMaxBackward0": {"self": COMPARED},  # grad where self <= max
     "ClampMaxBackward1": {"self": COMPARED, "max": COMPARED},  # grad where self <= max
     "ClampMinBackward0": {"self": COMPARED},  # grad where self >= min
