@@ -57,7 +57,7 @@ T = TypeVar("T")
 def saving(
     policy: str | Codec | Policy | None = None,
     *,
-    min_nbytes: int = 65536,
+    min_nbytes: int = 32768,
     rebuild: bool = True,
     seed: int | None = None,
     noise: float | None = None,

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import elbowroom as er
 from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.errors import BudgetTooSmall, DataError, PlanError, UnknownField
-from elbowroom.plan import menu
+from elbowroom.measure.recording import Recording
+from elbowroom.plan import KeepAll, menu
 from elbowroom.plan.plan import Plan, difference
 from elbowroom.plan.pose import Posed, pose, profiled_level
 from elbowroom.plan.problem import Choice, keep_all, levels, option_spans, summed
@@ -30,6 +31,7 @@ from elbowroom.plan.profile import Profile
 from elbowroom.plan.site import Need, Site, SiteName
 from elbowroom.runtime import calls, modules
 from elbowroom.runtime import direct as direct_ops
+from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.slot import View
 
 BATCH = 16
@@ -913,3 +915,22 @@ def test_a_class_is_found_out_once() -> None:
     left = {one.name for one in profile.never_again([containers[0].name]).modules if one.why_not}
     before = {one.name for one in profile.modules if one.why_not}
     assert left - before <= {containers[0].name}
+
+
+def test_each_node_of_a_call_asks_for_its_own() -> None:
+    """Cross entropy makes two: the log-softmax, whose result is asked for second, and the loss."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(32, 500), torch.randn(64, 32)
+    target = torch.randint(0, 500, (64,))
+    recording = Recording.start([x], torch.device("cpu"))
+    assert recording is not None
+    try:
+        with Saving(KeepAll(), min_nbytes=0, recorder=recording.recorder):
+            loss = F.cross_entropy(layer(x), target)
+        nodes = recording.recorder.asks()
+        storages = recording.recorder.storages()
+    finally:
+        recording.close()
+    of_call = {s.nbytes: n for s, n in zip(storages, nodes, strict=True)}
+    assert of_call[64 * 500 * 4] < of_call[64 * 8]  # the probabilities, the targets
+    del loss

@@ -130,9 +130,9 @@ class StepRecorder:
     # what the hooks tell
 
     def saved(
-        self, view: View, x: Tensor, site: Site, why: str, sources: Sequence[Slot] = ()
+        self, view: View, x: Tensor, site: Site, why: str, node: int, sources: Sequence[Slot]
     ) -> View:
-        """An op saves x, which could be made again from these sources."""
+        """The node of an op saves x, which could be made again from these sources."""
         index = self._index.get(view.slot)
         if index is None:
             index = self._new(view.slot, x, site)
@@ -140,8 +140,7 @@ class StepRecorder:
         self._storages[index].made_of.update(at for at in known if at is not None)
         saves = self._storages[index].saves
         saves.append(Save(site, why, modules.stack(), self._now))
-        # A node is numbered before it saves anything.
-        self._storages[index].nodes.append(torch._C._autograd._get_sequence_nr() - 1)
+        self._storages[index].nodes.append(node)
         return RecordedView(view, self, index, len(saves) - 1, self._calls)
 
     def curved(self, slot: Slot) -> None:

@@ -79,7 +79,7 @@ from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again
 from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, site_of
-from elbowroom.runtime.slot import Beside, Deferred, Lone, Slot, View
+from elbowroom.runtime.slot import Beside, Deferred, Lone, Slot, View, last_node
 from elbowroom.runtime.statistics import statistics_of
 from elbowroom.runtime.waiting import Waiting, WaitingLine, root_of
 
@@ -109,7 +109,7 @@ class Saving:
         self,
         policy: Policy,
         *,
-        min_nbytes: int = 65536,
+        min_nbytes: int = 32768,
         context: Context = PROCESS,
         warns: bool = False,
         observer: Observer | None = None,
@@ -420,7 +420,7 @@ class Saving:
 
     def _decide_on(self, one: Deferred, x: Tensor, call: Call, reading: Reading) -> None:
         if isinstance(one.held, KeepHandle) and not one.held.was_changed:
-            one.held = self._packed(x, call, reading)
+            one.held = self._packed(x, call, reading, one.node)
 
     def _passes(self, op: str) -> bool:
         """Whether the op that begins is inert. What waits for one more op must see that."""
@@ -442,8 +442,13 @@ class Saving:
             return self._passing.keep_small(x, (self._module, self._consumer))
         return None
 
-    def _packed(self, x: Tensor, call: Call | None, reading: Reading) -> View:
-        """A view of the slot of x, which then holds what this reading needs."""
+    def _packed(
+        self, x: Tensor, call: Call | None, reading: Reading, node: int | None = None
+    ) -> View:
+        """A view of the slot of x, which then holds what this reading needs.
+
+        node: autograd's number of the one that saves x; None: the last
+        """
         name = self._name(call)
         slot = self._identity.slot(x) or self._new_slot(x, name)
         if call is not None:
@@ -479,7 +484,8 @@ class Saving:
         view = View(slot, x, need)
         if self.recorder is not None and noted is not None:
             why_kept = left_alone(slot, x, call, need, self.min_nbytes)
-            view = self.recorder.saved(view, x, noted, why_kept, sources)
+            number = last_node() if node is None else node
+            view = self.recorder.saved(view, x, noted, why_kept, number, sources)
         if call is not None:
             call.note_saved(slot, x)
             readable = call.name != CHECKPOINT  # no op of the graph reads it, to be probed

@@ -65,11 +65,11 @@ class Recorder(Protocol):
     """Writes down one forward, and the backward that follows."""
 
     def saved(
-        self, view: View, x: Tensor, site: Site, why: str, sources: Sequence[Slot] = ()
+        self, view: View, x: Tensor, site: Site, why: str, node: int, sources: Sequence[Slot]
     ) -> View:
         """An op has saved x. why: the reason that it is left alone whatever the policy says, or "".
 
-        sources: what it could be made again from.
+        node: autograd's number of its node. sources: what x could be made again from.
         What comes back is what autograd holds: the view, or one that tells when it is asked for.
         """
         ...

@@ -243,7 +243,7 @@ def _binary(
         return None
     held = identity.slot(y)
     if not is_there:
-        if untouchable(y) or y.requires_grad or y.numel() * _MUCH_LARGER > out.numel():
+        if untouchable(y) or y.numel() * _MUCH_LARGER > out.numel():
             return None
         made_of = source.ready() if isinstance(source, Recipe) else source
         held = identity.constant(y, call.name) if made_of is not None and made_of.exact else None

@@ -44,8 +44,8 @@ from elbowroom.runtime.slot import Geometry, Slot
 # Ops in a chain, all of which run at every restore. Attention that is written out in Python takes a
 # product of q and k, scales it, caps it (a quotient, a tanh, a product), adds a mask and takes the
 # softmax.
-_DEEPEST = 8
-_DEEPEST_READY = 10  # the same, through saved tensors that are made again themselves
+_DEEPEST = 9
+_DEEPEST_READY = 11  # the same, through saved tensors that are made again themselves
 _AT_ONCE = 1 << 18  # elements, a multiple of 8: what `outside` makes of them stays in the cache
 
 

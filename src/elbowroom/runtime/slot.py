@@ -310,15 +310,22 @@ class Lone:
         return self._handle.restore()
 
 
+def last_node() -> int:
+    """Autograd's number of the node made last: one is numbered before it saves anything."""
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
 class Deferred:
     """A tensor of which it is decided when the call that saves it has ended.
 
     held: the tensor as it is until then, or for good if the call raises; afterwards its view.
+    node: autograd's number of the node that has saved it; a call may make several.
     """
 
-    __slots__ = ("held",)
+    __slots__ = ("held", "node")
 
     def __init__(self, x: Tensor) -> None:
+        self.node = last_node()
         self.held: View | Lone | KeepHandle = KeepHandle(x, "its op has not ended")
 
     def restore(self) -> Tensor:
