@@ -309,7 +309,7 @@ def test_a_chain_is_not_longer_than_it_pays():
     while link is not None:
         link = Recipe.of(Op(lambda y, _: y + 1, lambda y: y + 1), link, slot.base, x, None)
         length += link is not None
-    assert length == 6
+    assert length == 9
 
 
 def test_a_recipe_whose_source_is_gone_is_not_ready():

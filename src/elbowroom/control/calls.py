@@ -139,6 +139,10 @@ class Rest:
     def allowed_nbytes(self, guessed_nbytes: int) -> int:
         return sys.maxsize
 
+    def lets_layers_run_again(self, *, now: bool) -> bool:
+        """Not in what is left of a step: others of its forwards have run without."""
+        return False
+
     def surely_allowed_nbytes(self) -> int:
         return sys.maxsize
 

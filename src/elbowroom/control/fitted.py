@@ -5,7 +5,7 @@ import weakref
 from types import TracebackType
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from elbowroom.control.terms import Terms
 from elbowroom.measure.meter import NoiseMeter
@@ -14,11 +14,15 @@ from elbowroom.plan.ladder import Rung, SavedStorage, site_nbytes
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.rehearsal import SAFE, USUAL
 from elbowroom.plan.site import Site
+from elbowroom.runtime.consumers import Call, Reading
 from elbowroom.runtime.context import Context
+from elbowroom.runtime.direct import Direct
+from elbowroom.runtime.direct.recurrent import saved_nbytes
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.inert import Inertness
 from elbowroom.runtime.observer import Recorder
 from elbowroom.runtime.repeats import Unrepeatable
+from elbowroom.runtime.slot import Slot, View, last_node
 
 _log = logging.getLogger("elbowroom")
 
@@ -40,6 +44,7 @@ class Fit(Protocol):
     @property
     def may_refuse(self) -> bool: ...
     def stray(self) -> None: ...
+    def lets_layers_run_again(self, *, now: bool) -> bool: ...
 
 
 class FittedSaving(Saving):
@@ -50,6 +55,7 @@ class FittedSaving(Saving):
     impossible  even the strictest rung holds too much: the forward only counts to its end
     too_much    it would have had to climb, and may not: likewise
     storages    what the step has saved, once the context is closed
+    saved_by    autograd's numbers of the nodes that have saved each slot; of a first forward only
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class FittedSaving(Saving):
         self._has_strayed = self._begins_again = False
         self._earlier = [] if after is None else after.storages
         self.storages: list[SavedStorage] = []
+        self.saved_by: weakref.WeakKeyDictionary[Slot, list[int]] = weakref.WeakKeyDictionary()
         self._fit = fit
 
     def __exit__(
@@ -134,6 +141,23 @@ class FittedSaving(Saving):
     @property
     def _plan(self) -> Plan | None:
         return None if self.climbed else self._fit.plan
+
+    def _may_stand(self, direct: Direct, call: Call) -> bool:
+        """A recurrent op saves all at once: too late to climb, so it is asked before."""
+        if direct.again and not self.context.runs_again:
+            nbytes = saved_nbytes(call)
+            if self.ledger.held_nbytes + nbytes > self._limits(nbytes)[1]:
+                self._fit.lets_layers_run_again(now=True)
+        return super()._may_stand(direct, call)
+
+    def _packed(
+        self, x: Tensor, call: Call | None, reading: Reading, node: int | None = None
+    ) -> View:
+        view = super()._packed(x, call, reading, node)
+        if not self._may_climb:
+            number = last_node() if node is None else node
+            self.saved_by.setdefault(view.slot, []).append(number)
+        return view
 
     def _keep_out(self, module: nn.Module, name: str, why: str) -> None:
         super()._keep_out(module, name, why)

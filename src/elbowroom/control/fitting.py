@@ -21,11 +21,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.control.beside import Neighbours
 from elbowroom.control.fitted import FittedSaving
+from elbowroom.control.foresight import peak_of_backward
 from elbowroom.control.measurement import Measurement
 from elbowroom.control.owned import Owned
 from elbowroom.control.planning import Planning
@@ -34,6 +36,7 @@ from elbowroom.control.signature import Signature, signature_of
 from elbowroom.control.terms import Stock, Terms
 from elbowroom.errors import BudgetTooSmall, NothingHeld, PlanError
 from elbowroom.measure.background import Background
+from elbowroom.measure.interval import may_measure
 from elbowroom.measure.rates import rates
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.plan import Plan
@@ -228,10 +231,18 @@ class Fitting:
                 out = forward()
             except NothingHeld:
                 return None
-        if saving.too_much:
+        if saving.too_much or (after is None and self._will_be_too_much(out, saving)):
             return None
         self._ended(saving)
         return (out,)
+
+    def _will_be_too_much(self, out: Any, saving: FittedSaving) -> bool:
+        """Whether backward would be above the budget, where that can be planned."""
+        if not may_measure(self.owned.device) and self._step is None:
+            return False
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+        highest = peak_of_backward(made, saving, self.planning.stock)
+        return highest > self.terms.budget_nbytes
 
     def _forward(self, forward: Callable[[], Any], after: FittedSaving | None = None) -> Any:
         cut_short = False

@@ -310,13 +310,18 @@ class Planning:
                 raise
             self._go_back()
 
-    def lets_layers_run_again(self) -> bool:
-        """No plan fits what recurrent layers save. Whether they do without it from now on."""
-        if not self._may_run_layers_again:
+    def lets_layers_run_again(self, *, now: bool = False) -> bool:
+        """No plan fits what recurrent layers save. Whether they do without it from now on.
+
+        now: in the middle of a forward, of which nothing is known yet
+        """
+        learned = self.plan is not None or self.profile is not None or self.settled
+        if self.terms.exact or (learned if now else not self._may_run_layers_again):
             return False
         say_runs_again(self.terms)
         self.context.runs_again = True
-        self._start_over()
+        if not now:
+            self._start_over()
         return True
 
     @property

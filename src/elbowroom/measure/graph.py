@@ -14,8 +14,8 @@ from elbowroom.measure.recorder import StepRecorder
 from elbowroom.plan.backward import Graph, Node
 
 
-def graph_of(outputs: Iterable[Tensor], recorder: StepRecorder) -> Graph:
-    """What backward from these will run, of a forward that was written down.
+def graph_of(outputs: Iterable[Tensor], recorder: StepRecorder | None = None) -> Graph:
+    """What backward from these will run; recorder: of a forward that was written down.
 
     Where one of them is a single number, it is taken for the loss, and the gradient comes from it
     alone; else from all of them.
@@ -33,6 +33,8 @@ def graph_of(outputs: Iterable[Tensor], recorder: StepRecorder) -> Graph:
     nodes = tuple(_node(fn, found) for fn in found)
     roots = tuple(sorted((found[fn], which) for fn, which in starts))
     last = tuple(sorted(roots, key=lambda root: nodes[root[0]].nth)[-1:])
+    if recorder is None:
+        return Graph(nodes, roots, last_roots=last)
     return Graph(nodes, roots, recorder.asks(), recorder.hidden(), last)
 
 
@@ -44,5 +46,6 @@ def _node(fn: Any, found: dict[Any, int]) -> Node:
         takes=tuple(prod(one.shape) * one.dtype.itemsize for one in fn._input_metadata),
         gives=tuple((-1 if to is None else found[to], nr) for to, nr in fn.next_functions),
         stays=leaf is not None and leaf.grad is None,
+        workspace=getattr(fn, "workspace_nbytes", 0),
         saves=any(name.startswith("_raw_saved") for name in dir(type(fn))),
     )

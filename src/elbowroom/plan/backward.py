@@ -45,6 +45,7 @@ class Node:
     gives   (node, which of its tensors) for each input of the op; node -1: it needs no gradient
     stays   what it takes is the gradient of a leaf, which has none yet
     saves   it has saved tensors
+    workspace  bytes that it is known to take beside gradients
     """
 
     nth: int
@@ -53,6 +54,7 @@ class Node:
     gives: tuple[tuple[int, int], ...] = ()
     stays: bool = False
     saves: bool = False
+    workspace: int = 0
 
     @property
     def is_leaf(self) -> bool:
@@ -230,7 +232,7 @@ def _between(node: Node, nodes: tuple[Node, ...]) -> int:
     broadcasts = name in _REDUCING and any(size < largest for size in sizes)
     if name == "ConvolutionBackward":  # what it reads in another layout: two maps, or the weight
         return max(2 * largest, *sizes, 0)
-    return largest * (_BETWEEN.get(name, 0) + broadcasts)
+    return node.workspace + largest * (_BETWEEN.get(name, 0) + broadcasts)
 
 
 def _hidden(graph: Graph) -> dict[int, tuple[int, int, int]]:

@@ -257,11 +257,11 @@ class Saving:
             for finish in call.at_end:
                 finish(call, out)
             note_origin(call, out, self._identity)
-            for decide in results:
-                decide()
             if self._passing.parts is not None:
                 op = self._module, call.name
                 self._passing.parts.ended(op, call, out, self._identity)
+            for decide in results:
+                decide()
             if self._watch is not None:
                 self._watch.ended(call, out)
             if self.recorder is not None:

@@ -117,7 +117,9 @@ class Identity:
                 del self._constants[next(iter(self._constants))]
             entry = self._ledger.open(modules.current(), op, str(x.dtype).removeprefix("torch."), 0)
             slot = Slot(base, entry)
-            slot.hold(KeepHandle(base.detach().clone(), "a constant: something is made again with it"))
+            slot.hold(
+                KeepHandle(base.detach().clone(), "a constant: something is made again with it")
+            )
             known = WeakStorage(x), slot
         self._constants[key] = known
         return known[1]

@@ -177,6 +177,14 @@ def plain_nbytes(call: Call) -> int:
     return int(q.nbytes + k.nbytes + (1 + dropped) * weights)
 
 
+def _workspace_nbytes(how: _How, q: Tensor, k: Tensor, mask: Tensor | None) -> int:
+    """What backward takes beside gradients where torch has no fused kernel (CPU, measured)."""
+    learned = mask is not None and mask.requires_grad
+    if not (how.dropout_p or learned or q.dim() != 4):
+        return 0
+    return 4 * (q.numel() // q.shape[-1]) * k.shape[-2] * q.itemsize
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -187,6 +195,7 @@ class _Attention(torch.autograd.Function):
         with saved_tensors_hooks(_nothing, _same), drawn.first():
             out = _run(how, _leaves((q, k, v, mask), ctx.needs_input_grad)).detach()
         ctx.how, ctx.drawn = how, drawn
+        ctx.workspace_nbytes = _workspace_nbytes(how, q, k, mask)
         ctx.save_for_backward(q, k, v, mask, *drawn.take())
         return out
 

@@ -29,6 +29,7 @@ from elbowroom.runtime.identity import untouchable
 
 STRETCHES = 8  # at most: the gates of an eighth of the time stand at once
 _LEAST = 8  # moments of a stretch: shorter ones lose time in small products
+_GATES = {2: 17, 1: 8}  # tensors as large as its output that torch's LSTM saves, and its GRU (CPU)
 _ARGUMENTS = 9  # of torch.lstm and its like, in both of their forms
 
 _Tensors = tuple[Tensor, ...]
@@ -102,6 +103,19 @@ def recurrent(op: Any) -> Any:
     return run
 
 
+def saved_nbytes(call: Call) -> int:
+    """What torch's own op saves, about, of a call that `recurrent` could take the place of."""
+    x, _, states, _, rest = _arguments(call.args)
+    layers, is_bidirectional = int(rest[1]), bool(rest[4])
+    return layers * (1 + is_bidirectional) * _gates_nbytes(x, states)
+
+
+def _gates_nbytes(x: Tensor, states: Sequence[Tensor]) -> int:
+    """Of one layer in one direction. x [time, batch, ...], or [sum of lengths, ...]."""
+    each = x.numel() // x.shape[-1] * states[0].shape[-1] * x.itemsize
+    return _GATES[len(states)] * each
+
+
 def fits_recurrent(call: Call, x: Tensor) -> bool:
     """On a CPU: cuDNN draws its dropout from a state of its own, and wants all layers at once."""
     if call.kwargs or len(call.args) != _ARGUMENTS or x.device.type != "cpu" or not x.numel():
@@ -131,6 +145,7 @@ class _RunAgain(torch.autograd.Function):
     ) -> _Tensors:
         ctx.how, ctx.random = how, torch.get_rng_state() if how.drop else None
         ctx.set_materialize_grads(False)
+        ctx.workspace_nbytes = _gates_nbytes(x, tensors[: how.states]) // how.stretches
         begun: list[Tensor] = []
         with _as_in_training():
             taken = [_leaf(one, one.requires_grad) for one in tensors]
