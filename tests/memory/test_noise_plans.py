@@ -101,7 +101,7 @@ def test_a_noise_that_no_plan_keeps_to_is_refused_with_what_would_do(profile):
 
 
 def test_what_a_plan_predicts_is_what_a_meter_finds(profile):
-    plan = er.plan(profile, budget=within(profile, 0.25))
+    plan = er.plan(profile, budget=within(profile, 0.3))
     training, meter = Training(lr=0.0), NoiseMeter()
     for _ in range(8):
         with Saving(plan, observer=meter):

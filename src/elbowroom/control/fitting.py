@@ -209,7 +209,7 @@ class Fitting:
         except NothingHeld:
             pass  # backward runs inside of forward, as that of a force: it cannot be rehearsed
         except BudgetTooSmall:
-            if not self.planning.lets_layers_run_again():
+            if not self.planning.tries_more():
                 raise
             undo.back()
             self.planning.rehearse(forward)

@@ -192,7 +192,7 @@ class Planning:
         if self.profile is None:
             self._start_over()
             return
-        self.profile = self.profile.never_again(self.context.unrepeatable)
+        self.profile = self._repeatable(self.profile)
         self._plan_again(1.0)
 
     def _make_room_beside(self) -> None:
@@ -324,6 +324,19 @@ class Planning:
             self._start_over()
         return True
 
+    def _repeatable(self, profile: Profile) -> Profile:
+        """Without modules that cannot run again."""
+        names = self.context.unrepeatable
+        return profile.never_again(names, alike=self.context.blames_classes)
+
+    def tries_more(self) -> bool:
+        """No plan fits. Whether there may be more of them, for which all is learned again."""
+        if self.context.unrepeatable and self.context.blames_classes:
+            self.context.blames_classes = False
+            self._start_over()
+            return True
+        return self.lets_layers_run_again()
+
     @property
     def _may_run_layers_again(self) -> bool:
         return self._is_recurrent and not (self.context.runs_again or self.terms.exact)
@@ -361,7 +374,7 @@ class Planning:
 
     def _with_backward(self, heard: Heard, care: float) -> Profile:
         born = self._owned.unborn_gradients(), self.stock.unborn_state_nbytes
-        seen = heard.profile.never_again(self.context.unrepeatable)
+        seen = self._repeatable(heard.profile)
         return with_backward(replace(heard, profile=seen), *born, care)
 
     def _plan_by_forward(self, heard: Heard) -> None:
@@ -504,7 +517,7 @@ class Planning:
             self._try_again(last, step)
             return
         self._note(self._at_largest(step, step.profile.peak))
-        seen = step.profile.never_again(self.context.unrepeatable)
+        seen = self._repeatable(step.profile)
         self.profile = replace(seen, standing=self._owned.standing())
         self._profiled, self._beside_nbytes = self.now, step.stock.beside_nbytes
         self.rehearsed, self._margins = False, {True: 0, False: 0}
@@ -554,7 +567,7 @@ class Planning:
                 self._go_smaller()
                 return
             self.plan, self._is_recurrent = None, profile.is_recurrent
-            if self.lets_layers_run_again():
+            if self.tries_more():
                 return
             if profile.peak > self.terms.budget_nbytes:
                 raise
@@ -578,7 +591,7 @@ class Planning:
             self._follow(self._taken(least.chosen))
             self.settled = True
             return
-        if self.lets_layers_run_again():
+        if self.tries_more():
             return
         self._margins = {True: 0, False: 0}
         if self.rehearsed and not self.plan.recompute:

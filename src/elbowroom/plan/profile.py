@@ -166,16 +166,16 @@ class Profile:
             floor=tuple(level + nbytes for level in self.floor),
         )
 
-    def never_again(self, names: Collection[str]) -> "Profile":
+    def never_again(self, names: Collection[str], *, alike: bool = False) -> "Profile":
         """The same step, with these modules not to be recomputed.
 
-        Nor others of their class, whose code is the same: each would be found out in a step of its
-        own. A container runs the code of others.
+        alike: nor others of their class, whose code is the same: each would be found out in a step
+        of its own. A container runs the code of others.
         """
         why = "it, or one of its class, gives another result when it runs again"
         if not names:
             return self
-        kinds = {one.kind for one in self.modules if one.name in names} - _CONTAINERS
+        kinds = {one.kind for one in self.modules if alike and one.name in names} - _CONTAINERS
         kept = (
             replace(one, why_not=why) if one.name in names or one.kind in kinds else one
             for one in self.modules

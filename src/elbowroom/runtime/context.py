@@ -24,6 +24,7 @@ class Context:
     Or those of the process, for plain `er.saving`.
 
     unrepeatable  names of modules that are never to be recomputed
+    blames_classes  nor are others of their class, as long as there are plans without them
     runs_again    recurrent layers run forward again in backward, in every forward (`recurrent.py`)
     """
 
@@ -34,6 +35,7 @@ class Context:
         self.learns = learns
         self.prefetcher = Prefetcher()
         self.unrepeatable: frozenset[str] = frozenset()
+        self.blames_classes = True
         self.runs_again = False
         self._kept: set[SiteKey] = set()
         self._remembered: dict[Hashable, Any] = {}
