@@ -201,3 +201,20 @@ def test_a_measurement_inside_another_is_given_its_own_part():
     assert [mark.name for mark in of_inner[1]] == [mark.name for mark in of_outer[1]] == ["between"]
     assert not allocations.is_busy()
     del two
+
+
+def test_a_profiler_inside_the_step_is_an_error_and_not_0(capfd):
+    """The step's own profiler works as it does without us, and nothing is printed."""
+
+    def step():
+        with torch.profiler.profile() as profiler:
+            torch.zeros(1 << 20).add(1).sum()
+        seen.append(len(profiler.events()))
+
+    seen: list[int] = []
+    with pytest.raises(RuntimeError, match="started a profiler of its own"):
+        peak(step)
+    assert seen[0] > 2
+    assert "disableProfiler" not in capfd.readouterr().err
+    assert not allocations.is_busy()
+    assert peak(lambda: torch.zeros(64, dtype=torch.uint8)) == 64

@@ -71,6 +71,8 @@ class Allocations:
     One may begin and end while another runs that lets it: a step whose peak somebody asks for is
     that of a model that is fitted, and measures by itself. They share the profiler, which is read
     whenever one begins or ends; each is given what came meanwhile.
+
+    was_ended  by a profiler that the program has started: what came after is not known
     """
 
     _running: ClassVar[list["Allocations"]] = []
@@ -86,6 +88,7 @@ class Allocations:
         quiet_profiler()
         _give_way_to_others()
         self.shares, self.thread = shares, threading.get_ident()
+        self.was_ended = False
         self._changes: list[Change] = []
         self._marks: list[Mark] = []
         if Allocations._running:
@@ -111,8 +114,17 @@ class Allocations:
         block = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
         cls._marked[block.data_ptr(), nbytes] = name
 
+    @classmethod
+    def give_way(cls) -> None:
+        """Another profiler is about to start."""
+        if cls._running:
+            _hand_out()
+            for one in cls._running:
+                one.was_ended = True
+            cls._running.clear()
+
     def stop(self) -> tuple[list[Change], list[Mark]]:
-        """All changes and marks since the start, in order."""
+        """All changes and marks since the start, in order; or up to where it was ended."""
         if self in Allocations._running:
             try:
                 _hand_out()
@@ -121,6 +133,14 @@ class Allocations:
                 if Allocations._running:
                     _begin()
         return self._changes, self._marks
+
+    def check(self) -> None:
+        """Raise RuntimeError if not all was seen."""
+        if self.was_ended:
+            raise RuntimeError(
+                "the step has started a profiler of its own, which ended the measurement of its "
+                "peak: PyTorch has one in a process. Measure a step without it."
+            )
 
     def take(self, changes: list[Change], marks: list[Mark]) -> None:
         """What came since the last time."""
@@ -252,6 +272,7 @@ def _wrap(name: str, *, begins: bool) -> None:
     def told(*args: Any, **kwargs: Any) -> Any:
         if begins:
             Background.interrupt()
+            Allocations.give_way()
             _Others.prepared = True
             return original(*args, **kwargs)
         try:

@@ -58,6 +58,8 @@ class Interval:
         ):
             return False
         Background.running = None
+        if self._allocations.was_ended:
+            return False
         self._curve = curve_of(*self._allocations.stop(), self._device.type)
         return True
 

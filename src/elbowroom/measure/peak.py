@@ -65,7 +65,7 @@ def peak(step: Callable[[], object], *, device: torch.device | str | None = None
     `device=None` is the current CUDA device if CUDA is in use in this process, else the CPU. There
     it is what this thread, and the backward that it calls, allocate: not what threads do that the
     step starts. Raises PlanError for a device that this machine does not have, and RuntimeError
-    where a profiler runs already, as in another `peak`.
+    where a profiler runs already, as in another `peak`, or where the step starts one.
 
     >>> peak(lambda: torch.zeros(1000, dtype=torch.uint8))
     1000
@@ -101,6 +101,7 @@ def memory_curve(
             torch.cuda.synchronize(device)
     finally:
         changes, marks = allocations.stop()
+    allocations.check()
     del result  # held until here, as the caller of an ordinary step would
     return curve_of(changes, marks, device.type)
 

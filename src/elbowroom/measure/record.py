@@ -122,6 +122,7 @@ def _sized(
         recorder = run_recorded(step, marks, policy, min_nbytes)
     finally:
         changes, named = allocations.stop()
+    allocations.check()
     return recorder, marks.levels(curve_of(changes, named, device.type)), static
 
 
