@@ -96,6 +96,7 @@ def masked_attention(x: Tensor) -> Tensor:
 
 
 INDEX = torch.tensor([3, 0, 7, 7, 1, 2, 5, 3])
+FROM_END = torch.tensor([-1, 0, -8, 3, 3, -2, 7, 1])
 UNARY: list[Callable[[Tensor], Tensor]] = [
     *(F.relu, F.gelu, F.silu, F.leaky_relu, torch.tanh, norm, batch_norm, torch.clone),
     *(relu_, dropout_, lambda x: F.silu(x, inplace=True), lambda x: F.leaky_relu(x, inplace=True)),
@@ -172,6 +173,7 @@ UNARY: list[Callable[[Tensor], Tensor]] = [
     lambda x: torch.cat([F.relu(batch_norm(x)[:4]), F.gelu(batch_norm(x)[4:])]),
     lambda x: checkpoint(lambda t: F.gelu(norm(t)) * t, x, use_reentrant=False),
     *(into_a_buffer, silently_scaled, masked_attention),
+    *(lambda x: norm(x)[FROM_END], lambda x: F.gelu(x)[None, FROM_END][0]),
     *(lambda x: norm(x)[INDEX], lambda x: F.gelu(x).index_select(1, INDEX)),
     lambda x: torch.softmax(torch.tanh(x @ x.t() / 4) * 2 + INDEX * 0.1, -1),
     *(part_in_place(lambda x: x[:4], op) for op in (relu_, leaky_, dropout_)),

@@ -83,7 +83,9 @@ def test_what_was_not_watched_goes_by_the_mean_of_a_byte(profile):
 
 
 def test_a_plan_keeps_to_the_noise_that_is_allowed(profile):
-    budget = within(profile, 0.28)
+    # Tight enough that the free plan is lossy, and wide enough that a twentieth of its noise still
+    # fits: what that takes depends on seconds that are measured, which vary on a busy machine.
+    budget = within(profile, 0.32)
     free = er.plan(profile, budget=budget)
     assert not free.exact
     assert "of what mini-batches vary by" in str(free)
@@ -93,7 +95,7 @@ def test_a_plan_keeps_to_the_noise_that_is_allowed(profile):
 
 
 def test_a_noise_that_no_plan_keeps_to_is_refused_with_what_would_do(profile):
-    budget = within(profile, 0.28)
+    budget = within(profile, 0.32)
     with pytest.raises(BudgetTooSmall, match=r"with noise=1e-09 .* Allow more noise") as refused:
         er.plan(profile, budget=budget, noise=1e-9)
     enough = er.plan(profile, budget=refused.value.least_nbytes, noise=1e-9)
@@ -101,6 +103,7 @@ def test_a_noise_that_no_plan_keeps_to_is_refused_with_what_would_do(profile):
 
 
 def test_what_a_plan_predicts_is_what_a_meter_finds(profile):
+    # At 0.25 there is no plan any more: what is made inside a module is not rebuilt outside of it.
     plan = er.plan(profile, budget=within(profile, 0.3))
     training, meter = Training(lr=0.0), NoiseMeter()
     for _ in range(8):

@@ -16,7 +16,7 @@ class Allowance:
     def __init__(self) -> None:
         self.transient_nbytes: int | None = None
         self._guess_nbytes: int | None = None
-        self._fit_nbytes = 0
+        self._seen_nbytes = 0
 
     def inherit(self, larger: "Allowance") -> None:
         """Until its own are measured, transients are at most those of a larger kind."""
@@ -26,20 +26,23 @@ class Allowance:
         """The largest call is so much larger."""
         assert self.transient_nbytes is not None
         self.transient_nbytes = int(growth * self.transient_nbytes)
-        self._fit_nbytes = 0
+        self._seen_nbytes = 0
 
     def forget(self) -> None:
         self.transient_nbytes = None
-        self._fit_nbytes = 0
+        self._seen_nbytes = 0
 
     def learn(self, rest_nbytes: float) -> None:
         """What a step takes beside what stands and what it holds."""
         self.transient_nbytes = int(max(0, rest_nbytes))
-        self._fit_nbytes = 0
+        self._seen_nbytes = 0
 
     def fits(self, most_nbytes: int) -> None:
-        """A forward was seen to fit that held so much beside what stood, with what was left."""
-        self._fit_nbytes = most_nbytes
+        """Allow what a measured forward held: it was within the budget.
+
+        most_nbytes: what stood before it, the most that it held, and what was left of the budget
+        """
+        self._seen_nbytes = most_nbytes
 
     def allowed_nbytes(
         self, terms: Terms, stock: Stock, plan: Plan | None, guessed_nbytes: int
@@ -49,7 +52,7 @@ class Allowance:
         if self.transient_nbytes is None:
             return free - min(guessed_nbytes, self._guess_nbytes or guessed_nbytes)
         allowed = free - self.transient_nbytes + _passing_nbytes(plan)
-        return max(allowed, self._fit_nbytes - stock.static_nbytes)
+        return max(allowed, self._seen_nbytes - stock.static_nbytes)
 
     def surely_allowed_nbytes(self, terms: Terms, stock: Stock, plan: Plan | None) -> int:
         """The same without guesses.
@@ -57,8 +60,10 @@ class Allowance:
         More than this cannot be held, or the optimizer's states would not fit.
         """
         free = terms.budget_nbytes - stock.static_nbytes
-        transient = (self.transient_nbytes or 0) - _passing_nbytes(plan)
-        return -1 if stock.unborn_nbytes > free else free - transient
+        if stock.unborn_nbytes > free:
+            return -1
+        allowed = free - (self.transient_nbytes or 0) + _passing_nbytes(plan)
+        return max(allowed, self._seen_nbytes - stock.static_nbytes)
 
 
 def _passing_nbytes(plan: Plan | None) -> int:

@@ -143,10 +143,10 @@ class FittedSaving(Saving):
         return None if self.climbed else self._fit.plan
 
     def _may_stand(self, direct: Direct, call: Call) -> bool:
-        """A recurrent op saves all at once: too late to climb, so it is asked before."""
+        """Decide about a recurrent op before it runs: it saves all at once, too late to climb."""
         if direct.again and not self.context.runs_again:
-            nbytes = saved_nbytes(call)
-            if self.ledger.held_nbytes + nbytes > self._limits(nbytes)[1]:
+            held = self.ledger.held_nbytes + saved_nbytes(call)
+            if held > self._fit.surely_allowed_nbytes():
                 self._fit.lets_layers_run_again(now=True)
         return super()._may_stand(direct, call)
 

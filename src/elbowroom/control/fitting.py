@@ -204,6 +204,17 @@ class Fitting:
                 return kept[0]
             undo.back()
         self._stop()
+        while self._rehearsed_in_vain(forward, undo):
+            pass
+        self._measure()
+        try:
+            return self._forward(forward)
+        except BudgetTooSmall:
+            undo.back()
+            raise
+
+    def _rehearsed_in_vain(self, forward: Callable[[], Any], undo: Undo) -> bool:
+        """Rehearse, and undo it. Whether no plan fits, but there are more to be tried."""
         try:
             self.planning.rehearse(forward)
         except NothingHeld:
@@ -211,16 +222,10 @@ class Fitting:
         except BudgetTooSmall:
             if not self.planning.tries_more():
                 raise
-            undo.back()
-            self.planning.rehearse(forward)
+            return True
         finally:
             undo.back()
-        self._measure()
-        try:
-            return self._forward(forward)
-        except BudgetTooSmall:
-            undo.back()
-            raise
+        return False
 
     def _kept(
         self, forward: Callable[[], Any], after: FittedSaving | None = None
@@ -237,7 +242,7 @@ class Fitting:
         return (out,)
 
     def _will_be_too_much(self, out: Any, saving: FittedSaving) -> bool:
-        """Whether backward would be above the budget, where that can be planned."""
+        """Return whether backward would be above the budget, where a plan could help that."""
         if not may_measure(self.owned.device) and self._step is None:
             return False
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]

@@ -1,4 +1,4 @@
-"""What the backward of a forward that holds something will take, before it runs.
+"""The peak of a backward is estimated before it runs, from the graph and what is held for it.
 
     level(t) = what stands + gradients, by the graph (`plan/backward.py`) + what is held still
              + what the node that runs has restored
@@ -23,7 +23,10 @@ from elbowroom.plan.backward import run
 
 
 def peak_of_backward(outputs: Iterable[Tensor], saving: FittedSaving, stock: Stock) -> int:
-    """Bytes of the highest moment, of a forward that has ended. 0: nothing is known of it."""
+    """Return the bytes of backward's highest moment; 0 where the outputs have no graph.
+
+    saving: of the forward that has made the outputs, and has ended
+    """
     restored: dict[int, int] = defaultdict(int)
     held: list[tuple[int, int]] = []  # the first node that saves it, and its bytes
     for slot, nodes in saving.saved_by.items():

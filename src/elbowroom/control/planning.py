@@ -43,10 +43,10 @@ from elbowroom.control.refusal import measured_refusal, refusal
 from elbowroom.control.rehearsing import plan_by_forward, rehearsed
 from elbowroom.control.sayings import (
     say_measured,
-    say_runs_again,
     warn_above,
     warn_given,
     warn_outside,
+    warn_runs_again,
     warn_smallest,
     warn_stray,
     warn_uncorrected,
@@ -318,7 +318,7 @@ class Planning:
         learned = self.plan is not None or self.profile is not None or self.settled
         if self.terms.exact or (learned if now else not self._may_run_layers_again):
             return False
-        say_runs_again(self.terms)
+        warn_runs_again(self.terms)
         self.context.runs_again = True
         if not now:
             self._start_over()

@@ -58,11 +58,12 @@ def warn_smallest(terms: Terms, least_nbytes: int) -> None:
     )
 
 
-def say_runs_again(terms: Terms) -> None:
-    """No plan fits what recurrent layers save."""
-    _log.info(
+def warn_runs_again(terms: Terms) -> None:
+    """Say that recurrent layers run again, since no plan fits what they save: bits change."""
+    _log.warning(
         "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
-        "backward, a stretch of time after the other; gradients differ by how sums are rounded",
+        "backward, a stretch of time after the other; gradients differ from plain by rounding "
+        "alone. exact=True refuses the budget instead",
         show_nbytes(terms.budget_nbytes),
     )
 

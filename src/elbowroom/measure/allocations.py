@@ -100,7 +100,7 @@ class Allocations:
 
     @classmethod
     def sharing(cls) -> bool:
-        """Whether all that run let another one begin, on this thread."""
+        """Return whether something runs, and all of it lets another begin on this thread."""
         here = threading.get_ident()
         return bool(cls._running) and all(one.shares and one.thread == here for one in cls._running)
 
@@ -143,7 +143,7 @@ class Allocations:
             )
 
     def take(self, changes: list[Change], marks: list[Mark]) -> None:
-        """What came since the last time."""
+        """Add what has come since the last time."""
         self._changes += changes
         self._marks += marks
 
@@ -201,7 +201,7 @@ def is_busy() -> bool:
 
 
 def may_begin() -> bool:
-    """Whether no profiler runs, or one of ours that shares."""
+    """Return whether a measurement may begin: no profiler runs, or one of ours that shares."""
     return not is_busy() or (Allocations.sharing() and not _Others.prepared)
 
 

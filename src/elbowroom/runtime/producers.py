@@ -231,13 +231,11 @@ def _binary(
         return combine(x, y, out=out, **named)
 
     run: Callable[..., Tensor] = forward
-    if type(x) is nn.Parameter or not _is_there(y, identity):
-        x, y, run = y, x, backward
+    is_there = type(x) is not nn.Parameter and _is_there(y, identity)
+    if not is_there and _is_there(x, identity):
+        x, y, run, is_there = y, x, backward, True
     if untouchable(x) or torch.result_type(x, y) is not out.dtype:
         return None
-    is_there = _is_there(y, identity)
-    if not is_there:
-        x, y, run = y, x, forward
     source = _operand(x, call, identity)
     if source is None:
         return None
@@ -259,11 +257,11 @@ def _binary(
 
 
 def _contraction(call: Call, out: Tensor, identity: Identity) -> Origin | None:
-    """A product of matrices that its node has saved both, where each element of it sums few.
+    """The recipe of a matrix product from both of its operands, as its node has saved them.
 
-    Of attention's logits: what two matrices of 64 columns take as much memory as is soon read more
-    quickly than a tensor that was written long ago. Only from exact ones: an error in a logit is
-    one of a factor.
+    Only products that sum at most `_FEW` elements are made again: attention's logits, which cost
+    little beside the memory they take. Only exact operands serve, because softmax turns an error in
+    a logit into a factor.
     """
     node = out.grad_fn
     while node is not None and node.name() in _VIEWS:
@@ -279,8 +277,7 @@ def _contraction(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     made = Geometry.of(out)
 
     def combine(x: Tensor, y: Tensor, _: Tensor | None = None) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return made.on(run(x, y))
+        return made.on(run(x, y))
 
     op = Op(lambda x, _: x, other=(weakref.ref(y.slot), y.geometry), combine=combine)
     recipe = Recipe.of(op, x.slot, x.geometry, out, identity.slot(out))
@@ -288,13 +285,14 @@ def _contraction(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 
 def _view_of(saved: Any) -> View | None:
-    """Our view of what a node has saved, if it has saved it, and it is not a parameter."""
+    """The view that a node holds under one of its names; None for a parameter, or for nothing."""
     packed = getattr(saved, "data", None)
     held = packed.held if isinstance(packed, Deferred) else packed
     return held if isinstance(held, View) else None
 
 
 def _softmax(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """The recipe of a softmax, from an exact input: `_elementwise` for a function of rows."""
     x, rest, named, func = call.arg(0, "input"), call.args[1:], dict(call.kwargs), call.func
     named.pop("input", None)
     if out.dtype is not x.dtype and torch.is_autocast_enabled(x.device.type):
@@ -303,10 +301,10 @@ def _softmax(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 
 def _gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
-    """Rows of a tensor, by an index that is saved."""
-    x, dim, index = call.arg(0, "input"), call.arg(1, "dim", 0), call.arg(2, "index")
-    if not isinstance(index, Tensor):  # x[index]
-        dim, index = 0, dim
+    """The recipe of `x[index]` and `x.index_select(dim, index)`, whose index is saved."""
+    x, by_dim = call.arg(0, "input"), call.name == "index_select"
+    dim = call.arg(1, "dim") if by_dim else 0
+    index = call.arg(2, "index") if by_dim else call.arg(1, "index")
     if not isinstance(index, Tensor) or index.dtype is not torch.int64 or index.dim() != 1:
         return None
     held, source = identity.slot(index), _operand(x, call, identity)
@@ -314,7 +312,7 @@ def _gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         return None
 
     def combine(x: Tensor, index: Tensor, _: Tensor | None = None) -> Tensor:
-        return x.index_select(dim, index)
+        return x.index_select(dim, index) if by_dim else x[index]  # which counts from the end, too
 
     other = weakref.ref(held), Geometry.of(index)
     op = Op(lambda x, _: x, lambda x: x, other=other, combine=combine)
@@ -477,8 +475,8 @@ def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
-_MUCH_LARGER = 4  # times than a constant is that it takes to make it again
-_FEW = 256  # elements that a product sums: those of a head
+_MUCH_LARGER = 4  # a result is at least so many times as large as a constant copied to remake it
+_FEW = 256  # the most elements that a product may sum: the columns of an attention head
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
 _CONTRACTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BmmBackward0": torch.bmm,

@@ -210,9 +210,17 @@ class Ready:
             self.other.pin()
 
     def make(self) -> Tensor:
-        """The output with the geometry `made`, in memory that the caller may overwrite."""
+        """The output with the geometry `made`, in memory that the caller may overwrite.
+
+        Backward may run inside autocast, which would run other kernels than forward did.
+        """
         self._check_parameters()
-        out = self._run()
+        device = self.root.device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                out = self._run()
+        else:
+            out = self._run()
         if out.shape != self.made.shape:
             raise RestoreError(
                 f"rebuilding gave shape {tuple(out.shape)} where {self.made.shape} was saved. "

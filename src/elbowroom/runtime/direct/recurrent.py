@@ -29,7 +29,8 @@ from elbowroom.runtime.identity import untouchable
 
 STRETCHES = 8  # at most: the gates of an eighth of the time stand at once
 _LEAST = 8  # moments of a stretch: shorter ones lose time in small products
-_GATES = {2: 17, 1: 8}  # tensors as large as its output that torch's LSTM saves, and its GRU (CPU)
+# How many tensors as large as its output torch's op saves (CPU, measured).
+_GATES = {torch.lstm: 17, torch.gru: 8, torch.rnn_tanh: 2, torch.rnn_relu: 2}
 _ARGUMENTS = 9  # of torch.lstm and its like, in both of their forms
 
 _Tensors = tuple[Tensor, ...]
@@ -104,16 +105,16 @@ def recurrent(op: Any) -> Any:
 
 
 def saved_nbytes(call: Call) -> int:
-    """What torch's own op saves, about, of a call that `recurrent` could take the place of."""
+    """Bytes that torch's own op saves, about, in a call that `recurrent` could take over."""
     x, _, states, _, rest = _arguments(call.args)
     layers, is_bidirectional = int(rest[1]), bool(rest[4])
-    return layers * (1 + is_bidirectional) * _gates_nbytes(x, states)
+    return layers * (1 + is_bidirectional) * _gates_nbytes(call.func, x, states)
 
 
-def _gates_nbytes(x: Tensor, states: Sequence[Tensor]) -> int:
-    """Of one layer in one direction. x [time, batch, ...], or [sum of lengths, ...]."""
+def _gates_nbytes(op: Any, x: Tensor, states: Sequence[Tensor]) -> int:
+    """Bytes of one layer in one direction. x [time, batch, ...], or [sum of lengths, ...]."""
     each = x.numel() // x.shape[-1] * states[0].shape[-1] * x.itemsize
-    return _GATES[len(states)] * each
+    return _GATES[op] * each
 
 
 def fits_recurrent(call: Call, x: Tensor) -> bool:
@@ -145,7 +146,7 @@ class _RunAgain(torch.autograd.Function):
     ) -> _Tensors:
         ctx.how, ctx.random = how, torch.get_rng_state() if how.drop else None
         ctx.set_materialize_grads(False)
-        ctx.workspace_nbytes = _gates_nbytes(x, tensors[: how.states]) // how.stretches
+        ctx.workspace_nbytes = _gates_nbytes(how.op, x, tensors[: how.states]) // how.stretches
         begun: list[Tensor] = []
         with _as_in_training():
             taken = [_leaf(one, one.requires_grad) for one in tensors]
