@@ -518,6 +518,7 @@ def test_every_exception_of_the_package_is_public_or_waited_for():
     kinds = {one.__qualname__: one.__bases__ for one in private}
     assert kinds == {
         "Unrepeatable": (BaseException,),  # below
+        "Unwritable": (Exception,),  # a forward that nothing can follow: the next is looked at
         "_Refused": (errors.PlanError,),  # the command line shows its message
         "_Enough": (SystemExit,),  # the command line ends a script that has run for long enough
     }

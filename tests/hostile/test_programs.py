@@ -197,14 +197,30 @@ BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
 ]
 
 
+class Model:
+    """What a program computes with, and its input: its steps share the one, not the other."""
+
+    def __init__(self) -> None:
+        self.weights = [fixed(i, N, N).requires_grad_() for i in range(3)]
+        self.norms = [nn.BatchNorm1d(N), nn.LayerNorm(N)]
+
+
 def gradients(
-    seed: int, context: Any, midway: Callable[[], None] | None = None
+    seed: int,
+    context: Any,
+    midway: Callable[[], None] | None = None,
+    model: Model | None = None,
+    step: int = 0,
+    twist: random.Random | None = None,
 ) -> list[Tensor | None]:
-    """The gradients of program number `seed` for all its weights."""
+    """The gradients of program number `seed` for all its weights.
+
+    step: of several, whose inputs differ. twist: some ops, or what they read, are others than usual
+    """
     draw = random.Random(seed)
-    torch.manual_seed(seed)
-    weights = [fixed(i, N, N).requires_grad_() for i in range(3)]
-    norms = [nn.BatchNorm1d(N), nn.LayerNorm(N)]
+    torch.manual_seed(seed + step)
+    model = model or Model()
+    weights, norms = model.weights, model.norms
     x, length = torch.randn(N, N), draw.randint(4, 14)
     with context, torch.autocast("cpu", torch.bfloat16, enabled=seed % 4 == 3):
         pool = [F.linear(x, weights[0]), weights[1] * 1]
@@ -214,6 +230,9 @@ def gradients(
                 a.clone() if 0 in a.stride() else a
             )  # changes in place of an expanded tensor are refused by torch
             kind = draw.random()
+            if twist is not None and twist.random() < 0.15:
+                kind, b = twist.random(), twist.choice(pool)
+                draw = twist if twist.random() < 0.5 else draw
             if kind < 0.6:
                 pool.append(draw.choice(UNARY)(a))
             elif kind < 0.7:

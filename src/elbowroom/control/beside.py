@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 
 from elbowroom.control.owned import Owned, storage_nbytes
-from elbowroom.runtime.ledger import Ledger
+from elbowroom.runtime.ledger import Ledger, Tally
 
 _TURNS = 2  # between two steps of ours, so many times: it trains beside us
 _clock = itertools.count()
@@ -22,7 +22,7 @@ class Neighbours:
 
     def __init__(self, owned: Owned) -> None:
         self._owned = owned
-        self._graphs: list[Ledger] = []
+        self._graphs: list[Ledger | Tally] = []
         self._turns: weakref.WeakKeyDictionary[Neighbours, int] = weakref.WeakKeyDictionary()
         self._began = next(_clock)
         _fitted.add(self)
@@ -35,7 +35,7 @@ class Neighbours:
                 self._turns[other] = self._turns.get(other, 0) + 1
         self._began = next(_clock)
 
-    def opened(self, graph: Ledger) -> None:
+    def opened(self, graph: Ledger | Tally) -> None:
         """A forward begins, which may go on with the graph of the one before."""
         if not self._graphs or self._graphs[-1] is not graph:
             self._graphs.append(graph)

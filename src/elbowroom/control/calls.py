@@ -112,6 +112,11 @@ class Calls:
         return False
 
     @property
+    def is_one(self) -> bool:
+        """Whether a step has one forward, as far as is known."""
+        return not self._later and not self.grew
+
+    @property
     def are_seen(self) -> bool:
         """Whether there are later ones, and all have been rehearsed."""
         return bool(self._later) and all(one.seen is not None for one in self._later)

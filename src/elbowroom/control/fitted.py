@@ -22,6 +22,7 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.inert import Inertness
 from elbowroom.runtime.observer import Recorder
 from elbowroom.runtime.repeats import Unrepeatable
+from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.slot import Slot, View, last_node
 
 _log = logging.getLogger("elbowroom")
@@ -67,6 +68,7 @@ class FittedSaving(Saving):
         counts: bool = False,
         inertness: Inertness | None = None,
         after: "FittedSaving | None" = None,
+        scribe: Scribe | None = None,
     ) -> None:
         """may_climb: else it only counts, from where it would have to. counts: from the start.
 
@@ -88,6 +90,7 @@ class FittedSaving(Saving):
             observer=fit.meter,
             inertness=inertness,
             after=after,
+            scribe=scribe,
         )
         self.climbed: bool = after is not None and after.climbed
         self.rung: int = after.rung if after is not None and after.climbed else fit.rung

@@ -32,6 +32,7 @@ from elbowroom.control.measurement import Measurement
 from elbowroom.control.owned import Owned
 from elbowroom.control.planning import Planning
 from elbowroom.control.plannings import Plannings
+from elbowroom.control.replayed import Known, ReplayedSaving
 from elbowroom.control.signature import Signature, signature_of
 from elbowroom.control.terms import Stock, Terms
 from elbowroom.errors import BudgetTooSmall, NothingHeld, PlanError
@@ -43,6 +44,7 @@ from elbowroom.plan.plan import Plan
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.repeats import Unrepeatable
+from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_nbytes
 
@@ -71,7 +73,7 @@ class Fitting:
     ) -> None:
         """plan: what the first step begins with."""
         self._step: Measurement | None = None
-        self._last: FittedSaving | None = None
+        self._last: FittedSaving | Known | None = None
         self.terms = terms
         self.owned = Owned(model, optimizer)
         rates(self.owned.device.type)  # once a process; it loads the kernels, and no step waits
@@ -82,7 +84,7 @@ class Fitting:
         self.peak_setting = ""
         self.highest_nbytes: int | None = None
         self.was_exact = True
-        self._opened: FittedSaving | None = None  # the last context
+        self._opened: FittedSaving | Known | None = None  # the last context
         self._beside = Neighbours(self.owned)
         self._less: Terms | None = None  # from the next step on
         self._ran_out_nbytes: int | None = None  # there was no memory for a step of so many
@@ -105,6 +107,7 @@ class Fitting:
         goes_on = last is not None and last.waits and self.planning.calls.may_go_on
         try:
             if last is not None and goes_on:
+                last = last.begun() if isinstance(last, Known) else last
                 return self._go_on(model, forward, signature, last, given)
             return self._step_with(model, forward, signature, given)
         except Exception as error:
@@ -142,6 +145,9 @@ class Fitting:
 
     def _run(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         planning = self.planning
+        script = planning.next_script() if self._step is None else None
+        if script is not None:
+            return self._replayed(forward, script)
         follows = planning.plan is not None or planning.settled or self._step is None
         if follows and not planning.takes_trials():
             return self._forward(forward)
@@ -263,6 +269,27 @@ class Fitting:
         self._ended(saving)
         return out
 
+    def _replayed(self, forward: Callable[[], Any], script: Script) -> Any:
+        """Run a forward that is known; where it turns out to be another one, look at it."""
+        known, rest = Known(self.planning, script), None
+        self._opened = known
+        if script.does_nothing:
+            out = forward()
+        else:
+            with ReplayedSaving(self.planning, script) as saving:
+                out = forward()
+            rest = saving.rest
+            if saving.strayed:
+                self.planning.forget_script()
+        known.ledger.follow(out)
+        self._beside.opened(known.ledger)
+        if rest is not None:
+            self._ended(known.counted(rest))
+            return out
+        self._last = known
+        self._note_setting(known)
+        return out
+
     def _refuse_part(self, saving: FittedSaving) -> None:
         """Refuse a forward that could not go on where it ran a backward of its own."""
         try:
@@ -279,9 +306,10 @@ class Fitting:
         self, *, may_climb: bool = True, after: FittedSaving | None = None
     ) -> FittedSaving:
         recorder = None if self._step is None else self._step.recorder
-        self._opened = self.planning.context_of(recorder, may_climb=may_climb, after=after)
-        self._beside.opened(self._opened.ledger)
-        return self._opened
+        opened = self.planning.context_of(recorder, may_climb=may_climb, after=after)
+        self._opened = opened
+        self._beside.opened(opened.ledger)
+        return opened
 
     def exhausted(self) -> None:
         """There was no memory for this step: from the next one on keep to a smaller budget.
@@ -371,7 +399,7 @@ class Fitting:
         if step is None:
             return
         step.end()
-        if last is None or self._closed:
+        if last is None or self._closed or isinstance(last, Known):
             return
         planning = self.planning
         if step.peak is not None and not (planning.plan is not None and step.makes_states):
@@ -401,14 +429,14 @@ class Fitting:
         self._last = saving
         self._note_setting(saving)
 
-    def _note_setting(self, saving: FittedSaving) -> None:
+    def _note_setting(self, saving: FittedSaving | Known) -> None:
         chosen, rounds = saving.setting, self.context.runs_again
         self.was_exact = self.was_exact and chosen.exact and not rounds
         self._say(
             replace(chosen, exact=chosen.exact and not rounds), rounds=rounds and chosen.exact
         )
 
-    def _note_peak(self, peak_nbytes: int, last: FittedSaving) -> None:
+    def _note_peak(self, peak_nbytes: int, last: FittedSaving | Known) -> None:
         self.peak_nbytes, self.peak_setting = peak_nbytes, last.setting.name
         self.highest_nbytes = max(peak_nbytes, self.highest_nbytes or 0)
 

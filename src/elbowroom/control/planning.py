@@ -28,6 +28,7 @@ larger one comes, the plan is made again for it from the same profile, and the n
 that size is measured. If no such plan fits, all is learned again, from steps of the largest size.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -69,7 +70,10 @@ from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Heard, with_backward
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.inert import inertness_of
 from elbowroom.runtime.repeats import TRIED
+from elbowroom.runtime.replay.scribe import Scribe
+from elbowroom.runtime.replay.script import Script
 
+_log = logging.getLogger("elbowroom")
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
@@ -77,6 +81,9 @@ _NEARLY = 1.05  # of the budget: a plan that was given and takes no more is corr
 _MUCH = 0.01  # of the budget: if as much more stands beside the model, it is planned again
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
 _MOST_STRAYS = 3  # steps that held more than those before, and were learned from anew
+_MOST_SCRIPTS = 8  # for calls of several sizes
+_LOOKS_AGAIN = 256  # forwards that are known, until one is looked at all the same
+_MOST_UNWRITTEN = 4  # forwards without a script, or that strayed from it, until none is written
 _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
 
 
@@ -138,6 +145,9 @@ class Planning:
         self._was_rehearsed = False  # so the uniform rung was not seen to fit
         self._gave_up: Taken | None = None  # the least that was measured, when no plan was left
         self._fitted: _Fitted | None = None  # what was settled before a step had more forwards
+        self._scripts: dict[Signature, Script] = {}  # of settled forwards
+        self._unwritten = _MOST_UNWRITTEN  # forwards that may yet turn out to have no script
+        self._replayed = 0  # forwards
 
     @property
     def setting(self) -> str:
@@ -216,6 +226,7 @@ class Planning:
             return
         self._allowance.grow(growth)
         self.settled, self._rounds, self._tries = False, 0, 0
+        self._forget_scripts()
         self._has_fit = self._is_last_resort = False
         self._tried = Tried()
         if self.profile is not None:
@@ -237,6 +248,10 @@ class Planning:
         self.meter = None
         self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
         self._tried, self._was_rehearsed = Tried(), False
+        self._forget_scripts()
+
+    def _forget_scripts(self) -> None:
+        self._scripts, self._unwritten, self._replayed = {}, _MOST_UNWRITTEN, 0
 
     def _as_fitted(self) -> "_Fitted":
         transient = self._allowance.transient_nbytes
@@ -282,10 +297,35 @@ class Planning:
         after: FittedSaving | None = None,
     ) -> FittedSaving:
         """For the forward that begins now. after: that of the one before in the same step."""
-        inertness = None
-        if self.plan is not None and not (recorder or self.meter or after):
+        inertness, scribe = None, None
+        if self._is_written_down(recorder, after):
+            scribe = Scribe()
+        elif self.plan is not None and not (recorder or self.meter or after):
             inertness = inertness_of(self.plan)
-        return FittedSaving(self, recorder, may_climb=may_climb, inertness=inertness, after=after)
+        return FittedSaving(
+            self, recorder, may_climb=may_climb, inertness=inertness, after=after, scribe=scribe
+        )
+
+    def _is_written_down(self, recorder: StepRecorder | None, after: FittedSaving | None) -> bool:
+        """Whether the forward that begins is to be written down, for others to follow it."""
+        settled = self.settled and self.meter is None and self._untried < 0
+        alone = recorder is None and after is None and self.calls.is_one
+        return settled and alone and self._scripts.get(self.now) is None and self._unwritten > 0
+
+    def next_script(self) -> Script | None:
+        """What the forward that begins follows; None: it is looked at."""
+        usable = self.settled and self.meter is None and self.calls.is_one
+        script = self._scripts.get(self.now) if usable else None
+        if script is not None:
+            self._replayed += 1
+            if self._replayed % _LOOKS_AGAIN == 0:  # what no guard sees would go on for ever
+                return None
+        return script
+
+    def forget_script(self) -> None:
+        """The forward was another one than its script says."""
+        self._scripts.pop(self.now, None)
+        self._unwritten -= 1
 
     def prepare(self, forward: Callable[[], Any]) -> None:
         """Rehearse before the first step. If all may be kept, that step is better measured."""
@@ -436,6 +476,16 @@ class Planning:
             raise self._refusal(saving)
         if self._allowance.transient_nbytes is None:
             self.rung = saving.rung
+        scribe = saving.scribe
+        if scribe is None:
+            return
+        if scribe.script is None or saving.climbed:
+            self._unwritten -= 1
+            _log.debug("every forward is looked at: %s", scribe.why or "it held too much")
+            return
+        while len(self._scripts) >= _MOST_SCRIPTS:
+            del self._scripts[next(iter(self._scripts))]
+        self._scripts[self.now] = scribe.script
 
     @property
     def wants_measuring(self) -> bool:
@@ -631,6 +681,7 @@ class Planning:
 
     def _follow(self, plan: Plan) -> None:
         assert self.profile is not None
+        self._forget_scripts()
         self.plan, self._untried = plan, TRIED if plan.recompute else 0
         peak_nbytes = plan.peak + self._margin_nbytes
         above = peak_nbytes > self.terms.budget_nbytes  # followed all the same, to measure it

@@ -70,7 +70,7 @@ _RESHAPES = (
     *("TBackward", "Transpose", "Permute"),
 )
 _MOST_RESHAPES = 8
-_QUESTIONS = frozenset(  # what asks a tensor for its metadata saves nothing and makes nothing
+QUESTIONS = frozenset(  # what asks a tensor for its metadata saves nothing and makes nothing
     (
         *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous),
         *(Tensor.is_floating_point, Tensor.data_ptr, torch.is_floating_point, torch.numel),
@@ -168,7 +168,7 @@ class Consumers(TorchFunctionMode):
     """Keeps `call` at the torch function that runs now, and reports to `finished` what ended.
 
     One for which `passes`(its name) is true is not reported; `passing` is its name while it runs.
-    Any other runs as `run_as`(call).
+    Any other runs as `run_as`(call); `failed`() if it raises.
     """
 
     def __init__(
@@ -176,8 +176,10 @@ class Consumers(TorchFunctionMode):
         finished: Callable[[Call, Any], None],
         passes: Callable[[str], bool] | None,
         run_as: Callable[[Call], Callable[..., Any]],
+        failed: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
+        self._failed = failed
         self.call: Call | None = None
         self.passing = ""
         self._finished, self._passes, self._run_as = finished, passes, run_as
@@ -189,7 +191,7 @@ class Consumers(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _QUESTIONS:
+        if func in QUESTIONS:
             return func(*args, **(kwargs or {}))
         outer, name = self.call, _name(func)
         if self._passes is not None and self._passes(name):
@@ -202,6 +204,10 @@ class Consumers(TorchFunctionMode):
         try:
             out = self._run_as(self.call)(*args, **(kwargs or {}))
             self._finished(self.call, out)
+        except BaseException:
+            if self._failed is not None:
+                self._failed()
+            raise
         finally:
             self.call = outer
         return out

@@ -1,4 +1,4 @@
-"""The main path: autograd saves x -> `_pack` -> a `View`; backward asks -> `_unpack` -> x again.
+"""The main path: autograd saves x -> `_pack` -> a `View`; backward asks -> `unpack` -> x again.
 
     x -> ours to touch? -> seen before?       identity.py
       -> what does the saving op need?        consumers.py, formulas.py
@@ -70,6 +70,7 @@ from elbowroom.runtime.identity import (
 from elbowroom.runtime.inert import Inertness
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.masks import differ, mask_bits
+from elbowroom.runtime.normal import Statistics
 from elbowroom.runtime.observer import Observer, Recorder, Use, Watch
 from elbowroom.runtime.passing import Passing
 from elbowroom.runtime.perform import is_normalized, perform
@@ -78,6 +79,8 @@ from elbowroom.runtime.readers import formulas_of
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again
+from elbowroom.runtime.replay.scribe import Scribe
+from elbowroom.runtime.replay.script import NOWHERE, Deed
 from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, site_of
 from elbowroom.runtime.slot import Beside, Deferred, Lone, Slot, View, last_node
 from elbowroom.runtime.statistics import statistics_of
@@ -103,6 +106,7 @@ class Saving:
     idle        nothing is to be done: open no hooks at all
     inertness   knows, or learns, which ops need not be looked at
     after       of the forward before in the same step: its ledger and watch go on
+    scribe      writes down what is done, for the forwards that follow
     """
 
     def __init__(
@@ -118,8 +122,10 @@ class Saving:
         idle: bool = False,
         inertness: Inertness | None = None,
         after: "Saving | None" = None,
+        scribe: Scribe | None = None,
     ) -> None:
         self.policy = policy
+        self.scribe = scribe
         self._inertness = inertness
         self.recorder = recorder
         self.recompute = recompute
@@ -140,6 +146,7 @@ class Saving:
         self._watch: Watch | None = None
         self._counts: dict[tuple[str, str], int] = {}
         self._region = ""  # whose inputs are being saved
+        self._hook: Callable[[Tensor], Any] | None = None  # that autograd was given for ours
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
@@ -157,12 +164,15 @@ class Saving:
             modules.watch()
             opening.callback(modules.unwatch)
             opening.enter_context(modules.counting(self._begin_calls()))
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
             opening.enter_context(hooks)
             self._passing = Passing(self._inertness, self.ledger, self.min_nbytes)
             passes = self._passes if self._passing.ops else None
-            consumers = Consumers(self._finished, passes, self._run_as)
+            failed = None if self.scribe is None else self.scribe.failed
+            consumers = Consumers(self._finished, passes, self._run_as, failed)
             self._consumers = opening.enter_context(consumers)
+            if self.scribe is not None:
+                self._identity.told = partial(self._copied, self.scribe)
             if self.recorder is not None or self.recompute:
                 opening.enter_context(intercepted(self._called))
             self._counts.clear()
@@ -179,7 +189,9 @@ class Saving:
         if self._open is None:
             return
         self._open.close()
-        self._open = self._consumers = None
+        self._open = self._consumers = self._hook = None
+        if self.scribe is not None and kind is not None:
+            self.scribe.refuse("the forward has raised")
         slots = [] if self._passing.parts is None else self._identity.slots()
         self._identity.clear()
         if kind is None:  # else what waits stays as it is: nothing may fail now, nor take memory
@@ -187,6 +199,8 @@ class Saving:
             self._pieces.end()
         self._waiting.clear()
         self._pieces.clear()
+        if self.scribe is not None:
+            self.scribe.finish(self.ledger.held_nbytes, self.ledger.before_nbytes)
         if kind is None:
             self._passing.learn(slots)
         self._passing = Passing(None, self.ledger, self.min_nbytes)
@@ -194,6 +208,31 @@ class Saving:
             self.recorder.forward_ended()
         if kind is None and self.warns:
             warn_if_useless(self.ledger, self.policy, stacklevel=3)
+
+    def join(self, hook: Callable[[Tensor], Any], counts: dict[tuple[str, str], int]) -> None:
+        """Begin in the middle of a forward, for which somebody else has opened hooks and mode.
+
+        They hand on what they are asked to `take` and to `see`. hook: the one that packs; counts:
+        of what each op of a module has saved so far.
+        """
+        with ExitStack() as opening:
+            modules.watch()
+            opening.callback(modules.unwatch)
+            opening.enter_context(modules.counting(self._begin_calls()))
+            modules.join(self._calls)
+            self._consumers = Consumers(self._finished, None, self._run_as)
+            self._counts, self._hook = counts, hook
+            self._watch = self._watching()
+            self._open = opening.pop_all()
+
+    def take(self, x: Tensor) -> Any:
+        """Return what is held of x, which autograd saves."""
+        return self._pack(x)
+
+    def see(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a torch function, and look at it."""
+        assert self._consumers is not None
+        return self._consumers.__torch_function__(func, types, args, kwargs)
 
     def _begin_calls(self) -> modules.Calls:
         earlier = () if self._after is None else self._after._calls
@@ -210,6 +249,8 @@ class Saving:
 
         What was kept so far and may carry an error is encoded, where the policy says so.
         """
+        if self.scribe is not None:
+            self.scribe.refuse("its setting has changed")
         for slot in self._identity.slots():
             kept = slot.value
             if (
@@ -246,17 +287,23 @@ class Saving:
 
     def drop_everything(self) -> None:
         """Let go of all that was decided on. The graph is useless then; only the count goes on."""
+        if self.scribe is not None:
+            self.scribe.refuse("nothing is held")
         for slot in self._identity.slots():
             if slot.sites:
                 slot.hold(DropHandle())
 
     def _finished(self, call: Call, out: Any) -> None:
         with torch._C.DisableTorchFunction():
+            if self.scribe is not None:
+                self.scribe.ends()
             results = self._decide_on_deferred(call, out)
             self._waiting.ended(call, out, self._identity)
             for finish in call.at_end:
                 finish(call, out)
             note_origin(call, out, self._identity)
+            if self.scribe is not None and is_touchable(out):
+                self.scribe.makes(self._identity.origin(out))
             if self._passing.parts is not None:
                 op = self._module, call.name
                 self._passing.parts.ended(op, call, out, self._identity)
@@ -266,6 +313,8 @@ class Saving:
                 self._watch.ended(call, out)
             if self.recorder is not None:
                 self.recorder.ended(call, out, self._identity.slots_of(call.args, call.kwargs))
+            if self.scribe is not None:
+                self.scribe.ended(out)
 
     def _called(
         self,
@@ -289,6 +338,8 @@ class Saving:
             self._keep_out(module, name, why)
             return call(*args, **kwargs)
         self._waiting.end_all()
+        if self.scribe is not None:
+            self.scribe.refuse("a module runs again")
         outer, region = consumers.call, Call(recomputed, args, kwargs, name=RECOMPUTE)
 
         def begin() -> None:
@@ -317,9 +368,14 @@ class Saving:
 
         A step that is written down runs as it is, and says what it could.
         """
+        scribe = self.scribe
+        if scribe is not None:
+            scribe.begins(call)
         if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
             body = opened.opened(call.func, self._consumers)
             if body is not None:
+                if scribe is not None:
+                    scribe.runs(call, body, None)
                 return body
         self._waiting.end_known()
         if self._pieces:
@@ -329,7 +385,16 @@ class Saving:
                 self._pieces.calls(call)
         direct = direct_of(call)
         if direct is None:
+            if scribe is not None:
+                scribe.runs(call, call.func, None)
             return call.func
+        run = self._direct_run(call, direct)
+        if scribe is not None:
+            scribe.runs(call, run, direct)
+        return run
+
+    def _direct_run(self, call: Call, direct: Direct) -> Callable[..., Any]:
+        """The function to run for a call that a node of ours could stand for."""
         call.reads = direct.reads
         call.would_rerun = call.name == ATTENTION
         if not self._may_stand(direct, call) or not may_run(call, direct) or not self._is_asked():
@@ -373,29 +438,35 @@ class Saving:
     def _is_asked(self) -> bool:
         """Whether what is saved now comes to this context: nobody else's hooks lie over its own."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return hooks is not None and hooks[0] == self._pack
+        return hooks is not None and hooks[0] == (self._hook or self._pack)
 
     def _pack(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle:
         with torch._C.DisableTorchFunction():
-            consumers = self._consumers
-            if consumers is not None and consumers.passing and not untouchable(x):
-                kept = self._passing.keep(x, (self._module, consumers.passing))
-                if kept is not None:
-                    return kept
-                self._passing.stop()
-            call = None if consumers is None else consumers.call
-            kept = self._left_alone(x, call)
+            held = self._taken(x)
+            if self.scribe is not None:
+                self.scribe.saved(x, held)
+            return held
+
+    def _taken(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle:
+        consumers = self._consumers
+        if consumers is not None and consumers.passing and not untouchable(x):
+            kept = self._passing.keep(x, (self._module, consumers.passing))
             if kept is not None:
                 return kept
-            if call is None and self._codes_checkpoints:
-                call = checkpoint_call(x)
-            if self._pieces and (self._pieces.has_begun or call is None or call.name != CHECKPOINT):
-                self._pieces.end()
-            if call is None or call.is_told_at_once:
-                return self._packed(x, call, reading_of(x, call))
-            deferred = Deferred(x)
-            call.deferred.append((deferred, x))
-            return deferred
+            self._passing.stop()
+        call = None if consumers is None else consumers.call
+        kept = self._left_alone(x, call)
+        if kept is not None:
+            return kept
+        if call is None and self._codes_checkpoints:
+            call = checkpoint_call(x)
+        if self._pieces and (self._pieces.has_begun or call is None or call.name != CHECKPOINT):
+            self._pieces.end()
+        if call is None or call.is_told_at_once:
+            return self._packed(x, call, reading_of(x, call))
+        deferred = Deferred(x)
+        call.deferred.append((deferred, x))
+        return deferred
 
     def _decide_on_deferred(self, call: Call, out: Any) -> list[Callable[[], None]]:
         """A call has ended, and so its nodes tell how they read what they have saved.
@@ -453,6 +524,8 @@ class Saving:
         slot = self._identity.slot(x) or self._new_slot(x, name)
         if call is not None:
             note_copy(x, call, self._identity)
+            if self.scribe is not None:
+                self.scribe.makes(self._identity.origin(x))
         if call is not None and call.would_rerun:
             looks = self.recorder is not None or not self._is_exact
             reading = attention_reading(x, call, slot, reading, looks=looks)
@@ -475,6 +548,7 @@ class Saving:
             if why_kept:
                 cast = self._cast(slot, x, call) if why_kept is MADE_OF_PARAMETERS else None
                 slot.hold(cast or KeepHandle(slot.base.on(x), why_kept))
+                self._tell(slot, Keep(why_kept) if cast is None else None, name)
             else:
                 self._serve(slot, x, call, reading, name)
         slot.promise(need, name.consumer)
@@ -552,6 +626,7 @@ class Saving:
         def hold(slot: Slot, whole: Tensor, action: Action) -> None:
             if slot.pinned and isinstance(action, Encode):
                 slot.entry.why = "an op that needs every bit reads it, or what is made of it"
+                self._tell(slot, Keep(slot.entry.why), site.name)
                 return
             known = slot.statistics
             try:
@@ -565,6 +640,7 @@ class Saving:
                 dtype = str(site.dtype).removeprefix("torch.")
                 where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
                 raise CodecError(f"{error} ({where})") from error
+            self._tell(slot, action, site.name, need, ready=ready, norm=known)
             slot.drop_needless_bits()
             if self._watch is not None and not isinstance(action, Keep | Offload):
                 encoded = action if isinstance(action, Encode) else None
@@ -575,6 +651,7 @@ class Saving:
             slot.statistics = statistics_of(norm, whole)
             if slot.statistics is None and is_normalized(action):
                 slot.hold(KeepHandle(whole, "the input of a norm, in no order that is known"))
+                self._tell(slot, Keep(""), site.name)
             elif isinstance(action, Encode) and action.may_change:
                 self._waiting.append(Waiting(slot, action, hold, out))
             elif not isinstance(action, Keep):
@@ -591,21 +668,47 @@ class Saving:
 
         if need is Need.SHAPE and isinstance(action, Rebuild):
             slot.hold_shape()
+            self._tell(slot, None, site.name, need)
         elif need is Need.MASK and isinstance(action, Encode):
             bits = mask_bits(whole, site.consumer, only_output=covers)
             if bits is None:
                 slot.hold(KeepHandle(whole, "a NaN, of which a bit cannot tell"))
             else:
                 slot.hold_bits(bits)
+            self._tell(slot, None, site.name, need, bits=site.consumer, covers=covers)
         elif call is not None and call.name == CHECKPOINT and is_lossy(action, need):
+            if self.scribe is not None:
+                self.scribe.refuse("an input of a checkpoint waits")
             slot.hold(KeepHandle(whole, slot.entry.why))
             self._pieces.wait(hold_for_checkpoint)
         elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
             # Its statistics, which the code is better with, are known when it has ended.
             slot.hold(KeepHandle(whole, slot.entry.why))
+            self._tell(slot, Keep(slot.entry.why), site.name)
             call.at_end.append(hold_normalized)
         else:
             hold(slot, whole, action)
+
+    def _tell(
+        self,
+        slot: Slot,
+        action: Action | None,
+        name: SiteName,
+        need: Need = Need.EXACT,
+        *,
+        ready: Ready | None = None,
+        norm: Statistics | None = None,
+        bits: str = "",
+        covers: bool = False,
+    ) -> None:
+        """Write down what was done with a slot."""
+        if self.scribe is not None:
+            deed = Deed(NOWHERE, name, need, action, bits=bits, covers=covers)
+            self.scribe.does(slot, deed, ready if isinstance(action, Rebuild) else None, norm)
+
+    def _copied(self, scribe: Scribe, slot: Slot, y: Tensor) -> None:
+        """A constant is among the arguments of the call that has ended, and a slot has a copy."""
+        scribe.copies(slot, y, None if self._consumers is None else self._consumers.call)
 
     def _decide(self, site: Site, ready: Ready | None) -> Action:
         if site.consumer == ATTENTION and site.need is Need.LOSSY and not self._is_exact:
@@ -659,9 +762,11 @@ def is_lossy(action: Action, need: Need) -> bool:
     return need is Need.LOSSY and not at_once
 
 
-def _unpack(held: View | Deferred | Lone | Beside | KeepHandle) -> Tensor:
+def unpack(held: Any) -> Tensor:
+    """Return the saved tensor that autograd asks for: the hook of backward."""
     try:
-        return held.restore()
+        x: Tensor = held.restore()
+        return x
     except ElbowroomError:
         raise
     except Exception as error:

@@ -14,6 +14,7 @@
 """
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +64,11 @@ class Identity:
     """The storages that one context has seen.
 
     ledger  counts copies of constants; None: there are to be none
+    told    hears of each constant that is asked for, and of the slot of its copy
     """
 
     def __init__(self, ledger: Ledger | None = None) -> None:
+        self.told: Callable[[Slot, Tensor], None] | None = None
         self._ledger = ledger
         self._storages: dict[int, _Storage] = {}
         self._constants: dict[tuple[int, int], tuple[WeakStorage, Slot]] = {}
@@ -122,11 +125,14 @@ class Identity:
             )
             known = WeakStorage(x), slot
         self._constants[key] = known
+        if self.told is not None:
+            self.told(known[1], x)
         return known[1]
 
     def clear(self) -> None:
         self._storages.clear()
         self._constants.clear()
+        self.told = None
 
     def _known(self, x: Tensor) -> _Storage | None:
         # A weakly held address is never reused: who lives there now is who lived there then.

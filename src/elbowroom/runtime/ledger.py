@@ -10,10 +10,14 @@ import io
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan.sequence import without_prefix
 from elbowroom.units import show_nbytes
@@ -87,6 +91,81 @@ class Entry:
         ledger = self._ledger()
         if ledger is not None:
             ledger._close(self)
+
+
+class NoEntry:
+    """In place of an `Entry`, for the slots of a replayed forward: nothing is counted."""
+
+    __slots__ = ("action", "after_nbytes", "before_nbytes", "why")
+
+    def __init__(self) -> None:
+        self.action = self.why = ""
+        self.before_nbytes = self.after_nbytes = 0
+
+    def hold(self, nbytes: int) -> None:
+        """So many bytes are held."""
+
+    def move_away(self, nbytes: int) -> None:
+        """So many bytes are elsewhere from now on."""
+
+    def ask(self) -> None:
+        """Backward asks for it."""
+
+    def close(self) -> None:
+        """Nobody waits for it any more."""
+
+
+class _Graph:
+    """Lives as long as the graph of a forward's results, whose nodes have it as a hook."""
+
+    __slots__ = ("__weakref__", "over", "was_asked")
+
+    def __init__(self) -> None:
+        self.was_asked = False
+        self.over: list[Callable[[], None]] = []
+
+    def begins(self, *_: Any) -> None:
+        """Backward has come to a result."""
+        self.was_asked = True
+        self.__del__()
+
+    def __del__(self) -> None:
+        while self.over:
+            self.over.pop()()
+
+
+class Tally:
+    """What a forward holds that is not counted: as much as it was when that was learned.
+
+    It is held from the end of forward until backward begins, or nobody waits for it any more.
+    """
+
+    def __init__(self, held_nbytes: int, before_nbytes: int) -> None:
+        self.after_nbytes = self.most_nbytes = held_nbytes
+        self.before_nbytes = before_nbytes
+        self._graph: weakref.ref[_Graph] | None = None
+
+    def follow(self, out: Any) -> None:
+        """The forward has ended, with these results."""
+        graph = _Graph()
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                x.grad_fn.register_prehook(graph.begins)
+        self._graph = weakref.ref(graph)
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Call once it is held no more."""
+        graph = None if self._graph is None else self._graph()
+        if graph is None or graph.was_asked:
+            call()
+        else:
+            graph.over.append(call)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes that are held now."""
+        graph = None if self._graph is None else self._graph()
+        return 0 if graph is None or graph.was_asked else self.after_nbytes
 
 
 class Ledger:

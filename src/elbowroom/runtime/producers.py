@@ -108,7 +108,9 @@ def _in_order(op: Op, seen: Geometry, out: Tensor) -> Op:
     """Without its lossy form, if that goes by memory order and the output's is not the input's."""
     if op.affine is None or same_order(seen.shape, seen.stride, out.stride()):
         return op
-    return replace(op, affine=None)
+    bound = op.bound
+    again = None if bound is None else lambda *given: replace(bound(*given), affine=None)
+    return replace(op, affine=None, bound=again)
 
 
 def _relu(call: Call, out: Tensor, identity: Identity) -> Origin:
@@ -136,7 +138,9 @@ def _relu_of_norm(norm: Op) -> Op:
     def exact(x: Tensor, private: bool) -> Tensor:
         return norm.exact(x, private).relu_()
 
-    return replace(norm, exact=exact, needs_bits=True)
+    bound = norm.bound
+    again = None if bound is None else lambda *given: _relu_of_norm(bound(*given))
+    return replace(norm, exact=exact, needs_bits=True, bound=again)
 
 
 def _leaky_relu(call: Call, out: Tensor, identity: Identity) -> Origin:
@@ -374,53 +378,60 @@ def _rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 def _layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     shape, eps = call.arg(1, "normalized_shape"), call.arg(4, "eps", 1e-5)
     weight, bias = _as_now(call.arg(2, "weight")), _as_now(call.arg(3, "bias"))
-    statistics = logical_statistics(call, call.arg(0, "input"))
-    lossy: Callable[[Tensor], Tensor] | None = None
-    if statistics is not None:
-        _, mean, rstd = statistics
 
+    def exact(x: Tensor, private: bool) -> Tensor:
+        return F.layer_norm(x, shape, weight, bias, eps)
+
+    def bound(mean: Tensor, rstd: Tensor) -> Op:
         def lossy(x: Tensor) -> Tensor:
             x.sub_(mean).mul_(rstd)
             if weight is not None:
                 x.mul_(weight)
             return x if bias is None else x.add_(bias)
 
-    op = Op(
-        lambda x, _: F.layer_norm(x, shape, weight, bias, eps), lossy, fixed=_given(weight, bias)
-    )
+        return Op(exact, lossy, fixed=_given(weight, bias))
+
+    statistics = logical_statistics(call, call.arg(0, "input"))
+    op = Op(exact, fixed=_given(weight, bias))
+    if statistics is not None:
+        op = _of_statistics(bound, *statistics[1:])
     return _make(call, out, identity, op)
+
+
+def _of_statistics(bound: Callable[..., Op], *given: Tensor) -> Op:
+    """An op that reads statistics of this forward."""
+    return replace(bound(*given), given=given, bound=bound)
 
 
 def _group_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     x, groups, eps = call.arg(0, "input"), call.arg(1, "num_groups"), call.arg(4, "eps", 1e-5)
     weight, bias = _as_now(call.arg(2, "weight")), _as_now(call.arg(3, "bias"))
-    affine = _of_groups(call, x, groups, weight, bias)
-    op = Op(
-        lambda x, _: F.group_norm(x, groups, weight, bias, eps),
-        affine=affine,
-        fixed=_given(weight, bias),
-    )
-    return _make(call, out, identity, op)
+    op = Op(lambda x, _: F.group_norm(x, groups, weight, bias, eps), fixed=_given(weight, bias))
+    return _make(call, out, identity, _of_groups(op, call, x, groups, weight, bias))
 
 
 def _of_groups(
-    call: Call, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None
-) -> Callable[[], Affine] | None:
-    """What a norm over the groups of each sample does to a channel of it; None: not in one pass."""
+    op: Op, call: Call, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None
+) -> Op:
+    """A norm over the groups of each sample, with what it does to a channel if that is one pass."""
     statistics = logical_statistics(call, x)
     if statistics is None or not x.is_contiguous():
-        return None
+        return op
     each, inner = (x.shape[0], groups, x.shape[1] // groups), x[0, 0].numel()
-    mean, rstd = (part.float().view(*each[:2], 1).expand(each) for part in statistics[1:])
 
-    def affine() -> Affine:
-        scale = rstd.flatten(1)
-        scale = scale if weight is None else scale * weight.float()
-        shift = -mean.flatten(1) * scale
-        shift = shift if bias is None else shift + bias.float()
-        return Affine(scale.flatten(), shift.flatten(), inner)
+    def bound(mean: Tensor, rstd: Tensor) -> Op:
+        mean, rstd = (part.float().view(*each[:2], 1).expand(each) for part in (mean, rstd))
 
-    return affine
+        def affine() -> Affine:
+            scale = rstd.flatten(1)
+            scale = scale if weight is None else scale * weight.float()
+            shift = -mean.flatten(1) * scale
+            shift = shift if bias is None else shift + bias.float()
+            return Affine(scale.flatten(), shift.flatten(), inner)
+
+        return replace(op, affine=affine)
+
+    return _of_statistics(bound, *statistics[1:])
 
 
 def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
@@ -431,23 +442,28 @@ def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     used: tuple[Tensor | None, Tensor | None] = (None, None)
     if not training:  # else its own statistics; the running ones are not updated
         used = call.arg(1, "running_mean").clone(), call.arg(2, "running_var").clone()
+    cudnn = torch.backends.cudnn.enabled
+    plain = Op(
+        lambda x, _: torch.batch_norm(x, weight, bias, *used, training, 0.0, eps, cudnn),
+        fixed=_given(weight, bias),
+        given=_given(*used),
+    )
     statistics = statistics_of(call, call.arg(0, "input"))
-    affine: Callable[[], Affine] | None = None
-    if statistics is not None:
-        mean, rstd = (part.float().flatten() for part in (statistics.mean, statistics.rstd))
-        inner = statistics.inner
+    if statistics is None:
+        return _make(call, out, identity, plain)
+    inner = statistics.inner
+
+    def bound(mean: Tensor, rstd: Tensor, *_: Tensor) -> Op:
+        mean, rstd = (part.float().flatten() for part in (mean, rstd))
 
         def affine() -> Affine:
             scale = rstd if weight is None else rstd * weight.float()
             shift = -mean * scale if bias is None else bias.float() - mean * scale
             return Affine(scale, shift, inner)
 
-    cudnn = torch.backends.cudnn.enabled
-    op = Op(
-        lambda x, _: torch.batch_norm(x, weight, bias, *used, training, 0.0, eps, cudnn),
-        affine=affine,
-        fixed=_given(weight, bias),
-    )
+        return replace(plain, affine=affine)
+
+    op = _of_statistics(bound, statistics.mean, statistics.rstd, *plain.given)
     return _make(call, out, identity, op)
 
 
@@ -456,14 +472,12 @@ def _instance_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None
     if call.func is not F.instance_norm or not call.arg(5, "use_input_stats", True):
         return None
     weight, bias = _as_now(call.arg(3, "weight")), _as_now(call.arg(4, "bias"))
-    affine = _of_groups(call, x, x.shape[1], weight, bias)
     cudnn = torch.backends.cudnn.enabled
     op = Op(  # its own statistics; the running ones are not updated again
         lambda x, _: torch.instance_norm(x, weight, bias, None, None, True, 0.0, eps, cudnn),
-        affine=affine,
         fixed=_given(weight, bias),
     )
-    return _make(call, out, identity, op)
+    return _make(call, out, identity, _of_groups(op, call, x, x.shape[1], weight, bias))
 
 
 def _as_now(parameter: Tensor | None) -> Tensor | None:

@@ -61,6 +61,8 @@ class Op:
     noise               dropout's factor, a saved tensor of its own
     other               a second operand: a saved tensor, and where in it it lies
     combine             what is done with both: (x, y, out) -> the result, in `out` if that is given
+    given, bound        tensors of this forward alone that its functions read, statistics, and what
+                        makes the same op of those of another forward; None: nothing does
     """
 
     exact: Callable[[Tensor, bool], Tensor]
@@ -72,6 +74,8 @@ class Op:
     noise: "weakref.ref[Slot] | None" = None
     other: "tuple[weakref.ref[Slot], Geometry] | None" = None
     combine: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    given: tuple[Tensor, ...] = ()
+    bound: "Callable[..., Op] | None" = None
 
     @property
     def works_lossy(self) -> bool:

@@ -19,7 +19,7 @@ from elbowroom.runtime.handles.base import Handle
 from elbowroom.runtime.handles.encode import EncodeHandle
 from elbowroom.runtime.handles.keep import KeepHandle
 from elbowroom.runtime.handles.offload import OffloadHandle
-from elbowroom.runtime.ledger import Entry
+from elbowroom.runtime.ledger import Entry, NoEntry
 from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT
 from elbowroom.runtime.normal import Statistics, flat_of
 
@@ -80,9 +80,16 @@ class Slot:
         "whole",
     )
 
-    def __init__(self, base: Tensor, entry: Entry, *, is_window: bool = False) -> None:
-        """is_window: base covers only a small part of its storage."""
-        self.base = Geometry.of(base)
+    def __init__(
+        self,
+        base: Tensor,
+        entry: Entry | NoEntry,
+        *,
+        is_window: bool = False,
+        geometry: Geometry | None = None,
+    ) -> None:
+        """is_window: base covers only a small part of its storage. geometry: base's, if known."""
+        self.base = Geometry.of(base) if geometry is None else geometry
         self.is_window = is_window
         self.dtype, self.device = base.dtype, base.device
         self.shape_is_enough = False  # so far every op has asked for the geometry only
@@ -243,13 +250,21 @@ class Slot:
 class View:
     """What autograd holds: one op's view of a slot."""
 
-    __slots__ = ("geometry", "need", "slot")
+    __slots__ = ("__weakref__", "geometry", "need", "slot")
 
     def __init__(self, slot: Slot, x: Tensor, need: Need) -> None:
         self.slot = slot
         self.geometry = Geometry.of(x)
         self.need = need
         slot.views += 1
+
+    @classmethod
+    def replayed(cls, slot: Slot, geometry: Geometry, need: Need) -> "View":
+        """Return a view whose geometry is known."""
+        view = cls.__new__(cls)
+        view.slot, view.geometry, view.need = slot, geometry, need
+        slot.views += 1
+        return view
 
     def restore(self) -> Tensor:
         """The saved tensor again: same shape, dtype, device, strides."""
@@ -322,7 +337,7 @@ class Deferred:
     node: autograd's number of the node that has saved it; a call may make several.
     """
 
-    __slots__ = ("held", "node")
+    __slots__ = ("__weakref__", "held", "node")
 
     def __init__(self, x: Tensor) -> None:
         self.node = last_node()

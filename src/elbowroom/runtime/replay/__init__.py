@@ -1,0 +1,8 @@
+"""A settled forward, replayed: what is done with each saved tensor is written down, not decided.
+
+    learning    every op is looked at (`runtime/hooks.py`); a `Scribe` writes down what is done
+    replaying   the i-th op of a forward does what the i-th op did (`replay.py`)
+
+A `Script` (`script.py`) is what the one writes and the other follows. Its guards are asked before
+an op runs, so nothing is ever done with a tensor that another op saves.
+"""

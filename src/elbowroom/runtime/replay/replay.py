@@ -1,0 +1,333 @@
+"""Following a script: the i-th op of a forward does what the i-th op did when it was written.
+
+Nothing is looked up. An op is known by its place. Whether it is the one is seen by its function,
+and, where something is done, by its arguments: kinds, shapes, strides, numbers, and which storage
+of this forward a tensor lies in. That is asked before the op runs. What does not match ends the
+script: a learning context looks at the rest of the forward. What was done so far stays right, for
+it was done with the tensors of ops that did match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from elbowroom.plan import Need
+from elbowroom.plan.action import Encode, Rebuild
+from elbowroom.runtime import opened
+from elbowroom.runtime.compiler import eagerly
+from elbowroom.runtime.consumers import QUESTIONS, Call
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.direct import direct_of, may_run
+from elbowroom.runtime.handles import CastHandle, KeepHandle
+from elbowroom.runtime.handles.keep import check_version, version_of
+from elbowroom.runtime.hooks import Saving, unpack
+from elbowroom.runtime.identity import covering
+from elbowroom.runtime.ledger import NoEntry
+from elbowroom.runtime.masks import mask_bits
+from elbowroom.runtime.perform import perform
+from elbowroom.runtime.replay.script import NOWHERE, Deed, Like, Save, Script, Step, state_of_torch
+from elbowroom.runtime.slot import Slot, View
+from elbowroom.runtime.weak import WeakStorage
+
+_NO_ENTRY = NoEntry()
+_disabled = torch._C.DisableTorchFunction
+
+
+class Kept:
+    """A tensor that is only kept, with the version check that hooks switch off."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, x: Tensor) -> None:
+        self._tensor = x if x.grad_fn is None else x.detach()
+        self._version = 0 if x.is_inference() else x._version
+
+    def restore(self) -> Tensor:
+        """Return the tensor; raise RestoreError if it was changed in place."""
+        x = self._tensor
+        if x._version != self._version:
+            check_version(x, self._version)
+        return x
+
+
+class Replay(TorchFunctionMode):
+    """A context around one forward that follows `script`; a subclass says who looks at others.
+
+    slots     those of this forward
+    noted     statistics that were saved, and that recipes read
+    strayed   the forward was another one
+    """
+
+    def __init__(self, script: Script, context: Context) -> None:
+        super().__init__()
+        self.script, self.context = script, context
+        self.slots: list[Slot] = []
+        self.noted: list[Tensor] = []
+        self.strayed = False
+        self.saving: Saving | None = None
+        self._steps, self._at = script.steps, 0
+        self._saves: tuple[Save, ...] | None = None
+        self._saved = 0
+        self._is_inside = False  # an op runs, so that no function mode is asked
+        self._began = 0
+        self._places: list[tuple[WeakStorage, int, int]] = []
+        self._open: ExitStack | None = None
+
+    def __enter__(self) -> Self:
+        nowhere: Any = None
+        self.slots = [nowhere] * self.script.slots
+        self.noted = [nowhere] * self.script.noted
+        self._places = [nowhere] * self.script.places
+        with ExitStack() as opening:
+            opening.enter_context(eagerly())
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+            opening.enter_context(hooks)
+            super().__enter__()  # type: ignore[no-untyped-call]
+            opening.callback(super().__exit__, None, None, None)
+            self._open = opening.pop_all()
+        if self.script.state != state_of_torch():
+            self._stray()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._open is None:
+            return
+        self._open.close()
+        self._open = None
+        if self.saving is not None:
+            self.saving.__exit__(kind, error, trace)
+        elif kind is None:
+            self.strayed = self._at != len(self._steps)
+            for deed in self.script.last if not self.strayed else ():
+                self._do_late(deed)
+        self.slots, self.noted, self._places = [], [], []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in QUESTIONS:
+            return func(*args, **(kwargs or {}))
+        if self.saving is None:
+            at = self._at
+            step = self._steps[at] if at < len(self._steps) else None
+            if step is not None and step.func is func:
+                self._at = at + 1
+                if step.is_plain:
+                    outer, self._is_inside = self._is_inside, True
+                    try:
+                        return func(*args, **(kwargs or {}))
+                    finally:
+                        self._is_inside = outer
+                if step.args is None or self._matches(step, args, kwargs or {}):
+                    return self._run(step, args, kwargs or {})
+            self._stray()
+        assert self.saving is not None
+        return self.saving.see(func, types, args, kwargs)
+
+    def _run(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for deed in step.before:
+            self._do_late(deed)
+        outer = self._saves, self._saved, self._is_inside
+        self._saves, self._saved, self._is_inside = step.saves, 0, True
+        self._began = torch._C._autograd._get_sequence_nr()
+        try:
+            if step.opens:
+                body = opened.opened(step.func, self)
+                out = (body or step.func)(*args, **kwargs)
+            else:
+                out = (step.run or step.func)(*args, **kwargs)
+            if step.saves is not None and self._saved != len(step.saves):
+                self._stray()
+            if self.saving is None:
+                self._end(step, args, out)
+        finally:
+            self._saves, self._saved, self._is_inside = outer
+        return out
+
+    def _end(self, step: Step, args: tuple[Any, ...], out: Any) -> None:
+        """An op has run, and was the one."""
+        if step.place != NOWHERE:
+            self._note_place(step.place, out)
+        for position, slot in step.copies:
+            self._copy(slot, args[position])
+        for deed in step.after:
+            self._do_late(deed)
+
+    def _matches(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether the arguments are those of the step, and its hooks are ours."""
+        wanted = step.args
+        assert wanted is not None
+        if len(args) != len(wanted) or len(kwargs) != len(step.kwargs):
+            return False
+        if not all(map(self._is, wanted, args)):
+            return False
+        for name, value in step.kwargs:
+            if name not in kwargs or not self._is(value, kwargs[name]):
+                return False
+        if not self._is_asked() or not torch.is_grad_enabled():
+            return False
+        direct = step.direct
+        if direct is None:
+            return True
+        call = Call(step.func, args, kwargs)
+        return direct_of(call) is direct and may_run(call, direct)
+
+    def _is(self, wanted: Any, value: Any) -> bool:
+        kind = type(wanted)
+        if kind is Like:
+            if (
+                type(value) is not wanted.kind
+                or value.dtype is not wanted.dtype
+                or value.requires_grad is not wanted.requires_grad
+                or value.device != wanted.device
+                or not _has(value, wanted.geometry)
+            ):
+                return False
+            parameter = wanted.parameter
+            if parameter is not None:
+                return value is parameter and value.data_ptr() == wanted.address
+            if wanted.same != NOWHERE and not self._is_at(wanted.same, value):
+                return False
+            if wanted.place != NOWHERE:
+                self._note_place(wanted.place, value)
+            return True
+        if kind is not type(value):
+            return False
+        if kind is tuple or kind is list:
+            return len(wanted) == len(value) and all(map(self._is, wanted, value))
+        return bool(wanted == value)
+
+    def _is_asked(self) -> bool:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is not None and hooks[0] == self._pack
+
+    def _note_place(self, place: int, x: Tensor) -> None:
+        self._places[place] = WeakStorage(x), x.untyped_storage()._cdata, version_of(x)
+
+    def _is_at(self, place: int, x: Tensor) -> bool:
+        known = self._places[place]
+        if known is None:
+            return False
+        _, address, version = known
+        return x.untyped_storage()._cdata == address and version_of(x) == version
+
+    def _pack(self, x: Tensor) -> Any:
+        saves = self._saves
+        if self.saving is not None:
+            return self.saving.take(x)
+        if saves is None:
+            if self._is_inside:
+                return Kept(x)
+            with _disabled():
+                return Kept(x)
+        i = self._saved
+        self._saved = i + 1
+        if i < len(saves):
+            save = saves[i]
+            if save.slot == NOWHERE and save.noted == NOWHERE and save.place == NOWHERE:
+                return Kept(x)
+            if x.dtype is save.dtype and _has(x, save.geometry):
+                held = self._held(save, x)
+                if held is not None:
+                    return held
+        self._stray()
+        assert self.saving is not None
+        return self.saving.take(x)
+
+    def _held(self, save: Save, x: Tensor) -> View | Kept | None:
+        """Return what is held of x, which has the geometry of the save; None: it is not the one."""
+        if save.same != NOWHERE and not self._is_at(save.same, x):
+            return None
+        if save.place != NOWHERE:
+            self._note_place(save.place, x)
+        if save.noted != NOWHERE:
+            self.noted[save.noted] = x.detach()
+        if save.slot == NOWHERE:
+            return Kept(x)
+        whole = save.whole
+        if save.fresh:
+            assert whole is not None
+            if x.untyped_storage().nbytes() != save.nbytes:
+                return None
+            slot = self.slots[save.slot] = Slot(x, _NO_ENTRY, geometry=whole)
+        else:
+            slot = self.slots[save.slot]
+        if save.waits or (save.fresh and save.deed is None):
+            assert whole is not None
+            slot.value = KeepHandle(whole.on(x), "")
+        if save.deed is not None:
+            assert whole is not None
+            self._do(save.deed, slot, whole.on(x), x)
+        return View.replayed(slot, save.geometry, save.need)
+
+    def _do_late(self, deed: Deed) -> None:
+        """Give a slot what it gets later than it was saved."""
+        slot = self.slots[deed.slot]
+        kept = slot.value
+        if isinstance(kept, KeepHandle) and not kept.was_changed:
+            x = kept.restore()
+            self._do(deed, slot, x, x)
+
+    def _do(self, deed: Deed, slot: Slot, whole: Tensor, x: Tensor) -> None:
+        if deed.bits:
+            bits = mask_bits(whole, deed.bits, only_output=deed.covers)
+            if bits is None:
+                slot.hold(KeepHandle(whole, "a NaN, of which a bit cannot tell"))
+            else:
+                slot.mask_of = deed.bits
+                slot.hold_bits(bits)
+            return
+        if deed.action is None:
+            cast = CastHandle.of(x, whole, self._began) if deed.need is Need.EXACT else None
+            if deed.need is Need.SHAPE:
+                slot.value = None
+                slot.hold_shape()
+            else:
+                slot.hold(cast or KeepHandle(whole, "no cast of a parameter"))
+            return
+        action = deed.action_of(self)
+        seed = self.context.next_seed() if isinstance(action, Encode) else 0
+        ready = deed.remade.ready(self) if isinstance(action, Rebuild) and deed.remade else None
+        norm = None if deed.norm is None else deed.norm.statistics(self)
+        prefetcher = self.context.prefetcher
+        slot.hold(perform(action, whole, deed.need, ready, seed, None, norm, prefetcher, deed.name))
+        slot.drop_needless_bits()
+
+    def _copy(self, index: int, y: Tensor) -> None:
+        """A slot gets a copy of a constant, once."""
+        base = covering(y)
+        if self.slots[index] is None and base is not None:
+            slot = self.slots[index] = Slot(base, _NO_ENTRY)
+            slot.value = KeepHandle(base.detach().clone(), "a constant")
+
+    def look(self) -> Saving:
+        """Return the context that looks at what is left of a forward that is another one."""
+        raise NotImplementedError
+
+    def _stray(self) -> None:
+        """The forward is another one: look at the rest of it."""
+        self.strayed = True
+        self.saving = self.look()
+        counts: dict[tuple[str, str], int] = {}
+        self.saving.join(self._pack, counts)
+
+
+def _has(x: Tensor, geometry: Any) -> bool:
+    shape, stride, offset = geometry
+    return bool(x.shape == shape) and x.stride() == stride and x.storage_offset() == offset

@@ -1,0 +1,539 @@
+"""Writing a script: a learning context tells what it does, op by op, and `script` puts it together.
+
+Only what is done matters. A tensor that is kept needs no slot, and an op all of whose tensors are
+kept needs no guard. What is guarded follows from what is done:
+
+    an op that saves something that is acted on    its arguments
+    an op whose result is made again               its arguments, and where its operands come from
+    an op that such an operand comes from          its output: others are compared with it
+
+A forward that does what no script can say (it climbed, codes wait for the inputs of a checkpoint,
+attention's codes go by this step's logits) has none, and the next ones are looked at, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elbowroom.plan import Encode, Keep
+from elbowroom.plan.gentle import ATTENTION
+from elbowroom.runtime import opened
+from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.direct import Direct
+from elbowroom.runtime.handles import KeepHandle
+from elbowroom.runtime.handles.keep import storage_nbytes, version_of
+from elbowroom.runtime.identity import Origin
+from elbowroom.runtime.normal import Statistics
+from elbowroom.runtime.recipes import Op, Ready
+from elbowroom.runtime.replay.script import (
+    NOWHERE,
+    PLAIN_VALUES,
+    Deed,
+    Like,
+    Norm,
+    Ref,
+    Remade,
+    Save,
+    Script,
+    Step,
+    state_of_torch,
+)
+from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
+from elbowroom.runtime.weak import WeakStorage
+
+_Place = tuple[int, int]  # a storage's address, and its version
+_AT_SAVE, _BEFORE, _AFTER, _LAST = range(4)
+
+
+class Unwritable(Exception):
+    """There is no script of this forward; the message says why."""
+
+
+@dataclass
+class _Saved:
+    """One tensor that was saved."""
+
+    geometry: Geometry
+    dtype: torch.dtype
+    nbytes: int
+    at: _Place
+    held: weakref.ref[View | Deferred] | None
+
+
+@dataclass
+class _Op:
+    """One call from Python to torch."""
+
+    func: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    operands: list[_Place]
+    saves: list[_Saved] = field(default_factory=list)
+    run: Callable[..., Any] | None = None
+    direct: Direct | None = None
+    opens: bool = False
+    out: _Place | None = None
+    copies: list[tuple[int, Slot]] = field(default_factory=list)
+
+    @property
+    def addresses(self) -> Iterator[int]:
+        """Where the parameters among its arguments lie."""
+        for x in (*self.args, *(value for _, value in self.kwargs)):
+            if type(x) is Like and x.parameter is not None:
+                yield x.address
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What was done with a slot, and when."""
+
+    op: int
+    when: int
+    save: int
+    slot: weakref.ref[Slot]
+    deed: Deed
+    ready: Ready | None = None
+    norm: Statistics | None = None
+
+
+class Scribe:
+    """Is told of one forward by its learning context.
+
+    script  once that has ended; None: there is none
+    why     there is none
+    """
+
+    def __init__(self) -> None:
+        self.script: Script | None = None
+        self.why = ""
+        self._ops: list[_Op] = []
+        self._stack: list[int] = []
+        self._when = _BEFORE
+        self._done: list[_Done] = []
+        self._storages: dict[int, WeakStorage] = {}  # so that no address is used twice
+        self._makers: dict[int, tuple[Op, int]] = {}  # of recipes, by the id of their op
+        self._state = state_of_torch()
+
+    # --- What a context tells
+
+    def refuse(self, why: str) -> None:
+        """There is no script of this forward."""
+        self.why = self.why or why
+
+    def begins(self, call: Call) -> None:
+        """A call begins, and nothing of it has happened yet."""
+        operands: list[_Place] = []
+        try:
+            args = tuple(self._described(x, operands) for x in call.args)
+            kwargs = tuple((key, self._described(x, operands)) for key, x in call.kwargs.items())
+        except Unwritable:
+            args, kwargs = (Unwritable,), ()
+        self._ops.append(_Op(call.func, call.name, args, kwargs, operands))
+        self._stack.append(len(self._ops) - 1)
+        self._when = _BEFORE
+
+    def runs(self, call: Call, run: Callable[..., Any], direct: Direct | None) -> None:
+        """The call runs as `run`."""
+        op = self._ops[self._stack[-1]]
+        if call.name in opened.NAMES and run is not call.func:
+            op.opens = True
+        elif run is not call.func:
+            op.run, op.direct = run, direct
+        self._when = _AT_SAVE
+
+    def ends(self) -> None:
+        """The call has run; now it is decided on what waited for that."""
+        self._when = _AFTER
+
+    def makes(self, origin: Origin | None) -> None:
+        """The call has made a tensor that can be made again like this."""
+        recipe = None if origin is None else origin.recipe
+        if recipe is not None and self._stack:
+            self._makers.setdefault(id(recipe.op), (recipe.op, self._stack[-1]))
+
+    def ended(self, out: Any) -> None:
+        """The call has ended, and all is decided on."""
+        op = self._ops[self._stack.pop()]
+        if type(out) is Tensor:
+            op.out = self._place_of(out)
+        self._when = _AT_SAVE if self._stack else _BEFORE
+
+    def failed(self) -> None:
+        """The call has raised."""
+        self._stack.pop()
+        self.refuse("an op has raised")
+
+    def saved(self, x: Tensor, held: Any) -> None:
+        """Autograd saves x, and holds `held` for it."""
+        if not self._stack:
+            return
+        ops = self._ops[self._stack[-1]]
+        nbytes, place = storage_nbytes(x), self._place_of(x)
+        geometry = Geometry.of(x)
+        is_looked_at = isinstance(held, View | Deferred)
+        seen = weakref.ref(held) if is_looked_at else None
+        ops.saves.append(_Saved(geometry, x.dtype, nbytes, place, seen))
+
+    def does(
+        self,
+        slot: Slot,
+        deed: Deed,
+        ready: Ready | None = None,
+        norm: Statistics | None = None,
+    ) -> None:
+        """Something is done with a slot."""
+        if not self._stack:
+            self._done.append(_Done(NOWHERE, _LAST, 0, weakref.ref(slot), deed, ready, norm))
+            return
+        at = self._stack[-1]
+        save = len(self._ops[at].saves)
+        self._done.append(_Done(at, self._when, save, weakref.ref(slot), deed, ready, norm))
+
+    def copies(self, slot: Slot, y: Tensor, call: Call | None) -> None:
+        """A slot stands for a constant among the arguments of the call that has ended."""
+        if call is None or not self._stack:
+            return
+        op = self._ops[self._stack[-1]]
+        for position, x in enumerate(call.args):
+            if x is y:
+                op.copies.append((position, slot))
+                return
+        self.refuse("a constant that is given by name")
+
+    def _described(self, x: Any, operands: list[_Place]) -> Any:
+        if isinstance(x, Tensor):
+            if type(x) not in (Tensor, nn.Parameter):
+                raise Unwritable
+            if type(x) is nn.Parameter:
+                address = x.data_ptr()
+                return _like(x)._replace(parameter=x, address=address)
+            operands.append(self._place_of(x))
+            # `same` is the operand's number until the script is made
+            return _like(x)._replace(same=len(operands) - 1)
+        if isinstance(x, tuple | list) and type(x) in (tuple, list, torch.Size):
+            return type(x)(self._described(one, operands) for one in x)
+        if type(x) in PLAIN_VALUES:
+            return x
+        if type(x) is slice and {type(x.start), type(x.stop), type(x.step)} <= {int, type(None)}:
+            return x
+        raise Unwritable
+
+    def _place_of(self, x: Tensor) -> _Place:
+        try:
+            address = x.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):
+            return NOWHERE, 0
+        if address not in self._storages:
+            self._storages[address] = WeakStorage(x)
+        return address, version_of(x)
+
+    # --- What comes of it
+
+    def finish(self, held_nbytes: int, before_nbytes: int) -> None:
+        """The forward has ended, and its graph is still there: write the script, if there is one.
+
+        held_nbytes, before_nbytes: what is held of it, and what plain autograd would hold
+        """
+        if not self.why:
+            writer = _Writer(self._ops, self._done, self._makers, self._state)
+            try:
+                self.script = writer.script(held_nbytes, before_nbytes)
+            except Unwritable as error:
+                self.refuse(str(error))
+        self._ops, self._done, self._makers, self._storages = [], [], {}, {}
+
+
+class _Writer:
+    """Puts together what was told."""
+
+    def __init__(
+        self,
+        ops: list[_Op],
+        done: list[_Done],
+        makers: dict[int, tuple[Op, int]],
+        state: tuple[Any, ...],
+    ) -> None:
+        self._ops, self._makers, self._state = ops, makers, state
+        self._done = [(one, slot) for one in done if (slot := one.slot()) is not None]
+        self._numbers: dict[int, int] = {}  # of slots, by id
+        self._slots: list[Slot] = []
+        self._noted: dict[tuple[int, int], int] = {}  # of what is saved, by op and place in it
+        self._places: dict[_Place, int] = {}
+        self._guarded: set[int] = set()  # ops whose arguments are compared
+        self._sourced: set[int] = set()  # ops whose operands are compared, too
+        self._fixed: set[int] = set()  # where the parameters lie that recipes read
+        self._views: dict[tuple[int, int], View] = {}
+        self._first: dict[int, tuple[int, int]] = {}  # of a slot: where it is saved first
+        self._saved_at: dict[_Place, tuple[int, int]] = {}
+        self._made_at: dict[_Place, int] = {}
+
+    def script(self, held_nbytes: int, before_nbytes: int) -> Script:
+        """Return all of it."""
+        for at, op in enumerate(self._ops):
+            for i, saved in enumerate(op.saves):
+                self._saved_at.setdefault(saved.at, (at, i))
+                view = None if saved.held is None else _view_of(saved.held())
+                if view is not None:
+                    self._views[at, i] = view
+                    self._first.setdefault(id(view.slot), (at, i))
+            if op.out is not None:
+                self._made_at.setdefault(op.out, at)
+        deeds = self._deeds()
+        self._close_sources()
+        self._guarded |= {at for (at, _), v in self._views.items() if id(v.slot) in self._numbers}
+        self._guarded |= {one.op for one, _ in deeds if one.op != NOWHERE and one.when == _AT_SAVE}
+        self._note_places()
+        steps = tuple(self._step(at, op, deeds) for at, op in enumerate(self._ops))
+        last = tuple(deed for one, deed in deeds if one.when == _LAST)
+        counts = len(self._slots), len(self._noted), len(self._places)
+        return Script(steps, *counts, last, held_nbytes, before_nbytes, self._state)
+
+    def _deeds(self) -> list[tuple[_Done, Deed]]:
+        """Return what is done with slots that are not just kept, and with what they are made of."""
+        of_slot: dict[int, list[tuple[int, _Done, Slot]]] = {}
+        for order, (one, slot) in enumerate(self._done):
+            if type(slot.value) is KeepHandle and slot.bits is None:
+                continue  # whatever it was before: in the end it is kept
+            before = of_slot.setdefault(id(slot), [])
+            if before or not isinstance(one.deed.action, Keep):  # kept is what it begins with
+                before.append((order, one, slot))
+        for mine in of_slot.values():
+            if mine:
+                self._number(mine[0][2])
+        found: list[tuple[int, _Done, Deed]] = []
+        for slot in self._slots:  # which grows meanwhile
+            for order, one, _ in of_slot.get(id(slot), []):
+                found.append((order, one, self._deed(one, slot)))
+        found.sort(key=lambda each: each[0])
+        return [(one, deed) for _, one, deed in found]
+
+    def _number(self, slot: Slot) -> int:
+        number = self._numbers.get(id(slot))
+        if number is None:
+            if id(slot) not in self._first and not self._copied(slot):
+                raise Unwritable("a slot that no op of the forward saves")
+            number = self._numbers[id(slot)] = len(self._slots)
+            self._slots.append(slot)
+        return number
+
+    def _copied(self, slot: Slot) -> bool:
+        return any(one is slot for op in self._ops for _, one in op.copies)
+
+    def _deed(self, one: _Done, slot: Slot) -> Deed:
+        deed, mask = one.deed, NOWHERE
+        action = deed.action
+        if isinstance(action, Encode):
+            if one.op != NOWHERE and self._ops[one.op].name == ATTENTION:
+                raise Unwritable("codes that go by the logits of this step")
+            bits = action.facts.mask
+            if bits is not None:
+                mask = self._holder_of(bits)
+                action = replace(action, facts=replace(action.facts, mask=None))
+        return replace(
+            deed,
+            slot=self._number(slot),
+            action=action,
+            remade=None if one.ready is None else self._remade(one.ready),
+            norm=None if one.norm is None else self._norm(one.norm),
+            mask=mask,
+        )
+
+    def _holder_of(self, bits: Tensor) -> int:
+        for _, slot in self._done:
+            if slot.bits is not None and slot.bits.data_ptr() == bits.data_ptr():
+                return self._number(slot)
+        raise Unwritable("bits that no slot holds")
+
+    def _remade(self, ready: Ready) -> Remade:
+        made = self._makers.get(id(ready.op))
+        if made is None:
+            raise Unwritable("a recipe of no op")
+        self._sourced.add(made[1])
+        given = tuple(self._ref(x) for x in ready.op.given)
+        if given and ready.op.bound is None:
+            raise Unwritable("a recipe that reads what only this forward has")
+        source = ready.source
+        bits = NOWHERE if ready.bits is None else self._holder_of(ready.bits)
+        op = replace(ready.op, given=())
+        if op.bound is not None:  # which makes what reads statistics
+            op = replace(op, lossy=None, affine=None)
+        self._fixed |= {x.data_ptr() for x in op.fixed}
+        return Remade(
+            op,
+            self._remade(source) if isinstance(source, Ready) else self._number(source),
+            ready.seen,
+            ready.made,
+            bits,
+            NOWHERE if ready.noise is None else self._number(ready.noise),
+            NOWHERE if ready.other is None else self._number(ready.other),
+            given,
+        )
+
+    def _norm(self, norm: Statistics) -> Norm:
+        return Norm(self._ref(norm.mean), self._ref(norm.rstd), norm.inner, norm.rows)
+
+    def _ref(self, x: Tensor) -> Ref:
+        at = self._saved_at.get((x.untyped_storage()._cdata, version_of(x)))
+        if at is None:
+            raise Unwritable("a statistic that no op of the forward saves")
+        self._guarded.add(at[0])
+        return Ref(self._noted.setdefault(at, len(self._noted)), Geometry.of(x))
+
+    def _close_sources(self) -> None:
+        """Compare the operands of ops that make what a compared op reads, and so on."""
+        waiting = list(self._sourced)
+        while waiting:
+            at = waiting.pop()
+            op = self._ops[at]
+            own = {saved.at for saved in op.saves}
+            for place in op.operands:
+                if place in own:
+                    continue
+                maker = self._made_at.get(place)
+                saved = self._saved_at.get(place)
+                if saved is not None and saved[0] < at:
+                    self._guarded.add(saved[0])
+                elif maker is not None and maker < at and maker not in self._sourced:
+                    self._sourced.add(maker)
+                    waiting.append(maker)
+        self._guarded |= self._sourced
+        compared = (self._ops[at].addresses for at in self._sourced)
+        if not self._fixed <= {address for some in compared for address in some}:
+            raise Unwritable("a recipe that reads a weight that is no parameter")
+
+    def _note_places(self) -> None:
+        """Give numbers to the storages that others are compared with."""
+        for at in sorted(self._sourced):
+            op = self._ops[at]
+            own = {saved.at for saved in op.saves}
+            for place in op.operands:
+                if place not in own:
+                    self._places.setdefault(place, len(self._places))
+        for (at, i), view in self._views.items():
+            if id(view.slot) in self._numbers and self._first[id(view.slot)] != (at, i):
+                self._places.setdefault(self._ops[at].saves[i].at, len(self._places))
+
+    def _step(self, at: int, op: _Op, deeds: list[tuple[_Done, Deed]]) -> Step:
+        mine = [(one, deed) for one, deed in deeds if one.op == at]
+        before = tuple(deed for one, deed in mine if one.when == _BEFORE)
+        after = tuple(deed for one, deed in mine if one.when == _AFTER)
+        copies = tuple(
+            (position, self._numbers[id(slot)])
+            for position, slot in op.copies
+            if id(slot) in self._numbers
+        )
+        place = NOWHERE if op.out is None else self._places.get(op.out, NOWHERE)
+        if place != NOWHERE and self._made_at.get(op.out or (0, 0)) != at:
+            place = NOWHERE
+        keeps_run = op.direct is not None and not op.direct.exact
+        keeps_run = keeps_run or (op.direct is not None and op.direct.always)
+        if at not in self._guarded and not (place != NOWHERE or copies or after or keeps_run):
+            return Step(op.func, opens=op.opens, before=before)
+        if op.args == (Unwritable,):
+            raise Unwritable(f"'{op.name}' has an argument that cannot be compared")
+        saves = None
+        if at in self._guarded:
+            if op.opens:
+                raise Unwritable("a function of torch's own that saves by itself")
+            saves = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
+        seen: set[_Place] = set()
+        direct = op.direct if op.direct is not None and op.name == ATTENTION else None
+        run = op.run
+        return Step(
+            op.func,
+            saves,
+            tuple(self._placed(x, at, seen) for x in op.args),
+            tuple((key, self._placed(x, at, seen)) for key, x in op.kwargs),
+            run,
+            direct,
+            op.opens,
+            place,
+            copies,
+            before,
+            after,
+        )
+
+    def _placed(self, x: Any, at: int, seen: set[_Place]) -> Any:
+        """Return what an argument must be, with the number of the place that it is compared with.
+
+        seen: the places among the arguments of this op that came before
+        """
+        if type(x) in (tuple, list):
+            return type(x)(self._placed(one, at, seen) for one in x)
+        if type(x) is not Like or x.parameter is not None:
+            return x
+        op, same, new = self._ops[at], NOWHERE, NOWHERE
+        operand = op.operands[x.same]
+        if at in self._sourced and all(saved.at != operand for saved in op.saves):
+            number = self._places[operand]
+            is_known = operand in seen or self._is_known_before(at, operand)
+            same, new = (number, NOWHERE) if is_known else (NOWHERE, number)
+            seen.add(operand)
+        return x._replace(same=same, place=new)
+
+    def _is_known_before(self, at: int, place: _Place) -> bool:
+        """Return whether an earlier op has noted this place."""
+        saved, made = self._saved_at.get(place), self._made_at.get(place)
+        if saved is not None and saved[0] < at:
+            return True
+        if made is not None and made < at:
+            return True
+        for earlier in sorted(self._sourced):
+            if earlier >= at:
+                return False
+            op = self._ops[earlier]
+            if place in op.operands and place not in {saved.at for saved in op.saves}:
+                return True
+        return False
+
+    def _save(self, at: int, i: int, saved: _Saved, mine: list[tuple[_Done, Deed]]) -> Save:
+        view = self._views.get((at, i))
+        noted = self._noted.get((at, i), NOWHERE)
+        number = None if view is None else self._numbers.get(id(view.slot))
+        is_first = self._saved_at.get(saved.at) == (at, i)
+        place = self._places.get(saved.at, NOWHERE)
+        made_before = self._made_at.get(saved.at)
+        note = place if is_first and (made_before is None or made_before >= at) else NOWHERE
+        if view is None or number is None:
+            return Save(saved.geometry, saved.dtype, noted=noted, place=note)
+        slot, fresh = view.slot, self._first[id(view.slot)] == (at, i)
+        deeds = [
+            deed
+            for one, deed in mine
+            if one.when == _AT_SAVE and one.save == i and deed.slot == number
+        ]
+        if len(deeds) > 1:
+            raise Unwritable("a tensor with which two things are done at once")
+        if slot.is_window and deeds:
+            raise Unwritable("a window onto a larger storage")
+        return Save(
+            saved.geometry,
+            saved.dtype,
+            number,
+            fresh,
+            slot.base,
+            saved.nbytes,
+            view.need,
+            deeds[0] if deeds else None,
+            any(one.when == _AFTER and deed.slot == number for one, deed in mine),
+            noted,
+            note,
+            NOWHERE if fresh or note != NOWHERE else place,
+        )
+
+
+def _view_of(held: Any) -> View | None:
+    if isinstance(held, Deferred):
+        held = held.held
+    return held if isinstance(held, View) else None
+
+
+def _like(x: Tensor) -> Like:
+    return Like(type(x), x.dtype, x.device, x.requires_grad, Geometry.of(x))

@@ -1,0 +1,236 @@
+"""What is done in a settled forward, op by op: what the scribe writes, and `Replay` follows.
+
+    Step      one call from Python to torch: what must be true of it, and what it saves
+    Save      one tensor that an op saves: its geometry, and the slot that it goes to
+    Deed      what a slot is given, and when: as it is saved, or before or after an op has run
+    Ref       a tensor of this forward that a recipe or a code reads: a statistic, as it was saved
+
+A script is made of numbers. It holds no tensor of the step that it was written from; of the model
+it holds parameters, which recipes read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from elbowroom.plan import Action, Encode, Need, SiteName
+from elbowroom.runtime.direct import Direct
+from elbowroom.runtime.handles.keep import version_of
+from elbowroom.runtime.normal import Statistics
+from elbowroom.runtime.recipes import Op, Ready
+from elbowroom.runtime.slot import Geometry
+
+if TYPE_CHECKING:
+    from elbowroom.runtime.replay.replay import Replay
+
+NOWHERE = -1
+
+
+class Ref(NamedTuple):
+    """A view of the tensor that this forward has noted as number `noted`."""
+
+    noted: int
+    geometry: Geometry
+
+    def tensor(self, replay: Replay) -> Tensor:
+        """Return that view in the forward that runs."""
+        return self.geometry.on(replay.noted[self.noted])
+
+
+class Norm(NamedTuple):
+    """The statistics of a norm, as `Statistics` has them."""
+
+    mean: Ref
+    rstd: Ref
+    inner: int
+    rows: int
+
+    def statistics(self, replay: Replay) -> Statistics:
+        """Return them in the forward that runs."""
+        return Statistics(self.mean.tensor(replay), self.rstd.tensor(replay), self.inner, self.rows)
+
+
+@dataclass(frozen=True)
+class Remade:
+    """A recipe whose slots are numbers.
+
+    given  the statistics that `op` reads, of this forward
+    """
+
+    op: Op
+    source: int | Remade
+    seen: Geometry
+    made: Geometry
+    bits: int
+    noise: int
+    other: int
+    given: tuple[Ref, ...]
+
+    def ready(self, replay: Replay) -> Ready:
+        """Return the recipe with the slots of the forward that runs."""
+        slots, op, source = replay.slots, self.op, self.source
+        if op.bound is not None:
+            op = op.bound(*(ref.tensor(replay) for ref in self.given))
+        return Ready(
+            op,
+            slots[source] if isinstance(source, int) else source.ready(replay),
+            self.seen,
+            self.made,
+            tuple(map(version_of, op.fixed)),
+            None if self.bits == NOWHERE else slots[self.bits].bits,
+            None if self.noise == NOWHERE else slots[self.noise],
+            None if self.other == NOWHERE else slots[self.other],
+        )
+
+
+@dataclass(frozen=True)
+class Deed:
+    """What a slot is given.
+
+    action  None: what follows says it
+    bits    the op whose mask is taken of it; "": none is
+    covers  whether the op that saves it made all of its storage
+    mask    the slot whose bits an encoding takes; NOWHERE: none
+    """
+
+    slot: int
+    name: SiteName
+    need: Need
+    action: Action | None = None
+    remade: Remade | None = None
+    norm: Norm | None = None
+    mask: int = NOWHERE
+    bits: str = ""
+    covers: bool = False
+
+    def action_of(self, replay: Replay) -> Action:
+        """Return the action in the forward that runs: with the bits of this one."""
+        action = self.action
+        assert action is not None
+        if self.mask == NOWHERE or not isinstance(action, Encode):
+            return action
+        bits = replay.slots[self.mask].bits
+        return replace(action, facts=replace(action.facts, mask=bits))
+
+
+class Save(NamedTuple):
+    """One tensor that an op saves.
+
+    slot    NOWHERE: it is kept, and nobody asks what it is
+    fresh   no op before has saved this slot
+    whole   of its storage; nbytes: that has so many
+    deed    done at once
+    waits   something is done when the op has run: until then it is kept
+    noted   recipes read it by this number; place: later ops are compared with it by that one
+    """
+
+    geometry: Geometry
+    dtype: torch.dtype
+    slot: int = NOWHERE
+    fresh: bool = False
+    whole: Geometry | None = None
+    nbytes: int = 0
+    need: Need = Need.EXACT
+    deed: Deed | None = None
+    waits: bool = False
+    noted: int = NOWHERE
+    place: int = NOWHERE
+    same: int = NOWHERE
+
+
+class Like(NamedTuple):
+    """What a tensor among the arguments of an op must be.
+
+    same       it is the storage of this place, and at that version; NOWHERE: any
+    place      it is that place from now on
+    parameter  it is this one, at this address
+    """
+
+    kind: type
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    geometry: Geometry
+    same: int = NOWHERE
+    place: int = NOWHERE
+    parameter: nn.Parameter | None = None
+    address: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call from Python to torch.
+
+    saves   what it saves, in this order; None: whatever it saves is kept
+    args    what its arguments must be, with kwargs; None: any
+    run     runs in place of func
+    direct  what `run` is of, where that depends on more than arguments
+    opens   its body is run with what it calls seen
+    place   its output is that place from now on
+    copies  arguments, by position, of which a slot gets a copy: constants
+    before, after  deeds to be done then
+    """
+
+    func: Callable[..., Any]
+    saves: tuple[Save, ...] | None = None
+    args: tuple[Any, ...] | None = None
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    run: Callable[..., Any] | None = None
+    direct: Direct | None = None
+    opens: bool = False
+    place: int = NOWHERE
+    copies: tuple[tuple[int, int], ...] = ()
+    before: tuple[Deed, ...] = ()
+    after: tuple[Deed, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is done: its calls are only compared with it."""
+        return self.saves is None and self.args is None and not (self.before or self.opens)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A forward.
+
+    slots, noted, places  how many there are
+    last          deeds to be done as the forward ends
+    held_nbytes   what is held at the end of it
+    state         of torch, on which kernels depend, as it was written
+    """
+
+    steps: tuple[Step, ...]
+    slots: int
+    noted: int
+    places: int
+    last: tuple[Deed, ...]
+    held_nbytes: int
+    before_nbytes: int
+    state: tuple[Any, ...]
+
+    @property
+    def does_nothing(self) -> bool:
+        """Whether every op is torch's own, and all that is saved is kept."""
+        return all(step.is_plain for step in self.steps)
+
+
+def state_of_torch() -> tuple[Any, ...]:
+    """Return the settings that kernels depend on, and that no argument tells of."""
+    return (
+        *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")),
+        *(torch.get_autocast_dtype(device) for device in ("cpu", "cuda")),
+        torch.backends.cudnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+    )
+
+
+PLAIN_VALUES = (
+    *(int, float, bool, str, complex, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
