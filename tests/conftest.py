@@ -1,35 +1,146 @@
 """What all tests share.
 
 Tests marked `gpu` are skipped where there is no CUDA device. There, Triton's kernels run in its
-interpreter, on CPU tensors: that must be chosen before anything imports them.
+interpreter, on CPU tensors: that must be chosen before anything imports them. It takes up to a
+second for a call, so a sample of its cases runs (`sampling.py`), and all of them with `--all`. The
+last lines of a run say when that was last: a run with `--all` that passes writes it down in
+`whole-matrix.json`.
 """
 
+import gc
+import json
 import os
+import subprocess
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sampling import Case, sample
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Which PyTorch was tested: a line of every run, of the quiet ones of CI, too.
+collect_ignore = ["contract/sharding.py", "golden/make.py", "memory/capped.py"]  # no tests
+WHOLE = Path(__file__).with_name("whole-matrix.json")
+_left_out = pytest.StashKey[tuple[int, int]]()  # cases, and of how many
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--all` runs every case; see `sampling.py`."""
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run all cases of Triton's kernels in its interpreter, not a sample of them",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return  # Triton compiles there, and is fast
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    cases = [_case(item) for item in items if item.get_closest_marker("sampled")]
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
+        return
+    left_out = {case.id for case in cases} - sample(cases)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
+    config.stash[_left_out] = len(left_out), len(cases)
+    if hasattr(
+        config, "workeroutput"
+    ):  # a process of `pytest -n`, which tells the one that sums up
+        config.workeroutput["left_out"] = config.stash[_left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what was collected here.
+
+    It is nearly a million objects, none of them garbage, and `er.measure` and a good part of the
+    tests look through all objects that the collector knows: 0.4 s each time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def _case(item: pytest.Item) -> Case:
+    assert isinstance(item, pytest.Function)
+    values = {name: repr(value) for name, value in item.callspec.params.items()}
+    return Case(item.nodeid, item.nodeid.partition("[")[0], values)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    if left_out := getattr(node, "workeroutput", {}).get("left_out"):
+        node.config.stash[_left_out] = tuple(left_out)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    """Which PyTorch was tested, and what was not: lines of every run, of the quiet ones of CI, too.
 
     Those show no header (`pytest_report_header`).
     """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     terminalreporter.write_line(f"torch {torch.__version__}, {device}")
+    if exitstatus == 0 and _is_whole(config):
+        _write_whole(terminalreporter)
+    left_out, cases = config.stash.get(_left_out, (0, 0))
+    if left_out:
+        terminalreporter.write_line(
+            f"{cases - left_out} of {cases} cases of Triton's kernels, a sample; {_last_whole()}"
+        )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+def _is_whole(config: pytest.Config) -> bool:
+    """Whether this is a run of everything that there is."""
+    chosen = config.option.keyword or config.option.markexpr or config.option.deselect
+    return (
+        config.getoption("--all")
+        and config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        and not chosen
+        and not config.option.collectonly
+    )
+
+
+def _write_whole(terminalreporter: pytest.TerminalReporter) -> None:
+    found = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "passed": len(terminalreporter.stats.get("passed", [])),
+    }
+    WHOLE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _last_whole() -> str:
+    """When all cases ran, in words."""
+    if not WHOLE.exists():
+        return "all of them have not run yet: ./scripts/test --all"
+    found = json.loads(WHOLE.read_text())
+    return (
+        f"all of them, {found['passed']} tests in all, passed last on {found['date']} at commit "
+        f"{found['commit']} with torch {found['torch']}: ./scripts/test --all"
+    )
+
+
+def _commit() -> str:
+    """The commit that is checked out, with "+" if files differ from it."""
+    git = ["git", "-C", str(WHOLE.parent)]
+    try:
+        commit, changes = (
+            subprocess.run([*git, *verb], capture_output=True, text=True, check=True).stdout.strip()
+            for verb in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "-uno"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+" if changes else "")
 
 
 @pytest.fixture

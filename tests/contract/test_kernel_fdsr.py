@@ -74,7 +74,7 @@ def triton_backend() -> ModuleType:
 BACKENDS: dict[str, Callable[[], ModuleType]] = {"numba": lambda: numba, "triton": triton_backend}
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=["numba", pytest.param("triton", marks=pytest.mark.sampled)])
 def backend(request: pytest.FixtureRequest) -> ModuleType:
     return BACKENDS[request.param]()
 

@@ -16,7 +16,7 @@ BACKENDS = {"reference": reference, "numba": numba}
 SIZES = (1, 2, 9, 63, 2048, 2048 + 1000)
 
 
-@pytest.fixture(params=[*BACKENDS, "triton"])
+@pytest.fixture(params=[*BACKENDS, pytest.param("triton", marks=pytest.mark.sampled)])
 def backend(request):
     if request.param != "triton":
         return BACKENDS[request.param]

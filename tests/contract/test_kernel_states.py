@@ -51,7 +51,10 @@ def gradients(n: int, dtype: torch.dtype, generator: torch.Generator) -> list[to
 @pytest.mark.parametrize(("rule", "first", "second"), KINDS)
 @pytest.mark.parametrize(("dtype", "weights"), WEIGHTS)
 @pytest.mark.parametrize(("rows", "row"), [(7, 128), (5, 333), (3, 37), (1, 1), (600, 150)])
-@pytest.mark.parametrize("backend", [numba, triton], ids=["numba", "triton"])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(numba, id="numba"), pytest.param(triton, id="triton", marks=pytest.mark.sampled)],
+)
 def test_every_backend_equals_the_reference(
     backend, rule, first, second, dtype, weights, rows, row
 ):

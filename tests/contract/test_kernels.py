@@ -55,7 +55,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=["numba", pytest.param("triton", marks=pytest.mark.sampled)])
 def backend(request: pytest.FixtureRequest) -> Backend:
     return BACKENDS[request.param]()
 

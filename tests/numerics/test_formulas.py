@@ -19,10 +19,6 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.plan.site import Formula
 from elbowroom.runtime.formulas import FORMULAS, formula_of
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from torch.testing._internal.common_methods_invocations import op_db
-
 SAMPLES = 8  # of an op
 LARGEST = 20_000  # elements of a sample's tensors
 # Rows that no op of PyTorch's samples reaches on a CPU. Each is the formula of another row, under
@@ -130,6 +126,9 @@ OURS = [  # forms of ops that PyTorch's samples leave out
 
 
 def samples():
+    # Here, so that only a process that runs these tests pays for the import: 3 s.
+    from torch.testing._internal.common_methods_invocations import op_db
+
     torch.manual_seed(0)
     for op in op_db:
         if not op.supports_autograd or torch.float64 not in op.dtypes:

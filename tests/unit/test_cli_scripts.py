@@ -77,10 +77,14 @@ for _ in range(4):
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "sub").mkdir()
+    return with_scripts(tmp_path)
+
+
+def with_scripts(folder):
+    (folder / "sub").mkdir()
     for name, text in {"train": TRAIN, "helper": HELPER, "gan": GAN, "by_hand": BY_HAND}.items():
-        (tmp_path / "sub" / f"{name}.py").write_text(text)
-    return tmp_path
+        (folder / "sub" / f"{name}.py").write_text(text)
+    return folder
 
 
 def python(folder, *arguments):
@@ -103,24 +107,33 @@ def in_process(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def profiled(folder):
-    """A profile of the script, as the command writes it."""
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """What the command that profiles the script says, and the profile that it writes."""
+    folder = with_scripts(tmp_path_factory.mktemp("profiled"))
     done = elbowroom(folder, "profile", "--out", "p.json", "sub/train.py", "--", "--steps", "5")
     assert done.returncode == 0, done.stderr
     return done, folder / "p.json"
 
 
-def test_a_profile_a_plan_and_a_run_agree_and_an_exact_run_changes_no_bit(folder):
-    done, path = profiled(folder)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """What the script prints by itself: a line for each of its six steps."""
+    folder = with_scripts(tmp_path_factory.mktemp("plain"))
+    return python(folder, "sub/train.py").stdout
+
+
+def test_a_profile_a_plan_and_a_run_agree_and_an_exact_run_changes_no_bit(folder, profiled, plain):
+    done, path = profiled
     assert len(done.stdout.split("__main__")) - 1 == 2, "the script ends at its third step"
     assert "saved for backward" in done.stdout
-    page = (folder / "p.html").read_text()
+    page = path.with_suffix(".html").read_text()
     assert "<svg" in page
     assert not re.search(r"<script|<link|<img|src=|href=|@import|url\(|https?://", page)
     profile = Profile.load(path)
-    plain = in_process("plan", path, "--budget", profile.peak)
-    assert plain.exit_code == 0, plain.output
-    assert "+0.0 % time" in plain.stdout
+    keeping = in_process("plan", path, "--budget", profile.peak)
+    assert keeping.exit_code == 0, keeping.output
+    assert "+0.0 % time" in keeping.stdout
     budget = profile.static + (profile.peak - profile.static) * 9 // 10
     out = folder / "plan.json"
     planned = in_process("plan", path, "--budget", budget, "--exact", "--out", out, "--explain")
@@ -134,7 +147,7 @@ def test_a_profile_a_plan_and_a_run_agree_and_an_exact_run_changes_no_bit(folder
     options = ["--budget", budget, "--exact", "--report", report]
     ran = elbowroom(folder, "run", *options, "sub/train.py", "--", "--exit", "7")
     assert ran.returncode == 7, ran.stderr
-    assert ran.stdout == python(folder, "sub/train.py", "--exit", "7").stdout
+    assert ran.stdout == plain
     told = json.loads(report.read_text())
     assert told["exact"]
     assert told["exit_code"] == 7
@@ -146,8 +159,8 @@ def test_a_profile_a_plan_and_a_run_agree_and_an_exact_run_changes_no_bit(folder
         assert word in ran.stderr
 
 
-def test_a_run_begins_with_the_plan_that_it_is_given(folder):
-    _, path = profiled(folder)
+def test_a_run_begins_with_the_plan_that_it_is_given(folder, profiled, plain):
+    _, path = profiled
     profile, out = Profile.load(path), folder / "plan.json"
     budget = profile.static + (profile.peak - profile.static) * 9 // 10
     assert in_process("plan", path, "--budget", budget, "--exact", "--out", out).exit_code == 0
@@ -155,7 +168,7 @@ def test_a_run_begins_with_the_plan_that_it_is_given(folder):
     options = ["--budget", budget, "--exact", "--plan", out, "--report", report]
     ran = elbowroom(folder, "run", *options, "sub/train.py", "--", "--steps", "4")
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == python(folder, "sub/train.py", "--steps", "4").stdout
+    assert ran.stdout == "".join(plain.splitlines(keepends=True)[:4])
     told, plan = json.loads(report.read_text()), Plan.load(out)
     assert told["setting"] == told["last_setting"] == "plan"
     assert told["predicted_nbytes"] == plan.peak
@@ -168,12 +181,13 @@ def test_a_run_begins_with_the_plan_that_it_is_given(folder):
     refused = elbowroom(folder, "run", "--budget", "1MiB", "--plan", out, "sub/train.py")
     assert refused.returncode == 2
     assert "more than the budget of 1.00 MiB" in refused.stderr
-    refused = elbowroom(folder, "run", "--budget", "0.0001%", "--plan", out, "sub/train.py")
-    assert refused.returncode == 2
-    assert "more than the budget of" in refused.stderr
     assert "Traceback" not in refused.stderr
-    missing = elbowroom(folder, "run", "--budget", "1MiB", "--plan", "no.json", "sub/train.py")
-    assert missing.returncode == 2
+    script = folder / "sub" / "train.py"
+    small = in_process("run", "--budget", "0.0001%", "--plan", out, script)
+    assert small.exit_code == 2
+    assert "more than the budget of" in small.stderr
+    missing = in_process("run", "--budget", "1MiB", "--plan", "no.json", script)
+    assert missing.exit_code == 2
     assert "no.json cannot be read" in missing.stderr
 
 
@@ -273,8 +287,8 @@ def test_too_few_steps_are_no_profile(folder):
     assert not (folder / "profile.json").exists()
 
 
-def test_tensors_may_be_moved_where_it_is_allowed(folder):
-    _, path = profiled(folder)
+def test_tensors_may_be_moved_where_it_is_allowed(folder, profiled, plain):
+    _, path = profiled
     stays, moves = (
         int(re.search(r"--budget (\d+)MiB", in_process(*small).stderr)[1])
         for small in (
@@ -284,15 +298,15 @@ def test_tensors_may_be_moved_where_it_is_allowed(folder):
     )
     assert moves <= stays
     ran = elbowroom(folder, "run", "--budget", "1GiB", "--offload", "file", "sub/train.py")
-    assert ran.stdout == python(folder, "sub/train.py").stdout
+    assert ran.stdout == plain
     refused = elbowroom(folder, "run", "--budget", "1GiB", "--offload", "host", "sub/train.py")
     assert refused.returncode == 2
     assert "this model is in host memory already" in refused.stderr
     assert in_process("plan", path, "--budget", "8MiB", "--offload", "moon").exit_code == 2
 
 
-def test_a_sweep_goes_from_plain_to_the_least(folder):
-    _, path = profiled(folder)
+def test_a_sweep_goes_from_plain_to_the_least(profiled):
+    _, path = profiled
     told = in_process("plan", path, "--sweep")
     assert told.exit_code == 0, told.output
     assert "100%" in told.stdout

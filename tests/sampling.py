@@ -1,0 +1,59 @@
+"""Of a large matrix of cases a sample runs each time, and all of them with `--all`.
+
+A case with the mark `sampled` belongs to the matrix of its test function. Of a function that has
+few, all run; of any other one in `SHARE`, chosen so that as many values of its parameters as
+possible occur: first each kernel, dtype and geometry once, then pairs of them. Which cases those
+are depends on the ids alone (ties go by their CRC-32), so every run and every process of
+`pytest -n` chooses the same.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
+from zlib import crc32
+
+SHARE = 5
+FEW = 2
+
+Value = tuple[str, str]  # of a parameter: its name and its value, as text
+
+
+class Case(NamedTuple):
+    """One case of a test function."""
+
+    id: str
+    function: str
+    values: Mapping[str, str]
+
+
+def sample(cases: Iterable[Case]) -> set[str]:
+    """The ids of the cases that run each time."""
+    by_function: defaultdict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        by_function[case.function].append(case)
+    return {case.id for mine in by_function.values() for case in _sample(mine)}
+
+
+def _sample(cases: Sequence[Case]) -> list[Case]:
+    """Those of one function."""
+    left = sorted(cases, key=lambda case: crc32(case.id.encode()))
+    chosen: list[Case] = []
+    values: set[Value] = set()
+    pairs: set[tuple[Value, ...]] = set()
+
+    def news(case: Case) -> tuple[int, int]:
+        """How many values and how many pairs of values no chosen case has."""
+        return len(case.values.items() - values), len(_pairs(case) - pairs)
+
+    while left and len(chosen) < max(FEW, -(-len(cases) // SHARE)):
+        best = max(left, key=news)
+        left.remove(best)
+        chosen.append(best)
+        values |= best.values.items()
+        pairs |= _pairs(best)
+    return chosen
+
+
+def _pairs(case: Case) -> set[tuple[Value, ...]]:
+    return set(combinations(sorted(case.values.items()), 2))
