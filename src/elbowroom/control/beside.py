@@ -27,6 +27,11 @@ class Neighbours:
         self._began = next(_clock)
         _fitted.add(self)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other model is fitted."""
+        return len(_fitted) == 1
+
     def begin(self) -> None:
         """A step begins."""
         self._graphs = [graph for graph in self._graphs if graph.held_nbytes > 0]

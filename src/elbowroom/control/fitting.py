@@ -50,6 +50,7 @@ from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
+_MOST_REPEATED = 16  # forwards that are known, until what stands is looked after again
 _LESS = 0.85  # of a budget that the device did not have
 
 
@@ -92,6 +93,8 @@ class Fitting:
         self._said_lossy = False
         self._said_blind = False
         self._copies_given = True  # until a forward has left the tensors that it is handed alone
+        self._parameters: list[nn.Parameter] | None = None  # while forwards are known
+        self._repeated = 0  # known forwards in a row
         self._closed = False
 
     def run(
@@ -102,10 +105,16 @@ class Fitting:
         kwargs: dict[str, Any],
     ) -> Any:
         """One forward of the model. After an error that says there is no memory, plan with less."""
-        signature, last = signature_of(model, args, kwargs), self._last
+        last, known = self._last, self._parameters
+        signature = signature_of(model, args, kwargs, known)
         given = args, kwargs
         goes_on = last is not None and last.waits and self.planning.calls.may_go_on
         try:
+            if known is not None and not goes_on and self._repeats(signature):
+                script = self.planning.next_script()
+                if script is not None:
+                    self.context.begin_step()
+                    return self._replayed(forward, script)
             if last is not None and goes_on:
                 last = last.begun() if isinstance(last, Known) else last
                 return self._go_on(model, forward, signature, last, given)
@@ -114,6 +123,19 @@ class Fitting:
             if is_out_of_memory(error):
                 self.exhausted()
             raise
+
+    def _repeats(self, signature: Signature) -> bool:
+        """Whether this forward is the last one again, so that there is nothing to look after.
+
+        Now and then all is looked after: what stands beside the model may have become more.
+        """
+        self._repeated += 1
+        alike = self.planning.now == signature and self._ran_out_nbytes is None
+        free = self._less is None and self._step is None and self._beside.is_alone
+        if alike and free and self._repeated < _MOST_REPEATED:
+            return True
+        self._parameters = None
+        return False
 
     def _step_with(
         self, model: nn.Module, forward: Callable[[], Any], signature: Signature, given: Given
@@ -147,7 +169,9 @@ class Fitting:
         planning = self.planning
         script = planning.next_script() if self._step is None else None
         if script is not None:
+            self._parameters, self._repeated = list(model.parameters()), 0
             return self._replayed(forward, script)
+        self._parameters = None
         follows = planning.plan is not None or planning.settled or self._step is None
         if follows and not planning.takes_trials():
             return self._forward(forward)
@@ -452,6 +476,7 @@ class Fitting:
     def close(self) -> None:
         """End a measurement that runs. The model is not fitted any more."""
         self.interrupt()
+        self._parameters = None
         self._closed = True
         self._beside.leave()
 

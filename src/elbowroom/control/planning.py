@@ -319,6 +319,7 @@ class Planning:
         if script is not None:
             self._replayed += 1
             if self._replayed % _LOOKS_AGAIN == 0:  # what no guard sees would go on for ever
+                self._unwritten = _MOST_UNWRITTEN
                 return None
         return script
 

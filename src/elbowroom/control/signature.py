@@ -12,7 +12,7 @@ dtype, in no more bytes. A wrong guess costs time or room, never a bit: what a p
 held exactly.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -58,11 +58,17 @@ class Signature:
         return type(self)(self.structure, shapes)
 
 
-def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-    """Of model(*args, **kwargs)."""
+def signature_of(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    parameters: Iterable[nn.Parameter] | None = None,
+) -> Signature:
+    """Of model(*args, **kwargs). parameters: the model's, if they are known."""
     shapes: list[Shape] = []
     arguments = tuple(_walk((args, kwargs), shapes))
-    trained = sum(p.requires_grad for p in model.parameters())
+    known = model.parameters() if parameters is None else parameters
+    trained = sum(p.requires_grad for p in known)
     mode = model.training, trained, torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu")
     return Signature((arguments, mode), tuple(shapes))
 

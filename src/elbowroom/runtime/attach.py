@@ -39,6 +39,7 @@ class Around(Protocol):
 Meet = Callable[[nn.Module], bool]
 
 _attached: "weakref.WeakKeyDictionary[nn.Module, Around]" = weakref.WeakKeyDictionary()
+_ids: set[int] = set()  # of the attached
 _mortal: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # whose death will be heard of
 _meet: Meet | None = None
 _lock = threading.RLock()  # a model may die, and be forgotten, inside any of our own lines
@@ -92,7 +93,15 @@ def discover(meet: Meet | None) -> None:
 
 
 def _watch() -> None:
-    calls.watch(_around if _attached or _meet is not None else None)
+    _ids.clear()
+    _ids.update(map(id, _attached))
+    around = _around if _attached or _meet is not None else None
+    calls.watch(around, _is_attached if _meet is None else None)
+
+
+def _is_attached(module: nn.Module) -> bool:
+    """Whether the module may be attached: it, or what it was compiled from."""
+    return id(module) in _ids or "_orig_mod" in module._modules
 
 
 def opener_of(model: nn.Module) -> Around | None:

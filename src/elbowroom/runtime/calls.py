@@ -17,6 +17,7 @@ Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any
 
 _plain_call = nn.Module.__call__
 _everywhere: Around | None = None
+_of: Callable[[nn.Module], bool] | None = None
 _users = 0
 _lock = threading.RLock()  # see attach.py
 
@@ -29,12 +30,15 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def watch(around: Around | None) -> None:
-    """From now on calls on all threads go through this first; None: no more."""
-    global _everywhere
+def watch(around: Around | None, of: Callable[[nn.Module], bool] | None = None) -> None:
+    """From now on calls on all threads go through this first; None: no more.
+
+    of: only those of modules for which it is true
+    """
+    global _everywhere, _of
     if (around is None) != (_everywhere is None):
         (_uninstall if around is None else _install)()
-    _everywhere = around
+    _everywhere, _of = around, of
 
 
 @contextmanager
@@ -78,6 +82,8 @@ def _uninstall() -> None:
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if _of is not None and not (_thread.around or _of(module)):
+        return _plain_call(module, *args, **kwargs)  # most calls, so nothing else is asked
     if torch.compiler.is_compiling():  # inside somebody's larger compiled region: not covered
         return _plain_call(module, *args, **kwargs)
 

@@ -314,7 +314,7 @@ class Saving:
             if self.recorder is not None:
                 self.recorder.ended(call, out, self._identity.slots_of(call.args, call.kwargs))
             if self.scribe is not None:
-                self.scribe.ended(out)
+                self.scribe.ended(call, out)
 
     def _called(
         self,

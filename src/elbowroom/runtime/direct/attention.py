@@ -405,10 +405,16 @@ def _levels_of(x: Tensor, call: Call, *, looks: bool) -> int | None:
     """
     if not {0, 1, "query", "key"}.intersection(tolerant_arguments(x, call)):
         return levels_for(0.0)
-    q, k = call.arg(0, "query"), call.arg(1, "key")
+    q = call.arg(0, "query")
     if not looks or q.device.type != "cpu" or type(q) not in (Tensor, nn.Parameter):
         return MOST_LEVELS
+    return levels_by_values(call)
+
+
+def levels_by_values(call: Call) -> int | None:
+    """The fewest levels for codes of this call's q and k; None: no code is fine enough."""
     if call.spread is None:
+        q, k = call.arg(0, "query"), call.arg(1, "key")
         call.spread = spread(q, k, call.kwargs.get("scale"))
     return levels_for(call.spread)
 

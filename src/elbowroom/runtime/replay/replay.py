@@ -20,11 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Rebuild
+from elbowroom.plan.gentle import MOST_LEVELS
 from elbowroom.runtime import opened
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import QUESTIONS, Call
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.direct import direct_of, may_run
+from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.handles import CastHandle, KeepHandle
 from elbowroom.runtime.handles.keep import check_version, version_of
 from elbowroom.runtime.hooks import Saving, unpack
@@ -186,7 +188,9 @@ class Replay(TorchFunctionMode):
         if direct is None:
             return True
         call = Call(step.func, args, kwargs)
-        return direct_of(call) is direct and may_run(call, direct)
+        if direct_of(call) is not direct or not may_run(call, direct):
+            return False
+        return not step.levels or (levels_by_values(call) or MOST_LEVELS + 1) <= step.levels
 
     def _is(self, wanted: Any, value: Any) -> bool:
         kind = type(wanted)

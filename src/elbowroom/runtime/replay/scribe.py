@@ -7,8 +7,8 @@ kept needs no guard. What is guarded follows from what is done:
     an op whose result is made again               its arguments, and where its operands come from
     an op that such an operand comes from          its output: others are compared with it
 
-A forward that does what no script can say (it climbed, codes wait for the inputs of a checkpoint,
-attention's codes go by this step's logits) has none, and the next ones are looked at, too.
+A forward that does what no script can say (it climbed, codes wait for the inputs of a checkpoint)
+has none, and the next ones are looked at, too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from elbowroom.plan.gentle import ATTENTION
 from elbowroom.runtime import opened
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct import Direct
+from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import Origin
@@ -80,6 +81,7 @@ class _Op:
     direct: Direct | None = None
     opens: bool = False
     out: _Place | None = None
+    levels: int = 0
     copies: list[tuple[int, Slot]] = field(default_factory=list)
 
     @property
@@ -158,9 +160,11 @@ class Scribe:
         if recipe is not None and self._stack:
             self._makers.setdefault(id(recipe.op), (recipe.op, self._stack[-1]))
 
-    def ended(self, out: Any) -> None:
+    def ended(self, call: Call, out: Any) -> None:
         """The call has ended, and all is decided on."""
         op = self._ops[self._stack.pop()]
+        if call.spread is not None:
+            op.levels = levels_by_values(call) or 0
         if type(out) is Tensor:
             op.out = self._place_of(out)
         self._when = _AT_SAVE if self._stack else _BEFORE
@@ -289,7 +293,7 @@ class _Writer:
         self._close_sources()
         self._guarded |= {at for (at, _), v in self._views.items() if id(v.slot) in self._numbers}
         self._guarded |= {one.op for one, _ in deeds if one.op != NOWHERE and one.when == _AT_SAVE}
-        self._note_places()
+        self._note_places(deeds)
         steps = tuple(self._step(at, op, deeds) for at, op in enumerate(self._ops))
         last = tuple(deed for one, deed in deeds if one.when == _LAST)
         counts = len(self._slots), len(self._noted), len(self._places)
@@ -330,8 +334,6 @@ class _Writer:
         deed, mask = one.deed, NOWHERE
         action = deed.action
         if isinstance(action, Encode):
-            if one.op != NOWHERE and self._ops[one.op].name == ATTENTION:
-                raise Unwritable("codes that go by the logits of this step")
             bits = action.facts.mask
             if bits is not None:
                 mask = self._holder_of(bits)
@@ -408,8 +410,13 @@ class _Writer:
         if not self._fixed <= {address for some in compared for address in some}:
             raise Unwritable("a recipe that reads a weight that is no parameter")
 
-    def _note_places(self) -> None:
+    def _note_places(self, deeds: list[tuple[_Done, Deed]]) -> None:
         """Give numbers to the storages that others are compared with."""
+        for one, deed in deeds:
+            if deed.remade is not None and one.op != NOWHERE:
+                for saved in self._ops[one.op].saves:
+                    if self._is_made_before(one.op, saved.at):
+                        self._places.setdefault(saved.at, len(self._places))
         for at in sorted(self._sourced):
             op = self._ops[at]
             own = {saved.at for saved in op.saves}
@@ -453,6 +460,7 @@ class _Writer:
             tuple((key, self._placed(x, at, seen)) for key, x in op.kwargs),
             run,
             direct,
+            op.levels,
             op.opens,
             place,
             copies,
@@ -478,6 +486,11 @@ class _Writer:
             seen.add(operand)
         return x._replace(same=same, place=new)
 
+    def _is_made_before(self, at: int, place: _Place) -> bool:
+        """Return whether an earlier op than number `at` has made what lies there."""
+        maker = self._made_at.get(place)
+        return maker is not None and maker < at
+
     def _is_known_before(self, at: int, place: _Place) -> bool:
         """Return whether an earlier op has noted this place."""
         saved, made = self._saved_at.get(place), self._made_at.get(place)
@@ -499,8 +512,7 @@ class _Writer:
         number = None if view is None else self._numbers.get(id(view.slot))
         is_first = self._saved_at.get(saved.at) == (at, i)
         place = self._places.get(saved.at, NOWHERE)
-        made_before = self._made_at.get(saved.at)
-        note = place if is_first and (made_before is None or made_before >= at) else NOWHERE
+        note = place if is_first and not self._is_made_before(at, saved.at) else NOWHERE
         if view is None or number is None:
             return Save(saved.geometry, saved.dtype, noted=noted, place=note)
         slot, fresh = view.slot, self._first[id(view.slot)] == (at, i)
@@ -525,7 +537,7 @@ class _Writer:
             any(one.when == _AFTER and deed.slot == number for one, deed in mine),
             noted,
             note,
-            NOWHERE if fresh or note != NOWHERE else place,
+            place if not fresh or self._is_made_before(at, saved.at) else NOWHERE,
         )
 
 

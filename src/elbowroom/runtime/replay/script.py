@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -170,6 +171,8 @@ class Step:
     args    what its arguments must be, with kwargs; None: any
     run     runs in place of func
     direct  what `run` is of, where that depends on more than arguments
+    levels  that its codes of q and k have, if the call's values allow no fewer; 0: they need not
+            be looked at
     opens   its body is run with what it calls seen
     place   its output is that place from now on
     copies  arguments, by position, of which a slot gets a copy: constants
@@ -182,13 +185,14 @@ class Step:
     kwargs: tuple[tuple[str, Any], ...] = ()
     run: Callable[..., Any] | None = None
     direct: Direct | None = None
+    levels: int = 0
     opens: bool = False
     place: int = NOWHERE
     copies: tuple[tuple[int, int], ...] = ()
     before: tuple[Deed, ...] = ()
     after: tuple[Deed, ...] = ()
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether nothing is done: its calls are only compared with it."""
         return self.saves is None and self.args is None and not (self.before or self.opens)
@@ -213,7 +217,7 @@ class Script:
     before_nbytes: int
     state: tuple[Any, ...]
 
-    @property
+    @cached_property
     def does_nothing(self) -> bool:
         """Whether every op is torch's own, and all that is saved is kept."""
         return all(step.is_plain for step in self.steps)
