@@ -225,6 +225,16 @@ class Saving:
             self._watch = self._watching()
             self._open = opening.pop_all()
 
+    def calls(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a module, as it is called in this context."""
+        return self._called(module, call, args, kwargs)
+
     def take(self, x: Tensor) -> Any:
         """Return what is held of x, which autograd saves."""
         return self._pack(x)
@@ -337,15 +347,19 @@ class Saving:
         if why:
             self._keep_out(module, name, why)
             return call(*args, **kwargs)
-        self._waiting.end_all()
         if self.scribe is not None:
-            self.scribe.refuse("a module runs again")
+            self.scribe.begins_region(module)
+        self._waiting.end_all()
         outer, region = consumers.call, Call(recomputed, args, kwargs, name=RECOMPUTE)
 
         def begin() -> None:
+            if self.scribe is not None and self._region:
+                self.scribe.region_saved()
             consumers.call, self._region = outer, ""
 
         consumers.call, self._region = region, name
+        if self.scribe is not None:
+            self.scribe.saves_region()
         try:
             return recomputed(module, call, args, kwargs, arguments, begin)
         finally:

@@ -15,13 +15,15 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Rebuild
 from elbowroom.plan.gentle import MOST_LEVELS
 from elbowroom.runtime import opened
+from elbowroom.runtime.arguments import Arguments
+from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import QUESTIONS, Call
 from elbowroom.runtime.context import Context
@@ -34,6 +36,8 @@ from elbowroom.runtime.identity import covering
 from elbowroom.runtime.ledger import NoEntry
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.perform import perform
+from elbowroom.runtime.recompute import recomputed
+from elbowroom.runtime.repeats import why_not_again
 from elbowroom.runtime.replay.script import NOWHERE, Deed, Like, Save, Script, Step, state_of_torch
 from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.weak import WeakStorage
@@ -93,6 +97,8 @@ class Replay(TorchFunctionMode):
             opening.enter_context(hooks)
             super().__enter__()  # type: ignore[no-untyped-call]
             opening.callback(super().__exit__, None, None, None)
+            if self.script.recomputes:
+                opening.enter_context(intercepted(self._called))
             self._open = opening.pop_all()
         if self.script.state != state_of_torch():
             self._stray()
@@ -182,7 +188,7 @@ class Replay(TorchFunctionMode):
         for name, value in step.kwargs:
             if name not in kwargs or not self._is(value, kwargs[name]):
                 return False
-        if not self._is_asked() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not (step.saves is None or self._is_asked()):
             return False
         direct = step.direct
         if direct is None:
@@ -231,15 +237,53 @@ class Replay(TorchFunctionMode):
         _, address, version = known
         return x.untyped_storage()._cdata == address and version_of(x) == version
 
+    def _called(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A module is called, which may be one that runs again in backward."""
+        if self.saving is not None:
+            return self.saving.calls(module, call, args, kwargs)
+        step = self._steps[self._at] if self._at < len(self._steps) else None
+        if step is None or step.module is None or step.module() is not module:
+            return call(*args, **kwargs)
+        arguments = Arguments(args, kwargs)
+        fits = torch.is_grad_enabled() and self._is_asked()
+        if not fits or why_not_again(module, call, arguments):
+            self._stray()
+            return self._called(module, call, args, kwargs)
+        self._at += 1
+        for deed in step.before:
+            self._do_late(deed)
+        outer = self._saves, self._saved, self._is_inside
+        self._saves, self._saved = step.saves, 0
+
+        def begin() -> None:
+            saves = step.saves if self.saving is None else None
+            if saves is not None and self._saved != len(saves):
+                self._stray()
+            self._saves, self._saved, self._is_inside = outer
+
+        try:
+            return recomputed(module, call, args, kwargs, arguments, begin)
+        finally:
+            self._saves, self._saved, self._is_inside = outer
+
     def _pack(self, x: Tensor) -> Any:
+        if self._is_inside:
+            return self._packed(x)
+        with _disabled():
+            return self._packed(x)
+
+    def _packed(self, x: Tensor) -> Any:
         saves = self._saves
         if self.saving is not None:
             return self.saving.take(x)
         if saves is None:
-            if self._is_inside:
-                return Kept(x)
-            with _disabled():
-                return Kept(x)
+            return Kept(x)
         i = self._saved
         self._saved = i + 1
         if i < len(saves):

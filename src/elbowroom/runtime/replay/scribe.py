@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from elbowroom.plan import Encode, Keep
 from elbowroom.plan.gentle import ATTENTION
+from elbowroom.plan.site import RECOMPUTE
 from elbowroom.runtime import opened
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct import Direct
@@ -82,6 +83,7 @@ class _Op:
     opens: bool = False
     out: _Place | None = None
     levels: int = 0
+    module: weakref.ref[nn.Module] | None = None
     copies: list[tuple[int, Slot]] = field(default_factory=list)
 
     @property
@@ -167,6 +169,21 @@ class Scribe:
             op.levels = levels_by_values(call) or 0
         if type(out) is Tensor:
             op.out = self._place_of(out)
+        self._when = _AT_SAVE if self._stack else _BEFORE
+
+    def begins_region(self, module: nn.Module) -> None:
+        """A module is called that runs again in backward; nothing of it has happened yet."""
+        self._ops.append(_Op(type(module), RECOMPUTE, (), (), [], module=weakref.ref(module)))
+        self._stack.append(len(self._ops) - 1)
+        self._when = _BEFORE
+
+    def saves_region(self) -> None:
+        """Now its inputs are saved."""
+        self._when = _AT_SAVE
+
+    def region_saved(self) -> None:
+        """Its inputs are saved, and it runs."""
+        self._stack.pop()
         self._when = _AT_SAVE if self._stack else _BEFORE
 
     def failed(self) -> None:
@@ -441,6 +458,10 @@ class _Writer:
             place = NOWHERE
         keeps_run = op.direct is not None and not op.direct.exact
         keeps_run = keeps_run or (op.direct is not None and op.direct.always)
+        if op.module is not None:
+            given = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
+            is_acting = any(save.slot != NOWHERE or save.noted != NOWHERE for save in given)
+            return Step(op.func, given if is_acting else None, before=before, module=op.module)
         if at not in self._guarded and not (place != NOWHERE or copies or after or keeps_run):
             return Step(op.func, opens=op.opens, before=before)
         if op.args == (Unwritable,):

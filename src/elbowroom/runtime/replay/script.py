@@ -11,6 +11,7 @@ it holds parameters, which recipes read.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -177,6 +178,7 @@ class Step:
     place   its output is that place from now on
     copies  arguments, by position, of which a slot gets a copy: constants
     before, after  deeds to be done then
+    module  it is no call of torch's, but of this module, which runs again in backward
     """
 
     func: Callable[..., Any]
@@ -191,11 +193,13 @@ class Step:
     copies: tuple[tuple[int, int], ...] = ()
     before: tuple[Deed, ...] = ()
     after: tuple[Deed, ...] = ()
+    module: weakref.ref[nn.Module] | None = None
 
     @cached_property
     def is_plain(self) -> bool:
         """Whether nothing is done: its calls are only compared with it."""
-        return self.saves is None and self.args is None and not (self.before or self.opens)
+        special = self.before or self.opens or self.module is not None
+        return self.saves is None and self.args is None and not special
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,11 @@ class Script:
     held_nbytes: int
     before_nbytes: int
     state: tuple[Any, ...]
+
+    @cached_property
+    def recomputes(self) -> bool:
+        """Whether modules run again in backward."""
+        return any(step.module is not None for step in self.steps)
 
     @cached_property
     def does_nothing(self) -> bool:
