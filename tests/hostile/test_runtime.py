@@ -238,6 +238,24 @@ def test_a_silent_change_between_producer_and_consumer(mode):
 
 
 @EXACT_MODES
+@pytest.mark.parametrize("copied", [Tensor.clone, Tensor.bfloat16], ids=["clone", "cast"])
+def test_a_copy_of_the_users_that_was_changed_without_autograd(mode, copied):
+    """Rounding it, say: it is no copy any more, though its node is still that of one."""
+
+    def grads(context: Any) -> list[Tensor]:
+        x = x_of().requires_grad_()
+        with context:
+            y = F.gelu(x * 1)
+            rounded = copied(y)
+            with torch.no_grad():
+                rounded.mul_(4).round_().add_(1)
+            loss = (y * rounded).sum()
+        return torch.autograd.grad(loss, x)
+
+    assert same(grads(mode()), grads(Nothing()))
+
+
+@EXACT_MODES
 def test_a_parameter_changed_between_two_ops_of_a_chain(mode):
     """BatchNorm, then its weight changes, then ReLU: the chain must not use the new weight."""
 
