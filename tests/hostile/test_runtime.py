@@ -256,6 +256,23 @@ def test_a_copy_of_the_users_that_was_changed_without_autograd(mode, copied):
 
 
 @EXACT_MODES
+def test_a_copy_of_the_same_dtype_leaves_the_original_as_it_is(mode):
+    """What is made again may be overwritten: it must not be the tensor that is held."""
+
+    def outcome(context: Any) -> list[Tensor]:
+        x, w = x_of().requires_grad_(), torch.eye(8, requires_grad=True)
+        with context:
+            h = x * 2
+            square = h * h
+            z = F.relu(h.to(h.dtype, copy=True)) @ w
+            loss = z.square().sum() + square.sum()
+        grads = torch.autograd.grad(loss, [x, w])
+        return [h.detach(), *grads]
+
+    assert same(outcome(mode()), outcome(Nothing()))
+
+
+@EXACT_MODES
 def test_a_parameter_changed_between_two_ops_of_a_chain(mode):
     """BatchNorm, then its weight changes, then ReLU: the chain must not use the new weight."""
 

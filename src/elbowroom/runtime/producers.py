@@ -337,7 +337,7 @@ def _cast(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     if source is None or not x.is_floating_point() or x.device != out.device:
         return None
     dtype = out.dtype
-    op = Op(lambda x, _: x.to(dtype), lambda x: x.to(dtype))
+    op = Op(lambda x, _: x.to(dtype, copy=True), lambda x: x.to(dtype))  # x stays its holder's
     recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
     before = identity.origin(x)
     has_zeros = before is not None and before.has_zeros
