@@ -273,6 +273,28 @@ def test_a_copy_of_the_same_dtype_leaves_the_original_as_it_is(mode):
 
 
 @EXACT_MODES
+def test_a_mask_of_inference_mode_that_changes_between_two_uses(mode):
+    """It has no version that would tell."""
+
+    def grads(context: Any) -> list[Tensor]:
+        x = x_of().requires_grad_()
+        with torch.inference_mode():
+            mask = torch.zeros(8)
+        with context:
+            h = x * 1
+            square = h * h
+            scores = h * 0.5
+            first = torch.softmax(scores + mask, -1)
+            with torch.inference_mode():
+                mask[::2] = -3.0
+            second = torch.softmax(scores + mask, -1)
+            loss = (first * second).sum() + square.sum()
+        return torch.autograd.grad(loss, x)
+
+    assert same(grads(mode()), grads(Nothing()))
+
+
+@EXACT_MODES
 def test_a_parameter_changed_between_two_ops_of_a_chain(mode):
     """BatchNorm, then its weight changes, then ReLU: the chain must not use the new weight."""
 
