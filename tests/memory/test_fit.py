@@ -1123,6 +1123,26 @@ def test_a_deeper_path_than_those_that_fit_is_said_and_not_refused(caplog):
     er.release(ours)
 
 
+@pytest.mark.parametrize(
+    ("depths", "share"),
+    [([3, 8, 5, 4, 4, 6, 5, 8, 5, 5, 8, 8, 4, 5, 6, 6], 0.6), ([8, 3, 8, 8, 3, 6, 4, 5, 8], 0.6)],
+)
+def test_paths_that_vary_are_not_refused_in_the_middle_of_a_training(depths, share):
+    """What is learned from one step, after another was deeper, is no ground to refuse the next."""
+    torch.manual_seed(0)
+    model, x = Paths(), torch.randn(2048, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    weights = sum(p.nbytes for p in model.parameters())
+    model.depth = 8
+    deep = peak(lambda: model(x).square().mean().backward()) + weights
+    model.zero_grad()
+    er.fit(model, budget=int(share * deep), exact=True, min_nbytes=4096)
+    for depth in depths:
+        model.depth = depth
+        descend(model, optimizer, x)
+    er.release(model)
+
+
 def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
     planning = Planning(Terms(1 << 20), Owned(nn.Linear(4, 4), None), Context())
     planning._is_last_resort = True
