@@ -132,7 +132,7 @@ class Planning:
         self._beside_nbytes = 0  # what stood beside the model in the profile
         self._rounds = self._tries = self._strays = 0
         self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
-        self._varies = False  # steps that were within the budget, and others that were not like them
+        self._varies = False  # a step was within the budget, and another one not like it
         self._chosen: Chosen | None = None  # what the plan is a part of
         self._tried = Tried()
         self._is_recurrent = False  # of what was written down, layers could run again
