@@ -238,6 +238,63 @@ def test_a_silent_change_between_producer_and_consumer(mode):
 
 
 @EXACT_MODES
+@pytest.mark.parametrize("copied", [Tensor.clone, Tensor.bfloat16], ids=["clone", "cast"])
+def test_a_copy_of_the_users_that_was_changed_without_autograd(mode, copied):
+    """Rounding it, say: it is no copy any more, though its node is still that of one."""
+
+    def grads(context: Any) -> list[Tensor]:
+        x = x_of().requires_grad_()
+        with context:
+            y = F.gelu(x * 1)
+            rounded = copied(y)
+            with torch.no_grad():
+                rounded.mul_(4).round_().add_(1)
+            loss = (y * rounded).sum()
+        return torch.autograd.grad(loss, x)
+
+    assert same(grads(mode()), grads(Nothing()))
+
+
+@EXACT_MODES
+def test_a_copy_of_the_same_dtype_leaves_the_original_as_it_is(mode):
+    """What is made again may be overwritten: it must not be the tensor that is held."""
+
+    def outcome(context: Any) -> list[Tensor]:
+        x, w = x_of().requires_grad_(), torch.eye(8, requires_grad=True)
+        with context:
+            h = x * 2
+            square = h * h
+            z = F.relu(h.to(h.dtype, copy=True)) @ w
+            loss = z.square().sum() + square.sum()
+        grads = torch.autograd.grad(loss, [x, w])
+        return [h.detach(), *grads]
+
+    assert same(outcome(mode()), outcome(Nothing()))
+
+
+@EXACT_MODES
+def test_a_mask_of_inference_mode_that_changes_between_two_uses(mode):
+    """It has no version that would tell."""
+
+    def grads(context: Any) -> list[Tensor]:
+        x = x_of().requires_grad_()
+        with torch.inference_mode():
+            mask = torch.zeros(8)
+        with context:
+            h = x * 1
+            square = h * h
+            scores = h * 0.5
+            first = torch.softmax(scores + mask, -1)
+            with torch.inference_mode():
+                mask[::2] = -3.0
+            second = torch.softmax(scores + mask, -1)
+            loss = (first * second).sum() + square.sum()
+        return torch.autograd.grad(loss, x)
+
+    assert same(grads(mode()), grads(Nothing()))
+
+
+@EXACT_MODES
 def test_a_parameter_changed_between_two_ops_of_a_chain(mode):
     """BatchNorm, then its weight changes, then ReLU: the chain must not use the new weight."""
 

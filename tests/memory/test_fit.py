@@ -1123,6 +1123,69 @@ def test_a_deeper_path_than_those_that_fit_is_said_and_not_refused(caplog):
     er.release(ours)
 
 
+@pytest.mark.parametrize(
+    ("depths", "share"),
+    [([3, 8, 5, 4, 4, 6, 5, 8, 5, 5, 8, 8, 4, 5, 6, 6], 0.6), ([8, 3, 8, 8, 3, 6, 4, 5, 8], 0.6)],
+)
+def test_paths_that_vary_are_not_refused_in_the_middle_of_a_training(depths, share):
+    """What is learned from one step, after another was deeper, is no ground to refuse the next."""
+    torch.manual_seed(0)
+    model, x = Paths(), torch.randn(2048, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    weights = sum(p.nbytes for p in model.parameters())
+    model.depth = 8
+    deep = peak(lambda: model(x).square().mean().backward()) + weights
+    model.zero_grad()
+    er.fit(model, budget=int(share * deep), exact=True, min_nbytes=4096)
+    for depth in depths:
+        model.depth = depth
+        descend(model, optimizer, x)
+    er.release(model)
+
+
+class Cubed(torch.autograd.Function):
+    """A function of the user's own, which saves its input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradient
+
+
+class Foreign(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.dropout(Cubed.apply(F.relu(layer(x))), 0.1)
+        return x
+
+
+def test_what_functions_of_the_users_own_save_is_counted_once(caplog):
+    """By a rehearsal, too: else the first step is refused, by a figure below the budget."""
+    torch.manual_seed(0)
+    model, x = Foreign(), torch.randn(4096, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    weights = sum(p.nbytes for p in model.parameters())
+    plain = peak(lambda: model(x).square().mean().backward()) + weights
+    model.zero_grad()
+    for share in (0.9, 0.8, 0.75):
+        budget = int(share * plain)
+        er.fit(model, budget=budget, exact=True)
+        for _ in range(6):
+            descend(model, optimizer, x)
+        assert 0 < opener_of(model).peak_nbytes <= budget
+        er.release(model)
+    assert "saves more than those before it" not in caplog.text
+
+
 def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
     planning = Planning(Terms(1 << 20), Owned(nn.Linear(4, 4), None), Context())
     planning._is_last_resort = True

@@ -102,6 +102,25 @@ def test_one_sharp_head_among_many_is_seen() -> None:
     assert max(errors([q, k, v])) <= BAR
 
 
+@pytest.mark.parametrize("width", [32, 80, 96])
+def test_heads_that_share_steps_with_a_larger_one_are_seen(width: int) -> None:
+    """In memory a head lies beside the next one, and 80 elements are no whole groups of 64."""
+    scales = torch.tensor([8.0, 0.5, 8.0, 0.5])
+    q, k, v = drawn(1.0, (2, 128, 4, width))
+    q, k = q * scales.view(4, 1), k * scales.flip(0).view(4, 1)
+
+    def of(context: Any) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        with context:
+            out = F.scaled_dot_product_attention(*((x * 1).transpose(1, 2) for x in leaves))
+        g = torch.Generator().manual_seed(9)
+        return list(torch.autograd.grad(out, leaves, torch.randn(out.shape, generator=g)))
+
+    coded = of(er.saving("dither", bits=2, seed=1, min_nbytes=0))
+    for got, wanted in zip(coded, of(nullcontext()), strict=True):
+        assert (got - wanted).square().sum() <= BAR * wanted.square().sum()
+
+
 def test_channels_that_stand_out_are_seen() -> None:
     """They set the step of the codes: what rows' norms alone would not tell."""
     q, k, v = drawn(1.0, (2, 4, 128, 64))

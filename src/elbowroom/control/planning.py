@@ -139,6 +139,7 @@ class Planning:
         self._beside_nbytes = 0  # what stood beside the model in the profile
         self._rounds = self._tries = self._strays = 0
         self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
+        self._varies = False  # a step was within the budget, and another one not like it
         self._chosen: Chosen | None = None  # what the plan is a part of
         self._tried = Tried()
         self._is_recurrent = False  # of what was written down, layers could run again
@@ -172,6 +173,7 @@ class Planning:
         """A step begins with its first forward."""
         if self.calls.grew or self._has_strayed:
             fitted = self._as_fitted() if self.calls.grew and not self.may_refuse else None
+            self._varies = self._has_strayed and not self.may_refuse
             self._start_over()
             self._fitted, self.outgrown = fitted, self.calls.grew
         self.calls.begin()
@@ -186,6 +188,7 @@ class Planning:
                 self._allowance.learn(self.given.peak - stands - self.given.held_nbytes)
         elif not self.largest.covers(signature):
             before, self.largest = self.largest, self.largest.joined(signature)
+            self._varies = False
             self._plan_again(self.largest.numel / before.numel)
         self._make_room_beside()
 
@@ -455,8 +458,11 @@ class Planning:
 
     @property
     def may_refuse(self) -> bool:
-        """Not a step of a kind that was measured within the budget: it is another one for once."""
-        return not (self._has_fit or self.settled)
+        """Not a step of a kind that was measured within the budget: it is another one for once.
+
+        Nor while all is learned anew from such a step, where the next may be another again.
+        """
+        return not (self._has_fit or self.settled or self._varies)
 
     def stray(self) -> None:
         """This step is another than those before, and holds more: learn again.

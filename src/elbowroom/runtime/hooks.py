@@ -549,11 +549,11 @@ class Saving:
         need = reading.need
         noted: Site | None = None
         sources: Sequence[Slot] = ()
-        if self.recorder is not None and call is not None:
+        if self.recorder is not None:
             origin, ready = self._identity.origin(x), self._ready(x)
             sources = () if ready is None else ready.slots
             noted = site_of(slot, x, call, reading, ready, name, origin)
-            if call.would_rerun:
+            if call is not None and call.would_rerun:
                 noted = as_node(noted, x, call)
         if reading.formula.is_fine and call is not None:
             self._note_fine(root_of(self._identity.origin(x)), call)

@@ -115,7 +115,7 @@ class Identity:
             return None
         key = x.untyped_storage()._cdata, version_of(x)
         known = self._constants.pop(key, None)
-        if known is None or known[0].expired():
+        if known is None or known[0].expired() or x.is_inference():  # which has no version
             while len(self._constants) >= _MOST_CONSTANTS:
                 del self._constants[next(iter(self._constants))]
             entry = self._ledger.open(modules.current(), op, str(x.dtype).removeprefix("torch."), 0)

@@ -11,6 +11,7 @@ An op takes part, and is not inert, if
     it is among those that made such a storage, or saves what that is made again from
     it saves any storage that an op which takes part saves: a storage has one slot, or none
     its backward is one of ours that rounds otherwise, however what it reads is held
+    it is no call from Python to torch, as a function of the user's own: it is looked at always
 """
 
 import weakref
@@ -120,7 +121,7 @@ class Parts:
                 continue
             savers[slot].add(op)
             makers[slot] |= made_by
-            if op[1] == RECOMPUTE:
+            if op[1] == RECOMPUTE or op not in self._seen:
                 part.add(op)
         for slot in slots:
             if type(slot.value) is not KeepHandle or slot.bits is not None:

@@ -48,6 +48,8 @@ def note_copy(x: Tensor, call: Call, identity: Identity) -> None:
     of, copy = call.arg(0, "input"), x if x._base is None else x._base
     if copy.grad_fn is None or not isinstance(of, Tensor) or untouchable(of):
         return
+    if copy.grad_fn._sequence_nr() < call.began:
+        return  # a copy of the user's, who may have changed it since without autograd's knowing
     kind, alike = copy.grad_fn.name(), copy.shape == of.shape and copy.stride() == of.stride()
     if not alike or identity.origin(x) is not None or not _is_made_of(copy, of, call):
         return
@@ -339,7 +341,7 @@ def _cast(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     if source is None or not x.is_floating_point() or x.device != out.device:
         return None
     dtype = out.dtype
-    op = Op(lambda x, _: x.to(dtype), lambda x: x.to(dtype))
+    op = Op(lambda x, _: x.to(dtype, copy=True), lambda x: x.to(dtype))  # x stays its holder's
     recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
     before = identity.origin(x)
     has_zeros = before is not None and before.has_zeros

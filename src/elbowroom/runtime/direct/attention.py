@@ -428,7 +428,7 @@ def spread(q: Tensor, k: Tensor, scale: float | None = None) -> float:
 
         scale^2 (|q|^2 mean(r_k^2) + |k|^2 mean(r_q^2)) / 12
 
-    Rows of 64 elements or more hold whole groups. Shorter ones may share a step with those of
+    Rows of a multiple of 64 elements hold whole groups. Others may share a step with those of
     another head, whose range counts for them then.
     """
     with torch._C.DisableTorchFunction():
@@ -444,7 +444,7 @@ def _norms_and_ranges(x: Tensor) -> tuple[Tensor, Tensor]:
     """mean |row|^2 and mean range^2 of each head."""
     low, high = torch.aminmax(x.detach(), dim=-1)  # [..., T]
     ranges = (high - low).float()
-    if x.shape[-1] < _GROUP:
+    if x.shape[-1] % _GROUP:
         ranges = ranges.amax(dim=-2, keepdim=True).expand(ranges.shape)
     wide = torch.promote_types(x.dtype, torch.float32)
     norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float()
