@@ -17,7 +17,10 @@
     comet_quantize(x, grid, seed, rounding, aware, rows, columns, inner)
                                                           bits, headers, sizes, payload (depends)
     affine(x, scale, shift, inner, bits, out!)            x * scale + shift by channel; 0 for bit 0
-    optimizer_step(param!, residual!, grad, states!, rule, weights, kinds, row, factors, seed)
+    optimizer_step(params!, residuals!, grads, states!, rule, weights, kinds, rows, factors, seeds,
+                   skip)                                  many parameters of one format
+    advance(counters!, by)                                what they are then
+    beyond(xs, limit)                                     1 if one has NaN or is larger, else 0
     moments_quantize(m, v, states!, kinds, row, seed)     an optimizer's states, [D, ...] each
     moments_dequantize(states, kinds, row, n)             m, v
     batch_norm_backward(grad, factor, inner, x!)          grad_weight, grad_bias; x is normalized,
@@ -155,6 +158,8 @@ comet_quantize = cast(
 comet_dequantize = cast(Callable[..., None], _calls.comet_dequantize.default)
 affine = cast(Callable[..., None], _calls.affine.default)
 optimizer_step = cast(Callable[..., None], _calls.optimizer_step.default)
+advance = cast(Callable[..., Tensor], _calls.advance.default)
+beyond = cast(Callable[..., Tensor], _calls.beyond.default)
 moments_quantize = cast(Callable[..., None], _calls.moments_quantize.default)
 moments_dequantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.moments_dequantize.default)
 dropout = cast(Callable[..., None], _calls.dropout.default)
