@@ -19,9 +19,9 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import copy, deepcopy
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from elbowroom.errors import InvalidSetting, UnsupportedGradient
 from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import has_values
 from elbowroom.kernels.states import WEIGHTS
-from elbowroom.optim.batch import Batches
+from elbowroom.optim.batch import Batches, Due
 from elbowroom.optim.checked import VERSION, check_dict, check_states, checked_groups
 from elbowroom.optim.formats import Group, check_state, resolve, state_nbytes
 from elbowroom.optim.layout import StateLayout
@@ -46,19 +46,6 @@ from elbowroom.optim.transcode import follow
 from elbowroom.optim.verdict import Verdict, is_read_later, joined
 
 _log = logging.getLogger("elbowroom.optim")
-
-
-class Due(NamedTuple):
-    """A parameter that is to be updated, at its place among all; this rank's part of its gradient.
-
-    A dense gradient lies as the parameter does; a sparse one is coalesced.
-    """
-
-    place: int
-    group: Group
-    p: Tensor
-    grad: Tensor
-    update: Update
 
 
 class EncodedOptimizer(Optimizer):
@@ -337,10 +324,9 @@ class EncodedOptimizer(Optimizer):
         states = [self._state_of(one) for one in due]
         counters = [state["step"] for state in states]
         dry = not has_values(due[0].p)
-        steps = [1] * len(due) if dry else map(int, ops.advance(counters, 1).tolist())
+        steps = [1] * len(due) if dry else [int(x) for x in ops.advance(counters, 1).tolist()]
         batches = Batches(self.rule, self.factors)
-        for one, state, step in zip(due, states, steps, strict=True):
-            batches.add(one.group, one.p, one.grad, state, one.update, step, one.place)
+        batches.add(due, states, steps)
         batches.run(skip)
         # The kernels write unseen by autograd, whose checks go by these counters.
         increment_version([*counters, *batches.written])
@@ -389,15 +375,16 @@ def _in_place(p: Tensor, state: dict[str, Tensor], update: Update) -> bool:
     return not update.order and "order" not in state
 
 
-def _beyond(due: Iterable[Due]) -> Tensor | None:
+def _beyond(due: list[Due]) -> Tensor | None:
     """Whether a gradient is not finite, or too large for its parameter's format: int32 [].
 
-    None: there is none with values.
+    None: there is none, or none with values.
     """
+    if not due or not has_values(due[0].grad):
+        return None
     by: dict[tuple[torch.device, float], list[Tensor]] = {}
     for one in due:
         grad = one.grad
         values = grad.values() if grad.is_sparse else grad
-        if values.numel() and has_values(values):
-            by.setdefault((values.device, one.update.limit), []).append(values.detach())
+        by.setdefault((values.device, one.update.limit), []).append(values)
     return joined([ops.beyond(some, limit) for (_, limit), some in by.items()])

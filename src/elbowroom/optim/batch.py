@@ -1,12 +1,13 @@
 """The parameters of one step, gathered into as few kernel calls as their formats allow.
 
-    device, dtypes, rule, weights, kinds -> one call of `ops.optimizer_step`
+    device, dtypes, weights, kinds -> one call of `ops.optimizer_step`
 
 A sparse gradient is made dense for its call alone, so that only one exists at a time.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +19,25 @@ from elbowroom.optim.parameters import Update
 from elbowroom.optim.sharded import is_sharded, local, shard_of
 
 _FACTORS = 8  # the most numbers that a rule takes
+States = dict[str, Tensor]
+
+
+class Due(NamedTuple):
+    """A parameter that is to be updated, at its place among all; this rank's part of its gradient.
+
+    A dense gradient lies as the parameter does; a sparse one is coalesced.
+    """
+
+    place: int
+    group: Group
+    p: Tensor
+    grad: Tensor
+    update: Update
 
 
 @dataclass
 class Batch:
-    """The arguments of one call: `tensors` as `ops.optimizer_step` takes them, and numbers."""
+    """The arguments of one call: tensors as `ops.optimizer_step` takes them, and numbers."""
 
     weights: str
     kinds: tuple[str, str]
@@ -46,41 +61,54 @@ class Batches:
         self._factors: list[list[float]] = []
         self._places: dict[tuple[int, int], int] = {}  # (group, step) -> place among them
 
-    def add(
-        self,
-        group: Group,
-        p: Tensor,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        update: Update,
-        step: int,
-        index: int,
-    ) -> None:
-        """One parameter, the index-th of all, at its `step`."""
+    def add(self, due: list[Due], states: list[States], steps: list[int]) -> None:
+        """Parameters, their states, and the steps that they are at."""
+        alike: dict[tuple[object, ...], list[tuple[Due, States, int]]] = {}
+        for one, state, step in zip(due, states, steps, strict=True):
+            place, group, p, grad, update = one
+            alone = place if grad.is_sparse else -1
+            key = (id(update), id(group), p.device, grad.dtype, type(p), alone)
+            some = alike.get(key)
+            if some is None:
+                some = alike[key] = []
+            some.append((one, state, step))
+        for some in alike.values():
+            self._add(*map(list, zip(*some, strict=True)))
+
+    def _add(self, due: list[Due], states: list[States], steps: list[int]) -> None:
+        """Some of one param group whose states have the same names and formats."""
+        (place, group, p, grad, update), *_ = due
         first, second = update.first, update.second
-        tensors = [p, state.get("residual"), grad, state[first.codes]]
-        tensors.append(None if update.m_kind == "fp32" else state[first.bounds])
-        if second is None:
-            tensors += [None, None]
-        else:
-            tensors.append(state[second.codes])
-            tensors.append(None if update.v_kind == "fp32" else state[second.bounds])
-        self.written += [x for x in tensors if x is not None and x is not grad]
-        shard = 0
+        tensors: list[list[Tensor]] = [
+            [one.p for one in due],
+            [state["residual"] for state in states] if update.residual else [],
+            [one.grad for one in due],
+            [state[first.codes] for state in states],
+            [] if update.m_kind == "fp32" else [state[first.bounds] for state in states],
+            [] if second is None else [state[second.codes] for state in states],
+            []
+            if second is None or update.v_kind == "fp32"
+            else [state[second.bounds] for state in states],
+        ]
+        for some in (*tensors[:2], *tensors[3:]):
+            self.written += some
+        shards = [0] * len(due)
         if is_sharded(p):
-            tensors, shard = [None if x is None else local(x) for x in tensors], shard_of(p)
+            shards = [shard_of(one.p) for one in due]
+            tensors = [[local(x) for x in some] for some in tensors]
         weights, kinds = group["weights"], (update.m_kind, update.v_kind)
-        alone = index if grad.is_sparse else -1
+        alone = place if grad.is_sparse else -1
         key = (p.device, p.dtype, grad.dtype, weights, kinds, update.residual, alone)
-        batch = self._batches.get(key)
-        if batch is None:
-            batch = self._batches[key] = Batch(weights, kinds)
-        for some, x in zip(batch.tensors, tensors, strict=True):
-            if x is not None:
-                some.append(x)
-        batch.rows.append(update.row)
-        batch.factors.append(self._place(group, step))
-        batch.seeds.append(seed_of(group["seed"], step, index, shard))
+        batch = self._batches.setdefault(key, Batch(weights, kinds))
+        for mine, more in zip(batch.tensors, tensors, strict=True):
+            mine += more
+        batch.rows += [update.row] * len(due)
+        batch.factors += [self._place(group, step) for step in steps]
+        seed = group["seed"]
+        batch.seeds += [
+            seed_of(seed, step, one.place, shard)
+            for one, step, shard in zip(due, steps, shards, strict=True)
+        ]
 
     def run(self, skip: Tensor | None) -> None:
         """Do all calls; skip: see `ops.optimizer_step`."""
