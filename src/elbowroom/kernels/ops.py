@@ -29,7 +29,8 @@
 
 and a `_dequantize` for each `_quantize`, which writes `out`: the caller owns the memory of what is
 restored and may reuse it (fresh pages cost more than decoding: docs/log.md). ! marks what an op
-writes. Tensors are flat and contiguous; x is float32, bfloat16 or float16.
+writes. Tensors are flat and contiguous; x is float32, bfloat16 or float16. Those in lists may have
+any shape, and lie in any order, but without gaps.
 
 `group`, `dither`, `nonzero` and `sided` do an affine in the same pass. With scale, shift [C] and
 inner, what they quantize is x * scale + shift, not rounded to x's dtype; what they dequantize is

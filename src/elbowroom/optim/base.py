@@ -294,7 +294,9 @@ class EncodedOptimizer(Optimizer):
         else:
             part = p
             if grad.layout is torch.sparse_coo:
-                return Due(index, group, p, grad.coalesce(), update)
+                grad = grad.coalesce()
+                grad = grad if grad.dtype in DTYPES else grad.to(p.dtype)
+                return Due(index, group, p, grad, update)
         if grad.layout is not torch.strided:
             raise UnsupportedGradient(
                 f"{type(self).__name__} takes dense and sparse_coo gradients, of DTensors dense "
@@ -357,7 +359,7 @@ class EncodedOptimizer(Optimizer):
 
 def _like(part: Tensor, grad: Tensor) -> Tensor:
     """Grad in the order of part, and of a dtype that kernels take."""
-    if grad.stride() != part.stride() or grad.dtype not in DTYPES:
+    if grad.stride() != part.stride() or grad.dtype not in DTYPES or grad.is_neg():
         return torch.empty_like(part).copy_(grad)
     return grad
 
@@ -385,6 +387,6 @@ def _beyond(due: list[Due]) -> Tensor | None:
     by: dict[tuple[torch.device, float], list[Tensor]] = {}
     for one in due:
         grad = one.grad
-        values = grad.values() if grad.is_sparse else grad
+        values = grad.values().contiguous() if grad.is_sparse else grad
         by.setdefault((values.device, one.update.limit), []).append(values)
     return joined([ops.beyond(some, limit) for (_, limit), some in by.items()])

@@ -9,8 +9,8 @@ from torch import Tensor
 def beyond(xs: list[Tensor], limit: float) -> Tensor:
     """int32 []: 1 if there is one, else 0, on the device of the tensors. Nothing waits for it.
 
-    xs are float32, bfloat16 or float16, of any shapes, on one device; `limit` is below infinity,
-    and taken as a float32.
+    xs are float32, bfloat16 or float16, of any shapes, dense, on one device; `limit` is below
+    infinity, and taken as a float32.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for x in xs:
