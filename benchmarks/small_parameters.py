@@ -60,7 +60,7 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     torch.set_num_threads(options.threads)
     started = facts()
-    count, side, turns = (20, 64, 2) if options.quick else (400, 3200, 100)
+    count, side, turns = (20, 64, 2) if options.quick else (400, 3200, 200)
     small = least_s([(32, 32) if i % 2 else (32,) for i in range(count)], turns)
     tell(f"{count} small parameters")
     large = least_s([(side, side)], turns)

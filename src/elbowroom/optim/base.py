@@ -359,7 +359,7 @@ class EncodedOptimizer(Optimizer):
 
 def _like(part: Tensor, grad: Tensor) -> Tensor:
     """Grad in the order of part, and of a dtype that kernels take."""
-    if grad.stride() != part.stride() or grad.dtype not in DTYPES or grad.is_neg():
+    if grad.stride() != part.stride() or grad.dtype not in DTYPES:
         return torch.empty_like(part).copy_(grad)
     return grad
 
