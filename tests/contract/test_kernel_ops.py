@@ -18,7 +18,7 @@ PAIRS = [60, 1, 2, 1, 2, 0, 0, 1, 1]  # windows of two neighbours in a row of 60
 CONVERSIONS = {"moments_quantize", "moments_dequantize"}  # once a load or save: not worth a kernel
 UNSERVED = {  # by now: the reference serves them
     "triton": {
-        *("places_pack", "places_unpack", "optimizer_step", "batch_norm_backward"),
+        *("places_pack", "places_unpack", "advance", "beyond", "batch_norm_backward"),
         *("layer_norm_backward", "times_bits"),
         *CONVERSIONS,
     },
@@ -85,9 +85,13 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
         "fp8_quantize": lambda: (x, 64, "e4m3"),
         "fp8_dequantize": lambda: (*reference.fp8_quantize(x, 64, "e4m3"), 64, "e4m3", out),
         "optimizer_step": lambda: (
-            *(x, None, x.cos(), *moments(n, device), "adamw", "nearest", "softsign8", "log8", 100),
-            *([1.0, 1e-3, 0.9, 0.1, 0.999, 0.001, 1.0, 1e-8], 1),
+            *([x, x.clone()], [], [x.cos()] * 2),
+            *([a, a.clone()] for a in moments(n, device)),
+            *("adamw", "nearest", "softsign8", "log8", [100, 100]),
+            *(torch.tensor([[1.0, 1e-3, 0.9, 0.1, 0.999, 0.001, 1.0, 1e-8]] * 2), [1, 2], None),
         ),
+        "advance": lambda: ([torch.ones(()), torch.zeros(())], 1),
+        "beyond": lambda: ([x, bits.bfloat16()], 2.0),
         "moments_quantize": lambda: (x, x * x, *moments(n, device), "softsign8", "log8", 100, 1),
         "moments_dequantize": lambda: (*moments(n, device), "softsign8", "log8", 100, n),
         "affine": lambda: (x, *torch.ones(2, 3, device=device), 5, bits, out),

@@ -48,6 +48,38 @@ def gradients(n: int, dtype: torch.dtype, generator: torch.Generator) -> list[to
     return [g for g in made if g.isfinite().all()]
 
 
+class Many:
+    """Parameters of one format with all that a step takes; `rows` is (rows, elements of a row)."""
+
+    def __init__(self, dtype, weights, rule, kinds, shapes, seed=0):
+        self.draw = torch.Generator().manual_seed(seed)
+        self.rule, self.weights, self.kinds, self.shapes = rule, weights, kinds, shapes
+        self.params = [torch.randn(d * r, generator=self.draw).to(dtype) for d, r in shapes]
+        has = weights == "residual" and dtype is torch.bfloat16
+        self.residuals = [torch.zeros(d * r, dtype=torch.int8) for d, r in shapes] if has else []
+        self.states = [[], [], [], []]
+        for at, kind in enumerate(kinds):
+            for d, r in shapes if kind != "none" else []:
+                codes, bounds = empty(kind, d * r, r)
+                self.states[2 * at].append(codes)
+                if kind != "fp32":
+                    self.states[2 * at + 1].append(bounds)
+
+    def tensors(self):
+        return [*self.params, *self.residuals, *(x for some in self.states for x in some)]
+
+    def step(self, backend, grads, step, skip=None):
+        factors = torch.zeros(len(self.params), 8)
+        for i in range(len(self.params)):  # each has a step, and a rate, of its own
+            factors[i, : len(FACTORS[self.rule])] = torch.tensor(FACTORS[self.rule])
+            factors[i, 1] *= 1 + 0.1 * i
+        backend.optimizer_step(
+            *(self.params, self.residuals, grads, *self.states, self.rule, self.weights),
+            *(*self.kinds, [r for _, r in self.shapes], factors),
+            *([(step + i << 32) | (77 + i) for i in range(len(self.params))], skip),
+        )
+
+
 @pytest.mark.parametrize(("rule", "first", "second"), KINDS)
 @pytest.mark.parametrize(("dtype", "weights"), WEIGHTS)
 @pytest.mark.parametrize(("rows", "row"), [(7, 128), (5, 333), (3, 37), (1, 1), (600, 150)])
@@ -58,16 +90,71 @@ def gradients(n: int, dtype: torch.dtype, generator: torch.Generator) -> list[to
 def test_every_backend_equals_the_reference(
     backend, rule, first, second, dtype, weights, rows, row
 ):
-    if row == 150 and (backend is triton or dtype is not torch.float32):
-        return  # large: run in parallel, which takes seconds to compile for each width of weights
-    generator, n = torch.Generator().manual_seed(rows), rows * row
-    p = torch.randn(n, generator=generator).to(dtype)
-    residual = torch.zeros(n, dtype=torch.int8) if weights == "residual" else None
-    ours = [p.clone(), residual, *empty(first, n, row), *empty(second, n, row)]
-    theirs = [None if x is None else x.clone() for x in ours]
-    for step, g in enumerate(gradients(n, dtype, generator)):
-        settings = (rule, weights, first, second, row, FACTORS[rule], (step << 32) | 77)
-        for where, held in ((reference, ours), (backend, theirs)):
-            where.optimizer_step(held[0], held[1], g, *held[2:], *settings)
-        for a, b in zip(ours, theirs, strict=True):
-            assert a is None or torch.equal(a, b)
+    if row == 150 and backend is triton:
+        return  # large
+    ours, theirs = (Many(dtype, weights, rule, (first, second), [(rows, row)]) for _ in range(2))
+    for step, g in enumerate(gradients(rows * row, dtype, ours.draw)):
+        ours.step(reference, [g], step)
+        theirs.step(backend, [g], step)
+        assert all(map(torch.equal, ours.tensors(), theirs.tensors()))
+
+
+SHAPES = [(40, 32), (1, 32), (0, 7), (3, 150), (1, 1), (64, 129), (700, 130), (2, 5000), (1, 32)]
+
+
+@pytest.mark.parametrize(("rule", "first", "second"), KINDS)
+@pytest.mark.parametrize(("dtype", "weights"), WEIGHTS)
+@pytest.mark.parametrize("backend", [numba, triton], ids=["numba", "triton"])
+def test_many_parameters_in_one_call_have_the_bits_of_one_call_each(
+    backend, rule, first, second, dtype, weights
+):
+    if backend is triton and (rule, weights) not in (("adamw", "residual"), ("sgd", "sr")):
+        return  # its interpreter is slow
+    shapes = [shape for shape in SHAPES if backend is numba or shape[0] * shape[1] < 1500]
+    ours, theirs = (Many(dtype, weights, rule, (first, second), shapes) for _ in range(2))
+    every = [gradients(d * r, dtype, ours.draw) for d, r in shapes]
+    for step in range(min(map(len, every))):
+        grads = [some[step] for some in every]
+        ours.step(reference, grads, step)
+        theirs.step(backend, grads, step)
+        assert all(map(torch.equal, ours.tensors(), theirs.tensors()))
+
+
+@pytest.mark.parametrize("backend", [reference, numba, triton], ids=["torch", "numba", "triton"])
+def test_a_step_that_is_skipped_writes_nothing(backend):
+    many = Many(torch.bfloat16, "residual", "adamw", ("softsign8", "log8"), [(3, 40), (2, 150)])
+    grads = [torch.ones_like(p) for p in many.params]
+    before = [x.clone() for x in many.tensors()]
+    many.step(backend, grads, 1, torch.tensor(1, dtype=torch.int32))
+    assert all(map(torch.equal, before, many.tensors()))
+    many.step(backend, grads, 1, torch.tensor(0, dtype=torch.int32))
+    assert not any(map(torch.equal, before[:2], many.params))
+
+
+@pytest.mark.parametrize("backend", [reference, numba], ids=["torch", "numba"])
+@pytest.mark.parametrize("limit", [torch.finfo(torch.float32).max, 2.0**63.995])
+def test_one_element_that_is_not_finite_or_too_large_is_found(backend, limit):
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    draw = torch.Generator().manual_seed(0)
+    xs = [torch.randn(n, generator=draw).to(d) for d in dtypes for n in (1, 0, 37, 70000)]
+    xs.append(torch.tensor(-2.0))
+    assert backend.beyond([], limit) == backend.beyond(xs[1:2], limit) == 0
+    for large in (torch.nan, -torch.nan, torch.inf, -torch.inf, 1.8e19, -1.9e19, 3e38, 65504.0):
+        for x in xs:
+            if not x.numel():
+                continue
+            at = int(torch.randint(x.numel(), (), generator=draw))
+            held, x.view(-1)[at] = x.view(-1)[at].clone(), large
+            value = x.view(-1)[at].float()
+            expected = not bool(value.abs() <= limit)
+            assert backend.beyond(xs, limit) == backend.beyond([x], limit) == expected
+            x.view(-1)[at] = held
+        assert backend.beyond(xs, limit) == 0
+
+
+@pytest.mark.parametrize("backend", [reference, numba], ids=["torch", "numba"])
+def test_counters_are_advanced(backend):
+    counters = [torch.tensor(float(i)) for i in (0, 3, 2**24 - 2)]
+    assert backend.advance(counters, 1).tolist() == [1, 4, 2**24 - 1]
+    assert backend.advance(counters, -1).tolist() == [0, 3, 2**24 - 2]
+    assert [x.item() for x in counters] == [0, 3, 2**24 - 2]

@@ -437,6 +437,29 @@ def test_a_sparse_gradient_has_the_bits_of_the_dense_one_that_it_stands_for(cls,
     assert same(net, before)
 
 
+def test_a_gradient_that_is_a_view_with_another_sign_is_taken_as_it_reads():
+    g = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
+    moved = []
+    for grad in (torch._neg_view(g), g.neg()):
+        p = nn.Parameter(torch.ones(64, 80))
+        p.grad = grad
+        AdamW([p], state="int8").step()
+        moved.append(p.detach())
+    assert torch.equal(*moved)
+
+
+def test_a_sparse_gradient_whose_values_lie_with_gaps_is_looked_at_as_it_reads():
+    for row, skipped in ((1, 0), (2, 1)):
+        p = nn.Parameter(torch.ones(64, 80))
+        optimizer = AdamW([p], state="fp32")
+        held = torch.ones(4, 80)
+        held[row] = torch.nan
+        how = {"is_coalesced": True, "check_invariants": True}
+        p.grad = torch.sparse_coo_tensor([[0, 1]], held[::2], (64, 80), **how)
+        optimizer.step()
+        assert optimizer.skipped == skipped
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_a_gradient_of_another_layout_is_refused_before_anything_changes():
     net = nn.Linear(50, 4)

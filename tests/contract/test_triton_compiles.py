@@ -169,12 +169,15 @@ def main(capability, *, every_form):
         kernels.fdsr_dequantize(*kernels.fdsr_quantize(x, *settings), *settings, x)
     kernels.narrow(torch.zeros(5000, dtype=torch.int64), torch.uint8)
     for rule, dtype, weights, *kinds in STATES:
-        x, residual = torch.zeros(5000, dtype=dtype), torch.zeros(5000, dtype=torch.int8)
-        held = residual if weights == "residual" else None
-        codes = [torch.zeros(5000, dtype=states.CODES.get(kind, torch.uint8)) for kind in kinds]
-        bounds = torch.zeros(80, dtype=torch.int16)
-        stored = codes[0], bounds, codes[1], bounds
-        kernels.optimizer_step(x, held, x, *stored, rule, weights, *kinds, 500, [0.5] * 8, 5)
+        x, residual = torch.zeros(5120, dtype=dtype), torch.zeros(5120, dtype=torch.int8)
+        held = [residual] if weights == "residual" else []
+        codes = [torch.zeros(5120, dtype=states.CODES.get(kind, torch.uint8)) for kind in kinds]
+        bounds = [torch.zeros(80, dtype=torch.int16)]
+        stored = codes[:1], bounds, codes[1:], bounds
+        for several in 1, 2:  # with a launch of its own, and with a search
+            lists = [some * several for some in ([x], held, [x], *stored)]
+            numbers = [512] * several, torch.zeros(several, 8), [5] * several
+            kernels.optimizer_step(*lists, rule, weights, *kinds, *numbers, residual[:1].int())
 
 
 if __name__ == "__main__":

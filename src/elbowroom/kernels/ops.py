@@ -17,7 +17,10 @@
     comet_quantize(x, grid, seed, rounding, aware, rows, columns, inner)
                                                           bits, headers, sizes, payload (depends)
     affine(x, scale, shift, inner, bits, out!)            x * scale + shift by channel; 0 for bit 0
-    optimizer_step(param!, residual!, grad, states!, rule, weights, kinds, row, factors, seed)
+    optimizer_step(params!, residuals!, grads, states!, rule, weights, kinds, rows, factors, seeds,
+                   skip)                                  many parameters of one format
+    advance(counters!, by)                                what they are then
+    beyond(xs, limit)                                     1 if one has NaN or is larger, else 0
     moments_quantize(m, v, states!, kinds, row, seed)     an optimizer's states, [D, ...] each
     moments_dequantize(states, kinds, row, n)             m, v
     batch_norm_backward(grad, factor, inner, x!)          grad_weight, grad_bias; x is normalized,
@@ -26,7 +29,8 @@
 
 and a `_dequantize` for each `_quantize`, which writes `out`: the caller owns the memory of what is
 restored and may reuse it (fresh pages cost more than decoding: docs/log.md). ! marks what an op
-writes. Tensors are flat and contiguous; x is float32, bfloat16 or float16.
+writes. Tensors are flat and contiguous; x is float32, bfloat16 or float16. Those in lists may have
+any shape, and lie in any order, but without gaps.
 
 `group`, `dither`, `nonzero` and `sided` do an affine in the same pass. With scale, shift [C] and
 inner, what they quantize is x * scale + shift, not rounded to x's dtype; what they dequantize is
@@ -155,6 +159,8 @@ comet_quantize = cast(
 comet_dequantize = cast(Callable[..., None], _calls.comet_dequantize.default)
 affine = cast(Callable[..., None], _calls.affine.default)
 optimizer_step = cast(Callable[..., None], _calls.optimizer_step.default)
+advance = cast(Callable[..., Tensor], _calls.advance.default)
+beyond = cast(Callable[..., Tensor], _calls.beyond.default)
 moments_quantize = cast(Callable[..., None], _calls.moments_quantize.default)
 moments_dequantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.moments_dequantize.default)
 dropout = cast(Callable[..., None], _calls.dropout.default)

@@ -52,9 +52,13 @@ SCHEMAS = {
     "fp8_quantize": "(Tensor x, int group_size, str fmt) -> (Tensor, Tensor)",
     "fp8_dequantize": "(Tensor codes, Tensor scale, int group_size, str fmt, Tensor(a!) out) -> ()",
     "optimizer_step": (
-        f"(Tensor(a!) param, Tensor(b!)? residual, Tensor grad, {_STATES}, str rule, str weights, "
-        "str m_kind, str v_kind, int row, float[] factors, int seed) -> ()"
+        "(Tensor(a!)[] params, Tensor(b!)[] residuals, Tensor[] grads, Tensor(c!)[] m_codes, "
+        "Tensor(d!)[] m_bounds, Tensor(e!)[] v_codes, Tensor(f!)[] v_bounds, str rule, "
+        "str weights, str m_kind, str v_kind, int[] rows, Tensor factors, int[] seeds, "
+        "Tensor? skip) -> ()"
     ),
+    "advance": "(Tensor(a!)[] counters, int by) -> Tensor",
+    "beyond": "(Tensor[] xs, float limit) -> Tensor",
     "moments_quantize": (
         f"(Tensor m, Tensor v, {_STATES}, str m_kind, str v_kind, int row, int seed) -> ()"
     ),

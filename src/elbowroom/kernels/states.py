@@ -16,7 +16,7 @@ Bounds in log2 are integers in units of 1/256, rounded outward: least [-32256, 3
 """
 
 from math import log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,12 +81,16 @@ def rows_of(n: int, row: int) -> Rows:
     return Rows(n // row if row else 0, row, -(-row // GROUP))
 
 
+def code_width(kind: str, row: Any) -> Any:
+    """Codes of a row of so many elements; of an array of rows, an array."""
+    if kind in HALVES:
+        return -(-row // 2)
+    return 0 if kind == "none" else row
+
+
 def code_shape(kind: str, n: int, row: int) -> tuple[int, int]:
     """[D, codes a row]."""
-    D, R, _ = rows_of(n, row)
-    if kind in HALVES:
-        return D, -(-R // 2)
-    return D, 0 if kind == "none" else R
+    return rows_of(n, row).D, int(code_width(kind, row))
 
 
 def bound_shape(kind: str, n: int, row: int) -> tuple[int, int]:

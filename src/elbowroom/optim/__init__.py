@@ -3,8 +3,11 @@
     opt = er.optim.AdamW(model.parameters(), lr=3e-4, state="int8")   # 2 bytes each, not 8
 
     formats.py      which parameter is held how, and in how many bytes
-    base.py         the step that all share: one kernel call a parameter
-    parameters.py   which parameters can be updated, asked before each step
+    base.py         the step that all share: checks, then one kernel call a device and format
+    batch.py        the parameters of a step, gathered into these calls
+    verdict.py      whether a step is done, and when the host reads that
+    parameters.py   which parameters can be updated, and how, asked before each step
+    layout.py       which states an optimizer has for a parameter
     adamw.py lion.py sgd.py      the settings of a rule, as the numbers that the kernel takes
     release.py      gradients that are applied, and freed, inside backward
     order.py        in which order a parameter, and its codes, lie in memory

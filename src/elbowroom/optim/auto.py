@@ -8,68 +8,49 @@ so that what a file holds in fewer bytes is not made larger again. Who chooses c
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from elbowroom.optim.formats import AUTO, STATES, Group, offered, state_nbytes
+from elbowroom.optim.base import EncodedOptimizer
+from elbowroom.optim.formats import RANK, Group, offered, state_nbytes
 from elbowroom.optim.transcode import transcode
 
-if TYPE_CHECKING:
-    from elbowroom.optim.base import EncodedOptimizer
 
-MILDEST = "fp32"
-_RANK = {state: rank for rank, state in enumerate(STATES)}  # the milder, the lower
-
-
-def resolve(groups: list[Group]) -> None:
-    """The last group, if it was given "auto": held as the others of its kind are, or fp32."""
-    group = groups[-1]
-    if group["state"] == AUTO:
-        others = [other["state"] for other in groups[:-1] if "auto" in other]
-        group |= {"state": max(others, key=_RANK.__getitem__, default=MILDEST), "auto": MILDEST}
-
-
-def taken(theirs: Group) -> Group:
-    """What an auto group takes over from one of a file."""
-    state = theirs.get("state", MILDEST)
-    return {"state": state, "auto": state}
-
-
-def auto_groups(optimizer: "EncodedOptimizer") -> list[Group]:
+def auto_groups(optimizer: EncodedOptimizer) -> list[Group]:
     """The groups whose format may be chosen."""
     return [group for group in optimizer.param_groups if "auto" in group]
 
 
-def held_as(optimizer: "EncodedOptimizer", group: Group, state: str) -> str:
+def held_as(optimizer: EncodedOptimizer, group: Group, state: str) -> str:
     """The format of an auto group where `state` is chosen for all of them.
 
     That, or int8 for a rule that has no second moment and thus no int4; nothing milder than `auto`.
     """
     known, mildest = offered(second=len(optimizer.moments) > 1), str(group["auto"])
-    return max(state if state in known else "int8", mildest, key=_RANK.__getitem__)
+    return max(state if state in known else "int8", mildest, key=RANK.__getitem__)
 
 
-def nbytes_as(optimizer: "EncodedOptimizer", state: str) -> int:
+def nbytes_as(optimizer: EncodedOptimizer, state: str) -> int:
     """Bytes of the states of all auto groups where `state` is chosen for them, made or not."""
     return sum(_nbytes(optimizer, group, state) for group in auto_groups(optimizer))
 
 
 @torch.no_grad()
-def hold(optimizer: "EncodedOptimizer", state: str) -> int:
+def hold(optimizer: EncodedOptimizer, state: str) -> int:
     """From now on hold the states of auto groups as `state`; convert those that exist, one by one.
 
     The smallest first, which makes room for the next. Each group is held so as a whole, or, after
     an error, as it was. How many parameters' states were converted.
     """
+    optimizer.settle()
     return sum(
         _hold(optimizer, group, held_as(optimizer, group, state))
         for group in auto_groups(optimizer)
     )
 
 
-def _hold(optimizer: "EncodedOptimizer", group: Group, state: str) -> int:
+def _hold(optimizer: EncodedOptimizer, group: Group, state: str) -> int:
     before, after = group | {}, group | {"state": state}
     done: list[Tensor] = []
     try:
@@ -84,25 +65,26 @@ def _hold(optimizer: "EncodedOptimizer", group: Group, state: str) -> int:
     return len(done)
 
 
-def _to_convert(optimizer: "EncodedOptimizer", before: Group, after: Group) -> Iterator[Tensor]:
+def _to_convert(optimizer: EncodedOptimizer, before: Group, after: Group) -> Iterator[Tensor]:
     """Parameters that have states, and would have others."""
     for p in sorted(before["params"], key=Tensor.numel):
-        formats = [optimizer.format_of(p, group["state"]) for group in (before, after)]
+        formats = [optimizer.layout.format_of(p.shape, g["state"]) for g in (before, after)]
         if optimizer.state.get(p) and formats[0] != formats[1]:
             yield p
 
 
-def _convert(optimizer: "EncodedOptimizer", p: Tensor, before: Group, after: Group) -> None:
+def _convert(optimizer: EncodedOptimizer, p: Tensor, before: Group, after: Group) -> None:
     saved = optimizer.state[p]
-    fresh = optimizer.fresh(p, after | {"weights": "nearest"})  # a residual stays as it is
+    layout = optimizer.layout
+    fresh = layout.fresh(p, after | {"weights": "nearest"})  # a residual stays as it is
     fresh["step"] = saved["step"]
-    transcode(optimizer, p, saved, before["state"], fresh, after)
+    transcode(layout, p, saved, before["state"], fresh, after)
     if "residual" in saved:
         fresh["residual"] = saved["residual"]
     optimizer.state[p] = fresh
 
 
-def _nbytes(optimizer: "EncodedOptimizer", group: Group, state: str) -> int:
+def _nbytes(optimizer: EncodedOptimizer, group: Group, state: str) -> int:
     state, second = held_as(optimizer, group, state), len(optimizer.moments) > 1
     return sum(
         state_nbytes(p, state, second=second, weights=group["weights"])

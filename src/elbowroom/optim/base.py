@@ -1,29 +1,30 @@
-"""The step that all optimizers share: checks, then one kernel call for each parameter.
+"""The step that all optimizers share: checks, then one kernel call a device and format.
 
-    step   refuse what cannot be done -> skip if a gradient is not finite -> states -> kernel
+    step   refuse what cannot be done -> look at all gradients -> states -> one call a format
 
 1. A step is done for all parameters or for none: one Inf would spoil a group of 128 for long. So
    would a finite gradient above 1.8e19, whose square is no float32, in an encoded v: it is treated
    like one. (In a v of fp32 it becomes Inf, and its element stands still, as torch.optim's.)
    `skipped` counts the steps that were not done. Under GradScaler, which looks itself, it stays 0.
    Where gradients are released (`release.py`) this holds for each parameter by itself.
-2. A parameter is a flat run in memory order, so one in channels_last is not copied; its gradient
+2. On CUDA nothing waits for the gradients: the kernels skip the step themselves, and the host hears
+   of it when the next one begins (`verdict.py`). What reads `skipped` or a state_dict waits.
+3. A parameter is a flat run in memory order, so one in channels_last is not copied; its gradient
    is brought into the same order, and states follow when the order changes (`order.py`).
-3. Noise is a hash of (seed, step, place of the parameter, shard, group, element): replicas that
+4. Noise is a hash of (seed, step, place of the parameter, shard, group, element): replicas that
    see the same gradients stay equal to the last bit, and a resumed run continues with the same.
-4. torch.compile leaves the step alone: it reads numbers out of states, and a graph that is broken
+5. torch.compile leaves the step alone: it reads numbers out of states, and a graph that is broken
    there went on with the wrong ones. (torch.compiler.disable, once dynamo has been imported.)
 """
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from copy import copy, deepcopy
-from math import inf, sqrt
 from typing import Any, ClassVar, overload
 
 import torch
-from torch import Tensor, linalg
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
@@ -31,32 +32,20 @@ from torch.optim import Optimizer
 from elbowroom.errors import InvalidSetting, UnsupportedGradient
 from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import has_values
-from elbowroom.kernels.states import MOST, WEIGHTS
-from elbowroom.optim.auto import resolve
+from elbowroom.kernels.states import WEIGHTS
+from elbowroom.optim.batch import Batches, Due
 from elbowroom.optim.checked import VERSION, check_dict, check_states, checked_groups
-from elbowroom.optim.formats import (
-    Format,
-    Group,
-    check_state,
-    flat,
-    format_of,
-    names,
-    row_of,
-    seed_of,
-    state_nbytes,
-)
-from elbowroom.optim.order import noted, order_of
-from elbowroom.optim.parameters import DTYPES, check_now, check_parameter
+from elbowroom.optim.formats import Group, check_state, resolve, state_nbytes
+from elbowroom.optim.layout import StateLayout
+from elbowroom.optim.parameters import DTYPES, Update, check_held, facts_of, update_of
 from elbowroom.optim.release import CANNOT, GradientRelease, check_alone
 from elbowroom.optim.settings import check_torchs, foreign
-from elbowroom.optim.sharded import agreed, aligned, is_sharded, local, shard_of, spread
+from elbowroom.optim.sharded import agreed, aligned, is_sharded, local
 from elbowroom.optim.state_dict import loaded, portable
-from elbowroom.optim.transcode import follow, has_residual
+from elbowroom.optim.transcode import follow
+from elbowroom.optim.verdict import Verdict, is_read_later, joined
 
 _log = logging.getLogger("elbowroom.optim")
-# The sum of a gradient, below which nobody looks at its elements. Of elements beyond 1.8e19 only
-# such a sum is left if others take them away to the 14th digit.
-_SMALL = 1e15
 
 
 class EncodedOptimizer(Optimizer):
@@ -68,8 +57,15 @@ class EncodedOptimizer(Optimizer):
 
     rule: ClassVar[str]
     moments: ClassVar[tuple[str, ...]]  # names in state_dict, as torch.optim has them
-    skipped: int = 0  # steps, of which at least one gradient was not applied
+    layout: ClassVar[StateLayout]
     released: GradientRelease | None = None  # gradients are, inside backward, as long as it lasts
+    _skipped: int = 0
+    _running: list[Verdict] | None = None  # of this step, which are read later
+    _ended: tuple[list[Verdict], int] | None = None  # of the last step, and what is known of it
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.layout = StateLayout(cls.__name__, cls.moments)
 
     def __init__(self, params: Any, defaults: Group, *, state: str, weights: str, seed: int):
         more = {"state": state, "weights": weights, "seed": seed, "version": VERSION}
@@ -77,7 +73,24 @@ class EncodedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle has: not the hooks of released gradients, as none of torch's."""
+        for verdict in self._running or ():
+            verdict.refused()
         return super().__getstate__() | {"skipped": self.skipped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` has returned."""
+        super().__setstate__({key: value for key, value in state.items() if key != "skipped"})
+        self.skipped = state.get("skipped", 0)
+
+    @property
+    def skipped(self) -> int:
+        """Steps, of which at least one gradient was not applied. On CUDA: waits for the last."""
+        self.settle()
+        return self._skipped
+
+    @skipped.setter
+    def skipped(self, steps: int) -> None:
+        self._skipped = steps
 
     def add_param_group(self, param_group: Group) -> None:
         """As torch's; a group may have a `state` and `weights` of its own."""
@@ -147,31 +160,53 @@ class EncodedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        due = list(self._due())
+        self.settle()
+        due = self._due()
         left = 0 if self.released is None else self.released.end_step()
         # All ranks must ask, also one where a parameter has no gradient in this step.
         everything = (p for group in self.param_groups for p in group["params"])
-        if agreed(everything, self._usable_values(due)):
-            for index, group, p, grad in due:
-                self._update(index, group, p, grad)
-        else:
+        if not self._updated(due, agreed(everything, _beyond(due))):
             left += len(due)
-        if left:
-            self.skipped += 1
-            _log.warning(
-                "a gradient, or its square, is not finite: step skipped for %s parameters, "
-                "%d so far",
-                *(left if self.released is not None else "all", self.skipped),
-            )
+        self.end_step(left)
         return loss
 
     def apply(self, index: int, group: Group, p: Tensor, grad: Tensor) -> bool:
-        """Update one parameter, the index-th of all; False: not, since grad is not finite."""
+        """Update one parameter, the index-th of all; False: not, since grad is not finite.
+
+        On CUDA that is not known yet, and heard of when the next step begins.
+        """
+        self.settle()
         self._check_torchs(group)
-        usable = self._usable(grad, p, group)
-        if finite := agreed([p], self._usable_values([(index, group, p, usable)])):
-            self._update(index, group, p, usable)
-        return finite
+        due = [self._due_one(index, group, p, grad)]
+        return self._updated(due, agreed([p], _beyond(due)))
+
+    def end_step(self, left: int) -> None:
+        """The step is over; so many of its gradients are known not to have been applied."""
+        self.settle()
+        self._ended, self._running = (self._running or [], left), None
+        if not self._ended[0]:
+            self.settle()
+
+    def settle(self) -> None:
+        """Read the verdict on the last step, and count the step if it was skipped."""
+        if self._ended is None:
+            return
+        (verdicts, left), self._ended = self._ended, None
+        left += sum(len(verdict.counters) for verdict in verdicts if verdict.refused())
+        if left:
+            self._skipped += 1
+            _log.warning(
+                "a gradient, or its square, is not finite: step skipped for %s parameters, "
+                "%d so far",
+                *(left if self.released is not None else "all", self._skipped),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, of steps that were done. On CUDA: waits for the last."""
+        for verdict in self._running or ():
+            verdict.refused()
+        self.settle()
+        return super().state_dict()
 
     def portable_state_dict(self) -> dict[str, Any]:
         """Float32 states as the class of the same name in `torch.optim` loads them.
@@ -179,7 +214,9 @@ class EncodedOptimizer(Optimizer):
         That class takes what `state_dict()` returns, codes, without a word, and fails at its next
         step: KeyError 'exp_avg'.
         """
-        return portable(self)
+        self.settle()
+        more = {"dampening": 0} if self.rule == "sgd" else {}
+        return portable(self.layout, self.param_groups, self.state, more)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -190,13 +227,15 @@ class EncodedOptimizer(Optimizer):
         Raises StateMismatch, and then nothing changed.
         """
         # Not by torch's own: it casts states, and its hooks would see a dict without any.
+        self.settle()
         state_dict = copy(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         check_dict(state_dict)
         theirs = state_dict["param_groups"]
-        groups, origins = checked_groups(self, theirs), check_states(theirs)
+        known = type(self).__name__, self.param_groups, theirs, self.defaults, self.check_settings
+        groups, origins = checked_groups(*known), check_states(theirs)
         ids = [id for group in groups for id in group["params"]]
         params = [
             (p, ours | {"state": theirs["state"]})
@@ -209,7 +248,7 @@ class EncodedOptimizer(Optimizer):
             for id, state in state_dict["state"].items()
         }
         made = {
-            p: loaded(self, p, states[id], group, origin)
+            p: loaded(self.layout, p, states[id], group, origin)
             for (p, group), id, origin in zip(params, ids, origins, strict=True)
             if states.get(id)
         }
@@ -230,100 +269,79 @@ class EncodedOptimizer(Optimizer):
 
         state: held as this; "": as they are.
         """
-        group, second = self.group_of(p), len(self.moments) > 1
+        group, second = self.group_of(p), self.layout.second
         return state_nbytes(p, state or group["state"], second=second, weights=group["weights"])
 
-    def format_of(self, p: Tensor, state: str) -> Format:
-        """How the states of p are held."""
-        return format_of(p.shape, state, second=len(self.moments) > 1)
-
-    def fresh(self, p: Tensor, group: Group) -> dict[str, Tensor]:
-        """States before the first step."""
-        made: dict[str, Tensor] = {}
-        found, part = self.format_of(p, group["state"]), local(p)
-        for name, moment in zip(self.moments, (found.first, found.second), strict=False):
-            held = names(name, moment.kind)
-            codes, bounds = moment.empty(part)
-            made |= (
-                {held.codes: codes}
-                if moment.kind == "fp32"
-                else dict(zip(held, (codes, bounds), strict=True))
-            )
-        if has_residual(p, group):
-            made["residual"] = torch.zeros_like(part, dtype=torch.int8)
-        known = {"step": torch.zeros((), dtype=torch.float32)}
-        if found.first.kind != "fp32":
-            known |= noted(order_of(part))
-        return known | {key: spread(state, p) for key, state in made.items()}
-
-    def arguments(self, p: Tensor, state: dict[str, Tensor], found: Format) -> tuple[Any, ...]:
-        """Codes and bounds of this rank as the kernels take them, then their kinds."""
-        like = local(p)
-        nothing = like.new_empty(0, dtype=torch.uint8), like.new_empty(0, dtype=torch.int16)
-        parts: list[Tensor] = []
-        for i, moment in enumerate((found.first, found.second)):
-            held = names(self.moments[i], moment.kind) if i < len(self.moments) else None
-            codes = nothing[0] if held is None else local(state[held.codes])
-            bounds = nothing[1] if held is None else local(state.get(held.bounds, nothing[1]))
-            parts += [flat(codes) if moment.kind == "fp32" else codes, bounds]
-        return *parts, found.first.kind, found.second.kind
-
-    def _due(self) -> Iterator[tuple[int, Group, Tensor, Tensor]]:
-        index = 0
+    def _due(self) -> list[Due]:
+        made, index = [], 0
         for group in self.param_groups:
             self._check_torchs(group)
             for p in group["params"]:
-                if p.grad is not None:
+                grad = p.grad
+                if grad is not None:
                     if self.released is not None:
                         self.released.check(index, p)
-                    yield index, group, p, self._usable(p.grad, p, group)
+                    made.append(self._due_one(index, group, p, grad))
                 index += 1
+        return made
 
-    def _usable_values(self, due: Iterable[tuple[int, Group, Tensor, Tensor]]) -> bool:
-        """Whether all gradients are finite and, where v is encoded, their squares."""
-        full = [one for one in due if _values(one[-1]).numel() and has_values(one[-1])]
-        return _small(grad for *_, grad in full) or all(
-            bool(linalg.vector_norm(_values(grad), inf) <= self._most(p, group))
-            for _, group, p, grad in full
-        )
-
-    def _most(self, p: Tensor, group: Group) -> float:
-        """The largest element that a gradient of p may have."""
-        plain = self.format_of(p, group["state"]).second.kind in ("none", "fp32")
-        return torch.finfo(torch.float32).max if plain else sqrt(MOST)
-
-    def _usable(self, grad: Tensor, p: Tensor, group: Group) -> Tensor:
-        """This rank's part of grad, in the order of p, which may have changed since last time."""
-        check_now(self, p, group)
-        if grad.layout is torch.sparse_coo and not is_sharded(p):
-            return grad.coalesce()  # dense for itself alone, when p is updated
+    def _due_one(self, index: int, group: Group, p: Tensor, grad: Tensor) -> Due:
+        """Raises UnsupportedParameter and UnsupportedGradient; nothing has changed then."""
+        update = update_of(facts_of(p), group["state"], group["weights"], self.moments)
+        check_held(p, self.state.get(p) or {}, update, group["state"])
+        if is_sharded(p):
+            part, grad = local(p), aligned(grad, p)
+        else:
+            part = p
+            if grad.layout is torch.sparse_coo:
+                grad = grad.coalesce()
+                grad = grad if grad.dtype in DTYPES else grad.to(p.dtype)
+                return Due(index, group, p, grad, update)
         if grad.layout is not torch.strided:
             raise UnsupportedGradient(
                 f"{type(self).__name__} takes dense and sparse_coo gradients, of DTensors dense "
                 f"ones; that of a parameter of shape {tuple(p.shape)} is "
                 f"{str(grad.layout).removeprefix('torch.')}. Use sparse=False in the layer"
             )
-        return _like(local(p), local(aligned(grad, p)))
+        return Due(index, group, p, _like(part, local(grad)), update)
 
-    def _update(self, index: int, group: Group, p: Tensor, grad: Tensor) -> None:
-        state = self.state[p]
+    def _updated(self, due: list[Due], flag: Tensor | None) -> bool:
+        """Update what is due, unless the flag is up; whether it is is not asked where that waits.
+
+        Whether they were updated, as far as that is known.
+        """
+        if flag is not None and is_read_later(flag):
+            counters = self._update(due, flag)
+            self._running = [*(self._running or ()), Verdict(flag, counters)]
+            return True
+        usable = flag is None or not flag.tolist()
+        if usable:
+            self._update(due, None)
+        return usable
+
+    def _update(self, due: list[Due], skip: Tensor | None) -> list[Tensor]:
+        """One step of all; their counters. skip: see `ops.optimizer_step`."""
+        if not due:
+            return []
+        states = [self._state_of(one) for one in due]
+        counters = [state["step"] for state in states]
+        dry = not has_values(due[0].p)
+        steps = [1] * len(due) if dry else [int(x) for x in ops.advance(counters, 1).tolist()]
+        batches = Batches(self.rule, self.factors)
+        batches.add(due, states, steps)
+        batches.run(skip)
+        # The kernels write unseen by autograd, whose checks go by these counters.
+        increment_version([*counters, *batches.written])
+        return counters
+
+    def _state_of(self, due: Due) -> dict[str, Tensor]:
+        """The states of a parameter, made if there are none, and lying as it lies now."""
+        state: dict[str, Tensor] = self.state[due.p]
         if not state:
-            state.update(self.fresh(p, group))
-        follow(self, p, state, group)
-        state["step"] += 1
-        step = int(state["step"].item()) if has_values(p) else 1  # dry: any will do
-        found = self.format_of(p, group["state"])
-        residual = state.get("residual")
-        *tensors, first, second = self.arguments(p, state, found)
-        part, residual = local(p), None if residual is None else flat(local(residual))
-        grad = _like(part, grad.to_dense()) if grad.is_sparse else grad
-        ops.optimizer_step(
-            *(flat(part), residual, flat(grad), *tensors),
-            *(self.rule, group["weights"], first, second, row_of(p.shape)),
-            *(self.factors(group, step), seed_of(group["seed"], step, index, shard_of(p))),
-        )
-        # The kernel writes unseen by autograd, whose checks go by these counters.
-        increment_version([p, *(tensor for key, tensor in state.items() if key != "step")])
+            state.update(self.layout.fresh(due.p, due.group))
+        elif not _in_place(due.p, state, due.update):
+            follow(self.layout, due.p, state, due.group)
+        return state
 
     def _check_torchs(self, group: Group) -> None:
         """At each step: what was set in a group later would change nothing, without a word."""
@@ -332,11 +350,11 @@ class EncodedOptimizer(Optimizer):
     def _check_group(self, group: Group) -> None:
         self._check_torchs(group)
         self.check_settings(group)
-        check_state(group["state"], second=len(self.moments) > 1)
+        check_state(group["state"], second=self.layout.second)
         if group["weights"] not in WEIGHTS:
             raise InvalidSetting(f"no weights={group['weights']!r}; there are {', '.join(WEIGHTS)}")
         for p in group["params"]:
-            check_parameter(p, group["weights"])
+            update_of(facts_of(p), group["state"], group["weights"], self.moments)
 
 
 def _like(part: Tensor, grad: Tensor) -> Tensor:
@@ -346,16 +364,29 @@ def _like(part: Tensor, grad: Tensor) -> Tensor:
     return grad
 
 
-def _small(grads: Iterable[Tensor]) -> bool:
-    """Whether there is no reason to look closer. One reading pass and, on a GPU, one wait a device.
+def _in_place(p: Tensor, state: dict[str, Tensor], update: Update) -> bool:
+    """Whether states certainly lie as the parameter does; if not, it takes a closer look."""
+    residual = state.get("residual")
+    if (residual is not None) is not update.residual:
+        return False
+    stride = p.stride()
+    if residual is not None and residual.stride() != stride:
+        return False
+    if update.m_kind == "fp32":
+        return state[update.first.codes].stride() == stride
+    return not update.order and "order" not in state
 
-    By sums: no NaN and no Inf is lost in one, and torch takes them with all threads (a norm not).
+
+def _beyond(due: list[Due]) -> Tensor | None:
+    """Whether a gradient is not finite, or too large for its parameter's format: int32 [].
+
+    None: there is none, or none with values.
     """
-    sums: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        sums.setdefault(grad.device, []).append(_values(grad).sum(dtype=torch.float32))
-    return all(bool((torch.stack(some).abs() < _SMALL).all()) for some in sums.values())
-
-
-def _values(grad: Tensor) -> Tensor:
-    return (grad.values() if grad.is_sparse else grad).detach()
+    if not due or not has_values(due[0].grad):
+        return None
+    by: dict[tuple[torch.device, float], list[Tensor]] = {}
+    for one in due:
+        grad = one.grad
+        values = grad.values().contiguous() if grad.is_sparse else grad
+        by.setdefault((values.device, one.update.limit), []).append(values)
+    return joined([ops.beyond(some, limit) for (_, limit), some in by.items()])

@@ -4,20 +4,18 @@ Refused, as StateMismatch: a newer version, other groups, settings that are not 
 belongs to another optimizer or to a variant that is not offered, and values that no step has made.
 """
 
+from collections.abc import Callable
 from math import inf, isnan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from elbowroom.errors import InvalidSetting, StateMismatch
-from elbowroom.optim.auto import taken
-from elbowroom.optim.formats import STATES, Group, names
+from elbowroom.optim.formats import STATES, Group, names, taken
+from elbowroom.optim.layout import StateLayout
 from elbowroom.optim.settings import foreign
 from elbowroom.optim.sharded import local
-
-if TYPE_CHECKING:
-    from elbowroom.optim.base import EncodedOptimizer
 
 VERSION = 2  # of what `state_dict` holds; 1 did not say the order of codes
 _EXPONENT = 0x7F80  # of bf16: all ones for NaN and Inf
@@ -45,37 +43,43 @@ def check_states(groups: list[Group]) -> list[Group]:
     return [group for group in groups for _ in group["params"]]
 
 
-def checked_groups(optimizer: "EncodedOptimizer", groups: list[Group]) -> list[Group]:
-    """The file's groups without the settings that only `torch.optim` has.
+def checked_groups(
+    name: str,
+    own_groups: list[Group],
+    groups: list[Group],
+    defaults: Group,
+    check_settings: Callable[[Group], None],
+) -> list[Group]:
+    """The file's groups, for those of the optimizer `name`, without what only `torch.optim` has.
 
     What others keep there stays: a schedule's `initial_lr`, names that a user gives. `weights` are
     the optimizer's own. So is `state`, unless it is "auto": then the file's is taken, and nothing
     milder from now on.
     """
-    if len(groups) != len(optimizer.param_groups) or any(
+    if len(groups) != len(own_groups) or any(
         len(theirs["params"]) != len(ours["params"])
-        for theirs, ours in zip(groups, optimizer.param_groups, strict=True)
+        for theirs, ours in zip(groups, own_groups, strict=True)
     ):
         raise StateMismatch(
             f"the state_dict has param groups of {[len(g['params']) for g in groups]} parameters, "
-            f"the optimizer of {[len(g['params']) for g in optimizer.param_groups]}"
+            f"the optimizer of {[len(g['params']) for g in own_groups]}"
         )
     made = []
-    for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
-        _check_variant(optimizer, theirs)
-        own = ("state", "weights", "auto", *foreign(theirs | ours, optimizer.defaults))
+    for theirs, ours in zip(groups, own_groups, strict=True):
+        _check_variant(name, theirs, defaults)
+        own = ("state", "weights", "auto", *foreign(theirs | ours, defaults))
         known = {k: theirs.get(k, ours.get(k)) for k in theirs | ours if k not in own}
         known |= {"version": VERSION, "params": theirs["params"]}
         known |= {k: ours[k] for k in own if k in ours}
         try:
-            optimizer.check_settings(known)
+            check_settings(known)
         except InvalidSetting as error:
             raise StateMismatch(f"of the state_dict, {error}") from error
         made.append(known | (taken(theirs) if "auto" in ours else {}))
     return made
 
 
-def _check_variant(optimizer: "EncodedOptimizer", theirs: Group) -> None:
+def _check_variant(name: str, theirs: Group, defaults: Group) -> None:
     """Raises StateMismatch for a group whose rule is not ours."""
     version = theirs.get("version", VERSION)
     if version > VERSION:
@@ -83,9 +87,8 @@ def _check_variant(optimizer: "EncodedOptimizer", theirs: Group) -> None:
             f"the state_dict is of version {version}, this elbowroom reads up to {VERSION}; "
             "install a newer elbowroom"
         )
-    name = type(optimizer).__name__
     for key, plain in (("amsgrad", False), ("dampening", 0), ("maximize", False)):
-        if key not in optimizer.defaults and theirs.get(key, plain) != plain:
+        if key not in defaults and theirs.get(key, plain) != plain:
             raise StateMismatch(
                 f"the state_dict has {key}={theirs[key]!r}, which er.optim.{name} does not offer: "
                 f"continue with the class of torch.optim, or set it to {plain!r} in param_groups"
@@ -99,27 +102,27 @@ def _check_variant(optimizer: "EncodedOptimizer", theirs: Group) -> None:
 
 
 def check_state(
-    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Any], held_as: str, group: Group
+    layout: StateLayout, p: Tensor, state: dict[str, Any], held_as: str, group: Group
 ) -> None:
     """Raises StateMismatch for a state of another optimizer, or one that no step leaves behind.
 
     Of a finite gradient, Inf is left in a v of float32 alone, which may go on as such (`group`).
     """
-    held = [name for moment in optimizer.moments for name in (moment, *names(moment, ""))]
+    held = [name for moment in layout.moments for name in (moment, *names(moment, ""))]
     if other := sorted(state.keys() - {"step", "residual", "order", *held}):
         raise StateMismatch(
             f"the state_dict has {', '.join(map(repr, other))}, so it is not of "
-            f"{type(optimizer).__name__}, which has {', '.join(map(repr, optimizer.moments))}"
+            f"{layout.owner}, which has {', '.join(map(repr, layout.moments))}"
         )
     # Of torch's SGD there is no step; only Adam's correction of bias depends on it.
-    step = float(state.get("step", 0 if len(optimizer.moments) < 2 else -1))
+    step = float(state.get("step", 0 if len(layout.moments) < 2 else -1))
     if not 0 <= step < 2**31:
         raise StateMismatch(
             f"'step' of the state_dict, for a parameter of shape {tuple(p.shape)}, is "
             f"{state.get('step', 'missing')}; expected the number of steps done"
         )
-    second = optimizer.moments[1:]
-    plain = optimizer.format_of(p, group["state"]).second.kind == "fp32"
+    second = layout.moments[1:]
+    plain = layout.format_of(p.shape, group["state"]).second.kind == "fp32"
     for key, found in state.items():
         if isinstance(found, Tensor):
             what = _broken(key, local(found), held_as, squares=key in second, plain=plain)

@@ -30,7 +30,7 @@ from elbowroom.optim.order import order_of
 from elbowroom.optim.sharded import local
 
 Group = dict[str, Any]  # of torch's param_groups
-AUTO = "auto"
+AUTO, MILDEST = "auto", "fp32"
 LEAST_ELEMENTS, LEAST_ROW = 4096, 32
 
 
@@ -74,6 +74,23 @@ STATES = {
     "int4": Format(Moment("softsign8"), Moment("log4")),
     "int4x2": Format(Moment("softsign4"), Moment("log4")),
 }
+
+
+RANK = {state: rank for rank, state in enumerate(STATES)}  # the milder, the lower
+
+
+def resolve(groups: list[Group]) -> None:
+    """Give the last group, if its state is "auto", that of the others of its kind, or fp32."""
+    group = groups[-1]
+    if group["state"] == AUTO:
+        others = [other["state"] for other in groups[:-1] if "auto" in other]
+        group |= {"state": max(others, key=RANK.__getitem__, default=MILDEST), "auto": MILDEST}
+
+
+def taken(theirs: Group) -> Group:
+    """What an auto group takes over from one of a file."""
+    state = theirs.get("state", MILDEST)
+    return {"state": state, "auto": state}
 
 
 def row_of(shape: torch.Size) -> int:

@@ -1,78 +1,149 @@
-"""Which parameters can be updated, and whether the states that there are belong to them.
+"""Which parameters can be updated, how each one is, and whether its states belong to it.
 
 Asked when a parameter is given, and again before each step: `model.to(...)` and `p.data = ...`
-change it under its states.
+change it under its states. So the answer is remembered by what it depends on, and not by parameter.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import lru_cache
+from math import sqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from elbowroom.errors import UnsupportedParameter
-from elbowroom.kernels.states import code_shape
-from elbowroom.optim.formats import Group, names, row_of
-from elbowroom.optim.sharded import in_whole_rows, local
-
-if TYPE_CHECKING:
-    from elbowroom.optim.base import EncodedOptimizer
+from elbowroom.kernels.states import MOST, code_shape
+from elbowroom.optim.formats import Held, format_of, names, row_of
+from elbowroom.optim.order import Order, order_of
+from elbowroom.optim.sharded import in_whole_rows, is_sharded, local
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_parameter(p: Tensor, weights: str) -> None:
-    """Raises UnsupportedParameter for what is not dense, in whole rows, and of a dtype of ours."""
-    if p.dtype not in DTYPES:
+class Facts(NamedTuple):
+    """All of a parameter that its update depends on, but for values and device."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    layout: torch.layout
+    local_shape: torch.Size  # of the part that this rank has
+    strides: tuple[int, ...]
+    whole_rows: bool
+
+
+@dataclass(frozen=True)
+class Update:
+    """How a parameter is updated.
+
+    first, second  the names of its states, of which `second` may be missing
+    m_kind, v_kind  how they are held (`kernels/states.py`)
+    m_shape        the shape of the first one's codes
+    row            elements of a row
+    order          in which its dimensions lie in memory, where that stands beside its codes
+    residual       whether it is held in 24 bits
+    limit          the largest size of an element of a gradient
+    """
+
+    first: Held
+    second: Held | None
+    m_kind: str
+    v_kind: str
+    m_shape: torch.Size
+    row: int
+    order: Order
+    residual: bool
+    limit: float
+
+
+def facts_of(p: Tensor) -> Facts:
+    """What `update_of` wants to know."""
+    shape, layout = p.shape, p.layout
+    if layout is not torch.strided:
+        return Facts(shape, p.dtype, layout, shape, (), whole_rows=True)
+    if is_sharded(p):
+        part = local(p)
+        return Facts(shape, p.dtype, layout, part.shape, part.stride(), in_whole_rows(p))
+    return Facts(shape, p.dtype, layout, shape, p.stride(), whole_rows=True)
+
+
+@lru_cache(maxsize=1 << 14)
+def update_of(facts: Facts, state: str, weights: str, moments: tuple[str, ...]) -> Update:
+    """How a parameter of a group with these settings is updated.
+
+    Raises UnsupportedParameter for what is not dense, in whole rows, and of a dtype of ours.
+    """
+    _check(facts, weights)
+    found = format_of(facts.shape, state, second=len(moments) > 1)
+    kinds, row, n = (found.first.kind, found.second.kind), row_of(facts.shape), facts.local_shape
+    held = [names(name, kind) for name, kind in zip(moments, kinds, strict=False)]
+    encoded = kinds[0] != "fp32"
+    return Update(
+        first=held[0],
+        second=held[1] if len(held) > 1 else None,
+        m_kind=kinds[0],
+        v_kind=kinds[1],
+        m_shape=torch.Size(code_shape(kinds[0], n.numel(), row)) if encoded else n,
+        row=row,
+        order=order_of(_stand_in(facts)) if encoded else (),
+        residual=weights == "residual" and facts.dtype is torch.bfloat16,
+        limit=torch.finfo(torch.float32).max if kinds[1] in ("none", "fp32") else sqrt(MOST),
+    )
+
+
+def _check(facts: Facts, weights: str) -> None:
+    named = f"a parameter of shape {tuple(facts.shape)} is {_name(facts.dtype)}"
+    if facts.dtype not in DTYPES:
         raise UnsupportedParameter(
-            f"{_named(p)}; states are encoded for float32, bfloat16 and float16. Give it to an "
+            f"{named}; states are encoded for float32, bfloat16 and float16. Give it to an "
             "optimizer of torch.optim"
         )
-    if p.dtype is torch.float16 and weights != "nearest":
+    if facts.dtype is torch.float16 and weights != "nearest":
         raise UnsupportedParameter(
-            f"{_named(p)}, for which there is no weights={weights!r}. Use bfloat16, or say "
+            f"{named}, for which there is no weights={weights!r}. Use bfloat16, or say "
             "weights='nearest' and lose updates below half a step of float16"
         )
-    if not in_whole_rows(p):
+    if not facts.whole_rows:
         raise UnsupportedParameter(
-            f"{_named(p)} and a DTensor that is cut otherwise than in rows; states are encoded by "
+            f"{named} and a DTensor that is cut otherwise than in rows; states are encoded by "
             "rows. Replicate it, or cut it by Shard(0), as fully_shard does"
         )
-    if p.layout is not torch.strided or not _dense(local(p)):
+    if facts.layout is not torch.strided or not _dense(_stand_in(facts)):
+        raise UnsupportedParameter(f"{named} with gaps or overlaps in memory; use .contiguous()")
+
+
+def check_held(p: Tensor, state: dict[str, Tensor], update: Update, held_as: str) -> None:
+    """Raises UnsupportedParameter where p has no values, or its states are another parameter's.
+
+    Of those the shape and the device of the first moment are looked at, and whether it is there.
+    """
+    device = p.device
+    if device.type == "meta":
         raise UnsupportedParameter(
-            f"{_named(p)} with gaps or overlaps in memory; use .contiguous()"
+            f"a parameter of shape {tuple(p.shape)} is {_name(p.dtype)} on device 'meta', where it "
+            "has no values to update. Give it some by model.to_empty(device=...) and "
+            "load_state_dict, and to the optimizer after that"
         )
-
-
-def check_now(optimizer: "EncodedOptimizer", p: Tensor, group: Group) -> None:
-    """Raises UnsupportedParameter where p cannot be updated, or its states are not its own."""
-    check_parameter(p, group["weights"])
-    if p.device.type == "meta":
+    if not state:
+        return
+    m = state.get(update.first.codes)
+    if m is None or local(m).shape != update.m_shape or m.device != device:
         raise UnsupportedParameter(
-            f"{_named(p)} on device 'meta', where it has no values to update. Give it some by "
-            "model.to_empty(device=...) and load_state_dict, and to the optimizer after that"
-        )
-    if state := optimizer.state.get(p):
-        _check_held(optimizer, p, state, group)
-
-
-def _check_held(
-    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Tensor], group: Group
-) -> None:
-    """Raises UnsupportedParameter if the first moment is of another shape, device or format."""
-    part, kind = local(p), optimizer.format_of(p, group["state"]).first.kind
-    found = state.get(names(optimizer.moments[0], kind).codes)
-    shape = part.shape if kind == "fp32" else code_shape(kind, part.numel(), row_of(p.shape))
-    if found is None or local(found).shape != shape or found.device != part.device:
-        raise UnsupportedParameter(
-            f"{_named(p)} on {part.device}, and its states are not those of such a parameter, held "
-            f"as {group['state']!r}: it was exchanged after the last step. Another device: "
+            f"a parameter of shape {tuple(p.shape)} is {_name(p.dtype)} on {device}, and its "
+            f"states are not those of such a parameter, held as {held_as!r}: it was exchanged "
+            "after the last step. Another device: "
             "optimizer.load_state_dict(optimizer.state_dict()) moves them there. Another shape: "
             "optimizer.state.pop(p) lets them begin anew"
         )
 
 
-def _named(p: Tensor) -> str:
-    return f"a parameter of shape {tuple(p.shape)} is {str(p.dtype).removeprefix('torch.')}"
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _stand_in(facts: Facts) -> Tensor:
+    """A tensor without memory that lies as the parameter does."""
+    return torch.empty_strided(facts.local_shape, facts.strides, device="meta")
 
 
 def _dense(x: Tensor) -> bool:

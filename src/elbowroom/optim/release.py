@@ -16,7 +16,7 @@ One gradient exists at a time, not all of them. `step()` finds none; it ends the
 import weakref
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, distributed
@@ -24,15 +24,28 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from elbowroom.errors import InvalidSetting, UnsupportedGradient
+from elbowroom.optim.formats import Group
 from elbowroom.optim.sharded import is_sharded
-
-if TYPE_CHECKING:
-    from elbowroom.optim.base import EncodedOptimizer
 
 CANNOT = (
     "with release_gradients() each gradient is applied inside backward, so that nothing can be "
     "accumulated, clipped or unscaled afterwards"
 )
+
+
+class Releasing(Protocol):
+    """What this file asks of an optimizer."""
+
+    param_groups: list[Group]
+    released: "GradientRelease | None"
+
+    def apply(self, index: int, group: Group, p: Tensor, grad: Tensor) -> bool:
+        """Update one parameter, the index-th of all; False: its gradient is not finite."""
+        ...
+
+    def end_step(self, left: int) -> None:
+        """The step is over; so many of its gradients are known not to have been applied."""
+        ...
 
 
 class GradientRelease:
@@ -41,7 +54,7 @@ class GradientRelease:
     watched  ids of the parameters whose gradients it applies
     """
 
-    def __init__(self, optimizer: "EncodedOptimizer") -> None:
+    def __init__(self, optimizer: Releasing) -> None:
         # Weak: a parameter outlives its optimizer, and its hook must not train on for it.
         self._optimizer = weakref.ref(optimizer)
         self._hooks: list[RemovableHandle] = []
@@ -68,8 +81,8 @@ class GradientRelease:
             hook.remove()
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.released is self:
+            optimizer.end_step(self.end_step())
             optimizer.released = None
-            optimizer.skipped += self.end_step() > 0
 
     def watch(self, number: int) -> None:
         """Release the gradients of this param group, too."""

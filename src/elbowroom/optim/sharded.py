@@ -63,12 +63,18 @@ def shard_of(p: Tensor) -> int:
     return number
 
 
-def agreed(params: Iterable[Tensor], mine: bool) -> bool:
-    """Whether it is true on all ranks that have a part of these parameters. All must ask."""
+def agreed(params: Iterable[Tensor], flag: Tensor | None) -> Tensor | None:
+    """The largest flag (int32 []; None: 0) of all ranks that have a part of these parameters.
+
+    All must ask. Where no parameter is spread it is the flag itself. Nothing waits for it on CUDA.
+    """
     meshes = list({p.device_mesh: None for p in params if is_sharded(p)})
     for mesh in (*meshes, *meshes[:-1]):  # what the last one knows, the first ones must hear
-        flag = torch.tensor(int(mine), device=mesh.device_type)
+        flag = (
+            torch.zeros((), dtype=torch.int32, device=mesh.device_type)
+            if flag is None
+            else flag.to(mesh.device_type)
+        )
         for dim in range(mesh.ndim):
-            distributed.all_reduce(flag, distributed.ReduceOp.MIN, mesh.get_group(dim))
-        mine = bool(flag.item())
-    return mine
+            distributed.all_reduce(flag, distributed.ReduceOp.MAX, mesh.get_group(dim))
+    return flag

@@ -12,7 +12,8 @@ torch's own `load_state_dict` is not used: it casts each state to its parameter'
 are no such numbers.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,60 +22,59 @@ from elbowroom.errors import StateMismatch
 from elbowroom.kernels import ops
 from elbowroom.optim.checked import VERSION, check_state
 from elbowroom.optim.formats import Group, names, row_of
+from elbowroom.optim.layout import StateLayout
 from elbowroom.optim.order import check_order, in_order, noted, order_of
 from elbowroom.optim.sharded import is_sharded, local
 from elbowroom.optim.transcode import held_order, transcode
 
-if TYPE_CHECKING:
-    from elbowroom.optim.base import EncodedOptimizer
-
 _OURS = ("state", "weights", "seed", "version", "auto")
 
 
-def portable(optimizer: "EncodedOptimizer") -> dict[str, Any]:
-    """See `EncodedOptimizer.portable_state_dict`."""
+def portable(
+    layout: StateLayout, groups: list[Group], held: Mapping[Tensor, dict[str, Any]], more: Group
+) -> dict[str, Any]:
+    """What `torch.optim` loads of param groups and the states `held`; each group gets `more`."""
     states: dict[int, dict[str, Tensor]] = {}
-    groups, index = [], 0
-    for group in optimizer.param_groups:
+    made, index = [], 0
+    for group in groups:
         for p in group["params"]:
-            if state := optimizer.state.get(p):
-                values = decoded(optimizer, p, state, group["state"])
+            if state := held.get(p):
+                values = decoded(layout, p, state, group["state"])
                 states[index] = {"step": state["step"].clone(), **values}
             index += 1
         count = len(group["params"])
         plain = {k: v for k, v in group.items() if k not in _OURS and k != "params"}
-        extra = {"dampening": 0} if optimizer.rule == "sgd" else {}
-        groups.append({**plain, **extra, "params": list(range(index - count, index))})
-    return {"state": states, "param_groups": groups}
+        made.append({**plain, **more, "params": list(range(index - count, index))})
+    return {"state": states, "param_groups": made}
 
 
 def decoded(
-    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Any], held_as: str
+    layout: StateLayout, p: Tensor, state: dict[str, Any], held_as: str
 ) -> dict[str, Tensor]:
     """The moments as float32, like p."""
-    first = optimizer.moments[0]
+    first = layout.moments[0]
     encoded = names(first, "").codes in state
-    found = optimizer.format_of(p, held_as if encoded else "fp32")
-    *tensors, m_kind, v_kind = optimizer.arguments(p, state, found)
+    found = layout.format_of(p.shape, held_as if encoded else "fp32")
+    *tensors, m_kind, v_kind = layout.arguments(p, state, found)
     row, n = row_of(p.shape), local(p).numel()
     values = ops.moments_dequantize(*tensors, m_kind, v_kind, row, n)
-    made, order = {}, held_order(optimizer, state)
-    for name, value in zip(optimizer.moments, values, strict=False):
+    made, order = {}, held_order(layout, state)
+    for name, value in zip(layout.moments, values, strict=False):
         made[name] = torch.empty_like(p, dtype=torch.float32)
         local(made[name]).copy_(in_order(value, local(p).shape, order))
     return made
 
 
 def loaded(
-    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Any], group: Group, origin: Group
+    layout: StateLayout, p: Tensor, state: dict[str, Any], group: Group, origin: Group
 ) -> dict[str, Tensor]:
-    """The state of p as `optimizer` holds it, from one of a group `origin` of a file.
+    """The state of p as an optimizer holds it, from one of a group `origin` of a file.
 
     That may be held in another format, and in another order in memory.
     """
     held_as = origin.get("state", "fp32")
-    check_state(optimizer, p, state, held_as, group)
-    fresh = optimizer.fresh(p, group)
+    check_state(layout, p, state, held_as, group)
+    fresh = layout.fresh(p, group)
     if origin.get("version", VERSION) < 2:
         state = state | noted(order_of(local(p)))  # all that could be loaded then
     fresh["step"].fill_(float(state.get("step", 0)))
@@ -83,25 +83,25 @@ def loaded(
     wanted = [key for key in fresh if key not in ("step", "residual", "order")]
     encoded = any(key.endswith("_codes") for key in wanted)
     as_it_is = not encoded or (
-        held_as == group["state"] and held_order(optimizer, state) == held_order(optimizer, fresh)
+        held_as == group["state"] and held_order(layout, state) == held_order(layout, fresh)
     )
     if as_it_is and all(key in state for key in wanted):
         for key in wanted:
             _fill(fresh[key], state[key], key)
         return fresh
-    transcode(optimizer, p, _like_saved(optimizer, p, state, held_as), held_as, fresh, group)
+    transcode(layout, p, _like_saved(layout, p, state, held_as), held_as, fresh, group)
     return fresh
 
 
 def _like_saved(
-    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Any], held_as: str
+    layout: StateLayout, p: Tensor, state: dict[str, Any], held_as: str
 ) -> dict[str, Tensor]:
     """The saved tensors, held against the shapes of the format that they are said to be in."""
-    encoded = names(optimizer.moments[0], "").codes in state
-    expected = optimizer.fresh(p, {"state": held_as if encoded else "fp32", "weights": "nearest"})
+    encoded = names(layout.moments[0], "").codes in state
+    expected = layout.fresh(p, {"state": held_as if encoded else "fp32", "weights": "nearest"})
     expected.pop("order", None)
     if encoded:
-        order = held_order(optimizer, state)
+        order = held_order(layout, state)
         check_order(order, p)
         expected |= noted(order)
     for key in expected:

@@ -8,24 +8,21 @@ of those rows). Into another order the whole parameter is converted at once.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from elbowroom.kernels import ops
 from elbowroom.optim.formats import Group, names, row_of, seed_of
+from elbowroom.optim.layout import StateLayout, has_residual
 from elbowroom.optim.order import Order, order_of, reordered
 from elbowroom.optim.sharded import local, shard_of, spread
-
-if TYPE_CHECKING:
-    from elbowroom.optim.base import EncodedOptimizer
 
 _ELEMENTS, _SHARE = 1 << 16, 16  # at a time: so many, or so much of a large parameter, or one row
 
 
 def transcode(
-    optimizer: "EncodedOptimizer",
+    layout: StateLayout,
     p: Tensor,
     saved: dict[str, Tensor],
     held_as: str,
@@ -33,13 +30,13 @@ def transcode(
     group: Group,
 ) -> None:
     """Fill `fresh`, states of p held as `group` says, with what `saved` holds as `held_as`."""
-    encoded = names(optimizer.moments[0], "").codes in saved
-    theirs = optimizer.format_of(p, held_as if encoded else "fp32")
-    ours = optimizer.format_of(p, group["state"])
-    *before, m_before, v_before = optimizer.arguments(p, saved, theirs)
-    *after, m_after, v_after = optimizer.arguments(p, fresh, ours)
+    encoded = names(layout.moments[0], "").codes in saved
+    theirs = layout.format_of(p.shape, held_as if encoded else "fp32")
+    ours = layout.format_of(p.shape, group["state"])
+    *before, m_before, v_before = layout.arguments(p, saved, theirs)
+    *after, m_after, v_after = layout.arguments(p, fresh, ours)
     row, step = row_of(p.shape), int(fresh["step"].item())
-    orders = held_order(optimizer, saved), held_order(optimizer, fresh)
+    orders = held_order(layout, saved), held_order(layout, fresh)
     shape, same = local(p).shape, orders[0] == orders[1]
     rows = shape.numel() // row
     for nth, (first, last) in enumerate(_some(rows, row) if same else [(0, rows)]):
@@ -53,22 +50,15 @@ def transcode(
     torch.autograd.graph.increment_version([x for x in fresh.values() if x is not fresh["step"]])
 
 
-def held_order(optimizer: "EncodedOptimizer", state: dict[str, Tensor]) -> Order:
+def held_order(layout: StateLayout, state: dict[str, Tensor]) -> Order:
     """The order of what `state` holds: codes say it beside them, float32 by its strides."""
-    plain = names(optimizer.moments[0], "fp32").codes
+    plain = names(layout.moments[0], "fp32").codes
     if plain in state:
         return order_of(local(state[plain]))
     return tuple(state["order"].tolist()) if "order" in state else ()
 
 
-def has_residual(p: Tensor, group: Group) -> bool:
-    """Whether p is a bfloat16 weight that is held in 24 bits."""
-    return group["weights"] == "residual" and p.dtype is torch.bfloat16
-
-
-def follow(
-    optimizer: "EncodedOptimizer", p: Tensor, state: dict[str, Tensor], group: Group
-) -> None:
+def follow(layout: StateLayout, p: Tensor, state: dict[str, Tensor], group: Group) -> None:
     """Bring states to where p is now: its dtype and memory format may change between steps.
 
     A bfloat16 parameter gets a residual of 0, as at its birth; one of another dtype has none.
@@ -79,10 +69,10 @@ def follow(
     elif residual is None or order_of(local(residual)) != order:
         moved = torch.zeros_like(local(p), dtype=torch.int8)
         state["residual"] = spread(moved if residual is None else moved.copy_(local(residual)), p)
-    if held_order(optimizer, state) != order:
-        fresh = optimizer.fresh(p, group | {"weights": "nearest"})  # without a residual
+    if held_order(layout, state) != order:
+        fresh = layout.fresh(p, group | {"weights": "nearest"})  # without a residual
         fresh["step"] = state["step"]
-        transcode(optimizer, p, state, group["state"], fresh, group)
+        transcode(layout, p, state, group["state"], fresh, group)
         state.pop("order", None)
         state.update(fresh)
 

@@ -7,6 +7,7 @@ from elbowroom.kernels.numba.affine import affine as affine
 from elbowroom.kernels.numba.batch_norm_backward import (
     batch_norm_backward as batch_norm_backward,
 )
+from elbowroom.kernels.numba.beyond import beyond as beyond
 from elbowroom.kernels.numba.bits import masked as masked
 from elbowroom.kernels.numba.bits import pack_bits as pack_bits
 from elbowroom.kernels.numba.bits import times_bits as times_bits
@@ -34,4 +35,5 @@ from elbowroom.kernels.numba.places import places_pack as places_pack
 from elbowroom.kernels.numba.places import places_unpack as places_unpack
 from elbowroom.kernels.numba.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.numba.sided import sided_quantize as sided_quantize
+from elbowroom.kernels.numba.step import advance as advance
 from elbowroom.kernels.numba.step import optimizer_step as optimizer_step

@@ -73,9 +73,11 @@ def parallel(loop: Callable[..., Any]) -> Callable[..., None]:
     threaded = numba.njit(parallel=True, **options)(loop)
     serial = numba.njit(parallel=False, **options)(_renamed(loop))
 
-    def launch(*args: Any) -> None:
+    def launch(*args: Any, size: int | None = None) -> None:
+        """size: elements to work on, where the arguments are addresses and do not say it."""
         threads = torch.get_num_threads()
-        if _forked or threads == 1 or _is_small(args):
+        small = _is_small(args) if size is None else size <= SERIAL
+        if _forked or threads == 1 or small:
             serial(*args)
             return
         if threads != _pool.threads:
@@ -147,12 +149,17 @@ def array(x: Tensor, dtype: torch.dtype | None = None) -> np.ndarray[Any, Any]:
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+def float_kind(x: Tensor) -> int:
+    """float32, bfloat16 or float16 as the number that `to_float` takes."""
+    return _FLOATS[x.dtype]
+
+
 def words(x: Tensor) -> tuple[np.ndarray[Any, Any], int]:
     """A flat contiguous float tensor as integers of its own width, and its kind for `to_float`.
 
     Integers, because numpy has no bf16.
     """
-    kind = _FLOATS[x.dtype]
+    kind = float_kind(x)
     return array(x, torch.int32 if kind == 0 else torch.int16), kind
 
 

@@ -37,12 +37,9 @@ def in_127ths(gap, inverse):
 
 
 @leaf
-def floats_load(words, kind, at, x, n):
-    """x [n] <- words of float32 (kind 0), bfloat16 (1) or float16 (2)."""
-    if kind == 0:
-        for o in range(n):
-            x[o] = as_float(words[at + o])
-    elif kind == 1:
+def halves_load(words, kind, at, x, n):
+    """x [n] <- words of bfloat16 (kind 1) or float16 (2)."""
+    if kind == 1:
         for o in range(n):
             x[o] = as_float(i32(words[at + o]) << i32(16))
     else:
@@ -53,7 +50,7 @@ def floats_load(words, kind, at, x, n):
 @leaf
 def weights_load(param, kind, residual, at, w, n):
     """w [n] <- param, residual (of length 0: there is none)."""
-    floats_load(param, kind, at, w, n)
+    halves_load(param, kind, at, w, n)
     if residual.shape[0]:
         for o in range(n):
             bits = as_bits(w[o])
@@ -64,10 +61,7 @@ def weights_load(param, kind, residual, at, w, n):
 @leaf
 def weights_store(w, noise, how, param, kind, residual, at, n):
     """The inverse; noise [n] in (0, 1), for all but `nearest`."""
-    if kind == 0:
-        for o in range(n):
-            param[at + o] = as_bits(w[o])
-    elif kind == 2:
+    if kind == 2:
         for o in range(n):
             param[at + o] = half_nearest(w[o])
     elif how == SR:

@@ -7,6 +7,7 @@ from elbowroom.kernels.reference.affine import affine as affine
 from elbowroom.kernels.reference.batch_norm_backward import (
     batch_norm_backward as batch_norm_backward,
 )
+from elbowroom.kernels.reference.beyond import beyond as beyond
 from elbowroom.kernels.reference.bits import masked as masked
 from elbowroom.kernels.reference.bits import pack_bits as pack_bits
 from elbowroom.kernels.reference.bits import times_bits as times_bits
@@ -34,6 +35,7 @@ from elbowroom.kernels.reference.places import places_pack as places_pack
 from elbowroom.kernels.reference.places import places_unpack as places_unpack
 from elbowroom.kernels.reference.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.reference.sided import sided_quantize as sided_quantize
+from elbowroom.kernels.reference.step import advance as advance
 from elbowroom.kernels.reference.step import moments_dequantize as moments_dequantize
 from elbowroom.kernels.reference.step import moments_quantize as moments_quantize
 from elbowroom.kernels.reference.step import optimizer_step as optimizer_step

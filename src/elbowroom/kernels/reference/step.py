@@ -60,37 +60,86 @@ _RULES: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
     "lion": lion,
     "sgd": sgd,
 }
+_FACTORS = {"adamw": 8, "lion": 6, "sgd": 5}
 
 
 def optimizer_step(
-    param: Tensor,
-    residual: Tensor | None,
-    grad: Tensor,
-    m_codes: Tensor,
-    m_bounds: Tensor,
-    v_codes: Tensor,
-    v_bounds: Tensor,
+    params: list[Tensor],
+    residuals: list[Tensor],
+    grads: list[Tensor],
+    m_codes: list[Tensor],
+    m_bounds: list[Tensor],
+    v_codes: list[Tensor],
+    v_bounds: list[Tensor],
     rule: str,
     weights: str,
     m_kind: str,
     v_kind: str,
+    rows: list[int],
+    factors: Tensor,
+    seeds: list[int],
+    skip: Tensor | None,
+) -> None:
+    """One step of many parameters: params, residuals and states are written.
+
+    All of one dtype, their gradients of one dtype, dense, and taken in the order in which they lie
+    in memory; float32 states, residuals and gradients lie as their parameter does. Codes and bounds
+    have the shapes of `kernels/states.py`. An empty list: there are no such tensors. rows [P] are
+    the elements of a row; factors [P, up to 8] float32 and seeds [P] are of one parameter each.
+    `skip` (int32 []) on the device of the parameters: if it is not 0, nothing is written.
+    """
+    for i, p in enumerate(params):
+        lists = residuals, m_codes, m_bounds, v_codes, v_bounds
+        held = [some[i] if some else None for some in lists]
+        written = [x for x in (p, *held) if x is not None]
+        before = [] if skip is None else [x.clone() for x in written]
+        few = factors[i].tolist()[: _FACTORS[rule]]
+        _step(p, grads[i], held, rule, weights, (m_kind, v_kind), rows[i], few, seeds[i])
+        if skip is not None:
+            for x, old in zip(written, before, strict=True):
+                x.copy_(torch.where(skip == 0, x, old))
+
+
+def advance(counters: list[Tensor], by: int) -> Tensor:
+    """Add `by` to counters (float32 []); what they are then [N], float32 in host memory."""
+    torch._foreach_add_(counters, by)
+    return torch.tensor([x.item() for x in counters])
+
+
+def _step(
+    param: Tensor,
+    grad: Tensor,
+    held: list[Tensor | None],
+    rule: str,
+    weights: str,
+    kinds: tuple[str, str],
     row: int,
     factors: list[float],
     seed: int,
 ) -> None:
-    """param, residual and states [N] are written; rows and shapes as in `kernels/states.py`."""
     n = param.numel()
     if n == 0:
         return
+    param, grad = in_memory(param), in_memory(grad)
+    residual = None if held[0] is None else in_memory(held[0])
+    nothing = param.new_empty(0)
+    codes_m, bounds_m, codes_v, bounds_v = (
+        nothing if x is None else in_memory(x) if x.is_floating_point() else x for x in held[1:]
+    )
+    states = codes_m, bounds_m, codes_v, bounds_v
     w, g = (grouped(x, row) for x in (weights_load(param, residual), grad.float()))
-    factors = torch.tensor(factors).tolist()  # as float32
-    m, v = states_load(m_codes, m_bounds, v_codes, v_bounds, m_kind, v_kind, row, n)
+    m, v = states_load(*states, *kinds, row, n)
     w, m, v = _RULES[rule](w, g, m, v, factors)
-    states_store(m, v, m_codes, m_bounds, v_codes, v_bounds, m_kind, v_kind, row, n, seed)
+    states_store(m, v, *states, *kinds, row, n, seed)
     u = None
     if weights != "nearest" and param.dtype is torch.bfloat16:
         u = flat(uniform(seed ^ WEIGHT_STREAM, 0, w.shape[0], w.device, GROUP), row, n)
     weights_store(flat(w, row, n), param, residual, weights, u)
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order in which they lie in memory: a view [N]."""
+    return x.detach().as_strided((x.numel(),), (1,))
 
 
 def states_load(

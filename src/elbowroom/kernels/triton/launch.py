@@ -38,9 +38,14 @@ def launch(kernel: Any, tiles: int, *args: Any, R: int | None = None, **constant
         kernel[(triton.cdiv(tiles, R),)](*args, R=R, enable_fp_fusion=False, **constants)
 
 
+def float_kind(x: Tensor) -> int:
+    """float32, bfloat16 or float16 as the KIND that `load_float` takes."""
+    return _FLOATS[x.dtype]
+
+
 def words(x: Tensor) -> tuple[Tensor, int]:
     """A float tensor as kernels take it, bf16 as its bits, and its KIND for `load_float`."""
-    kind = _FLOATS[x.dtype]
+    kind = float_kind(x)
     return (x.view(torch.int16) if kind == 1 else x), kind
 
 

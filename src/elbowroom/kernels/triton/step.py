@@ -1,17 +1,22 @@
 """One step of an optimizer over encoded states, in one pass (specification: `reference/step.py`).
 
-A program loads a few groups of 128, updates them in float32, and stores them. Rule and kinds are
-constants of the compiler: a kernel for each combination that is used.
+A program loads a few groups of 128 of one parameter, updates them in float32, and stores them. Rule
+and kinds are constants of the compiler: a kernel for each combination that is used. A launch does
+up to 1024 parameters: a table says where their tensors lie, and a program finds its parameter by
+halving. A large parameter has a launch of its own, and no search.
 """
 
+from itertools import groupby
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from elbowroom.kernels.reference.step import WEIGHT_STREAM
-from elbowroom.kernels.states import KINDS, RULES, WEIGHTS, code_shape, rows_of
+from elbowroom.kernels.reference import step as reference
+from elbowroom.kernels.states import KINDS, RULES, WEIGHTS, code_width, rows_of
 from elbowroom.kernels.triton.device import load_float, tile_key, uniform
-from elbowroom.kernels.triton.launch import launch, split_seed, words
+from elbowroom.kernels.triton.launch import float_kind, launch
 from elbowroom.kernels.triton.moments import (
     EXPANDED8,
     FP32,
@@ -19,6 +24,7 @@ from elbowroom.kernels.triton.moments import (
     LOG4,
     LOG8,
     SOFTSIGN4,
+    SOFTSIGN8,
     load_first,
     load_second,
     store_first,
@@ -27,48 +33,83 @@ from elbowroom.kernels.triton.moments import (
 from elbowroom.kernels.triton.weights import NEAREST, weights_load, weights_store
 
 ADAMW, LION, SGD = (tl.constexpr(rule) for rule in range(len(RULES)))
+WEIGHT_STREAM = tl.constexpr(reference.WEIGHT_STREAM)
 _GROUPS = 8  # of a program on a GPU: 8 elements a thread
 _FACTORS = 8
+_ALONE = 1 << 20  # elements from which on a parameter has a launch of its own
+_HALVINGS = 10  # of the search for a parameter: up to 1024 in a launch
+# Columns of the table (int64), whose rows are parameters: seven addresses, then numbers, the first
+# program of a launch that works on it, and its factors, two a column.
+COLUMNS = tl.constexpr(14 + _FACTORS // 2)
 
 
 def optimizer_step(
-    param: Tensor,
-    residual: Tensor | None,
-    grad: Tensor,
-    m_codes: Tensor,
-    m_bounds: Tensor,
-    v_codes: Tensor,
-    v_bounds: Tensor,
+    params: list[Tensor],
+    residuals: list[Tensor],
+    grads: list[Tensor],
+    m_codes: list[Tensor],
+    m_bounds: list[Tensor],
+    v_codes: list[Tensor],
+    v_bounds: list[Tensor],
     rule: str,
     weights: str,
     m_kind: str,
     v_kind: str,
-    row: int,
-    factors: list[float],
-    seed: int,
+    rows: list[int],
+    factors: Tensor,
+    seeds: list[int],
+    skip: Tensor | None,
 ) -> None:
-    n = param.numel()
-    if n == 0:
+    tensors = params, residuals, grads, m_codes, m_bounds, v_codes, v_bounds
+    made = []
+    for i, (p, row, seed) in enumerate(zip(params, rows, seeds, strict=True)):
+        D, R, G = rows_of(p.numel(), row)
+        widths = code_width(m_kind, row), code_width(v_kind, row)
+        addresses = [some[i].data_ptr() if some else 0 for some in tensors]
+        aligned = all(x % 16 == 0 for x in (*addresses, row, *widths))
+        alone = i if p.numel() >= _ALONE else -1
+        if D:
+            made.append((alone, aligned, i, [*addresses, R, G, *widths, seed, D * G]))
+    if not made:
         return
-    D, R, G = rows_of(n, row)
-    (p_w, kind), (p_g, g_kind) = words(param), words(grad)
-    low, high = split_seed(seed)
-    launch(
-        _step,
-        D * G,
-        *(p_w, residual, p_g, m_codes, m_bounds, v_codes, v_bounds),
-        *(D * G, R, G, code_shape(m_kind, n, row)[1], code_shape(v_kind, n, row)[1]),
-        *(factors + [0.0] * (_FACTORS - len(factors))),
-        *(low, high, split_seed(seed ^ WEIGHT_STREAM)[0]),
-        R=_GROUPS if param.is_cuda else None,
-        RULE=RULES.index(rule),
-        WAY=WEIGHTS.index(weights),
-        M_KIND=KINDS.index(m_kind),
-        V_KIND=KINDS.index(v_kind),
-        KIND=kind,
-        G_KIND=g_kind,
-        FUSED=param.is_cuda,
-    )
+    made.sort(key=lambda one: one[:2])
+    is_gpu = params[0].is_cuda
+    # The interpreter takes as long for a program, whatever is in it.
+    R = _GROUPS if is_gpu else triton.next_power_of_2(max(one[-1][-1] for one in made))
+    launches: list[tuple[int, int, int, bool]] = []
+    table: list[list[int]] = []
+    for (_, aligned), same in groupby(made, key=lambda one: one[:2]):
+        found = list(same)
+        for first in range(0, len(found), 1 << _HALVINGS):
+            some, programs = found[first : first + (1 << _HALVINGS)], 0
+            begin = len(table)
+            for *_, numbers in some:
+                table.append([*numbers, programs])
+                programs += triton.cdiv(numbers[-1], R)
+            launches.append((begin, len(some), programs, aligned))
+    order = torch.tensor([i for _, _, i, _ in made])
+    padded = torch.nn.functional.pad(factors, (0, _FACTORS - factors.shape[1]))[order]
+    held = torch.cat([torch.tensor(table), padded.contiguous().view(torch.int64)], dim=1)
+    if is_gpu:  # from pinned memory, which torch keeps until it is copied: nothing waits
+        held = held.pin_memory().to(params[0].device, non_blocking=True)
+    for first, count, programs, aligned in launches:
+        part = held[first : first + count]
+        launch(
+            _step,
+            programs * R,
+            *(part, part.view(torch.float32), skip, count),
+            R=R,
+            RULE=RULES.index(rule),
+            WAY=WEIGHTS.index(weights),
+            M_KIND=KINDS.index(m_kind),
+            V_KIND=KINDS.index(v_kind),
+            KIND=float_kind(params[0]),
+            G_KIND=float_kind(grads[0]),
+            RESIDUAL=bool(residuals),
+            ALIGNED=aligned,
+            HALVINGS=_HALVINGS if count > 1 else 0,
+            FUSED=is_gpu,
+        )
 
 
 @triton.jit
@@ -92,20 +133,80 @@ def sgd(b_w, b_g, b_m, decay, lr, momentum, look, keep):
     return b_w - (b_m * look + b_d * keep) * lr, b_m
 
 
-@triton.jit(do_not_specialize=["low", "high", "w_low"])
+@triton.jit
+def floats_at(p_row, COLUMN: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address in a column: of float32 (KIND 0), bfloat16 (1, as int16) or float16 (2)."""
+    if KIND == 0:
+        p = tl.load(p_row + COLUMN).to(tl.pointer_type(tl.float32))
+    elif KIND == 1:
+        p = tl.load(p_row + COLUMN).to(tl.pointer_type(tl.int16))
+    else:
+        p = tl.load(p_row + COLUMN).to(tl.pointer_type(tl.float16))
+    return tl.multiple_of(p, 16) if ALIGNED else p
+
+
+@triton.jit
+def codes_at(p_row, COLUMN: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address in a column: of a state's codes."""
+    if KIND == FP32:
+        p = tl.load(p_row + COLUMN).to(tl.pointer_type(tl.float32))
+    elif KIND == SOFTSIGN8:
+        p = tl.load(p_row + COLUMN).to(tl.pointer_type(tl.int8))
+    else:
+        p = tl.load(p_row + COLUMN).to(tl.pointer_type(tl.uint8))
+    return tl.multiple_of(p, 16) if ALIGNED else p
+
+
+@triton.jit
+def size_at(p_row, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
+    n = tl.load(p_row + COLUMN)
+    return tl.multiple_of(n, 16) if ALIGNED else n
+
+
+@triton.jit
+def parameter_of(i, p_table, count, HALVINGS: tl.constexpr):
+    """The last parameter whose first program is not after program i."""
+    i_p = i * 0
+    for k in tl.static_range(HALVINGS):
+        i_next = i_p + (1 << (HALVINGS - 1 - k))
+        there = i_next < count
+        first = tl.load(p_table + i_next * COLUMNS + 13, mask=there, other=0)
+        i_p = tl.where(there & (first <= i), i_next, i_p)
+    return i_p
+
+
+@triton.jit
 def _step(
-    p_w, p_residual, p_g, p_m, p_m_bounds, p_v, p_v_bounds,
-    groups, row, G, m_width, v_width, f0, f1, f2, f3, f4, f5, f6, f7, low, high, w_low,
+    p_table, p_factors, p_skip, count,
     RULE: tl.constexpr, WAY: tl.constexpr, M_KIND: tl.constexpr, V_KIND: tl.constexpr,
-    KIND: tl.constexpr, G_KIND: tl.constexpr, FUSED: tl.constexpr, R: tl.constexpr,
+    KIND: tl.constexpr, G_KIND: tl.constexpr, RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr,
+    HALVINGS: tl.constexpr, FUSED: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     ROOTED: tl.constexpr = V_KIND == LOG8 or V_KIND == LOG4
     M_SHIFT: tl.constexpr = 1 if M_KIND == SOFTSIGN4 else 0
     V_SHIFT: tl.constexpr = 1 if V_KIND == LOG4 else 0
-    i_g = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[:, None]
+    i = tl.program_id(0).to(tl.int64)
+    i_p = parameter_of(i, p_table, count, HALVINGS)
+    p_row, p_f = p_table + i_p * COLUMNS, p_factors + i_p * (2 * COLUMNS) + 28
+    p_w, p_g = floats_at(p_row, 0, KIND, ALIGNED), floats_at(p_row, 2, G_KIND, ALIGNED)
+    p_residual = None
+    if RESIDUAL:
+        p_residual = tl.load(p_row + 1).to(tl.pointer_type(tl.int8))
+        p_residual = tl.multiple_of(p_residual, 16) if ALIGNED else p_residual
+    p_m, p_v = codes_at(p_row, 3, M_KIND, ALIGNED), codes_at(p_row, 5, V_KIND, ALIGNED)
+    p_m_bounds = tl.load(p_row + 4).to(tl.pointer_type(tl.int16))
+    p_v_bounds = tl.load(p_row + 6).to(tl.pointer_type(tl.int16))
+    row, G = size_at(p_row, 7, ALIGNED), tl.load(p_row + 8)
+    m_width, v_width = size_at(p_row, 9, ALIGNED), size_at(p_row, 10, ALIGNED)
+    seed, groups = tl.load(p_row + 11), tl.load(p_row + 12)
+    low, high = seed.to(tl.int32), (seed >> 32).to(tl.int32)
+
+    i_g = ((i - tl.load(p_row + 13)) * R + tl.arange(0, R))[:, None]
     i_r, o_g = i_g // G, (i_g % G) * GROUP  # its row, where it begins there
     o_e = tl.arange(0, GROUP)[None, :]
     m_e = (i_g < groups) & (o_g + o_e < row)
+    if p_skip is not None:
+        m_e = m_e & (tl.load(p_skip) == 0)
     o_x = i_r * row + o_g + o_e
     o_m, o_v = i_r * m_width + (o_g >> M_SHIFT), i_r * v_width + (o_g >> V_SHIFT)
 
@@ -114,6 +215,8 @@ def _step(
     b_v, b_root = load_second(p_v, p_v_bounds, o_v, o_x, i_g, o_e, m_e, V_KIND, FUSED)
     b_m = load_first(p_m, p_m_bounds, o_m, o_x, i_g, o_e, m_e, b_root, M_KIND, ROOTED, FUSED)
 
+    f0, f1, f2, f3 = tl.load(p_f), tl.load(p_f + 1), tl.load(p_f + 2), tl.load(p_f + 3)
+    f4, f5, f6, f7 = tl.load(p_f + 4), tl.load(p_f + 5), tl.load(p_f + 6), tl.load(p_f + 7)
     if RULE == ADAMW:
         b_w, b_m, b_v = adamw(b_w, b_g, b_m, b_v, f0, f1, f2, f3, f4, f5, f6, f7)
     elif RULE == LION:
@@ -123,7 +226,7 @@ def _step(
 
     b_u = b_w
     if WAY != NEAREST and KIND == 1:
-        b_u = uniform(tile_key(i_g, w_low, high), o_e, GROUP)
+        b_u = uniform(tile_key(i_g, low ^ WEIGHT_STREAM, high), o_e, GROUP)
     weights_store(b_w, b_u, p_w, p_residual, o_x, m_e, WAY, KIND)
     if ROOTED or V_KIND == EXPANDED8:
         b_u = uniform(tile_key(i_g, low, high), o_e, GROUP)

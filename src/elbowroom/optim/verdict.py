@@ -1,0 +1,54 @@
+"""Whether a step is done: the verdict on its gradients, and when the host reads it.
+
+In host memory it is read at once. On a CUDA device nobody waits for it: the kernels of the step
+look at it themselves, so that a step stays whole or undone, and the host reads it when the next
+step begins. Until then counters of steps are those of a step that is done; they are put back after.
+"""
+
+import torch
+from torch import Tensor
+
+from elbowroom.kernels import ops
+
+
+def joined(flags: list[Tensor]) -> Tensor | None:
+    """One flag of several (int32 []), in host memory if one of them is there; None for none."""
+    if not flags:
+        return None
+    where = min(flags, key=lambda flag: flag.device.type != "cpu").device
+    found = flags[0].to(where)
+    for flag in flags[1:]:
+        found = torch.maximum(found, flag.to(where))
+    return found
+
+
+def is_read_later(flag: Tensor) -> bool:
+    """Whether the host would have to wait for its value."""
+    return flag.is_cuda
+
+
+class Verdict:
+    """One that is read later.
+
+    counters  steps of the parameters that it is about; they have been advanced already
+    """
+
+    def __init__(self, flag: Tensor, counters: list[Tensor]) -> None:
+        self.counters = counters
+        self._known: bool | None = None
+        self._flag, self._event = flag, None
+        if flag.is_cuda:
+            self._flag = torch.empty((), dtype=flag.dtype, pin_memory=True)
+            self._flag.copy_(flag, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(flag.device))
+
+    def refused(self) -> bool:
+        """Whether nothing was done. At the first call the counters are put back."""
+        if self._known is None:
+            if self._event is not None:
+                self._event.synchronize()  # long past, unless the host is a whole step ahead
+            self._known = bool(self._flag.numpy())
+            if self._known:
+                ops.advance(self.counters, -1)
+        return self._known
