@@ -153,6 +153,15 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def two_threads() -> Iterator[None]:
+    """As many as our kernels need to run their threaded loops; `scripts/test` gives one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh memory is filled with byte 0xFF, so that an output left partly unwritten cannot pass.
 

@@ -314,6 +314,7 @@ def test_one_thread_gives_the_same_bytes():
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("op", ops.NAMES)
 def test_the_serial_and_the_threaded_twin_of_a_loop_give_the_same_bytes(monkeypatch, op):
     from elbowroom.kernels.numba import launch
@@ -341,6 +342,7 @@ def test_small_tensors_run_serially(monkeypatch):
         assert ran == expected, n
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_two_threads_at_once_in_this_process():
     x = torch.randn(100_000)
     expected = ops.group_quantize(x, 1, 3, 32)

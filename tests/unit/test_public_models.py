@@ -55,10 +55,13 @@ def test_one_that_takes_too_long_keeps_what_is_known(tmp_path):
     assert row["error"] == "more than 0 s, in start"
 
 
-def test_an_unknown_name_is_said_with_those_that_exist(tmp_path):
-    done = quick(tmp_path / "public.json", "--only", "lama")
-    assert done.returncode == 2
-    assert "no model lama; there are tiny_transformer" in done.stderr
+def test_an_unknown_name_is_said_with_those_that_exist(script, tmp_path, monkeypatch, capsys):
+    out = str(tmp_path / "public.json")
+    monkeypatch.setattr("sys.argv", [str(SCRIPT), "--quick", "--out", out, "--only", "lama"])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2
+    assert "no model lama; there are tiny_transformer" in capsys.readouterr().err
 
 
 def test_blocks_are_those_of_the_longest_list_and_of_its_like(script):
