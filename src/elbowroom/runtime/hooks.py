@@ -350,7 +350,8 @@ class Saving:
         if self.scribe is not None:
             self.scribe.begins_region(module)
         self._waiting.end_all()
-        outer, region = consumers.call, Call(recomputed, args, kwargs, name=RECOMPUTE)
+        with torch._C.DisableTorchFunction():  # what we ask is no op of the model's
+            outer, region = consumers.call, Call(recomputed, args, kwargs, name=RECOMPUTE)
 
         def begin() -> None:
             if self.scribe is not None and self._region:

@@ -52,7 +52,8 @@ def recomputed(
 
     arguments: the same as they are now. begin: called once inputs are saved.
     """
-    state = State(module, arguments.sources)
+    with torch._C.DisableTorchFunction():  # nobody else's ops
+        state = State(module, arguments.sources)
     # Let go of once used: what is held until backward must not hold the outputs that a cache gets,
     # whose graph holds this. Such a circle would never die.
     first = [(args, kwargs)]
@@ -136,13 +137,16 @@ class State:
     @contextmanager
     def first(self, begin: Callable[[], None]) -> Iterator[None]:
         """Around the first run: see that large buffers do not change."""
-        large = self.take()
+        with torch._C.DisableTorchFunction():
+            large = self.take()
         begin()
         yield
-        self._generators.forget_unchanged()
-        self._attributes.forget_unchanged()
-        for name, buffer, version in large:
-            if version_of(buffer) != version:
+        with torch._C.DisableTorchFunction():
+            self._generators.forget_unchanged()
+            self._attributes.forget_unchanged()
+            changed = [name for name, buffer, version in large if version_of(buffer) != version]
+        for name, buffer, _ in large:
+            if name in changed:
                 raise PlanError(
                     f"'{type(self._module).__name__}' changes its buffer '{name}' of "
                     f"{tuple(buffer.shape)} in forward, so it cannot be run a second time; "
