@@ -105,6 +105,8 @@ def test_a_release_that_ends_in_mid_step_counts_what_it_left():
     train(net, optimizer, range(2))
     net[2].bias.register_hook(lambda grad: grad * torch.nan)
     backward(net, 2)
+    saved = optimizer.state_dict()["state"]
+    assert {i: float(s["step"]) for i, s in saved.items()} == {0: 3, 1: 3, 2: 3, 3: 2, 4: 3, 5: 3}
     release.remove()
     assert optimizer.skipped == 1
     assert float(optimizer.state[net[2].bias]["step"]) == 2

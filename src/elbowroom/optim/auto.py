@@ -43,7 +43,7 @@ def hold(optimizer: EncodedOptimizer, state: str) -> int:
     The smallest first, which makes room for the next. Each group is held so as a whole, or, after
     an error, as it was. How many parameters' states were converted.
     """
-    optimizer.settle()
+    optimizer.wait()
     return sum(
         _hold(optimizer, group, held_as(optimizer, group, state))
         for group in auto_groups(optimizer)

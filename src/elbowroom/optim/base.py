@@ -73,8 +73,7 @@ class EncodedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle has: not the hooks of released gradients, as none of torch's."""
-        for verdict in self._running or ():
-            verdict.refused()
+        self.wait()
         return super().__getstate__() | {"skipped": self.skipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -201,11 +200,15 @@ class EncodedOptimizer(Optimizer):
                 *(left if self.released is not None else "all", self._skipped),
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, of steps that were done. On CUDA: waits for the last."""
+    def wait(self) -> None:
+        """Make all counters of steps right, also in the middle of a step of released gradients."""
+        self.settle()
         for verdict in self._running or ():
             verdict.refused()
-        self.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, of steps that were done. On CUDA: waits for the last."""
+        self.wait()
         return super().state_dict()
 
     def portable_state_dict(self) -> dict[str, Any]:
@@ -214,7 +217,7 @@ class EncodedOptimizer(Optimizer):
         That class takes what `state_dict()` returns, codes, without a word, and fails at its next
         step: KeyError 'exp_avg'.
         """
-        self.settle()
+        self.wait()
         more = {"dampening": 0} if self.rule == "sgd" else {}
         return portable(self.layout, self.param_groups, self.state, more)
 
@@ -227,7 +230,7 @@ class EncodedOptimizer(Optimizer):
         Raises StateMismatch, and then nothing changed.
         """
         # Not by torch's own: it casts states, and its hooks would see a dict without any.
-        self.settle()
+        self.wait()
         state_dict = copy(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
