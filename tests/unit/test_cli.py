@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from importlib import import_module
+from itertools import pairwise
 
 import pytest
 import torch
@@ -125,6 +126,12 @@ def test_compiling_ahead_calls_every_codec_that_takes_floats():
     assert named == {id for id in er.codecs() if torch.float32 in er.codec(id).dtypes}
     for job in ahead._jobs(threaded=(torch.float32,)):
         ahead._call(job)
+
+
+def test_two_processes_do_not_compile_one_codec_at_the_same_time():
+    ids = [id for id, *_ in ahead._jobs()]
+    assert all(one != other for one, other in pairwise(ids))
+    assert ids[0] == "fdsr", "the longest first"
 
 
 def test_doctor_names_what_it_found():

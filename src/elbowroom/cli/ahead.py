@@ -42,9 +42,12 @@ def compile_ahead(processes: int | None = None, threaded: Collection[torch.dtype
 
 
 def _jobs(threaded: Collection[torch.dtype] = _DTYPES) -> Iterator[Job]:
-    """The longest first."""
-    for id in ("fdsr", _OPTIMIZER, *(id for id in codecs() if id != "fdsr")):
-        for dtype in _DTYPES:
+    """The longest first; those that share most of their functions, one codec's, far apart.
+
+    At the same time, two processes would compile the same functions.
+    """
+    for dtype in _DTYPES:
+        for id in ("fdsr", _OPTIMIZER, *(id for id in codecs() if id != "fdsr")):
             if dtype in ((torch.float32, torch.bfloat16) if id == _OPTIMIZER else codec(id).dtypes):
                 yield id, dtype, _SIZES if dtype in threaded else _SIZES[:1]
 
