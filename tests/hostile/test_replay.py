@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import elbowroom as er
 from elbowroom.errors import RestoreError
+from elbowroom.runtime import modules
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.replay.replay import Replay
@@ -227,14 +228,27 @@ def test_what_is_kept_must_not_change_before_backward():
         loss.backward()
 
 
+def nothing_is_left() -> bool:
+    return (
+        torch._C._len_torch_function_stack() == 0
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and modules._users == 0
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open():
+    yield
+    assert nothing_is_left()
+
+
 def test_an_error_inside_a_forward_leaves_nothing_open():
     net = Chooses()
     script = written(net)
     net.last = None
     with pytest.raises(TypeError), Following(script, exact):
         net()
-    assert torch._C._len_torch_function_stack() == 0
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert nothing_is_left()
 
 
 def stack_of(depth: int = 4) -> nn.Sequential:

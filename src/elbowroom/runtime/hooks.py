@@ -209,11 +209,12 @@ class Saving:
         if kind is None and self.warns:
             warn_if_useless(self.ledger, self.policy, stacklevel=3)
 
-    def join(self, hook: Callable[[Tensor], Any], counts: dict[tuple[str, str], int]) -> None:
+    def join(self, hook: Callable[[Tensor], Any]) -> None:
         """Begin in the middle of a forward, for which somebody else has opened hooks and mode.
 
-        They hand on what they are asked to `take` and to `see`. hook: the one that packs; counts:
-        of what each op of a module has saved so far.
+        They hand on what they are asked to `take` and to `see`. hook: the one that packs. How often
+        each op of a module has saved before is not known: a plan may know such an op by another
+        number, or not, and then holds what it saves exactly.
         """
         with ExitStack() as opening:
             modules.watch()
@@ -221,7 +222,7 @@ class Saving:
             opening.enter_context(modules.counting(self._begin_calls()))
             modules.join(self._calls)
             self._consumers = Consumers(self._finished, None, self._run_as)
-            self._counts, self._hook = counts, hook
+            self._hook = hook
             self._watch = self._watching()
             self._open = opening.pop_all()
 

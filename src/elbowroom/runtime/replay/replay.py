@@ -370,10 +370,10 @@ class Replay(TorchFunctionMode):
 
     def _stray(self) -> None:
         """The forward is another one: look at the rest of it."""
-        self.strayed = True
-        self.saving = self.look()
-        counts: dict[tuple[str, str], int] = {}
-        self.saving.join(self._pack, counts)
+        if self.saving is None:
+            self.strayed = True
+            self.saving = self.look()
+            self.saving.join(self._pack)
 
 
 def _has(x: Tensor, geometry: Any) -> bool:
