@@ -174,6 +174,24 @@ def test_the_same_step_is_followed_to_its_end():
         assert not replay.strayed
 
 
+@pytest.mark.parametrize("make", [exact, dithered])
+def test_what_functions_of_torchs_own_call_is_followed_from_inside(make):
+    torch.manual_seed(0)
+    net = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True), 2
+    )
+    data = [torch.randn(4, 16, 32)]
+    script = written(lambda: net(data[0]).square().mean(), make)
+    assert any(step.opens for step in script.steps)
+    data[0] = torch.randn(4, 16, 32)
+    wanted, replay = list(net.parameters()), Following(script, make)
+    got = grads(lambda: net(data[0]).square().mean(), wanted, replay)
+    plain = grads(lambda: net(data[0]).square().mean(), wanted)
+    assert not replay.strayed
+    error = sum((a - b).square().sum() for a, b in zip(got, plain, strict=True))
+    assert error <= (0 if make is exact else 0.05) * sum(b.square().sum() for b in plain)
+
+
 def test_statistics_are_those_of_the_forward_that_runs():
     """What norms make of a code is made again by mean and rstd, which no script may remember."""
     torch.manual_seed(0)

@@ -53,14 +53,29 @@ class Kept:
 
     def __init__(self, x: Tensor) -> None:
         self._tensor = x if x.grad_fn is None else x.detach()
-        self._version = 0 if x.is_inference() else x._version
+        self._version = version_of(x)
 
     def restore(self) -> Tensor:
         """Return the tensor; raise RestoreError if it was changed in place."""
-        x = self._tensor
-        if x._version != self._version:
-            check_version(x, self._version)
-        return x
+        check_version(self._tensor, self._version)
+        return self._tensor
+
+
+class _Again(TorchFunctionMode):
+    """Shows a replay, which is open already, what a function of torch's own calls inside."""
+
+    def __init__(self, replay: Replay) -> None:
+        super().__init__()
+        self._replay = replay
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self._replay.__torch_function__(func, types, args, kwargs)
 
 
 class Replay(TorchFunctionMode):
@@ -134,7 +149,8 @@ class Replay(TorchFunctionMode):
         if self.saving is None:
             at = self._at
             step = self._steps[at] if at < len(self._steps) else None
-            if step is not None and step.func is func:
+            # Equal, not the same: what gets an attribute is another object each time.
+            if step is not None and (step.func is func or step.func == func):
                 self._at = at + 1
                 if step.is_plain:
                     outer, self._is_inside = self._is_inside, True
@@ -156,7 +172,7 @@ class Replay(TorchFunctionMode):
         self._began = torch._C._autograd._get_sequence_nr()
         try:
             if step.opens:
-                body = opened.opened(step.func, self)
+                body = opened.opened(step.func, _Again(self))
                 out = (body or step.func)(*args, **kwargs)
             else:
                 out = (step.run or step.func)(*args, **kwargs)
@@ -206,6 +222,7 @@ class Replay(TorchFunctionMode):
                 or value.dtype is not wanted.dtype
                 or value.requires_grad is not wanted.requires_grad
                 or value.device != wanted.device
+                or value.layout is not torch.strided
                 or not _has(value, wanted.geometry)
             ):
                 return False

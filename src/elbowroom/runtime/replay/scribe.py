@@ -30,7 +30,7 @@ from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
-from elbowroom.runtime.identity import Origin
+from elbowroom.runtime.identity import Origin, untouchable
 from elbowroom.runtime.normal import Statistics
 from elbowroom.runtime.recipes import Op, Ready
 from elbowroom.runtime.replay.script import (
@@ -50,6 +50,7 @@ from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
 from elbowroom.runtime.weak import WeakStorage
 
 _Place = tuple[int, int]  # a storage's address, and its version
+_NOTHING = Geometry((), (), 0)  # of what is only kept
 _AT_SAVE, _BEFORE, _AFTER, _LAST = range(4)
 
 
@@ -197,8 +198,8 @@ class Scribe:
             return
         ops = self._ops[self._stack[-1]]
         nbytes, place = storage_nbytes(x), self._place_of(x)
-        geometry = Geometry.of(x)
         is_looked_at = isinstance(held, View | Deferred)
+        geometry = Geometry.of(x) if is_looked_at else _NOTHING
         seen = weakref.ref(held) if is_looked_at else None
         ops.saves.append(_Saved(geometry, x.dtype, nbytes, place, seen))
 
@@ -230,7 +231,7 @@ class Scribe:
 
     def _described(self, x: Any, operands: list[_Place]) -> Any:
         if isinstance(x, Tensor):
-            if type(x) not in (Tensor, nn.Parameter):
+            if type(x) not in (Tensor, nn.Parameter) or untouchable(x):
                 raise Unwritable
             if type(x) is nn.Parameter:
                 address = x.data_ptr()
@@ -430,7 +431,8 @@ class _Writer:
     def _note_places(self, deeds: list[tuple[_Done, Deed]]) -> None:
         """Give numbers to the storages that others are compared with."""
         for one, deed in deeds:
-            if deed.remade is not None and one.op != NOWHERE:
+            is_lossy = isinstance(deed.action, Encode) and not deed.action.codec.lossless
+            if (is_lossy or deed.remade is not None) and one.op != NOWHERE:
                 for saved in self._ops[one.op].saves:
                     if self._is_made_before(one.op, saved.at):
                         self._places.setdefault(saved.at, len(self._places))
@@ -462,8 +464,10 @@ class _Writer:
             given = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
             is_acting = any(save.slot != NOWHERE or save.noted != NOWHERE for save in given)
             return Step(op.func, given if is_acting else None, before=before, module=op.module)
-        if at not in self._guarded and not (place != NOWHERE or copies or after or keeps_run):
-            return Step(op.func, opens=op.opens, before=before)
+        if not (at in self._guarded or keeps_run):
+            return Step(
+                op.func, opens=op.opens, place=place, copies=copies, before=before, after=after
+            )
         if op.args == (Unwritable,):
             raise Unwritable(f"'{op.name}' has an argument that cannot be compared")
         saves = None

@@ -198,8 +198,9 @@ class Step:
     @cached_property
     def is_plain(self) -> bool:
         """Whether nothing is done: its calls are only compared with it."""
-        special = self.before or self.opens or self.module is not None
-        return self.saves is None and self.args is None and not special
+        acts = self.before or self.after or self.copies or self.place != NOWHERE
+        special = self.opens or self.module is not None
+        return self.saves is None and self.args is None and not (acts or special)
 
 
 @dataclass(frozen=True)
