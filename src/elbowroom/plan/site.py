@@ -37,11 +37,12 @@ class Need(Enum):
 class Formula(Enum):
     """How an op's derivative formula uses the value of a saved tensor.
 
-    The first five tolerate an unbiased error (`plan/gentle.py` says how large a one); the others do
+    The first six tolerate an unbiased error (`plan/gentle.py` says how large a one); the others do
     not, and `shape` reads no value at all.
     """
 
     SUMMED = "summed"  # in sums over many elements (matmul, a norm's means): errors average out
+    MATRIX = "matrix"  # of a batch of products (bmm), or of two activations: few are summed
     PRODUCT = "product"  # linear, element by element: the error goes on upstream as it is
     CURVED = "curved"  # a smooth function of it with bounded derivatives (tanh, a cube)
     PROBABILITY = "probability"  # a softmax: small values matter as much as large ones
@@ -65,7 +66,7 @@ class Formula(Enum):
 
 
 _FINE = (Formula.PRODUCT, Formula.CURVED, Formula.PROBABILITY, Formula.EXPONENTIAL)
-_TOLERANT = (Formula.SUMMED, *_FINE)
+_TOLERANT = (Formula.SUMMED, Formula.MATRIX, *_FINE)
 
 
 class Reads(Enum):

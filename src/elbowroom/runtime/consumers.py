@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan import Need
-from elbowroom.plan.gentle import ATTENTION, CURVED
+from elbowroom.plan.gentle import ATTENTION, CURVED, FEW
 from elbowroom.plan.site import CHECKPOINT, RECOMPUTE, RECURRENT, Formula, Reads
 from elbowroom.runtime.formulas import WHY
 from elbowroom.runtime.handles.keep import version_of
+from elbowroom.runtime.identity import is_made_of_parameters
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.slot import Deferred, Slot
@@ -84,6 +86,21 @@ QUESTIONS = frozenset(  # what asks a tensor for its metadata saves nothing and 
 is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # inside vmap: no memory
 
 
+class Levels(NamedTuple):
+    """The fewest levels that codes of attention's q and k, and of its v, must have.
+
+    None: no code is fine enough.
+    """
+
+    logits: int | None
+    values: int | None
+
+    def reach(self, wanted: "Levels") -> bool:
+        """Whether codes of these levels, or what was kept in place of one, do for the wanted."""
+        pairs = zip(self, wanted, strict=True)
+        return all(has is None or (asks is not None and asks <= has) for has, asks in pairs)
+
+
 class Call:
     """One call from Python to a torch function, while it runs."""
 
@@ -92,6 +109,7 @@ class Call:
         "at_end",
         "began",
         "deferred",
+        "fewest",
         "fine",
         "func",
         "kwargs",
@@ -102,7 +120,6 @@ class Call:
         "rounds",
         "saved",
         "small",
-        "spread",
         "version",
         "would_rerun",
     )
@@ -124,7 +141,7 @@ class Call:
         self.began = torch._C._autograd._get_sequence_nr()  # what nodes of its own begin with
         self.rounds = False  # it runs as a node of ours whose backward rounds otherwise
         self.reruns = self.would_rerun = False  # attention: a node of ours runs it again
-        self.spread: float | None = None  # of attention's logits (`direct/attention.py`)
+        self.fewest: Levels | None = None  # for attention's codes (`direct/attention.py`)
         self.levels: int | None = 16  # that attention needs of a code of what it saves now
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
         first = args[0] if args else kwargs.get("input")
@@ -259,9 +276,25 @@ def reading_by(formula: Formula, x: Tensor, call: Call) -> Reading:
     if formula.tolerates_errors and x.grad_fn is None and not is_argument(x, call):
         # Dropout's factors, for one: their zeros are exact, or a gradient passes where none should.
         return Reading(Need.EXACT, Formula.STATISTIC, f"a constant that '{call.name}' has made")
+    if formula in (Formula.SUMMED, Formula.MATRIX):
+        formula = _as_product(formula, x, call)
     if formula.tolerates_errors:
         return Reading(Need.LOSSY, formula)
     return Reading(Need.EXACT, formula, f"'{call.name}': {WHY.get(formula, '')}")
+
+
+def _as_product(formula: Formula, x: Tensor, call: Call) -> Formula:
+    """Whether x is summed as a whole, or a matrix of it at a time.
+
+    A linear layer's input is read for the gradient of weights, which ends there. In a product of
+    two activations (q k^T) its error goes on upstream, however many are summed.
+    """
+    given = (one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, Tensor))
+    if sum(one.grad_fn is not None and not is_made_of_parameters(one) for one in given) > 1:
+        return Formula.MATRIX
+    if x.dim() == 3 and x.shape[0] > 1 and min(x.shape[1:]) < FEW:
+        return formula
+    return Formula.SUMMED
 
 
 def is_capped(call: Call) -> bool:
