@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from elbowroom.codecs import Facts
+from elbowroom.plan.rows import Rows
 
 NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm")  # as consumers
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # as consumers
@@ -98,6 +99,7 @@ class Site:
     curved  an op whose formula is fine reads what is made of it; or, of what such an op saves: what
             that is made of has a code for it; None: not known yet
     least_levels  of attention: how many a code of it must have (`gentle.py`)
+    rows    that a code should keep apart (`rows.py`); by_size: that it must
     """
 
     module: str
@@ -115,6 +117,8 @@ class Site:
     formula: Formula = Formula.UNKNOWN
     curved: bool | None = None
     least_levels: int = 16
+    rows: Rows | None = None
+    by_size: bool = False
 
     @property
     def name(self) -> SiteName:

@@ -385,6 +385,15 @@ def _power(exponent: object) -> Formula:
     return Formula.PRODUCT if exponent <= 2 else Formula.CURVED
 
 
+# Nodes that save what most often becomes the size of a row, which is then divided by.
+SIZES = frozenset(
+    (
+        *("PowBackward0", "FusedRmsNormBackward0", "VarBackward0", "VarMeanBackward0"),
+        *("StdBackward0", "StdMeanBackward0"),
+    )
+)
+INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward", "DivBackward")
+
 WHY = {
     Formula.SHAPE: "",
     Formula.COMPARED: "its order or sign decides where gradients flow",
