@@ -116,6 +116,17 @@ def suffices(codec: Codec, site: Site) -> bool:
     return gentle(codec, site) == codec
 
 
+def keeps_rows_apart(codec: Codec, site: Site, *, normalized: bool) -> bool:
+    """Whether a code that is held is near enough to each row of which the site reads the size.
+
+    normalized: it stands for rows that were normalized by themselves
+    """
+    rows = site.rows
+    if rows is None or normalized or not (site.by_size or site.consumer == "layer_norm"):
+        return True
+    return rows.coded(codec, by_size=site.by_size) == (codec, None)
+
+
 def _floor_of(site: Site) -> int:
     """The fewest levels of a code at this site; 0: any."""
     if site.consumer == CHECKPOINT:

@@ -16,14 +16,14 @@ from math import prod
 
 from elbowroom.codecs import BitMask, Codec, Dither, Narrow
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
-from elbowroom.plan.gentle import ATTENTION, suffices
+from elbowroom.plan.gentle import ATTENTION, keeps_rows_apart, suffices
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.offload_rest import OffloadRest
 from elbowroom.plan.policy import Exact, KeepAll, Lossy
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
-from elbowroom.plan.samples import samples_at_once
 from elbowroom.plan.rows import Rows
+from elbowroom.plan.samples import samples_at_once
 from elbowroom.plan.site import NORMS, Need, Reads, Rebuildable, Site
 
 KEEP = Rung("keep", KeepAll(), exact=True)
@@ -76,10 +76,8 @@ class _Held:
         """Whether the code, if it is one, has levels enough for this reader, too."""
         if self.value != "lossy" or self.codec is None or site.need is not Need.LOSSY:
             return True
-        rows = site.rows
-        apart = (
-            rows is None or not site.by_size or rows == self.rows or rows.are_kept_apart(self.codec)
-        )
+        normalized = self.rows is not None and self.rows == site.rows
+        apart = keeps_rows_apart(self.codec, site, normalized=normalized)
         return apart and suffices(self.codec, site)
 
     def restores(self, reads: Reads, *, exact: bool) -> bool:

@@ -275,7 +275,7 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
             width = prod(call.arg(1, "normalized_shape"))
         else:
             width = 0 if is_norm or call.name.startswith("conv") else features_of(x, call)
-        return Reading(Need.LOSSY, formula, width=width, by_size=call.name == "layer_norm")
+        return Reading(Need.LOSSY, formula, width=width)
     return Reading(Need.EXACT, Formula.STATISTIC, f"a weight or statistic of '{call.name}'")
 
 

@@ -392,7 +392,7 @@ SIZES = frozenset(
         *("StdBackward0", "StdMeanBackward0"),
     )
 )
-INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward", "DivBackward")
+INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward")
 
 WHY = {
     Formula.SHAPE: "",

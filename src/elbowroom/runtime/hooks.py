@@ -38,7 +38,7 @@ from elbowroom.plan import (
     Site,
     SiteName,
 )
-from elbowroom.plan.gentle import ATTENTION, MOST_LEVELS, gentle, suffices
+from elbowroom.plan.gentle import ATTENTION, MOST_LEVELS, gentle, keeps_rows_apart, suffices
 from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, RECURRENT, Formula
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.advice import warn_if_useless
@@ -787,7 +787,8 @@ def is_too_coarse_for(slot: Slot, site: Site) -> bool:
     held = slot.value
     if slot.exact or not isinstance(held, EncodeHandle):
         return False
-    apart = site.rows is None or not site.by_size or held.keeps_apart(site.rows)
+    normalized = site.rows is not None and held.normalizes(site.rows)
+    apart = keeps_rows_apart(held.codec, site, normalized=normalized)
     return not apart or not suffices(held.codec, site)
 
 

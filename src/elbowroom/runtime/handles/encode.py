@@ -61,10 +61,8 @@ class EncodeHandle:
     def exact(self) -> bool:
         return self._encoded.codec.lossless or self._encoded.raw
 
-    def keeps_apart(self, rows: Rows) -> bool:
-        """Whether the error of each of these rows is small against this row."""
-        if self.exact or rows.are_kept_apart(self.codec):
-            return True
+    def normalizes(self, rows: Rows) -> bool:
+        """Whether the code stands for these rows, normalized each by itself."""
         return self._normal is not None and self._normal.keeps_apart(rows)
 
     @property
