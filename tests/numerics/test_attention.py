@@ -128,6 +128,56 @@ def test_channels_that_stand_out_are_seen() -> None:
     assert max(errors([q, k, v])) <= BAR
 
 
+@pytest.mark.parametrize("shape", [SHAPE, (2, 4, 128, 64)])
+@pytest.mark.parametrize("offset", [5, 10, 20, 50])
+def test_a_constant_channel_of_v_is_seen(offset: float, shape: tuple[int, ...]) -> None:
+    """It widens the range of v's codes; what it adds to a row of logits' gradients cancels."""
+    q, k, v = drawn(1.0, shape)
+    v[..., 3] += offset
+    assert max(errors([q, k, v], is_causal=True)) <= BAR
+
+
+def test_a_v_that_is_the_same_for_all_tokens_is_not_coded() -> None:
+    """Its share in q's gradient is 0, and any error of it would be all that there is."""
+    q, k, v = drawn(1.0)
+    v[:] = v[:, :, :1].clone()
+    _, saved = gradients([q, k, v], er.saving("dither", bits=2, min_nbytes=0, seed=0))
+    whys = {row.why for row in saved.ledger.rows}
+    assert "attention's v varies too little over its tokens for any code of it" in whys
+
+
+@pytest.mark.parametrize("tokens", [128, 1024])
+@pytest.mark.parametrize("length", [3.0, 6.0, 15.0])
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_one_row_that_is_much_longer_is_seen(which: str, length: float, tokens: int) -> None:
+    """Softmax follows it: of all keys it has all of a query's weight, or none."""
+    q, k, v = drawn(1.0, (1, 2, tokens, 32))
+    (q if which == "q" else k)[:, :, 5] *= length
+    assert max(errors([q, k, v], is_causal=True)) <= BAR
+
+
+@pytest.mark.parametrize("tokens", [128, 512])
+@pytest.mark.parametrize("std", [0.5, 1.0, 3.0, 6.0])
+@pytest.mark.parametrize("fields", [{"bits": 2}, {"levels": 8}])
+def test_attention_that_is_written_out_is_as_near(
+    fields: dict[str, int], std: float, tokens: int
+) -> None:
+    """A product of two activations has 16 levels, however many tokens there are in all."""
+    drawn_here = drawn(std, (2, 4, tokens, 32))
+
+    def of(context: Any) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in drawn_here]
+        with context:
+            q, k, v = (x * 1 for x in leaves)
+            out = torch.softmax(q @ k.mT * 32**-0.5, -1) @ v
+        g = torch.Generator().manual_seed(9)
+        return list(torch.autograd.grad(out, leaves, torch.randn(out.shape, generator=g)))
+
+    coded = of(er.saving("dither", **fields, seed=1, min_nbytes=0))
+    for got, wanted in zip(coded, of(nullcontext()), strict=True):
+        assert (got - wanted).square().sum() <= BAR * wanted.square().sum()
+
+
 @pytest.mark.parametrize(("std", "worst"), [(2.0, 0.1), (3.0, 1.0)])
 def test_an_exact_logsumexp_beside_coded_q_and_k_fails(std: float, worst: float) -> None:
     """The negative control: what was done before, by 16 levels."""

@@ -146,6 +146,9 @@ def test_unknown_consumers_need_every_bit(forward):
         (lambda h: F.mse_loss(h, W.detach()), Formula.PRODUCT),
         (lambda h: torch.einsum("ij,jk->ik", h, W), Formula.SUMMED),
         (lambda h: torch.matmul(h, W), Formula.SUMMED),
+        (lambda h: torch.matmul(h, h.T), Formula.MATRIX),
+        (lambda h: torch.bmm(h[None], W[None]), Formula.SUMMED),
+        (lambda h: torch.bmm(h.view(2, 3, 6), W.expand(2, 6, 6)), Formula.MATRIX),
         (lambda h: F.avg_pool1d(h[None], 2), Formula.SHAPE),
     ],
 )

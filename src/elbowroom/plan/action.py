@@ -5,6 +5,7 @@ from typing import Literal
 
 from elbowroom.codecs import Codec, Facts
 from elbowroom.codecs.facts import NOTHING
+from elbowroom.plan.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Encode:
     gated       if, besides, all of the norm's gradient comes through it (`runtime/gate.py`)
     behind_sum  if all of it comes through the ReLU of a sum that the norm's output is a part of
     curved      if it is read by a GELU or SiLU
+    rows        normalized by their own mean and std, where a reader divides by their size
     """
 
     codec: Codec
@@ -33,6 +35,7 @@ class Encode:
     gated: Codec | None = None
     behind_sum: Codec | None = None
     curved: Codec | None = None
+    rows: Rows | None = None
 
     @property
     def may_change(self) -> bool:

@@ -50,8 +50,11 @@ from elbowroom.plan.site import CHECKPOINT, NORMS, Formula, Site
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
 MOST_LEVELS = 256
-_FINE, _SHARED, _FEW = 16, 32, 256
+UNSEEN_LEVELS = 32  # of v, where its values are not looked at
+_FINE, _SHARED = 16, 32
+FEW = 256  # summed elements, of which errors do not average out
 _FLOORS = {
+    Formula.MATRIX: _FINE,
     Formula.PRODUCT: _FINE,
     Formula.CURVED: _FINE,
     Formula.EXPONENTIAL: MOST_LEVELS,
@@ -59,7 +62,8 @@ _FLOORS = {
 _PROBABILITIES = Cast("fp8_e4m3")
 _LEVELS = 16, 32, 64, 128, MOST_LEVELS
 _GROUP = 64  # elements that share a step
-_DIFFUSE, _SHARP = 0.025, 0.05  # variance of a logit: of what 256 levels meet, weights are sharp
+_DIFFUSE, _SHARP = 0.027, 0.055  # variance of a logit: of what 256 levels meet, weights are sharp
+_LINEAR = 0.02  # of v's variance: what its code may add to the gradients of q and k
 _BOUND = 0.3  # of `comet`, times (levels - 1): half a step, as a share of a larger range
 _MOST_BITS = 8
 
@@ -80,6 +84,14 @@ def levels_for(spread: float) -> int | None:
         if spread <= (_SHARP if levels == MOST_LEVELS else _DIFFUSE) * (levels - 1) ** 2:
             return levels
     return None
+
+
+def levels_for_values(spread: float) -> int | None:
+    """The fewest levels for v where its error's share of its variance is spread / (levels - 1)^2.
+
+    None: no code is fine enough; also of a NaN.
+    """
+    return next((n for n in _LEVELS if spread <= _LINEAR * (n - 1) ** 2), None)
 
 
 def gentle(codec: Codec, site: Site) -> Codec:
@@ -104,6 +116,17 @@ def suffices(codec: Codec, site: Site) -> bool:
     return gentle(codec, site) == codec
 
 
+def keeps_rows_apart(codec: Codec, site: Site, *, normalized: bool) -> bool:
+    """Whether a code that is held is near enough to each row of which the site reads the size.
+
+    normalized: it stands for rows that were normalized by themselves
+    """
+    rows = site.rows
+    if rows is None or normalized or not (site.by_size or site.consumer == "layer_norm"):
+        return True
+    return rows.coded(codec, by_size=site.by_size) == (codec, None)
+
+
 def _floor_of(site: Site) -> int:
     """The fewest levels of a code at this site; 0: any."""
     if site.consumer == CHECKPOINT:
@@ -121,7 +144,7 @@ def _sums_few(site: Site) -> bool:
         return False
     by_channel = site.consumer.startswith("conv") or site.consumer == "batch_norm"
     channels = site.shape[1] if by_channel else site.shape[-1]
-    return prod(site.shape) < _FEW * channels
+    return prod(site.shape) < FEW * channels
 
 
 def if_curved(codec: Codec, site: Site) -> Codec | None:

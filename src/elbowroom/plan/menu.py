@@ -16,14 +16,15 @@ from math import prod
 
 from elbowroom.codecs import BitMask, Codec, Dither, Narrow
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
-from elbowroom.plan.gentle import ATTENTION, suffices
+from elbowroom.plan.gentle import ATTENTION, keeps_rows_apart, suffices
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.offload_rest import OffloadRest
 from elbowroom.plan.policy import Exact, KeepAll, Lossy
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
+from elbowroom.plan.rows import Rows
 from elbowroom.plan.samples import samples_at_once
-from elbowroom.plan.site import Need, Reads, Rebuildable, Site
+from elbowroom.plan.site import NORMS, Need, Reads, Rebuildable, Site
 
 KEEP = Rung("keep", KeepAll(), exact=True)
 EXACT_MENU = (Rung("exact", Exact(), exact=True),)
@@ -47,6 +48,7 @@ class _Held:
     codec  of the code that the value comes from, if it does
     zeros  that code has a bitmap of them, which serves as bits
     mapped it is made again from a code, element by element
+    rows   that were normalized before, each by its own mean and std
     """
 
     nbytes: int = 0
@@ -61,6 +63,7 @@ class _Held:
     link: str = ""
     codec: Codec | None = None
     zeros: bool = False
+    rows: Rows | None = None
 
     def serves(self, need: Need) -> bool:
         if need is Need.SHAPE:
@@ -73,7 +76,9 @@ class _Held:
         """Whether the code, if it is one, has levels enough for this reader, too."""
         if self.value != "lossy" or self.codec is None or site.need is not Need.LOSSY:
             return True
-        return suffices(self.codec, site)
+        normalized = self.rows is not None and self.rows == site.rows
+        apart = keeps_rows_apart(self.codec, site, normalized=normalized)
+        return apart and suffices(self.codec, site)
 
     def restores(self, reads: Reads, *, exact: bool) -> bool:
         """Whether a backward that could read what is held needs the tensor after all.
@@ -230,8 +235,14 @@ def _hold(held: _Held, rung: Rung, site: Site, storage: Storage, profile: Profil
             held.forward_s += site.nbytes / _rate(profile, "encode", codec)
             held.restore_s += site.nbytes / _rate(profile, "decode", codec)
         case Encode(codec, facts):
+            rows = None if site.consumer in NORMS else site.rows
+            if rows is not None:
+                codec, rows = rows.coded(codec, by_size=site.by_size)
             held.nbytes = codec.encoded_nbytes(site.shape, site.dtype, facts)
             held.value, held.codec = "exact" if codec.lossless else "lossy", codec
+            held.rows = rows
+            if rows is not None:
+                held.nbytes += rows.nbytes
             if facts.has_zeros:
                 held.bits_nbytes, held.zeros = 0, True
             held.forward_s += site.nbytes / _rate(profile, "encode", codec)

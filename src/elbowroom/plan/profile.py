@@ -17,6 +17,7 @@ import torch
 from elbowroom.codecs import Facts
 from elbowroom.kernels.windows import Window
 from elbowroom.plan import files
+from elbowroom.plan.rows import Rows
 from elbowroom.plan.shares import NoiseShares, SiteShares
 from elbowroom.plan.site import RECURRENT, Formula, Need, Reads, Rebuildable, Site, SiteName
 from elbowroom.plan.standing import Standing, standing_from
@@ -307,5 +308,6 @@ def _site(data: dict[str, Any]) -> Site:
             "reads": Reads(data.get("reads", Reads.RESTORED)),
             "formula": Formula(data.get("formula", Formula.UNKNOWN)),
             "facts": Facts(**facts),
+            "rows": Rows(*map(tuple, data["rows"])) if data.get("rows") else None,
         }
     )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from elbowroom.codecs import Facts
+from elbowroom.plan.rows import Rows
 
 NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm")  # as consumers
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # as consumers
@@ -37,11 +38,12 @@ class Need(Enum):
 class Formula(Enum):
     """How an op's derivative formula uses the value of a saved tensor.
 
-    The first five tolerate an unbiased error (`plan/gentle.py` says how large a one); the others do
+    The first six tolerate an unbiased error (`plan/gentle.py` says how large a one); the others do
     not, and `shape` reads no value at all.
     """
 
     SUMMED = "summed"  # in sums over many elements (matmul, a norm's means): errors average out
+    MATRIX = "matrix"  # of a batch of products (bmm), or of two activations: few are summed
     PRODUCT = "product"  # linear, element by element: the error goes on upstream as it is
     CURVED = "curved"  # a smooth function of it with bounded derivatives (tanh, a cube)
     PROBABILITY = "probability"  # a softmax: small values matter as much as large ones
@@ -65,7 +67,7 @@ class Formula(Enum):
 
 
 _FINE = (Formula.PRODUCT, Formula.CURVED, Formula.PROBABILITY, Formula.EXPONENTIAL)
-_TOLERANT = (Formula.SUMMED, *_FINE)
+_TOLERANT = (Formula.SUMMED, Formula.MATRIX, *_FINE)
 
 
 class Reads(Enum):
@@ -97,6 +99,7 @@ class Site:
     curved  an op whose formula is fine reads what is made of it; or, of what such an op saves: what
             that is made of has a code for it; None: not known yet
     least_levels  of attention: how many a code of it must have (`gentle.py`)
+    rows    that a code should keep apart (`rows.py`); by_size: that it must
     """
 
     module: str
@@ -114,6 +117,8 @@ class Site:
     formula: Formula = Formula.UNKNOWN
     curved: bool | None = None
     least_levels: int = 16
+    rows: Rows | None = None
+    by_size: bool = False
 
     @property
     def name(self) -> SiteName:

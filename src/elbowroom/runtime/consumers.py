@@ -15,17 +15,21 @@ statistics.
 import types
 from collections.abc import Callable
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan import Need
-from elbowroom.plan.gentle import ATTENTION, CURVED
-from elbowroom.plan.site import CHECKPOINT, RECOMPUTE, RECURRENT, Formula, Reads
-from elbowroom.runtime.formulas import WHY
+from elbowroom.plan.gentle import ATTENTION, CURVED, FEW
+from elbowroom.plan.rows import LEAST_FEATURES, LEAST_WIDTH
+from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, RECURRENT, Formula, Reads
+from elbowroom.runtime.formulas import INVERSES, SIZES, WHY
 from elbowroom.runtime.handles.keep import version_of
+from elbowroom.runtime.identity import is_made_of_parameters
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.slot import Deferred, Slot
@@ -84,6 +88,21 @@ QUESTIONS = frozenset(  # what asks a tensor for its metadata saves nothing and 
 is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # inside vmap: no memory
 
 
+class Levels(NamedTuple):
+    """The fewest levels that codes of attention's q and k, and of its v, must have.
+
+    None: no code is fine enough.
+    """
+
+    logits: int | None
+    values: int | None
+
+    def reach(self, wanted: "Levels") -> bool:
+        """Whether codes of these levels, or what was kept in place of one, do for the wanted."""
+        pairs = zip(self, wanted, strict=True)
+        return all(has is None or (asks is not None and asks <= has) for has, asks in pairs)
+
+
 class Call:
     """One call from Python to a torch function, while it runs."""
 
@@ -92,6 +111,7 @@ class Call:
         "at_end",
         "began",
         "deferred",
+        "fewest",
         "fine",
         "func",
         "kwargs",
@@ -102,7 +122,6 @@ class Call:
         "rounds",
         "saved",
         "small",
-        "spread",
         "version",
         "would_rerun",
     )
@@ -124,7 +143,7 @@ class Call:
         self.began = torch._C._autograd._get_sequence_nr()  # what nodes of its own begin with
         self.rounds = False  # it runs as a node of ours whose backward rounds otherwise
         self.reruns = self.would_rerun = False  # attention: a node of ours runs it again
-        self.spread: float | None = None  # of attention's logits (`direct/attention.py`)
+        self.fewest: Levels | None = None  # for attention's codes (`direct/attention.py`)
         self.levels: int | None = 16  # that attention needs of a code of what it saves now
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
         first = args[0] if args else kwargs.get("input")
@@ -217,11 +236,15 @@ class Reading(NamedTuple):
     """How an op reads a tensor that it saves.
 
     why: the reason, where it needs the exact value
+    width: elements of a row, where x has rows that a code had better keep apart; 0: none
+    by_size: the op divides by each row's own size: they must be kept apart (`plan/rows.py`)
     """
 
     need: Need
     formula: Formula
     why: str = ""
+    width: int = 0
+    by_size: bool = False
 
 
 def reading_of(x: Tensor, call: Call | None) -> Reading:
@@ -230,7 +253,8 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
         return Reading(Need.EXACT, Formula.UNKNOWN, "saved by an op that Python did not call")
     if call.name == CHECKPOINT:
         if x.is_floating_point() and x.requires_grad:
-            return Reading(Need.LOSSY, Formula.CURVED)
+            width = features_of(x)  # which a norm inside may read
+            return Reading(Need.LOSSY, Formula.CURVED, width=width, by_size=width > 0)
         return Reading(Need.EXACT, Formula.UNKNOWN, "an input that wants no gradient")
     masked = call.name in (*MASKED_OUTPUT, *MASKED_INPUT) or is_capped(call)
     if masked and x.is_floating_point():
@@ -246,12 +270,17 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
         return Reading(Need.EXACT, Formula.EXPONENTIAL, why)
     if tolerant_arguments(x, call) or _is_layer_output(x, call):
         is_curved = call.name in (*CURVED, *RECURRENT)
-        return Reading(Need.LOSSY, Formula.CURVED if is_curved else Formula.SUMMED)
+        formula, is_norm = Formula.CURVED if is_curved else Formula.SUMMED, call.name in NORMS
+        if call.name == "layer_norm":
+            width = prod(call.arg(1, "normalized_shape"))
+        else:
+            width = 0 if is_norm or call.name.startswith("conv") else features_of(x, call)
+        return Reading(Need.LOSSY, formula, width=width)
     return Reading(Need.EXACT, Formula.STATISTIC, f"a weight or statistic of '{call.name}'")
 
 
-def reading_by(formula: Formula, x: Tensor, call: Call) -> Reading:
-    """How the op reads x by its derivative formula."""
+def reading_by(formula: Formula, x: Tensor, call: Call, node: str = "") -> Reading:
+    """How the op reads x by its derivative formula, which is that of a node of this name."""
     if formula is Formula.SHAPE and x.is_floating_point():
         return Reading(Need.SHAPE, formula)
     if formula.tolerates_errors and not x.is_floating_point():
@@ -259,9 +288,63 @@ def reading_by(formula: Formula, x: Tensor, call: Call) -> Reading:
     if formula.tolerates_errors and x.grad_fn is None and not is_argument(x, call):
         # Dropout's factors, for one: their zeros are exact, or a gradient passes where none should.
         return Reading(Need.EXACT, Formula.STATISTIC, f"a constant that '{call.name}' has made")
+    if formula in (Formula.SUMMED, Formula.MATRIX):
+        formula = _as_product(formula, x, call)
     if formula.tolerates_errors:
-        return Reading(Need.LOSSY, formula)
+        width = _row_width(x, call, node)
+        return Reading(Need.LOSSY, formula, width=width or features_of(x, call), by_size=width > 0)
     return Reading(Need.EXACT, formula, f"'{call.name}': {WHY.get(formula, '')}")
+
+
+def features_of(x: Tensor, call: Call | None = None) -> int:
+    """The elements of a row of x, if it looks like the features of a token or a node; else 0.
+
+    Gradients may be as large as 1 / rms of a row, far from the norm that makes them so.
+    """
+    is_rows = 2 <= x.dim() <= 3 or (call is not None and call.name == "linear")
+    return x.shape[-1] if is_rows and x.shape[-1] >= LEAST_FEATURES else 0
+
+
+def _row_width(x: Tensor, call: Call, node: str) -> int:
+    """The elements of a row of x, if the op belongs to a norm that is written out.
+
+    x^2 and var(x) become the size of a row, and x * rsqrt(...) reads x for the gradient of that.
+    """
+    if not x.dim() or x.shape[-1] < LEAST_WIDTH:
+        return 0
+    if node in SIZES:
+        dims = call.arg(1, "normalized_shape") if call.name == "rms_norm" else 1
+        return prod(x.shape[-len(dims) :]) if isinstance(dims, list | tuple) else x.shape[-1]
+    if node != "MulBackward0":
+        return 0
+    others = [one for one in call.args if isinstance(one, Tensor) and not _is(x, one)]
+    is_square = not others and len(call.args) > 1
+    by_row = any(one.dim() and one.shape[-1] == 1 and _is_inverse(one) for one in others)
+    return x.shape[-1] if is_square or by_row else 0
+
+
+def _is_inverse(x: Tensor) -> bool:
+    """Whether x, through casts and reshapes, is 1 / something or a power."""
+    node = x.grad_fn
+    for _ in range(_MOST_RESHAPES):
+        if node is None or not node.name().startswith(_RESHAPES):
+            break
+        node = node.next_functions[0][0]
+    return node is not None and node.name().startswith(INVERSES)
+
+
+def _as_product(formula: Formula, x: Tensor, call: Call) -> Formula:
+    """Whether x is summed as a whole, or a matrix of it at a time.
+
+    A linear layer's input is read for the gradient of weights, which ends there. In a product of
+    two activations (q k^T) its error goes on upstream, however many are summed.
+    """
+    given = (one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, Tensor))
+    if sum(one.grad_fn is not None and not is_made_of_parameters(one) for one in given) > 1:
+        return Formula.MATRIX
+    if x.dim() == 3 and x.shape[0] > 1 and min(x.shape[1:]) < FEW:
+        return formula
+    return Formula.SUMMED
 
 
 def is_capped(call: Call) -> bool:

@@ -15,7 +15,7 @@ gradients wrong by factors of 8 to 13,000.
 
 from elbowroom.plan.site import Formula
 
-SUMMED, PRODUCT, CURVED = Formula.SUMMED, Formula.PRODUCT, Formula.CURVED
+SUMMED, MATRIX, PRODUCT, CURVED = Formula.SUMMED, Formula.MATRIX, Formula.PRODUCT, Formula.CURVED
 PROBABILITY, EXPONENTIAL, SHAPE = Formula.PROBABILITY, Formula.EXPONENTIAL, Formula.SHAPE
 COMPARED, SINGULAR, STATISTIC = Formula.COMPARED, Formula.SINGULAR, Formula.STATISTIC
 INDEX = Formula.INDEX
@@ -26,8 +26,9 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "AddmmBackward0": {"mat1": SUMMED, "mat2": SUMMED},  # grad @ mat2^T, mat1^T @ grad
     "AddmvBackward0": {"mat": SUMMED, "vec": SUMMED},  # outer(grad, vec), mat^T @ grad
     "AddrBackward0": {"vec1": SUMMED, "vec2": SUMMED},  # grad @ vec2, vec1 @ grad
-    "BaddbmmBackward0": {"batch1": SUMMED, "batch2": SUMMED},  # as addbmm
-    "BmmBackward0": {"self": SUMMED, "mat2": SUMMED},  # grad @ mat2^T, self^T @ grad
+    # ... of each matrix of a batch
+    "BaddbmmBackward0": {"batch1": MATRIX, "batch2": MATRIX},  # grad @ batch2^T, batch1^T @ grad
+    "BmmBackward0": {"self": MATRIX, "mat2": MATRIX},  # grad @ mat2^T, self^T @ grad
     # the two transposed convolutions
     "ConvolutionBackward0": {"input": SUMMED, "weight": STATISTIC},
     "ConvolutionOverrideableBackward0": {"input": SUMMED, "weight": STATISTIC},  # as convolution
@@ -383,6 +384,15 @@ def _power(exponent: object) -> Formula:
         return Formula.SINGULAR
     return Formula.PRODUCT if exponent <= 2 else Formula.CURVED
 
+
+# Nodes that save what most often becomes the size of a row, which is then divided by.
+SIZES = frozenset(
+    (
+        *("PowBackward0", "FusedRmsNormBackward0", "VarBackward0", "VarMeanBackward0"),
+        *("StdBackward0", "StdMeanBackward0"),
+    )
+)
+INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward")
 
 WHY = {
     Formula.SHAPE: "",

@@ -38,7 +38,7 @@ from elbowroom.plan import (
     Site,
     SiteName,
 )
-from elbowroom.plan.gentle import ATTENTION, MOST_LEVELS, gentle, suffices
+from elbowroom.plan.gentle import ATTENTION, MOST_LEVELS, gentle, keeps_rows_apart, suffices
 from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, RECURRENT, Formula
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.advice import warn_if_useless
@@ -57,7 +57,7 @@ from elbowroom.runtime.consumers import (
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.direct import Direct, direct_of, is_overridden, may_run
 from elbowroom.runtime.direct.attention import as_node, attention_reading
-from elbowroom.runtime.handles import CastHandle, DropHandle, KeepHandle
+from elbowroom.runtime.handles import CastHandle, DropHandle, EncodeHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.identity import (
     Identity,
@@ -75,13 +75,13 @@ from elbowroom.runtime.observer import Observer, Recorder, Use, Watch
 from elbowroom.runtime.passing import Passing
 from elbowroom.runtime.perform import is_normalized, perform
 from elbowroom.runtime.producers import note_copy, note_origin
-from elbowroom.runtime.readers import formulas_of
+from elbowroom.runtime.readers import Reader, readers_of
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import NOWHERE, Deed
-from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, site_of
+from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, rows_of, site_of
 from elbowroom.runtime.slot import Beside, Deferred, Lone, Slot, View, last_node
 from elbowroom.runtime.statistics import statistics_of
 from elbowroom.runtime.waiting import Waiting, WaitingLine, root_of
@@ -493,11 +493,12 @@ class Saving:
         if not saved:
             return []
         wanted = [one for one, x in saved if storage_nbytes(x) >= self.min_nbytes]
-        formulas = formulas_of(call, out, wanted) if wanted else {}
+        readers = readers_of(call, out, wanted) if wanted else {}
         made = {x.untyped_storage()._cdata for x in tree_leaves(out) if is_touchable(x)}
         results: list[Callable[[], None]] = []
         for one, x in saved:
-            reading = reading_by(formulas.get(id(one), Formula.UNKNOWN), x, call)
+            reader = readers.get(id(one), Reader())
+            reading = reading_by(reader.formula, x, call, reader.node)
             decide = partial(self._decide_on, one, x, call, reading)
             if x.untyped_storage()._cdata in made:
                 results.append(decide)
@@ -548,6 +549,9 @@ class Saving:
         if reading.need is Need.MASK and differ(name.consumer, slot.bits_of):
             why = f"'{slot.bits_of}' holds another mask of it"
             reading = Reading(Need.EXACT, Formula.COMPARED, why)
+        if reading.by_size and name.consumer not in NORMS and not rows_of(slot, x, reading.width):
+            why = "its backward divides by the size of rows that lie in no order that is known"
+            reading = Reading(Need.EXACT, Formula.SINGULAR, why)
         need = reading.need
         noted: Site | None = None
         sources: Sequence[Slot] = ()
@@ -559,7 +563,7 @@ class Saving:
                 noted = as_node(noted, x, call)
         if reading.formula.is_fine and call is not None:
             self._note_fine(root_of(self._identity.origin(x)), call)
-        if not slot.serves(need) or is_too_coarse(slot, reading, name, call):
+        if not slot.serves(need) or is_too_coarse(slot, x, reading, name, call):
             why_kept = left_alone(slot, x, call, need, self.min_nbytes)
             if why_kept:
                 cast = self._cast(slot, x, call) if why_kept is MADE_OF_PARAMETERS else None
@@ -633,6 +637,9 @@ class Saving:
         else:
             slot.sites.append(site)
             action = self._decide(site, ready)
+        if isinstance(action, Encode) and site.rows is not None and site.consumer not in NORMS:
+            codec, rows = site.rows.coded(action.codec, by_size=site.by_size)
+            action = replace(action, codec=codec, rows=rows)
         if isinstance(action, Offload) and covering(x) is None:
             action = Keep("a part of a storage whose other parts may change")
         slot.entry.why = action.why if isinstance(action, Keep) else ""
@@ -755,21 +762,36 @@ class Saving:
         return "" if call is None else call.name
 
 
-def is_too_coarse(slot: Slot, reading: Reading, name: SiteName, call: Call | None) -> bool:
+def is_too_coarse(
+    slot: Slot, x: Tensor, reading: Reading, name: SiteName, call: Call | None
+) -> bool:
     """Whether a code that is held was chosen for a reader with a milder formula than this one."""
     if reading.need is not Need.LOSSY or slot.exact or not slot.sites:
         return False
     levels = 0 if call is None else call.levels or MOST_LEVELS
-    before = slot.sites[-1]
-    site = replace(before, consumer=name.consumer, formula=reading.formula, least_levels=levels)
+    site = replace(
+        slot.sites[-1],
+        consumer=name.consumer,
+        formula=reading.formula,
+        least_levels=levels,
+        rows=rows_of(slot, x, reading.width),
+        by_size=reading.by_size,
+    )
     below = getattr(slot.value, "ready", None)
     return any(is_too_coarse_for(one, site) for one in ([slot] if below is None else below.slots))
 
 
 def is_too_coarse_for(slot: Slot, site: Site) -> bool:
-    """Whether what a slot holds is a code of fewer levels than this site asks for."""
-    codec = getattr(slot.value, "codec", None)
-    return codec is not None and not slot.exact and not suffices(codec, site)
+    """Whether what a slot holds is a code of fewer levels than this site asks for.
+
+    Or one that does not keep apart the rows of which this site asks for the size.
+    """
+    held = slot.value
+    if slot.exact or not isinstance(held, EncodeHandle):
+        return False
+    normalized = site.rows is not None and held.normalizes(site.rows)
+    apart = keeps_rows_apart(held.codec, site, normalized=normalized)
+    return not apart or not suffices(held.codec, site)
 
 
 def is_lossy(action: Action, need: Need) -> bool:

@@ -8,6 +8,9 @@ spread, so the error of the code is the same share of each, on any layout and de
 has to be looked at. Codecs do it in the pass that quantizes (`codecs/affine.py`), and it costs no
 byte: mean and rstd are held by the norm itself.
 
+So is what has rows that a reader divides by their own size, where a code would not keep them apart
+(`plan/rows.py`): by the mean and std of each, which are then held beside the code.
+
 A tensor whose exact zeros matter is scaled and not shifted, so that they stay. A site with an error
 bound of its own (`facts.error_bound`, in units of x) is not normalized.
 """
@@ -18,6 +21,10 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import Affine
+from elbowroom.plan.rows import Rows
+
+_LEAST_STD = 16  # of a row, in units of how it is rounded: below that, its mean is all that it has
+_RANGE = 1e-18, 1e18  # of 1 / std: of a row of zeros, and so that a quotient of two is a float32
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,10 @@ class Statistics:
     rstd: Tensor
     inner: int
     rows: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.mean.nbytes + self.rstd.nbytes
 
     def normalize(self, *, keep_zeros: bool) -> Affine:
         """x -> (x - mean) * rstd."""
@@ -59,16 +70,48 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Normalized:
-    """What was encoded in place of x: (x - mean) * rstd, or, where zeros matter, scaled alone."""
+    """What was encoded in place of x: (x - mean) * rstd, or, where zeros matter, scaled alone.
+
+    rows: whose own statistics these are; None: those of a norm
+    """
 
     statistics: Statistics
     keep_zeros: bool
+    rows: Rows | None = None
+
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes that are held for this alone: a norm holds its statistics anyway."""
+        return 0 if self.rows is None else self.statistics.nbytes
+
+    def keeps_apart(self, rows: Rows) -> bool:
+        """Whether each of these rows was normalized by itself: as such, or by a layer norm."""
+        if self.rows is not None:
+            return self.rows == rows
+        by = self.statistics
+        return (by.mean.numel(), by.inner) == rows.shape and by.rows == rows.stride[-1] == 1
 
     def normalize(self) -> Affine:
         return self.statistics.normalize(keep_zeros=self.keep_zeros)
 
     def undo(self) -> Affine:
         return self.statistics.undo(keep_zeros=self.keep_zeros)
+
+
+def of_rows(x: Tensor, *, keep_zeros: bool) -> tuple[Tensor, Tensor]:
+    """The mean and 1 / std of each row of x [..., D], as they are held.
+
+    keep_zeros: x will be scaled and not shifted, so that 1 / rms takes the place of 1 / std.
+    """
+    with torch.no_grad():
+        wide = x.detach().float()
+        var, mean = torch.var_mean(wide, dim=-1, correction=0, keepdim=True)
+        square = mean.square()
+        if keep_zeros:
+            rstd = (var + square).rsqrt_()
+        else:
+            rstd = (var + square * (_LEAST_STD * torch.finfo(x.dtype).eps) ** 2).rsqrt_()
+        return mean, rstd.clamp_(*_RANGE).bfloat16()
 
 
 def flat_of(x: Tensor) -> Tensor:

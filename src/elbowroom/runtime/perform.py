@@ -13,9 +13,10 @@ from elbowroom.runtime.handles import (
     OffloadHandle,
     RebuildHandle,
 )
-from elbowroom.runtime.normal import Normalized, Statistics
+from elbowroom.runtime.normal import Normalized, Statistics, of_rows
 from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.recipes import Ready
+from elbowroom.runtime.statistics import layout_of
 from elbowroom.runtime.tiers import tier_for
 
 _NOWHERE = SiteName("", "")
@@ -43,9 +44,9 @@ def perform(
         case Keep(why):
             return KeepHandle(base, why)
         case Encode(codec, facts):
-            if statistics is None or not is_normalized(action):
+            normal = _normalized(action, base, statistics)
+            if normal is None:
                 return EncodeHandle(codec.encode(base, seed, facts), base, on_outlived)
-            normal = Normalized(statistics, facts.has_zeros)
             encoded = codec.encode(base, seed, facts, normal.normalize())
             return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else normal)
         case Rebuild():
@@ -65,6 +66,22 @@ def perform(
                 f"a policy returns Keep, Encode, Rebuild or Offload; got {action!r}. "
                 "Import them from elbowroom.plan, and return one for every site."
             )
+
+
+def _normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> Normalized | None:
+    """What is encoded in place of base: normalized by its rows, or by the norm that reads it."""
+    if not is_normalized(action):
+        return None
+    rows, keep_zeros = action.rows, action.facts.has_zeros
+    if rows is None:
+        return None if statistics is None else Normalized(statistics, keep_zeros)
+    x = base.detach().as_strided(rows.shape, rows.stride, base.storage_offset())
+    mean, rstd = of_rows(x, keep_zeros=keep_zeros)
+    layout = layout_of(x, mean.shape)
+    assert layout is not None
+    order, inner, shares = layout
+    of_each = Statistics(mean.permute(order), rstd.permute(order), inner, shares)
+    return Normalized(of_each, keep_zeros, rows)
 
 
 def is_normalized(action: Action) -> bool:

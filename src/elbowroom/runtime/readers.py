@@ -6,7 +6,7 @@ and what they have saved is looked up in the table of derivative formulas.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -21,12 +21,19 @@ _MOST_NODES = 64  # that one call has made: attention of torch's own, with dropo
 _SAVED = "_raw_saved_"
 
 
-def formulas_of(call: Call, out: Any, wanted: Iterable[Deferred]) -> dict[int, Formula]:
+class Reader(NamedTuple):
+    """How a node uses a tensor that it has saved, and the node's name."""
+
+    formula: Formula = Formula.UNKNOWN
+    node: str = ""
+
+
+def readers_of(call: Call, out: Any, wanted: Iterable[Deferred]) -> dict[int, Reader]:
     """By id, how each of the wanted is read by the nodes that `call` has made.
 
     None of them that is not found: by a node of the user's, or deeper than is looked.
     """
-    waiting, found = {id(one) for one in wanted}, {}
+    waiting, found = {id(one) for one in wanted}, dict[int, Reader]()
     for node in _nodes_of(call, out):
         if not waiting:
             break
@@ -35,7 +42,7 @@ def formulas_of(call: Call, out: Any, wanted: Iterable[Deferred]) -> dict[int, F
             for packed in _packed(node, field):
                 if id(packed) in waiting:
                     waiting.remove(id(packed))
-                    found[id(packed)] = formula_of(node, name, field)
+                    found[id(packed)] = Reader(formula_of(node, name, field), name)
     return found
 
 

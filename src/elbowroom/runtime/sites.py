@@ -1,18 +1,21 @@
 """What is known of a save without looking at a value: the facts that a policy decides by."""
 
 from dataclasses import replace
+from math import gcd, prod
 
 import torch
 from torch import Tensor
 
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
 from elbowroom.plan.gentle import MOST_LEVELS
+from elbowroom.plan.rows import LEAST_WIDTH, Rows
 from elbowroom.plan.site import Reads
 from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_copy
 from elbowroom.runtime.facts import facts_of
 from elbowroom.runtime.identity import Origin, is_made_of_parameters
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.statistics import layout_of
 
 MADE_OF_PARAMETERS = "made of parameters only"
 _HARD_MIN_NBYTES = 16  # scalars gain nothing
@@ -54,7 +57,30 @@ def site_of(
         reads=Reads.RESTORED if call is None else call.reads,
         formula=reading.formula,
         least_levels=16 if call is None else call.levels or MOST_LEVELS,
+        rows=rows_of(slot, x, reading.width),
+        by_size=reading.by_size,
     )
+
+
+def rows_of(slot: Slot, x: Tensor, width: int) -> Rows | None:
+    """The rows of x as they lie in the memory of its slot; None: there are none, or in no order.
+
+    Of a slice of longer rows: shorter rows, of which those of x have several whole ones.
+    """
+    numel = prod(slot.base.shape)
+    if not width or not numel:
+        return None
+    inside, left = 1, x.dim()
+    while left and inside < width and x.stride(left - 1) == inside:
+        left -= 1
+        inside *= x.shape[left]
+    if inside == width:
+        outer = (step for n, step in zip(x.shape[:left], x.stride(), strict=False) if n > 1)
+        width = gcd(width, numel, x.storage_offset() - slot.base.offset, *outer)
+        return Rows((numel // width, width), (width, 1)) if width >= LEAST_WIDTH else None
+    if x.numel() == numel and width == x.shape[-1] and layout_of(x, (*x.shape[:-1], 1)):
+        return Rows(tuple(x.shape), x.stride())
+    return None
 
 
 def left_alone(slot: Slot, x: Tensor, call: Call | None, need: Need, min_nbytes: int) -> str:

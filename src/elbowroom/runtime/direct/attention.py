@@ -37,9 +37,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import ops
 from elbowroom.plan import Need, Site
-from elbowroom.plan.gentle import MOST_LEVELS, levels_for
+from elbowroom.plan.gentle import MOST_LEVELS, UNSEEN_LEVELS, levels_for, levels_for_values
 from elbowroom.plan.site import Formula, Reads
-from elbowroom.runtime.consumers import Call, Reading, tolerant_arguments
+from elbowroom.runtime.consumers import Call, Levels, Reading, tolerant_arguments
 from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.slot import Slot
 
@@ -47,6 +47,7 @@ _MATH = 0  # what torch._fused_sdp_choice calls the way without a fused kernel
 _WORTH_BITS = 1 << 16  # weights: to draw as many takes as long as to see the ops of the math path
 _GROUP = 64  # elements that share a step of a code, at most (`plan/gentle.py`)
 _NAMES = ("query", "key", "value", "attn_mask")
+_LOGITS, _VALUES = frozenset((0, 1, "query", "key")), frozenset((2, "value"))
 _Grads = tuple[Tensor | None, ...]
 
 
@@ -364,11 +365,14 @@ def attention_reading(
     reading  how it would be read otherwise
     looks    whether to look at values, on a CPU: x may become a code
     """
-    call.levels = _levels_of(x, call, looks=looks)
+    roles = tolerant_arguments(x, call)
+    call.levels = _levels_of(roles, call, looks=looks)
     if reading.need is not Need.LOSSY:
         return reading
-    if call.levels is None:
+    if call.levels is None and _LOGITS.intersection(roles):
         why = "attention's logits are too sharp for any code of q and k"
+    elif call.levels is None:
+        why = "attention's v varies too little over its tokens for any code of it"
     elif looks and slot.waits:
         why = "its code waits for another op"
     else:
@@ -397,26 +401,31 @@ def as_node(site: Site, x: Tensor, call: Call) -> Site:
     return replace(site, need=Need.LOSSY, formula=Formula.SUMMED, why="")
 
 
-def _levels_of(x: Tensor, call: Call, *, looks: bool) -> int | None:
-    """The fewest levels for a code of x, which attention saves; None: no code is fine enough.
+def _levels_of(roles: list[int | str], call: Call, *, looks: bool) -> int | None:
+    """The fewest levels for a code of what attention saves; None: no code is fine enough.
 
-    By the values of q and k on a CPU, where looking is cheap. On a GPU, where it would make the
-    host wait, and for stand-ins, the most: enough for a standard deviation of q and k of 5.5.
+    By values on a CPU, where looking is cheap. On a GPU, where it would make the host wait, and for
+    stand-ins, q and k get the most: enough for a standard deviation of 5.5. v gets twice what it
+    needs where no channel stands out: enough for one that is off by 14 standard deviations.
+
+    roles  which arguments it is
     """
-    if not {0, 1, "query", "key"}.intersection(tolerant_arguments(x, call)):
-        return levels_for(0.0)
+    logits, values = _LOGITS.intersection(roles), _VALUES.intersection(roles)
     q = call.arg(0, "query")
     if not looks or q.device.type != "cpu" or type(q) not in (Tensor, nn.Parameter):
-        return MOST_LEVELS
-    return levels_by_values(call)
+        return MOST_LEVELS if logits else UNSEEN_LEVELS
+    fewest = levels_by_values(call)
+    asked = [*([fewest.logits] if logits else []), *([fewest.values] if values else [])]
+    return None if None in asked else max((n for n in asked if n), default=levels_for(0.0))
 
 
-def levels_by_values(call: Call) -> int | None:
-    """The fewest levels for codes of this call's q and k; None: no code is fine enough."""
-    if call.spread is None:
-        q, k = call.arg(0, "query"), call.arg(1, "key")
-        call.spread = spread(q, k, call.kwargs.get("scale"))
-    return levels_for(call.spread)
+def levels_by_values(call: Call) -> Levels:
+    """The fewest levels for codes of this call's q and k, and of its v."""
+    if call.fewest is None:
+        q, k, v = (call.arg(i, _NAMES[i]) for i in range(3))
+        logits = levels_for(spread(q, k, call.kwargs.get("scale")))
+        call.fewest = Levels(logits, levels_for_values(spread_of_values(v)))
+    return call.fewest
 
 
 @torch.no_grad()
@@ -426,7 +435,12 @@ def spread(q: Tensor, k: Tensor, scale: float | None = None) -> float:
     q [..., T, D], k [..., S, D]. Of a code with step r / (levels - 1), r the range of the elements
     that share it, the error of an element has the variance step^2 / 12. So, on average over rows,
 
-        scale^2 (|q|^2 mean(r_k^2) + |k|^2 mean(r_q^2)) / 12
+        scale^2 (mean(|q|^2) mean(r_k^2) + mean(|k|^2) mean(r_q^2)) / 12
+
+    Softmax follows the longest rows, and so does the gradient: a key that is 15 times as long as
+    the others has all of the weight of a query or none, and the queries in between make up most of
+    q's gradient. Each mean is weighted by |row|^6: of rows alike it is the mean, and one row that
+    is 4 times as long outweighs 4,000.
 
     Rows of a multiple of 64 elements hold whole groups. Others may share a step with those of
     another head, whose range counts for them then.
@@ -441,11 +455,37 @@ def spread(q: Tensor, k: Tensor, scale: float | None = None) -> float:
 
 
 def _norms_and_ranges(x: Tensor) -> tuple[Tensor, Tensor]:
-    """mean |row|^2 and mean range^2 of each head."""
-    low, high = torch.aminmax(x.detach(), dim=-1)  # [..., T]
+    """mean |row|^2 and mean range^2 of each head, by its longest rows."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float().square()  # [..., T]
+    # 0 / 0 of a head of zeros: any weights do.
+    weights = (norms / norms.amax(-1, keepdim=True)).pow(3).nan_to_num(1.0)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return (norms * weights).sum(-1), (_ranges(x).square() * weights).sum(-1)
+
+
+def _ranges(x: Tensor) -> Tensor:
+    """The range of the elements that share a step with those of each row, [..., T]."""
+    low, high = torch.aminmax(x.detach(), dim=-1)
     ranges = (high - low).float()
     if x.shape[-1] % _GROUP:
         ranges = ranges.amax(dim=-2, keepdim=True).expand(ranges.shape)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float()
-    return norms.square().mean(-1), ranges.square().mean(-1)
+    return ranges
+
+
+@torch.no_grad()
+def spread_of_values(v: Tensor) -> float:
+    """The variance of v's error over that of v, times (levels - 1)^2, of the worst head.
+
+    v [..., S, D]. A logit's gradient is grad . (v_j - the weighted mean of v): what all tokens have
+    in common cancels, but it widens the range that sets the step. So it is
+
+        D mean(r_v^2) / 12 / (the sum over channels of the variance over tokens)
+    """
+    with torch._C.DisableTorchFunction():
+        if v.shape[-2] == 1:
+            return 0.0  # the only weight is 1, whatever v is
+        wide = torch.promote_types(v.dtype, torch.float32)
+        varies = v.detach().to(wide).var(dim=-2, correction=0).sum(-1).float()  # [...]
+        noise = _ranges(v).square().mean(-1) * v.shape[-1] / 12
+        return float((noise / varies).where(noise > 0, noise).max())

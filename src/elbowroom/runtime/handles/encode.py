@@ -10,6 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from elbowroom.codecs import Affine, BitMask, Codec, Encoded
+from elbowroom.plan.rows import Rows
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.normal import Normalized, Statistics, flat_of
@@ -54,11 +55,15 @@ class EncodeHandle:
 
     @property
     def nbytes(self) -> int:
-        return self._encoded.nbytes
+        return self._encoded.nbytes + (0 if self._normal is None else self._normal.own_nbytes)
 
     @property
     def exact(self) -> bool:
         return self._encoded.codec.lossless or self._encoded.raw
+
+    def normalizes(self, rows: Rows) -> bool:
+        """Whether the code stands for these rows, normalized each by itself."""
+        return self._normal is not None and self._normal.keeps_apart(rows)
 
     @property
     def label(self) -> str:
@@ -130,7 +135,7 @@ class EncodeHandle:
     def normalized(self) -> tuple[Encoded, Statistics] | None:
         """The code, if it stands for (x - mean) * rstd, and these; None if x itself is there."""
         normal = self._normal
-        if normal is None or normal.keep_zeros or not self.is_needed():
+        if normal is None or normal.keep_zeros or normal.rows or not self.is_needed():
             return None
         return self._encoded, normal.statistics
 

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Rebuild
-from elbowroom.plan.gentle import MOST_LEVELS
 from elbowroom.runtime import opened
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
@@ -212,7 +211,7 @@ class Replay(TorchFunctionMode):
         call = Call(step.func, args, kwargs)
         if direct_of(call) is not direct or not may_run(call, direct):
             return False
-        return not step.levels or (levels_by_values(call) or MOST_LEVELS + 1) <= step.levels
+        return step.levels is None or step.levels.reach(levels_by_values(call))
 
     def _is(self, wanted: Any, value: Any) -> bool:
         kind = type(wanted)

@@ -25,9 +25,8 @@ from elbowroom.plan import Encode, Keep
 from elbowroom.plan.gentle import ATTENTION
 from elbowroom.plan.site import RECOMPUTE
 from elbowroom.runtime import opened
-from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.consumers import Call, Levels
 from elbowroom.runtime.direct import Direct
-from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import Origin, untouchable
@@ -83,7 +82,7 @@ class _Op:
     direct: Direct | None = None
     opens: bool = False
     out: _Place | None = None
-    levels: int = 0
+    levels: Levels | None = None
     module: weakref.ref[nn.Module] | None = None
     copies: list[tuple[int, Slot]] = field(default_factory=list)
 
@@ -166,8 +165,7 @@ class Scribe:
     def ended(self, call: Call, out: Any) -> None:
         """The call has ended, and all is decided on."""
         op = self._ops[self._stack.pop()]
-        if call.spread is not None:
-            op.levels = levels_by_values(call) or 0
+        op.levels = call.fewest
         if type(out) is Tensor:
             op.out = self._place_of(out)
         self._when = _AT_SAVE if self._stack else _BEFORE

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.plan import Action, Encode, Need, SiteName
+from elbowroom.runtime.consumers import Levels
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.normal import Statistics
@@ -172,7 +173,7 @@ class Step:
     args    what its arguments must be, with kwargs; None: any
     run     runs in place of func
     direct  what `run` is of, where that depends on more than arguments
-    levels  that its codes of q and k have, if the call's values allow no fewer; 0: they need not
+    levels  that its codes of q, k and v have at least, as its values asked; None: they need not
             be looked at
     opens   its body is run with what it calls seen
     place   its output is that place from now on
@@ -187,7 +188,7 @@ class Step:
     kwargs: tuple[tuple[str, Any], ...] = ()
     run: Callable[..., Any] | None = None
     direct: Direct | None = None
-    levels: int = 0
+    levels: Levels | None = None
     opens: bool = False
     place: int = NOWHERE
     copies: tuple[tuple[int, int], ...] = ()

@@ -1,0 +1,124 @@
+"""Rows that a norm divides by their own size: what codes add to one is small against that row.
+
+gErr2 = sum |g~ - g|^2 / sum |g|^2, of all parameters.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import elbowroom as er
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BAR = 0.05
+ROUGH = 0.25  # of so small a network by 4 levels, where all of its rows are alike
+WIDTHS = (64, 80, 96, 100, 128)
+
+
+def centered(x: Tensor) -> Tensor:
+    x = x - x.mean(-1, keepdim=True)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def by_variance(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) * (x.var(-1, keepdim=True) + 1e-6) ** -0.5
+
+
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rms": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "rms by a product": lambda x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6),
+    "rms divided": lambda x: x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-6),
+    "rms of a copy": lambda x: NORMS["rms"](x.mT.contiguous().mT),
+    "layer norm, centered": centered,
+    "layer norm, by variance": by_variance,
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:], eps=1e-6),
+    "normalize": lambda x: 8 * F.normalize(x, dim=-1, eps=1e-3),
+}
+ROWS: dict[str, Callable[[Tensor], Any]] = {
+    "zero": lambda x: x[:, 1::7].zero_(),
+    "small": lambda x: x[:, 1::7].mul_(1e-3),
+    "large": lambda x: x[:, 1::7].mul_(1e3),
+}
+
+
+def gerr2(norm: Callable[[Tensor], Tensor], rows: str, width: int, context: Any) -> float:
+    def gradient(context: Any) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(4, 64, width)
+        ROWS[rows](x)
+        target = torch.randn(x.shape)
+        layers = [nn.Linear(width, width, bias=False) for _ in range(3)]
+        gate, up, down = layers
+        scale = nn.Parameter(torch.ones(width))
+        with context:
+            h = x * scale
+            for _ in range(2):
+                y = norm(h)
+                h = h + 0.1 * down(F.gelu(gate(y)) * up(y))
+            loss = F.mse_loss(norm(h), target)
+        parameters = [scale, *(each.weight for each in layers)]
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]).double()
+
+    true, got = gradient(nullcontext()), gradient(context)
+    return float((got - true).square().sum() / true.square().sum())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_no_row_drowns_in_the_noise_of_its_neighbour(norm: str, rows: str, width: int) -> None:
+    for fields, most in (({"levels": 8}, BAR), ({"bits": 2}, ROUGH)):
+        context = er.saving("dither", **fields, seed=1, min_nbytes=0)
+        assert gerr2(NORMS[norm], rows, width, context) <= most, fields
+
+
+@pytest.mark.parametrize("width", [80, 96])
+@pytest.mark.parametrize(
+    ("codec", "fields"),
+    [
+        ("group", {"bits": 4}),
+        ("division", {"bits": 4}),
+        ("comet", {"bound": 0.02}),
+        ("cast", {"to": "fp8_e4m3"}),
+        ("lean", {}),
+    ],
+)
+def test_so_it_is_by_every_codec(codec: str, fields: dict[str, Any], width: int) -> None:
+    context = er.saving(codec, **fields, seed=1, min_nbytes=0)
+    assert gerr2(NORMS["rms"], "zero", width, context) <= BAR
+
+
+def test_inputs_of_a_checkpoint_are_kept_apart_for_the_norm_inside() -> None:
+    def norm(x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(NORMS["rms"], x, use_reentrant=False)
+        return made
+
+    context = er.saving("dither", levels=8, seed=1, min_nbytes=0)
+    assert gerr2(norm, "zero", 80, context) <= BAR
+
+
+def test_a_norm_in_no_order_that_is_known_is_not_coded() -> None:
+    """Its rows are columns of a slice."""
+    x = torch.randn(4, 40, 100, requires_grad=True)
+    with er.saving("dither", levels=8, seed=1, min_nbytes=0) as saved:
+        h = (x * 1)[:, 3:].mT  # rows of 37
+        NORMS["rms"](h)
+    whys = {row.why for row in saved.ledger.rows}
+    assert "its backward divides by the size of rows that lie in no order that is known" in whys
+
+
+def test_what_rows_are_normalized_by_is_counted() -> None:
+    x = torch.randn(64, 96, requires_grad=True)
+    with er.saving("dither", levels=16, seed=1, min_nbytes=0) as saved:
+        y = (x * 1).square()
+    (row,) = [row for row in saved.ledger.rows if row.consumer == "square"]
+    code = er.codec("dither", levels=16).encoded_nbytes(x.shape, x.dtype)
+    assert row.after_nbytes == code + 64 * 6
+    assert y.requires_grad
