@@ -51,6 +51,7 @@ from elbowroom.units import show_nbytes
 _log = logging.getLogger("elbowroom")
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 _MOST_REPEATED = 16  # forwards that are known, until what stands is looked after again
+_AMPLE = 0.25  # of the budget
 _LESS = 0.85  # of a budget that the device did not have
 
 
@@ -295,24 +296,32 @@ class Fitting:
 
     def _replayed(self, forward: Callable[[], Any], script: Script) -> Any:
         """Run a forward that is known; where it turns out to be another one, look at it."""
-        known, rest = Known(self.planning, script), None
+        known = Known(self.planning, script)
         self._opened = known
-        if script.does_nothing:
+        if script.does_nothing and self._has_ample_room:
             out = forward()
         else:
             with ReplayedSaving(self.planning, script) as saving:
                 out = forward()
-            rest = saving.rest
             if saving.strayed:
                 self.planning.forget_script()
+            if saving.rest is not None and saving.entry is not None:
+                known.ledger.follow(out)
+                known.ledger.when_over(saving.entry.close)
+                self._beside.opened(saving.rest.ledger)
+                self._ended(saving.rest)
+                return out
         known.ledger.follow(out)
         self._beside.opened(known.ledger)
-        if rest is not None:
-            self._ended(known.counted(rest))
-            return out
         self._last = known
         self._note_setting(known)
         return out
+
+    @property
+    def _has_ample_room(self) -> bool:
+        """Whether steps are so far below the budget that nobody need see whether they are alike."""
+        highest = self.highest_nbytes
+        return highest is not None and highest <= _AMPLE * self.terms.budget_nbytes
 
     def _refuse_part(self, saving: FittedSaving) -> None:
         """Refuse a forward that could not go on where it ran a backward of its own."""

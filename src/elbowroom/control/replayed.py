@@ -3,7 +3,7 @@
 from elbowroom.control.fitted import Fit, FittedSaving
 from elbowroom.plan.ladder import Rung
 from elbowroom.runtime.hooks import Saving
-from elbowroom.runtime.ledger import Tally
+from elbowroom.runtime.ledger import Entry, Tally
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.script import Script
 
@@ -11,17 +11,22 @@ from elbowroom.runtime.replay.script import Script
 class ReplayedSaving(Replay):
     """A context that follows a script, and looks at what is left of a forward that is another one.
 
-    rest  looks at it
+    rest   looks at it
+    entry  what was held until then, in the ledger of that
     """
 
     def __init__(self, fit: Fit, script: Script) -> None:
         super().__init__(script, fit.context)
         self._fit = fit
         self.rest: FittedSaving | None = None
+        self.entry: Entry | None = None
 
     def look(self) -> Saving:
-        """Return a context that may climb, in which what is held already counts."""
-        self.rest = FittedSaving(self._fit)
+        """Return a context that may climb, in which what is held already counts: about so much."""
+        self.rest, share = FittedSaving(self._fit), self.share
+        before, held = self.script.before_nbytes, self.script.held_nbytes
+        self.entry = self.rest.ledger.open("", "replayed", "", int(share * before))
+        self.entry.hold(int(share * held))
         return self.rest
 
 

@@ -380,6 +380,11 @@ class Replay(TorchFunctionMode):
             slot = self.slots[index] = Slot(base, _NO_ENTRY)
             slot.value = KeepHandle(base.detach().clone(), "a constant")
 
+    @property
+    def share(self) -> float:
+        """How much of the script has been followed."""
+        return self._at / max(len(self._steps), 1)
+
     def look(self) -> Saving:
         """Return the context that looks at what is left of a forward that is another one."""
         raise NotImplementedError
