@@ -18,9 +18,9 @@ add what they add to a linear op (16 levels: 0.8 % each). s^2 grows with the pro
 of |q| and |k|, so what q and k need follows from them (`levels_for`): 16 levels where they have a
 standard deviation of 1, 64 at 2, 256 up to nearly 5.5, and beyond that there is no code. Means are
 weighted by |row|^6, as softmax follows the longest: one key 15 times as long as 127 others gave q a
-gErr2 of 0.13 with 16 levels, and has 256 now (0.005). v's error counts against its variance over
+gErr2 of 0.13 with 16 levels, and has 256 now (0.01). v's error counts against its variance over
 tokens (`levels_for_values`), since what they have in common cancels: a channel that is off by 50
-gave q and k a gErr2 of 1.0 with 16 levels, and 0.02 with the 128 that it has now.
+gave q and k a gErr2 of 1.0 with 16 levels, and 0.03 with the 128 that it has now.
 Measured (docs/log.md, "attention"), gErr2 of q at standard deviations of 1, 3, 6:
 
                     1        3        6
@@ -33,7 +33,8 @@ variance of the error, by half of s^2 times a second or third derivative. Where 
 activation behind it share a code, their errors multiply besides. So the square of the bias falls
 with (levels - 1)^4 where the variance falls with (levels - 1)^2. And the errors of layers add up:
 an EfficientNet with 49 norms had a gErr2 of 0.27 with 8 levels, 0.09 with 16 and 0.03 with 32
-(docs/log.md, "public models"). Rows that a norm divides by their own size: `rows.py`. A ReLU is linear in what is decoded.
+(docs/log.md, "public models"). A ReLU is linear in what is decoded. Rows whose
+size a norm divides by: `rows.py`.
 
 A piece of forward that the user's checkpoint runs again from a decoded input is curved all over,
 and its ReLUs pass what they did not: what that adds to gErr2 (`dither`; public models, docs/log.md)
