@@ -3,18 +3,24 @@
     formula of the reader             at least
     summed, over 256 elements or more what was asked for
     summed, over fewer                16 levels     (a norm over 4 samples of 3 x 3)
+    of a matrix of a batch            16 levels     (bmm; a product of two activations, as q k^T)
     product, curved                   16 levels     (a gate, GELU, SiLU, tanh, a power)
     ... of what a norm makes          32 levels of the norm's input, which all of them share
     exponential                       256 levels    (log-softmax: exp of it)
     probability                       8-bit floats  (softmax: small values matter as much)
     attention's q and k               16 to 256 levels, by their logits
+    attention's v                     16 to 256 levels, by how it varies over tokens
 
 Attention runs again in backward, on what is held of q, k and v (`runtime/direct/attention.py`). An
 error of variance s^2 in a logit changes the gradient's square by s^2 of it where weights are spread
 over many keys, by half of that where they are sharp; the codes of k and v, in which it is linear,
 add what they add to a linear op (16 levels: 0.8 % each). s^2 grows with the product of the squares
 of |q| and |k|, so what q and k need follows from them (`levels_for`): 16 levels where they have a
-standard deviation of 1, 64 at 2, 256 up to nearly 5.5, and beyond that there is no code. v gets 16.
+standard deviation of 1, 64 at 2, 256 up to nearly 5.5, and beyond that there is no code. Means are
+weighted by |row|^6, as softmax follows the longest: one key 15 times as long as 127 others gave q a
+gErr2 of 0.13 with 16 levels, and has 256 now (0.01). v's error counts against its variance over
+tokens (`levels_for_values`), since what they have in common cancels: a channel that is off by 50
+gave q and k a gErr2 of 1.0 with 16 levels, and 0.03 with the 128 that it has now.
 Measured (docs/log.md, "attention"), gErr2 of q at standard deviations of 1, 3, 6:
 
                     1        3        6
@@ -27,7 +33,8 @@ variance of the error, by half of s^2 times a second or third derivative. Where 
 activation behind it share a code, their errors multiply besides. So the square of the bias falls
 with (levels - 1)^4 where the variance falls with (levels - 1)^2. And the errors of layers add up:
 an EfficientNet with 49 norms had a gErr2 of 0.27 with 8 levels, 0.09 with 16 and 0.03 with 32
-(docs/log.md, "public models"). A ReLU is linear in what is decoded.
+(docs/log.md, "public models"). A ReLU is linear in what is decoded. Rows whose
+size a norm divides by: `rows.py`.
 
 A piece of forward that the user's checkpoint runs again from a decoded input is curved all over,
 and its ReLUs pass what they did not: what that adds to gErr2 (`dither`; public models, docs/log.md)
