@@ -29,7 +29,7 @@ class Neighbours:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other model is fitted."""
+        """Return whether no other model is fitted."""
         return len(_fitted) == 1
 
     def begin(self) -> None:

@@ -113,7 +113,7 @@ class Calls:
 
     @property
     def is_one(self) -> bool:
-        """Whether a step has one forward, as far as is known."""
+        """Return whether a step has one forward, as far as is known."""
         return not self._later and not self.grew
 
     @property

@@ -126,7 +126,7 @@ class Fitting:
             raise
 
     def _repeats(self, signature: Signature) -> bool:
-        """Whether this forward is the last one again, so that there is nothing to look after.
+        """Return whether this forward is the last one again, and nothing has to be looked after.
 
         Now and then all is looked after: what stands beside the model may have become more.
         """
@@ -319,7 +319,7 @@ class Fitting:
 
     @property
     def _has_ample_room(self) -> bool:
-        """Whether steps are so far below the budget that nobody need see whether they are alike."""
+        """Return whether steps are so small that nobody need see whether they are alike."""
         highest = self.highest_nbytes
         return highest is not None and highest <= _AMPLE * self.terms.budget_nbytes
 

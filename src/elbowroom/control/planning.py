@@ -310,13 +310,13 @@ class Planning:
         )
 
     def _is_written_down(self, recorder: StepRecorder | None, after: FittedSaving | None) -> bool:
-        """Whether the forward that begins is to be written down, for others to follow it."""
+        """Return whether the forward that begins is to be written down, to be followed."""
         settled = self.settled and self.meter is None and self._untried < 0
         alone = recorder is None and after is None and self.calls.is_one
         return settled and alone and self._scripts.get(self.now) is None and self._unwritten > 0
 
     def next_script(self) -> Script | None:
-        """What the forward that begins follows; None: it is looked at."""
+        """Return the script that the forward that begins follows; None: it is looked at."""
         usable = self.settled and self.meter is None and self.calls.is_one
         script = self._scripts.get(self.now) if usable else None
         if script is not None:

@@ -209,18 +209,19 @@ class Saving:
         if kind is None and self.warns:
             warn_if_useless(self.ledger, self.policy, stacklevel=3)
 
-    def join(self, hook: Callable[[Tensor], Any]) -> None:
+    def join(self, hook: Callable[[Tensor], Any], outside: int) -> None:
         """Begin in the middle of a forward, for which somebody else has opened hooks and mode.
 
-        They hand on what they are asked to `take` and to `see`. hook: the one that packs. How often
-        each op of a module has saved before is not known: a plan may know such an op by another
-        number, or not, and then holds what it saves exactly.
+        They hand on what they are asked to `take` and to `see`. hook: the one that packs; outside:
+        how many modules had been called around the model. How often each op of a module has saved
+        before is not known: a plan may know such an op by another number, or not, and then holds
+        what it saves exactly.
         """
         with ExitStack() as opening:
             modules.watch()
             opening.callback(modules.unwatch)
             opening.enter_context(modules.counting(self._begin_calls()))
-            modules.join(self._calls)
+            modules.join(self._calls, outside)
             self._consumers = Consumers(self._finished, None, self._run_as)
             self._hook = hook
             self._watch = self._watching()

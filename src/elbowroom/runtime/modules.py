@@ -73,8 +73,8 @@ def counting(calls: Calls) -> Iterator[None]:
         _thread.calls, _thread.prefix = before
 
 
-def join(calls: Calls) -> None:
-    """Begin in the middle of a forward: which modules run is read off the stack of Python."""
+def on_stack() -> list[nn.Module]:
+    """Return the modules whose forward runs on this thread, as Python's stack has them."""
     running: list[nn.Module] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -82,6 +82,15 @@ def join(calls: Calls) -> None:
             running.append(frame.f_locals["self"])
         frame = frame.f_back
     running.reverse()
+    return running
+
+
+def join(calls: Calls, outside: int) -> None:
+    """Begin in the middle of a forward, whose modules are found on Python's stack.
+
+    outside: how many of them, the outermost, are wrappers around the model that a context is for
+    """
+    running = on_stack()[outside:]
     _thread.running[:] = running
     if running:
         _thread.names = _names_in(running[0])

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Rebuild
-from elbowroom.runtime import opened
+from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.compiler import eagerly
@@ -99,9 +99,11 @@ class Replay(TorchFunctionMode):
         self._began = 0
         self._places: list[tuple[WeakStorage, int, int]] = []
         self._open: ExitStack | None = None
+        self._outside = 0  # modules that were called around the model
 
     def __enter__(self) -> Self:
         nowhere: Any = None
+        self._outside = len(modules.on_stack())
         self.slots = [nowhere] * self.script.slots
         self.noted = [nowhere] * self.script.noted
         self._places = [nowhere] * self.script.places
@@ -272,8 +274,9 @@ class Replay(TorchFunctionMode):
             self._stray()
             return self._called(module, call, args, kwargs)
         self._at += 1
-        for deed in step.before:
-            self._do_late(deed)
+        with _disabled():  # what we do is no op of the model's
+            for deed in step.before:
+                self._do_late(deed)
         outer = self._saves, self._saved, self._is_inside
         self._saves, self._saved = step.saves, 0
 
@@ -368,6 +371,9 @@ class Replay(TorchFunctionMode):
         action = deed.action_of(self)
         seed = self.context.next_seed() if isinstance(action, Encode) else 0
         ready = deed.remade.ready(self) if isinstance(action, Rebuild) and deed.remade else None
+        if ready is not None and not (ready.exact or ready.works_lossy):
+            slot.hold(KeepHandle(whole, "what it would be made of has no bits for it in this step"))
+            return
         norm = None if deed.norm is None else deed.norm.statistics(self)
         prefetcher = self.context.prefetcher
         slot.hold(perform(action, whole, deed.need, ready, seed, None, norm, prefetcher, deed.name))
@@ -382,7 +388,7 @@ class Replay(TorchFunctionMode):
 
     @property
     def share(self) -> float:
-        """How much of the script has been followed."""
+        """Return how much of the script has been followed, from 0 to 1."""
         return self._at / max(len(self._steps), 1)
 
     def look(self) -> Saving:
@@ -394,7 +400,7 @@ class Replay(TorchFunctionMode):
         if self.saving is None:
             self.strayed = True
             self.saving = self.look()
-            self.saving.join(self._pack)
+            self.saving.join(self._pack, self._outside)
 
 
 def _has(x: Tensor, geometry: Any) -> bool:

@@ -187,7 +187,8 @@ class Scribe:
 
     def failed(self) -> None:
         """The call has raised."""
-        self._stack.pop()
+        if self._stack:
+            self._stack.pop()
         self.refuse("an op has raised")
 
     def saved(self, x: Tensor, held: Any) -> None:
