@@ -15,7 +15,7 @@ import elbowroom as er
 from elbowroom.codecs import Dither
 from elbowroom.plan.gentle import levels_for
 from elbowroom.runtime import direct
-from elbowroom.runtime.direct.attention import spread
+from elbowroom.runtime.direct.attention import _LeanMask, attention, spread
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BAR = 0.05
@@ -260,3 +260,34 @@ def test_torchs_own_node_keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
     got, saved = gradients(drawn(4.0), er.saving("dither", bits=2, min_nbytes=0, seed=0))
     assert all(map(torch.equal, got, true))
     assert any("logsumexp" in row.why for row in saved.ledger.rows)
+
+
+@pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"enable_gqa": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropouts_backward_holds_three_matrices_of_weights(how: Any, dtype: torch.dtype) -> None:
+    # Four and more before: the mask as floats, and a copy of the gradient that it multiplies.
+    batch, heads, tokens, width = 2, 4, 256, 16
+    keys = (batch, 2 if "enable_gqa" in how else heads, tokens, width)
+    tensors = drawn(1.0, (batch, heads, tokens, width), keys, dtype)
+    true, _ = gradients(tensors, nullcontext(), dropout_p=0.1, **how)
+    got, _ = gradients(tensors, er.saving(min_nbytes=0), dropout_p=0.1, **how)
+    assert all(map(torch.equal, got, true))
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = attention(*leaves, dropout_p=0.1, **how)
+    grad = torch.ones_like(out)
+    weights = 4 * batch * heads * tokens * tokens  # in float32, whatever the leaves are
+    beside = 8 * 4 * grad.numel()
+    assert er.peak(lambda: out.backward(grad)) <= 3 * weights + beside
+
+
+def test_a_mask_of_dropout_that_is_changed_otherwise_is_held() -> None:
+    bits, x = torch.zeros(8, dtype=torch.uint8), torch.ones(64)
+    lean = _LeanMask(bits)
+    with lean.drawing():
+        x.bernoulli_(0.5).div_(0.5)
+    assert not isinstance(lean.pack(x), Tensor)
+    assert isinstance(lean.pack(x), Tensor)  # what lies there later is another tensor
+    other = _LeanMask(bits)
+    with other.drawing():
+        x.bernoulli_(0.5).mul_(2.0)
+    assert isinstance(other.pack(x), Tensor)

@@ -48,6 +48,7 @@ _WORTH_BITS = 1 << 16  # weights: to draw as many takes as long as to see the op
 _GROUP = 64  # elements that share a step of a code, at most (`plan/gentle.py`)
 _NAMES = ("query", "key", "value", "attn_mask")
 _LOGITS, _VALUES = frozenset((0, 1, "query", "key")), frozenset((2, "value"))
+_DIVIDES = (torch.ops.aten.div_.Tensor, torch.ops.aten.div_.Scalar)
 _Grads = tuple[Tensor | None, ...]
 
 
@@ -178,12 +179,14 @@ def plain_nbytes(call: Call) -> int:
     return int(q.nbytes + k.nbytes + (1 + dropped) * weights)
 
 
-def _workspace_nbytes(how: _How, q: Tensor, k: Tensor, mask: Tensor | None) -> int:
+def _workspace_nbytes(how: _How, q: Tensor, k: Tensor, mask: Tensor | None, drawn: "_Drawn") -> int:
     """What backward takes beside gradients where torch has no fused kernel (CPU, measured)."""
     learned = mask is not None and mask.requires_grad
     if not (how.dropout_p or learned or q.dim() != 4):
         return 0
-    return 4 * (q.numel() // q.shape[-1]) * k.shape[-2] * q.itemsize
+    matrices = 3 if isinstance(drawn, _Bits) else 4
+    wide = max(q.itemsize, 4)  # the math path goes by float32 where q has fewer bits
+    return matrices * (q.numel() // q.shape[-1]) * k.shape[-2] * wide
 
 
 class _Attention(torch.autograd.Function):
@@ -196,7 +199,7 @@ class _Attention(torch.autograd.Function):
         with saved_tensors_hooks(_nothing, _same), drawn.first():
             out = _run(how, _leaves((q, k, v, mask), ctx.needs_input_grad)).detach()
         ctx.how, ctx.drawn = how, drawn
-        ctx.workspace_nbytes = _workspace_nbytes(how, q, k, mask)
+        ctx.workspace_nbytes = _workspace_nbytes(how, q, k, mask, drawn)
         ctx.save_for_backward(q, k, v, mask, *drawn.take())
         return out
 
@@ -211,14 +214,17 @@ class _Attention(torch.autograd.Function):
         given = _aliases(saved) if again else _leaves(saved, ctx.needs_input_grad)
         with ExitStack() as around:
             around.enter_context(torch._C.DisableTorchFunction())
-            around.enter_context(saved_tensors_hooks(Tensor.detach, _same))
+            lean = None if again else ctx.drawn.lean(*drawn)
+            pack, unpack = (Tensor.detach, _same) if lean is None else (lean.pack, lean.unpack)
+            around.enter_context(saved_tensors_hooks(pack, unpack))
             around.enter_context(torch.autocast(grad.device.type, enabled=False))
-            around.enter_context(ctx.drawn.again(*drawn))
+            around.enter_context(ctx.drawn.again(*drawn) if lean is None else lean.drawing())
             out = _run(ctx.how, given)
         asked = [i for i in range(4) if ctx.needs_input_grad[i]]
-        found = torch.autograd.grad(
-            out, [given[i] for i in asked], grad, create_graph=again, allow_unused=True
-        )
+        with nullcontext() if lean is None else lean:
+            found = torch.autograd.grad(
+                out, [given[i] for i in asked], grad, create_graph=again, allow_unused=True
+            )
         made: dict[int, Tensor | None] = dict(zip(asked, found, strict=True))
         return *(made.get(i) for i in range(4)), None
 
@@ -265,6 +271,10 @@ class _Drawn:
     def again(self, *saved: Tensor) -> AbstractContextManager[Any]:
         """Around a second run, which gets the same. saved: what `take` gave."""
         return nullcontext()
+
+    def lean(self, *saved: Tensor) -> "_LeanMask | None":
+        """The same for a run whose gradient is taken once; None: it takes no less so."""
+        return None
 
 
 class _Random(_Drawn):
@@ -317,23 +327,33 @@ class _Bits(_Drawn):
 
     def again(self, *saved: Tensor) -> AbstractContextManager[Any]:
         rest = iter(saved)
+        return _Bernoulli(lambda run: _fill(run.args[0], next(rest)))
 
-        def give(run: partial[Tensor]) -> None:
-            x: Tensor = run.args[0]
-            flat = x.new_empty(x.numel()) if not x.is_contiguous() else x.view(-1)
-            ops.unpack_bits(next(rest), 1.0, flat)
-            if not x.is_contiguous():
-                x.copy_(flat.view(x.shape))
+    def lean(self, *saved: Tensor) -> "_LeanMask | None":
+        return _LeanMask(saved[0]) if len(saved) == 1 else None
 
-        return _Bernoulli(give)
+
+def _fill(x: Tensor, bits: Tensor) -> None:
+    """Write the ones and zeros that were drawn before into x."""
+    flat = x.new_empty(x.numel()) if not x.is_contiguous() else x.view(-1)
+    ops.unpack_bits(bits, 1.0, flat)
+    if not x.is_contiguous():
+        x.copy_(flat.view(x.shape))
 
 
 class _Bernoulli(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, `instead`(the call) runs for each `bernoulli_`."""
+    """Inside, `instead`(the call) runs for each `bernoulli_`.
 
-    def __init__(self, instead: Callable[[partial[Tensor]], Any]) -> None:
+    changed  is told of each other op that changes a tensor in place, and of its arguments
+    """
+
+    def __init__(
+        self,
+        instead: Callable[[partial[Tensor]], Any],
+        changed: Callable[..., None] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._instead = instead
+        self._instead, self._changed = instead, changed
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -342,7 +362,72 @@ class _Bernoulli(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.bernoulli_.float:
             self._instead(run)
             return args[0]
+        if self._changed is not None and func._schema.is_mutable and isinstance(args[0], Tensor):
+            self._changed(func, *args)
         return run()
+
+
+class _LeanMask(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dropout's backward with one matrix of weights less at each of its two largest moments.
+
+    The mask waits as bits, not as floats, while the gradient of the dropped weights is made; then
+    that gradient, which nobody else has, is multiplied by the mask in place. The values are those
+    of torch's own ops, so the bits are, too. Entered around backward.
+
+    bits  what was drawn
+    """
+
+    def __init__(self, bits: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._bits = bits
+        self._scales: list[Any] = []  # by which the drawn ones are divided
+        self._at: int | None = None  # the address of the mask, as long as forward runs
+        self._mask: Tensor | None = None  # as it was restored
+
+    def drawing(self) -> AbstractContextManager[Any]:
+        """Around forward: it draws what was drawn before."""
+        return _Bernoulli(self._give, self._changed)
+
+    def _give(self, run: partial[Tensor]) -> None:
+        mask: Tensor = run.args[0]
+        _fill(mask, self._bits)
+        self._at = mask.data_ptr() if mask.is_contiguous() else None
+
+    def _changed(self, func: Any, x: Tensor, *rest: Any) -> None:
+        """Note what the mask is divided by; one that is changed otherwise is held as it is."""
+        if x.data_ptr() != self._at:
+            return
+        if func in _DIVIDES and len(rest) == 1:
+            self._scales.append(rest[0])
+        else:
+            self._at = None
+
+    def pack(self, x: Tensor) -> Any:
+        """Hold a saved tensor; of the mask, what it is made again from."""
+        if x.data_ptr() == self._at and x.is_contiguous():
+            self._at = None  # from here on another tensor may lie there
+            return x.shape, x.dtype, x.device
+        return x.detach()
+
+    def unpack(self, held: Any) -> Tensor:
+        if isinstance(held, Tensor):
+            return held
+        shape, dtype, device = held
+        mask = torch.empty(shape, dtype=dtype, device=device)
+        _fill(mask, self._bits)
+        for scale in self._scales:
+            mask.div_(scale)
+        self._mask = mask
+        return mask
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.mul.Tensor and self._mask is not None and args[1] is self._mask:
+            mask, self._mask = self._mask, None
+            if args[0].shape == mask.shape and args[0].dtype == mask.dtype:
+                return args[0].mul_(mask)
+        return func(*args, **(kwargs or {}))
 
 
 def _drawn(how: _How, q: Tensor, k: Tensor) -> _Drawn:
