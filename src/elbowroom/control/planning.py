@@ -477,9 +477,10 @@ class Planning:
 
     def forward_ended(self, saving: FittedSaving) -> None:
         """Note how far this forward had to climb; refuse a budget that cannot be met."""
-        if saving.impossible and self._is_last_resort and self._gave_up is not None:
-            raise self._measured_refusal(self._gave_up)
         if saving.impossible:
+            least = self._gave_up if self._is_last_resort else self._tried.least
+            if least is not None and least.peak_nbytes > self.terms.budget_nbytes:
+                raise self._measured_refusal(least)
             raise self._refusal(saving)
         if self._allowance.transient_nbytes is None:
             self.rung = saving.rung
