@@ -8,7 +8,8 @@ relu6       its input: where that lies between 0 and 6. A NaN does on a GPU; on 
 
 from torch import Tensor
 
-from elbowroom.codecs import BitMask, Facts
+from elbowroom.codecs.base import memory_order
+from elbowroom.kernels import ops
 
 MASKED_OUTPUT = ("relu", "relu_")
 MASKED_INPUT = ("leaky_relu",)
@@ -30,7 +31,7 @@ def mask_bits(base: Tensor, consumer: str, *, only_output: bool = False) -> Tens
         x = base > 0
     else:
         x = base if only_output else ~(base <= 0)
-    return BitMask().encode(x, facts=Facts(value=1.0)).buffers[0]
+    return ops.pack_bits(memory_order(x.detach())[0])
 
 
 def differ(one: str, other: str) -> bool:

@@ -278,13 +278,17 @@ class View:
                 "and where the ReLU behind it lets nothing pass only a rough code is held; "
                 "er.saving('lean', fold=1) holds a finer one."
             )
-        with torch.no_grad():
-            if self.need is Need.SHAPE and not isinstance(self.slot.value, KeepHandle):
-                return self._blank()
-            whole = (
-                self.slot.restore_mask() if self.need is Need.MASK else self.slot.restore_shared()
-            )
-            return self.geometry.within(self.slot.base, whole)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._restored()
+        return self._restored()
+
+    def _restored(self) -> Tensor:
+        slot = self.slot
+        if self.need is Need.SHAPE and not isinstance(slot.value, KeepHandle):
+            return self._blank()
+        whole = slot.restore_mask() if self.need is Need.MASK else slot.restore_shared()
+        return self.geometry.within(slot.base, whole)
 
     def restore_side(self) -> Tensor | None:
         """1 where the upper one of two codes is held, 0 elsewhere; None: one code is held."""

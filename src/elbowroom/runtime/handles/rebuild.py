@@ -17,7 +17,7 @@ from elbowroom.runtime.slot import Geometry, Slot
 class RebuildHandle:
     """Holds a ready recipe, and the geometry of `base`, a dense view of all the recipe makes."""
 
-    __slots__ = ("_base", "_device_type", "_dtype", "depth", "ready")
+    __slots__ = ("_base", "_dtype", "depth", "ready")
 
     label = "rebuild"
     nbytes = 0
@@ -25,7 +25,6 @@ class RebuildHandle:
     def __init__(self, ready: Ready, base: Tensor) -> None:
         self.ready = ready
         self.depth = ready.depth
-        self._device_type = base.device.type
         self._base, self._dtype = Geometry.of(base), base.dtype
 
     @property
@@ -67,7 +66,10 @@ class RebuildHandle:
 
     def restore(self, *, private: bool = False) -> Tensor:
         """Run the recipe. It always gives fresh memory, or memory that its caller may overwrite."""
-        with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                x = self.ready.make()
+        else:
             x = self.ready.make()
         if x.dtype is not self._dtype:
             raise RestoreError(
