@@ -143,6 +143,14 @@ def _commit() -> str:
     return commit + ("+" if changes else "")
 
 
+@pytest.fixture(autouse=True)
+def nothing_learned() -> None:
+    """No test follows what another one has learned."""
+    from elbowroom.runtime.replay.saving_context import forget_all  # once Triton's way is chosen
+
+    forget_all()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """So that no bit depends on how work is divided; and small tensors are faster so."""

@@ -9,6 +9,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from elbowroom.control.policies import policy_of
+from elbowroom.runtime.context import PROCESS, Context
+from elbowroom.runtime.hooks import Saving
+
+
+def looking(
+    policy: Any = None,
+    *,
+    min_nbytes: int = 32768,
+    rebuild: bool = True,
+    seed: int | None = None,
+    **fields: Any,
+) -> Saving:
+    """What `er.saving` opens for a step that it does not know."""
+    context = PROCESS if seed is None else Context(seed, learns=False)
+    return Saving(policy_of(policy, rebuild, fields), min_nbytes=min_nbytes, context=context)
+
+
 N = 8  # every value is [N, N]
 
 

@@ -40,18 +40,20 @@ from elbowroom.measure.memory import budget_nbytes
 from elbowroom.measure.record import record
 from elbowroom.measure.roofline import Speed
 from elbowroom.measure.standing import standing_of
-from elbowroom.plan import Policy
+from elbowroom.plan import Coat, Exact, Lean, Lossy, OffloadRest, Policy
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan, check_plan
 from elbowroom.plan.profile import Profile
 from elbowroom.runtime.attach import attach, attached, detach, opener_of
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
-from elbowroom.runtime.inert import inertness_of
 from elbowroom.runtime.observer import Observer
+from elbowroom.runtime.replay.saving_context import Identical, SavingContext
+from elbowroom.runtime.replay.scribe import Scribe
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
+_REPEATED = (Exact, Lossy, Lean, Coat, OffloadRest)  # policies that give a step what they gave it
 
 
 def saving(
@@ -63,7 +65,7 @@ def saving(
     noise: float | None = None,
     watch: bool = False,
     **fields: Any,
-) -> Saving:
+) -> SavingContext:
     """Hold what autograd saves inside this context in fewer bytes.
 
         with er.saving("dither", bits=2) as saved:
@@ -116,7 +118,15 @@ def saving(
     observer: Observer | None = chosen if isinstance(chosen, Adaptive) else None
     if watch and observer is None:
         observer = meter_of(chosen)
-    return Saving(chosen, min_nbytes=min_nbytes, context=context, warns=True, observer=observer)
+
+    def make(scribe: Scribe | None) -> Saving:
+        return Saving(
+            chosen, min_nbytes=min_nbytes, context=context, observer=observer, scribe=scribe
+        )
+
+    repeats = observer is None and type(chosen) in _REPEATED
+    setting = ("saving", chosen, min_nbytes) if repeats else None
+    return SavingContext(make, context, setting, warns=True)
 
 
 def measure(
@@ -294,7 +304,7 @@ def plan(
     )
 
 
-def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -> Saving:
+def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -> SavingContext:
     """A context that does what a plan says with everything that autograd saves inside.
 
         with er.following(plan):
@@ -309,14 +319,19 @@ def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -
     if not isinstance(plan, Plan):
         raise PlanError(f"following takes what er.plan(...) gave; got {type(plan).__name__}")
     context = PROCESS if seed is None else Context(seed, learns=False)
-    return Saving(
-        plan,
-        min_nbytes=min_nbytes,
-        context=context,
-        recompute=plan.recompute,
-        idle=plan.changes_nothing,
-        inertness=inertness_of(plan),
-    )
+
+    def make(scribe: Scribe | None) -> Saving:
+        return Saving(
+            plan,
+            min_nbytes=min_nbytes,
+            context=context,
+            recompute=plan.recompute,
+            idle=plan.changes_nothing,
+            scribe=scribe,
+        )
+
+    setting = None if plan.changes_nothing else ("following", Identical(plan), min_nbytes)
+    return SavingContext(make, context, setting)
 
 
 def fit(

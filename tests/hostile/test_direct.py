@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import elbowroom as er
 from elbowroom.errors import RestoreError
 from elbowroom.runtime import direct as table
+from elbowroom.runtime.replay.saving_context import forget_all
 
 LEVELS = {"levels": 16, "min_nbytes": 0, "seed": 5}
 
@@ -21,6 +22,7 @@ def by_restoring(monkeypatch):
 
     def switch() -> None:
         monkeypatch.setattr(table, "_OPS", {})
+        forget_all()
 
     return switch
 

@@ -15,6 +15,7 @@ import elbowroom as er
 from elbowroom.codecs import Comet, Dither, Group, Sided
 from elbowroom.errors import RestoreError
 from elbowroom.plan import Encode, Exact, Keep, Need
+from programs import looking
 
 NONE, MASK, GATED, SUM = "dither", "sided", "group", "comet"
 
@@ -148,7 +149,7 @@ def test_who_is_taken_for_gated(after, expected, channels_last):
     x = x.to(memory_format=torch.channels_last) if channels_last else x
     exact = gradients(net, x, contextlib.nullcontext())
     for _ in range(2):  # numba keeps what it compiles for alive
-        saved = er.saving(asking, min_nbytes=0, seed=1)
+        saved = looking(asking, min_nbytes=0, seed=1)
         near = gradients(net, x, saved)
         HELD.clear()
     rows = [row for row in saved.ledger.rows if row.consumer == "batch_norm"]

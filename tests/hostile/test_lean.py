@@ -19,6 +19,7 @@ import elbowroom as er
 from elbowroom.codecs import Dither, Sided
 from elbowroom.errors import CodecError, RestoreError
 from elbowroom.plan import Encode, Exact, Keep, Lean, Need
+from programs import looking
 
 FINE = {"upper": 256, "lower": 256, "plain": 256, "fold": 1}
 
@@ -29,7 +30,7 @@ def seeded(one_thread):
 
 
 def lean(**fields: Any):
-    return er.saving("lean", min_nbytes=0, seed=1, **fields)
+    return looking("lean", min_nbytes=0, seed=1, **fields)
 
 
 class Block(nn.Module):
@@ -362,7 +363,7 @@ def test_a_change_in_place_while_it_waits_is_refused():
 
 
 def test_tightening_while_it_waits():
-    saved = er.saving("lean", min_nbytes=0, seed=1)
+    saved = looking("lean", min_nbytes=0, seed=1)
     with saved:
         h, out = waiting_norm(saved)
         del h
@@ -376,7 +377,7 @@ def test_tightening_from_keep_to_lean():
     net, x = Block(AFTER["relu"][0]), images()
     exact = grads(net, x, contextlib.nullcontext())
     net.zero_grad()
-    saved = er.saving("keep", min_nbytes=0)
+    saved = looking("keep", min_nbytes=0)
     with saved:
         loss = net(x)
         saved.tighten(Lean(**FINE))
@@ -462,7 +463,7 @@ def test_any_policy_may_ask_for_the_mask():
         return exact if not isinstance(exact, Keep) else Keep("mine")
 
     net, x = Block(AFTER["relu"][0]), images()
-    saved = er.saving(policy, min_nbytes=0)
+    saved = looking(policy, min_nbytes=0)
     grads(net, x, saved)
     assert of_norms(saved) == ["sided"]
 

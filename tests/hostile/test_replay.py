@@ -21,11 +21,12 @@ import elbowroom as er
 from elbowroom.errors import RestoreError
 from elbowroom.runtime import modules
 from elbowroom.runtime.attach import opener_of
+from elbowroom.runtime.context import PROCESS
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script
-from programs import Model, gradients, same
+from programs import Model, gradients, looking, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Make = Callable[[], Saving]
@@ -35,7 +36,7 @@ class Following(Replay):
     """A replay whose rest is looked at by a context of the same kind."""
 
     def __init__(self, script: Script, make: Make) -> None:
-        super().__init__(script, er.saving().context)
+        super().__init__(script, PROCESS)
         self.make = make
 
     def look(self) -> Saving:
@@ -43,17 +44,17 @@ class Following(Replay):
 
 
 def exact() -> Saving:
-    return er.saving(min_nbytes=0)
+    return looking(min_nbytes=0)
 
 
 def dithered() -> Saving:
-    return er.saving("dither", levels=16, min_nbytes=0)
+    return looking("dither", levels=16, min_nbytes=0)
 
 
 MODES: dict[str, Make] = {
     "exact": exact,
-    "no rebuild": lambda: er.saving(min_nbytes=0, rebuild=False),
-    "lossless": lambda: er.saving("sparse_lossless", min_nbytes=0),
+    "no rebuild": lambda: looking(min_nbytes=0, rebuild=False),
+    "lossless": lambda: looking("sparse_lossless", min_nbytes=0),
 }
 
 

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 import elbowroom as er
 from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.errors import BudgetTooSmall, RestoreError
+from elbowroom.plan import Exact
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.inert import Inertness, OpName, Parts, inertness_of
+from programs import looking
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -124,7 +126,7 @@ def test_a_mild_plan_has_little_to_look_at(kind: str) -> None:
 def found_inert(policy: str, forward: Callable[[], Tensor], **fields: int) -> frozenset[OpName]:
     """What one forward under a policy shows, backward included."""
     parts = Parts()
-    saving = Saving(er.saving(policy, **fields).policy, min_nbytes=0)
+    saving = looking(policy, min_nbytes=0, **fields)
     with saving:
         saving._passing.parts = parts
         loss = forward()
@@ -204,7 +206,7 @@ def blind(*ops: str) -> Saving:
     inertness = Inertness(planned(profiled("gpt"), 0.9, exact=True))
     inertness.ops = frozenset(("", op) for op in ops)
     inertness._held_nbytes = inertness._highest_nbytes = 1 << 40
-    return Saving(er.saving().policy, min_nbytes=0, inertness=inertness)
+    return Saving(Exact(), min_nbytes=0, inertness=inertness)
 
 
 def test_what_is_changed_in_place_is_still_noticed() -> None:
@@ -268,7 +270,7 @@ def test_statistics_of_a_norm_are_no_activations() -> None:
     inertness = Inertness(planned(profiled("gpt"), 0.9, exact=True))
     inertness.ops = frozenset({("BatchNorm1d", "batch_norm"), ("", "batch_norm")})
     inertness._highest_nbytes = 1 << 40
-    saving = Saving(er.saving().policy, min_nbytes=0, inertness=inertness)
+    saving = Saving(Exact(), min_nbytes=0, inertness=inertness)
     with saving:
         y = x * 2
         loss = norm(y).sum()

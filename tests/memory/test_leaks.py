@@ -21,6 +21,7 @@ from elbowroom.demo.models import GPT, ResNet18
 from elbowroom.plan import Lossy
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.tiers.choose import file_tier
+from programs import looking
 
 MODES: dict[str, Callable[[], Any]] = {
     "keep": lambda: er.saving("keep", min_nbytes=0),
@@ -156,7 +157,7 @@ def test_lossy_and_exact_modes_let_tensors_die_in_forward(name):
 
 
 def test_tightened_tensors_die():
-    net, saved = network(), er.saving("keep", min_nbytes=0)
+    net, saved = network(), looking("keep", min_nbytes=0)
     with saved:
         out = net(batch())
         alive, held = net.alive(), saved.ledger.held_nbytes
@@ -175,10 +176,12 @@ def test_a_context_kept_open_holds_nothing_of_old_steps(mode):
             net(batch()).square().sum().backward()
             assert saved.ledger.held_nbytes == 0
             assert net.alive() == 0
-        assert len(saved._identity.slots()) == 0
+        looking = saved._parts[0]
+        assert len(looking._identity.slots()) == 0
         # The records of dead storages are purged now and then.
-        assert len(saved._identity._storages) <= 2 * 256
-    assert not saved._identity._storages
+        assert len(looking._identity._storages) <= 2 * 256
+        assert looking.scribe is None or not looking.scribe._ops
+    assert not looking._identity._storages
 
 
 def test_checkpointed_segments_free_theirs():

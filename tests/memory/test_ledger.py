@@ -15,6 +15,7 @@ from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.measure import mark, memory_curve
 from elbowroom.plan import Encode, Exact, Keep
 from elbowroom.runtime.ledger import Ledger
+from programs import looking
 
 
 @pytest.fixture(autouse=True)
@@ -246,7 +247,7 @@ def test_the_fullest_moment_counts():
 
 def test_a_context_around_a_training_does_not_grow():
     w = torch.randn(64, 64, requires_grad=True)
-    with er.saving(min_nbytes=0) as saved:
+    with looking(min_nbytes=0) as saved:
         for _ in range(50):
             F.gelu(F.linear(w * 1, w)).sum().backward()
     assert len(saved.ledger._entries) < 20

@@ -43,9 +43,24 @@ class Context:
 
     def next_seed(self) -> int:
         """A fresh 64-bit seed."""
+        return self.seed_of(self.reserve(1) + 1)
+
+    def seed_of(self, count: int) -> int:
+        """Return the seed that `next_seed` gave, or will give, as the count came to this."""
+        return _mix(_mix(self.seed ^ (_rank() << 40)) + count)
+
+    def reserve(self, seeds: int) -> int:
+        """Take so many seeds at once; return the count before the first of them."""
         with self._lock:
-            self.count += 1
-            return _mix(_mix(self.seed ^ (_rank() << 40)) + self.count)
+            before = self.count
+            self.count += seeds
+            return before
+
+    def give_back(self, before: int, seeds: int, used: int = 0) -> None:
+        """Only so many of those that were reserved were used: take back the rest, if it is last."""
+        with self._lock:
+            if self.count == before + seeds:
+                self.count = before + used
 
     def begin_step(self) -> None:
         """A training step begins."""

@@ -41,7 +41,6 @@ from elbowroom.plan import (
 from elbowroom.plan.gentle import ATTENTION, MOST_LEVELS, gentle, keeps_rows_apart, suffices
 from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, RECURRENT, Formula
 from elbowroom.runtime import modules, opened
-from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.checkpoints import Pieces, checkpoint_call
@@ -78,7 +77,7 @@ from elbowroom.runtime.producers import note_copy, note_origin
 from elbowroom.runtime.readers import Reader, readers_of
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
-from elbowroom.runtime.repeats import why_not_again
+from elbowroom.runtime.repeats import why_not_again, will_be_tried
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import NOWHERE, Deed
 from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, rows_of, site_of
@@ -99,7 +98,6 @@ class Saving:
     min_nbytes  storages smaller than this stay as they are
     context     where seeds come from and what is learned goes to
     ledger      the count of bytes, filled as forward runs
-    warns       whether to say so if nothing could be changed
     observer    who may watch what errors the codes make
     recorder    who writes down what is saved, when, and when it is asked for
     recompute   names of modules whose forward runs again in backward
@@ -115,7 +113,6 @@ class Saving:
         *,
         min_nbytes: int = 32768,
         context: Context = PROCESS,
-        warns: bool = False,
         observer: Observer | None = None,
         recorder: Recorder | None = None,
         recompute: Container[str] = (),
@@ -131,7 +128,6 @@ class Saving:
         self.recompute = recompute
         self.idle = idle
         self.observer = observer
-        self.warns = warns
         self.min_nbytes = min_nbytes
         self.context = context
         self.ledger: Ledger = Ledger() if after is None else after.ledger
@@ -172,6 +168,7 @@ class Saving:
             consumers = Consumers(self._finished, passes, self._run_as, failed)
             self._consumers = opening.enter_context(consumers)
             if self.scribe is not None:
+                self.scribe.seeds_before = self.context.count
                 self._identity.told = partial(self._copied, self.scribe)
             if self.recorder is not None or self.recompute:
                 opening.enter_context(intercepted(self._called))
@@ -200,14 +197,17 @@ class Saving:
         self._waiting.clear()
         self._pieces.clear()
         if self.scribe is not None:
-            self.scribe.finish(self.ledger.held_nbytes, self.ledger.before_nbytes)
+            self.scribe.finish(self.ledger, self.context.count)
         if kind is None:
             self._passing.learn(slots)
         self._passing = Passing(None, self.ledger, self.min_nbytes)
         if self.recorder is not None:
             self.recorder.forward_ended()
-        if kind is None and self.warns:
-            warn_if_useless(self.ledger, self.policy, stacklevel=3)
+
+    @property
+    def called(self) -> list[nn.Module]:
+        """The outermost modules that have been called."""
+        return list(self._calls)
 
     def join(self, hook: Callable[[Tensor], Any], outside: int) -> None:
         """Begin in the middle of a forward, for which somebody else has opened hooks and mode.
@@ -222,7 +222,11 @@ class Saving:
             opening.callback(modules.unwatch)
             opening.enter_context(modules.counting(self._begin_calls()))
             modules.join(self._calls, outside)
-            self._consumers = Consumers(self._finished, None, self._run_as)
+            failed = None if self.scribe is None else self.scribe.failed
+            self._consumers = Consumers(self._finished, None, self._run_as, failed)
+            if self.scribe is not None:  # from the first op on, or the script would be a part only
+                self.scribe.seeds_before = self.context.count
+                self._identity.told = partial(self._copied, self.scribe)
             self._hook = hook
             self._watch = self._watching()
             self._open = opening.pop_all()
@@ -345,6 +349,8 @@ class Saving:
             return call(*args, **kwargs)
         arguments = Arguments(args, kwargs)
         sharded = modules.is_sharded(module)
+        if self.scribe is not None and will_be_tried(module):
+            self.scribe.refuse("modules are tried in it", once=True)
         why = modules.SHARDED if sharded else why_not_again(module, call, arguments)
         if why:
             self._keep_out(module, name, why)
@@ -387,6 +393,8 @@ class Saving:
         """
         scribe = self.scribe
         if scribe is not None:
+            if self.ledger.was_asked:
+                scribe.refuse("a backward has run inside")
             scribe.begins(call)
         if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
             body = opened.opened(call.func, self._consumers)
@@ -645,6 +653,7 @@ class Saving:
             action = Keep("a part of a storage whose other parts may change")
         slot.entry.why = action.why if isinstance(action, Keep) else ""
         seed = self.context.next_seed() if isinstance(action, Encode) else 0
+        drawn = self.context.count
         covers = x.numel() == whole.numel()
 
         def hold(slot: Slot, whole: Tensor, action: Action) -> None:
@@ -664,7 +673,7 @@ class Saving:
                 dtype = str(site.dtype).removeprefix("torch.")
                 where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
                 raise CodecError(f"{error} ({where})") from error
-            self._tell(slot, action, site.name, need, ready=ready, norm=known)
+            self._tell(slot, action, site.name, need, ready=ready, norm=known, drawn=drawn)
             slot.drop_needless_bits()
             if self._watch is not None and not isinstance(action, Keep | Offload):
                 encoded = action if isinstance(action, Encode) else None
@@ -724,11 +733,14 @@ class Saving:
         norm: Statistics | None = None,
         bits: str = "",
         covers: bool = False,
+        drawn: int = 0,
     ) -> None:
         """Write down what was done with a slot."""
         if self.scribe is not None:
-            deed = Deed(NOWHERE, name, need, action, bits=bits, covers=covers)
-            self.scribe.does(slot, deed, ready if isinstance(action, Rebuild) else None, norm)
+            draw = drawn - self.scribe.seeds_before
+            deed = Deed(NOWHERE, name, need, action, bits=bits, covers=covers, draw=draw)
+            remade = ready if isinstance(action, Rebuild) else None
+            self.scribe.does(slot, deed, remade, is_normalized=norm is not None)
 
     def _copied(self, scribe: Scribe, slot: Slot, y: Tensor) -> None:
         """A constant is among the arguments of the call that has ended, and a slot has a copy."""

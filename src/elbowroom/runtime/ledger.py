@@ -9,10 +9,11 @@ small tensors are.
 import io
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -93,6 +94,34 @@ class Entry:
             ledger._close(self)
 
 
+class Counted(NamedTuple):
+    """What an entry was at the fullest moment of a forward that others repeat.
+
+    slot  the number of the slot whose bytes it is about; negative: that of none that is acted on
+    """
+
+    module: str
+    consumer: str
+    dtype: str
+    action: str
+    why: str
+    before_nbytes: int
+    after_nbytes: int
+    away_nbytes: int
+    slot: int
+
+
+class Counts(NamedTuple):
+    """What a ledger has come to. held_nbytes: as forward ended."""
+
+    entries: tuple[Counted, ...]
+    before_nbytes: int
+    after_nbytes: int
+    away_nbytes: int
+    most_nbytes: int
+    held_nbytes: int
+
+
 class NoEntry:
     """In place of an `Entry`, for the slots of a replayed forward: nothing is counted."""
 
@@ -168,11 +197,50 @@ class Tally:
         return 0 if graph is None or graph.was_asked else self.after_nbytes
 
 
-class Ledger:
-    """Counts of one `saving` context. `before_nbytes` and `after_nbytes` are the two to compare.
+class Account(ABC):
+    """What a ledger shows: `before_nbytes` and `after_nbytes` are the two to compare.
 
-    away_nbytes: what was in host memory or in a file instead, at the same moment.
-    most_nbytes: the most that was held at any moment.
+    away_nbytes  what was in host memory or in a file instead, at the same moment
+    most_nbytes  the most that was held at any moment
+    held_nbytes  what is held now
+    """
+
+    before_nbytes: int
+    after_nbytes: int
+    away_nbytes: int
+    most_nbytes: int
+    held_nbytes: int
+
+    @property
+    @abstractmethod
+    def rows(self) -> list[Row]:
+        """The saved tensors of the fullest moment, in order of saving.
+
+        They are summed by module, consumer, dtype and fate.
+        """
+
+    def totals(self, by: str) -> dict[str, tuple[int, int]]:
+        """(before, after) bytes by one of the fields of a row.
+
+        That is "action", "module", "dtype", "consumer" or "why".
+        """
+        sums: dict[str, tuple[int, int]] = {}
+        for row in self.rows:
+            before, after = sums.get(getattr(row, by), (0, 0))
+            sums[getattr(row, by)] = before + row.before_nbytes, after + row.after_nbytes
+        return sums
+
+    def __str__(self) -> str:
+        return _render(self)
+
+    def __repr__(self) -> str:
+        before, after = show_nbytes(self.before_nbytes), show_nbytes(self.after_nbytes)
+        return f"{type(self).__name__}({before} -> {after})"
+
+
+class Ledger(Account):
+    """Counts of one `saving` context.
+
     was_asked: backward has begun.
     """
 
@@ -205,17 +273,11 @@ class Ledger:
 
     @property
     def rows(self) -> list[Row]:
-        """The saved tensors of the fullest moment, in order of saving.
-
-        They are summed by module, consumer, dtype and fate.
-        """
-        groups: dict[tuple[str, str, str, str, str], list[Entry]] = defaultdict(list)
-        with self._lock:
-            for entry in self._entries.values():
-                if entry.born <= self._fullest and not 0 < entry.died <= self._fullest:
-                    groups[
-                        entry.module, entry.consumer, entry.dtype, entry.action, entry.why
-                    ].append(entry)
+        """The saved tensors of the fullest moment."""
+        groups: dict[tuple[str, str, str, str, str], list[Entry | Counted]] = defaultdict(list)
+        for entry in self._of_fullest():
+            key = entry.module, entry.consumer, entry.dtype, entry.action, entry.why
+            groups[key].append(entry)
         return [
             Row(
                 *key,
@@ -227,22 +289,30 @@ class Ledger:
             for key, part in groups.items()
         ]
 
-    def totals(self, by: str) -> dict[str, tuple[int, int]]:
-        """(before, after) bytes by one of the fields of a row.
+    def counts(self, slot_of: Callable[[Entry], int]) -> Counts:
+        """Return what it has come to, for forwards that repeat this one.
 
-        That is "action", "module", "dtype", "consumer" or "why".
+        slot_of: entry -> the number of its slot, or a negative one
         """
-        sums: dict[str, tuple[int, int]] = {}
-        for row in self.rows:
-            before, after = sums.get(getattr(row, by), (0, 0))
-            sums[getattr(row, by)] = before + row.before_nbytes, after + row.after_nbytes
-        return sums
+        entries = tuple(
+            Counted(
+                *(e.module, e.consumer, e.dtype, e.action, e.why),
+                *(e.before_nbytes, e.after_nbytes, e.away_nbytes, slot_of(e)),
+            )
+            for e in self._of_fullest()
+            if isinstance(e, Entry)
+        )
+        most, held = self.most_nbytes, self.held_nbytes
+        sums = self.before_nbytes, self.after_nbytes, self.away_nbytes
+        return Counts(entries, *sums, most, held)
 
-    def __str__(self) -> str:
-        return _render(self)
-
-    def __repr__(self) -> str:
-        return f"Ledger({show_nbytes(self.before_nbytes)} -> {show_nbytes(self.after_nbytes)})"
+    def _of_fullest(self) -> "list[Entry] | list[Entry | Counted]":
+        with self._lock:
+            return [
+                entry
+                for entry in self._entries.values()
+                if entry.born <= self._fullest and not 0 < entry.died <= self._fullest
+            ]
 
     def _change(self, entry: Entry, nbytes: int, away_nbytes: int) -> None:
         with self._lock:
@@ -280,7 +350,82 @@ class Ledger:
         self.after_nbytes, self.away_nbytes = self.held_nbytes, self.held_away_nbytes
 
 
-def _render(ledger: Ledger) -> str:
+class RepeatedLedger(Ledger):
+    """The ledger of a forward that repeats one that was counted.
+
+    What is kept is known from that one. What is acted on is counted, for codes of zeros or of sharp
+    logits take another number of bytes in each step.
+    """
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self._known = counts
+        self._by_slot = {e.slot: e for e in counts.entries if e.slot >= 0}
+        acted_nbytes = sum(e.after_nbytes for e in self._by_slot.values())
+        self._kept_nbytes = counts.held_nbytes - acted_nbytes
+        self.before_nbytes, self.most_nbytes = counts.before_nbytes, counts.most_nbytes
+        self.after_nbytes, self.away_nbytes = counts.after_nbytes, counts.away_nbytes
+        self.held_nbytes = counts.held_nbytes
+
+    def entry(self, slot: int) -> Entry | NoEntry:
+        """Return the entry of the slot of this number, as it was counted."""
+        known = self._by_slot.get(slot)
+        if known is None:
+            return NoEntry()
+        entry = Entry(self, known.module, known.consumer, known.dtype, known.before_nbytes)
+        entry.action, entry.why = known.action, known.why
+        entry.after_nbytes, entry.away_nbytes = known.after_nbytes, known.away_nbytes
+        self._entries[slot] = entry
+        return entry
+
+    def let_go(self) -> None:
+        """Nothing is held any more of what is only kept."""
+        with self._lock:
+            self.held_nbytes, self._kept_nbytes = self.held_nbytes - self._kept_nbytes, 0
+
+    def _of_fullest(self) -> list[Entry | Counted]:
+        entries = self._entries
+        return [entries.get(e.slot, e) for e in self._known.entries]
+
+    def _change(self, entry: Entry, nbytes: int, away_nbytes: int) -> None:
+        with self._lock:
+            if entry.died:
+                return
+            more, more_away = nbytes - entry.after_nbytes, away_nbytes - entry.away_nbytes
+            self.held_nbytes += more
+            self.held_away_nbytes += more_away
+            entry.after_nbytes, entry.away_nbytes = nbytes, away_nbytes
+            if not self.was_asked:
+                self.after_nbytes += more
+                self.away_nbytes += more_away
+                self.most_nbytes = max(self._known.most_nbytes, self.after_nbytes)
+
+    def _close(self, entry: Entry) -> None:
+        with self._lock:
+            if not entry.died:
+                entry.died = 1
+                self.held_nbytes -= entry.after_nbytes
+                self.held_away_nbytes -= entry.away_nbytes
+
+
+class Ledgers(Account):
+    """The counts of several contexts, whose graphs wait for the same backward."""
+
+    def __init__(self, parts: Sequence[Account]) -> None:
+        self._parts = parts
+
+    @property
+    def rows(self) -> list[Row]:
+        """The saved tensors of the fullest moment of each."""
+        return [row for part in self._parts for row in part.rows]
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.endswith("_nbytes"):
+            raise AttributeError(name)
+        return sum(getattr(part, name) for part in self._parts)
+
+
+def _render(ledger: Account) -> str:
     if not ledger.before_nbytes:
         return (
             "saved tensors: none. Forward ran without gradients, inside a compiled function "

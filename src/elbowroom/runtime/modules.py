@@ -33,6 +33,8 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
+        self.joined = 0  # how many of them, the first, were called before anybody watched
+        self.outside = 0  # modules that were called around these
         self.names: dict[int, str] = {}  # by id, those in the first of them
         self.calls: Calls | None = None  # of outermost modules, so far
         self.prefix = ""  # of all names in the first of them, by its calls
@@ -60,6 +62,7 @@ def unwatch() -> None:
             _hooks.pop().remove()
     if _users == 0:
         _thread.running.clear()
+        _thread.joined = 0
 
 
 @contextmanager
@@ -92,10 +95,24 @@ def join(calls: Calls, outside: int) -> None:
     """
     running = on_stack()[outside:]
     _thread.running[:] = running
+    _thread.joined, _thread.outside = len(running), outside
     if running:
         _thread.names = _names_in(running[0])
         calls[running[0]] = calls.get(running[0], 0) + 1
         _thread.prefix = prefix(calls[running[0]])
+
+
+def _running() -> list[nn.Module]:
+    """Return the modules that run; no hook tells when one ends that was joined."""
+    if _thread.joined:
+        there, joined = on_stack()[_thread.outside :], 0
+        for mine, module in zip(_thread.running[: _thread.joined], there, strict=False):
+            if mine is not module:
+                break
+            joined += 1
+        del _thread.running[joined : _thread.joined]
+        _thread.joined = joined
+    return _thread.running
 
 
 def current() -> str:
@@ -103,7 +120,7 @@ def current() -> str:
 
     The class of one that the outermost does not contain.
     """
-    running = _thread.running
+    running = _running()
     if not running:
         return ""
     module = running[-1]
@@ -115,7 +132,7 @@ def stack() -> tuple[str, ...]:
 
     Without those that the first does not contain.
     """
-    if not _thread.running:
+    if not _running():
         return ()
     names, prefix = _thread.names, _thread.prefix
     return tuple(prefix + name for module in _thread.running[1:] if (name := names.get(id(module))))
@@ -123,7 +140,7 @@ def stack() -> tuple[str, ...]:
 
 def name_of(module: nn.Module) -> str:
     """The name of a module that is about to be called; "" for one that nobody contains."""
-    if not _thread.running:
+    if not _running():
         return ""  # the outermost
     name = _thread.names.get(id(module))
     return _thread.prefix + name if name else ""
@@ -147,7 +164,7 @@ def _enter(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     say_eager(module)
-    if not _thread.running:
+    if not _running():
         _thread.names = _names_in(module)
         _thread.prefix = _counted(module)
     _thread.running.append(module)

@@ -41,13 +41,17 @@ def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Argume
     """Why call(...), of this module, may not be left to a second run in backward; "": it may."""
     if arguments.why_not:
         return arguments.why_not
-    left = _left.get(module, TRIED)
-    if left > 0 and module not in _failed:
-        _left[module] = left - 1
+    if will_be_tried(module):
+        _left[module] = _left.get(module, TRIED) - 1
         why = _tried(module, call, arguments)
         if why:
             _failed[module] = why
     return _failed.get(module, "")
+
+
+def will_be_tried(module: nn.Module) -> bool:
+    """Return whether its next call will be one of those that run twice more."""
+    return _left.get(module, TRIED) > 0 and module not in _failed
 
 
 class Unrepeatable(BaseException):

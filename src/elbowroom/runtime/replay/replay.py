@@ -32,7 +32,7 @@ from elbowroom.runtime.handles import CastHandle, KeepHandle
 from elbowroom.runtime.handles.keep import check_version, version_of
 from elbowroom.runtime.hooks import Saving, unpack
 from elbowroom.runtime.identity import covering
-from elbowroom.runtime.ledger import NoEntry
+from elbowroom.runtime.ledger import Entry, NoEntry
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.perform import perform
 from elbowroom.runtime.recompute import recomputed
@@ -51,7 +51,7 @@ class Kept:
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, x: Tensor) -> None:
-        self._tensor = x if x.grad_fn is None else x.detach()
+        self._tensor = x if x.is_leaf else x.detach()  # to ask for `grad_fn` makes an object
         self._version = version_of(x)
 
     def restore(self) -> Tensor:
@@ -85,40 +85,53 @@ class Replay(TorchFunctionMode):
     strayed   the forward was another one
     """
 
-    def __init__(self, script: Script, context: Context) -> None:
+    def __init__(self, script: Script, context: Context, others: tuple[Script, ...] = ()) -> None:
+        """others: scripts that may turn out to be the right one, before anything is done."""
         super().__init__()
         self.script, self.context = script, context
         self.slots: list[Slot] = []
         self.noted: list[Tensor] = []
         self.strayed = False
         self.saving: Saving | None = None
+        self._others = others
         self._steps, self._at = script.steps, 0
         self._saves: tuple[Save, ...] | None = None
         self._saved = 0
         self._is_inside = False  # an op runs, so that no function mode is asked
         self._began = 0
         self._places: list[tuple[WeakStorage, int, int]] = []
+        self._seeds: int | None = None  # the context's count before those of this forward
+        self._drawn = 0
         self._open: ExitStack | None = None
         self._outside = 0  # modules that were called around the model
 
     def __enter__(self) -> Self:
-        nowhere: Any = None
         self._outside = len(modules.on_stack())
-        self.slots = [nowhere] * self.script.slots
-        self.noted = [nowhere] * self.script.noted
-        self._places = [nowhere] * self.script.places
+        self.follow(self.script)
         with ExitStack() as opening:
             opening.enter_context(eagerly())
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
             opening.enter_context(hooks)
             super().__enter__()  # type: ignore[no-untyped-call]
             opening.callback(super().__exit__, None, None, None)
-            if self.script.recomputes:
+            if self.script.recomputes or any(one.recomputes for one in self._others):
                 opening.enter_context(intercepted(self._called))
             self._open = opening.pop_all()
         if self.script.state != state_of_torch():
             self._stray()
         return self
+
+    def follow(self, script: Script) -> None:
+        """Go on by this script, of which nothing has been done."""
+        nowhere: Any = None
+        if self._seeds is not None:
+            self.context.give_back(self._seeds, self.script.seeds)
+        # The same noise for the same tensors, whether a forward is looked at or not.
+        self._seeds = self.context.reserve(script.seeds)
+        self.script, self._steps = script, script.steps
+        self.slots = [nowhere] * script.slots
+        self.noted = [nowhere] * script.noted
+        self._places = [nowhere] * script.places
 
     def __exit__(
         self,
@@ -161,9 +174,40 @@ class Replay(TorchFunctionMode):
                         self._is_inside = outer
                 if step.args is None or self._matches(step, args, kwargs or {}):
                     return self._run(step, args, kwargs or {})
+            other = self._other(at, func, args, kwargs or {})
+            if other is not None:
+                self._at = at + 1
+                return self._run(other, args, kwargs or {})
+            self._at = at
             self._stray()
         assert self.saving is not None
         return self.saving.see(func, types, args, kwargs)
+
+    def _other(
+        self, at: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Step | None:
+        """Return step `at` of another script that is the one, if nothing has been done so far."""
+        if not self._others or not all(step.is_plain for step in self._steps[:at]):
+            return None
+        state = state_of_torch()
+        for script in self._others:
+            steps = script.steps
+            if len(steps) <= at or steps[at].func != func or script.state != state:
+                continue
+            if all(
+                a.is_plain and a.func == b.func
+                for a, b in zip(steps[:at], self._steps[:at], strict=True)
+            ):
+                self.follow(script)
+                step = steps[at]
+                if step.args is None or self._matches(step, args, kwargs):
+                    return step
+        return None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any function has been called yet."""
+        return self._at > 0
 
     def _run(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for deed in step.before:
@@ -205,6 +249,8 @@ class Replay(TorchFunctionMode):
         for name, value in step.kwargs:
             if name not in kwargs or not self._is(value, kwargs[name]):
                 return False
+        if step.saves is None and step.run is None:
+            return True  # only to tell one forward from another
         if not torch.is_grad_enabled() or not (step.saves is None or self._is_asked()):
             return False
         direct = step.direct
@@ -302,13 +348,13 @@ class Replay(TorchFunctionMode):
         if self.saving is not None:
             return self.saving.take(x)
         if saves is None:
-            return Kept(x)
+            return self._keep(x)
         i = self._saved
         self._saved = i + 1
         if i < len(saves):
             save = saves[i]
             if save.slot == NOWHERE and save.noted == NOWHERE and save.place == NOWHERE:
-                return Kept(x)
+                return self._keep(x)
             if x.dtype is save.dtype and _has(x, save.geometry):
                 held = self._held(save, x)
                 if held is not None:
@@ -326,13 +372,14 @@ class Replay(TorchFunctionMode):
         if save.noted != NOWHERE:
             self.noted[save.noted] = x.detach()
         if save.slot == NOWHERE:
-            return Kept(x)
+            return self._keep(x)
         whole = save.whole
         if save.fresh:
             assert whole is not None
             if x.untyped_storage().nbytes() != save.nbytes:
                 return None
-            slot = self.slots[save.slot] = Slot(x, _NO_ENTRY, geometry=whole)
+            entry = self._entry(save.slot)
+            slot = self.slots[save.slot] = Slot(x, entry, geometry=whole)
         else:
             slot = self.slots[save.slot]
         if save.waits or (save.fresh and save.deed is None):
@@ -342,6 +389,13 @@ class Replay(TorchFunctionMode):
             assert whole is not None
             self._do(save.deed, slot, whole.on(x), x)
         return View.replayed(slot, save.geometry, save.need)
+
+    def _keep(self, x: Tensor) -> Kept:
+        return Kept(x)
+
+    def _entry(self, slot: int) -> Entry | NoEntry:
+        """Return what counts the slot of this number."""
+        return _NO_ENTRY
 
     def _do_late(self, deed: Deed) -> None:
         """Give a slot what it gets later than it was saved."""
@@ -369,7 +423,7 @@ class Replay(TorchFunctionMode):
                 slot.hold(cast or KeepHandle(whole, "no cast of a parameter"))
             return
         action = deed.action_of(self)
-        seed = self.context.next_seed() if isinstance(action, Encode) else 0
+        seed = self._draw(deed.draw) if isinstance(action, Encode) else 0
         ready = deed.remade.ready(self) if isinstance(action, Rebuild) and deed.remade else None
         if ready is not None and not (ready.exact or ready.works_lossy):
             slot.hold(KeepHandle(whole, "what it would be made of has no bits for it in this step"))
@@ -379,11 +433,16 @@ class Replay(TorchFunctionMode):
         slot.hold(perform(action, whole, deed.need, ready, seed, None, norm, prefetcher, deed.name))
         slot.drop_needless_bits()
 
+    def _draw(self, nth: int) -> int:
+        assert self._seeds is not None
+        self._drawn = max(self._drawn, nth)
+        return self.context.seed_of(self._seeds + nth)
+
     def _copy(self, index: int, y: Tensor) -> None:
         """A slot gets a copy of a constant, once."""
         base = covering(y)
         if self.slots[index] is None and base is not None:
-            slot = self.slots[index] = Slot(base, _NO_ENTRY)
+            slot = self.slots[index] = Slot(base, self._entry(index))
             slot.value = KeepHandle(base.detach().clone(), "a constant")
 
     @property
@@ -399,6 +458,8 @@ class Replay(TorchFunctionMode):
         """The forward is another one: look at the rest of it."""
         if self.saving is None:
             self.strayed = True
+            assert self._seeds is not None
+            self.context.give_back(self._seeds, self.script.seeds, self._drawn)
             self.saving = self.look()
             self.saving.join(self._pack, self._outside)
 

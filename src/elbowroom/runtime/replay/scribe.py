@@ -30,6 +30,7 @@ from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import Origin, untouchable
+from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.normal import Statistics
 from elbowroom.runtime.recipes import Op, Ready
 from elbowroom.runtime.replay.script import (
@@ -49,6 +50,7 @@ from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
 from elbowroom.runtime.weak import WeakStorage
 
 _Place = tuple[int, int]  # a storage's address, and its version
+_Makers = dict[int, tuple["weakref.ref[Op]", int]]  # of recipes, by the id of their op
 _NOTHING = Geometry((), (), 0)  # of what is only kept
 _AT_SAVE, _BEFORE, _AFTER, _LAST = range(4)
 
@@ -103,36 +105,46 @@ class _Done:
     save: int
     slot: weakref.ref[Slot]
     deed: Deed
-    ready: Ready | None = None
-    norm: Statistics | None = None
+    ready: weakref.ref[Ready] | None = None
+    is_normalized: bool = False
 
 
 class Scribe:
     """Is told of one forward by its learning context.
 
-    script  once that has ended; None: there is none
-    why     there is none
+    script        once that has ended; None: there is none
+    why           there is none; once: of this forward, but maybe of the next
+    seeds_before  the count of its context's seeds as it began
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, selects: bool = False) -> None:
+        """selects: what the first op is given tells this forward from others, if nothing else."""
         self.script: Script | None = None
-        self.why = ""
+        self.why, self.once = "", False
         self._ops: list[_Op] = []
         self._stack: list[int] = []
         self._when = _BEFORE
         self._done: list[_Done] = []
+        self.seeds_before = 0
+        self._selects = selects
+        self._numel = 0  # of all that was saved
         self._storages: dict[int, WeakStorage] = {}  # so that no address is used twice
-        self._makers: dict[int, tuple[Op, int]] = {}  # of recipes, by the id of their op
+        self._makers: _Makers = {}
         self._state = state_of_torch()
 
     # --- What a context tells
 
-    def refuse(self, why: str) -> None:
-        """There is no script of this forward."""
+    def refuse(self, why: str, *, once: bool = False) -> None:
+        """There is no script of this forward. once: there may be one of the next."""
+        self.once = once and (self.once or not self.why)
         self.why = self.why or why
+        self._ops, self._stack, self._done, self._makers = [], [], [], {}
+        self._storages = {}
 
     def begins(self, call: Call) -> None:
         """A call begins, and nothing of it has happened yet."""
+        if self.why:
+            return
         operands: list[_Place] = []
         try:
             args = tuple(self._described(x, operands) for x in call.args)
@@ -145,6 +157,8 @@ class Scribe:
 
     def runs(self, call: Call, run: Callable[..., Any], direct: Direct | None) -> None:
         """The call runs as `run`."""
+        if self.why:
+            return
         op = self._ops[self._stack[-1]]
         if call.name in opened.NAMES and run is not call.func:
             op.opens = True
@@ -160,10 +174,14 @@ class Scribe:
         """The call has made a tensor that can be made again like this."""
         recipe = None if origin is None else origin.recipe
         if recipe is not None and self._stack:
-            self._makers.setdefault(id(recipe.op), (recipe.op, self._stack[-1]))
+            known = self._makers.get(id(recipe.op))
+            if known is None or known[0]() is None:
+                self._makers[id(recipe.op)] = weakref.ref(recipe.op), self._stack[-1]
 
     def ended(self, call: Call, out: Any) -> None:
         """The call has ended, and all is decided on."""
+        if self.why:
+            return
         op = self._ops[self._stack.pop()]
         op.levels = call.fewest
         if type(out) is Tensor:
@@ -172,6 +190,8 @@ class Scribe:
 
     def begins_region(self, module: nn.Module) -> None:
         """A module is called that runs again in backward; nothing of it has happened yet."""
+        if self.why:
+            return
         self._ops.append(_Op(type(module), RECOMPUTE, (), (), [], module=weakref.ref(module)))
         self._stack.append(len(self._ops) - 1)
         self._when = _BEFORE
@@ -182,17 +202,18 @@ class Scribe:
 
     def region_saved(self) -> None:
         """Its inputs are saved, and it runs."""
+        if self.why:
+            return
         self._stack.pop()
         self._when = _AT_SAVE if self._stack else _BEFORE
 
     def failed(self) -> None:
         """The call has raised."""
-        if self._stack:
-            self._stack.pop()
         self.refuse("an op has raised")
 
     def saved(self, x: Tensor, held: Any) -> None:
         """Autograd saves x, and holds `held` for it."""
+        self._numel += x.numel()
         if not self._stack:
             return
         ops = self._ops[self._stack[-1]]
@@ -207,15 +228,18 @@ class Scribe:
         slot: Slot,
         deed: Deed,
         ready: Ready | None = None,
-        norm: Statistics | None = None,
+        *,
+        is_normalized: bool = False,
     ) -> None:
-        """Something is done with a slot."""
-        if not self._stack:
-            self._done.append(_Done(NOWHERE, _LAST, 0, weakref.ref(slot), deed, ready, norm))
+        """Something is done with a slot. is_normalized: with the statistics that it has."""
+        if self.why:
             return
-        at = self._stack[-1]
-        save = len(self._ops[at].saves)
-        self._done.append(_Done(at, self._when, save, weakref.ref(slot), deed, ready, norm))
+        kept = None if ready is None else weakref.ref(ready)  # its slots must be free to die
+        at, when, save = NOWHERE, _LAST, 0
+        if self._stack:
+            at, when = self._stack[-1], self._when
+            save = len(self._ops[at].saves)
+        self._done.append(_Done(at, when, save, weakref.ref(slot), deed, kept, is_normalized))
 
     def copies(self, slot: Slot, y: Tensor, call: Call | None) -> None:
         """A slot stands for a constant among the arguments of the call that has ended."""
@@ -257,15 +281,18 @@ class Scribe:
 
     # --- What comes of it
 
-    def finish(self, held_nbytes: int, before_nbytes: int) -> None:
+    def finish(self, ledger: Ledger, seeds: int) -> None:
         """The forward has ended, and its graph is still there: write the script, if there is one.
 
-        held_nbytes, before_nbytes: what is held of it, and what plain autograd would hold
+        ledger: of this forward; seeds: the count of its context's as it ends
         """
+        if ledger.was_asked:
+            self.refuse("a backward has run inside")
         if not self.why:
             writer = _Writer(self._ops, self._done, self._makers, self._state)
             try:
-                self.script = writer.script(held_nbytes, before_nbytes)
+                script = writer.script(ledger, self._numel, selects=self._selects)
+                self.script = replace(script, seeds=seeds - self.seeds_before)
             except Unwritable as error:
                 self.refuse(str(error))
         self._ops, self._done, self._makers, self._storages = [], [], {}, {}
@@ -278,7 +305,7 @@ class _Writer:
         self,
         ops: list[_Op],
         done: list[_Done],
-        makers: dict[int, tuple[Op, int]],
+        makers: _Makers,
         state: tuple[Any, ...],
     ) -> None:
         self._ops, self._makers, self._state = ops, makers, state
@@ -289,13 +316,14 @@ class _Writer:
         self._places: dict[_Place, int] = {}
         self._guarded: set[int] = set()  # ops whose arguments are compared
         self._sourced: set[int] = set()  # ops whose operands are compared, too
+        self._compared: set[int] = set()  # ops whose arguments tell this forward from others
         self._fixed: set[int] = set()  # where the parameters lie that recipes read
         self._views: dict[tuple[int, int], View] = {}
         self._first: dict[int, tuple[int, int]] = {}  # of a slot: where it is saved first
         self._saved_at: dict[_Place, tuple[int, int]] = {}
         self._made_at: dict[_Place, int] = {}
 
-    def script(self, held_nbytes: int, before_nbytes: int) -> Script:
+    def script(self, ledger: Ledger, numel: int, *, selects: bool) -> Script:
         """Return all of it."""
         for at, op in enumerate(self._ops):
             for i, saved in enumerate(op.saves):
@@ -311,10 +339,14 @@ class _Writer:
         self._guarded |= {at for (at, _), v in self._views.items() if id(v.slot) in self._numbers}
         self._guarded |= {one.op for one, _ in deeds if one.op != NOWHERE and one.when == _AT_SAVE}
         self._note_places(deeds)
+        if selects:
+            self._compare_first()
         steps = tuple(self._step(at, op, deeds) for at, op in enumerate(self._ops))
         last = tuple(deed for one, deed in deeds if one.when == _LAST)
-        counts = len(self._slots), len(self._noted), len(self._places)
-        return Script(steps, *counts, last, held_nbytes, before_nbytes, self._state)
+        sizes = len(self._slots), len(self._noted), len(self._places)
+        entries = {id(slot.entry): number for number, slot in enumerate(self._slots)}
+        counts = ledger.counts(lambda entry: entries.get(id(entry), NOWHERE))
+        return Script(steps, *sizes, last, counts, numel, 0, self._state)
 
     def _deeds(self) -> list[tuple[_Done, Deed]]:
         """Return what is done with slots that are not just kept, and with what they are made of."""
@@ -348,7 +380,12 @@ class _Writer:
         return any(one is slot for op in self._ops for _, one in op.copies)
 
     def _deed(self, one: _Done, slot: Slot) -> Deed:
-        deed, mask = one.deed, NOWHERE
+        deed, mask, remade = one.deed, NOWHERE, None
+        if one.ready is not None:
+            ready = one.ready()
+            if ready is None:
+                raise Unwritable("a recipe that is not held any more")
+            remade = self._remade(ready)
         action = deed.action
         if isinstance(action, Encode):
             bits = action.facts.mask
@@ -359,8 +396,8 @@ class _Writer:
             deed,
             slot=self._number(slot),
             action=action,
-            remade=None if one.ready is None else self._remade(one.ready),
-            norm=None if one.norm is None else self._norm(one.norm),
+            remade=remade,
+            norm=self._norm(slot.statistics) if one.is_normalized and slot.statistics else None,
             mask=mask,
         )
 
@@ -372,7 +409,7 @@ class _Writer:
 
     def _remade(self, ready: Ready) -> Remade:
         made = self._makers.get(id(ready.op))
-        if made is None:
+        if made is None or made[0]() is not ready.op:
             raise Unwritable("a recipe of no op")
         self._sourced.add(made[1])
         given = tuple(self._ref(x) for x in ready.op.given)
@@ -445,6 +482,14 @@ class _Writer:
             if id(view.slot) in self._numbers and self._first[id(view.slot)] != (at, i):
                 self._places.setdefault(self._ops[at].saves[i].at, len(self._places))
 
+    def _compare_first(self) -> None:
+        """Compare what is given to the ops up to the first one that is given a tensor."""
+        for at, op in enumerate(self._ops):
+            if op.module is None and op.args != (Unwritable,) and not op.opens:
+                self._compared.add(at)
+            if op.operands:
+                return
+
     def _step(self, at: int, op: _Op, deeds: list[tuple[_Done, Deed]]) -> Step:
         mine = [(one, deed) for one, deed in deeds if one.op == at]
         before = tuple(deed for one, deed in mine if one.when == _BEFORE)
@@ -463,7 +508,7 @@ class _Writer:
             given = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
             is_acting = any(save.slot != NOWHERE or save.noted != NOWHERE for save in given)
             return Step(op.func, given if is_acting else None, before=before, module=op.module)
-        if not (at in self._guarded or keeps_run):
+        if not (at in self._guarded or at in self._compared or keeps_run):
             return Step(
                 op.func, opens=op.opens, place=place, copies=copies, before=before, after=after
             )

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan import Action, Encode, Need, SiteName
 from elbowroom.runtime.consumers import Levels
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.handles.keep import version_of
+from elbowroom.runtime.ledger import Counts
 from elbowroom.runtime.normal import Statistics
 from elbowroom.runtime.recipes import Op, Ready
 from elbowroom.runtime.slot import Geometry
@@ -99,6 +101,7 @@ class Deed:
     bits    the op whose mask is taken of it; "": none is
     covers  whether the op that saves it made all of its storage
     mask    the slot whose bits an encoding takes; NOWHERE: none
+    draw    which of the forward's seeds an encoding takes, from 1 on
     """
 
     slot: int
@@ -110,6 +113,7 @@ class Deed:
     mask: int = NOWHERE
     bits: str = ""
     covers: bool = False
+    draw: int = 0
 
     def action_of(self, replay: Replay) -> Action:
         """Return the action in the forward that runs: with the bits of this one."""
@@ -204,13 +208,15 @@ class Step:
         return self.saves is None and self.args is None and not (acts or special)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Script:
     """A forward.
 
     slots, noted, places  how many there are
     last          deeds to be done as the forward ends
-    held_nbytes   what is held at the end of it
+    counts        what its ledger came to; of slots that are acted on, by their numbers
+    numel         elements of all tensors that it saved
+    seeds         how many it took
     state         of torch, on which kernels depend, as it was written
     """
 
@@ -219,9 +225,31 @@ class Script:
     noted: int
     places: int
     last: tuple[Deed, ...]
-    held_nbytes: int
-    before_nbytes: int
+    counts: Counts
+    numel: int
+    seeds: int
     state: tuple[Any, ...]
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes that are held at the end of it."""
+        return self.counts.held_nbytes
+
+    @property
+    def before_nbytes(self) -> int:
+        """Bytes that plain autograd would hold."""
+        return self.counts.before_nbytes
+
+    @cached_property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Those that it compares arguments with: it keeps them alive."""
+        found = (
+            x.parameter
+            for step in self.steps
+            for x in tree_leaves((step.args, step.kwargs), is_leaf=_is_like)
+            if type(x) is Like
+        )
+        return tuple({id(p): p for p in found if p is not None}.values())
 
     @cached_property
     def recomputes(self) -> bool:
@@ -232,6 +260,10 @@ class Script:
     def does_nothing(self) -> bool:
         """Whether every op is torch's own, and all that is saved is kept."""
         return all(step.is_plain for step in self.steps)
+
+
+def _is_like(x: Any) -> bool:
+    return type(x) is Like
 
 
 def state_of_torch() -> tuple[Any, ...]:

@@ -1,0 +1,322 @@
+"""The context of `er.saving` and `er.following`: it looks at the first step, and follows it then.
+
+A context lasts for one step, so what was learned is kept by its settings, in the process. It is not
+known beforehand what the step will run. So the script that was followed last is begun with; as long
+as nothing has been done, another one that begins alike may take its place, and if even the first
+function that is called is none's, the step is looked at and written down.
+
+A script refers to the parameters that ops were given. It is forgotten with the modules they are of.
+"""
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from elbowroom.errors import PlanError
+from elbowroom.runtime.advice import warn_if_useless
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.ledger import Account, Entry, Ledger, Ledgers, NoEntry, RepeatedLedger
+from elbowroom.runtime.replay.replay import Kept, Replay
+from elbowroom.runtime.replay.scribe import Scribe
+from elbowroom.runtime.replay.script import Script
+
+_MOST_SETTINGS = 16  # whose scripts are known at a time
+_MOST_SCRIPTS = 8  # of one setting: for other models, shapes, branches
+_MOST_UNWRITTEN = 8  # steps of one setting that no script could be written of, or that left theirs
+_MOST_PARTS = 3  # of a step that opens the same context several times
+_LOOKS_AGAIN = 256  # steps that follow, until one is looked at all the same
+
+Make = Callable[[Scribe | None], Saving]
+
+
+class Scripts:
+    """What is known of the steps of one setting; the one that was followed last comes first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._scripts: list[Script] = []
+        self._owners: dict[int, list[weakref.ref[nn.Module]]] = {}  # by the id of a script
+        self._unwritten = _MOST_UNWRITTEN
+        self._followed = 0
+
+    def begin(self) -> tuple[Script, ...]:
+        """A step begins. Return the scripts that it may follow; none: it is looked at."""
+        with self._lock:
+            if not self._scripts:
+                return ()
+            self._followed += 1
+            if self._followed % _LOOKS_AGAIN == 0:  # what no guard sees would go on for ever
+                self._unwritten = _MOST_UNWRITTEN
+                self._scripts.clear()
+                self._owners.clear()
+            return tuple(self._scripts)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a step that is looked at should be written down."""
+        return self._unwritten > 0
+
+    def was_followed(self, script: Script) -> None:
+        """A step has followed it to its end."""
+        with self._lock:
+            if any(one is script for one in self._scripts[1:]):
+                self._scripts[:] = [script, *(one for one in self._scripts if one is not script)]
+
+    def forget(self, script: Script) -> None:
+        """A step was another one, and had done something when that was seen."""
+        with self._lock:
+            self._unwritten -= 1
+            self._remove(script)
+
+    def add(self, scribe: Scribe, modules: Iterable[nn.Module]) -> None:
+        """A step was written down, or could not be. modules: those that it has called."""
+        script = scribe.script
+        owners = None if script is None else _owners_of(script.parameters, modules)
+        with self._lock:
+            if script is None or owners is None:
+                self._unwritten -= not scribe.once
+                return
+            while len(self._scripts) >= _MOST_SCRIPTS:
+                self._remove(self._scripts[-1])
+            self._scripts.insert(0, script)
+            gone = weakref.WeakMethod(self._owner_is_gone)
+
+            def forget(owner: weakref.ref[nn.Module]) -> None:
+                if (forgets := gone()) is not None:
+                    forgets(owner)
+
+            self._owners[id(script)] = [weakref.ref(module, forget) for module in owners]
+
+    def _owner_is_gone(self, owner: weakref.ref[nn.Module]) -> None:
+        # Without the lock: the collector may run this inside any line that holds it. Each of these
+        # steps is one operation of a list or of a dict.
+        for script in list(self._scripts):
+            if any(one is owner for one in self._owners.get(id(script), ())):
+                self._remove(script)
+
+    def _remove(self, script: Script) -> None:
+        self._owners.pop(id(script), None)
+        self._scripts[:] = [one for one in self._scripts if one is not script]
+
+
+def _owners_of(
+    parameters: tuple[nn.Parameter, ...], modules: Iterable[nn.Module]
+) -> list[nn.Module] | None:
+    """Return modules that hold all of these; None: one is of no module that was called."""
+    wanted, owners = {id(p) for p in parameters}, []
+    for module in modules:
+        own = {id(p) for p in module.parameters()} & wanted
+        if own:
+            owners.append(module)
+            wanted -= own
+    return None if wanted else owners
+
+
+class Identical:
+    """A setting that is equal to itself only."""
+
+    __slots__ = ("_it",)
+
+    def __init__(self, it: object) -> None:
+        self._it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identical) and other._it is self._it
+
+    def __hash__(self) -> int:
+        return id(self._it)
+
+
+def forget_all() -> None:
+    """Forget what is known of any setting."""
+    with _lock:
+        _known.clear()
+
+
+_known: OrderedDict[Hashable, Scripts] = OrderedDict()
+_lock = threading.Lock()
+
+
+def scripts_of(*setting: Hashable) -> Scripts:
+    """Return what the process knows of steps with these settings."""
+    with _lock:
+        scripts = _known.pop(setting, None) or Scripts()
+        _known[setting] = scripts  # as the last one
+        while len(_known) > _MOST_SETTINGS:
+            _known.popitem(last=False)
+        return scripts
+
+
+class SavingContext:
+    """Context manager: what autograd saves inside is held in fewer bytes.
+
+    It may be entered again, once it is closed: for the loss of a model's output, or for the next
+    step.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        context: Context,
+        setting: tuple[Hashable, ...] | None,
+        *,
+        warns: bool = False,
+    ) -> None:
+        """make: gives what looks at a step. setting: by which steps are known; None: none is.
+
+        warns: whether to say so if nothing could be changed
+        """
+        self._make, self.context, self._setting, self._warns = make, context, setting, warns
+        self._parts: list[Saving | _Following] = []  # whose graphs are there
+        self._is_open = False
+
+    @property
+    def ledger(self) -> Account:
+        """The count of bytes since it was entered when nothing was held."""
+        ledgers = [part.ledger for part in self._parts]
+        return ledgers[0] if len(ledgers) == 1 else Ledgers(ledgers)
+
+    def __enter__(self) -> Self:
+        if torch.compiler.is_compiling():
+            return self  # part of somebody's compiled region: not covered
+        if self._is_open:
+            raise PlanError(
+                "this saving context is open already; make another one for a nested or second use, "
+                "as in 'with er.saving(...)'"
+            )
+        self._parts = [part for part in self._parts if part.ledger.held_nbytes > 0]
+        part = self._part()
+        part.__enter__()
+        self._parts.append(part)
+        self._is_open = True
+        return self
+
+    def _part(self) -> "Saving | _Following":
+        if self._setting is None:
+            return self._make(None)
+        scripts = scripts_of(*self._setting, min(len(self._parts), _MOST_PARTS))
+        known = scripts.begin()
+        if known:
+            return _Following(known, scripts, self._make, self.context)
+        return self._make(Scribe(selects=True) if scripts.wanted else None)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        part = self._parts[-1]
+        part.__exit__(kind, error, trace)
+        if not isinstance(part, Saving):
+            return
+        scribe, part.scribe = part.scribe, None
+        if scribe is not None and self._setting is not None:
+            nth = min(len(self._parts) - 1, _MOST_PARTS)
+            scripts_of(*self._setting, nth).add(scribe, part.called)
+        if kind is None and self._warns:
+            warn_if_useless(part.ledger, part.policy, stacklevel=3)
+
+    def error_report(self) -> Any:
+        """What the lossy codes add to the gradient's variance, predicted beside measured.
+
+        Call it after backward. Raises PlanError where nobody watches.
+        """
+        return self._make(None).error_report()
+
+
+class _Token:
+    """Lives as long as anything is held that is only kept."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _KeptByHand(Kept):
+    """A tensor that is only kept, and counts as long as it is."""
+
+    __slots__ = ("_token",)
+
+    def __init__(self, x: Tensor, token: _Token) -> None:
+        super().__init__(x)
+        self._token = token
+
+
+class _Following(Replay):
+    """A step that follows a script, or another one that begins alike."""
+
+    def __init__(
+        self, known: tuple[Script, ...], scripts: Scripts, make: Make, context: Context
+    ) -> None:
+        super().__init__(known[0], context, known[1:])
+        self._scripts, self._make = scripts, make
+        self._numel = 0
+        self._token = _Token()
+        self._repeated = RepeatedLedger(known[0].counts)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The count of this step."""
+        return self._repeated if self.saving is None else self.saving.ledger
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._open is None:
+            return
+        super().__exit__(kind, error, trace)
+        ledger, token = weakref.ref(self._repeated), self._token
+        del self._token
+
+        def let_go() -> None:
+            if (one := ledger()) is not None:
+                one.let_go()
+
+        weakref.finalize(token, let_go).atexit = False
+        if kind is not None:
+            return
+        saving = self.saving
+        if saving is not None and saving.scribe is not None:
+            self._scripts.add(saving.scribe, saving.called)
+        elif self.strayed or self._numel != self.script.numel:
+            self._scripts.forget(self.script)
+        else:
+            self._scripts.was_followed(self.script)
+
+    def follow(self, script: Script) -> None:
+        """Go on by another script."""
+        super().follow(script)
+        self._repeated = RepeatedLedger(script.counts)
+
+    def look(self) -> Saving:
+        """Return what looks at the rest: what is held already counts in its ledger."""
+        if self.has_begun:
+            saving, share = self._make(None), self.share
+            entry = saving.ledger.open("", "", "", int(share * self.script.before_nbytes))
+            entry.action, entry.why = "as before", "a step that began like an earlier one"
+            entry.hold(int(share * self.script.held_nbytes))
+            weakref.finalize(self._token, entry.close).atexit = False
+            return saving
+        return self._make(Scribe(selects=True) if self._scripts.wanted else None)
+
+    def _keep(self, x: Tensor) -> Kept:
+        return _KeptByHand(x, self._token)
+
+    def _entry(self, slot: int) -> Entry | NoEntry:
+        return self._repeated.entry(slot)
+
+    def _packed(self, x: Tensor) -> Any:
+        self._numel += x.numel()
+        return super()._packed(x)

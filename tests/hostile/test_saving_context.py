@@ -1,0 +1,241 @@
+"""`er.saving` by hand, from its second step on: the same bits and counts; nothing is kept alive."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import elbowroom as er
+from elbowroom.runtime.replay import saving_context
+from elbowroom.runtime.replay.saving_context import SavingContext, scripts_of
+from programs import looking, same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+POLICIES: dict[str, dict[str, Any]] = {
+    "exact": {"policy": None},
+    "dither": {"policy": "dither", "levels": 4},
+    "group": {"policy": "group", "bits": 4},
+    "lean": {"policy": "lean"},
+    "coat": {"policy": "coat"},
+    "lossless": {"policy": "sparse_lossless"},
+    "offload": {"policy": "offload", "from_nbytes": 0},
+}
+EACH = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES.keys())
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:-1], 3, 2, -1).movedim(-3, 0).transpose(-2, -3)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+
+def mixed() -> tuple[nn.Module, Callable[[int], Tensor]]:
+    torch.manual_seed(0)
+    layers = nn.LayerNorm(32), Attention(), nn.Dropout(0.1), nn.Linear(32, 64), nn.GELU()
+    net = nn.Sequential(*layers, nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8), nn.Softmax(-1))
+    return net, lambda n: torch.randn(n, 6, 32)
+
+
+def convolutional() -> tuple[nn.Module, Callable[[int], Tensor]]:
+    torch.manual_seed(0)
+    first = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)
+    net = nn.Sequential(*first, nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Flatten())
+    return net, lambda n: torch.randn(n, 3, 12, 12)
+
+
+NETS = pytest.mark.parametrize("make", [mixed, convolutional])
+
+
+def step(net: nn.Module, x: Tensor, context: Any) -> tuple[list[Tensor | None], Any]:
+    torch.manual_seed(4)
+    with context as saved:
+        loss = net(x).square().sum()
+    ledger = saved.ledger
+    seen = [
+        sorted(map(repr, ledger.rows)),
+        *(ledger.before_nbytes, ledger.after_nbytes, ledger.away_nbytes, ledger.held_nbytes),
+    ]
+    assert ledger.most_nbytes >= ledger.after_nbytes
+    gradients = list(torch.autograd.grad(loss, list(net.parameters()), allow_unused=True))
+    del loss
+    assert ledger.held_nbytes == 0
+    return gradients, seen
+
+
+def followed(saved: SavingContext) -> bool:
+    part = saved._parts[-1]
+    return isinstance(part, saving_context._Following) and not part.strayed
+
+
+@NETS
+@EACH
+def test_every_step_has_the_bits_and_counts_of_one_that_is_looked_at(make, fields):
+    """Also with batches of other sizes in between, and whatever the codes draw."""
+    net, batch = make()
+    follows = 0
+    for number, n in enumerate((8, 8, 5, 8, 5, 3, 8)):
+        x = batch(n)
+        saved = er.saving(**fields, min_nbytes=0, seed=number)
+        got, seen = step(net, x, saved)
+        wanted, known = step(net, x, looking(**fields, min_nbytes=0, seed=number))
+        assert same(got, wanted)
+        if fields["policy"] != "offload":  # whose bytes move away in the background
+            assert seen == known
+        follows += followed(saved)
+    assert follows >= 3  # all but the first of each size, and one whose shapes were learned late
+
+
+def test_two_models_that_take_turns_are_each_followed():
+    (one, batch), (other, _) = mixed(), mixed()
+    follows = 0
+    for _ in range(3):
+        for net in (one, other):
+            saved = er.saving("dither", levels=4, min_nbytes=0)
+            step(net, batch(4), saved)
+            follows += followed(saved)
+    assert follows == 4
+
+
+def test_a_model_dies_with_its_scripts():
+    net, batch = mixed()
+    for _ in range(3):
+        step(net, batch(4), er.saving("dither", levels=4, min_nbytes=0))
+    scripts = next(iter(saving_context._known.values()))
+    assert scripts.begin()
+    alive = [weakref.ref(net), *map(weakref.ref, net.parameters())]
+    del net
+    gc.collect()
+    assert not scripts.begin()
+    assert not any(ref() is not None for ref in alive)
+
+
+def test_a_parameter_of_no_module_is_not_kept_alive():
+    w = nn.Parameter(torch.randn(16, 16))
+    for _ in range(3):
+        with er.saving("dither", levels=4, min_nbytes=0):
+            loss = F.linear(F.gelu(F.linear(torch.randn(4, 16), w)), w).square().sum()
+        loss.backward()
+    del loss
+    alive = weakref.ref(w)
+    del w
+    gc.collect()
+    assert alive() is None
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.turn = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.a(x))
+        return F.silu(self.b(x)) if self.turn else F.relu(self.b(x))
+
+
+@EACH
+def test_a_step_that_turns_another_way_is_looked_at_from_there(fields):
+    net = Branches()
+    x = torch.randn(32, 16)
+    for number in range(6):
+        net.turn = number in (3, 4)
+        context = er.saving(**fields, min_nbytes=0, seed=1)
+        got, seen = step(net, x, context)
+        wanted, known = step(net, x, looking(**fields, min_nbytes=0, seed=1))
+        if fields["policy"] in (None, "sparse_lossless", "offload"):
+            assert same(got, wanted)
+        assert seen[1] == pytest.approx(known[1], rel=0.4)  # of what came before: an estimate
+    assert all(g is not None and g.isfinite().all() for g in got)
+
+
+def test_a_context_that_is_opened_twice_in_a_step_counts_both():
+    net, batch = mixed()
+    x = batch(4)
+    for _ in range(4):
+        saved = er.saving("dither", levels=4, min_nbytes=0)
+        with saved:
+            out = net(x)
+        alone = saved.ledger.before_nbytes
+        with saved:
+            loss = F.gelu(out).square().sum()
+        assert saved.ledger.before_nbytes > alone
+        assert saved.ledger.held_nbytes == saved.ledger.after_nbytes
+        loss.backward()
+        assert saved.ledger.held_nbytes == 0
+        assert "gelu" in str(saved.ledger)
+    assert followed(saved)
+
+
+def test_a_backward_inside_is_never_followed_away():
+    """Each step of it is looked at: when its graph is gone, nobody can say what it held."""
+    net, batch = mixed()
+    for _ in range(3):
+        with er.saving("dither", levels=4, min_nbytes=0) as saved:
+            net(batch(4)).square().sum().backward()
+        assert not followed(saved)
+        assert saved.ledger.after_nbytes < saved.ledger.before_nbytes / 2
+
+
+def test_autocast_of_another_type_is_another_step():
+    net, batch = mixed()
+    x = batch(4)
+    for dtype in (torch.bfloat16, torch.bfloat16, None, torch.float16, torch.bfloat16):
+        how = {"policy": "dither", "levels": 16, "min_nbytes": 0, "seed": 1}
+        found = []
+        for context in (er.saving(**how), looking(**how)):
+            torch.manual_seed(4)
+            with context, torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = net(x).float().square().sum()
+            found.append(list(torch.autograd.grad(loss, list(net.parameters()))))
+        for got, wanted in zip(*found, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0.2, atol=0.2 * float(wanted.abs().max()))
+
+
+def test_settings_that_are_not_used_any_more_are_forgotten():
+    net, batch = mixed()
+    for levels in range(3, 3 + 2 * saving_context._MOST_SETTINGS):
+        step(net, batch(2), er.saving("dither", levels=levels, min_nbytes=0))
+    assert len(saving_context._known) == saving_context._MOST_SETTINGS
+
+
+def test_without_gradients_nothing_is_learned_that_harms():
+    net, batch = mixed()
+    for grad in (False, True, True, False, True):
+        saved = er.saving("dither", levels=4, min_nbytes=0)
+        with saved, torch.set_grad_enabled(grad):
+            loss = net(batch(4)).square().sum()
+        assert (saved.ledger.before_nbytes > 0) == grad
+        if grad:
+            loss.backward()
+            assert saved.ledger.after_nbytes < saved.ledger.before_nbytes / 2
+
+
+def test_an_error_inside_leaves_nothing_open():
+    net, batch = mixed()
+    for number in range(5):
+        try:
+            with er.saving("dither", levels=4, min_nbytes=0):
+                out = net(batch(4))
+                if number % 2:
+                    raise KeyError
+            out.sum().backward()
+        except KeyError:
+            pass
+        assert torch._C._len_torch_function_stack() == 0
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_scripts_are_those_of_equal_settings():
+    assert scripts_of("saving", er.codec("dither", levels=4)) is scripts_of(
+        "saving", er.codec("dither", levels=4)
+    )
+    assert scripts_of("saving", 1) is not scripts_of("saving", 2)
