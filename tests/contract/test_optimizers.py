@@ -11,7 +11,7 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom import errors
-from elbowroom.control.owned import Owned
+from elbowroom.fitting.model_state import Owned
 from elbowroom.optim import SGD, STATES, AdamW, Lion
 
 CASES = [

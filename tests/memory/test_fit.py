@@ -23,18 +23,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
-from elbowroom.control import Discovery
-from elbowroom.control.owned import Owned
-from elbowroom.control.planning import Planning
-from elbowroom.control.terms import Stock, Terms
 from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
+from elbowroom.fitting.model_state import Owned
+from elbowroom.fitting.options import Stock, Terms
+from elbowroom.fitting.planning import Planning
 from elbowroom.measure import peak
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.measure.recording import Recording
 from elbowroom.runtime import attach, calls, modules, transforms
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import Context
+from elbowroom.tools import Discovery
 
 BATCH = 16
 

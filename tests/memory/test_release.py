@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import elbowroom as er
-from elbowroom.control.owned import Owned, storage_nbytes
+from elbowroom.fitting.model_state import Owned, storage_nbytes
 from elbowroom.runtime.attach import attached
 
 WIDTH, BLOCKS = 128, 8

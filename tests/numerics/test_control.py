@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import elbowroom as er
-from elbowroom.control import ActNN, BatchAdvisor, CometBounds, Guard, LeanBudget, NoiseBudget
-from elbowroom.control.adaptive import Adaptive
+from elbowroom.adaptive import ActNN, CometBounds, Guard, LeanBudget, NoiseBudget
+from elbowroom.adaptive.base import Adaptive
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.plan import Lean
+from elbowroom.tools import BatchAdvisor
 
 
 class Training:

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from elbowroom.control.owned import Owned
-from elbowroom.control.planning import Planning
-from elbowroom.control.rehearsing import rehearsed
-from elbowroom.control.signature import Signature
-from elbowroom.control.terms import Terms
+from elbowroom.fitting.model_state import Owned
+from elbowroom.fitting.options import Terms
+from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.rehearse import rehearsed
+from elbowroom.fitting.signature import Signature
 from elbowroom.measure.peak import peak
 from elbowroom.plan.backward import Graph, Node, run
 from elbowroom.plan.make import plain_peak

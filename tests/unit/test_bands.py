@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import elbowroom as er
-from elbowroom.control.owned import Owned
+from elbowroom.fitting.model_state import Owned
 from elbowroom.plan.outlook import prospects
 from elbowroom.report import render_profile, step_page
 from elbowroom.report.bands import BEFORE, REST, bands
