@@ -1,6 +1,5 @@
 """One forward of a fitted model: it follows its plan, or its rung, and climbs if it must."""
 
-import logging
 import weakref
 from types import TracebackType
 from typing import Protocol
@@ -24,8 +23,6 @@ from elbowroom.runtime.observer import Recorder
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.slot import Slot, View, last_node
-
-_log = logging.getLogger("elbowroom")
 
 
 class Fit(Protocol):

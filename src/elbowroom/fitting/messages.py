@@ -1,12 +1,14 @@
-"""What `fit` says of steps and plans, by the logger "elbowroom"."""
+"""Every line that `fit` logs, by the logger "elbowroom". Refusals are errors (`refusal.py`)."""
 
 import logging
 
 from elbowroom.fitting.options import Terms
+from elbowroom.plan.ladder import Rung
 from elbowroom.plan.plan import Plan
 from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
+_UNNOTICED = 0.1  # of mini-batch variance
 
 
 def say_measured(terms: Terms, plan: Plan, peak_nbytes: int) -> None:
@@ -97,3 +99,103 @@ def warn_unexpected(terms: Terms, plan: Plan | None) -> None:
         show_nbytes(terms.budget_nbytes),
         needs,
     )
+
+
+def say_unknown(terms: Terms, why: str) -> None:
+    """What codes add is not known: at WARNING where a limit was asked for."""
+    _log.log(
+        logging.INFO if terms.noise is None else logging.WARNING,
+        "budget %s: what codes add to the gradient is not measured, because %s; a larger budget, "
+        "or a smaller batch, would show it",
+        show_nbytes(terms.budget_nbytes),
+        why,
+    )
+
+
+def say_noise(terms: Terms, plan: Plan) -> None:
+    """What codes add: at WARNING where that is more than training would not notice."""
+    _log.log(
+        logging.INFO if plan.noise <= _UNNOTICED else logging.WARNING,
+        "budget %s: codes add %.3g %% of what mini-batches vary by anyway (estimated, after %d "
+        "watched steps)",
+        show_nbytes(terms.budget_nbytes),
+        100 * plan.noise,
+        plan.watched,
+    )
+
+
+def warn_hopeful(terms: Terms) -> None:
+    """Say that only a hopeful estimate fits: the first step may be above the budget."""
+    _log.warning(
+        "budget %s: no careful estimate of the first step of this size fits, so it goes by a "
+        "hopeful one, and may be above the budget; it is measured, and those after it go by that",
+        show_nbytes(terms.budget_nbytes),
+    )
+
+
+def warn_blind(terms: Terms) -> None:
+    """Say that a step cannot be measured."""
+    _log.warning(
+        "budget %s: this step cannot be measured (a profiler runs, or this is not the main "
+        "thread), so its peak is estimated, and may be above the budget; run the first "
+        "steps without, and er.fit learns from them",
+        show_nbytes(terms.budget_nbytes),
+    )
+
+
+def say_exhausted(terms: Terms, less: Terms, *, again: bool) -> None:
+    """Say that memory ran out, and which smaller budget holds: at WARNING the first time."""
+    _log.log(
+        logging.INFO if again else logging.WARNING,
+        "there was no memory left within the budget %s; from now on steps keep to %s",
+        show_nbytes(terms.budget_nbytes),
+        show_nbytes(less.budget_nbytes),
+    )
+
+
+def say_setting(terms: Terms, chosen: Rung, *, rounds: bool, was_lossy: bool) -> None:
+    """Name the setting that forwards run at.
+
+    At WARNING, which Python shows by default, when it becomes lossy. rounds: though no code is
+    lossy, bits differ.
+    """
+    lossy = "lossy" if terms.exact is False else "lossy, because the exact rungs do not fit"
+    kind = "exact" if chosen.exact else "exact but for rounding" if rounds else lossy
+    _log.log(
+        logging.INFO if chosen.exact or rounds or was_lossy else logging.WARNING,
+        "budget %s: saved tensors at rung '%s' (%s)",
+        show_nbytes(terms.budget_nbytes),
+        chosen.name,
+        kind,
+    )
+
+
+def say_states(
+    terms: Terms,
+    state: str,
+    why: str,
+    *,
+    nbytes: int,
+    before_nbytes: int,
+    converted: int,
+    warns: bool,
+) -> None:
+    """Name the format that optimizer states are held in from now on.
+
+    converted: parameters whose states were; warns: at WARNING, for they were exact before
+    """
+    _log.log(
+        logging.WARNING if warns else logging.INFO,
+        "budget %s: optimizer states in '%s' from now on, %s in place of %s (%s)%s",
+        show_nbytes(terms.budget_nbytes),
+        state,
+        show_nbytes(nbytes),
+        show_nbytes(before_nbytes),
+        why,
+        f"; those of {converted} parameters were converted" if converted else "",
+    )
+
+
+def say_unscripted(why: str) -> None:
+    """Say why a forward has no script, and so the next one is looked at, too."""
+    _log.debug("every forward is looked at: %s", why or "it held too much")

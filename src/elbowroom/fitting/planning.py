@@ -28,13 +28,11 @@ larger one comes, the plan is made again for it from the same profile, and the n
 that size is measured. If no such plan fits, all is learned again, from steps of the largest size.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from elbowroom.errors import BudgetTooSmall, NothingHeld
-from elbowroom.fitting import noise_probing
 from elbowroom.fitting.attempts import Known, Taken, Tried
 from elbowroom.fitting.calls import Calls, Rest, plan_rest
 from elbowroom.fitting.forward import FittedSaving
@@ -42,6 +40,9 @@ from elbowroom.fitting.headroom import Allowance
 from elbowroom.fitting.measurement import Measurement
 from elbowroom.fitting.messages import (
     say_measured,
+    say_noise,
+    say_unknown,
+    say_unscripted,
     warn_above,
     warn_given,
     warn_outside,
@@ -52,6 +53,7 @@ from elbowroom.fitting.messages import (
     warn_unexpected,
 )
 from elbowroom.fitting.model_state import Owned
+from elbowroom.fitting.noise_probing import room_nbytes
 from elbowroom.fitting.options import Stock, Terms
 from elbowroom.fitting.planner_settings import Making
 from elbowroom.fitting.refusal import measured_refusal, refusal
@@ -73,7 +75,6 @@ from elbowroom.runtime.repeats import TRIED
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script
 
-_log = logging.getLogger("elbowroom")
 _SAFEST_EXACT = 1  # index of "exact" in every ladder
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
@@ -488,7 +489,7 @@ class Planning:
             return
         if scribe.script is None or saving.climbed:
             self._unwritten -= 1
-            _log.debug("every forward is looked at: %s", scribe.why or "it held too much")
+            say_unscripted(scribe.why)
             return
         while len(self._scripts) >= _MOST_SCRIPTS:
             del self._scripts[next(iter(self._scripts))]
@@ -762,9 +763,9 @@ class Planning:
             return
         self.settled = self._has_fit = True
         if self.plan.watched:
-            noise_probing.say_noise(self.terms, self.plan)
+            say_noise(self.terms, self.plan)
         elif self.plan.is_lossy:
-            noise_probing.say_unknown(self.terms, "the plan was made without")
+            say_unknown(self.terms, "the plan was made without")
 
     def _correct_given(self, peak_nbytes: int) -> None:
         """The plan that was given is above the budget: if by little, write down a step of it.
@@ -793,10 +794,10 @@ class Planning:
         if not self.plan.is_lossy or self._was_watched:
             return False
         self._was_watched = True
-        margin = self._margin_nbytes + noise_probing.room_nbytes(self.plan)
+        margin = self._margin_nbytes + room_nbytes(self.plan)
         watched = self._making.plan_for(self.profile, margin, exact=self.terms.exact)
         if watched is None:
-            noise_probing.say_unknown(self.terms, "the budget leaves no room to look")
+            say_unknown(self.terms, "the budget leaves no room to look")
             return False
         self._follow(watched)
         self.meter = menu_meter(probes=1)
@@ -816,9 +817,9 @@ class Planning:
             self._owned.states.choose(self.profile, self, self._making)
         self._plan(self.profile)
         if shares is None:
-            noise_probing.say_unknown(self.terms, "the watched steps did not tell")
+            say_unknown(self.terms, "the watched steps did not tell")
         elif self.plan is not None and self.plan.is_lossy:
-            noise_probing.say_noise(self.terms, self.plan)
+            say_noise(self.terms, self.plan)
 
     def _at_largest(self, step: Measurement, peak_nbytes: int) -> int:
         """What this step would have needed if it had been the largest."""

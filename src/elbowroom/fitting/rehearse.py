@@ -5,7 +5,6 @@ Lossy codes are gone with the step then, while states that were encoded keep a m
 states come after all codes, and only what is hopeful about backward comes after them.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.forward import Fit, FittedSaving
+from elbowroom.fitting.messages import warn_hopeful
 from elbowroom.fitting.model_state import Owned, storage_nbytes
-from elbowroom.fitting.options import Terms
 from elbowroom.fitting.planner_settings import Making
 from elbowroom.fitting.state_formats import CHOICES, Chosen, States
 from elbowroom.measure.background import Background
@@ -27,7 +26,6 @@ from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Heard
 from elbowroom.units import show_nbytes
 
-_log = logging.getLogger("elbowroom")
 _SHOULD_DO = "that should hold this step (estimated from its forward alone; from {} on it may do)"
 _MARGIN = 0.03  # of what is not static, in what is named
 # Exact or lossy, with how much care, and whether modules may run again. A step in which none does
@@ -95,24 +93,16 @@ def plan_by_forward(
             plan = making.plan_for(candidate.profile, 0, exact=one.exact, recompute=one.recompute)
             if plan is not None:
                 if one.care < CAREFUL:
-                    _say_hopeful(making.terms)
+                    warn_hopeful(making.terms)
                 return Chosen(candidate, plan)
     smallest = states.smallest(step(LIKELY), who, making) if measures else None
     static = step(LIKELY).static
     if smallest is not None:
         free = making.terms.budget_nbytes - static
         if _SURE * (smallest.plan.peak - static) <= free:
-            _say_hopeful(making.terms)
+            warn_hopeful(making.terms)
             return smallest
     raise _refusal(step, states, who, making)
-
-
-def _say_hopeful(terms: Terms) -> None:
-    _log.warning(
-        "budget %s: no careful estimate of the first step of this size fits, so it goes by a "
-        "hopeful one, and may be above the budget; it is measured, and those after it go by that",
-        show_nbytes(terms.budget_nbytes),
-    )
 
 
 @dataclass(frozen=True)

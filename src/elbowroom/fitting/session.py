@@ -15,7 +15,6 @@ as it is certain, or at the beginning of the step after the one that was measure
 refused counts to its end without holding anything, or to a backward of its own.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -30,6 +29,7 @@ from elbowroom.fitting.backward_peak import peak_of_backward
 from elbowroom.fitting.co_resident import Neighbours
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
+from elbowroom.fitting.messages import say_exhausted, say_setting, warn_blind
 from elbowroom.fitting.model_state import Owned
 from elbowroom.fitting.options import Stock, Terms
 from elbowroom.fitting.plan_cache import Plannings
@@ -46,9 +46,7 @@ from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.undo import Undo
-from elbowroom.units import show_nbytes
 
-_log = logging.getLogger("elbowroom")
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 _MOST_REPEATED = 16  # forwards that are known, until what stands is looked after again
 _AMPLE = 0.25  # of the budget
@@ -356,12 +354,7 @@ class Fitting:
         knows = plan is not None and not self.planning.calls.grew  # all forwards of the step
         self._ran_out_nbytes = min(budget, plan.peak) if plan is not None and knows else budget
         self._less = self.terms.within(self._smaller_nbytes())
-        _log.log(
-            logging.INFO if self._was_exhausted else logging.WARNING,
-            "there was no memory left within the budget %s; from now on steps keep to %s",
-            show_nbytes(self.terms.budget_nbytes),
-            show_nbytes(self._less.budget_nbytes),
-        )
+        say_exhausted(self.terms, self._less, again=self._was_exhausted)
         self._was_exhausted = True
 
     def _smaller_nbytes(self) -> int:
@@ -449,12 +442,7 @@ class Fitting:
         blind = self._step is None and self.highest_nbytes is None
         if blind and not waits and not self._said_blind:
             self._said_blind = True
-            _log.warning(
-                "budget %s: this step cannot be measured (a profiler runs, or this is not the main "
-                "thread), so its peak is estimated, and may be above the budget; run the first "
-                "steps without, and er.fit learns from them",
-                show_nbytes(self.terms.budget_nbytes),
-            )
+            warn_blind(self.terms)
 
     def _ended(self, saving: FittedSaving) -> None:
         """A forward came to its end, and holds what it saved."""
@@ -503,23 +491,9 @@ class Fitting:
         self._stop()  # the model died while a step was measured: the profiler must not run on
 
     def _say(self, chosen: Rung, *, rounds: bool) -> None:
-        """One line when the setting of a kind of forward changes.
-
-        At WARNING, which Python shows by default, when it becomes lossy. rounds: though no code is
-        lossy, bits differ.
-        """
+        """One line when the setting of a kind of forward changes. rounds: see `say_setting`."""
         if self.planning.said == (chosen.name, chosen.exact):
             return
         self.planning.said = chosen.name, chosen.exact
         was_lossy, self._said_lossy = self._said_lossy, not chosen.exact
-        lossy = (
-            "lossy" if self.terms.exact is False else "lossy, because the exact rungs do not fit"
-        )
-        kind = "exact" if chosen.exact else "exact but for rounding" if rounds else lossy
-        _log.log(
-            logging.INFO if chosen.exact or rounds or was_lossy else logging.WARNING,
-            "budget %s: saved tensors at rung '%s' (%s)",
-            show_nbytes(self.terms.budget_nbytes),
-            chosen.name,
-            kind,
-        )
+        say_setting(self.terms, chosen, rounds=rounds, was_lossy=was_lossy)

@@ -15,7 +15,6 @@ is, of what was measured, and fp32 states that it has no room for are converted 
 forward. They may be made fp32 again, when a measured step shows that there is room.
 """
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 
 from elbowroom.adaptive.state_noise import update_noise
 from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.fitting.messages import say_states
 from elbowroom.fitting.options import Stock, Terms
 from elbowroom.fitting.planner_settings import Making
 from elbowroom.measure.updates import update_s
@@ -33,9 +33,7 @@ from elbowroom.optim.base import EncodedOptimizer
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.standing import Standing
-from elbowroom.units import show_nbytes
 
-_log = logging.getLogger("elbowroom")
 CHOICES = ("fp32", "int8", "int4")  # the mildest first; not coat, int4x2: see docs/optim/states.md
 _CHOSEN = {
     True: "",  # the mildest is never lossier than what there was
@@ -267,15 +265,14 @@ class States:
         with self.around():
             converted = sum(hold(one, state) for one in self.auto())
         milder = CHOICES.index(state) < CHOICES.index(before)
-        _log.log(
-            logging.INFO if milder or before != CHOICES[0] else logging.WARNING,
-            "budget %s: optimizer states in '%s' from now on, %s in place of %s (%s)%s",
-            show_nbytes(terms.budget_nbytes),
+        say_states(
+            terms,
             state,
-            show_nbytes(self._nbytes_as(state)),
-            show_nbytes(self._nbytes_as(before)),
             "there is room for it" if milder else why,
-            f"; those of {converted} parameters were converted" if converted else "",
+            nbytes=self._nbytes_as(state),
+            before_nbytes=self._nbytes_as(before),
+            converted=converted,
+            warns=not milder and before == CHOICES[0],
         )
         return True
 
