@@ -120,12 +120,6 @@ class Planning:
         self.terms = terms
         self.context = context
         self.stock = Stock(0)
-        self.rung = _SAFEST_EXACT
-        self.plan: Plan | None = None
-        self.given: Plan | None = None
-        self.meter: NoiseMeter | None = None
-        self.profile: Profile | None = None
-        self.rehearsed = self.settled = self.outgrown = False
         self.now = self.largest = Signature(None)
         self.redoes = False
         self.said: tuple[str, bool] | None = None
@@ -135,18 +129,33 @@ class Planning:
         self.calls = Calls()
         self._owned = owned
         self._allowance = Allowance()
-        # By which plans have been too hopeful: where modules run again, and where none does.
-        self._margins = {True: 0, False: 0}
         self._beside_nbytes = 0  # what stood beside the model in the profile
-        self._rounds = self._tries = self._strays = 0
-        self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
+        self._strays = 0
         self._varies = False  # a step was within the budget, and another one not like it
         self._chosen: Chosen | None = None  # what the plan is a part of
-        self._tried = Tried()
         self._is_recurrent = False  # of what was written down, layers could run again
-        self._was_rehearsed = False  # so the uniform rung was not seen to fit
         self._gave_up: Taken | None = None  # the least that was measured, when no plan was left
         self._fitted: _Fitted | None = None  # what was settled before a step had more forwards
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Forget what was measured: as before the first forward."""
+        self.plan: Plan | None = None
+        self.given: Plan | None = None
+        self.profile: Profile | None = None
+        self._allowance.forget()
+        self.rung = _SAFEST_EXACT
+        # By which plans have been too hopeful: where modules run again, and where none does.
+        self._margins = {True: 0, False: 0}
+        self._rounds = self._tries = 0
+        self.rehearsed = self.settled = self.outgrown = False
+        self.meter: NoiseMeter | None = None
+        self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
+        self._tried = Tried()
+        self._was_rehearsed = False  # so the uniform rung was not seen to fit
+        self._forget_scripts()
+
+    def _forget_scripts(self) -> None:
         self._scripts: dict[Signature, Script] = {}  # of settled forwards
         self._unwritten = _MOST_UNWRITTEN  # forwards that may yet turn out to have no script
         self._replayed = 0  # forwards
@@ -241,21 +250,6 @@ class Planning:
                 self._plan(self.profile)
         except BudgetTooSmall:
             self._start_over()
-
-    def _start_over(self) -> None:
-        """Forget what was measured: as before the first forward."""
-        self.plan = self.given = self.profile = None
-        self._allowance.forget()
-        self.rung, self._margins = _SAFEST_EXACT, {True: 0, False: 0}
-        self._rounds = self._tries = 0
-        self.rehearsed = self.settled = self.outgrown = False
-        self.meter = None
-        self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
-        self._tried, self._was_rehearsed = Tried(), False
-        self._forget_scripts()
-
-    def _forget_scripts(self) -> None:
-        self._scripts, self._unwritten, self._replayed = {}, _MOST_UNWRITTEN, 0
 
     def _as_fitted(self) -> "_Fitted":
         transient = self._allowance.transient_nbytes

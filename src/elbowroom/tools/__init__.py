@@ -3,13 +3,10 @@
     find_largest  the largest batch that a budget has room for
     Profiling     writes down one step of a program
     Discovery     finds the model and the optimizers of somebody else's program
-    BatchAdvisor  how large a batch the saved memory would take: says so, and does nothing
 
 They stand above `fitting`, which knows none of them.
 """
 
-from elbowroom.tools.batch_advice import BatchAdvisor as BatchAdvisor
-from elbowroom.tools.batch_advice import BatchProposal as BatchProposal
 from elbowroom.tools.discovery import Discovery as Discovery
 from elbowroom.tools.largest_batch import LargestBatch as LargestBatch
 from elbowroom.tools.largest_batch import find_largest as find_largest
