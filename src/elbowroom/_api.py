@@ -27,7 +27,7 @@ from elbowroom.adaptive import Adaptive
 from elbowroom.adaptive.policies import meter_of, policy_of, within_noise
 from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError, UnknownField
-from elbowroom.fitting import Fitting, Terms, check_alone, repeat
+from elbowroom.fitting import FitOptions, Fitting, check_alone, repeat
 from elbowroom.measure.dry import dry_run as run_dry
 from elbowroom.measure.memory import budget_nbytes
 from elbowroom.measure.record import record
@@ -376,7 +376,7 @@ def fit(
             "already. Use offload='file', or move the model to its GPU before fit."
         )
     check_noise(noise)
-    terms = Terms(budget_nbytes(budget, _home(model)), exact, offload, min_nbytes, noise)
+    terms = FitOptions(budget_nbytes(budget, _home(model)), exact, offload, min_nbytes, noise)
     args, kwargs = _arguments(worst)
     check_plan(plan, terms.budget_nbytes, exact, noise, offload)
     check_alone(optimizer, [one.owned.states for other, one in _fittings() if other is not model])
@@ -501,7 +501,7 @@ def largest_batch(
     check_function("make_batch", make_batch)
     check_function("loss", loss)
     check_optimizer(optimizer, model, "largest_batch")
-    terms = Terms(budget_nbytes(budget, _home(model)), exact, None, min_nbytes)
+    terms = FitOptions(budget_nbytes(budget, _home(model)), exact, None, min_nbytes)
     return find_largest(model, make_batch, loss, terms, optimizer)
 
 

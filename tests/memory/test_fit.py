@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import elbowroom as er
 from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
-from elbowroom.fitting.model_state import Owned
-from elbowroom.fitting.options import Stock, Terms
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.planning import Planning
 from elbowroom.measure import peak
 from elbowroom.measure.recorder import StepRecorder
@@ -1187,11 +1187,11 @@ def test_what_functions_of_the_users_own_save_is_counted_once(caplog):
 
 
 def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
-    planning = Planning(Terms(1 << 20), Owned(nn.Linear(4, 4), None), Context())
+    planning = Planning(FitOptions(1 << 20), ModelState(nn.Linear(4, 4), None), Context())
     planning._is_last_resort = True
     assert planning.wants_measuring
-    measured = types.SimpleNamespace(peak=3 << 20, stock=Stock(0))
-    planning.learn(types.SimpleNamespace(climbed=False), measured, Stock(0))
+    measured = types.SimpleNamespace(peak=3 << 20, stock=MemoryState(0))
+    planning.learn(types.SimpleNamespace(climbed=False), measured, MemoryState(0))
     assert planning.settled
     assert "budget 1.00 MiB: steps take 3.00 MiB, and go on so" in caplog.text
     assert "Give budget=3145728" in caplog.text

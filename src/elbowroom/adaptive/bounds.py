@@ -121,7 +121,7 @@ class CometBounds(Adaptive):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where `state_dict` was taken."""
+        """Restore from `state_dict()`."""
         super().load_state_dict(state)
         self.bounds = {SiteName(m, op, nth): bound for m, op, nth, bound in state["bounds"]}
         self.predictions = {SiteName(m, op, nth): name for m, op, nth, name in state["predictions"]}

@@ -109,7 +109,7 @@ class Guard(Adaptive):
         return state | {"guard": mine}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where `state_dict` was taken."""
+        """Restore from `state_dict()`."""
         super().load_state_dict(state)
         mine = state["guard"]
         self._losses, self._calm, self.alarms = mine["losses"], mine["calm"], mine["alarms"]

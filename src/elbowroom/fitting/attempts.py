@@ -14,7 +14,7 @@ from elbowroom.plan.plan import difference
 from elbowroom.plan.profile import Profile
 
 
-class Known(NamedTuple):
+class KnownStep(NamedTuple):
     """What a step is planned by. rehearsed: its backward is an estimate."""
 
     profile: Profile
@@ -41,13 +41,13 @@ class Smallest(NamedTuple):
     rehearsed: bool
 
 
-class Tried:
+class Attempts:
     """The plans of one planning, since it last began to learn.
 
     is_smallest  one of the least predicted peak is followed
     """
 
-    def __init__(self, known: Iterable[Known] = ()) -> None:
+    def __init__(self, known: Iterable[KnownStep] = ()) -> None:
         self.is_smallest = False
         self._known = list(known)  # of whose smallest plans none is made yet
         self._taken: list[Taken] = []
@@ -55,7 +55,7 @@ class Tried:
 
     def knows(self, profile: Profile) -> None:
         """The step has been written down: its smallest plan comes first."""
-        self._known.insert(0, Known(profile, rehearsed=False))
+        self._known.insert(0, KnownStep(profile, rehearsed=False))
 
     def took(self, chosen: Chosen, peak_nbytes: int) -> None:
         """A step under this plan was measured."""

@@ -17,12 +17,12 @@ from itertools import accumulate
 from torch import Tensor
 
 from elbowroom.fitting.forward import FittedSaving
-from elbowroom.fitting.options import Stock
+from elbowroom.fitting.options import MemoryState
 from elbowroom.measure.graph import graph_of
 from elbowroom.plan.backward import run
 
 
-def peak_of_backward(outputs: Iterable[Tensor], saving: FittedSaving, stock: Stock) -> int:
+def peak_of_backward(outputs: Iterable[Tensor], saving: FittedSaving, stock: MemoryState) -> int:
     """Return the bytes of backward's highest moment; 0 where the outputs have no graph.
 
     saving: of the forward that has made the outputs, and has ended

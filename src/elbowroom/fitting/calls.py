@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.options import Terms
-from elbowroom.fitting.planner_settings import Making
+from elbowroom.fitting.options import FitOptions
+from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.signature import Signature
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.plan.plan import Plan
@@ -130,7 +130,7 @@ class Calls:
 class Rest:
     """What an unexpected forward follows, in place of a planning: whatever it takes."""
 
-    def __init__(self, terms: Terms, context: Context, plan: Plan | None) -> None:
+    def __init__(self, terms: FitOptions, context: Context, plan: Plan | None) -> None:
         """plan: None where it could not be rehearsed."""
         self.terms, self.context, self.plan = terms, context, plan
         self.rung = len(terms.rungs) - 1
@@ -159,7 +159,7 @@ class Rest:
         pass  # that it may be above the budget is said already
 
 
-def plan_rest(step: Profile, making: Making) -> Plan:
+def plan_rest(step: Profile, making: PlannerSettings) -> Plan:
     """A plan for one forward of a step, with the backward of all of it.
 
     step: with what stands already as part of what is static

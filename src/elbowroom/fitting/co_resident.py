@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections.abc import Iterator
 
-from elbowroom.fitting.model_state import Owned, storage_nbytes
+from elbowroom.fitting.model_state import ModelState, storage_nbytes
 from elbowroom.runtime.ledger import Ledger, Tally
 
 _TURNS = 2  # between two steps of ours, so many times: it trains beside us
@@ -20,7 +20,7 @@ _fitted: "weakref.WeakSet[Neighbours]" = weakref.WeakSet()
 class Neighbours:
     """Of one fitted model."""
 
-    def __init__(self, owned: Owned) -> None:
+    def __init__(self, owned: ModelState) -> None:
         self._owned = owned
         self._graphs: list[Ledger | Tally] = []
         self._turns: weakref.WeakKeyDictionary[Neighbours, int] = weakref.WeakKeyDictionary()

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from elbowroom.fitting.options import Terms
+from elbowroom.fitting.options import FitOptions
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung, SavedStorage, site_nbytes
@@ -28,7 +28,7 @@ from elbowroom.runtime.slot import Slot, View, last_node
 class Fit(Protocol):
     """What a forward asks of the plan that it follows, or of what stands in for one."""
 
-    terms: Terms
+    terms: FitOptions
     context: Context
     rung: int
     plan: Plan | None

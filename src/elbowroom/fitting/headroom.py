@@ -6,11 +6,11 @@ Transients are workspaces, restored tensors and fresh gradients: guessed before 
 measured, or as a plan predicts them.
 """
 
-from elbowroom.fitting.options import Stock, Terms
+from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.plan.plan import Plan
 
 
-class Allowance:
+class Headroom:
     """transient_nbytes: of the largest call; None: neither measured nor planned yet."""
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Allowance:
         self._guess_nbytes: int | None = None
         self._seen_nbytes = 0
 
-    def inherit(self, larger: "Allowance") -> None:
+    def inherit(self, larger: "Headroom") -> None:
         """Until its own are measured, transients are at most those of a larger kind."""
         self._guess_nbytes = larger.transient_nbytes
 
@@ -45,7 +45,7 @@ class Allowance:
         self._seen_nbytes = most_nbytes
 
     def allowed_nbytes(
-        self, terms: Terms, stock: Stock, plan: Plan | None, guessed_nbytes: int
+        self, terms: FitOptions, stock: MemoryState, plan: Plan | None, guessed_nbytes: int
     ) -> int:
         """As long as nothing is measured, transients are guessed."""
         free = terms.budget_nbytes - stock.static_nbytes
@@ -54,7 +54,9 @@ class Allowance:
         allowed = free - self.transient_nbytes + _passing_nbytes(plan)
         return max(allowed, self._seen_nbytes - stock.static_nbytes)
 
-    def surely_allowed_nbytes(self, terms: Terms, stock: Stock, plan: Plan | None) -> int:
+    def surely_allowed_nbytes(
+        self, terms: FitOptions, stock: MemoryState, plan: Plan | None
+    ) -> int:
         """The same without guesses.
 
         More than this cannot be held, or the optimizer's states would not fit.

@@ -1,7 +1,7 @@
 """One step of a fitted model under the allocator's eye: from its forward to the next one."""
 
-from elbowroom.fitting.model_state import Owned
-from elbowroom.fitting.options import Stock
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.options import MemoryState
 from elbowroom.measure.interval import Interval
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.measure.recording import Recording
@@ -18,7 +18,7 @@ class Measurement:
     profile   likewise, of a whole step that was written down
     """
 
-    def __init__(self, stock: Stock, running: Interval | Recording) -> None:
+    def __init__(self, stock: MemoryState, running: Interval | Recording) -> None:
         self.stock = stock
         self.writes = isinstance(running, Recording)
         self.peak: int | None = None
@@ -26,7 +26,7 @@ class Measurement:
         self._running: Interval | Recording | None = running
 
     @classmethod
-    def start(cls, owned: Owned, stock: Stock, *, writes: bool) -> "Measurement | None":
+    def start(cls, owned: ModelState, stock: MemoryState, *, writes: bool) -> "Measurement | None":
         """None if this cannot be measured now."""
         running: Interval | Recording | None
         if writes:

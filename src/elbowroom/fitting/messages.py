@@ -2,7 +2,7 @@
 
 import logging
 
-from elbowroom.fitting.options import Terms
+from elbowroom.fitting.options import FitOptions
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.plan import Plan
 from elbowroom.units import show_nbytes
@@ -11,7 +11,7 @@ _log = logging.getLogger("elbowroom")
 _UNNOTICED = 0.1  # of mini-batch variance
 
 
-def say_measured(terms: Terms, plan: Plan, peak_nbytes: int) -> None:
+def say_measured(terms: FitOptions, plan: Plan, peak_nbytes: int) -> None:
     """Prediction and measurement, side by side; a warning where the step was above the budget."""
     _log.log(
         logging.WARNING if peak_nbytes > terms.budget_nbytes else logging.INFO,
@@ -20,7 +20,7 @@ def say_measured(terms: Terms, plan: Plan, peak_nbytes: int) -> None:
     )
 
 
-def warn_stray(terms: Terms, *, learns: bool) -> None:
+def warn_stray(terms: FitOptions, *, learns: bool) -> None:
     """A step holds more than those that were learned from."""
     _log.warning(
         "budget %s: this step saves more than those before it, and may need more than the budget; "
@@ -30,7 +30,7 @@ def warn_stray(terms: Terms, *, learns: bool) -> None:
     )
 
 
-def warn_outside(terms: Terms, peak_nbytes: int, seen_nbytes: int) -> None:
+def warn_outside(terms: FitOptions, peak_nbytes: int, seen_nbytes: int) -> None:
     """Steps stay above the budget, and little of what they take is saved where `fit` can see it."""
     _log.warning(
         "budget %s: steps take %s, and no plan brings them below: of what they save, %s was saved "
@@ -41,7 +41,7 @@ def warn_outside(terms: Terms, peak_nbytes: int, seen_nbytes: int) -> None:
     )
 
 
-def warn_above(terms: Terms, peak_nbytes: int, why: str) -> None:
+def warn_above(terms: FitOptions, peak_nbytes: int, why: str) -> None:
     """Steps stay above the budget. why: what they do, in words."""
     _log.warning(
         "budget %s: steps take %s, and go on so: they %s. Give budget=%d, or halve the batch",
@@ -51,7 +51,7 @@ def warn_above(terms: Terms, peak_nbytes: int, why: str) -> None:
     )
 
 
-def warn_smallest(terms: Terms, least_nbytes: int) -> None:
+def warn_smallest(terms: FitOptions, least_nbytes: int) -> None:
     """No plan holds by what others were wrong by. least_nbytes: the least that one took."""
     _log.warning(
         "budget %s: no plan has kept to it yet (%s was the least measured), so the smallest are "
@@ -60,7 +60,7 @@ def warn_smallest(terms: Terms, least_nbytes: int) -> None:
     )
 
 
-def warn_runs_again(terms: Terms) -> None:
+def warn_runs_again(terms: FitOptions) -> None:
     """Say that recurrent layers run again, since no plan fits what they save: bits change."""
     _log.warning(
         "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
@@ -70,7 +70,7 @@ def warn_runs_again(terms: Terms) -> None:
     )
 
 
-def warn_uncorrected(terms: Terms, least_nbytes: int, rung: str) -> None:
+def warn_uncorrected(terms: FitOptions, least_nbytes: int, rung: str) -> None:
     """No plan holds, however often it is made again. least_nbytes: what the best of them took."""
     _log.warning(
         "budget %s: no plan kept to it (%s was the least measured), so all tensors are at rung "
@@ -80,7 +80,7 @@ def warn_uncorrected(terms: Terms, least_nbytes: int, rung: str) -> None:
     )
 
 
-def warn_given(terms: Terms, plan: Plan) -> None:
+def warn_given(terms: FitOptions, plan: Plan) -> None:
     """A plan that was given is of no use."""
     unknown = sum(plan.strangers.values())
     _log.warning(
@@ -90,7 +90,7 @@ def warn_given(terms: Terms, plan: Plan) -> None:
     )
 
 
-def warn_unexpected(terms: Terms, plan: Plan | None) -> None:
+def warn_unexpected(terms: FitOptions, plan: Plan | None) -> None:
     """A forward that was not planned for: this step may need more than the budget."""
     needs = "more than the budget" if plan is None else show_nbytes(plan.peak)
     _log.warning(
@@ -101,7 +101,7 @@ def warn_unexpected(terms: Terms, plan: Plan | None) -> None:
     )
 
 
-def say_unknown(terms: Terms, why: str) -> None:
+def say_unknown(terms: FitOptions, why: str) -> None:
     """What codes add is not known: at WARNING where a limit was asked for."""
     _log.log(
         logging.INFO if terms.noise is None else logging.WARNING,
@@ -112,7 +112,7 @@ def say_unknown(terms: Terms, why: str) -> None:
     )
 
 
-def say_noise(terms: Terms, plan: Plan) -> None:
+def say_noise(terms: FitOptions, plan: Plan) -> None:
     """What codes add: at WARNING where that is more than training would not notice."""
     _log.log(
         logging.INFO if plan.noise <= _UNNOTICED else logging.WARNING,
@@ -124,7 +124,7 @@ def say_noise(terms: Terms, plan: Plan) -> None:
     )
 
 
-def warn_hopeful(terms: Terms) -> None:
+def warn_hopeful(terms: FitOptions) -> None:
     """Say that only a hopeful estimate fits: the first step may be above the budget."""
     _log.warning(
         "budget %s: no careful estimate of the first step of this size fits, so it goes by a "
@@ -133,7 +133,7 @@ def warn_hopeful(terms: Terms) -> None:
     )
 
 
-def warn_blind(terms: Terms) -> None:
+def warn_blind(terms: FitOptions) -> None:
     """Say that a step cannot be measured."""
     _log.warning(
         "budget %s: this step cannot be measured (a profiler runs, or this is not the main "
@@ -143,7 +143,7 @@ def warn_blind(terms: Terms) -> None:
     )
 
 
-def say_exhausted(terms: Terms, less: Terms, *, again: bool) -> None:
+def say_exhausted(terms: FitOptions, less: FitOptions, *, again: bool) -> None:
     """Say that memory ran out, and which smaller budget holds: at WARNING the first time."""
     _log.log(
         logging.INFO if again else logging.WARNING,
@@ -153,7 +153,7 @@ def say_exhausted(terms: Terms, less: Terms, *, again: bool) -> None:
     )
 
 
-def say_setting(terms: Terms, chosen: Rung, *, rounds: bool, was_lossy: bool) -> None:
+def say_setting(terms: FitOptions, chosen: Rung, *, rounds: bool, was_lossy: bool) -> None:
     """Name the setting that forwards run at.
 
     At WARNING, which Python shows by default, when it becomes lossy. rounds: though no code is
@@ -171,7 +171,7 @@ def say_setting(terms: Terms, chosen: Rung, *, rounds: bool, was_lossy: bool) ->
 
 
 def say_states(
-    terms: Terms,
+    terms: FitOptions,
     state: str,
     why: str,
     *,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elbowroom.fitting.options import Stock
+from elbowroom.fitting.options import MemoryState
 from elbowroom.fitting.state_formats import States
 from elbowroom.measure.standing import (
     expected_nbytes,
@@ -21,7 +21,7 @@ from elbowroom.plan.standing import Standing
 from elbowroom.runtime.undo import gradient_of, tensors_of
 
 
-class Owned:
+class ModelState:
     """Weights, buffers, gradients and optimizer states. None of the owners is kept alive.
 
     states  those whose format may be chosen
@@ -52,7 +52,7 @@ class Owned:
 
     @property
     def device(self) -> torch.device:
-        """That of the first parameter."""
+        """Device of the first parameter; the CPU where there is none."""
         model = self._model()
         first = None if model is None else next(iter(model.parameters()), None)
         return torch.device("cpu") if first is None else first.device
@@ -67,9 +67,9 @@ class Owned:
         states = (state for optimizer in self.optimizers() for state in optimizer.state.values())
         return tensors + tensors_of(states)
 
-    def stock(self) -> Stock:
+    def stock(self) -> MemoryState:
         """What stands now, and what the next step will add to it."""
-        return Stock(self.nbytes, self.unborn_gradient_nbytes(), self.unborn_state_nbytes())
+        return MemoryState(self.nbytes, self.unborn_gradient_nbytes(), self.unborn_state_nbytes())
 
     def unborn_gradient_nbytes(self) -> int:
         """Bytes of the gradients that a step will create, and hold at one time.

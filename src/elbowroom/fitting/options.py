@@ -7,7 +7,7 @@ from elbowroom.plan.ladder import EXACT_RUNGS, LOSSY_RUNGS, Rung
 
 
 @dataclass(frozen=True)
-class Terms:
+class FitOptions:
     """What the user gave.
 
     exact    True: exact actions only; None: exact ones first; False: what is cheapest
@@ -33,7 +33,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Stock:
+class MemoryState:
     """Bytes as a step begins.
 
     static_nbytes           held: weights, buffers, gradients, optimizer states, what is beside
@@ -52,7 +52,7 @@ class Stock:
         """What the step will create on top."""
         return self.unborn_gradient_nbytes + self.unborn_state_nbytes
 
-    def beside(self, nbytes: int) -> "Stock":
+    def beside(self, nbytes: int) -> "MemoryState":
         """With so many bytes beside it."""
         held = self.static_nbytes - self.beside_nbytes
         return replace(self, static_nbytes=held + nbytes, beside_nbytes=nbytes)

@@ -3,8 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 
-from elbowroom.fitting.model_state import Owned
-from elbowroom.fitting.options import Terms
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.planning import Planning
 from elbowroom.fitting.signature import Signature
 from elbowroom.plan.plan import Plan
@@ -14,7 +14,7 @@ _MOST = 16  # plans that are kept
 _MOST_LEARNED = 64  # that are ever learned: who keeps changing shapes is not measured for ever
 
 
-class Plannings:
+class PlanCache:
     """The one that was used longest ago makes room for another.
 
     Beyond the last that is learned, a forward follows the plan of a larger one of the same
@@ -22,7 +22,7 @@ class Plannings:
     """
 
     def __init__(
-        self, terms: Terms, owned: Owned, context: Context, plan: Plan | None = None
+        self, terms: FitOptions, owned: ModelState, context: Context, plan: Plan | None = None
     ) -> None:
         """plan: what the first kind begins with."""
         self._terms, self._owned, self._context = terms, owned, context
@@ -42,8 +42,8 @@ class Plannings:
             self._known.move_to_end(signature.bucket)
         return found
 
-    def use(self, terms: Terms) -> None:
-        """From now on, for all."""
+    def use(self, terms: FitOptions) -> None:
+        """Replace the options of all plans, and plan again."""
         self._terms = terms
         for planning in self:
             planning.use(terms)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.options import Terms
+from elbowroom.fitting.options import FitOptions
 from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
@@ -13,7 +13,7 @@ _CAREFUL = 0.03  # of what is not static is left free by a plan that was not mea
 
 
 @dataclass(frozen=True)
-class Making:
+class PlannerSettings:
     """How plans are made.
 
     ratio          how much larger than the profiled call the largest is
@@ -23,7 +23,7 @@ class Making:
     least_is       what a refusal says of the budget that it names
     """
 
-    terms: Terms
+    terms: FitOptions
     ratio: float = 1.0
     margin_nbytes: int = 0
     again_nbytes: int = 0

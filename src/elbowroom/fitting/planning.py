@@ -33,10 +33,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from elbowroom.errors import BudgetTooSmall, NothingHeld
-from elbowroom.fitting.attempts import Known, Taken, Tried
+from elbowroom.fitting.attempts import Attempts, KnownStep, Taken
 from elbowroom.fitting.calls import Calls, Rest, plan_rest
 from elbowroom.fitting.forward import FittedSaving
-from elbowroom.fitting.headroom import Allowance
+from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.measurement import Measurement
 from elbowroom.fitting.messages import (
     say_measured,
@@ -52,10 +52,10 @@ from elbowroom.fitting.messages import (
     warn_uncorrected,
     warn_unexpected,
 )
-from elbowroom.fitting.model_state import Owned
+from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.noise_probing import room_nbytes
-from elbowroom.fitting.options import Stock, Terms
-from elbowroom.fitting.planner_settings import Making
+from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.refusal import measured_refusal, refusal
 from elbowroom.fitting.rehearse import plan_by_forward, rehearsed
 from elbowroom.fitting.signature import Signature
@@ -116,10 +116,10 @@ class Planning:
     said       the setting that the user was told of last, and whether it is exact
     """
 
-    def __init__(self, terms: Terms, owned: Owned, context: Context) -> None:
+    def __init__(self, terms: FitOptions, owned: ModelState, context: Context) -> None:
         self.terms = terms
         self.context = context
-        self.stock = Stock(0)
+        self.stock = MemoryState(0)
         self.now = self.largest = Signature(None)
         self.redoes = False
         self.said: tuple[str, bool] | None = None
@@ -128,7 +128,7 @@ class Planning:
         self._started_over = False
         self.calls = Calls()
         self._owned = owned
-        self._allowance = Allowance()
+        self._allowance = Headroom()
         self._beside_nbytes = 0  # what stood beside the model in the profile
         self._strays = 0
         self._varies = False  # a step was within the budget, and another one not like it
@@ -151,7 +151,7 @@ class Planning:
         self.rehearsed = self.settled = self.outgrown = False
         self.meter: NoiseMeter | None = None
         self._was_watched = self._has_strayed = self._has_fit = self._is_last_resort = False
-        self._tried = Tried()
+        self._tried = Attempts()
         self._was_rehearsed = False  # so the uniform rung was not seen to fit
         self._forget_scripts()
 
@@ -179,7 +179,7 @@ class Planning:
         """Until its own are measured, transients are at most those of a larger kind."""
         self._allowance.inherit(larger._allowance)
 
-    def begin(self, stock: Stock, signature: Signature) -> None:
+    def begin(self, stock: MemoryState, signature: Signature) -> None:
         """A step begins with its first forward."""
         if self.calls.grew or self._has_strayed:
             fitted = self._as_fitted() if self.calls.grew and not self.may_refuse else None
@@ -227,8 +227,8 @@ class Planning:
         self._beside_nbytes += more
         self._plan_again(1.0)
 
-    def use(self, terms: Terms) -> None:
-        """From now on."""
+    def use(self, terms: FitOptions) -> None:
+        """Replace the options, and plan again."""
         self.terms = terms
         self._plan_again(1.0)
 
@@ -241,7 +241,7 @@ class Planning:
         self.settled, self._rounds, self._tries = False, 0, 0
         self._forget_scripts()
         self._has_fit = self._is_last_resort = False
-        self._tried = Tried()
+        self._tried = Attempts()
         if self.profile is not None:
             self._tried.knows(self.profile)
         self.rung = max(self.rung, _SAFEST_EXACT)
@@ -272,10 +272,10 @@ class Planning:
         return self.largest.numel / self._profiled.numel if self.profile is not None else 1.0
 
     @property
-    def _making(self) -> Making:
+    def _making(self) -> PlannerSettings:
         helps = self._owned.states.lossy_helps() or LOSSY_HELPS
         once, again = self._margins[False], self._margins[True]
-        return Making(self.terms, self._ratio, once, again, helps)
+        return PlannerSettings(self.terms, self._ratio, once, again, helps)
 
     @property
     def _margin_nbytes(self) -> int:
@@ -427,7 +427,7 @@ class Planning:
             self._making,
             measures=not self._may_run_layers_again,
         )
-        self._tried = Tried(Known(step, rehearsed=True) for step in steps.values())
+        self._tried = Attempts(KnownStep(step, rehearsed=True) for step in steps.values())
         self._was_rehearsed = True
         self._follow(self._taken(chosen))
         self.rehearsed, self.outgrown = True, False
@@ -439,7 +439,7 @@ class Planning:
         self.profile = chosen.candidate.profile
         return chosen.plan
 
-    def _stands(self) -> Stock:
+    def _stands(self) -> MemoryState:
         """Once states are held in another format."""
         return self._owned.stock().beside(self.stock.beside_nbytes)
 
@@ -517,7 +517,7 @@ class Planning:
         better = self.rehearsed or self.now.numel > self._profiled.numel
         return unborn_states or (better and not self.plan.recompute)
 
-    def learn(self, last: FittedSaving, step: Measurement, stock: Stock) -> None:
+    def learn(self, last: FittedSaving, step: Measurement, stock: MemoryState) -> None:
         """What did the last step need? stock: as the next one begins."""
         if self.settled or not self.calls.is_whole:
             return
@@ -579,7 +579,7 @@ class Planning:
         self._plan(self.profile)
 
     def _try_again(self, last: FittedSaving, step: Measurement) -> None:
-        """This step did not tell. After some that did not, stay with what there is."""
+        """The measurement was inconclusive. After some that were, stay with what there is."""
         self.settled = self._tries >= _MOST_TRIES
         budget_nbytes = self.terms.budget_nbytes
         if not self.settled or step.peak is None or step.peak <= budget_nbytes:

@@ -2,8 +2,8 @@
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.forward import FittedSaving
-from elbowroom.fitting.model_state import Owned
-from elbowroom.fitting.options import Stock, Terms
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.plan.ladder import LOSSY_RUNGS, held_nbytes
 from elbowroom.plan.make import LOSSY_HELPS, too_small
 from elbowroom.plan.plan import Plan
@@ -15,7 +15,11 @@ _GENEROUS = 12  # so many largest tensors cover the transients of a step that is
 
 
 def refusal(
-    saving: FittedSaving, terms: Terms, owned: Owned, stock: Stock, transient_nbytes: int | None
+    saving: FittedSaving,
+    terms: FitOptions,
+    owned: ModelState,
+    stock: MemoryState,
+    transient_nbytes: int | None,
 ) -> BudgetTooSmall:
     """transient_nbytes: as measured; None: not yet."""
     step = saving.storages
@@ -46,7 +50,7 @@ def refusal(
 
 
 def measured_refusal(
-    terms: Terms, owned: Owned, stock: Stock, plan: Plan, least_nbytes: int
+    terms: FitOptions, owned: ModelState, stock: MemoryState, plan: Plan, least_nbytes: int
 ) -> BudgetTooSmall:
     """No plan has kept to the budget. least_nbytes: what a step under `plan`, the best, took."""
     weight_nbytes, saved = owned.weight_nbytes, plan.held_nbytes

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.forward import Fit, FittedSaving
 from elbowroom.fitting.messages import warn_hopeful
-from elbowroom.fitting.model_state import Owned, storage_nbytes
-from elbowroom.fitting.planner_settings import Making
+from elbowroom.fitting.model_state import ModelState, storage_nbytes
+from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.state_formats import CHOICES, Chosen, States
 from elbowroom.measure.background import Background
 from elbowroom.measure.graph import graph_of
@@ -42,7 +42,7 @@ _SURE = 0.7  # of the least by the graph: below that it is refused unmeasured
 
 
 def rehearsed(
-    fit: Fit, owned: Owned, forward: Callable[[], Any], after: FittedSaving | None = None
+    fit: Fit, owned: ModelState, forward: Callable[[], Any], after: FittedSaving | None = None
 ) -> Heard | None:
     """A forward that holds nothing, and the graph that it has built.
 
@@ -81,7 +81,7 @@ Step = Callable[[float], Profile]  # the rehearsed step, with so much care
 
 
 def plan_by_forward(
-    step: Step, states: States, who: object, making: Making, *, measures: bool
+    step: Step, states: States, who: object, making: PlannerSettings, *, measures: bool
 ) -> Chosen:
     """The first that fits, for `who`, one planning; where none does, the smallest, to be measured.
 
@@ -124,7 +124,7 @@ def _tries(exact: bool | None) -> Iterator[_Try]:
                     yield _Try(state, allowed, care, recompute)
 
 
-def _refusal(step: Step, states: States, who: object, making: Making) -> BudgetTooSmall:
+def _refusal(step: Step, states: States, who: object, making: PlannerSettings) -> BudgetTooSmall:
     """What is named should do; less may do."""
     exact = making.terms.exact
 

@@ -30,7 +30,7 @@ class ReplayedSaving(Replay):
         return self.rest
 
 
-class Known:
+class ReplayedForward:
     """A forward that was known, once it has ended: what its graph holds, as long as that waits.
 
     setting  what its script was written by

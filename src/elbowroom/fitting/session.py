@@ -30,11 +30,11 @@ from elbowroom.fitting.co_resident import Neighbours
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
 from elbowroom.fitting.messages import say_exhausted, say_setting, warn_blind
-from elbowroom.fitting.model_state import Owned
-from elbowroom.fitting.options import Stock, Terms
-from elbowroom.fitting.plan_cache import Plannings
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.plan_cache import PlanCache
 from elbowroom.fitting.planning import Planning
-from elbowroom.fitting.replayed import Known, ReplayedSaving
+from elbowroom.fitting.replayed import ReplayedForward, ReplayedSaving
 from elbowroom.fitting.signature import Signature, signature_of
 from elbowroom.measure.background import Background
 from elbowroom.measure.interval import may_measure
@@ -67,26 +67,26 @@ class Fitting:
     def __init__(
         self,
         model: nn.Module,
-        terms: Terms,
+        terms: FitOptions,
         optimizer: Optimizer | None,
         plan: Plan | None = None,
     ) -> None:
         """plan: what the first step begins with."""
         self._step: Measurement | None = None
-        self._last: FittedSaving | Known | None = None
+        self._last: FittedSaving | ReplayedForward | None = None
         self.terms = terms
-        self.owned = Owned(model, optimizer)
+        self.owned = ModelState(model, optimizer)
         rates(self.owned.device.type)  # once a process; it loads the kernels, and no step waits
         self.context = Context()
-        self._plannings = Plannings(terms, self.owned, self.context, plan)
+        self._plannings = PlanCache(terms, self.owned, self.context, plan)
         self.planning = Planning(terms, self.owned, self.context)
         self.peak_nbytes: int | None = None
         self.peak_setting = ""
         self.highest_nbytes: int | None = None
         self.was_exact = True
-        self._opened: FittedSaving | Known | None = None  # the last context
+        self._opened: FittedSaving | ReplayedForward | None = None  # the last context
         self._beside = Neighbours(self.owned)
-        self._less: Terms | None = None  # from the next step on
+        self._less: FitOptions | None = None  # from the next step on
         self._ran_out_nbytes: int | None = None  # there was no memory for a step of so many
         self._was_exhausted = False
         self._said_lossy = False
@@ -115,7 +115,7 @@ class Fitting:
                     self.context.begin_step()
                     return self._replayed(forward, script)
             if last is not None and goes_on:
-                last = last.begun() if isinstance(last, Known) else last
+                last = last.begun() if isinstance(last, ReplayedForward) else last
                 return self._go_on(model, forward, signature, last, given)
             return self._step_with(model, forward, signature, given)
         except Exception as error:
@@ -294,7 +294,7 @@ class Fitting:
 
     def _replayed(self, forward: Callable[[], Any], script: Script) -> Any:
         """Run a forward that is known; where it turns out to be another one, look at it."""
-        known = Known(self.planning, script)
+        known = ReplayedForward(self.planning, script)
         self._opened = known
         if script.does_nothing and self._has_ample_room:
             out = forward()
@@ -411,7 +411,7 @@ class Fitting:
         self.planning.begin(self._stock(), signature)
         self._measure()
 
-    def _stock(self) -> Stock:
+    def _stock(self) -> MemoryState:
         """As a step begins. States that the step will make are given a format that has room."""
         stock = self.owned.stock()
         if self.owned.states.make_room(self.terms, stock):
@@ -425,7 +425,7 @@ class Fitting:
         if step is None:
             return
         step.end()
-        if last is None or self._closed or isinstance(last, Known):
+        if last is None or self._closed or isinstance(last, ReplayedForward):
             return
         planning = self.planning
         if step.peak is not None and not (planning.plan is not None and step.makes_states):
@@ -450,14 +450,14 @@ class Fitting:
         self._last = saving
         self._note_setting(saving)
 
-    def _note_setting(self, saving: FittedSaving | Known) -> None:
+    def _note_setting(self, saving: FittedSaving | ReplayedForward) -> None:
         chosen, rounds = saving.setting, self.context.runs_again
         self.was_exact = self.was_exact and chosen.exact and not rounds
         self._say(
             replace(chosen, exact=chosen.exact and not rounds), rounds=rounds and chosen.exact
         )
 
-    def _note_peak(self, peak_nbytes: int, last: FittedSaving | Known) -> None:
+    def _note_peak(self, peak_nbytes: int, last: FittedSaving | ReplayedForward) -> None:
         self.peak_nbytes, self.peak_setting = peak_nbytes, last.setting.name
         self.highest_nbytes = max(peak_nbytes, self.highest_nbytes or 0)
 

@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Signature:
-    """Of one call of a model."""
+    """Structure and element count of the inputs of one call of a model."""
 
     structure: Hashable
     shapes: tuple[Shape, ...] = ()

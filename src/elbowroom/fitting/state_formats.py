@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from elbowroom.adaptive.state_noise import update_noise
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.fitting.messages import say_states
-from elbowroom.fitting.options import Stock, Terms
-from elbowroom.fitting.planner_settings import Making
+from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.measure.updates import update_s
 from elbowroom.optim.auto import auto_groups, held_as, hold, nbytes_as
 from elbowroom.optim.base import EncodedOptimizer
@@ -71,7 +71,7 @@ class States:
         optimizers: Callable[[], list[Optimizer]],
         standing: Callable[[], Standing | None],
     ) -> None:
-        """Both may change until they are asked."""
+        """Both callables are evaluated each time they are needed."""
         self._optimizers, self._standing = optimizers, standing
         self._needs: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
         self.around: Around = nullcontext
@@ -92,7 +92,7 @@ class States:
         return found
 
     def choose(
-        self, profile: Profile, who: object, making: Making, *, estimated: bool = False
+        self, profile: Profile, who: object, making: PlannerSettings, *, estimated: bool = False
     ) -> Chosen:
         """The rule above. Raises BudgetTooSmall, of the candidate that needs the least.
 
@@ -123,7 +123,7 @@ class States:
         return found[0] if len(found) == 1 else min(found, key=self._cost_s)
 
     def smallest(
-        self, profile: Profile, who: object, making: Making, *, recompute: bool = True
+        self, profile: Profile, who: object, making: PlannerSettings, *, recompute: bool = True
     ) -> Chosen | None:
         """The plan of the least predicted peak, for the user's budget. None: not found in time.
 
@@ -143,7 +143,7 @@ class States:
             return None
         return Chosen(one, replace(plan, budget=making.terms.budget_nbytes))
 
-    def take(self, chosen: Chosen, who: object, terms: Terms) -> Chosen:
+    def take(self, chosen: Chosen, who: object, terms: FitOptions) -> Chosen:
         """From now on hold auto states as the plan, which is that of `who`, was made for."""
         one = chosen.candidate
         if not one.state:
@@ -154,7 +154,7 @@ class States:
         profile = replace(one.profile, standing=standing)
         return Chosen(replace(one, profile=profile), replace(chosen.plan, standing=standing))
 
-    def begin_with(self, given: Plan, who: object, terms: Terms) -> None:
+    def begin_with(self, given: Plan, who: object, terms: FitOptions) -> None:
         """A plan that was given, and is that of `who`, may have been made for fewer bytes."""
         state = "" if given.standing is None else given.standing.states
         if terms.exact or state not in CHOICES or not self.auto():
@@ -163,7 +163,7 @@ class States:
             self._needs[who] = state
             self._hold(state, terms, "lossy, as the plan that was given has them")
 
-    def make_room(self, terms: Terms, stock: Stock) -> bool:
+    def make_room(self, terms: FitOptions, stock: MemoryState) -> bool:
         """States that are to be born take the mildest format that fits; True if that is another.
 
         stock: as they would be born now
@@ -258,7 +258,7 @@ class States:
         )
         return max(sizes, default=0)
 
-    def _hold(self, state: str, terms: Terms, why: str) -> bool:
+    def _hold(self, state: str, terms: FitOptions, why: str) -> bool:
         before = self._now()
         if state == before:
             return False

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.fitting.measurement import Measurement
-from elbowroom.fitting.model_state import Owned
-from elbowroom.fitting.options import Stock, Terms
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.session import Fitting
 from elbowroom.plan.batch import TwoBatches
 from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, too_small
@@ -80,7 +80,11 @@ class LargestBatch:
 
 
 def find_largest(
-    model: nn.Module, make_batch: MakeBatch, loss: Loss, terms: Terms, optimizer: Optimizer | None
+    model: nn.Module,
+    make_batch: MakeBatch,
+    loss: Loss,
+    terms: FitOptions,
+    optimizer: Optimizer | None,
 ) -> LargestBatch:
     """Raises BudgetTooSmall where a batch of 1 has no plan; PlanError if backward would train."""
     if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
@@ -99,7 +103,7 @@ def find_largest(
         return _confirmed(trial, pair, batch, terms)
 
 
-def _confirmed(trial: "_Trial", pair: TwoBatches, batch: int, terms: Terms) -> LargestBatch:
+def _confirmed(trial: "_Trial", pair: TwoBatches, batch: int, terms: FitOptions) -> LargestBatch:
     """The largest batch that was seen to fit.
 
     error  by which the last run took more than its plan had said
@@ -149,10 +153,10 @@ class _Trial:
         model: nn.Module,
         make_batch: MakeBatch,
         loss: Loss,
-        terms: Terms,
+        terms: FitOptions,
         optimizer: Optimizer | None,
     ) -> None:
-        self.owned = Owned(model, optimizer)
+        self.owned = ModelState(model, optimizer)
         self._model, self._make_batch, self._loss, self._terms = model, make_batch, loss, terms
 
     def pair(self, batch: int) -> TwoBatches:
@@ -213,10 +217,10 @@ class _Trial:
             floor=tuple(level + born for level in profile.floor),
         )
 
-    def _stock(self) -> Stock:
+    def _stock(self) -> MemoryState:
         """As a step begins whose optimizer has its states."""
         stock = self.owned.stock()
-        return Stock(stock.static_nbytes + stock.unborn_state_nbytes)
+        return MemoryState(stock.static_nbytes + stock.unborn_state_nbytes)
 
     def _run(self, data: Any) -> None:
         self._loss(self._model, data).backward()  # type: ignore[no-untyped-call]
@@ -289,7 +293,7 @@ def _attached(model: nn.Module, around: Around) -> Iterator[None]:
 
 
 @contextmanager
-def _untouched(model: nn.Module, owned: Owned) -> Iterator[None]:
+def _untouched(model: nn.Module, owned: ModelState) -> Iterator[None]:
     """Inside there are no gradients, and nothing is attached; afterwards all is as it was."""
     fitting = detach(model)
     if isinstance(fitting, Fitting):

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from elbowroom.fitting.model_state import Owned
+from elbowroom.fitting.model_state import ModelState
 from elbowroom.measure.recording import Recording
 from elbowroom.plan import KeepAll
 from elbowroom.plan.profile import Profile
@@ -43,7 +43,7 @@ class Profiling:
         min_nbytes: int = 65536,
         warm_up: int = 1,
     ) -> None:
-        self.owned = Owned(model, None)
+        self.owned = ModelState(model, None)
         for optimizer in optimizers:
             self.owned.add(optimizer)
         self.profile: Profile | None = None
