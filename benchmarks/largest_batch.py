@@ -36,11 +36,12 @@ from torch import Tensor, nn
 
 import elbowroom as er
 from elbowroom.cli.warm import WARM, start_warm
-from elbowroom.control import Fitting, LargestBatch
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting import Fitting
 from elbowroom.measure import Paired
 from elbowroom.plan.plan import Plan
 from elbowroom.runtime.attach import attached
+from elbowroom.tools import LargestBatch
 
 NAME = "largest-batch"
 MODELS = {"resnet50": resnet50, "resnet101": resnet101}

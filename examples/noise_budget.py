@@ -23,7 +23,7 @@ def main() -> None:
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4))
     model = nn.Sequential(block(3, 32), block(32, 32), block(32, 32), head)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    control = er.control.NoiseBudget(er.codec("dither", levels=16), noise=0.1)
+    control = er.adaptive.NoiseBudget(er.codec("dither", levels=16), noise=0.1)
 
     for step in range(60):
         y = torch.randint(4, (32,))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from elbowroom.control.policies import policy_of
+from elbowroom.adaptive.policies import policy_of
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
 

@@ -24,7 +24,9 @@ The map, from the top down; imports point down only:
     cli/  demo/            commands, and the data and models that they show
     _api.py                saving; measure, dry_run, plan, following; fit, step, largest_batch,
                            release: thin; _checks.py: what they refuse
-    control/  report/      what adapts during training; tables and pages
+    tools/                 the largest batch, profiles of whole programs, finding their models
+    fitting/  report/      the machine behind fit; tables and pages
+    adaptive/              controllers that move bits and bounds during training
     measure/               FACTS: a step as a profile, peaks, times, the noise of codes
     nn/                    modules whose backward needs less, and how a model gets them
     optim/                 AdamW, Lion, SGD over encoded states
@@ -40,10 +42,10 @@ runtime/perform.py -> codecs/dither.py -> kernels/ops.py -> kernels/numba/dither
 through runtime/slot.py `View.restore`; or, for ops that need no restored tensor, runtime/direct/.
 
 To follow a budget: measure/recorder.py -> plan/profile.py -> plan/menu.py, pose.py ->
-plan/problem.py -> plan/solve/ -> plan/make.py -> plan/plan.py `action_for`; and control/fitting.py.
+plan/problem.py -> plan/solve/ -> plan/make.py -> plan/plan.py `action_for`; and fitting/session.py.
 """
 
-from elbowroom import control as control
+from elbowroom import adaptive as adaptive
 from elbowroom import errors as errors
 from elbowroom import nn as nn
 from elbowroom import optim as optim

@@ -23,18 +23,11 @@ from elbowroom._checks import (
     check_offload,
     check_optimizer,
 )
+from elbowroom.adaptive import Adaptive
+from elbowroom.adaptive.policies import meter_of, policy_of, within_noise
 from elbowroom.codecs import Codec
-from elbowroom.control import (
-    Adaptive,
-    Fitting,
-    LargestBatch,
-    Terms,
-    check_alone,
-    find_largest,
-    repeat,
-)
-from elbowroom.control.policies import meter_of, policy_of, within_noise
 from elbowroom.errors import PlanError, UnknownField
+from elbowroom.fitting import FitOptions, Fitting, check_alone, repeat
 from elbowroom.measure.dry import dry_run as run_dry
 from elbowroom.measure.memory import budget_nbytes
 from elbowroom.measure.record import record
@@ -50,6 +43,7 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.replay.saving_context import Identical, SavingContext
 from elbowroom.runtime.replay.scribe import Scribe
+from elbowroom.tools import LargestBatch, find_largest
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -82,11 +76,11 @@ def saving(
                 a codec id with its fields as keywords, or a codec: that codec wherever the saving
                 op tolerates an error;
                 "actnn", with bits and group_size: group codes whose bits follow the sensitivity
-                of each tensor, `bits` on average (see `elbowroom.control.ActNN`);
+                of each tensor, `bits` on average (see `elbowroom.adaptive.ActNN`);
                 "offload", with tier, directory and from_nbytes: exact actions first; what is left
                 goes to pinned host memory or, from the CPU, to a temporary file
                 (see `elbowroom.plan.OffloadRest`);
-                a controller from `elbowroom.control`, which adapts as the training goes;
+                a controller from `elbowroom.adaptive`, which adapts as the training goes;
                 or any function of a `Site` that returns an action
     min_nbytes  storages below this size, in bytes, are left alone; 0: none are
     rebuild     whether outputs of norms, activations and dropout may be made again from what
@@ -95,8 +89,8 @@ def saving(
                 which codes add to the gradient stays below this share of what mini-batches vary by
                 anyway (0.1: a tenth; early in training that is read up to twice too large, see
                 `measure.gradient_variance`). What was learned is remembered for the process, by
-                these arguments; for more than one model make a `control.NoiseBudget` for each, or
-                a `control.LeanBudget`
+                these arguments; for more than one model make an `adaptive.NoiseBudget` for each, or
+                an `adaptive.LeanBudget`
     watch       measure what the codes add, every step; `.error_report()` shows it (also with
                 `noise` and controllers, which watch a few steps). A watched step is slower
     seed        where the noise of lossy codes starts; None: one sequence for the whole process, and
@@ -354,7 +348,7 @@ def fit(
     all that is allocated, on a CPU no tensor made before the step, such as the batch. The same
     model comes back, unchanged: from now on each of its forwards that records gradients runs
     inside a `saving` context. It starts at the safest setting, writes a step down, and from then on
-    follows a plan, whose peak is measured and, if need be, corrected (`elbowroom.control.fitting`).
+    follows a plan, whose peak is measured and, if need be, corrected (`elbowroom.fitting.session`).
     Forwards of another kind (shapes, flags, modes) get plans of their own, as they come. A loss
     computed outside of `model` is not covered. A first forward that would need more than the budget
     is run up to three times, with RNG and buffers put back.
@@ -365,7 +359,7 @@ def fit(
                 (of data, of address space). "100%" is all of it; 1.0 is refused
     optimizer   its states are counted, from before it makes them; those of an `er.optim` optimizer
                 with state="auto" are held in fewer bytes where that is the cheapest way to fit
-                (`elbowroom.control.states`)
+                (`elbowroom.fitting.state_formats`)
     exact       True: exact actions only, no bit of any gradient changes; None: exact first, lossy
                 codecs only if the budget needs them, said in one line by the logger "elbowroom";
                 False: whatever is cheapest, where noise is priced as the steps that it costs
@@ -397,7 +391,7 @@ def fit(
             "already. Use offload='file', or move the model to its GPU before fit."
         )
     check_noise(noise)
-    terms = Terms(budget_nbytes(budget, _home(model)), exact, offload, min_nbytes, noise)
+    terms = FitOptions(budget_nbytes(budget, _home(model)), exact, offload, min_nbytes, noise)
     args, kwargs = _arguments(worst)
     check_plan(plan, terms.budget_nbytes, exact, noise, offload)
     check_alone(optimizer, [one.owned.states for other, one in _fittings() if other is not model])
@@ -522,7 +516,7 @@ def largest_batch(
     check_function("make_batch", make_batch)
     check_function("loss", loss)
     check_optimizer(optimizer, model, "largest_batch")
-    terms = Terms(budget_nbytes(budget, _home(model)), exact, None, min_nbytes)
+    terms = FitOptions(budget_nbytes(budget, _home(model)), exact, None, min_nbytes)
     return find_largest(model, make_batch, loss, terms, optimizer)
 
 

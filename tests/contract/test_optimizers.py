@@ -11,7 +11,7 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom import errors
-from elbowroom.control.owned import Owned
+from elbowroom.fitting.model_state import ModelState
 from elbowroom.optim import SGD, STATES, AdamW, Lion
 
 CASES = [
@@ -53,7 +53,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def test_a_budget_counts_the_states_before_they_are_made(cls, state):
     net = model()
     optimizer = cls(net.parameters(), lr=1e-3, state=state)
-    owned = Owned(net, optimizer)
+    owned = ModelState(net, optimizer)
     unborn = owned.unborn_state_nbytes()
     steps(net, optimizer, 1)
     assert unborn == sum(t.nbytes for s in optimizer.state.values() for t in s.values())

@@ -17,7 +17,7 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom import errors
-from elbowroom.control.fitted import FittedSaving
+from elbowroom.fitting.forward import FittedSaving
 from elbowroom.measure import peak
 from elbowroom.plan import Exact
 from elbowroom.runtime import attach

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import elbowroom as er
-from elbowroom.control import Fitting
 from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.fitting import Fitting
 from elbowroom.optim import auto
 from elbowroom.plan.plan import Plan
 from elbowroom.runtime.attach import attached, opener_of

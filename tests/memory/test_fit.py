@@ -23,18 +23,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
-from elbowroom.control import Discovery
-from elbowroom.control.owned import Owned
-from elbowroom.control.planning import Planning
-from elbowroom.control.terms import Stock, Terms
 from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.planning import Planning
 from elbowroom.measure import peak
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.measure.recording import Recording
 from elbowroom.runtime import attach, calls, modules, transforms
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import Context
+from elbowroom.tools import Discovery
 
 BATCH = 16
 
@@ -1187,11 +1187,11 @@ def test_what_functions_of_the_users_own_save_is_counted_once(caplog):
 
 
 def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
-    planning = Planning(Terms(1 << 20), Owned(nn.Linear(4, 4), None), Context())
+    planning = Planning(FitOptions(1 << 20), ModelState(nn.Linear(4, 4), None), Context())
     planning._is_last_resort = True
     assert planning.wants_measuring
-    measured = types.SimpleNamespace(peak=3 << 20, stock=Stock(0))
-    planning.learn(types.SimpleNamespace(climbed=False), measured, Stock(0))
+    measured = types.SimpleNamespace(peak=3 << 20, stock=MemoryState(0))
+    planning.learn(types.SimpleNamespace(climbed=False), measured, MemoryState(0))
     assert planning.settled
     assert "budget 1.00 MiB: steps take 3.00 MiB, and go on so" in caplog.text
     assert "Give budget=3145728" in caplog.text

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elbowroom as er
-from elbowroom.control.fitting import Fitting
 from elbowroom.demo.models import GPT, ResNet18
 from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.fitting.session import Fitting
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.runtime.attach import attached, opener_of

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import elbowroom as er
-from elbowroom.control.largest import _Trial
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.runtime import attach
 from elbowroom.runtime.attach import opener_of
+from elbowroom.tools.largest_batch import _Trial
 from elbowroom.units import show_nbytes
 
 WIDTH = 64

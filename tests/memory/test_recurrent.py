@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elbowroom as er
-from elbowroom.control.fitting import Fitting
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting.session import Fitting
 from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import elbowroom as er
-from elbowroom.control.owned import Owned, storage_nbytes
+from elbowroom.fitting.model_state import ModelState, storage_nbytes
 from elbowroom.runtime.attach import attached
 
 WIDTH, BLOCKS = 128, 8
@@ -43,7 +43,7 @@ class Step:
 
     @property
     def held_nbytes(self) -> int:
-        return storage_nbytes(Owned(self.net, self.optimizer).tensors())
+        return storage_nbytes(ModelState(self.net, self.optimizer).tensors())
 
 
 def test_all_gradients_but_two_are_never_there():
@@ -85,7 +85,7 @@ def test_a_profile_and_its_plans_say_the_peak():
 
 def test_a_budget_counts_one_released_gradient_before_it_is_born():
     step = Step(released=True, rows=2)
-    owned = Owned(step.net, step.optimizer)
+    owned = ModelState(step.net, step.optimizer)
     assert owned.unborn_gradient_nbytes() == 4 * WIDTH * WIDTH * 4
     step.optimizer.released.remove()
     assert owned.unborn_gradient_nbytes() == sum(p.nbytes for p in step.net.parameters())

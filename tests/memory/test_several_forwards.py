@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import elbowroom as er
-from elbowroom.control.calls import MOST_CALLS
+from elbowroom.fitting.calls import MOST_CALLS
 from elbowroom.measure import peak
 from elbowroom.runtime import attach
 from elbowroom.runtime.attach import opener_of

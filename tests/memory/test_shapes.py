@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import elbowroom as er
-from elbowroom.control.plannings import _MOST
-from elbowroom.control.signature import signature_of
+from elbowroom.fitting.plan_cache import _MOST
+from elbowroom.fitting.signature import signature_of
 from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 import elbowroom as er
-from elbowroom.control.owned import storage_nbytes
+from elbowroom.fitting.model_state import storage_nbytes
 from elbowroom.measure import peak
 from elbowroom.measure.background import Background
 from elbowroom.measure.recording import Recording

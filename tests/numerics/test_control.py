@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import elbowroom as er
-from elbowroom.control import ActNN, BatchAdvisor, CometBounds, Guard, LeanBudget, NoiseBudget
-from elbowroom.control.adaptive import Adaptive
+from elbowroom.adaptive import ActNN, CometBounds, Guard, LeanBudget, NoiseBudget
+from elbowroom.adaptive.base import Adaptive
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.plan import Lean
 
@@ -381,29 +381,8 @@ def test_watching_a_fixed_codec_reports_on_it():
         (lambda: CometBounds(3), "takes the torch.optim.Optimizer"),
         (lambda: Guard(er.codec("dither"), patience=0), "positive number"),
         (lambda: er.saving("dither").error_report(), "watch=True"),
-        (lambda: BatchAdvisor("1 GiB").propose(), "no batch was noted"),
-        (lambda: BatchAdvisor("1 GiB", multiple=0), "1 or more"),
-        (lambda: BatchAdvisor("1 GiB").note(0, 1), "cannot be"),
     ],
 )
 def test_wrong_arguments_say_what_is_possible(make, match):
     with pytest.raises((UnknownField, PlanError), match=match):
         make()
-
-
-def test_a_batch_is_proposed_and_nothing_is_changed():
-    advisor = BatchAdvisor(1000, multiple=4)
-    advisor.note(8, 300)
-    assert advisor.propose().batch == 16  # at most twice
-    advisor.note(16, 500)  # 100 at no batch at all, 25 for each
-    assert (advisor.propose().batch, advisor.propose().peak_nbytes) == (32, 900)
-    advisor.note(32, 990)
-    assert advisor.propose().batch == 32
-    assert "stays" in str(advisor.propose())
-    assert "learning rate" in str(BatchProposal_of(16))
-
-
-def BatchProposal_of(batch):
-    advisor = BatchAdvisor(1000)
-    advisor.note(batch, 200)
-    return advisor.propose()

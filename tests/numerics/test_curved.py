@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import elbowroom as er
+from elbowroom.adaptive.actnn import ActNN
+from elbowroom.adaptive.base import possible
+from elbowroom.adaptive.noise_budget import NoiseBudget
 from elbowroom.codecs import Dither
-from elbowroom.control.actnn import ActNN
-from elbowroom.control.adaptive import possible
-from elbowroom.control.budget import NoiseBudget
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.plan import Lean, Lossy
 from elbowroom.plan.gentle import gentle

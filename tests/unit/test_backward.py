@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from elbowroom.control.owned import Owned
-from elbowroom.control.planning import Planning
-from elbowroom.control.rehearsing import rehearsed
-from elbowroom.control.signature import Signature
-from elbowroom.control.terms import Terms
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.options import FitOptions
+from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.rehearse import rehearsed
+from elbowroom.fitting.signature import Signature
 from elbowroom.measure.peak import peak
 from elbowroom.plan.backward import Graph, Node, run
 from elbowroom.plan.make import plain_peak
@@ -137,13 +137,13 @@ def test_a_forward_alone_tells_the_peak_of_the_step(name):
     make, shape = NETS[name]
     torch.manual_seed(0)
     model, x = make(), torch.randn(shape)
-    owned = Owned(model, None)
+    owned = ModelState(model, None)
     static = owned.nbytes
     model(x).backward()
     model.zero_grad()
     took = static + peak(lambda: model(x).backward())
     model.zero_grad()
-    planning = Planning(Terms(1 << 40, min_nbytes=1), owned, Context())
+    planning = Planning(FitOptions(1 << 40, min_nbytes=1), owned, Context())
     planning.begin(owned.stock(), Signature(None))
     heard = rehearsed(planning, owned, lambda: model(x))
     assert heard is not None

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import elbowroom as er
-from elbowroom.control.owned import Owned
+from elbowroom.fitting.model_state import ModelState
 from elbowroom.plan.outlook import prospects
 from elbowroom.report import render_profile, step_page
 from elbowroom.report.bands import BEFORE, REST, bands
@@ -69,7 +69,7 @@ def test_states_of_several_optimizers_count_once_a_parameter():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 8, bias=False))
     first = torch.optim.AdamW(model[0].parameters())
     second = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
-    owned = Owned(model, first)
+    owned = ModelState(model, first)
     for optimizer in (first, second, torch.optim.SGD(model[0].parameters(), lr=1)):
         owned.add(optimizer)
     assert owned.unborn_state_nbytes() == 4 * (2 * 16 + 32)
@@ -85,7 +85,7 @@ def test_states_of_several_optimizers_count_once_a_parameter():
 def test_the_history_of_lbfgs_is_counted_before_and_as_it_grows():
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2, history_size=3)
-    owned, n = Owned(model, optimizer), sum(p.numel() for p in model.parameters())
+    owned, n = ModelState(model, optimizer), sum(p.numel() for p in model.parameters())
     full = 4 * n * (2 * 3 + 2)
     assert owned.unborn_state_nbytes() == full
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import elbowroom as er
-from elbowroom.control import Discovery
-from elbowroom.control.fitting import Fitting
 from elbowroom.errors import PlanError
+from elbowroom.fitting.session import Fitting
 from elbowroom.runtime.attach import opener_of
+from elbowroom.tools import Discovery
 
 
 def fitted() -> tuple[nn.Module, Fitting]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from elbowroom.cli.run import _rows, _Run, _say_not_kept
-from elbowroom.control import Summary
+from elbowroom.fitting import Summary
 from elbowroom.runtime import compiler
 
 MIB = 2**20

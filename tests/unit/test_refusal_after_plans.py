@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from elbowroom.control.planning import Planning
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting.planning import Planning
 
 
 @pytest.mark.parametrize(("taken", "named"), [(150, 150), (None, 120), (90, 120)])

@@ -9,12 +9,12 @@ from torch import nn
 
 from elbowroom.cli.polite import check_writable, errors_console, polite
 from elbowroom.cli.script import Arguments, Script, check_script, run_script, show_traceback
-from elbowroom.control import Discovery, Profiling
 from elbowroom.errors import DataError, PlanError
 from elbowroom.files import write_text
 from elbowroom.plan.profile import Profile
 from elbowroom.report import profile_table, render_profile, step_page
 from elbowroom.runtime.attach import attach, detach
+from elbowroom.tools import Discovery, Profiling
 from elbowroom.units import show_nbytes
 
 Out = Annotated[Path, typer.Option(help="Where the profile goes, as JSON.")]

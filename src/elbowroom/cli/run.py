@@ -16,12 +16,13 @@ from elbowroom.cli.places import Offload
 from elbowroom.cli.polite import check_writable, errors_console, mistake, polite
 from elbowroom.cli.script import Arguments, Script, check_script, run_script, show_traceback
 from elbowroom.cli.warm import start_warm
-from elbowroom.control import Discovery, Fitting, Summary, summary
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.files import write_text
+from elbowroom.fitting import Fitting, Summary, summary
 from elbowroom.plan.plan import Line, Plan, check_plan
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.compiler import ran_eagerly
+from elbowroom.tools import Discovery
 from elbowroom.units import Share, parse_budget, show_nbytes
 
 NOT_KEPT = 4  # exit code

@@ -1,0 +1,75 @@
+"""An error budget: what codes add stays below a share of what mini-batches vary by anyway.
+
+    sum of predicted variances  <=  noise x mini-batch variance of the gradient
+
+with the fewest bytes that allow it (`plan/allocation.py`). DIVISION, ActNN and COMET ask for bits
+or bounds, and leave it to the user to find out what those do; this asks for the effect.
+"""
+
+import logging
+
+from elbowroom.adaptive.base import Adaptive
+from elbowroom.codecs import Codec
+from elbowroom.errors import UnknownField
+from elbowroom.plan.allocation import cheapest
+
+_log = logging.getLogger("elbowroom")
+
+
+class NoiseBudget(Adaptive):
+    """Rungs such that added variance is at most `noise` times the sampling variance.
+
+    As long as that is not known, which takes three steps and a probe of every kind of op, tensors
+    stay where they start. If codes drown it, tensors go to their mildest setting, and a warning
+    says so. Raises UnknownField for a share that is not a positive number.
+    """
+
+    def __init__(
+        self, codec: Codec, *, noise: float = 0.1, rebuild: bool = True, every: int = 50
+    ) -> None:
+        if isinstance(noise, bool) or not isinstance(noise, int | float) or not noise > 0:
+            raise UnknownField(
+                f"noise={noise!r} is not possible; it is a positive number: added variance over "
+                "mini-batch variance, 0.1 for a tenth"
+            )
+        super().__init__(codec, rebuild=rebuild, every=every)
+        self.noise = float(noise)
+        self._was_drowned = self._has_told = False
+
+    def _tell_unknown(self) -> None:
+        """Once: which ops the budget leaves out, since no probe can tell what they add."""
+        unknown = [name for name, op in self.table.ops.items() if op.variance is None]
+        if self._has_told or not unknown or not self.meter.is_past_first_run:
+            return
+        self._has_told = True
+        first = unknown[0]
+        _log.warning(
+            "noise=%g: what codes add cannot be probed at '%s' in '%s' (%d in all); it "
+            "comes on top of the budget. Ops that change no view in place can be probed; or take "
+            "fixed codes that are milder",
+            self.noise,
+            first.consumer,
+            first.module,
+            len(unknown),
+        )
+
+    def _move(self) -> None:
+        self._tell_unknown()
+        sampling = self.table.sampling
+        movable = self._movable()
+        if sampling is None or not movable:
+            return
+        if not sampling and not self._was_drowned:
+            self._was_drowned = True
+            _log.warning(
+                "noise=%g: codes add more than what can be seen of how mini-batches vary, so all "
+                "tensors go to the mildest setting until it shows; start from a milder one",
+                self.noise,
+            )
+        known = sum(self.table.variance_of(held.site.name) or 0.0 for held in movable)
+        fixed = max((self.table.added or known) - known, 0.0)
+        options = [self._options(held) for held in movable]
+        for held, choice in zip(
+            movable, cheapest(options, self.noise * sampling - fixed), strict=True
+        ):
+            self._take(held, choice)

@@ -1,0 +1,177 @@
+"""The forwards of one step: a model may run more than once before its backward.
+
+Two twins of a siamese network, real and fake for a discriminator, losses that are added up: what
+autograd saves in all of them stands together. So a forward that begins while what the last one
+saved still waits for its backward goes on with that one's step: one ledger, one measurement, one
+plan.
+
+How many there will be, nobody knows before the first step that has them. A forward that comes
+unexpected is rehearsed, which holds nothing, and gets what is left of the budget, or, if that does
+not do, as little as it can with a warning (`Rest`). From the next step on all are planned as one.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from functools import reduce
+
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting.options import FitOptions
+from elbowroom.fitting.planner_settings import PlannerSettings
+from elbowroom.fitting.signature import Signature
+from elbowroom.measure.meter import NoiseMeter
+from elbowroom.plan.plan import Plan
+from elbowroom.plan.profile import Profile
+from elbowroom.plan.rehearsal import Heard
+from elbowroom.runtime.context import Context
+
+MOST_CALLS = 64  # of a step that is planned as one
+_NEAR = 0.9  # of a later forward: large enough to learn from; what it takes is not scaled
+_PATIENCE = 5  # steps with fewer forwards than some had, until they count as the usual ones
+
+
+@dataclass(frozen=True)
+class _Later:
+    """A forward that is not the first of its step.
+
+    seen         as it was rehearsed; None: never
+    """
+
+    signature: Signature
+    seen: Heard | None
+
+
+class Calls:
+    """Those of the steps of one planning.
+
+    grew            this step has had one that nothing was planned for: learn again
+    before_it_grew  forwards of a step, as this one began
+    """
+
+    def __init__(self) -> None:
+        self._later: list[_Later] = []
+        self._at = 0  # the forward that runs; 0: the first of its step
+        self._fewer = 0  # steps in a row
+        self._is_small = False  # one of this step's is much smaller than it was
+        self.grew = False
+        self.before_it_grew = 1
+
+    def begin(self) -> None:
+        """A step begins with its first forward."""
+        self._at, self.grew, self._is_small = 0, False, False
+        self.before_it_grew = 1 + len(self._later)
+
+    def forget(self, calls: int) -> None:
+        """Forwards beyond so many were of an odd step."""
+        del self._later[calls - 1 :]
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the step may have another one."""
+        return self._at < MOST_CALLS
+
+    def go_on(self, signature: Signature, plan: Plan | None, *, rehearsed: bool) -> bool:
+        """The step goes on with another one. Whether what stands was made with it in mind.
+
+        plan: what stands; rehearsed: it comes from forwards alone
+        """
+        self._at += 1
+        known = self._later[self._at - 1 : self._at]
+        if self.grew:
+            return False  # nor was that which came between
+        if not known:
+            return plan is not None and plan.has_call(self._at + 1)
+        self._is_small |= signature.numel < _NEAR * known[0].signature.numel
+        return known[0].signature.covers(signature) and not (rehearsed and known[0].seen is None)
+
+    def note(self, signature: Signature, seen: Heard | None) -> None:
+        """What is to be known of the one that runs."""
+        later = self._later
+        if self._at > len(later):
+            later.append(_Later(signature, seen))
+            return
+        known = later[self._at - 1]
+        if seen is None and known.signature.covers(signature):
+            return
+        if known.signature.structure == signature.structure:
+            signature = known.signature.joined(signature)
+        later[self._at - 1] = _Later(signature, seen)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the step that has ended is one to learn from: no fewer forwards, nor smaller.
+
+        Ask once a step. After some that had fewer, the others are forgotten.
+        """
+        if self._at >= len(self._later) and not self._is_small:
+            self._fewer = 0
+            return True
+        self._fewer += 1
+        if self._fewer >= _PATIENCE and not self._is_small:
+            del self._later[self._at :]
+            self._fewer = 0
+        return False
+
+    @property
+    def is_one(self) -> bool:
+        """Return whether a step has one forward, as far as is known."""
+        return not self._later and not self.grew
+
+    @property
+    def are_seen(self) -> bool:
+        """Whether there are later ones, and all have been rehearsed."""
+        return bool(self._later) and all(one.seen is not None for one in self._later)
+
+    def joined(self, first: Heard) -> Heard:
+        """All forwards of a step, as one."""
+        seen = (one.seen for one in self._later if one.seen is not None)
+        return reduce(Heard.followed_by, seen, first)
+
+
+class Rest:
+    """What an unexpected forward follows, in place of a planning: whatever it takes."""
+
+    def __init__(self, terms: FitOptions, context: Context, plan: Plan | None) -> None:
+        """plan: None where it could not be rehearsed."""
+        self.terms, self.context, self.plan = terms, context, plan
+        self.rung = len(terms.rungs) - 1
+        self.meter: NoiseMeter | None = None
+        self.redoes = False
+
+    @property
+    def recompute(self) -> frozenset[str]:
+        return frozenset() if self.plan is None else self.plan.recompute
+
+    def allowed_nbytes(self, guessed_nbytes: int) -> int:
+        return sys.maxsize
+
+    def lets_layers_run_again(self, *, now: bool) -> bool:
+        """Not in what is left of a step: others of its forwards have run without."""
+        return False
+
+    def surely_allowed_nbytes(self) -> int:
+        return sys.maxsize
+
+    @property
+    def may_refuse(self) -> bool:
+        return False
+
+    def stray(self) -> None:
+        pass  # that it may be above the budget is said already
+
+
+def plan_rest(step: Profile, making: PlannerSettings) -> Plan:
+    """A plan for one forward of a step, with the backward of all of it.
+
+    step: with what stands already as part of what is static
+    """
+    exact = making.terms.exact
+    allowed = (True, None) if exact is None else (exact,)
+    for some, recompute in ((some, again) for some in allowed for again in (False, True)):
+        plan = making.plan_for(step, 0, exact=some, recompute=recompute)
+        if plan is not None:
+            return plan
+    try:
+        return making.make(step, 0, exact=exact)
+    except BudgetTooSmall as error:
+        least = making.terms.within(error.least_nbytes)
+    return replace(making, terms=least).make(step, 0, exact=exact)

@@ -1,0 +1,68 @@
+"""What stands beside a fitted model as a step of it begins: other graphs, other models.
+
+Fitted models that train in turns (generator and discriminator) share a device. So each counts what
+graphs of the others save at that moment, as of earlier steps of its own; and weights, gradients and
+states of those that take turns with it. One that has trained before, or will after it, does not.
+"""
+
+import itertools
+import weakref
+from collections.abc import Iterator
+
+from elbowroom.fitting.model_state import ModelState, storage_nbytes
+from elbowroom.runtime.ledger import Ledger, Tally
+
+_TURNS = 2  # between two steps of ours, so many times: it trains beside us
+_clock = itertools.count()
+_fitted: "weakref.WeakSet[Neighbours]" = weakref.WeakSet()
+
+
+class Neighbours:
+    """Of one fitted model."""
+
+    def __init__(self, owned: ModelState) -> None:
+        self._owned = owned
+        self._graphs: list[Ledger | Tally] = []
+        self._turns: weakref.WeakKeyDictionary[Neighbours, int] = weakref.WeakKeyDictionary()
+        self._began = next(_clock)
+        _fitted.add(self)
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether no other model is fitted."""
+        return len(_fitted) == 1
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._graphs = [graph for graph in self._graphs if graph.held_nbytes > 0]
+        for other in self._others():
+            if other._began > self._began:
+                self._turns[other] = self._turns.get(other, 0) + 1
+        self._began = next(_clock)
+
+    def opened(self, graph: Ledger | Tally) -> None:
+        """A forward begins, which may go on with the graph of the one before."""
+        if not self._graphs or self._graphs[-1] is not graph:
+            self._graphs.append(graph)
+
+    def leave(self) -> None:
+        """The model is not fitted any more."""
+        _fitted.discard(self)
+        self._graphs.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes now, before a forward of the step that begins."""
+        others = list(self._others())
+        graphs = sum(graph.held_nbytes for one in (self, *others) for graph in one._graphs)
+        beside = [one for one in others if self._turns.get(one, 0) >= _TURNS]
+        if not beside:
+            return graphs
+        mine = self._owned.tensors()
+        theirs = [tensor for one in beside for tensor in one._owned.tensors()]
+        return graphs + storage_nbytes([*mine, *theirs]) - storage_nbytes(mine)
+
+    def _others(self) -> Iterator["Neighbours"]:
+        for one in list(_fitted):
+            if one is not self and one._owned.device == self._owned.device:
+                yield one

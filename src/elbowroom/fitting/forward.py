@@ -1,0 +1,217 @@
+"""One forward of a fitted model: it follows its plan, or its rung, and climbs if it must."""
+
+import weakref
+from types import TracebackType
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from elbowroom.fitting.options import FitOptions
+from elbowroom.measure.meter import NoiseMeter
+from elbowroom.plan.action import Action
+from elbowroom.plan.ladder import Rung, SavedStorage, site_nbytes
+from elbowroom.plan.plan import Plan
+from elbowroom.plan.rehearsal import SAFE, USUAL
+from elbowroom.plan.site import Site
+from elbowroom.runtime.consumers import Call, Reading
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.direct import Direct
+from elbowroom.runtime.direct.recurrent import saved_nbytes
+from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.inert import Inertness
+from elbowroom.runtime.observer import Recorder
+from elbowroom.runtime.repeats import Unrepeatable
+from elbowroom.runtime.replay.scribe import Scribe
+from elbowroom.runtime.slot import Slot, View, last_node
+
+
+class Fit(Protocol):
+    """What a forward asks of the plan that it follows, or of what stands in for one."""
+
+    terms: FitOptions
+    context: Context
+    rung: int
+    plan: Plan | None
+    meter: NoiseMeter | None
+    redoes: bool
+
+    @property
+    def recompute(self) -> frozenset[str]: ...
+    def allowed_nbytes(self, guessed_nbytes: int) -> int: ...
+    def surely_allowed_nbytes(self) -> int: ...
+    @property
+    def may_refuse(self) -> bool: ...
+    def stray(self) -> None: ...
+    def lets_layers_run_again(self, *, now: bool) -> bool: ...
+
+
+class FittedSaving(Saving):
+    """A context whose setting climbs the ladder while it runs, where what is held nears the budget.
+
+    rung        where on the ladder it is
+    climbed     whether it has left the plan, or the rung that it began with
+    impossible  even the strictest rung holds too much: the forward only counts to its end
+    too_much    it would have had to climb, and may not: likewise
+    storages    what the step has saved, once the context is closed
+    saved_by    autograd's numbers of the nodes that have saved each slot; of a first forward only
+    """
+
+    def __init__(
+        self,
+        fit: Fit,
+        recorder: Recorder | None = None,
+        *,
+        may_climb: bool = True,
+        counts: bool = False,
+        inertness: Inertness | None = None,
+        after: "FittedSaving | None" = None,
+        scribe: Scribe | None = None,
+    ) -> None:
+        """may_climb: else it only counts, from where it would have to. counts: from the start.
+
+        after: of an earlier forward of the same step, which goes on.
+        """
+        decide = weakref.WeakMethod(self._decide_site)  # no cycle, which each step would leave
+
+        def policy(site: Site) -> Action:
+            decided = decide()
+            assert decided is not None  # somebody else asks for us
+            return decided(site)
+
+        super().__init__(
+            policy,
+            min_nbytes=fit.terms.min_nbytes,
+            context=fit.context,
+            recorder=recorder,
+            recompute=fit.recompute,
+            observer=fit.meter,
+            inertness=inertness,
+            after=after,
+            scribe=scribe,
+        )
+        self.climbed: bool = after is not None and after.climbed
+        self.rung: int = after.rung if after is not None and after.climbed else fit.rung
+        self.impossible = False
+        self.too_much = counts
+        self._may_climb = may_climb
+        self.largest_nbytes = 0
+        self._limit: tuple[int, int] | None = None
+        self._has_strayed = self._begins_again = False
+        self._earlier = [] if after is None else after.storages
+        self.storages: list[SavedStorage] = []
+        self.saved_by: weakref.WeakKeyDictionary[Slot, list[int]] = weakref.WeakKeyDictionary()
+        self._fit = fit
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.storages = self._earlier + [
+            SavedStorage(slot.entry.before_nbytes, tuple(slot.sites), slot.asked_exact)
+            for slot in self._identity.slots()
+        ]
+        super().__exit__(kind, error, trace)
+        if self._begins_again and kind is None:  # a bare except: inside of forward has swallowed it
+            raise Unrepeatable
+
+    @property
+    def setting(self) -> Rung:
+        """What decides now."""
+        plan = self._plan
+        if plan is None:
+            return self._fit.terms.rungs[self.rung]
+        return Rung("plan", plan.look_up, plan.exact)
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.setting.exact
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is held any more: backward has been, or nobody waits for it."""
+        return self.ledger.held_nbytes == 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether its backward is still to come: what is held has not been asked for."""
+        return self.ledger.held_nbytes > 0 and not self.ledger.was_asked
+
+    @property
+    def _plan(self) -> Plan | None:
+        return None if self.climbed else self._fit.plan
+
+    def _may_stand(self, direct: Direct, call: Call) -> bool:
+        """Decide about a recurrent op before it runs: it saves all at once, too late to climb."""
+        if direct.again and not self.context.runs_again:
+            held = self.ledger.held_nbytes + saved_nbytes(call)
+            if held > self._fit.surely_allowed_nbytes():
+                self._fit.lets_layers_run_again(now=True)
+        return super()._may_stand(direct, call)
+
+    def _packed(
+        self, x: Tensor, call: Call | None, reading: Reading, node: int | None = None
+    ) -> View:
+        view = super()._packed(x, call, reading, node)
+        if not self._may_climb:
+            number = last_node() if node is None else node
+            self.saved_by.setdefault(view.slot, []).append(number)
+        return view
+
+    def _keep_out(self, module: nn.Module, name: str, why: str) -> None:
+        super()._keep_out(module, name, why)
+        if self._fit.redoes:
+            self._begins_again = True
+            raise Unrepeatable
+
+    def _is_over(self, site: Site, allowed_nbytes: int) -> bool:
+        held = self.ledger.held_nbytes
+        if held + site.nbytes <= allowed_nbytes:
+            return False
+        return held + site_nbytes(self.setting, site) > allowed_nbytes
+
+    def _limits(self, nbytes: int) -> tuple[int, int]:
+        """What may be held, and what without guesses; they change with the largest storage only."""
+        if self._limit is None or nbytes > self.largest_nbytes:
+            self.largest_nbytes = max(self.largest_nbytes, nbytes)
+            # Who may not climb is rehearsed instead; who may would only be stricter than need be.
+            guessed = self.largest_nbytes * (USUAL if self._may_climb else SAFE)
+            self._limit = self._fit.allowed_nbytes(guessed), self._fit.surely_allowed_nbytes()
+        return self._limit
+
+    def _stray(self) -> None:
+        """Once: this forward is another than the plan's, and holds what nobody looked at.
+
+        That can be neither encoded now nor let go, so the step may need more than the budget.
+        """
+        if not self._has_strayed:
+            self._has_strayed = True
+            self._fit.stray()
+
+    def _decide_site(self, site: Site) -> Action:
+        allowed, surely_allowed = self._limits(site.nbytes)
+        rungs = self._fit.terms.rungs
+        while not self.too_much and self._is_over(site, allowed):
+            if not self._may_climb:
+                self.too_much = True
+            elif self.rung < len(rungs) - 1:
+                # No rung but the strictest is sure to hold less than a plan.
+                self.rung = self.rung + 1 if self._fit.plan is None else len(rungs) - 1
+                self.climbed = True
+                self.tighten(rungs[self.rung].policy)
+            else:
+                break
+        if self.ledger.held_nbytes > surely_allowed:
+            if self._passing.was_blind or not self._fit.may_refuse:
+                self._stray()
+            else:
+                self.impossible = True
+        if self.impossible:
+            self.too_much = self.too_much or not self._may_climb
+        if self.climbed or self.impossible or self.too_much:
+            self._passing.stop()
+        if self.impossible or self.too_much:
+            self.drop_everything()
+        plan = self._plan
+        return self.setting.policy(site) if plan is None else plan(site)

@@ -1,0 +1,63 @@
+"""One step of a fitted model under the allocator's eye: from its forward to the next one."""
+
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.options import MemoryState
+from elbowroom.measure.interval import Interval
+from elbowroom.measure.recorder import StepRecorder
+from elbowroom.measure.recording import Recording
+from elbowroom.plan.profile import Profile
+
+
+class Measurement:
+    """Runs from `start` to `end` or `close`.
+
+    stock     what stood as it began
+    writes    moment by moment; else only the peak is wanted
+    recorder  to be told of what is saved, if it writes
+    peak      in bytes, once it has ended; None: this thread could not tell
+    profile   likewise, of a whole step that was written down
+    """
+
+    def __init__(self, stock: MemoryState, running: Interval | Recording) -> None:
+        self.stock = stock
+        self.writes = isinstance(running, Recording)
+        self.peak: int | None = None
+        self.profile: Profile | None = None
+        self._running: Interval | Recording | None = running
+
+    @classmethod
+    def start(cls, owned: ModelState, stock: MemoryState, *, writes: bool) -> "Measurement | None":
+        """None if this cannot be measured now."""
+        running: Interval | Recording | None
+        if writes:
+            running = Recording.start(owned.tensors(), owned.device)
+        else:
+            running = Interval.start(stock.static_nbytes, owned.device)
+        return None if running is None else cls(stock, running)
+
+    @property
+    def recorder(self) -> StepRecorder | None:
+        return self._running.recorder if isinstance(self._running, Recording) else None
+
+    @property
+    def makes_states(self) -> bool:
+        """Whether the optimizer had no states as it began."""
+        return self.stock.unborn_state_nbytes > 0
+
+    def end(self) -> None:
+        """Read what it saw. Twice is harmless."""
+        running, self._running = self._running, None
+        if isinstance(running, Recording):
+            seen = running.finish()
+            running.close()
+            seen = seen and seen.shifted(self.stock.beside_nbytes)
+            self.peak = None if seen is None else seen.peak
+            self.profile = seen if running.has_backward else None
+        elif running is not None:
+            self.peak = running.stop()
+
+    def close(self) -> None:
+        """Give it up; what was read stays."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()

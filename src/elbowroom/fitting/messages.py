@@ -1,0 +1,201 @@
+"""Every line that `fit` logs, by the logger "elbowroom". Refusals are errors (`refusal.py`)."""
+
+import logging
+
+from elbowroom.fitting.options import FitOptions
+from elbowroom.plan.ladder import Rung
+from elbowroom.plan.plan import Plan
+from elbowroom.units import show_nbytes
+
+_log = logging.getLogger("elbowroom")
+_UNNOTICED = 0.1  # of mini-batch variance
+
+
+def say_measured(terms: FitOptions, plan: Plan, peak_nbytes: int) -> None:
+    """Prediction and measurement, side by side; a warning where the step was above the budget."""
+    _log.log(
+        logging.WARNING if peak_nbytes > terms.budget_nbytes else logging.INFO,
+        "budget %s: peak predicted %s, measured %s",
+        *map(show_nbytes, (terms.budget_nbytes, plan.peak, peak_nbytes)),
+    )
+
+
+def warn_stray(terms: FitOptions, *, learns: bool) -> None:
+    """A step holds more than those that were learned from."""
+    _log.warning(
+        "budget %s: this step saves more than those before it, and may need more than the budget; "
+        "%s",
+        show_nbytes(terms.budget_nbytes),
+        "it is learned from anew" if learns else "so may others from now on",
+    )
+
+
+def warn_outside(terms: FitOptions, peak_nbytes: int, seen_nbytes: int) -> None:
+    """Steps stay above the budget, and little of what they take is saved where `fit` can see it."""
+    _log.warning(
+        "budget %s: steps take %s, and no plan brings them below: of what they save, %s was saved "
+        "before forward returned, which is all that fit can change. A model that returns a "
+        "generator, or layers that run outside of model(...), are covered by er.saving(...) around "
+        "the loss, too",
+        *map(show_nbytes, (terms.budget_nbytes, peak_nbytes, seen_nbytes)),
+    )
+
+
+def warn_above(terms: FitOptions, peak_nbytes: int, why: str) -> None:
+    """Steps stay above the budget. why: what they do, in words."""
+    _log.warning(
+        "budget %s: steps take %s, and go on so: they %s. Give budget=%d, or halve the batch",
+        *map(show_nbytes, (terms.budget_nbytes, peak_nbytes)),
+        why,
+        peak_nbytes,
+    )
+
+
+def warn_smallest(terms: FitOptions, least_nbytes: int) -> None:
+    """No plan holds by what others were wrong by. least_nbytes: the least that one took."""
+    _log.warning(
+        "budget %s: no plan has kept to it yet (%s was the least measured), so the smallest are "
+        "tried, a step each, which may be above it, too",
+        *map(show_nbytes, (terms.budget_nbytes, least_nbytes)),
+    )
+
+
+def warn_runs_again(terms: FitOptions) -> None:
+    """Say that recurrent layers run again, since no plan fits what they save: bits change."""
+    _log.warning(
+        "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
+        "backward, a stretch of time after the other; gradients differ from plain by rounding "
+        "alone. exact=True refuses the budget instead",
+        show_nbytes(terms.budget_nbytes),
+    )
+
+
+def warn_uncorrected(terms: FitOptions, least_nbytes: int, rung: str) -> None:
+    """No plan holds, however often it is made again. least_nbytes: what the best of them took."""
+    _log.warning(
+        "budget %s: no plan kept to it (%s was the least measured), so all tensors are at rung "
+        "'%s' now; of all that was tried, what took least stays",
+        *map(show_nbytes, (terms.budget_nbytes, least_nbytes)),
+        rung,
+    )
+
+
+def warn_given(terms: FitOptions, plan: Plan) -> None:
+    """A plan that was given is of no use."""
+    unknown = sum(plan.strangers.values())
+    _log.warning(
+        "budget %s: the plan that was given %s; another one is made",
+        show_nbytes(terms.budget_nbytes),
+        f"does not know {unknown} of the tensors of this step" if unknown else "does not fit",
+    )
+
+
+def warn_unexpected(terms: FitOptions, plan: Plan | None) -> None:
+    """A forward that was not planned for: this step may need more than the budget."""
+    needs = "more than the budget" if plan is None else show_nbytes(plan.peak)
+    _log.warning(
+        "budget %s: this step runs its model once more before backward, which was not planned for, "
+        "and may need %s; from the next one on all its forwards are planned as one",
+        show_nbytes(terms.budget_nbytes),
+        needs,
+    )
+
+
+def say_unknown(terms: FitOptions, why: str) -> None:
+    """What codes add is not known: at WARNING where a limit was asked for."""
+    _log.log(
+        logging.INFO if terms.noise is None else logging.WARNING,
+        "budget %s: what codes add to the gradient is not measured, because %s; a larger budget, "
+        "or a smaller batch, would show it",
+        show_nbytes(terms.budget_nbytes),
+        why,
+    )
+
+
+def say_noise(terms: FitOptions, plan: Plan) -> None:
+    """What codes add: at WARNING where that is more than training would not notice."""
+    _log.log(
+        logging.INFO if plan.noise <= _UNNOTICED else logging.WARNING,
+        "budget %s: codes add %.3g %% of what mini-batches vary by anyway (estimated, after %d "
+        "watched steps)",
+        show_nbytes(terms.budget_nbytes),
+        100 * plan.noise,
+        plan.watched,
+    )
+
+
+def warn_hopeful(terms: FitOptions) -> None:
+    """Say that only a hopeful estimate fits: the first step may be above the budget."""
+    _log.warning(
+        "budget %s: no careful estimate of the first step of this size fits, so it goes by a "
+        "hopeful one, and may be above the budget; it is measured, and those after it go by that",
+        show_nbytes(terms.budget_nbytes),
+    )
+
+
+def warn_blind(terms: FitOptions) -> None:
+    """Say that a step cannot be measured."""
+    _log.warning(
+        "budget %s: this step cannot be measured (a profiler runs, or this is not the main "
+        "thread), so its peak is estimated, and may be above the budget; run the first "
+        "steps without, and er.fit learns from them",
+        show_nbytes(terms.budget_nbytes),
+    )
+
+
+def say_exhausted(terms: FitOptions, less: FitOptions, *, again: bool) -> None:
+    """Say that memory ran out, and which smaller budget holds: at WARNING the first time."""
+    _log.log(
+        logging.INFO if again else logging.WARNING,
+        "there was no memory left within the budget %s; from now on steps keep to %s",
+        show_nbytes(terms.budget_nbytes),
+        show_nbytes(less.budget_nbytes),
+    )
+
+
+def say_setting(terms: FitOptions, chosen: Rung, *, rounds: bool, was_lossy: bool) -> None:
+    """Name the setting that forwards run at.
+
+    At WARNING, which Python shows by default, when it becomes lossy. rounds: though no code is
+    lossy, bits differ.
+    """
+    lossy = "lossy" if terms.exact is False else "lossy, because the exact rungs do not fit"
+    kind = "exact" if chosen.exact else "exact but for rounding" if rounds else lossy
+    _log.log(
+        logging.INFO if chosen.exact or rounds or was_lossy else logging.WARNING,
+        "budget %s: saved tensors at rung '%s' (%s)",
+        show_nbytes(terms.budget_nbytes),
+        chosen.name,
+        kind,
+    )
+
+
+def say_states(
+    terms: FitOptions,
+    state: str,
+    why: str,
+    *,
+    nbytes: int,
+    before_nbytes: int,
+    converted: int,
+    warns: bool,
+) -> None:
+    """Name the format that optimizer states are held in from now on.
+
+    converted: parameters whose states were; warns: at WARNING, for they were exact before
+    """
+    _log.log(
+        logging.WARNING if warns else logging.INFO,
+        "budget %s: optimizer states in '%s' from now on, %s in place of %s (%s)%s",
+        show_nbytes(terms.budget_nbytes),
+        state,
+        show_nbytes(nbytes),
+        show_nbytes(before_nbytes),
+        why,
+        f"; those of {converted} parameters were converted" if converted else "",
+    )
+
+
+def say_unscripted(why: str) -> None:
+    """Say why a forward has no script, and so the next one is looked at, too."""
+    _log.debug("every forward is looked at: %s", why or "it held too much")

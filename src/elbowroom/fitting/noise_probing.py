@@ -1,0 +1,13 @@
+"""What it takes to watch the codes of a plan."""
+
+from elbowroom.plan.plan import Plan
+
+_LARGEST_TENSORS = 5  # that a watched step takes beside what it holds, or a little more
+
+
+def room_nbytes(plan: Plan) -> int:
+    """Bytes that a watched step may take beyond this plan's.
+
+    Looking at a tensor takes it once more, and an op that is probed runs again in backward.
+    """
+    return _LARGEST_TENSORS * plan.largest_nbytes

@@ -1,0 +1,58 @@
+"""What a budget asks for, and what stands against it as a step begins."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from elbowroom.plan.ladder import EXACT_RUNGS, LOSSY_RUNGS, Rung
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What the user gave.
+
+    exact    True: exact actions only; None: exact ones first; False: what is cheapest
+    offload  where plans may move tensors to: "file", "host", or None
+    noise    the most that codes may add to the gradient's variance, as a share of that of
+             mini-batches; None: as much as the budget asks for
+    """
+
+    budget_nbytes: int
+    exact: bool | None = None
+    offload: str | None = None
+    min_nbytes: int = 65536
+    noise: float | None = None
+
+    @property
+    def rungs(self) -> tuple[Rung, ...]:
+        """The ladder that they allow."""
+        return EXACT_RUNGS if self.exact else EXACT_RUNGS + LOSSY_RUNGS
+
+    def within(self, budget_nbytes: int) -> Self:
+        """The same for another budget."""
+        return replace(self, budget_nbytes=budget_nbytes)
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """Bytes as a step begins.
+
+    static_nbytes           held: weights, buffers, gradients, optimizer states, what is beside
+    unborn_gradient_nbytes  of gradients that the step will create, and hold at one time
+    unborn_state_nbytes     of states that the optimizer will
+    beside_nbytes           the part of what is held that is not the model's (`co_resident.py`)
+    """
+
+    static_nbytes: int
+    unborn_gradient_nbytes: int = 0
+    unborn_state_nbytes: int = 0
+    beside_nbytes: int = 0
+
+    @property
+    def unborn_nbytes(self) -> int:
+        """What the step will create on top."""
+        return self.unborn_gradient_nbytes + self.unborn_state_nbytes
+
+    def beside(self, nbytes: int) -> "MemoryState":
+        """With so many bytes beside it."""
+        held = self.static_nbytes - self.beside_nbytes
+        return replace(self, static_nbytes=held + nbytes, beside_nbytes=nbytes)

@@ -1,0 +1,68 @@
+"""The plans of one model: one for each kind of forward, up to a bound."""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.options import FitOptions
+from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.signature import Signature
+from elbowroom.plan.plan import Plan
+from elbowroom.runtime.context import Context
+
+_MOST = 16  # plans that are kept
+_MOST_LEARNED = 64  # that are ever learned: who keeps changing shapes is not measured for ever
+
+
+class PlanCache:
+    """The one that was used longest ago makes room for another.
+
+    Beyond the last that is learned, a forward follows the plan of a larger one of the same
+    structure, or stays at the safest exact rung, watched like all.
+    """
+
+    def __init__(
+        self, terms: FitOptions, owned: ModelState, context: Context, plan: Plan | None = None
+    ) -> None:
+        """plan: what the first kind begins with."""
+        self._terms, self._owned, self._context = terms, owned, context
+        self._given = plan
+        self._known: OrderedDict[Hashable, Planning] = OrderedDict()
+        self._learned = 0
+
+    def __iter__(self) -> Iterator[Planning]:
+        return iter(self._known.values())
+
+    def of(self, signature: Signature) -> Planning:
+        """The planning that this forward belongs to."""
+        found = self._known.get(signature.bucket)
+        if found is None:
+            found = self._admit(signature)
+        if signature.bucket in self._known:
+            self._known.move_to_end(signature.bucket)
+        return found
+
+    def use(self, terms: FitOptions) -> None:
+        """Replace the options of all plans, and plan again."""
+        self._terms = terms
+        for planning in self:
+            planning.use(terms)
+
+    def _admit(self, signature: Signature) -> Planning:
+        covering = [one for one in self if one.covers(signature)]
+        nearest = min(covering, key=lambda one: one.numel, default=None)
+        learns = self._learned < _MOST_LEARNED
+        if not learns and nearest is not None:
+            return nearest
+        made = Planning(self._terms, self._owned, self._context)
+        if not learns:
+            made.settled = True
+            return made
+        if nearest is not None:
+            made.inherit(nearest)
+        made.given, self._given = self._given, None
+        self._learned += 1
+        self._known[signature.bucket] = made
+        if len(self._known) > _MOST:
+            self._known.popitem(last=False)
+        return made

@@ -1,0 +1,146 @@
+"""A plan by a rehearsal, which is a forward alone: what is tried, in the order of regret.
+
+A rehearsed plan is an estimate (`plan/rehearsal.py`), and is made again once its step was measured.
+Lossy codes are gone with the step then, while states that were encoded keep a mark: so encoded
+states come after all codes, and only what is hopeful about backward comes after them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting.forward import Fit, FittedSaving
+from elbowroom.fitting.messages import warn_hopeful
+from elbowroom.fitting.model_state import ModelState, storage_nbytes
+from elbowroom.fitting.planner_settings import PlannerSettings
+from elbowroom.fitting.state_formats import CHOICES, Chosen, States
+from elbowroom.measure.background import Background
+from elbowroom.measure.graph import graph_of
+from elbowroom.measure.recording import Recording
+from elbowroom.plan.make import AT_LEAST
+from elbowroom.plan.profile import Profile
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Heard
+from elbowroom.units import show_nbytes
+
+_SHOULD_DO = "that should hold this step (estimated from its forward alone; from {} on it may do)"
+_MARGIN = 0.03  # of what is not static, in what is named
+# Exact or lossy, with how much care, and whether modules may run again. A step in which none does
+# can be written down, which ends all guessing. Less care is hopeful, and comes last.
+_TRIES: dict[bool | None, tuple[tuple[bool | None, float, bool], ...]] = {
+    True: ((True, CAREFUL, False), (True, CAREFUL, True), (True, LIKELY, True)),
+    None: (
+        *((True, CAREFUL, False), (True, CAREFUL, True), (None, CAREFUL, False)),
+        *((None, CAREFUL, True), (None, LIKELY, True)),
+    ),
+    False: ((False, CAREFUL, False), (False, CAREFUL, True), (False, LIKELY, True)),
+}
+_SURE = 0.7  # of the least by the graph: below that it is refused unmeasured
+
+
+def rehearsed(
+    fit: Fit, owned: ModelState, forward: Callable[[], Any], after: FittedSaving | None = None
+) -> Heard | None:
+    """A forward that holds nothing, and the graph that it has built.
+
+    None where it cannot be measured. after: that of an earlier forward of the same step, which is
+    left as it is. It comes once, and is short: a measurement of another model gives way.
+    """
+    Background.interrupt()
+    recording = Recording.start(owned.tensors(), owned.device)
+    if recording is None:
+        return None
+    try:
+        with FittedSaving(fit, recording.recorder, counts=True, after=after) as saving:
+            out = [x for x in tree_leaves(forward()) if isinstance(x, Tensor) and x.requires_grad]
+            saving.drop_everything()
+            graph = graph_of(out, recording.recorder)
+        loss_nbytes, out_nbytes = _loss_nbytes(out), storage_nbytes(out)
+        del out
+        seen = recording.finish()
+    finally:
+        recording.close()
+    return None if seen is None else Heard(seen, graph, loss_nbytes, out_nbytes)
+
+
+def _loss_nbytes(outputs: list[Tensor]) -> tuple[int, int]:
+    """Bytes of the largest and of the smallest tensor that a loss may be taken of.
+
+    0 where one of them is the loss.
+    """
+    sizes = [x.numel() * x.element_size() for x in outputs]
+    if not sizes or any(x.numel() == 1 for x in outputs):
+        return 0, 0
+    return max(sizes), min(sizes)
+
+
+Step = Callable[[float], Profile]  # the rehearsed step, with so much care
+
+
+def plan_by_forward(
+    step: Step, states: States, who: object, making: PlannerSettings, *, measures: bool
+) -> Chosen:
+    """The first that fits, for `who`, one planning; where none does, the smallest, to be measured.
+
+    measures: the smallest is worth a step. Raises BudgetTooSmall where none can be expected to fit.
+    """
+    for one in _tries(making.terms.exact):
+        profile = step(one.care)
+        for candidate in states.candidates(profile, who)[one.state : one.state + 1]:
+            plan = making.plan_for(candidate.profile, 0, exact=one.exact, recompute=one.recompute)
+            if plan is not None:
+                if one.care < CAREFUL:
+                    warn_hopeful(making.terms)
+                return Chosen(candidate, plan)
+    smallest = states.smallest(step(LIKELY), who, making) if measures else None
+    static = step(LIKELY).static
+    if smallest is not None:
+        free = making.terms.budget_nbytes - static
+        if _SURE * (smallest.plan.peak - static) <= free:
+            warn_hopeful(making.terms)
+            return smallest
+    raise _refusal(step, states, who, making)
+
+
+@dataclass(frozen=True)
+class _Try:
+    """state: which of the formats that states may have, the mildest is 0."""
+
+    state: int
+    exact: bool | None
+    care: float
+    recompute: bool
+
+
+def _tries(exact: bool | None) -> Iterator[_Try]:
+    """Under terms of this exactness."""
+    for hopeful in (False, True):
+        for state in range(1 if exact else len(CHOICES)):
+            for allowed, care, recompute in _TRIES[exact]:
+                if (care < CAREFUL) == hopeful:
+                    yield _Try(state, allowed, care, recompute)
+
+
+def _refusal(step: Step, states: States, who: object, making: PlannerSettings) -> BudgetTooSmall:
+    """What is named should do; less may do."""
+    exact = making.terms.exact
+
+    def refused(care: float, margin: int = 0, least_is: str = AT_LEAST) -> BudgetTooSmall:
+        formats = states.candidates(step(care), who)
+        profile = formats[0 if exact else -1].profile
+        try:
+            plan = replace(making, least_is=least_is).make(profile, margin, exact=exact)
+        except BudgetTooSmall as error:
+            return error
+        # A solver that ran out of time before has found one now: the same budget, once more.
+        return BudgetTooSmall(
+            f"no plan for {show_nbytes(plan.budget)} was found in time; give it again.",
+            least_nbytes=plan.budget,
+        )
+
+    best, least = refused(LIKELY).least_nbytes, refused(CAREFUL).least_nbytes
+    margin = int(_MARGIN * (least - step(CAREFUL).static))
+    return refused(CAREFUL, margin, _SHOULD_DO.format(show_nbytes(best)))

@@ -1,0 +1,287 @@
+"""In which format the states of state="auto" optimizers are held: chosen together with the plan.
+
+    1. fp32, if an exact plan fits beside it
+    2. else, of fp32, int8 and int4, each with the plan that it leaves room for, the step that is
+       predicted to be the fastest: its seconds, those of the update in that format, and noise in
+       seconds, of codes and of states alike
+
+exact=True stops after 1; exact=False begins with 2. int8 and int4 are candidates only where no
+milder one needs nothing to be done. A format that other plans of the model were made for is not
+made milder; nor is one that was loaded (`optim/auto.py`).
+
+States that are still to be born are born in fp32 if they fit beside weights and gradients, with
+room to be converted later; else in the first format that does. So the choice is made when a plan
+is, of what was measured, and fp32 states that it has no room for are converted then, before the
+forward. They may be made fp32 again, when a measured step shows that there is room.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+from torch.optim import Optimizer
+
+from elbowroom.adaptive.state_noise import update_noise
+from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.fitting.messages import say_states
+from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.planner_settings import PlannerSettings
+from elbowroom.measure.updates import update_s
+from elbowroom.optim.auto import auto_groups, held_as, hold, nbytes_as
+from elbowroom.optim.base import EncodedOptimizer
+from elbowroom.plan.plan import Plan
+from elbowroom.plan.profile import Profile
+from elbowroom.plan.standing import Standing
+
+CHOICES = ("fp32", "int8", "int4")  # the mildest first; not coat, int4x2: see docs/optim/states.md
+_CHOSEN = {
+    True: "",  # the mildest is never lossier than what there was
+    None: "lossy, because the exact plans do not fit",
+    False: "lossy, and cheaper than what else fits",
+}
+Around = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One format for all auto states: the step as it would be. state: "" where none is chosen."""
+
+    state: str
+    profile: Profile
+    noise: float = 0.0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A plan, and the format that it was made for."""
+
+    candidate: Candidate
+    plan: Plan
+
+
+class States:
+    """The states of a fitted model whose format may be chosen.
+
+    around  makes a context in which states are converted
+    """
+
+    def __init__(
+        self,
+        optimizers: Callable[[], list[Optimizer]],
+        standing: Callable[[], Standing | None],
+    ) -> None:
+        """Both callables are evaluated each time they are needed."""
+        self._optimizers, self._standing = optimizers, standing
+        self._needs: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
+        self.around: Around = nullcontext
+
+    def candidates(self, profile: Profile, who: object) -> list[Candidate]:
+        """What `who`, one planning, may choose from, the mildest first."""
+        standing = self._standing()
+        if profile.standing is None or standing is None or not self.auto():
+            return [Candidate("", profile)]
+        others = [CHOICES.index(state) for one, state in self._needs.items() if one is not who]
+        found: list[Candidate] = []
+        least = None
+        for state in CHOICES[max(others, default=0) :]:
+            nbytes = self._nbytes_as(state)
+            if least is None or nbytes < least:
+                least = nbytes
+                found.append(self._candidate(state, profile, standing))
+        return found
+
+    def choose(
+        self, profile: Profile, who: object, making: PlannerSettings, *, estimated: bool = False
+    ) -> Chosen:
+        """The rule above. Raises BudgetTooSmall, of the candidate that needs the least.
+
+        estimated: the profile is; then states stay as they are, if any plan fits beside them
+        """
+        candidates, exact = self.candidates(profile, who), making.terms.exact
+        if exact is None and len(candidates) > 1:
+            plan = making.exact_plan(candidates[0].profile)
+            if plan is not None:
+                return Chosen(candidates[0], plan)
+        if exact:
+            candidates = candidates[:1]
+        elif estimated and len(candidates) > 1:
+            now = CHOICES.index(self._now())
+            candidates = sorted(candidates, key=lambda one: CHOICES.index(one.state) < now)
+        found: list[Chosen] = []
+        refusals: list[BudgetTooSmall] = []
+        for candidate in candidates:
+            try:
+                found.append(Chosen(candidate, making.best_plan(candidate.profile)))
+            except BudgetTooSmall as error:
+                refusals.append(error)
+                continue
+            if estimated or found[-1].plan.changes_nothing:
+                break  # with fewer bytes there is nothing to win
+        if not found:
+            raise min(refusals, key=lambda error: error.least_nbytes)
+        return found[0] if len(found) == 1 else min(found, key=self._cost_s)
+
+    def smallest(
+        self, profile: Profile, who: object, making: PlannerSettings, *, recompute: bool = True
+    ) -> Chosen | None:
+        """The plan of the least predicted peak, for the user's budget. None: not found in time.
+
+        recompute: modules may run again
+        """
+        candidates, exact = self.candidates(profile, who), making.terms.exact
+        one = candidates[0 if exact else -1]
+        try:
+            replace(making, terms=making.terms.within(1)).make(
+                one.profile, 0, exact=exact, recompute=recompute
+            )
+        except BudgetTooSmall as error:
+            least = making.terms.within(error.least_nbytes)
+        made = replace(making, terms=least)
+        plan = made.plan_for(one.profile, 0, exact=exact, recompute=recompute)
+        if plan is None:
+            return None
+        return Chosen(one, replace(plan, budget=making.terms.budget_nbytes))
+
+    def take(self, chosen: Chosen, who: object, terms: FitOptions) -> Chosen:
+        """From now on hold auto states as the plan, which is that of `who`, was made for."""
+        one = chosen.candidate
+        if not one.state:
+            return chosen
+        self._needs[who] = one.state
+        self._hold(one.state, terms, _CHOSEN[terms.exact])
+        standing = self._standing()
+        profile = replace(one.profile, standing=standing)
+        return Chosen(replace(one, profile=profile), replace(chosen.plan, standing=standing))
+
+    def begin_with(self, given: Plan, who: object, terms: FitOptions) -> None:
+        """A plan that was given, and is that of `who`, may have been made for fewer bytes."""
+        state = "" if given.standing is None else given.standing.states
+        if terms.exact or state not in CHOICES or not self.auto():
+            return
+        if CHOICES.index(state) > CHOICES.index(self._now()):
+            self._needs[who] = state
+            self._hold(state, terms, "lossy, as the plan that was given has them")
+
+    def make_room(self, terms: FitOptions, stock: MemoryState) -> bool:
+        """States that are to be born take the mildest format that fits; True if that is another.
+
+        stock: as they would be born now
+        """
+        if terms.exact or not stock.unborn_state_nbytes or not self.auto():
+            return False
+        free, now = terms.budget_nbytes - stock.static_nbytes - stock.unborn_nbytes, self._now()
+        for state in CHOICES[CHOICES.index(now) :]:
+            saved = self._nbytes_as(now) - self._nbytes_as(state)
+            if free + saved >= self._converting_nbytes(state):
+                break
+        why = "lossy, because those of fp32 do not fit beside weights and gradients"
+        return self._hold(state, terms, why)
+
+    def lossy_helps(self) -> str:
+        """What to type if exact=True leaves no room."""
+        could_shrink = self._nbytes_as(CHOICES[-1]) < self._nbytes_as(self._now())
+        return "allow lossy codes and optimizer states with exact=None" if could_shrink else ""
+
+    def auto(self) -> list[EncodedOptimizer]:
+        """The optimizers whose format is chosen here."""
+        return [
+            one
+            for one in self._optimizers()
+            if isinstance(one, EncodedOptimizer) and auto_groups(one)
+        ]
+
+    def _nbytes_as(self, state: str) -> int:
+        return sum(nbytes_as(one, state) for one in self.auto())
+
+    def _now(self) -> str:
+        """The choice that auto states are held as."""
+        held = [(one, group) for one in self.auto() for group in auto_groups(one)]
+        for state in CHOICES:
+            if all(held_as(one, group, state) == group["state"] for one, group in held):
+                return state
+        return CHOICES[-1]
+
+    def _candidate(self, state: str, profile: Profile, now: Standing) -> Candidate:
+        """The profiled step, had states been held so. now: what stands at this moment."""
+        assert profile.standing is not None
+        nbytes = now.states_nbytes - self._nbytes_as(self._now()) + self._nbytes_as(state)
+        shifted = replace(
+            profile.shifted(nbytes - profile.standing.states_nbytes),
+            standing=replace(now, states_nbytes=nbytes),
+        )
+        return Candidate(state, shifted, self._noise(state))
+
+    def _cost_s(self, one: Chosen) -> float:
+        """Of the step, in seconds; of the update what formats differ by, or all of it: the same."""
+        noise = one.plan.noise + one.candidate.noise
+        return (
+            one.plan.seconds
+            + noise * one.candidate.profile.seconds
+            + self._update_s(one.candidate.state)
+        )
+
+    def _noise(self, state: str) -> float:
+        """That of the worst group.
+
+        An update is mostly the noise of mini-batches, so it is priced as if codes had added as much
+        to the gradient.
+        """
+        return max(
+            update_noise(one.rule, group, held_as(one, group, state))
+            for one in self.auto()
+            for group in auto_groups(one)
+        )
+
+    def _update_s(self, state: str) -> float:
+        """Seconds of the update of all auto states, in this format."""
+        seconds = 0.0
+        for one in self.auto():
+            for group in auto_groups(one):
+                held = held_as(one, group, state)
+                trained = [p for p in group["params"] if p.requires_grad]
+                seconds += sum(p.numel() * update_s(one.rule, held, p.device.type) for p in trained)
+        return seconds
+
+    def _converting_nbytes(self, state: str) -> int:
+        """What it may take to convert the largest parameter's states from fp32 later on.
+
+        Those that it gets, and less than fp32 ones on the way (`optim/transcode.py`).
+        """
+        if state != CHOICES[0]:
+            return 0  # rather in a milder format than with room for what may never be
+        sizes = (
+            one.state_nbytes(p, "fp32") + one.state_nbytes(p, held_as(one, group, CHOICES[-1]))
+            for one in self.auto()
+            for group in auto_groups(one)
+            for p in group["params"]
+        )
+        return max(sizes, default=0)
+
+    def _hold(self, state: str, terms: FitOptions, why: str) -> bool:
+        before = self._now()
+        if state == before:
+            return False
+        with self.around():
+            converted = sum(hold(one, state) for one in self.auto())
+        milder = CHOICES.index(state) < CHOICES.index(before)
+        say_states(
+            terms,
+            state,
+            "there is room for it" if milder else why,
+            nbytes=self._nbytes_as(state),
+            before_nbytes=self._nbytes_as(before),
+            converted=converted,
+            warns=not milder and before == CHOICES[0],
+        )
+        return True
+
+
+def check_alone(optimizer: Optimizer | None, others: Iterable[States]) -> None:
+    """Raises PlanError for an auto optimizer that belongs to another fitted model."""
+    if any(known is optimizer for other in others for known in other.auto()):
+        raise PlanError(
+            "this optimizer has state='auto', and its format is chosen for another fitted model "
+            "already; give it a format of its own, as in state='int8', or one optimizer to each "
+            "model, or er.release the other model"
+        )

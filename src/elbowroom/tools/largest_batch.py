@@ -1,0 +1,312 @@
+"""The largest batch whose plan fits a budget: predicted from two small ones, confirmed by a run.
+
+    1. forward and backward at two small batches, written down              (`plan/batch.py`)
+    2. the largest batch that has a plan, by bisection; if that is far from the two, once more with
+       larger ones
+    3. one measured run at that batch under its plan, and a timed one; if it takes more than the
+       budget, or leaves a tenth of it, 2 and 3 again for that much less, or more, up to _MOST_RUNS
+       times; what was seen to fit stays
+
+No parameter and no optimizer state is touched: the states count as their class will make them, an
+update's own workspace does not count. RNG, buffers and gradients are put back.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.fitting.measurement import Measurement
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.session import Fitting
+from elbowroom.plan.batch import TwoBatches
+from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, too_small
+from elbowroom.plan.plan import Plan
+from elbowroom.plan.profile import Profile
+from elbowroom.runtime.attach import Around, attach, detach
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.exhaustion import is_out_of_memory
+from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.undo import Undo
+from elbowroom.tools.profiling import Profiling
+from elbowroom.units import show_nbytes, show_seconds
+
+MakeBatch = Callable[[int], Any]
+Loss = Callable[[nn.Module, Any], Tensor]
+_SMALL = 2  # and twice as much: the first two batches
+_FAR = 8  # a line is not trusted further than so many times the larger of the two
+_MOST_RUNS = 4
+_SLACK = 0.1  # of the budget: unused, it is worth another run
+# Of what a plan was allowed: a step that ran out of memory does not tell by how much.
+_CUT = 0.75
+_RAN_OUT = 1 << 62
+_MOST = 1 << 20
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """A batch that fits.
+
+    predicted_nbytes    peak of its step, optimizer states counted: estimated
+    measured_nbytes     likewise, measured; None where this thread cannot measure
+    seconds_per_sample  of forward and backward under the plan: measured
+    exact               its plan changes no bit of any gradient
+    plan                that plan: `er.fit(..., plan=)` begins with it
+    """
+
+    batch: int
+    budget_nbytes: int
+    predicted_nbytes: int
+    measured_nbytes: int | None
+    seconds_per_sample: float
+    exact: bool
+    plan: Plan = field(repr=False)
+
+    def __str__(self) -> str:
+        measured = self.measured_nbytes
+        return (
+            f"batch {self.batch} fits {show_nbytes(self.budget_nbytes)}: peak predicted "
+            f"{show_nbytes(self.predicted_nbytes)}, "
+            f"measured {'-' if measured is None else show_nbytes(measured)}; "
+            f"{show_seconds(self.seconds_per_sample)} a sample, "
+            f"{'exact' if self.exact else 'lossy'}"
+        )
+
+
+def find_largest(
+    model: nn.Module,
+    make_batch: MakeBatch,
+    loss: Loss,
+    terms: FitOptions,
+    optimizer: Optimizer | None,
+) -> LargestBatch:
+    """Raises BudgetTooSmall where a batch of 1 has no plan; PlanError if backward would train."""
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
+        raise PlanError(
+            "largest_batch runs backward, and this model's parameters have hooks that run in it "
+            "(release_gradients() of an optimizer), which would change them. remove() those, and "
+            "release gradients again afterwards"
+        )
+    trial, budget = _Trial(model, make_batch, loss, terms, optimizer), terms.budget_nbytes
+    with _untouched(model, trial.owned):
+        pair = trial.pair(_SMALL)
+        batch = _largest(pair, budget, terms.exact)
+        if batch > _FAR * pair.two:
+            pair = trial.pair(batch // _FAR)
+            batch = _largest(pair, budget, terms.exact)
+        return _confirmed(trial, pair, batch, terms)
+
+
+def _confirmed(trial: "_Trial", pair: TwoBatches, batch: int, terms: FitOptions) -> LargestBatch:
+    """The largest batch that was seen to fit.
+
+    error  by which the last run took more than its plan had said
+    """
+    budget, found = terms.budget_nbytes, None
+    allowed, error, was_over = budget, 0, False
+    for _ in range(_MOST_RUNS):
+        plan = pair.plan(batch, allowed, exact=terms.exact)
+        peak = trial.peak(batch, plan)
+        if peak is None or peak <= budget:
+            seconds = trial.seconds(batch, plan) / batch
+            predicted = plan.peak + error
+            plan = replace(plan, budget=budget, peak=predicted)
+            found = LargestBatch(batch, budget, predicted, peak, seconds, plan.exact, plan)
+            if peak is None or was_over or budget - peak <= _SLACK * budget:
+                return found
+            error = peak - plan.peak
+            allowed = budget - error
+            larger = _largest(pair, allowed, terms.exact)
+            if larger <= batch:
+                return found
+            batch = larger
+            continue
+        if found is not None:
+            return found
+        was_over = True
+        if peak < _RAN_OUT:
+            error = max(error, peak - plan.peak)
+            allowed = min(allowed, budget - error)
+        else:
+            allowed = int(_CUT * allowed)
+        batch = min(batch, _corrected(pair, budget, allowed, terms.exact))
+    if found is not None:
+        return found
+    raise PlanError(
+        f"{_MOST_RUNS} predictions were too hopeful for {show_nbytes(terms.budget_nbytes)}, the "
+        f"last for batch {batch}: what this step needs does not grow evenly with its batch. Give "
+        "a larger budget, or try batches by er.fit"
+    )
+
+
+class _Trial:
+    """Forward and backward of one model, at any batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_batch: MakeBatch,
+        loss: Loss,
+        terms: FitOptions,
+        optimizer: Optimizer | None,
+    ) -> None:
+        self.owned = ModelState(model, optimizer)
+        self._model, self._make_batch, self._loss, self._terms = model, make_batch, loss, terms
+
+    def pair(self, batch: int) -> TwoBatches:
+        """Profiles at `batch` and at twice that."""
+        self._run(self._make_batch(batch))  # caches fill
+        return TwoBatches(batch, 2 * batch, self._profile(batch), self._profile(2 * batch))
+
+    def peak(self, batch: int, plan: Plan) -> int | None:
+        """Of one step under a plan, once the optimizer has its states; None: not measurable.
+
+        _RAN_OUT if there was no memory for it.
+        """
+        data = self._make_batch(batch)  # is no part of a budget
+        measurement = Measurement.start(self.owned, self._stock(), writes=False)
+        try:
+            with _attached(self._model, _Following(plan, self._terms.min_nbytes)):
+                self._run(data)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return _RAN_OUT
+        finally:
+            if measurement is not None:
+                measurement.end()
+        return None if measurement is None else measurement.peak
+
+    def seconds(self, batch: int, plan: Plan) -> float:
+        """Of forward and backward under a plan."""
+        data = self._make_batch(batch)
+        with _attached(self._model, _Following(plan, self._terms.min_nbytes)):
+            start = time.perf_counter()
+            self._run(data)
+            return time.perf_counter() - start
+
+    def _profile(self, batch: int) -> Profile:
+        profiling = Profiling(
+            self._model,
+            self.owned.optimizers(),
+            lambda: None,
+            min_nbytes=0,  # what is small now need not be in a large batch
+            warm_up=0,
+        )
+        data = self._make_batch(batch)
+        with _attached(self._model, profiling):
+            self._run(data)
+            profiling.finish()
+        profile = profiling.profile
+        if profile is None:
+            raise PlanError(
+                f"a step with batch {batch} cannot be written down: it must run model's forward "
+                "once and give a loss that depends on it, on the main thread, under no profiler"
+            )
+        born = self.owned.unborn_state_nbytes()
+        return replace(
+            profile,
+            static=profile.static + born,
+            level=tuple(level + born for level in profile.level),
+            floor=tuple(level + born for level in profile.floor),
+        )
+
+    def _stock(self) -> MemoryState:
+        """As a step begins whose optimizer has its states."""
+        stock = self.owned.stock()
+        return MemoryState(stock.static_nbytes + stock.unborn_state_nbytes)
+
+    def _run(self, data: Any) -> None:
+        self._loss(self._model, data).backward()  # type: ignore[no-untyped-call]
+        self._model.zero_grad(set_to_none=True)
+
+
+class _Following:
+    """What runs around the forwards of a model that follows a given plan."""
+
+    def __init__(self, plan: Plan, min_nbytes: int) -> None:
+        self._plan, self._min_nbytes = plan, min_nbytes
+
+    def passes(self) -> None:
+        """A forward without gradients is left alone."""
+
+    def run(
+        self,
+        model: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        with Saving(
+            self._plan,
+            min_nbytes=self._min_nbytes,
+            context=Context(learns=False),
+            recompute=self._plan.recompute,
+        ):
+            return forward()
+
+
+def _largest(pair: TwoBatches, budget: int, exact: bool | None) -> int:
+    """The largest batch that has a plan; monotone, so bisection finds it."""
+
+    def fits(batch: int) -> bool:
+        try:
+            pair.plan(batch, budget, exact=exact)
+        except BudgetTooSmall:
+            return False
+        return True
+
+    low, high = 0, pair.two
+    while high < _MOST and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if low == 0:
+        pair.plan(1, budget, exact=exact)  # raises with the least that would do
+    return max(low, 1)
+
+
+def _corrected(pair: TwoBatches, budget: int, allowed: int, exact: bool | None) -> int:
+    """The same where less is allowed than the budget, because predictions were too hopeful."""
+    try:
+        return _largest(pair, allowed, exact)
+    except BudgetTooSmall as error:
+        least, ways = error.least_nbytes + budget - allowed, (LOSSY_HELPS,) if exact else ()
+        least_is = AT_LEAST.format(within=" with a batch of 1")
+        raise too_small(budget, least, error.parts, least_is, *ways) from None
+
+
+@contextmanager
+def _attached(model: nn.Module, around: Around) -> Iterator[None]:
+    attach(model, around)
+    try:
+        yield
+    finally:
+        detach(model)
+
+
+@contextmanager
+def _untouched(model: nn.Module, owned: ModelState) -> Iterator[None]:
+    """Inside there are no gradients, and nothing is attached; afterwards all is as it was."""
+    fitting = detach(model)
+    if isinstance(fitting, Fitting):
+        fitting.interrupt()
+    undo = Undo(model, owned.optimizers())
+    gradients = [(p, p.grad) for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    try:
+        yield
+    finally:
+        undo.close()
+        undo.back()
+        for p, gradient in gradients:
+            p.grad = gradient
+        if fitting is not None:
+            attach(model, fitting)

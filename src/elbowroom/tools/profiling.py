@@ -1,0 +1,94 @@
+"""Writing down one step of somebody else's program: some steps pass, one is recorded, that is all.
+
+    forward 1       passes: the optimizer makes its states, caches fill
+    forward 2       starts the record; backward and the optimizer run into it
+    forward 3       ends it
+
+A forward that had no backward before the next one (evaluation with gradients on, a model that is
+called twice a step) does not count, and the next is recorded instead. Everything is kept, so what
+is written down is the plain step.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.measure.recording import Recording
+from elbowroom.plan import KeepAll
+from elbowroom.plan.profile import Profile
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.hooks import Saving
+
+_MOST_TRIES = 20  # records without a backward, before it is given up
+
+
+class Profiling:
+    """What runs around the forwards of a model that is profiled (`runtime/attach.py`).
+
+    done     called when a step was written down, or when it was given up; it may raise
+    profile  of that step
+    steps    forwards so far
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        done: Callable[[], None],
+        *,
+        min_nbytes: int = 65536,
+        warm_up: int = 1,
+    ) -> None:
+        self.owned = ModelState(model, None)
+        for optimizer in optimizers:
+            self.owned.add(optimizer)
+        self.profile: Profile | None = None
+        self.steps = 0
+        self._done = done
+        self._min_nbytes, self._warm_up = min_nbytes, warm_up
+        self._tries = 0
+        self._recording: Recording | None = None
+
+    def passes(self) -> None:
+        """A forward without gradients is part of the step that is written down."""
+
+    def run(
+        self,
+        model: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """One forward of the model."""
+        self.finish()
+        if self.profile is not None or self._tries >= _MOST_TRIES:
+            self._done()
+            return forward()
+        self.steps += 1
+        if self.steps > self._warm_up:
+            self._tries += 1
+            self._recording = Recording.start(self.owned.tensors(), self.owned.device)
+        if self._recording is None:
+            return forward()
+        with self._context():
+            return forward()
+
+    def _context(self) -> Saving:
+        recorder = None if self._recording is None else self._recording.recorder
+        context = Context(learns=False)
+        return Saving(KeepAll(), min_nbytes=self._min_nbytes, context=context, recorder=recorder)
+
+    def finish(self) -> None:
+        """The step that is recorded, if one is, ends here."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        try:
+            found = recording.finish() if recording.has_backward else None
+            self.profile = found and replace(found, standing=self.owned.standing())
+        finally:
+            recording.close()
