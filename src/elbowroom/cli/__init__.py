@@ -50,7 +50,7 @@ def elbowroom(
         ),
     ] = False,
 ) -> None:
-    """What stands before a command."""
+    """Parses the options that stand before a command."""
 
 
 app.command()(demo)

@@ -85,7 +85,7 @@ def demo(
 
 
 def saving_for(codec: str, bits: int | None) -> tuple[Saving, str]:
-    """What makes the context around forward, and how to write it in Python. Raises UnknownCodec."""
+    """Returns what makes the context around forward, and its Python text. Raises UnknownCodec."""
     fields: dict[str, Any] = {"levels": 6} if codec == "dither" else {}
     if bits is not None:
         fields = {"bits": bits}

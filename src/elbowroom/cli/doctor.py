@@ -73,7 +73,7 @@ def _device() -> tuple[str, str, str]:
 
 
 def _fragments() -> list[tuple[str, str, str]]:
-    """What the CUDA allocator does with gaps; nothing to say without CUDA."""
+    """Says what the CUDA allocator does with gaps; nothing without CUDA."""
     if not torch.cuda.is_available():
         return []
     settings = [os.environ.get(name, "") for name in _ALLOCATOR_SETTINGS]
@@ -114,7 +114,7 @@ def _memory() -> tuple[str, str, str]:
 
 
 def _pages() -> list[tuple[str, str, str]]:
-    """What fresh memory costs beside memory that has been used; nothing to say without glibc."""
+    """Says what fresh memory costs beside memory that has been used; nothing without glibc."""
     if not has_glibc():
         return []
     fresh_s = min(_clocked(lambda: torch.zeros(_LARGE, dtype=torch.uint8)) for _ in range(3))
@@ -140,7 +140,7 @@ def _clocked(run: Callable[[], object]) -> float:
 
 
 def _peaks() -> tuple[str, str, str]:
-    """Whether PyTorch's profiler sees a megabyte come and go."""
+    """Says whether PyTorch's profiler sees a megabyte come and go."""
     try:
         seen = er.peak(lambda: torch.zeros(_PROBE, dtype=torch.uint8), device="cpu")
     except RuntimeError as error:

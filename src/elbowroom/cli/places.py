@@ -7,7 +7,7 @@ import typer
 
 
 class Place(StrEnum):
-    """As `offload=` of er.fit and er.plan names them."""
+    """The places to offload to, named as in `offload=` of er.fit and er.plan."""
 
     file = "file"
     host = "host"

@@ -93,7 +93,7 @@ def plan(
 
 
 def _table(made: Plan) -> Table:
-    """What is done, by action."""
+    """Returns what is done, by action."""
     table = Table("action")
     for name in ("tensors", "plain", "held"):
         table.add_column(name, justify="right")

@@ -35,7 +35,7 @@ def polite(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def mistake(message: str) -> None:
-    """One line on stderr."""
+    """Prints one line on stderr."""
     typer.echo(f"elbowroom: {' '.join(message.split())}", err=True)
 
 

@@ -91,7 +91,7 @@ class _Run:
 
     @property
     def remark(self) -> str:
-        """What else was trained."""
+        """Says what else was trained."""
         if not self.others:
             return ""
         return (

@@ -114,7 +114,7 @@ def run(
 
 
 class _Refused(PlanError):
-    """What was asked for cannot be had of the model that the script trains."""
+    """Raised if what was asked for cannot be had of the model that the script trains."""
 
 
 class _Run:
@@ -177,7 +177,7 @@ class _Run:
         self._model = weakref.ref(model)
 
     def _count(self, optimizer: Optimizer) -> None:
-        """One that is made after the first forward, as some trainers do, is counted from now on."""
+        """Counts an optimizer that is made after the first forward, as some trainers do."""
         model = None if self._model is None else self._model()
         if model is not None and optimizer in self.discovery.optimizers_of(model):
             assert self._fitting is not None

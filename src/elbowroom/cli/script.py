@@ -58,7 +58,7 @@ def exit_code(end: SystemExit) -> int:
 
 
 def show_traceback(error: BaseException, path: Path) -> None:
-    """What Python would have printed."""
+    """Prints what Python would have printed."""
     frames = error.__traceback__
     while frames is not None and not _is_in(frames, path):
         frames = frames.tb_next

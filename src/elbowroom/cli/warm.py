@@ -16,7 +16,7 @@ WARM = {
 
 
 def has_glibc() -> bool:
-    """Whether this process allocates by glibc, whose settings these are."""
+    """Returns whether this process allocates by glibc, whose settings these are."""
     return "glibc" in platform.libc_ver()[0]
 
 

@@ -27,7 +27,7 @@ def within(codec_id: str, name: str, value: Any, least: int, most: int) -> None:
 
 
 def finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether all values [n], n > 0, are finite, and stay so as `dtype`. Reads them: a GPU sync.
+    """Returns whether all values [n], n > 0, are finite, also as `dtype`. On a GPU: a sync.
 
     Those of a tensor that has none are.
     """

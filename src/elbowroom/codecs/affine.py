@@ -52,7 +52,7 @@ class Affine(NamedTuple):
         return Affine(scale, first.shift * second.scale + second.shift, fine.inner)
 
     def _split_like(self, fine: "Affine") -> "Affine | None":
-        """The same affine in the channels of `fine`, or, if this has one channel, in one."""
+        """Returns the same affine in the channels of `fine`, or in one if this has one channel."""
         if len(self.scale) == 1:
             return self
         each, rest = divmod(self.inner, fine.inner)

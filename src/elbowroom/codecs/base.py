@@ -1,4 +1,4 @@
-"""What every codec is: a frozen object with `encode` and `decode`; its fields configure it.
+"""The base of every codec: a frozen object with `encode` and `decode`; its fields configure it.
 
     x --encode--> Encoded(buffers, shape, stride, dtype, seed, codec) --decode--> x~ of the same
     shape, dtype, strides
@@ -36,7 +36,7 @@ PART = TILE  # a code that can be decoded in parts can be from each multiple of 
 
 
 class Expected(NamedTuple):
-    """What `_layout` says of one buffer.
+    """The dtype and shape that `_layout` says of one buffer.
 
     at_most  how many elements there are depends on the values; `shape` is a bound
     """
@@ -61,7 +61,7 @@ Layout = tuple[Expected, ...]
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """What a codec made of a tensor.
+    """A tensor as encoded by a codec: buffers, shape, dtype and the codec.
 
     raw  the codec gave up, and the buffer holds the elements themselves, exactly
     """
@@ -86,7 +86,7 @@ class Encoded:
 
     @property
     def has_parts(self) -> bool:
-        """Whether it can be decoded in parts."""
+        """True if it can be decoded in parts."""
         return self.codec.has_parts and not self.raw
 
     @property
@@ -198,7 +198,7 @@ class Codec(ABC):
 
     @property
     def is_rough_elsewhere(self) -> bool:
-        """Whether its error is larger than the values where `facts.mask` is not set."""
+        """True if its error is larger than the values where `facts.mask` is not set."""
         return False
 
     def encode(
@@ -258,7 +258,7 @@ class Codec(ABC):
         return sum(prod(expected.shape) * expected.dtype.itemsize for expected in layout)
 
     def fixed_size(self, facts: Facts | None = None) -> bool:
-        """Whether `encoded_nbytes` is exact.
+        """Returns whether `encoded_nbytes` is exact.
 
         A tensor that is held raw, because of a NaN or an Inf, has its own size all the same.
         """
@@ -268,7 +268,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
-        """What `_encode` makes of n elements: dtype and shape of each buffer."""
+        """Returns dtype and shape of each buffer that `_encode` makes of n elements."""
 
     def _seen(self, shape: tuple[int, ...], stride: tuple[int, ...], facts: Facts) -> Facts:
         """The facts with what shape and strides tell; `_layout` depends on it."""
@@ -348,7 +348,7 @@ def memory_order(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the strides order all elements of a shape without gaps and overlaps."""
+    """Returns whether the strides order all elements of a shape without gaps and overlaps."""
     if len(shape) != len(stride):
         return False
     if 0 in shape:

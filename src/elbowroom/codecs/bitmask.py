@@ -1,4 +1,4 @@
-"""One bit an element, for tensors that hold 0 and one other value.
+"""Encodes tensors that hold 0 and one other value in one bit an element.
 
     x [N] --> bits [ceil(N / 8)] uint8        element i is bit i % 8 of byte i // 8
 

@@ -1,4 +1,4 @@
-"""What a site knows of a tensor without looking at it.
+"""The facts that a site knows of a tensor without looking at it.
 
 It is known from the op that made the tensor and the op that saves it.
 """

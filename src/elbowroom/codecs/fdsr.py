@@ -93,7 +93,7 @@ class Fdsr(Codec):
         return list(maps), block, levels, kept, self.rounding == "dither"
 
     def _maps(self, n: int, facts: Facts) -> Maps | None:
-        """How the elements lie, or None: hold them raw."""
+        """Returns how the elements lie; None: they are held raw."""
         maps = Maps(*facts.maps) if facts.maps else None  # from JSON it is a list
         if not maps or n < max(self.min_numel, 1) or min(maps.rows, maps.columns) < SMALLEST_SIDE:
             return None

@@ -1,4 +1,4 @@
-"""From an id to a codec.
+"""Finds a codec by its id.
 
 Codecs of other packages come through the entry-point group `elbowroom.codecs`.
 """
@@ -85,6 +85,6 @@ def codec(id: str, **settings: Any) -> Codec:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """What to add to an error: the known name that was perhaps meant."""
+    """Returns an addition to an error: the known name that was perhaps meant."""
     near = get_close_matches(name, known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""What this thread allocates and frees, as PyTorch's allocator reports it to PyTorch's profiler.
+"""Reads what this thread allocates and frees, as PyTorch's allocator tells PyTorch's profiler.
 
 The profiler has two sources: the allocator, which reports sizes, and callbacks that run whenever an
 operator or a `record_function` begins and ends. Only the first is wanted here, and the second is
@@ -58,7 +58,7 @@ class Mark(NamedTuple):
 
 
 class _Event(Protocol):
-    """What we use of a node of the profiler's event tree."""
+    """The fields that we use of a node of the profiler's event tree."""
 
     name: str
     start_time_ns: int
@@ -196,7 +196,7 @@ def _read(results: Any) -> tuple[list[Change], list[Mark]]:
 
 
 def is_busy() -> bool:
-    """Whether a profiler runs, ours or somebody else's, or has been prepared by somebody else."""
+    """Returns whether a profiler runs, or has been prepared by somebody else."""
     return bool(Allocations._running) or _Others.prepared or _is_enabled()
 
 
@@ -251,7 +251,7 @@ class _Others:
 
 
 def _give_way_to_others() -> None:
-    """From now on a profiler that the program starts ends ours first.
+    """Lets a profiler that the program starts from now on end ours first.
 
     PyTorch would not refuse it: it would let it run, and come out empty.
     """

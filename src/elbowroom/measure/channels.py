@@ -1,4 +1,4 @@
-"""What the noise goes with that an error e of a norm's input x adds, up to one factor.
+"""Finds what the noise of an error e of a norm's input x goes with, up to one factor.
 
 The weight's gradient, sum dY xhat, gets sum_c D_c v_c / s_c of it, where D_c is the sum of
 dY^2 over a channel, s_c the variance of x there, and v_c the mean of e^2. dx gets

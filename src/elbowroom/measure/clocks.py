@@ -1,4 +1,4 @@
-"""What each moment of a recorded step costs: seconds, or bytes.
+"""The cost of each moment of a recorded step: seconds, or bytes.
 
 WallClock      the time at which each moment begins
 CpuMemory      the highest level in each moment, from the marks among the allocations
@@ -35,7 +35,7 @@ class WallClock:
 
     @property
     def starts_s(self) -> list[float]:
-        """Of each moment."""
+        """The start of each moment, in seconds."""
         if self._cuda is None:
             return [at_s - self._cpu_s[0] for at_s in self._cpu_s[1:]]
         torch.cuda.synchronize()

@@ -71,7 +71,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def starts_s(self) -> list[float]:
-        """Of each moment."""
+        """The start of each moment, in seconds."""
         return [at_s for _, at_s, _ in self._begun]
 
     def levels(self) -> tuple[list[int], list[int]]:

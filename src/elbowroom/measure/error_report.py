@@ -34,7 +34,7 @@ class ErrorRow:
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """What the codes add to the gradient's variance.
+    """The gradient variance that the codes add.
 
     added     predicted, all ops; None: some op was not probed yet
     sampling  mini-batch variance, measured over steps; None: not known yet

@@ -40,7 +40,7 @@ class Fakes:
             ) from error
 
     def batch(self, values: Any) -> Any:
-        """The same structure with stand-ins."""
+        """Returns the same structure with stand-ins."""
         return tree_map(self._stand_in_for, values)
 
     def _stand_in_for(self, value: Any) -> Any:

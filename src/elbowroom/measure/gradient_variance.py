@@ -1,4 +1,4 @@
-"""How much a gradient varies from mini-batch to mini-batch: the noise that training has anyway.
+"""Measures how much a gradient varies between mini-batches: the noise that training has anyway.
 
     share  =  sum over entries of Var(g) / E|g|^2
            ~  |g - 2 g' + g''|^2 / (|g|^2 + 4 |g'|^2 + |g''|^2)  -  what codes add, as such a share

@@ -15,7 +15,7 @@ from elbowroom.plan.backward import Graph, Node
 
 
 def graph_of(outputs: Iterable[Tensor], recorder: StepRecorder | None = None) -> Graph:
-    """What backward from these will run; recorder: of a forward that was written down.
+    """Returns what backward from these will run; recorder: of a forward that was written down.
 
     Where one of them is a single number, it is taken for the loss, and the gradient comes from it
     alone; else from all of them.

@@ -1,4 +1,4 @@
-"""What is held before a step: every tensor that Python knows of, and when it dies in the step.
+"""Finds what is held before a step: all tensors that Python knows of, and when they die in it.
 
 The profiler sees what a step takes, and not what was there before: weights, states, data.
 """
@@ -41,7 +41,7 @@ class Held:
 
 
 def _is_real(x: Tensor) -> bool:
-    """Whether it has memory: a fake tensor, left behind by a compiler, only pretends its device."""
+    """Returns whether it has memory, which a compiler's fake tensor has not."""
     try:
         return x.untyped_storage().device.type != "meta"
     except (NotImplementedError, RuntimeError):

@@ -71,7 +71,7 @@ def _close_running() -> None:
 
 
 def may_measure(device: torch.device) -> bool:
-    """Whether an interval could start now, on this thread."""
+    """Returns whether an interval could start now, on this thread."""
     if device.type == "cuda":
         return True
     on_main = threading.current_thread() is threading.main_thread()

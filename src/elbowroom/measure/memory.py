@@ -1,4 +1,4 @@
-"""How much memory this process may have on a device, in bytes: what a budget of 0.8 is a share of.
+"""Tells the memory, in bytes, that this process may have: a budget of 0.8 is a share of it.
 
     cuda  all of the device's memory
     cpu   the least of RAM, the limits of the process's cgroup and of those above it, and its
@@ -46,7 +46,7 @@ def memory_nbytes(device: torch.device | str) -> int:
 
 
 def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
-    """In bytes, by memory.max (v2) and memory.limit_in_bytes (v1). root: of /proc and /sys."""
+    """Returns memory.max (v2) and memory.limit_in_bytes (v1), bytes. root: of /proc and /sys."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # no Linux

@@ -47,7 +47,7 @@ class NoiseMeter:
         return self._watch
 
     def harvest(self) -> None:
-        """Take in what the last watched step has found. Its backward must be over."""
+        """Takes in what the last watched step has found. Its backward must be over."""
         watch, self._watch = self._watch, None
         if watch is not None:
             held, readings = watch.deliver()
@@ -74,16 +74,16 @@ class NoiseMeter:
 
     @property
     def is_past_first_run(self) -> bool:
-        """Whether all that can be probed has had its turn, or the first run its length."""
+        """True if all that can be probed has had its turn, or the first run its length."""
         return self.step > self._first
 
     def error_report(self) -> ErrorReport:
-        """What the codes of the last step that was watched add, and what was known before."""
+        """Returns what the codes of the last watched step add, and what was known before."""
         self.harvest()
         return ErrorReport.of(self.table)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on watching as if nothing had happened."""
+        """Returns all that a checkpoint needs to go on watching as if nothing had happened."""
         self.harvest()
         return {
             "step": self.step,
@@ -93,7 +93,7 @@ class NoiseMeter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where `state_dict` was taken."""
+        """Restores the state from `state_dict()`."""
         self._watch, self.step = None, state["step"]
         self._first, *unprobed = state["first"]
         self._unprobed = unprobed[0], unprobed[1]

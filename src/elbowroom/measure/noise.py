@@ -1,4 +1,4 @@
-"""What lossy codes add to the variance of the gradient: predicted for each op, and measured.
+"""The gradient variance that lossy codes add: predicted for each op, and measured.
 
     predicted   linear ops: closed form (`sensitivity`), from the code's drawn error and dY
                 others: energy of the error x |dY|^2 x gain, the gain as probes found it
@@ -101,7 +101,7 @@ class Average:
 
 @dataclass(frozen=True)
 class OpReading:
-    """What one watched step tells of one op.
+    """The result of one watched step for one op.
 
     energies  of the error, by the tensor it comes from
     unit      what the variance goes with: their sum times the mean of dY^2, or for norms what
@@ -121,7 +121,7 @@ class OpReading:
 
     @property
     def finite(self) -> bool:
-        """Whether no number overflowed."""
+        """True if no number overflowed."""
         measured = self.measured or (0.0, 0.0)
         numbers = [*self.energies.values(), *self.unit, *self.strength, self.closed or 0.0]
         numbers += measured
@@ -129,7 +129,7 @@ class OpReading:
 
 
 def _typical(op: OpNoise, units: Pair, strengths: Pair, size: float) -> Pair:
-    """What the units of a step of |g|^2 = size would be, were dY over |g| as it is on average."""
+    """Returns the units of a step of |g|^2 = size, were dY over |g| as it is on average."""
     found = []
     for share, unit, strength in zip(op.shares, units, strengths, strict=True):
         if size > 0 and strength > 0:
@@ -140,7 +140,7 @@ def _typical(op: OpNoise, units: Pair, strengths: Pair, size: float) -> Pair:
 
 
 class NoiseTable:
-    """What is known of all sites and ops of one training."""
+    """The noise that is known of all sites and ops of one training."""
 
     def __init__(self) -> None:
         self.held: dict[SiteName, HeldNoise] = {}
@@ -194,7 +194,7 @@ class NoiseTable:
         return None if fine is None or rough is None else fine + rough, rough or 0.0
 
     def _gain(self, name: SiteName, op: OpNoise, part: int) -> float | None:
-        """What probes found for this op; before its first one, what most of its kind stay below.
+        """Returns the op's gain by probes; before its first one, a bound for most of its kind.
 
         Who chooses codes takes the roughest where the prediction is lowest, so a mean would fall
         short of what is added then.
@@ -210,15 +210,15 @@ class NoiseTable:
 
     @property
     def unprobed(self) -> int:
-        """How many ops without a closed form no probe has seen."""
+        """The number of ops without a closed form that no probe has seen."""
         return sum(not op.probes and not op.linear for op in self.ops.values())
 
     def variance_of(self, site: SiteName) -> float | None:
-        """What one held tensor adds through all ops that read it; None: not all can be told."""
+        """Returns what a held tensor adds through all ops that read it; None: it cannot be told."""
         return self._through(site, lambda op: op.variance)
 
     def rough_of(self, site: SiteName) -> float:
-        """What its lower code has of that, if there are two."""
+        """Returns the part of it that the lower code has, if there are two."""
         return self._through(site, lambda op: op.rough) or 0.0
 
     def _through(self, site: SiteName, of: Callable[[OpNoise], float | None]) -> float | None:
@@ -234,19 +234,19 @@ class NoiseTable:
 
     @property
     def added(self) -> float | None:
-        """What all codes add, predicted; None: not known yet."""
+        """Returns what all codes add, predicted; None: not known yet."""
         if not self.steps or any(op.variance is None for op in self.ops.values()):
             return None
         return self.known_added
 
     @property
     def known_added(self) -> float:
-        """The same of the ops of which it is known."""
+        """Returns the same, of the ops of which it is known."""
         return sum(op.variance or 0.0 for op in self.ops.values())
 
     @property
     def added_last(self) -> float:
-        """The same in the last watched step alone."""
+        """Returns the same, in the last watched step alone."""
         return sum(op.alone or 0.0 for op in self.ops.values())
 
     @property
@@ -265,7 +265,7 @@ class NoiseTable:
         return None if added is None or not sampling else added / sampling
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned over many steps, and whose turn to be probed comes next.
+        """Returns what was learned over many steps, and whose turn to be probed comes next.
 
         What the last step showed is seen again soon.
         """
@@ -276,7 +276,7 @@ class NoiseTable:
         return {"steps": self.steps, "ops": ops, "gradient": self.gradient.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Restores the state from `state_dict()`."""
         self.steps, self.held = state["steps"], {}
         self.ops = {}
         for module, consumer, nth, linear, *means in state["ops"]:

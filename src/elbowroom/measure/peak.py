@@ -1,4 +1,4 @@
-"""How many bytes one step holds at its worst, as the allocator saw it.
+"""Measures how many bytes one step holds at its worst, as the allocator saw it.
 
     level(t) = sizes allocated up to t, less those freed up to t     above what stood before
     peak     = max over t of level(t)
@@ -45,7 +45,7 @@ class MemoryCurve:
 
     @property
     def end_nbytes(self) -> int:
-        """What the step left behind (gradients, states), in bytes above the level before it."""
+        """The bytes that the step left behind (gradients, states), above the level before it."""
         return self.nbytes[-1] if self.nbytes else 0
 
     @property
@@ -118,7 +118,7 @@ def pick_device(device: torch.device | str | None) -> torch.device:
 
 
 def curve_of(changes: list[Change], marks: list[Mark], device_type: str) -> MemoryCurve:
-    """What was allocated and freed on one type of device, as a curve."""
+    """Returns what was allocated and freed on one type of device, as a curve."""
     changes = [change for change in changes if change.device_type == device_type]
     if device_type == "cpu":
         changes = _of_this_run(changes)

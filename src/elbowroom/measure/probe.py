@@ -1,4 +1,4 @@
-"""What the error of one op's saved tensors does to all gradients: measured, once in a while.
+"""Measures, once in a while, what the error of one op's saved tensors does to all gradients.
 
 Where an op is not linear in what it saves (norms, GELU, attention), its error goes on through dx to
 every layer below, and there is no closed form. A probe keeps the exact tensors of one op for one
@@ -50,7 +50,7 @@ second_pass = _SecondPass()
 
 
 class Probe:
-    """Of one call, made when it has ended; `on_done` gets what the errors add.
+    """A probe of one call, made when it has ended; `on_done` gets what the errors add.
 
     That is two numbers: by all, or the upper one of two codes, and by the lower (`channels.py`).
 
@@ -130,11 +130,11 @@ class Probe:
         return torch.stack([self._arriving(between, exact), self._arriving(real, between)])
 
     def _held(self, key: int | str) -> Tensor:
-        """What is held; an op may have saved another shape of its argument."""
+        """Returns what is held; an op may have saved another shape of its argument."""
         return self._views[key].restore().reshape(self._exact[key].shape)
 
     def _mixed(self) -> dict[int | str, Tensor] | None:
-        """What is held by the upper one of two codes, exact elsewhere; None: there is one code."""
+        """Returns what the upper of two codes holds, exact elsewhere; None: there is one code."""
         masks = {key: view.restore_side() for key, view in self._views.items()}
         if all(mask is None for mask in masks.values()):
             return None
@@ -164,7 +164,7 @@ class Probe:
         return torch.stack(arrived).sum() if arrived else torch.zeros(())
 
     def _send(self, edges: list[GradientEdge], errors: list[Tensor]) -> list[Tensor]:
-        """What arrives at the parameters below."""
+        """Returns what arrives at the parameters below."""
         parts = torch.autograd.grad(
             edges, self._weights, errors, retain_graph=True, allow_unused=True
         )
@@ -200,14 +200,14 @@ class Probe:
 
 
 def keys_of(x: Tensor, call: Call) -> list[int | str]:
-    """Which of its arguments, that may carry an error, an op saves as x; or its RESULT."""
+    """Returns which of its arguments, that may carry an error, an op saves as x; or its RESULT."""
     found = tolerant_arguments(x, call)
     is_made = x.grad_fn is not None and call.name not in TOLERANT and call.name != "rms_norm"
     return [RESULT] if is_made and not found else found
 
 
 def can_probe(call: Call) -> bool:
-    """Whether the op may run a second time and do the same again."""
+    """Returns whether the op may run a second time and do the same again."""
     if call.name == ATTENTION and call.arg(4, "dropout_p", 0.0):
         return False
     # Of a view that was changed in place, the graph has other nodes.
@@ -239,13 +239,13 @@ def _out_of_place(call: Call, given: dict[int | str, Any]) -> dict[int | str, An
 
 
 def _edge_into(value: Tensor, node: Node) -> GradientEdge:
-    """Where the gradient of an argument goes; one that the op has overwritten is its output now."""
+    """Returns where an argument's gradient goes; one that the op overwrote is its output now."""
     below, number = node.next_functions[0] if value.grad_fn is node else (None, 0)
     return get_gradient_edge(value) if below is None else GradientEdge(below, number)
 
 
 def _scaled_as(made: Tensor, exact: Tensor, held: Tensor) -> Tensor:
-    """What rms_norm makes of x on the way, and saves, from what is held of x; else `made` itself.
+    """Returns the x / rms(x) that rms_norm saves, made from what is held of x; else `made` itself.
 
     That is x / rms(x), whose rows are so many times those of x.
     """
@@ -287,7 +287,7 @@ def _autocast(device_type: str) -> Callable[[], Any]:
 
 
 def _place(node: Node, edge: GradientEdge) -> int | None:
-    """Which of a node's gradients goes along this edge."""
+    """Returns which of a node's gradients goes along this edge."""
     for place, (below, number) in enumerate(node.next_functions):
         if below is edge.node and number == edge.output_nr:
             return place

@@ -1,4 +1,4 @@
-"""How fast this machine encodes and decodes: bytes of the tensor a second, measured once a process.
+"""Measures, once a process, how many bytes of a tensor this machine encodes and decodes a second.
 
 On a tensor of 4 MiB, the best of a few runs; a planner that takes a neighbour's noise for the speed
 of a codec plans for the noise.

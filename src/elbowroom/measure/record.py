@@ -127,7 +127,7 @@ def _sized(
 
 
 def _alike(one: StepRecorder, other: StepRecorder) -> bool:
-    """Whether two runs saved the same, in the same order."""
+    """Returns whether two runs saved the same, in the same order."""
     saved = [
         [[(save.site.name, storage.nbytes) for save in storage.saves] for storage in run.storages()]
         for run in (one, other)

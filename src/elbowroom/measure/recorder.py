@@ -73,13 +73,13 @@ class _Alive(NamedTuple):
     record: _Storage
 
     def is_held(self) -> bool:
-        """Whether somebody besides the slot holds the storage."""
+        """Returns whether somebody besides the slot holds the storage."""
         slot = self.slot()
         return slot is not None and self.weak.holders() > isinstance(slot.value, KeepHandle)
 
 
 class _Made(NamedTuple):
-    """By an op: its seconds, and the modules that ran."""
+    """An op's record of what it made: its seconds, and the modules that ran."""
 
     seconds: float
     modules: tuple[str, ...]
@@ -273,7 +273,7 @@ class StepRecorder:
         )
 
     def asks(self) -> tuple[tuple[int, ...], ...]:
-        """For each storage, autograd's number of the node that has made each save."""
+        """Returns, for each storage, autograd's number of the node that has made each save."""
         return tuple(tuple(s.nodes) for s in self._storages)
 
     def hidden(self) -> tuple[tuple[int, int], ...]:
@@ -302,7 +302,7 @@ class StepRecorder:
         self._hidden.append((first, self._nodes))
 
     def _note_held(self) -> None:
-        """What is held now is held until it is asked for."""
+        """Notes that what is held now is held until it is asked for."""
         for slot, index in self._index.items():
             storage = self._storages[index]
             storage.held = slot.entry.after_nbytes
@@ -313,7 +313,7 @@ class StepRecorder:
         return self.moments - 1
 
     def _note_alive(self) -> None:
-        """What the step holds still was there while an op ran in this moment.
+        """Notes that what the step holds still was there while an op ran in this moment.
 
         The value that an assignment replaces dies after the op that makes the new one, so moments
         alone would not tell. What the step has let go of, it cannot take up again. A network of
@@ -324,7 +324,7 @@ class StepRecorder:
             self._look_at(_LOOKS)
 
     def _look_at(self, most: int) -> None:
-        """Whether those that were not looked at for longest are there still."""
+        """Looks whether those that were not looked at for longest are there still."""
         for _ in range(min(most, len(self._alive))):
             one = self._alive.popleft()
             if one.is_held():
@@ -375,7 +375,7 @@ class StepRecorder:
     def _note_inputs(
         self, note: _Module, inputs: list[Tensor], source_of: Callable[[Tensor], Slot | None]
     ) -> None:
-        """In the order in which recomputing saves them; -1 for one that no op saves."""
+        """Notes inputs in the order in which recomputing saves them; -1: no op saves it."""
         found, sources = [], []
         for x in inputs:
             if untouchable(x) or is_parameter(x):
@@ -395,7 +395,7 @@ class StepRecorder:
 
 
 def _others() -> object:
-    """What packs the tensor that is saved next, if hooks of somebody else lie over ours."""
+    """Returns what packs the tensor that is saved next, if hooks of somebody else lie over ours."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack = None if hooks is None else hooks[0]
     return None if isinstance(getattr(pack, "__self__", None), Saving) else pack

@@ -44,11 +44,11 @@ class Recording:
 
     @property
     def has_backward(self) -> bool:
-        """Whether backward has asked for anything: a forward alone is no whole step."""
+        """True if backward has asked for anything: a forward alone is no whole step."""
         return self.recorder.backward is not None
 
     def finish(self) -> Profile | None:
-        """What was written down so far; None if this thread cannot tell."""
+        """Returns what was written down so far; None if this thread cannot tell."""
         seconds = self._wall.seconds
         recorder = self.recorder
         levels = self._levels()

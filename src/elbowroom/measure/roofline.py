@@ -1,4 +1,4 @@
-"""How long an op should take, from its shapes alone: the roofline.
+"""Estimates how long an op should take, from its shapes alone, by the roofline.
 
     seconds = overhead + max(operations / operations a second, bytes / bytes a second)
 
@@ -24,7 +24,7 @@ _ELEMENTS = 1 << 23  # of the vector that is read and written: beyond any cache
 
 @dataclass(frozen=True)
 class Speed:
-    """What a device does in a second.
+    """The speed of a device: what it does in a second.
 
     flops       additions and multiplications of a matrix product
     nbytes      bytes read or written
@@ -49,7 +49,7 @@ class Speed:
 
 @cache
 def speed_of(device_type: str) -> Speed:
-    """Of this machine's device, in fp32: measured once a process, the best of a few runs."""
+    """Returns this machine's speed in fp32: measured once a process, the best of a few runs."""
     device = torch.device(device_type)
     a = torch.ones(_SIDE, _SIDE, device=device)
     x, one = torch.ones(_ELEMENTS, device=device), torch.ones(1, device=device)
@@ -62,7 +62,7 @@ def speed_of(device_type: str) -> Speed:
 
 @cache
 def _counts() -> dict[Any, Callable[..., int]]:
-    """By op, how many operations; PyTorch's own, whose module is slow to import."""
+    """Returns operation counts by op; PyTorch's own, whose module is slow to import."""
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry

@@ -1,4 +1,4 @@
-"""How much gradient variance an error of a saved tensor adds, where the op is linear in it.
+"""Tells how much gradient variance an error of a saved tensor adds, where the op is linear in it.
 
 dW is linear in the op's input x, and dx does not depend on it. An error e of x, independent of dY
 and without mean, adds to the entries of dW, all together,
@@ -68,7 +68,7 @@ def form_of(call: Call) -> Form | None:
 
 
 def is_weight(x: Any) -> bool:
-    """Whether x is a parameter that is trained."""
+    """Returns whether x is a parameter that is trained."""
     return isinstance(x, Tensor) and x.is_leaf and x.requires_grad
 
 

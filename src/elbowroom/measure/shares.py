@@ -1,4 +1,4 @@
-"""What each code of the menu would add to the gradient's variance: found in a few watched steps.
+"""Finds, in a few watched steps, the gradient variance that each code of the menu would add.
 
 The steps run with codes of 16 levels wherever an error is tolerated. Of each tensor that is held so
 the meter tells what its error adds to the gradient; the other codes of the menu are tried on a
@@ -40,7 +40,7 @@ def watch_noise(step: Callable[[], object], *, min_nbytes: int) -> NoiseShares |
 
 
 def shares_of(table: NoiseTable) -> NoiseShares | None:
-    """What a meter has found. None: not enough yet."""
+    """Returns what a meter has found. None: not enough yet."""
     sampling = table.sampling
     if not sampling:
         return None

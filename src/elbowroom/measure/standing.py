@@ -12,7 +12,7 @@ from elbowroom.runtime.undo import tensors_of
 
 
 def standing_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Standing:
-    """What stands between two steps, once all states have been made."""
+    """Returns what stands between two steps, once all states have been made."""
     optimizers = list(optimizers)
     weights = list(model.parameters())
     trained = [p for p in weights if p.requires_grad]
@@ -36,12 +36,12 @@ def joined(names: Iterable[str]) -> str:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Those that it trains."""
+    """Returns the parameters that the optimizer trains."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def gradients_nbytes(trained: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> int:
-    """Of gradients that are there at one time: of those released inside backward, the largest."""
+    """Returns the bytes of gradients at one time: of those released in backward, the largest."""
     trained = list(trained)
     released = _released(optimizers)
     passing = max((p.nbytes for p in trained if id(p) in released), default=0)
@@ -94,7 +94,7 @@ def _fp32_nbytes(optimizer: Optimizer, p: Tensor) -> int:
 
 
 def _name(optimizer: Optimizer, p: Tensor) -> str:
-    """How the states of p are held; "" where there are none. Step counters are not looked at."""
+    """Returns how the states of p are held, "" if there are none. Step counters do not count."""
     if isinstance(optimizer, EncodedOptimizer):
         return str(optimizer.group_of(p)["state"])
     tensors = [x for x in _tensors(optimizer, p) if x.dim() or not p.dim()]

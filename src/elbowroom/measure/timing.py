@@ -1,4 +1,4 @@
-"""Which of two steps is faster, and by how much, on a machine that is never quiet.
+"""Tells which of two steps is faster, and by how much, on a machine that is never quiet.
 
     pair i = (a_i, b_i), run one right after the other, the order swapped from pair to pair
     ratio  = median of b_i / a_i,   spread = its quartiles

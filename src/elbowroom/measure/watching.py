@@ -182,7 +182,7 @@ class StepWatch:
         return self._current[1]
 
     def _measure(self, op: _Op, slot: Slot, geometry: Geometry, x: Tensor) -> None:
-        """Take the error of x, which lies in the slot's tensor where `geometry` says."""
+        """Takes the error of x, which lies in the slot's tensor where `geometry` says."""
         restored = slot.restore_value(private=True)
         error = geometry.within(slot.base, restored) - x
         op.folded = None if op.form is None else op.form.fold(error)
@@ -196,7 +196,7 @@ class StepWatch:
             op.channels = channel_errors(error, x, upper, rstd)
 
     def _is_turn(self, op: _Op) -> bool:
-        """Whether this op is to be probed: the least probed one of its kind.
+        """Returns whether this op is to be probed: the least probed one of its kind.
 
         Ops without a closed form have most turns; the others are only checked now and then.
         """
@@ -250,7 +250,7 @@ class StepWatch:
 
     @property
     def is_unheard(self) -> bool:
-        """Whether ops read codes, and backward came to none of them."""
+        """True if ops read codes, and backward came to none of them."""
         read = [op for op in self._ops.values() if op.energies]
         return bool(read) and all(op.unit is None for op in read)
 
@@ -285,7 +285,7 @@ def call_values(call: Call) -> tuple[Any, ...]:
 
 
 def _one_by_one(values: Iterable[Any]) -> Iterator[Any]:
-    """Those in lists, too, as a GRU takes its weights."""
+    """Returns all of them, those in lists, too, as a GRU takes its weights."""
     for value in values:
         yield from value if isinstance(value, list | tuple) else (value,)
 

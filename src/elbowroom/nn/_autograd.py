@@ -1,4 +1,4 @@
-"""What the autograd functions here share: a typed `apply`, autocast, and no second derivative.
+"""The parts that the autograd functions share: a typed `apply`, autocast, no second derivative.
 
 What is saved does not say how a gradient changes with x.
 """
@@ -17,7 +17,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """What autocast casts to on the device of x; None where it is off, or unknown there (meta)."""
+    """Returns the dtype that autocast casts to on x's device; None: off or unknown there."""
     device = x.device.type
     known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if known else None
@@ -32,7 +32,7 @@ def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
 def refuse_twice(
     name: str, cure: str = "Put torch's own module back with er.nn.revert(model)."
 ) -> None:
-    """In a backward: raise ModuleError if its own graph is wanted (create_graph=True)."""
+    """Raises ModuleError, in a backward, if its own graph is wanted (create_graph=True)."""
     if torch.is_grad_enabled():
         raise ModuleError(
             f"er.nn.{name} cannot be differentiated twice (create_graph=True, for which "

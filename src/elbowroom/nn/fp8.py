@@ -45,7 +45,7 @@ def fp8(model: nn.Module, *, keep: Iterable[str] = ()) -> Replaced:
 
 
 def backend(device: torch.device) -> str:
-    """What computes: "scaled_mm" or "emulated"."""
+    """The backend that computes on the weights' device: "scaled_mm" or "emulated"."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         return "emulated"
     return "scaled_mm"
@@ -56,7 +56,7 @@ class Fp8Linear(nn.Linear):
 
     @property
     def backend(self) -> str:
-        """What computes on the weights' device: "scaled_mm" or "emulated"."""
+        """The backend that computes on the weights' device: "scaled_mm" or "emulated"."""
         return backend(self.weight.device)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ _LEAST, _MOST = 1e-3, 8.0
 
 
 def can_invert(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether n can be had from y: reads the values of both."""
+    """Returns whether n can be had from y: reads the values of both."""
     size = weight.detach().abs()
     fits = (size >= _LEAST).all()
     if bias is not None:
@@ -120,7 +120,7 @@ def _summed(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _applies(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether y may stand for x: gradients are recorded, and one dtype throughout."""
+    """Returns whether y may stand for x: gradients are recorded, and one dtype throughout."""
     if not torch.is_grad_enabled() or not x.requires_grad or not x.is_floating_point():
         return False
     if autocast_dtype(x) is not None:
@@ -159,7 +159,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def _saved_output(norm: nn.Module) -> _SavedOutput:
-    """What is remembered for a norm: made when first asked for, by a converted one too."""
+    """Returns what is remembered for a norm: made when first asked for, by a converted one too."""
     found: _SavedOutput | None = norm.__dict__.get("_saved_output")
     if found is None:
         found = norm.__dict__["_saved_output"] = _SavedOutput()

@@ -1,4 +1,4 @@
-"""One class of module for another, in a model that exists.
+"""Replaces one class of module by another in a model that exists.
 
 A module changes its class, and nothing else: it is the same object with the same parameters, hooks
 and names, so that optimizers, `state_dict`, and whoever holds it notice nothing. Only the very
@@ -26,7 +26,7 @@ class Swap(NamedTuple):
 
 @dataclass(frozen=True)
 class Replaced:
-    """What a conversion did. `str()` says it by class.
+    """The result of a conversion. `str()` says it by class.
 
     left  names and classes of modules that only look like those that are replaced: what inherits
           from them, and what has a name like theirs (LlamaRMSNorm), which only its author knows;
@@ -121,7 +121,7 @@ def _checked(model: nn.Module, keep: Iterable[str]) -> list[str]:
 
 
 def _is_alike(module: nn.Module, alike: Iterable[str]) -> bool:
-    """Whether a module that is not torch's has such a name, and no modules inside to look at."""
+    """Returns whether a module that is not torch's has such a name, and no modules inside."""
     kind = type(module)
     foreign = not kind.__module__.startswith("torch.")
     alone = next(module.children(), None) is None

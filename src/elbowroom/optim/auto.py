@@ -38,7 +38,7 @@ def nbytes_as(optimizer: EncodedOptimizer, state: str) -> int:
 
 @torch.no_grad()
 def hold(optimizer: EncodedOptimizer, state: str) -> int:
-    """From now on hold the states of auto groups as `state`; convert those that exist, one by one.
+    """Holds the states of auto groups as `state` from now on; converts existing ones one by one.
 
     The smallest first, which makes room for the next. Each group is held so as a whole, or, after
     an error, as it was. How many parameters' states were converted.

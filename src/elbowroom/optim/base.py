@@ -72,12 +72,12 @@ class EncodedOptimizer(Optimizer):
         super().__init__(params, defaults | more)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle has: not the hooks of released gradients, as none of torch's."""
+        """Returns what a copy or a pickle has: not the hooks of released gradients, as in torch."""
         self.wait()
         return super().__getstate__() | {"skipped": self.skipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` has returned."""
+        """Takes over what `__getstate__` has returned."""
         super().__setstate__({key: value for key, value in state.items() if key != "skipped"})
         self.skipped = state.get("skipped", 0)
 
@@ -92,7 +92,7 @@ class EncodedOptimizer(Optimizer):
         self._skipped = steps
 
     def add_param_group(self, param_group: Group) -> None:
-        """As torch's; a group may have a `state` and `weights` of its own."""
+        """Adds a group as torch's does; it may have a `state` and `weights` of its own."""
         super().add_param_group(param_group)
         try:
             resolve(self.param_groups)
@@ -104,7 +104,7 @@ class EncodedOptimizer(Optimizer):
             self.released.watch(len(self.param_groups) - 1)
 
     def release_gradients(self) -> GradientRelease:
-        """From now on each gradient is applied, and freed, inside backward.
+        """Applies and frees each gradient inside backward, from now on.
 
             release = optimizer.release_gradients()
             loss.backward()      # updates; one gradient exists at a time
@@ -207,7 +207,7 @@ class EncodedOptimizer(Optimizer):
             verdict.refused()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, of steps that were done. On CUDA: waits for the last."""
+        """Returns a state_dict as torch's, of steps that were done. On CUDA: waits for the last."""
         self.wait()
         return super().state_dict()
 
@@ -323,7 +323,7 @@ class EncodedOptimizer(Optimizer):
         return usable
 
     def _update(self, due: list[Due], skip: Tensor | None) -> list[Tensor]:
-        """One step of all; their counters. skip: see `ops.optimizer_step`."""
+        """Runs one step of all; returns their counters. skip: see `ops.optimizer_step`."""
         if not due:
             return []
         states = [self._state_of(one) for one in due]
@@ -368,7 +368,7 @@ def _like(part: Tensor, grad: Tensor) -> Tensor:
 
 
 def _in_place(p: Tensor, state: dict[str, Tensor], update: Update) -> bool:
-    """Whether states certainly lie as the parameter does; if not, it takes a closer look."""
+    """Returns whether states certainly lie as the parameter does; if not, one looks closer."""
     residual = state.get("residual")
     if (residual is not None) is not update.residual:
         return False
@@ -381,7 +381,7 @@ def _in_place(p: Tensor, state: dict[str, Tensor], update: Update) -> bool:
 
 
 def _beyond(due: list[Due]) -> Tensor | None:
-    """Whether a gradient is not finite, or too large for its parameter's format: int32 [].
+    """Returns whether a gradient is not finite, or too large for its parameter's format: int32 [].
 
     None: there is none, or none with values.
     """

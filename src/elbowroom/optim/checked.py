@@ -1,4 +1,4 @@
-"""What a state_dict must be to be loaded; everything is looked at before anything changes.
+"""Checks what a state_dict must be to be loaded; everything is looked at before anything changes.
 
 Refused, as StateMismatch: a newer version, other groups, settings that are not possible, what
 belongs to another optimizer or to a variant that is not offered, and values that no step has made.
@@ -33,7 +33,7 @@ def check_dict(state_dict: Any) -> None:
 
 
 def check_states(groups: list[Group]) -> list[Group]:
-    """For each parameter of a file, its group. Raises StateMismatch for a `state` nobody knows."""
+    """Returns the group of each parameter in a file. Raises StateMismatch: unknown `state`."""
     for group in groups:
         state = group.get("state", "fp32")
         if state not in STATES:
@@ -135,7 +135,7 @@ def check_state(
 
 
 def _broken(key: str, found: Tensor, held_as: str, *, squares: bool, plain: bool) -> str:
-    """What is wrong with it, or "". Bounds are bits of bf16, but in "coat", where all are good."""
+    """Says what is wrong with it, or "". Bounds are bits of bf16; in "coat" all are good."""
     if found.is_floating_point() and found.numel():
         least, most = found.min().item(), found.max().item()  # NaN, if there is one
         if isnan(least):

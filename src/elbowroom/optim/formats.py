@@ -1,4 +1,4 @@
-"""How the states of a parameter are held, and in how many bytes.
+"""The formats in which the states of a parameter are held, and their bytes.
 
     state   first moment             second moment   bytes a parameter (rows of 128)
     fp32    float32                  float32         8
@@ -49,7 +49,7 @@ class Moment:
         return p.new_zeros(shapes[0], dtype=dtype), p.new_zeros(shapes[1], dtype=torch.int16)
 
     def nbytes(self, n: int, row: int) -> int:
-        """Of codes and bounds."""
+        """Returns the bytes of codes and bounds."""
         (rows, codes), (_, bounds) = self._shapes(n, row)
         return rows * (codes * (4 if self.kind == "fp32" else 1) + 2 * bounds)
 
@@ -59,7 +59,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Format:
-    """How both moments are held."""
+    """The format in which both moments are held."""
 
     first: Moment
     second: Moment
@@ -88,7 +88,7 @@ def resolve(groups: list[Group]) -> None:
 
 
 def taken(theirs: Group) -> Group:
-    """What an auto group takes over from one of a file."""
+    """Returns what an auto group takes over from one of a file."""
     state = theirs.get("state", MILDEST)
     return {"state": state, "auto": state}
 
@@ -106,7 +106,7 @@ def format_of(shape: torch.Size, state: str, *, second: bool) -> Format:
 
 
 def offered(*, second: bool) -> tuple[str, ...]:
-    """What a rule can hold its states as, the largest first."""
+    """Returns the formats in which a rule can hold its states, the largest first."""
     return tuple(name for name in STATES if second or name != "int4")
 
 

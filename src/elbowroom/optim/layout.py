@@ -1,4 +1,4 @@
-"""Which states an optimizer has for a parameter, under which names, and how they are held."""
+"""Tells which states an optimizer has for a parameter, their names, and how they are held."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +24,11 @@ class StateLayout:
 
     @property
     def second(self) -> bool:
-        """Whether there is a second moment."""
+        """True if there is a second moment."""
         return len(self.moments) > 1
 
     def format_of(self, shape: torch.Size, state: str) -> Format:
-        """How the states of a parameter of this shape are held."""
+        """Returns how the states of a parameter of this shape are held."""
         return format_of(shape, state, second=self.second)
 
     def fresh(self, p: Tensor, group: Group) -> dict[str, Tensor]:
@@ -64,5 +64,5 @@ class StateLayout:
 
 
 def has_residual(p: Tensor, group: Group) -> bool:
-    """Whether p is a bfloat16 weight that is held in 24 bits."""
+    """Returns whether p is a bfloat16 weight that is held in 24 bits."""
     return group["weights"] == "residual" and p.dtype is torch.bfloat16

@@ -25,7 +25,7 @@ def order_of(x: Tensor) -> Order:
 
 
 def noted(order: Order) -> dict[str, Tensor]:
-    """What a state says of the order of its codes: nothing, if it is row after row."""
+    """Returns what a state says of the order of its codes: nothing, if it is row after row."""
     return {"order": torch.tensor(order, dtype=torch.int8)} if order else {}
 
 

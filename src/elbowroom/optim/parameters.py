@@ -1,4 +1,4 @@
-"""Which parameters can be updated, how each one is, and whether its states belong to it.
+"""Tells which parameters can be updated, and how, and whether their states belong to them.
 
 Asked when a parameter is given, and again before each step: `model.to(...)` and `p.data = ...`
 change it under its states. So the answer is remembered by what it depends on, and not by parameter.
@@ -34,7 +34,7 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True)
 class Update:
-    """How a parameter is updated.
+    """The way in which a parameter is updated.
 
     first, second  the names of its states, of which `second` may be missing
     m_kind, v_kind  how they are held (`kernels/states.py`)
@@ -57,7 +57,7 @@ class Update:
 
 
 def facts_of(p: Tensor) -> Facts:
-    """What `update_of` wants to know."""
+    """Returns what `update_of` wants to know."""
     shape, layout = p.shape, p.layout
     if layout is not torch.strided:
         return Facts(shape, p.dtype, layout, shape, (), whole_rows=True)
@@ -69,7 +69,7 @@ def facts_of(p: Tensor) -> Facts:
 
 @lru_cache(maxsize=1 << 14)
 def update_of(facts: Facts, state: str, weights: str, moments: tuple[str, ...]) -> Update:
-    """How a parameter of a group with these settings is updated.
+    """Returns how a parameter of a group with these settings is updated.
 
     Raises UnsupportedParameter for what is not dense, in whole rows, and of a dtype of ours.
     """

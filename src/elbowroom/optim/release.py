@@ -34,7 +34,7 @@ CANNOT = (
 
 
 class Releasing(Protocol):
-    """What this file asks of an optimizer."""
+    """The interface that this file asks of an optimizer."""
 
     param_groups: list[Group]
     released: "GradientRelease | None"
@@ -49,7 +49,7 @@ class Releasing(Protocol):
 
 
 class GradientRelease:
-    """What `release_gradients` returns: it ends by `remove()`, or as a context.
+    """The handle that `release_gradients` returns: it ends by `remove()`, or as a context.
 
     watched  ids of the parameters whose gradients it applies
     """
@@ -76,7 +76,7 @@ class GradientRelease:
         self.remove()
 
     def remove(self) -> None:
-        """From now on gradients stay until `step()`. Twice is harmless."""
+        """Lets gradients stay until `step()` from now on. Twice is harmless."""
         for hook in self._hooks:
             hook.remove()
         optimizer = self._optimizer()

@@ -1,4 +1,4 @@
-"""Which settings are possible: asked of the constructor, of each param group, and of a file."""
+"""Checks which settings are possible: of the constructor, of each param group, and of a file."""
 
 from math import isfinite
 from typing import Any

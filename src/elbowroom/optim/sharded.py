@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(x: Tensor) -> "TypeGuard[DTensor]":
-    """Whether x is a DTensor; without importing what makes one."""
+    """Returns whether x is a DTensor; without importing what makes one."""
     return hasattr(x, "to_local")
 
 
@@ -28,7 +28,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def in_whole_rows(p: Tensor) -> bool:
-    """Whether each rank has all rows, or some whole ones."""
+    """Returns whether each rank has all rows, or some whole ones."""
     return not is_sharded(p) or all(at.is_replicate() or at.is_shard(0) for at in p.placements)
 
 
@@ -53,7 +53,7 @@ def aligned(grad: Tensor, p: Tensor) -> Tensor:
 
 
 def shard_of(p: Tensor) -> int:
-    """Which of the shards of p is this rank's, from 0; replicas have the same one."""
+    """Returns which of the shards of p is this rank's, from 0; replicas have the same one."""
     if not is_sharded(p):
         return 0
     number = 0

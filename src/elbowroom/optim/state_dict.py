@@ -1,4 +1,4 @@
-"""What an optimizer saves, and what it can load.
+"""Makes what an optimizer saves, and reads what it can load.
 
 A state_dict holds codes as they are, so a resumed run continues with the same bits. It loads
     its own format            bit for bit
@@ -33,7 +33,7 @@ _OURS = ("state", "weights", "seed", "version", "auto")
 def portable(
     layout: StateLayout, groups: list[Group], held: Mapping[Tensor, dict[str, Any]], more: Group
 ) -> dict[str, Any]:
-    """What `torch.optim` loads of param groups and the states `held`; each group gets `more`."""
+    """Returns what `torch.optim` loads of groups and the states `held`; each group gets `more`."""
     states: dict[int, dict[str, Tensor]] = {}
     made, index = [], 0
     for group in groups:

@@ -78,7 +78,7 @@ def follow(layout: StateLayout, p: Tensor, state: dict[str, Tensor], group: Grou
 
 
 def _some(rows: int, row: int) -> Iterator[tuple[int, int]]:
-    """From, to: rows that are converted together."""
+    """Yields pairs (from, to) of rows that are converted together."""
     together = max(1, _ELEMENTS // row, rows // _SHARE)
     for first in range(0, rows, together):
         yield first, min(first + together, rows)

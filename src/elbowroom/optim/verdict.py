@@ -1,4 +1,4 @@
-"""Whether a step is done: the verdict on its gradients, and when the host reads it.
+"""Decides whether a step is done: the verdict on its gradients, and when the host reads it.
 
 In host memory it is read at once. On a CUDA device nobody waits for it: the kernels of the step
 look at it themselves, so that a step stays whole or undone, and the host reads it when the next
@@ -23,12 +23,12 @@ def joined(flags: list[Tensor]) -> Tensor | None:
 
 
 def is_read_later(flag: Tensor) -> bool:
-    """Whether the host would have to wait for its value."""
+    """Returns whether the host would have to wait for its value."""
     return flag.is_cuda
 
 
 class Verdict:
-    """One that is read later.
+    """A verdict that is read later.
 
     counters  steps of the parameters that it is about; they have been advanced already
     """
@@ -44,7 +44,7 @@ class Verdict:
             self._event.record(torch.cuda.current_stream(flag.device))
 
     def refused(self) -> bool:
-        """Whether nothing was done. At the first call the counters are put back."""
+        """Returns whether nothing was done. At the first call the counters are put back."""
         if self._known is None:
             if self._event is not None:
                 self._event.synchronize()  # long past, unless the host is a whole step ahead

@@ -1,4 +1,4 @@
-"""What can be done with a saved tensor. `runtime/perform.py` is the one place that does it."""
+"""The actions that can be taken on a saved tensor. `runtime/perform.py` alone carries them out."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -39,7 +39,7 @@ class Encode:
 
     @property
     def may_change(self) -> bool:
-        """Whether it is worth to wait for who reads the norm's output."""
+        """True if it is worth waiting for the reader of the norm's output."""
         return self.with_mask is not None or self.curved is not None
 
 

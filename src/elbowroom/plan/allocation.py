@@ -1,4 +1,4 @@
-"""Which setting for which tensor: the fewest bytes within an error, or the least error in bytes.
+"""Chooses a setting for each tensor: the fewest bytes within an error, or the least error in bytes.
 
     minimise    sum of bytes      subject to   sum of variances <= allowed      (`cheapest`)
     minimise    sum of variances  subject to   sum of bytes     <= allowed      (`quietest`)
@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 
 class Option(NamedTuple):
-    """One setting of one tensor: what it holds, and what it adds to the gradient's variance."""
+    """One setting of one tensor: the bytes it holds, and the gradient variance it adds."""
 
     nbytes: float
     variance: float
 
 
 class _Move(NamedTuple):
-    """To option `to` of tensor `which`; price: variance added for a byte saved."""
+    """A move of tensor `which` to option `to`; price: variance added for a byte saved."""
 
     price: float
     which: int

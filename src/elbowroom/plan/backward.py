@@ -37,7 +37,7 @@ _REDUCING = ("MulBackward", "DivBackward")  # a broadcast factor: the whole prod
 
 @dataclass(frozen=True)
 class Node:
-    """One op of backward.
+    """One op of the backward graph.
 
     nth     autograd's number of it: the later it was made, the higher
     name    as autograd calls it
@@ -58,13 +58,13 @@ class Node:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether its gradient is handed to no other node."""
+        """True if the node hands its gradient to no other node."""
         return not self.gives
 
 
 @dataclass(frozen=True)
 class Graph:
-    """What backward will run.
+    """The ops that backward will run.
 
     roots   (node, which of its tensors) that gradients come into
     last_roots  of each forward the one made last, if the loss reads no other
@@ -80,7 +80,7 @@ class Graph:
     last_roots: tuple[tuple[int, int], ...] = ()
 
     def followed_by(self, later: "Graph") -> "Graph":
-        """With the graph of a forward that ran after this one."""
+        """Returns this graph joined with that of a forward that ran after this one."""
         shift = len(self.nodes)
         moved = (
             replace(node, gives=tuple((to + shift if to >= 0 else -1, k) for to, k in node.gives))
@@ -94,7 +94,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Moment:
-    """What one op of backward takes at the most, apart from what it has saved.
+    """The most that one op of backward takes, apart from what it has saved.
 
     nth      its number
     nbytes   gradients that wait, that it makes, and what lies between
@@ -204,7 +204,7 @@ class _Backward:
         return self._gradients.make(nbytes)
 
     def _give(self, to: int, which: int, gradient: int) -> None:
-        """Where one has come before, add the two up."""
+        """Hands over a gradient, and adds it to one that has come before."""
         before = self._came[to].get(which)
         if before is None:
             self._came[to][which] = gradient
@@ -236,7 +236,7 @@ def _between(node: Node, nodes: tuple[Node, ...]) -> int:
 
 
 def _hidden(graph: Graph) -> dict[int, tuple[int, int, int]]:
-    """For each node whose saves somebody else holds: its region, bytes of it all, and its own.
+    """Returns, for each node with saves held elsewhere: its region, all of its bytes, and its own.
 
     What was saved there is not seen; it is taken to be what its ops have made.
     """

@@ -55,7 +55,7 @@ class TwoBatches:
         )
 
     def plan(self, batch: int, budget: int, *, exact: bool | None) -> Plan:
-        """For `batch` within `budget` bytes. Raises BudgetTooSmall."""
+        """Returns a plan for `batch` within `budget` bytes. Raises BudgetTooSmall."""
         ratio = batch / self.two
         try:
             plan = make_plan(self.profile(batch), int(budget / ratio), exact=exact)
@@ -68,6 +68,6 @@ class TwoBatches:
 
 
 def _outline(profile: Profile) -> tuple[int, int, list[list[SiteName]]]:
-    """What is saved, in order, and the moments; not how large it is."""
+    """Returns what is saved, in order, and the moments, without sizes."""
     saves = [[save.site.name for save in storage.saves] for storage in profile.storages]
     return len(profile.level), profile.backward, saves

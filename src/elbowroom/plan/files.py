@@ -45,7 +45,7 @@ _TYPES: dict[Any, tuple[Callable[[object], bool], str]] = {  # whole numbers: of
 
 
 def read(path: str | Path, kind: str, version: int, make: Callable[[dict[str, Any]], T]) -> T:
-    """What `make` makes of the data. kind: "plan", whose version is under "elbowroom_plan".
+    """Returns what `make` makes of the data. kind: "plan", whose version is under "elbowroom_plan".
 
     Raises DataError for a file that is missing, of another version, or not what `make` takes.
     """

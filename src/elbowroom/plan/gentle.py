@@ -117,14 +117,14 @@ def gentle(codec: Codec, site: Site) -> Codec:
 
 
 def suffices(codec: Codec, site: Site) -> bool:
-    """Whether what is held by this codec may be read at the site, too."""
+    """Returns whether the site, too, may read what this codec holds."""
     if isinstance(codec, Sided):  # which has no milder setting
         return min(codec.upper, codec.lower) >= _floor_of(site)
     return gentle(codec, site) == codec
 
 
 def keeps_rows_apart(codec: Codec, site: Site, *, normalized: bool) -> bool:
-    """Whether a code that is held is near enough to each row of which the site reads the size.
+    """Returns whether a held code is near enough to each row whose size the site reads.
 
     normalized: it stands for rows that were normalized by themselves
     """
@@ -146,7 +146,7 @@ def _floor_of(site: Site) -> int:
 
 
 def _sums_few(site: Site) -> bool:
-    """Whether so few elements are summed that their errors do not average out."""
+    """Returns whether so few elements are summed that their errors do not average out."""
     if site.formula is not Formula.SUMMED or len(site.shape) < 2:
         return False
     by_channel = site.consumer.startswith("conv") or site.consumer == "batch_norm"
@@ -155,7 +155,7 @@ def _sums_few(site: Site) -> bool:
 
 
 def if_curved(codec: Codec, site: Site) -> Codec | None:
-    """What to take for a norm's input if a fine formula turns out to read the norm's output.
+    """Returns the action for a norm's input if a fine formula turns out to read the norm's output.
 
     None: the same, or that is known already.
     """

@@ -1,4 +1,4 @@
-"""From a profile to a plan: pose the problem, solve it, say what that means for each site."""
+"""Makes a plan from a profile: poses the problem, solves it, and names an action for each site."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -148,7 +148,7 @@ def _plan(profile: Profile, posed: Posed, found: Solution, budget: int, in_fligh
 
 
 def _takes_turns(profile: Profile) -> bool:
-    """Whether some op rounds otherwise in a plan that was not posed as an exact one."""
+    """Returns whether some op rounds otherwise in a plan that was not posed as an exact one."""
     return any(map(partial(spared, profile), profile.storages))
 
 

@@ -42,7 +42,7 @@ RATED: tuple[Codec, ...] = (BitMask(), Narrow(), *(Dither(levels=n) for n in LEV
 
 @dataclass
 class _Held:
-    """What the runtime would hold for one storage so far.
+    """The form in which the runtime would hold one storage so far.
 
     value  "" for nothing, "exact", "lossy"
     codec  of the code that the value comes from, if it does
@@ -73,7 +73,7 @@ class _Held:
         return bool(self.value) if need is Need.LOSSY else self.value == "exact"
 
     def is_fine_for(self, site: Site) -> bool:
-        """Whether the code, if it is one, has levels enough for this reader, too."""
+        """Returns whether the code, if it is one, has levels enough for this reader, too."""
         if self.value != "lossy" or self.codec is None or site.need is not Need.LOSSY:
             return True
         normalized = self.rows is not None and self.rows == site.rows
@@ -81,7 +81,7 @@ class _Held:
         return apart and suffices(self.codec, site)
 
     def restores(self, reads: Reads, *, exact: bool) -> bool:
-        """Whether a backward that could read what is held needs the tensor after all.
+        """Returns whether a backward that could read what is held needs the tensor after all.
 
         exact: no bit of any gradient may change
         """
@@ -98,7 +98,7 @@ class _Held:
 
 
 def option(profile: Profile, storage: Storage, rung: Rung, *, as_written: bool = False) -> Option:
-    """What one rung would hold for one storage, and take.
+    """Returns what one rung would hold for one storage, and the time it would take.
 
     as_written: in a step that is written down, which restores a tensor for every need.
 
@@ -156,7 +156,7 @@ def _taken(profile: Profile, storage: Storage, moment: int, reads: list[Reads]) 
 
 
 def spared(profile: Profile, storage: Storage) -> dict[int, int]:
-    """By moment, the bytes that convolutions do without which take turns (`Direct.exact`).
+    """Returns, by moment, the bytes that convolutions spare by taking turns (`Direct.exact`).
 
     Of their workspace they have a share at a time, and a part of the gradient before it is copied.
     """
@@ -170,7 +170,7 @@ def spared(profile: Profile, storage: Storage) -> dict[int, int]:
 
 
 def workspace(profile: Profile, storage: Storage, moment: int) -> int:
-    """What backward took at this moment beside the tensor that it read and the gradient it made."""
+    """Returns the bytes that backward took at this moment beside the tensor and the gradient."""
     restored = 0 if storage.kept else storage.nbytes
     taken = profile.level[moment] - profile.floor[moment] - restored - storage.nbytes
     return max(taken, 0)
@@ -183,7 +183,7 @@ def _share(storage: Storage) -> float:
 
 
 def options(profile: Profile, storage: Storage, rungs: Sequence[Rung]) -> dict[str, Option]:
-    """Of each rung that holds fewer bytes than all milder ones; to keep it comes first."""
+    """Returns the rungs that hold fewer bytes than all milder ones; to keep it comes first."""
     found = {KEEP.name: Option(KEEP.name, storage.nbytes)}
     for rung in rungs:
         made = option(profile, storage, rung)
@@ -194,7 +194,7 @@ def options(profile: Profile, storage: Storage, rungs: Sequence[Rung]) -> dict[s
 
 
 def action_name(rung: Rung, storage: Storage) -> str:
-    """What the runtime will do for a storage: "rebuild", "bitmask", "dither, 4 levels"."""
+    """Returns the runtime's action for a storage: "rebuild", "bitmask", "dither, 4 levels"."""
     names: dict[str, None] = {}
     for save in storage.saves:
         match rung.policy(save.site):
@@ -261,13 +261,13 @@ _UNMEASURED = 4e9  # bytes a second: about what a code takes on one core
 
 
 def rate_name(verb: str, codec: Codec) -> str:
-    """How a rate is called in a profile: "encode dither, 4 levels"."""
+    """Returns the name of a rate in a profile: "encode dither, 4 levels"."""
     levels = f", {codec.levels} levels" if isinstance(codec, Dither) else ""
     return f"{verb} {codec.id}{levels}"
 
 
 def _error(codec: Codec, site: Site, profile: Profile) -> float:
-    """What the code adds to the gradient's variance, as a share of that of mini-batches.
+    """Returns the gradient variance that the code adds, as a share of that of mini-batches.
 
     Where that was not measured, all tensors matter as their size: the share of all saved bytes that
     this is, times the variance of a code of a normal.

@@ -1,4 +1,4 @@
-"""What could be done with each tensor of a profiled step, whatever the budget: for people."""
+"""Lists, for people, what could be done with each tensor of a profiled step at any budget."""
 
 from dataclasses import dataclass
 
@@ -32,12 +32,12 @@ class Prospect:
 
     @property
     def module(self) -> str:
-        """That of the first op that saves it."""
+        """The module of the first op that saves the storage."""
         return self.storage.saves[0].site.module
 
 
 def prospects(profile: Profile) -> tuple[Prospect, ...]:
-    """Of all storages, the largest first."""
+    """Returns the prospects of all storages, the largest first."""
     again = _run_again(profile)
     found = [
         _prospect(profile, storage, again.get(index, ""))
@@ -61,7 +61,7 @@ def _prospect(profile: Profile, storage: Storage, again: str) -> Prospect:
 
 
 def _run_again(profile: Profile) -> dict[int, str]:
-    """For each storage the innermost module whose second forward would make it again."""
+    """Returns, for each storage, the innermost module whose second forward would make it again."""
     posed = pose(profile, exact=True)
     found: dict[int, str] = {}
     for region in sorted(posed.problem.regions, key=lambda region: region.name.count(".")):

@@ -49,7 +49,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Known:
-    """What the plan does at one site, and how it tells the site.
+    """The plan's action at one site, and the facts by which it recognizes the site.
 
     rung    one of `menu.RUNGS`
     curved  see `Site`
@@ -63,7 +63,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do with each tensor of a step.
+    """The action for each tensor of a step.
 
     budget     bytes that it was made for
     peak       predicted, in bytes; plain_peak: of plain autograd, likewise
@@ -96,13 +96,13 @@ class Plan:
         return hash((self.budget, self.peak, self.solver, self.recompute))  # sites is a dict
 
     def action_for(self, site: Site) -> Action:
-        """What to do with what this site saves."""
+        """Returns the action for what this site saves."""
         if self._rung_for(site) is None:
             self.strangers[site.name] += 1
         return self.look_up(site)
 
     def look_up(self, site: Site) -> Action:
-        """The same, for somebody who only wants to know: a stranger is not counted."""
+        """Returns the same for somebody who only wants to know: a stranger is not counted."""
         known, rung = self.sites.get(site.name), self._rung_for(site) or EXACT_MENU[0]
         if known is None:
             return rung.policy(site)
@@ -119,7 +119,7 @@ class Plan:
         return None
 
     def grown(self, ratio: float, static_nbytes: int, budget: int) -> "Plan":
-        """The same actions where every tensor may be `ratio` times as large, for `budget`.
+        """Returns the same actions for tensors that are `ratio` times as large, for `budget`.
 
         A line keeps the shape that was profiled. static_nbytes: what does not grow of the peak.
         """
@@ -144,7 +144,7 @@ class Plan:
         )
 
     def has_call(self, nth: int) -> bool:
-        """Whether it knows an nth forward of the same step (`sequence.py`)."""
+        """Returns whether the plan knows an nth forward of the same step (`sequence.py`)."""
         names = (*(name.module for name in self.sites), *self.recompute)
         return any(name.startswith(prefix(nth)) for name in names)
 
@@ -160,12 +160,12 @@ class Plan:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether codes add errors. If not, and it is not exact, some op rounds otherwise."""
+        """True if codes add errors. If not, and it is not exact, some op rounds otherwise."""
         return self.noise > 0
 
     @property
     def held_nbytes(self) -> int:
-        """What is held between forward and backward, in bytes."""
+        """The bytes that are held between forward and backward."""
         return sum(line.held for line in self.lines)
 
     @property
@@ -176,12 +176,12 @@ class Plan:
 
     @cached_property
     def largest_nbytes(self) -> int:
-        """Of one storage, in bytes. Asked for at every save."""
+        """The bytes of the largest storage. Asked for at every save."""
         return max((line.nbytes for line in self.lines), default=0)
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether all is kept, and every op is torch's own."""
+        """True if all is kept, and every op is torch's own."""
         return self.exact and all(line.action == "keep" for line in self.lines)
 
     def totals(self) -> dict[str, tuple[int, int]]:
@@ -273,7 +273,7 @@ def check_plan(
 
 
 def difference(one: Plan, other: Plan) -> list[str]:
-    """What the other plan does in another way, a line a site: "layer1.conv: keep -> exact"."""
+    """Returns how the other plan differs, a line a site: "layer1.conv: keep -> exact"."""
     found = [f"{name}: recompute in one only" for name in sorted(one.recompute ^ other.recompute)]
     for name in {**one.sites, **other.sites}:
         rungs = [_rung(plan, name) for plan in (one, other)]

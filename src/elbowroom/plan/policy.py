@@ -78,7 +78,7 @@ class Lossy:
 
     @property
     def exact(self) -> bool:
-        """Whether no bit of any gradient changes."""
+        """True if no bit of any gradient changes."""
         return self.codec.lossless
 
     def __call__(self, site: Site) -> Action:
@@ -158,7 +158,7 @@ class Lean:
         return Encode(plain, site.facts, with_mask, gated, behind_sum, curved)
 
     def _fold(self, site: Site) -> int:
-        """As many as the elements of a channel bear: what a fold adds goes with fold / elements."""
+        """Returns the largest fold that a channel's elements bear: it adds fold / elements."""
         each = prod(site.shape) // site.shape[1]
         possible = (fold for fold in FOLDS if fold <= min(self.fold, each // _EACH))
         return max(possible, default=1)

@@ -101,7 +101,7 @@ def profiled_level(storage: Storage, moments: int) -> Bytes:
 
 
 def _profiled_seconds(profile: Profile, planned: Sequence[int]) -> float:
-    """What the actions of the profiled step took: those of exact mode, where it did not keep."""
+    """Returns the seconds of the profiled actions: those of exact mode, where it did not keep."""
     held = (
         option(profile, s, EXACT_MENU[0], as_written=True)
         for i in planned
@@ -182,7 +182,7 @@ def _region(
 
 
 def _made_inside(profile: Profile, call: ModuleCall) -> list[int]:
-    """What an op inside the call makes, and ops outside save: it has no producer to rebuild from.
+    """Returns what is made inside the call and saved outside: no producer can rebuild it.
 
     Or it would be made of what is inside. As an input of the region, it is held by an option that
     needs neither.
@@ -211,7 +211,7 @@ def _workspace(
 
 
 def _nested(regions: Sequence[Region]) -> tuple[Region, ...]:
-    """With each region's nearest enclosing one, by name."""
+    """Returns the regions, each with its nearest enclosing one, by name."""
     names = {region.name: index for index, region in enumerate(regions)}
     found = []
     for region in regions:

@@ -1,4 +1,4 @@
-"""What a solver sees of a step: numbers only, no tensors, no modules.
+"""The view that a solver has of a step: numbers only, no tensors, no modules.
 
 A step is cut into moments. One begins wherever something is saved in forward, or asked for in
 backward; what is held changes only there. A storage (an `Item`) held by an option a takes
@@ -57,12 +57,12 @@ class Option:
 
     @property
     def cost_s(self) -> float:
-        """What a solver minimizes: seconds, of its own and for its noise."""
+        """The seconds that a solver minimizes: its own, and those that its noise is worth."""
         return self.forward_s + self.backward_s + self.noise_s
 
     @property
     def reproduces(self) -> bool:
-        """Whether a region may start again from it."""
+        """True if a region may start again from it."""
         return self.exact and self.values
 
 
@@ -158,7 +158,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver found.
+    """The result of a solver.
 
     choice    the best it found; where not feasible, the one with the lowest peak that it knows
     feasible  whether the peak is within the budget, and the variance, room and exactness in theirs
@@ -182,7 +182,7 @@ def keep_all(problem: Problem) -> Choice:
 
 
 def option_spans(item: Item, option: int, starts: Collection[int] = ()) -> list[Span]:
-    """What an item takes when it is held by one of its options.
+    """Returns the bytes and moments that an item takes when one of its options holds it.
 
     starts  of the recomputed regions that it is an input of
     """
@@ -212,7 +212,7 @@ def _whole(item: Item, option: Option, starts: Collection[int]) -> list[tuple[in
 
 
 def region_spans(problem: Problem, region: Region) -> list[Span]:
-    """What a recomputed region takes, its items included."""
+    """Returns the bytes and moments that a recomputed region takes, its items included."""
     spans = [
         (region.born, region.start, region.extra),
         (region.start, region.start, region.workspace),
@@ -251,7 +251,7 @@ def recomputed_items(problem: Problem, recomputed: Collection[int]) -> frozenset
 
 
 def region_starts(problem: Problem, recomputed: Collection[int]) -> dict[int, list[int]]:
-    """For each item that recomputed regions start from: when they do."""
+    """Returns, for each item that recomputed regions start from, the moments when they do."""
     starts: dict[int, list[int]] = {}
     for r in sorted(recomputed):
         for i in problem.regions[r].inputs:
@@ -267,14 +267,14 @@ def held_options(problem: Problem, choice: Choice) -> list[tuple[int, Option]]:
 
 
 def added_seconds(problem: Problem, choice: Choice) -> float:
-    """What the choice adds to the step: compute, and the part of the traffic that is not hidden."""
+    """Returns the seconds that the choice adds: compute, and the part of the traffic not hidden."""
     compute = sum(o.forward_s + o.backward_s for _, o in held_options(problem, choice))
     compute += sum(problem.regions[r].seconds for r in sorted(choice.recomputed))
     return compute + sum(sum(stalls(problem, choice, name)) for name in problem.links)
 
 
 def cost(problem: Problem, choice: Choice) -> float:
-    """What solvers minimize, in seconds: those added, and those that the noise is worth."""
+    """Returns what solvers minimize, in seconds: those added, and those that the noise is worth."""
     noise_s = sum(option.noise_s for _, option in held_options(problem, choice))
     return added_seconds(problem, choice) + noise_s
 

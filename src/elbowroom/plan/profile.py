@@ -159,7 +159,7 @@ class Profile:
         return max(asked, default=len(self.level) - 1) + 1
 
     def shifted(self, nbytes: int) -> "Profile":
-        """The same step with so many bytes more held before it, and all the while."""
+        """Returns the same step with so many bytes more held before it, and all the while."""
         return replace(
             self,
             static=self.static + nbytes,
@@ -168,7 +168,7 @@ class Profile:
         )
 
     def never_again(self, names: Collection[str], *, alike: bool = False) -> "Profile":
-        """The same step, with these modules not to be recomputed.
+        """Returns the same step, with these modules not to be recomputed.
 
         alike: nor others of their class, whose code is the same: each would be found out in a step
         of its own. A container runs the code of others.
@@ -185,13 +185,13 @@ class Profile:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether an LSTM, GRU or RNN has saved anything."""
+        """True if an LSTM, GRU or RNN has saved anything."""
         saves = (save for storage in self.storages for save in storage.saves)
         return any(save.site.consumer in RECURRENT for save in saves)
 
     @property
     def saved_nbytes(self) -> int:
-        """What plain autograd saves, in bytes; parameters are not counted."""
+        """The bytes that plain autograd saves; parameters are not counted."""
         return sum(storage.nbytes for storage in self.storages)
 
     def save(self, path: str | Path) -> None:
@@ -205,7 +205,7 @@ class Profile:
 
 
 def is_planned(storage: Storage) -> bool:
-    """Whether anything may be done with it."""
+    """Returns whether anything may be done with it."""
     return not storage.saves[0].left
 
 

@@ -59,18 +59,18 @@ class Heard:
 
     @property
     def left_nbytes(self) -> int:
-        """What it has left behind that was not noted: inputs of somebody's checkpoints, mostly."""
+        """The bytes left behind that were not noted: inputs of somebody's checkpoints, mostly."""
         profile = self.profile
         noted = sum(one.nbytes for one in profile.storages if not is_planned(one))
         left = profile.floor[-1] - profile.static if profile.floor else 0
         return max(left - noted - self.out_nbytes, 0)
 
     def beside(self, nbytes: int) -> "Heard":
-        """With so many bytes more held before it, and all the while."""
+        """Returns the same with so many bytes more held before it, and all the while."""
         return replace(self, profile=self.profile.shifted(nbytes))
 
     def followed_by(self, later: "Heard") -> "Heard":
-        """Both forwards, before one backward."""
+        """Returns both forwards joined, before one backward."""
         most, least = self.loss_nbytes
         return Heard(
             in_sequence(self.profile, later.profile),
@@ -137,7 +137,7 @@ def with_backward(
 
 
 def _chain(storages: tuple[Storage, ...]) -> Graph:
-    """One op after another, each of which takes a gradient as large as what it has saved."""
+    """Returns ops one after another, each with a gradient as large as what it has saved."""
     saves = sorted(
         (save.at, i, nth)
         for i, storage in enumerate(storages)
@@ -155,7 +155,7 @@ def _chain(storages: tuple[Storage, ...]) -> Graph:
 
 
 def _moments(graph: Graph, care: float) -> list[_Moment]:
-    """Those of backward: its ops, but several in a row that ask for nothing are one."""
+    """Returns the moments of backward: its ops; several in a row that ask for nothing are one."""
     ran = run(graph)
     asks = _asks(graph, sorted(one.nth for one in ran if not one.is_leaf))
     found: list[_Moment] = []
@@ -209,13 +209,13 @@ def _small(storages: tuple[Storage, ...], moments: list[_Moment]) -> list[int]:
 
 
 def _differentiable_nbytes(storage: Storage) -> int:
-    """Of a tensor that may have a gradient as large as itself; a workspace or a mask has none."""
+    """Returns the bytes that may have an equal gradient; a workspace or a mask has none."""
     dtypes = (save.site.dtype for save in storage.saves)
     return storage.nbytes if any(d.is_floating_point or d.is_complex for d in dtypes) else 0
 
 
 def _workspace_nbytes(storages: tuple[Storage, ...], moment: _Moment) -> int:
-    """Of what only the op that has filled it can read: bytes without a dtype of their own."""
+    """Returns the bytes that only the op that filled them can read: those without a dtype."""
     asked = {i for i, _ in moment.asks}
     return sum(storages[i].nbytes for i in asked if storages[i].saves[0].site.dtype is torch.uint8)
 

@@ -27,7 +27,7 @@ _NBYTES = 6  # of a row: a mean in float32, 1 / std in bfloat16
 
 
 class Rows(NamedTuple):
-    """How rows lie in memory: all of them as a dense tensor whose last dimension is one row."""
+    """The layout of rows: all of them as a dense tensor whose last dimension is one row."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
         return _NBYTES * prod(self.shape[:-1])
 
     def are_kept_apart(self, codec: Codec) -> bool:
-        """Whether what the codec adds to a row depends on this row alone."""
+        """Returns whether what the codec adds to a row depends on this row alone."""
         if codec.lossless or (isinstance(codec, Cast) and not codec.to.startswith("fp8")):
             return True
         return isinstance(codec, Cast | Group) and self._are_filled(codec.group_size)
@@ -60,5 +60,5 @@ class Rows(NamedTuple):
         return codec, self
 
     def _are_filled(self, group_size: int) -> bool:
-        """Whether each row has whole groups."""
+        """Returns whether each row has whole groups."""
         return self.stride[-1] == 1 and self.shape[-1] % group_size == 0

@@ -12,7 +12,7 @@ AT_ONCE = 6 << 20  # bytes of the input: less makes small products, more needs m
 
 
 def samples_at_once(shape: tuple[int, ...], itemsize: int) -> int:
-    """How many samples of an input of this shape: about AT_ONCE bytes, and whole parts of a code.
+    """Returns the samples of such an input at once: about AT_ONCE bytes, and whole parts of a code.
 
     All of them, where that would not make at least two turns.
     """

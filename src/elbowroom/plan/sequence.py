@@ -13,7 +13,7 @@ from elbowroom.plan.profile import ModuleCall, Profile, Storage
 
 
 def prefix(nth: int) -> str:
-    """Of the names of all modules in the nth forward of a step, from 1."""
+    """Returns the prefix of all module names in the nth forward of a step, from 1."""
     return "" if nth == 1 else f"call {nth}: "
 
 
@@ -23,7 +23,7 @@ def without_prefix(name: str) -> str:
 
 
 def in_sequence(first: Profile, second: Profile) -> Profile:
-    """One profile of both. static, rates and what stands are those of the first."""
+    """Returns one profile of both. static, rates and what stands are those of the first."""
     moments, storages = len(first.level), len(first.storages)
     left = max(first.floor[-1] - first.static, 0) if first.floor else 0
     second = second.shifted(first.static + left - second.static)

@@ -1,4 +1,4 @@
-"""What codes would add to the gradient's variance, tensor by tensor, as watched steps have found.
+"""The gradient variance that codes would add, tensor by tensor, as watched steps have found.
 
     share(site, levels) = variance added by a code of so many levels / that of mini-batches
 
@@ -13,7 +13,7 @@ from elbowroom.plan.site import SiteName
 
 @dataclass(frozen=True)
 class SiteShares:
-    """Of the tensor that is encoded at one site: a share for each number of levels."""
+    """The noise of a tensor encoded at one site: a share for each number of levels."""
 
     site: SiteName
     levels: tuple[int, ...]
@@ -22,7 +22,7 @@ class SiteShares:
 
 @dataclass(frozen=True)
 class NoiseShares:
-    """Of all sites whose noise is known.
+    """The shares of all sites whose noise is known.
 
     steps     that were watched
     per_byte  the mean share of a byte that is encoded, times (levels - 1) ** 2: for the other sites
@@ -33,7 +33,7 @@ class NoiseShares:
     per_byte: float
 
     def of(self, site: SiteName, nbytes: int, levels: int) -> float:
-        """Of a code of so many levels for what this site saves, so many bytes."""
+        """Returns the share of a code of so many levels for what this site saves, so many bytes."""
         known = self._table.get((site, levels))
         return self.per_byte * nbytes / (levels - 1) ** 2 if known is None else known
 

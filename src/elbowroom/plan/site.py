@@ -19,7 +19,7 @@ RECOMPUTE = "recompute"  # the op that saves a region's inputs, as the runtime c
 
 
 class SiteName(NamedTuple):
-    """Which save of a step: how many saves this op of this module has made before."""
+    """The name of a save in a step: module, op, and how many saves this op has made before."""
 
     module: str
     consumer: str
@@ -27,7 +27,7 @@ class SiteName(NamedTuple):
 
 
 class Need(Enum):
-    """What the backward of the op that saves a tensor asks of it."""
+    """The part of a saved tensor that the backward of its op asks for."""
 
     EXACT = "exact"  # its value, bit for bit: the op is not known to tolerate an error
     LOSSY = "lossy"  # its value; an unbiased error only adds noise to a gradient
@@ -36,7 +36,7 @@ class Need(Enum):
 
 
 class Formula(Enum):
-    """How an op's derivative formula uses the value of a saved tensor.
+    """The way in which an op's derivative formula uses the value of a saved tensor.
 
     The first six tolerate an unbiased error (`plan/gentle.py` says how large a one); the others do
     not, and `shape` reads no value at all.
@@ -57,12 +57,12 @@ class Formula(Enum):
 
     @property
     def tolerates_errors(self) -> bool:
-        """Whether an unbiased error of the value only adds noise to the gradient."""
+        """True if an unbiased error of the value only adds noise to the gradient."""
         return self in _TOLERANT
 
     @property
     def is_fine(self) -> bool:
-        """Whether the error of a coarse code would not average out."""
+        """True if the error of a coarse code would not average out."""
         return self in _FINE
 
 
@@ -81,7 +81,7 @@ class Reads(Enum):
 
 
 class Rebuildable(Enum):
-    """Whether the tensor can be made again from what its producer saves anyway."""
+    """Tells whether the tensor can be made again from what its producer saves anyway."""
 
     NO = "no"
     LOSSY = "lossy"  # yes, but what it is made from is held by a lossy code
@@ -122,5 +122,5 @@ class Site:
 
     @property
     def name(self) -> SiteName:
-        """The same in every step that runs the same code."""
+        """The name of the site, which is the same in every step that runs the same code."""
         return SiteName(self.module, self.consumer, self.nth)

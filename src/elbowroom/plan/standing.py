@@ -41,7 +41,7 @@ class Standing:
 
 
 def standing_from(data: dict[str, Any] | None) -> Standing | None:
-    """From JSON. Raises TypeError for what is no standing."""
+    """Reads it from JSON. Raises TypeError for what is no standing."""
     if data is None:
         return None
     standing = Standing(**data)

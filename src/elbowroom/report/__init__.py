@@ -1,4 +1,4 @@
-"""What was measured, for people: a page of data, drawn as one HTML file or as a terminal's table.
+"""Shows measurements to people: a page of data, drawn as one HTML file or as a terminal's table.
 
 page     the data: title, rows, curves, settings      svg      curves -> a chart
 html     page -> one self-contained file              table    page -> terminal

@@ -1,4 +1,4 @@
-"""What a profiled step holds, moment by moment, cut into a few bands that people can tell apart.
+"""Cuts what a profiled step holds, moment by moment, into a few bands that people can tell apart.
 
     held before the step    weights, optimizer states
     a module, and others    what it saved for backward, from its birth to its last use
@@ -34,7 +34,7 @@ class Band:
 
 
 def bands(profile: Profile) -> tuple[Band, ...]:
-    """From the bottom up; together they come to the level of each moment."""
+    """Returns bands from the bottom up; together they come to the level of each moment."""
     level = np.array(profile.level, np.int64)
     left = level.copy()
     found = [Band(BEFORE, np.minimum(left, profile.static), 0)]
@@ -55,7 +55,7 @@ def _held(storages: Iterable[Storage], moments: int) -> NDArray[np.int64]:
 
 
 def _groups(storages: Iterable[Storage]) -> list[tuple[str, list[Storage]]]:
-    """By module, in the order of forward: the largest are split as long as there is room."""
+    """Returns groups by module, in forward's order: the largest are split while there is room."""
     groups = _split(storages, 0)
     depths = dict.fromkeys(groups, 0)
     for name in _by_size(groups):

@@ -47,7 +47,7 @@ def nice_ticks(top: float, most: int = 6) -> list[float]:
 
 
 class _Scale:
-    """From shares of the step and MiB to the chart's coordinates."""
+    """The scale from shares of the step and MiB to the chart's coordinates."""
 
     def __init__(self, top_mib: float) -> None:
         self.top_mib = top_mib
@@ -105,7 +105,7 @@ def _curve(scale: _Scale, curve: Curve, number: int) -> list[str]:
 
 
 def _labels(scale: _Scale, curves: Sequence[Curve]) -> list[str]:
-    """Where backward begins, above the curves; the earliest to the left of its mark."""
+    """Draws where backward begins, above the curves; the earliest to the left of its mark."""
     marks = [
         (at_s / _end_s(curve), number, curve.name)
         for number, curve in enumerate(curves)

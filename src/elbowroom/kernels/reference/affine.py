@@ -27,7 +27,7 @@ def mapped(
     inner: int,
     bits: Tensor | None = None,
 ) -> Tensor:
-    """The same as [N] float32. Without scale and shift, x; quantizers take them, or do not."""
+    """Returns the same as [N] float32: x itself if a quantizer takes no scale and shift."""
     y = x.float()
     if scale is not None and shift is not None:
         at, channels = torch.arange(x.numel(), device=x.device), scale.shape[-1]

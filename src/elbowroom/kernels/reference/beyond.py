@@ -1,4 +1,4 @@
-"""Whether an element of many tensors is NaN, or larger in size than a limit."""
+"""Tells whether an element of many tensors is NaN, or larger in size than a limit."""
 
 from math import inf
 

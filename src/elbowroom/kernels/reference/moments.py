@@ -207,7 +207,7 @@ def e4m3_place(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def octaves(magnitude: Tensor) -> Tensor:
-    """Of codes [int32] from 1 to 126, above 2^-9.
+    """Returns the octaves of codes [int32] from 1 to 126, above 2^-9.
 
     From the bits of a float32 of that size: read as an integer they are its logarithm, but for
     log2(1 + f) - f.

@@ -9,7 +9,7 @@ from elbowroom.kernels.bands import SIGNS, Bands, cosines, mixed, tiles_of
 
 
 def places(maps: Sequence[int], b: Bands, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where each element of each tile lies in x, [G, B * B, lanes], and whether it is its own."""
+    """Returns where each element of a tile lies in x, [G, B * B, lanes], and if it is its own."""
     _, rows, columns, inner = maps
     count, B = tiles_of(maps, b.block), b.block
     across, down = -(-columns // B), -(-rows // B)
@@ -50,7 +50,7 @@ def dct(x: Tensor, dim: int, B: int) -> Tensor:
 
 
 def inverse_dct(y: Tensor, dim: int, B: int) -> Tensor:
-    """Its inverse."""
+    """Returns the inverse of `dct`."""
     D, rows = cosines(B), y.unbind(dim)
     even = [weighted([D[i][j] for i in range(0, B, 2)], rows[::2]) for j in range(B - B // 2)]
     odd = [weighted([D[i][j] for i in range(1, B, 2)], rows[1::2]) for j in range(B // 2)]

@@ -50,7 +50,7 @@ def weights_store(
 
 
 def _read_back(held: Tensor, e: Tensor, half: Tensor) -> Tensor:
-    """What is held with the residual e, float32."""
+    """Returns the weight that is held with the residual e, float32."""
     return held + (e * (1 / 127)) * half
 
 

@@ -51,7 +51,7 @@ def solve(
     exact: bool = False,
     solver: str = "auto",
 ) -> Solution:
-    """What to do with each item, so that no moment holds more than `budget` bytes.
+    """Returns the action for each item, so that no moment holds more than `budget` bytes.
 
     variance  allowed in all, as a share of that of mini-batches
     exact     exact options only

@@ -31,7 +31,7 @@ Rule = Literal["delta", "dtr", "capuchin"]
 
 
 def delta(problem: Problem, limits: Limits, *, rule: Rule = "delta") -> Choice:
-    """What the rule evicts; over the budget, if it finds nothing more to evict."""
+    """Returns what the rule evicts; it stays over the budget if nothing more can be evicted."""
     draft = Draft(problem, limits, keep_all(problem))
     evict = {"delta": _delta, "dtr": _dtr, "capuchin": _capuchin}[rule]
     while draft.excess > 0:
@@ -158,7 +158,7 @@ def _idle_s(problem: Problem, i: int) -> float:
 
 
 def _is_hidden(draft: Draft, move: Move) -> bool:
-    """Whether an offload costs no more than its own handling: no link gets later."""
+    """Returns whether an offload costs no more than its own handling: no link gets later."""
     effect = draft.effect(move)
     ((i, a),) = move.options.items()
     option = draft.problem.items[i].options[a]

@@ -35,7 +35,7 @@ class Move(NamedTuple):
 
 @dataclass
 class Effect:
-    """What a move changes.
+    """The changes that a move makes.
 
     nbytes    [moments] from `first` on
     seconds   added to the step
@@ -66,7 +66,7 @@ class Draft:
 
     @property
     def choice(self) -> Choice:
-        """As it stands."""
+        """The choice as it stands."""
         return Choice(tuple(self.options), self.recomputed)
 
     @property
@@ -75,15 +75,15 @@ class Draft:
         return self._over(self.level)
 
     def gone(self, i: int) -> bool:
-        """Whether an item is inside a recomputed region."""
+        """Returns whether an item is inside a recomputed region."""
         return self._within_any(i, self.recomputed)
 
     def hold(self, i: int, option: int) -> Move:
-        """To hold an item by another option."""
+        """Holds an item by another option."""
         return Move({i: option}, self.recomputed)
 
     def recompute(self, r: int) -> Move:
-        """To recompute a region, in place of those that exclude it; its inputs are then kept."""
+        """Recomputes a region, in place of those that exclude it; its inputs are then kept."""
         region = self.problem.regions[r]
         inside = {o for i in region.inside for o in self.regions_with[i]}
         excluded = inside.union(outer(self.problem, r), self._within[r])
@@ -91,11 +91,11 @@ class Draft:
         return Move(dict.fromkeys(inputs, 0), (self.recomputed - excluded) | {r})
 
     def run_once(self, r: int) -> Move:
-        """To hold what is inside a region again."""
+        """Holds what is inside a region again."""
         return Move({}, self.recomputed - {r})
 
     def effect(self, move: Move) -> Effect | None:
-        """What a move would do; None if it breaks a limit other than the budget."""
+        """Returns the effect of a move; None if it breaks a limit other than the budget."""
         turned = [self.problem.regions[r] for r in sorted(move.recomputed ^ self.recomputed)]
         items = {*move.options, *(i for region in turned for i in (*region.inside, *region.inputs))}
         spans: list[Span] = []
@@ -134,14 +134,14 @@ class Draft:
         return option_spans(item, option, starts)
 
     def _agrees(self, i: int, option: int, recomputed: frozenset[int]) -> bool:
-        """Whether an item may be held so, or inside, beside these regions."""
+        """Returns whether an item may be held so, or inside, beside these regions."""
         chosen, starts = self.problem.items[i].options[option], self._starts(i, recomputed)
         if self._within_any(i, recomputed):
             return not starts
         return (chosen.exact or not self.limits.exact) and (not starts or chosen.reproduces)
 
     def freed(self, effect: Effect) -> int:
-        """By how much an effect lowers the excess."""
+        """Returns by how much an effect lowers the excess."""
         window = self.level[effect.first : effect.first + len(effect.nbytes)]
         return self._over(window) - self._over(window + effect.nbytes)
 
@@ -158,7 +158,7 @@ class Draft:
 
     @cached_property
     def regions_with(self) -> dict[int, list[int]]:
-        """For each item, the regions that it is inside of."""
+        """Returns, for each item, the regions that it is inside of."""
         found: dict[int, list[int]] = {}
         for r, region in enumerate(self.problem.regions):
             for i in region.inside:

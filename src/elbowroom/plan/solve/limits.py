@@ -1,4 +1,4 @@
-"""What a choice must keep to, besides giving every item an option.
+"""The limits of a choice, besides giving every item an option.
 
 1. The peak is at most the budget.
 2. Of two nested regions, or of two that hold the same item, at most one is recomputed.
@@ -35,13 +35,13 @@ class Limits:
     exact: bool = False
 
     def allow(self, option: Option) -> bool:
-        """Whether an option may be chosen if all others are exact."""
+        """Returns whether an option may be chosen if all others are exact."""
         if self.exact and not option.exact:
             return False
         return self.allow_variance(option.variance)
 
     def allow_variance(self, variance: float) -> bool:
-        """Whether so much may be added in all."""
+        """Returns whether so much variance may be added in all."""
         return variance <= self.variance * _ROUNDING
 
 

@@ -104,7 +104,7 @@ class Model:
         return float(x[self._peak]) * self.unit if self.least else self.limits.budget
 
     def seconds(self, x: Vector) -> float:
-        """What a solution in fractions adds to the step; at most, its ties are counted as well."""
+        """Returns the seconds that a solution in fractions adds; at most, with its ties counted."""
         return float(np.dot(self.program.cost, x)) / _MS
 
     def levels(self, x: Vector) -> Vector:
@@ -116,7 +116,7 @@ class Model:
         return np.array(self.problem.base, float) + np.cumsum(steps[:-1])
 
     def ways(self) -> list[list[int]]:
-        """For each item the columns that hold it, one of which is 1, regions included."""
+        """Returns, for each item, the columns that hold it, one of which is 1, regions included."""
         ways: list[list[int]] = [[] for _ in self.problem.items]
         for (i, _), column in self._options.items():
             ways[i].append(column)
@@ -126,7 +126,7 @@ class Model:
         return ways
 
     def choice(self, x: Vector) -> Choice:
-        """What columns mean: the largest of an item's options, regions from a half on."""
+        """Returns the choice of columns: the largest of an item's options, regions from a half."""
         share = [0.0] * len(self.problem.items)
         options = [0] * len(self.problem.items)
         for (i, a), column in self._options.items():
@@ -241,7 +241,7 @@ class Model:
         return [(moment, both, 1.0) for moment, both in joined] + left
 
     def _lateness(self, queue: _Queue, allowed_s: Callable[[int], float]) -> None:
-        """One column, at least by how much the queue is late at any of its moments."""
+        """Adds one column, at least by how much the queue is late at any of its moments."""
         late = self.program.column(1.0, upper=inf)
         before: list[tuple[int, float]] = []
         for moment in sorted(queue):

@@ -38,7 +38,7 @@ def rounding(problem: Problem, limits: Limits) -> Choice:
 
 
 def is_near(relaxation: Relaxation, choice: Choice | None) -> bool:
-    """Whether no choice that fits is much better."""
+    """Returns whether no choice that fits is much better."""
     if choice is None:
         return False
     return cost(relaxation.model.problem, choice) <= relaxation.seconds * (1 + NEAR)

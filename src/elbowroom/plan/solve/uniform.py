@@ -1,4 +1,4 @@
-"""One setting for all: the mildest that fits. What every plan must beat.
+"""Takes one setting for all: the mildest that fits. Every plan must beat it.
 
 Two families: all items by the option of one name (kept where they have none), or all regions of one
 depth recomputed, which is what checkpointing every block by hand amounts to.

@@ -1,0 +1,280 @@
+"""Which functions of elbowroom one saved tensor enters: what `docs/follow-one-tensor.md` shows.
+
+    python tests/following.py            prints the totals
+    python tests/following.py --write    writes the tables of the page again
+
+The tensor is the output of a GELU, which the linear layer behind it saves. Python is traced while
+that layer is called, and again in backward from the gradient of the layer's output to the gradient
+of the tensor. What PyTorch and compiled kernels do is not traced.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import elbowroom as er
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.plan.make import plain_peak
+from elbowroom.plan.plan import Plan
+from elbowroom.runtime.replay.saving_context import forget_all
+
+PAGE = Path(__file__).parents[1] / "docs" / "follow-one-tensor.md"
+PACKAGE = os.path.dirname(er.__file__) + os.sep
+HEAD = "| file | what it does | functions, by their first call | lines |\n|---|---|---|--:|"
+
+PURPOSE = {
+    "codecs/_checks.py": "checks a codec's settings",
+    "codecs/base.py": "checks the tensor, encodes it, counts bytes, decodes",
+    "codecs/dither.py": "the codec: chooses buffers, calls the kernel",
+    "codecs/facts.py": "facts about a tensor that a codec may use",
+    "fitting/forward.py": "looks at a save as the fitted model's phase wants it",
+    "fitting/options.py": "the options of `er.fit`",
+    "kernels/fakes.py": "tells real tensors from fake ones",
+    "kernels/layout.py": "sizes of the code's buffers",
+    "kernels/numba/affine.py": "arguments of an affine for a CPU kernel",
+    "kernels/numba/dither.py": "the CPU kernel's launcher",
+    "kernels/numba/launch.py": "turns tensors into arrays, chooses serial or parallel",
+    "kernels/ops.py": "chooses the backend",
+    "plan/gentle.py": "the fewest levels that the op's formula allows",
+    "plan/plan.py": "the plan's action for this site",
+    "plan/policy.py": "the policy's action for this site",
+    "plan/rows.py": "whether rows of the tensor are coded apart",
+    "plan/sequence.py": "the call's prefix of a module's name",
+    "plan/site.py": "name and needs of the site",
+    "runtime/arena.py": "memory for a restored tensor",
+    "runtime/attach.py": "whether the module belongs to a fitted model",
+    "runtime/calls.py": "the hook around a module's call",
+    "runtime/checkpoints.py": "whether a checkpoint of the user's is open",
+    "runtime/compiler.py": "whether torch.compile is tracing",
+    "runtime/consumers.py": "which op is running, and what it reads",
+    "runtime/context.py": "settings of the open context, seeds",
+    "runtime/direct/__init__.py": "whether a node of ours takes the op's place",
+    "runtime/facts.py": "facts about the tensor from its producer",
+    "runtime/handles/encode.py": "holds the code",
+    "runtime/handles/keep.py": "holds the tensor itself, checks its version",
+    "runtime/handles/rebuild.py": "holds a recipe",
+    "runtime/hooks.py": "autograd's pack and unpack hooks",
+    "runtime/identity.py": "whether the tensor may be touched and is known",
+    "runtime/ledger.py": "counts the bytes held",
+    "runtime/modules.py": "which module is running",
+    "runtime/perform.py": "carries out the action",
+    "runtime/producers.py": "which op made the tensor, and how it is made again",
+    "runtime/recipes.py": "makes the tensor again from what is held",
+    "runtime/replay/replay.py": "compares the op with the script, holds what it saves",
+    "runtime/replay/saving_context.py": "chooses a script, counts what is kept",
+    "runtime/replay/scribe.py": "writes the op and its save into the script",
+    "runtime/replay/script.py": "what is done with this tensor",
+    "runtime/sites.py": "the site of the save: module, op, number",
+    "runtime/slot.py": "holds one storage for all of its readers",
+    "runtime/waiting.py": "decisions that wait for the end of a call",
+    "runtime/weak.py": "a weak reference to a storage",
+    "runtime/witness.py": "the version counter that is compared in backward",
+}
+
+
+class Entered(NamedTuple):
+    """What was entered in one file: names of functions, and how many of their lines ran."""
+
+    functions: tuple[str, ...]
+    lines: int
+
+
+Way = Mapping[str, Entered]  # by file, in the order of the first call
+
+
+class Tracer:
+    """Traces this thread between `start` and `stop`, which may be called several times."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, dict[str, None]] = {}
+        self._lines: set[tuple[str, int]] = set()
+        self._before: Any = None
+
+    def start(self) -> None:
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+
+    def stop(self) -> None:
+        sys.settrace(self._before)
+
+    def way(self) -> Way:
+        """Returns what was entered, by file."""
+        ran = [file for file, _ in self._lines]
+        return {
+            file: Entered(tuple(functions), ran.count(file))
+            for file, functions in self._functions.items()
+        }
+
+    def _called(self, frame: FrameType, event: str, _: object) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE):
+            return None
+        file = code.co_filename.removeprefix(PACKAGE).replace(os.sep, "/")
+        # Comprehensions are functions of their own in some versions of Python only.
+        name = code.co_qualname.split(".<locals>.<")[0]
+        self._functions.setdefault(file, {})[name] = None
+
+        def ran(frame: FrameType, event: str, _: object) -> Any:
+            if event == "line":
+                self._lines.add((file, frame.f_lineno))
+            return ran
+
+        return ran
+
+
+class Followed(nn.Module):
+    """Linear, GELU and linear; the second linear's part of a step is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.tracer = Tracer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tracer = self.tracer
+        h = F.gelu(self.up(x))
+        h.register_hook(lambda _: tracer.stop())
+        tracer.start()
+        y: Tensor = self.down(h)
+        tracer.stop()
+        y.register_hook(lambda _: tracer.start())
+        return y
+
+
+class Net(nn.Module):
+    """The followed layers, and four more blocks, so that the peak is at the end of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.followed = Followed()
+        blocks = [(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+        self.rest = nn.Sequential(*(layer for block in blocks for layer in block))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.followed(x))  # type: ignore[no-any-return]
+
+
+def by_hand(*policy: str, **settings: Any) -> tuple[Way, Way]:
+    """The ways under `er.saving`: in a step that is looked at, and in the next, a replay."""
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(512, 64)
+    found = []
+    for number in range(4):
+        if number == 2:  # what is done once in a process has been done
+            forget_all()
+        net.followed.tracer = Tracer()
+        with er.saving(*policy, min_nbytes=0, **settings):
+            loss = net(x).square().mean()
+        loss.backward()
+        found.append(net.followed.tracer.way())
+    return found[2], found[3]
+
+
+def fitted() -> tuple[Way, Way]:
+    """The ways under `er.fit`: in the second step, which learns, and in the sixth, a replay."""
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(512, 64)
+
+    def step() -> Way:
+        net.followed.tracer = Tracer()
+        net.zero_grad(set_to_none=False)
+        net(x).square().mean().backward()
+        return net.followed.tracer.way()
+
+    step()  # gradients exist, and are zeroed in place from here on
+    plan = _plan(step)
+    er.fit(net, budget=plan.peak, plan=plan, exact=True, min_nbytes=0)
+    try:
+        ways = [step() for _ in range(6)]
+    finally:
+        er.release(net)
+    return ways[1], ways[5]
+
+
+def _plan(step: Callable[[], object]) -> Plan:
+    """The mildest exact plan that makes the followed tensor again."""
+    profile = er.measure(step, min_nbytes=0)
+    room = plain_peak(profile) - profile.static
+    for percent in range(95, 50, -5):
+        budget = profile.static + percent * room // 100
+        try:
+            plan = er.plan(profile, budget=budget, exact=True, recompute=False)
+        except BudgetTooSmall:
+            break
+        if any(line.module == "followed.down" and line.action == "rebuild" for line in plan.lines):
+            return plan
+    raise AssertionError("no exact plan makes the followed tensor again")
+
+
+def ways() -> dict[str, Way]:
+    """All ways that the page shows, by their headings."""
+    exact, exact_again = by_hand()
+    coded, coded_again = by_hand("dither", levels=16, rebuild=False)
+    learning, replay = fitted()
+    return {
+        "`er.saving()`, the first step: made again": exact,
+        "`er.saving()`, the next ones: made again": exact_again,
+        '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': coded,
+        '`er.saving("dither", levels=16, rebuild=False)`, the next ones: encoded': coded_again,
+        "`er.fit`, a step that learns: made again": learning,
+        "`er.fit`, a settled step: made again": replay,
+    }
+
+
+def total(way: Way) -> tuple[int, int, int]:
+    """Files, functions and lines of a way."""
+    entered = way.values()
+    return len(way), sum(len(e.functions) for e in entered), sum(e.lines for e in entered)
+
+
+def table(way: Way) -> str:
+    """The rows of a way, as Markdown."""
+    rows = [
+        f"| `{file}` | {PURPOSE.get(file, '')} | {', '.join(f'`{name}`' for name in functions)} "
+        f"| {lines} |"
+        for file, (functions, lines) in way.items()
+    ]
+    return "\n".join([HEAD, *rows])
+
+
+def section(heading: str, way: Way) -> str:
+    files, functions, lines = total(way)
+    said = f"{files} files, {functions} functions, {lines} lines."
+    return f"## {heading}\n\n{said}\n\n{table(way)}\n"
+
+
+def read(page: str) -> dict[str, Way]:
+    """The ways that the page shows."""
+    found: dict[str, Way] = {}
+    for part in page.split("\n## ")[1:]:
+        heading, _, body = part.partition("\n")
+        rows = [line.split("|") for line in body.splitlines() if line.startswith("| `")]
+        found[heading] = {
+            file.strip(" `"): Entered(
+                tuple(name.strip(" `") for name in functions.split(",")), int(lines)
+            )
+            for _, file, _, functions, lines, _ in rows
+        }
+    return found
+
+
+def write() -> None:
+    """Writes the tables of the page again, and leaves its opening as it is."""
+    opening = PAGE.read_text().split("\n## ")[0].rstrip("\n")
+    sections = [section(heading, way) for heading, way in ways().items()]
+    PAGE.write_text("\n\n".join([opening, *(part.rstrip("\n") for part in sections)]) + "\n")
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        write()
+    else:
+        for heading, way in ways().items():
+            sys.stdout.write(f"{heading}: {total(way)} files, functions, lines\n")
