@@ -50,7 +50,7 @@ class Effect:
     traffic: _Traffic
 
 
-class Draft:
+class PartialSolution:
     """A choice that obeys all limits but the budget, and stays so."""
 
     def __init__(self, problem: Problem, limits: Limits, choice: Choice) -> None:
