@@ -1,4 +1,4 @@
-"""A choice in the making: what a move would free and cost, and whether it may be made."""
+"""A partial solution: what a move would free and cost, and whether it may be made."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
