@@ -24,10 +24,10 @@ from elbowroom.plan.problem import (
     recomputed_items,
 )
 from elbowroom.plan.solve import SOLVERS, solve
-from elbowroom.plan.solve.draft import Draft
 from elbowroom.plan.solve.limits import Limits, fits, obeys, peak
 from elbowroom.plan.solve.milp import GAP
 from elbowroom.plan.solve.model import Model
+from elbowroom.plan.solve.partial import PartialSolution
 from elbowroom.plan.solve.rounding import NEAR
 
 BASELINES = ("uniform", "delta", "dtr", "capuchin")  # they give what they have
@@ -384,7 +384,7 @@ def test_the_linear_model_says_of_every_choice_what_problem_says() -> None:
 def test_a_draft_knows_what_a_move_does() -> None:
     for seed in range(60):
         problem, limits = binding_case(seed)
-        draft = Draft(problem, limits, keep_all(problem))
+        draft = PartialSolution(problem, limits, keep_all(problem))
         random = Random(seed)
         for _ in range(20):
             i, r = random.randrange(len(problem.items)), len(problem.regions)

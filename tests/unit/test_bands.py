@@ -9,7 +9,7 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom.fitting.model_state import ModelState
-from elbowroom.plan.outlook import prospects
+from elbowroom.plan.savings_report import prospects
 from elbowroom.report import render_profile, step_page
 from elbowroom.report.bands import BEFORE, REST, bands
 from elbowroom.report.stack import stack

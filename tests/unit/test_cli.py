@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import elbowroom as er
-from elbowroom.cli import ahead, app
+from elbowroom.cli import app, precompile
 
 doctor = import_module("elbowroom.cli.doctor")  # a function has its name
 SMALL = ["demo", "--steps", "2", "--width", "4", "--batch", "16"]
@@ -122,14 +122,14 @@ def test_codecs_lists_the_registry():
 
 
 def test_compiling_ahead_calls_every_codec_that_takes_floats():
-    named = {id for id, dtype, _ in ahead._jobs() if id and dtype.is_floating_point}
+    named = {id for id, dtype, _ in precompile._jobs() if id and dtype.is_floating_point}
     assert named == {id for id in er.codecs() if torch.float32 in er.codec(id).dtypes}
-    for job in ahead._jobs(threaded=(torch.float32,)):
-        ahead._call(job)
+    for job in precompile._jobs(threaded=(torch.float32,)):
+        precompile._call(job)
 
 
 def test_two_processes_do_not_compile_one_codec_at_the_same_time():
-    ids = [id for id, *_ in ahead._jobs()]
+    ids = [id for id, *_ in precompile._jobs()]
     assert all(one != other for one, other in pairwise(ids))
     assert ids[0] == "fdsr", "the longest first"
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 import elbowroom as er
-from elbowroom.cli.ahead import compile_ahead
 from elbowroom.cli.polite import polite
+from elbowroom.cli.precompile import compile_ahead
 from elbowroom.cli.warm import WARM, has_glibc
 from elbowroom.units import show_nbytes
 

@@ -134,7 +134,7 @@ def _sample(numel: int) -> Tensor:
 
 
 def _triple(steps: Sequence[_Step]) -> tuple[float, float]:
-    """Of three steps: the squared second difference less what codes add, and squared sizes."""
+    """Returns, of three steps, the squared second difference less the codes' part, and sizes."""
     first, second, third = (grads for grads, _ in steps)
     keys = [key for key in third if key in first and key in second]
     if not keys:

@@ -146,7 +146,7 @@ class Probe:
         }
 
     def _arriving(self, ones: list[Tensor | None], others: list[Tensor | None]) -> Tensor:
-        """At all parameters, of the difference between two backwards of the op."""
+        """Returns what arrives at all parameters of the difference of two backwards of the op."""
         arrived, cotangents, edges = [], [], []
         for one, other, edge in zip(ones, others, self._edges.values(), strict=True):
             if one is None or other is None:

@@ -251,7 +251,7 @@ class StepRecorder:
     # what it comes to
 
     def storages(self) -> tuple[Storage, ...]:
-        """All that was saved, in order."""
+        """Returns all that was saved, in order."""
         last = self.moments - 1
         return tuple(
             Storage(
@@ -354,7 +354,7 @@ class StepRecorder:
         return index
 
     def _address(self, x: Tensor) -> int:
-        """Of x's storage. Nobody gets it after x died, and would be taken for what x was."""
+        """Returns the address of x's storage, which nobody else gets once x has died."""
         address: int = x.untyped_storage()._cdata
         if address not in self._known:
             self._known[address] = WeakStorage(x)

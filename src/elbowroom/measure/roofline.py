@@ -38,7 +38,7 @@ class Speed:
     def seconds(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
     ) -> float:
-        """Of one op. tensors: what it reads and writes; kwargs: with its output as `out_val`."""
+        """Returns an op's seconds. tensors: read and written; kwargs: with its output `out_val`."""
         if func.is_view or func.namespace == "prim":  # the latter ask for metadata
             return 0.0
         count = _counts().get(func._overloadpacket)

@@ -255,7 +255,7 @@ class StepWatch:
         return bool(read) and all(op.unit is None for op in read)
 
     def deliver(self) -> tuple[dict[SiteName, HeldNoise], dict[SiteName, OpReading]]:
-        """All readings as numbers, in one transfer a device."""
+        """Returns all readings as numbers, in one transfer a device."""
         read = [op for op in self._ops.values() if op.energies and op.unit is not None]
         scalars: list[Tensor] = []
         for h in self._held.values():
@@ -280,7 +280,7 @@ class StepWatch:
 
 
 def call_values(call: Call) -> tuple[Any, ...]:
-    """All arguments of a call."""
+    """Returns all arguments of a call."""
     return (*call.args, *call.kwargs.values())
 
 

@@ -23,7 +23,7 @@ def is_sharded(x: Tensor) -> "TypeGuard[DTensor]":
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's part, which shares memory with x; x itself where that is all there is."""
+    """Returns this rank's part, which shares memory with x; or x itself, where that is all."""
     return x.to_local() if is_sharded(x) else x
 
 

@@ -85,7 +85,7 @@ def _some(rows: int, row: int) -> Iterator[tuple[int, int]]:
 
 
 def _part(x: Tensor, first: int, last: int, row: int) -> Tensor:
-    """Some rows of a state: [D, ...], or flat where it is fp32."""
+    """Returns some rows of a state: [D, ...], or flat where it is fp32."""
     if x.numel() == 0:
         return x
     return x[first * row : last * row] if x.dim() == 1 else x[first:last]

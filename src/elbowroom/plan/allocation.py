@@ -70,7 +70,7 @@ def quietest(tensors: Sequence[Sequence[Option]], allowed_nbytes: float) -> list
 
 
 def _path(tensors: Sequence[Sequence[Option]]) -> Iterator[_Move]:
-    """All moves from the mildest to the smallest, the best price first."""
+    """Returns all moves from the mildest to the smallest, the best price first."""
     steps = [_steps(which, options) for which, options in enumerate(tensors)]
     heap = [first for moves in steps if (first := next(moves, None)) is not None]
     heapq.heapify(heap)

@@ -141,7 +141,7 @@ class _Gradients:
 
 
 def run(graph: Graph) -> list[Moment]:
-    """All ops of backward, in the order in which they will run."""
+    """Returns all ops of backward, in the order in which they will run."""
     return list(_Backward(graph).moments())
 
 

@@ -46,7 +46,7 @@ def in_sequence(first: Profile, second: Profile) -> Profile:
 
 
 def _later(storage: Storage, moments: int, storages: int) -> Storage:
-    """So many moments later; `storages` come before those that it names."""
+    """Returns it so many moments later; `storages` come before those that it names."""
     saves = tuple(replace(save, at=save.at + moments) for save in storage.saves)
     return replace(
         storage,

@@ -8,8 +8,8 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from elbowroom.plan.outlook import Prospect, Way, prospects
 from elbowroom.plan.profile import Profile
+from elbowroom.plan.savings_report import Prospect, Way, prospects
 from elbowroom.report.bands import Band, bands
 from elbowroom.units import show_nbytes, show_seconds
 

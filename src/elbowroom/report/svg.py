@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 def chart(curves: Sequence[Curve]) -> str:
-    """All curves in one chart; the first is drawn behind the others, filled."""
+    """Draws all curves in one chart; the first is behind the others, filled."""
     top_mib = max((max(curve.nbytes, default=0) for curve in curves), default=0) / MIB or 1.0
     ticks = nice_ticks(top_mib)
     scale = _Scale(ticks[-1])

@@ -24,15 +24,15 @@ from math import inf, isnan, nan
 from typing import Literal
 
 from elbowroom.plan.problem import Choice, Problem, due, keep_all
-from elbowroom.plan.solve.draft import Draft, Effect, Move
 from elbowroom.plan.solve.limits import Limits
+from elbowroom.plan.solve.partial import Effect, Move, PartialSolution
 
 Rule = Literal["delta", "dtr", "capuchin"]
 
 
 def delta(problem: Problem, limits: Limits, *, rule: Rule = "delta") -> Choice:
     """Returns what the rule evicts; it stays over the budget if nothing more can be evicted."""
-    draft = Draft(problem, limits, keep_all(problem))
+    draft = PartialSolution(problem, limits, keep_all(problem))
     evict = {"delta": _delta, "dtr": _dtr, "capuchin": _capuchin}[rule]
     while draft.excess > 0:
         over = (draft.level > limits.budget).nonzero()[0].tolist()
@@ -47,7 +47,7 @@ dtr = partial(delta, rule="dtr")
 capuchin = partial(delta, rule="capuchin")
 
 
-def _delta(draft: Draft, moment: int) -> bool:
+def _delta(draft: PartialSolution, moment: int) -> bool:
     """The filter, then the director."""
     stale = {i: _stale_s(draft.problem, i, moment) for i in _idle(draft, moment)}
     items = draft.problem.items
@@ -57,7 +57,7 @@ def _delta(draft: Draft, moment: int) -> bool:
     return False
 
 
-def _dtr(draft: Draft, moment: int) -> bool:
+def _dtr(draft: PartialSolution, moment: int) -> bool:
     """A region is as stale as the item in it that was read last."""
     stale = {i: _stale_s(draft.problem, i, moment) for i in _idle(draft, moment)}
     moves = [(stale[i], move) for i in stale for move in _rebuilds(draft, i)]
@@ -77,7 +77,7 @@ def _dtr(draft: Draft, moment: int) -> bool:
     return _make_best(draft, moment, [moves[min(allowed, key=lambda k: scores[k])][1]])
 
 
-def _capuchin(draft: Draft, moment: int) -> bool:
+def _capuchin(draft: PartialSolution, moment: int) -> bool:
     idle = sorted(_idle(draft, moment), key=lambda i: (-_idle_s(draft.problem, i), i))
     for i in idle:
         hidden = [move for move in _offloads(draft, i) if _is_hidden(draft, move)]
@@ -90,7 +90,7 @@ def _capuchin(draft: Draft, moment: int) -> bool:
     return _make_best(draft, moment, [m for i in idle for m in _offloads(draft, i)])
 
 
-def _make_best(draft: Draft, moment: int, moves: list[Move]) -> bool:
+def _make_best(draft: PartialSolution, moment: int, moves: list[Move]) -> bool:
     move, effect, _ = _best(draft, moment, moves)
     if move is None or effect is None:
         return False
@@ -98,7 +98,9 @@ def _make_best(draft: Draft, moment: int, moves: list[Move]) -> bool:
     return True
 
 
-def _best(draft: Draft, moment: int, moves: list[Move]) -> tuple[Move | None, Effect | None, int]:
+def _best(
+    draft: PartialSolution, moment: int, moves: list[Move]
+) -> tuple[Move | None, Effect | None, int]:
     """The move with the fewest seconds per byte freed at a moment; none if none frees any."""
     best: tuple[Move | None, Effect | None, int] = None, None, 0
     least = inf
@@ -112,7 +114,7 @@ def _best(draft: Draft, moment: int, moves: list[Move]) -> tuple[Move | None, Ef
     return best
 
 
-def _idle(draft: Draft, moment: int) -> list[int]:
+def _idle(draft: PartialSolution, moment: int) -> list[int]:
     """Kept items that are held at a moment, and not read."""
     return [
         i
@@ -124,7 +126,7 @@ def _idle(draft: Draft, moment: int) -> list[int]:
     ]
 
 
-def _offloads(draft: Draft, i: int) -> Iterator[Move]:
+def _offloads(draft: PartialSolution, i: int) -> Iterator[Move]:
     """The first offload over each link: the others differ in how early they are back."""
     links = set()
     for a, option in enumerate(draft.problem.items[i].options):
@@ -133,12 +135,12 @@ def _offloads(draft: Draft, i: int) -> Iterator[Move]:
             yield draft.hold(i, a)
 
 
-def _recomputes(draft: Draft, i: int) -> Iterator[Move]:
+def _recomputes(draft: PartialSolution, i: int) -> Iterator[Move]:
     yield from _rebuilds(draft, i)
     yield from (draft.recompute(r) for r in draft.regions_with.get(i, ()))
 
 
-def _rebuilds(draft: Draft, i: int) -> Iterator[Move]:
+def _rebuilds(draft: PartialSolution, i: int) -> Iterator[Move]:
     for a, option in enumerate(draft.problem.items[i].options):
         if a and option.exact and not option.link:
             yield draft.hold(i, a)
@@ -157,7 +159,7 @@ def _idle_s(problem: Problem, i: int) -> float:
     return problem.starts_s[due(item)] - problem.starts_s[item.used]
 
 
-def _is_hidden(draft: Draft, move: Move) -> bool:
+def _is_hidden(draft: PartialSolution, move: Move) -> bool:
     """Returns whether an offload costs no more than its own handling: no link gets later."""
     effect = draft.effect(move)
     ((i, a),) = move.options.items()
@@ -166,7 +168,7 @@ def _is_hidden(draft: Draft, move: Move) -> bool:
     return effect is not None and effect.seconds <= handling * (1 + 1e-9) + 1e-12
 
 
-def _prefetch(draft: Draft) -> None:
+def _prefetch(draft: PartialSolution) -> None:
     """Back as early as there is room: the first needed first."""
     items = draft.problem.items
     offloaded = [i for i, a in enumerate(draft.options) if items[i].options[a].link]

@@ -15,9 +15,9 @@ import heapq
 from math import inf
 
 from elbowroom.plan.problem import Choice, Problem, cost, keep_all
-from elbowroom.plan.solve.draft import Draft, Move
 from elbowroom.plan.solve.limits import Limits, fits
 from elbowroom.plan.solve.milp import least_peak
+from elbowroom.plan.solve.partial import Move, PartialSolution
 from elbowroom.plan.solve.uniform import uniform_fitting
 
 _PRICES = (0.0, 0.01, 0.1, 1.0, 10.0)  # steps that all the allowed variance is worth
@@ -37,7 +37,7 @@ def greedy_fitting(problem: Problem, limits: Limits) -> Choice | None:
 def _walked(problem: Problem, limits: Limits) -> Choice | None:
     bounded = 0 < limits.variance < inf
     for price in _PRICES if bounded else (0.0,):
-        draft = Draft(problem, limits, keep_all(problem))
+        draft = PartialSolution(problem, limits, keep_all(problem))
         price_s = price * problem.seconds / limits.variance if price else 0.0
         if (choice := finished(draft, price_s)) is not None:
             return choice
@@ -50,7 +50,7 @@ def cheapest_of(problem: Problem, found: list[Choice | None]) -> Choice | None:
     return min(choices, key=lambda choice: cost(problem, choice), default=None)
 
 
-def finished(draft: Draft, price: float = 0.0) -> Choice | None:
+def finished(draft: PartialSolution, price: float = 0.0) -> Choice | None:
     """Go on from a draft until it fits, and take back what is not needed; None if it will not."""
     while (before := draft.excess) > 0:
         _walk(draft, price)
@@ -60,7 +60,7 @@ def finished(draft: Draft, price: float = 0.0) -> Choice | None:
     return draft.choice if fits(draft.problem, draft.choice, draft.limits) else None
 
 
-def take_back(draft: Draft) -> None:
+def take_back(draft: PartialSolution) -> None:
     """Undo or weaken, the dearest first, what the budget does not need."""
     for r in sorted(draft.recomputed, key=lambda r: (-draft.problem.regions[r].seconds, r)):
         _make_if_it_saves(draft, draft.run_once(r))
@@ -71,7 +71,7 @@ def take_back(draft: Draft) -> None:
                 _make_if_it_saves(draft, draft.hold(i, option))
 
 
-def _make_if_it_saves(draft: Draft, move: Move) -> None:
+def _make_if_it_saves(draft: PartialSolution, move: Move) -> None:
     effect = draft.effect(move)
     if effect and draft.freed(effect) >= 0:
         kept = not any(move.options.values())
@@ -79,7 +79,7 @@ def _make_if_it_saves(draft: Draft, move: Move) -> None:
             draft.make(move, effect)
 
 
-def _walk(draft: Draft, price: float) -> None:
+def _walk(draft: PartialSolution, price: float) -> None:
     """Make moves, the best score first, until the budget is kept or none helps."""
     regions = [("region", r, 0) for r in range(len(draft.problem.regions))]
     options = [
@@ -108,12 +108,12 @@ def _walk(draft: Draft, price: float) -> None:
         excess = draft.excess
 
 
-def _move(draft: Draft, key: tuple[str, int, int]) -> Move:
+def _move(draft: PartialSolution, key: tuple[str, int, int]) -> Move:
     kind, index, option = key
     return draft.recompute(index) if kind == "region" else draft.hold(index, option)
 
 
-def _score(draft: Draft, key: tuple[str, int, int], price: float) -> float:
+def _score(draft: PartialSolution, key: tuple[str, int, int], price: float) -> float:
     """inf: it may not be made, changes nothing, or frees nothing."""
     kind, index, option = key
     if kind == "region":
@@ -127,6 +127,6 @@ def _score(draft: Draft, key: tuple[str, int, int], price: float) -> float:
     return (effect.seconds + price * effect.variance) / freed
 
 
-def _seconds(draft: Draft, i: int, option: int) -> float:
+def _seconds(draft: PartialSolution, i: int, option: int) -> float:
     chosen = draft.problem.items[i].options[option]
     return chosen.cost_s

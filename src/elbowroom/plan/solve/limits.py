@@ -66,7 +66,7 @@ def obeys(problem: Problem, choice: Choice, limits: Limits) -> bool:
 
 
 def fits(problem: Problem, choice: Choice, limits: Limits) -> bool:
-    """All rules."""
+    """Returns whether the choice keeps all rules, the budget included."""
     return obeys(problem, choice, limits) and peak(problem, choice) <= limits.budget
 
 

@@ -203,7 +203,7 @@ class Model:
         return self._both[i, a, regions]
 
     def _input_levels(self) -> None:
-        """What options take because a recomputed region starts from their item."""
+        """Returns the bytes that options take since a recomputed region starts from their item."""
         moments = len(self.problem.base)
         for (i, a), _ in [*self._options.items()]:
             item, starts = self.problem.items[i], self._starts[i]

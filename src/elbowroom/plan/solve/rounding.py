@@ -11,11 +11,11 @@ Checkmate rounds as well, with no promise on the budget: here every row is check
 """
 
 from elbowroom.plan.problem import Choice, Problem, cost, keep_all
-from elbowroom.plan.solve.draft import Draft
 from elbowroom.plan.solve.greedy import cheapest_of, finished, greedy_fitting
 from elbowroom.plan.solve.limits import Limits, fits, obeys
 from elbowroom.plan.solve.milp import GAP, Relaxation, cheapest, least_peak, relaxed, whole
 from elbowroom.plan.solve.model import Model
+from elbowroom.plan.solve.partial import PartialSolution
 from elbowroom.plan.solve.program import Vector
 from elbowroom.plan.solve.uniform import uniform_fitting
 
@@ -49,7 +49,7 @@ def rounded(relaxation: Relaxation, near: Choice | None = None) -> Choice | None
     model, x = relaxation.model, relaxation.x
     fixed = _agreed(model, x, near)
     choice = whole(model, set(relaxation.moments), gap=GAP, fixed=fixed) or _nearest(model, x)
-    return finished(Draft(model.problem, model.limits, choice)) if choice else None
+    return finished(PartialSolution(model.problem, model.limits, choice)) if choice else None
 
 
 def _agreed(model: Model, x: Vector, near: Choice | None) -> dict[int, float]:

@@ -26,7 +26,7 @@ def uniform_fitting(problem: Problem, limits: Limits) -> Choice | None:
 
 
 def uniform_choices(problem: Problem) -> Iterator[Choice]:
-    """All that are uniform, plain autograd first."""
+    """Returns all uniform choices, plain autograd first."""
     yield keep_all(problem)
     names = dict.fromkeys(option.name for item in problem.items for option in item.options[1:])
     for name in names:

@@ -1,4 +1,4 @@
-"""A choice in the making: what a move would free and cost, and whether it may be made."""
+"""A partial solution: what a move would free and cost, and whether it may be made."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Effect:
     traffic: _Traffic
 
 
-class Draft:
+class PartialSolution:
     """A choice that obeys all limits but the budget, and stays so."""
 
     def __init__(self, problem: Problem, limits: Limits, choice: Choice) -> None:
