@@ -3,6 +3,7 @@
 import itertools
 import random
 import threading
+import weakref
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from elbowroom.errors import RestoreError
 from elbowroom.plan import Need, Offload
-from elbowroom.runtime.handles import KeepHandle, OffloadHandle
+from elbowroom.runtime.handles import KeepHandle, OffloadHandle, offload
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.perform import perform
 from elbowroom.runtime.slot import Slot
@@ -227,6 +228,70 @@ def test_a_tensor_that_dies_on_its_way_to_the_host(host, copier):
     del handle
     assert copier.ordered == 1  # its memory may be taken by what comes after
     assert not host.slabs._slabs[0].parts.end
+
+
+class Device:
+    """Memory of which a block that is freed is taken at once by whom asks next."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Tensor] = []
+        self.taken: list[tuple[weakref.ref[Tensor], Tensor]] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        free = [block for ref, block in self.taken if ref() is None and block.numel() == numel]
+        self.taken = [(ref, block) for ref, block in self.taken if ref() is not None]
+        block = free[-1] if free else torch.zeros(numel, dtype=dtype)
+        self.taken += [(lambda: None, other) for other in free[:-1]]
+        x = block.view(numel)  # another object, which may die
+        self.taken.append((weakref.ref(x), block))
+        return x
+
+    def owns(self, x: Tensor) -> bool:
+        return True  # so that nothing restored is remembered
+
+
+def run_beside_a_stream(program: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random requests, while copies are made as late as may be."""
+    copier, device = LateCopier(), Device()
+    copier.is_stuck = False
+    monkeypatch.setattr(offload, "ARENA", device)
+    tier = HostTier(copier, Slabs(1 << 20, plain, slab=1 << 16))
+    handles: dict[int, OffloadHandle] = {}
+    mine: list[tuple[Tensor, float]] = []  # what the compute stream has written, and still reads
+    for i in range(4):
+        handles[i] = OffloadHandle(tier, torch.full((64,), float(i + 1)))
+    assert all(handle.nbytes == 0 for handle in handles.values())
+    for number in range(14):
+        i = program.choice(list(handles) or [0])
+        kind = program.choice(["prefetch", "let go", "drop", "restore", "take", "free", "side"])
+        if kind == "take" or not handles:
+            x = device.take(64, torch.float32, torch.device("cpu")).fill_(100.0 + number)
+            mine.append((x, 100.0 + number))
+        elif kind == "prefetch" and not handles[i].is_early:
+            handles[i].prefetch()
+        elif kind == "let go":
+            handles[i].let_go()
+        elif kind == "drop":
+            del handles[i]
+        elif kind == "restore":
+            x = handles[i].restore(private=True)
+            assert torch.equal(x, torch.full((64,), float(i + 1)))
+            del x
+        elif kind == "free" and mine:
+            mine.pop(program.randrange(len(mine)))
+        elif kind == "side":
+            for copy in copier.stream:
+                copy.is_done()
+        assert all(bool((x == value).all()) for x, value in mine)
+    for copy in copier.stream:
+        copy.is_done()
+    assert all(bool((x == value).all()) for x, value in mine)
+
+
+def test_memory_that_is_let_go_is_not_written_by_a_copy_that_is_still_on_its_way(monkeypatch):
+    """Of 4,000 such programs 244 read wrong bytes before arrivals were dropped in order."""
+    for seed in range(400):
+        run_beside_a_stream(random.Random(seed), monkeypatch)
 
 
 def test_slabs_are_pinned_within_their_budget_then_pageable_with_one_message():

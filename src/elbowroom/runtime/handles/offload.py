@@ -82,6 +82,7 @@ class OffloadHandle:
     def __del__(self) -> None:
         ticket = getattr(self, "_ticket", None)
         if ticket is not None:
+            self.let_go()
             ticket.drop()
 
     @property
@@ -143,7 +144,11 @@ class OffloadHandle:
         except IndexError:
             flat, arrival = self._fetch()
             was_early = False
-        self._prefetcher.asked(self._place, self, was_early=was_early)
+        try:
+            self._prefetcher.asked(self._place, self, was_early=was_early)
+        except BaseException:
+            arrival.drop()
+            raise
         try:
             arrival.wait()
         except OSError as error:
@@ -183,5 +188,8 @@ class OffloadHandle:
             self._early.append(self._fetch())
 
     def let_go(self) -> None:
-        """Forget what came back early."""
-        self._early.clear()
+        """Forget what came back early: its memory may be taken at once."""
+        with suppress(IndexError):
+            while True:
+                _, arrival = self._early.pop()
+                arrival.drop()

@@ -13,6 +13,13 @@ class Arrival(Protocol):
         """Return when they may be read by what runs next. OSError: they cannot be had."""
         ...
 
+    def drop(self) -> None:
+        """Nobody will read them: let go of their memory, which may be taken by what runs next.
+
+        It may be called anywhere, and never waits.
+        """
+        ...
+
 
 class Ticket(Protocol):
     """Stands for the bytes of one `put`.

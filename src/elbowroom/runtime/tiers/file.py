@@ -254,6 +254,9 @@ class Reading:
         if self._error is not None:
             raise self._error
 
+    def drop(self) -> None:
+        """The worker holds the memory that it reads into until it has."""
+
 
 def _pop(token: list[bool]) -> bool:
     try:

@@ -136,3 +136,6 @@ class HostArrival:
 
     def wait(self) -> None:
         self._copy.order()
+
+    def drop(self) -> None:
+        self._copy.order()  # else the copy could overwrite what the compute stream puts there next

@@ -87,6 +87,9 @@ class StagedArrival:
             self._reading.wait()
         self._copier.copy(self._host, self._into).order()
 
+    def drop(self) -> None:
+        """No copy to the device has begun, and the worker holds the memory that it reads into."""
+
 
 def _pinned(nbytes: int) -> Tensor:
     try:
