@@ -45,14 +45,24 @@ _NO_ENTRY = NoEntry()
 _disabled = torch._C.DisableTorchFunction
 
 
+class Token:
+    """Tells by its end that nothing is held any more."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Kept:
-    """A tensor that is only kept, with the version check that hooks switch off."""
+    """A tensor that is only kept, with the version check that hooks switch off.
 
-    __slots__ = ("_tensor", "_version")
+    token: lives as long as anything that is only kept
+    """
 
-    def __init__(self, x: Tensor) -> None:
+    __slots__ = ("_tensor", "_token", "_version")
+
+    def __init__(self, x: Tensor, token: Token | None) -> None:
         self._tensor = x if x.is_leaf else x.detach()  # to ask for `grad_fn` makes an object
         self._version = version_of(x)
+        self._token = token
 
     def restore(self) -> Tensor:
         """Return the tensor; raise RestoreError if it was changed in place."""
@@ -102,6 +112,8 @@ class Replay(TorchFunctionMode):
         self._places: list[tuple[WeakStorage, int, int]] = []
         self._seeds: int | None = None  # the context's count before those of this forward
         self._drawn = 0
+        self._token: Token | None = None
+        self._numel = 0  # of all that was saved
         self._open: ExitStack | None = None
         self._outside = 0  # modules that were called around the model
 
@@ -345,16 +357,17 @@ class Replay(TorchFunctionMode):
 
     def _packed(self, x: Tensor) -> Any:
         saves = self._saves
+        self._numel += x.numel()
         if self.saving is not None:
             return self.saving.take(x)
         if saves is None:
-            return self._keep(x)
+            return Kept(x, self._token)
         i = self._saved
         self._saved = i + 1
         if i < len(saves):
             save = saves[i]
             if save.slot == NOWHERE and save.noted == NOWHERE and save.place == NOWHERE:
-                return self._keep(x)
+                return Kept(x, self._token)
             if x.dtype is save.dtype and _has(x, save.geometry):
                 held = self._held(save, x)
                 if held is not None:
@@ -372,7 +385,7 @@ class Replay(TorchFunctionMode):
         if save.noted != NOWHERE:
             self.noted[save.noted] = x.detach()
         if save.slot == NOWHERE:
-            return self._keep(x)
+            return Kept(x, self._token)
         whole = save.whole
         if save.fresh:
             assert whole is not None
@@ -389,9 +402,6 @@ class Replay(TorchFunctionMode):
             assert whole is not None
             self._do(save.deed, slot, whole.on(x), x)
         return View.replayed(slot, save.geometry, save.need)
-
-    def _keep(self, x: Tensor) -> Kept:
-        return Kept(x)
 
     def _entry(self, slot: int) -> Entry | NoEntry:
         """Return what counts the slot of this number."""

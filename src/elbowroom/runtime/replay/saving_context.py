@@ -16,14 +16,14 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from elbowroom.errors import PlanError
 from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.ledger import Account, Entry, Ledger, Ledgers, NoEntry, RepeatedLedger
-from elbowroom.runtime.replay.replay import Kept, Replay
+from elbowroom.runtime.replay.replay import Replay, Token
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script
 
@@ -235,22 +235,6 @@ class SavingContext:
         return self._make(None).error_report()
 
 
-class _Token:
-    """Lives as long as anything is held that is only kept."""
-
-    __slots__ = ("__weakref__",)
-
-
-class _KeptByHand(Kept):
-    """A tensor that is only kept, and counts as long as it is."""
-
-    __slots__ = ("_token",)
-
-    def __init__(self, x: Tensor, token: _Token) -> None:
-        super().__init__(x)
-        self._token = token
-
-
 class _Following(Replay):
     """A step that follows a script, or another one that begins alike."""
 
@@ -259,8 +243,7 @@ class _Following(Replay):
     ) -> None:
         super().__init__(known[0], context, known[1:])
         self._scripts, self._make = scripts, make
-        self._numel = 0
-        self._token = _Token()
+        self._token = Token()
         self._repeated = RepeatedLedger(known[0].counts)
 
     @property
@@ -278,7 +261,7 @@ class _Following(Replay):
             return
         super().__exit__(kind, error, trace)
         ledger, token = weakref.ref(self._repeated), self._token
-        del self._token
+        self._token = None
 
         def let_go() -> None:
             if (one := ledger()) is not None:
@@ -311,12 +294,5 @@ class _Following(Replay):
             return saving
         return self._make(Scribe(selects=True) if self._scripts.wanted else None)
 
-    def _keep(self, x: Tensor) -> Kept:
-        return _KeptByHand(x, self._token)
-
     def _entry(self, slot: int) -> Entry | NoEntry:
         return self._repeated.entry(slot)
-
-    def _packed(self, x: Tensor) -> Any:
-        self._numel += x.numel()
-        return super()._packed(x)
