@@ -6,8 +6,10 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -359,3 +361,48 @@ def test_two_threads_at_once_in_this_process():
     for worker in workers:
         worker.join()
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.arange(12.0).view(3, 4).t(),
+        torch.arange(10)[1::2],
+        torch.tensor(3.0),
+        torch.empty(0),
+        torch.empty(3, 1, 0).transpose(0, 1),
+        torch.ones(2, 2, dtype=torch.bool),
+    ],
+    ids=lambda x: str(tuple(x.shape)),
+)
+def test_an_array_is_the_memory_of_its_tensor(x):
+    """It has the shape, strides and dtype of `x.numpy()`, and lies at the same address."""
+    from elbowroom.kernels.numba import launch
+
+    made, expected = launch.array(x), x.numpy()
+    assert (made.shape, made.strides) == (expected.shape, expected.strides)
+    assert made.flags.writeable
+    assert made.dtype == expected.dtype
+    assert np.array_equal(made, expected)
+    assert x.numel() == 0 or made.ctypes.data == x.data_ptr()
+
+
+def test_an_array_keeps_its_tensor_alive():
+    """Its memory is not freed, and goes with it."""
+    from elbowroom.kernels.numba import launch
+
+    x = torch.full((5,), 3.0)
+    alive = weakref.ref(x)
+    made = launch.array(x)
+    del x
+    assert alive() is not None
+    del made
+    assert alive() is None
+
+
+def test_bits_of_minus_zero_are_not_those_of_zero():
+    """Zeros of both signs are equal, but not the same bits."""
+    for value in (0.0, -0.0, 0.0):
+        out = torch.ones(8)
+        ops.unpack_bits(torch.tensor([255], dtype=torch.uint8), value, out)
+        assert torch.equal(out.signbit(), torch.full((8,), value).signbit())

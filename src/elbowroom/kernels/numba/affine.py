@@ -14,6 +14,8 @@ from elbowroom.kernels.numba.compiled import CHUNK, TILE, counted, f32, jit
 from elbowroom.kernels.numba.launch import array, parallel, words
 from elbowroom.kernels.numba.rounding import from_float, target, to_float
 
+_NO_ROWS, _NO_BITS = np.empty((0, 0), f32), np.empty(0, np.uint8)
+
 
 def affine(
     x: Tensor, scale: Tensor, shift: Tensor, inner: int, bits: Tensor | None, out: Tensor
@@ -31,14 +33,14 @@ def channels(
     Empty arrays where there is nothing to scale by.
     """
     if scale is None or shift is None:
-        return np.empty((0, 0), f32), np.empty((0, 0), f32), (1, 1)
+        return _NO_ROWS, _NO_ROWS, (1, 1)
     rows = [array(part.reshape(-1, part.shape[-1])) for part in (scale, shift)]
     return rows[0], rows[1], (inner, max(n // len(rows[0]), 1))
 
 
 def mask_array(bits: Tensor | None) -> np.ndarray[Any, Any]:
     """The bits, or an empty array for no mask."""
-    return np.empty(0, np.uint8) if bits is None else array(bits)
+    return _NO_BITS if bits is None else array(bits)
 
 
 @jit

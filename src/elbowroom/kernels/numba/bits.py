@@ -1,5 +1,7 @@
 """One bit an element (specification: `reference/bits.py`)."""
 
+from functools import lru_cache
+from math import copysign
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,9 @@ from elbowroom.kernels.numba.launch import array, parallel, words
 from elbowroom.kernels.numba.rounding import as_bits, as_float, from_float, target, to_float
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS: dict[int, Any] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+_BELOW_SIGN = {nbytes: kind(np.iinfo(kind).max) for nbytes, kind in _INTEGERS.items()}
+_ALL = {nbytes: kind(-1) for nbytes, kind in _INTEGERS.items()}
 
 
 def pack_bits(x: Tensor) -> Tensor:
@@ -22,9 +27,8 @@ def pack_bits(x: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, value: float, out: Tensor) -> None:
-    words = _WORDS[out.element_size()]
-    one = array(torch.full((1,), value, dtype=out.dtype), words)[0]
-    _unpack(array(bits), one, array(out, words))
+    one = _pattern(value, copysign(1, value), out.dtype)
+    _unpack(array(bits), one, array(out, _WORDS[out.element_size()]))
 
 
 def masked(x: Tensor, bits: Tensor, out: Tensor) -> None:
@@ -38,12 +42,16 @@ def times_bits(x: Tensor, bits: Tensor, value: float, out: Tensor) -> None:
     _times(source, kind, array(bits), np.float32(one), words(out)[0])
 
 
+@lru_cache(maxsize=256)
+def _pattern(value: float, sign: float, dtype: torch.dtype) -> Any:
+    """A number as a tensor of a dtype holds it, as an integer. sign: for 0.0 == -0.0."""
+    return array(torch.full((1,), value, dtype=dtype), _WORDS[dtype.itemsize])[0]
+
+
 def _magnitudes(x: Tensor) -> tuple[np.ndarray[Any, Any], Any]:
     """x as integers, and a mask that drops the sign of a float, so that -0.0 is zero."""
-    words = array(x, _WORDS[x.element_size()])
-    if x.is_floating_point():
-        return words, words.dtype.type(torch.iinfo(_WORDS[x.element_size()]).max)
-    return words, words.dtype.type(-1)
+    nbytes = x.element_size()
+    return array(x, _WORDS[nbytes]), (_BELOW_SIGN if x.is_floating_point() else _ALL)[nbytes]
 
 
 _GATHER = np.uint64(

@@ -10,7 +10,9 @@
    user's: an array is made over the address instead (`array`).
 """
 
+import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -92,10 +94,7 @@ def parallel(loop: Callable[..., Any]) -> Callable[..., None]:
 
 def _is_small(args: tuple[Any, ...]) -> bool:
     """Whether no array among a loop's arguments is longer than SERIAL."""
-    for arg in args:  # noqa: SIM110 (a generator takes twice the time)
-        if type(arg) is np.ndarray and arg.size > SERIAL:
-            return False
-    return True
+    return not any(type(arg) is np.ndarray and arg.size > SERIAL for arg in args)
 
 
 def _launch_locked(threaded: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -118,18 +117,18 @@ def _renamed(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _TYPES = {
-    getattr(torch, name): np.dtype(name).str
+    getattr(torch, name): np.dtype(name)
     for name in ("float32", "bool", "uint8", "int8", "int16", "int32", "int64")
 }
 
 
-class _Memory:
-    """What NumPy reads to make an array; the array keeps it alive, and it the tensor."""
+class _Memory(ctypes.c_char * sys.maxsize):  # type: ignore[misc]
+    """All memory from an address on, of which an array takes what its shape says.
 
-    __slots__ = ("__array_interface__", "tensor")
+    The array keeps it alive, and it the tensor.
+    """
 
-    tensor: Tensor
-    __array_interface__: dict[str, Any]
+    __slots__ = ("tensor",)
 
 
 def array(x: Tensor, dtype: torch.dtype | None = None) -> np.ndarray[Any, Any]:
@@ -137,19 +136,14 @@ def array(x: Tensor, dtype: torch.dtype | None = None) -> np.ndarray[Any, Any]:
 
     Unlike `x.numpy()`, which marks the storage as not resizable for as long as it lives.
     """
-    memory = _Memory()
+    # By ctypes: to describe memory by `__array_interface__` takes 1.2 us, this 0.5.
+    memory = _Memory.from_address(x.data_ptr())
     memory.tensor = x
-    about: dict[str, Any] = {
-        "version": 3,
-        "shape": (x.numel(),) if x.dim() == 1 else tuple(x.shape),  # a Size takes twice the time
-        "typestr": _TYPES[dtype or x.dtype],
-        "data": (x.data_ptr(), False),  # 0 where x is empty
-    }
-    if not x.is_contiguous():
-        nbytes = x.element_size()
-        about["strides"] = tuple(nbytes * s for s in x.stride())
-    memory.__array_interface__ = about
-    return np.asarray(memory)
+    kind = _TYPES[dtype or x.dtype]
+    if x.is_contiguous():
+        return np.ndarray(tuple(x.shape), kind, memory)
+    strides = tuple(kind.itemsize * step for step in x.stride())
+    return np.ndarray(tuple(x.shape), kind, memory, 0, strides)
 
 
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
