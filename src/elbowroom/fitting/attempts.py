@@ -6,8 +6,9 @@ which modules run again and one in which none does.
 These do not depend on the budget. So the least that they took is a budget that does if it is given.
 """
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 from elbowroom.fitting.state_formats import Chosen
 from elbowroom.plan.plan import difference
@@ -41,59 +42,61 @@ class Smallest(NamedTuple):
     rehearsed: bool
 
 
+@dataclass(frozen=True)
 class Attempts:
-    """The plans of one planning, since it last began to learn.
+    """The plans of one kind of forward, since it last began to learn.
 
-    is_smallest  one of the least predicted peak is followed
+    known        what plans may be made by, and no smallest one is made by yet
+    taken        the plans that were measured, in order
+    smallest     the plans of the least predicted peak that were made
+    is_smallest  one of these is followed
     """
 
-    def __init__(self, known: Iterable[KnownStep] = ()) -> None:
-        self.is_smallest = False
-        self._known = list(known)  # of whose smallest plans none is made yet
-        self._taken: list[Taken] = []
-        self._smallest: list[Smallest] = []
+    known: tuple[KnownStep, ...] = ()
+    taken: tuple[Taken, ...] = ()
+    smallest: tuple[Smallest, ...] = ()
+    is_smallest: bool = False
 
-    def knows(self, profile: Profile) -> None:
-        """The step has been written down: its smallest plan comes first."""
-        self._known.insert(0, KnownStep(profile, rehearsed=False))
+    def knowing(self, profile: Profile) -> Self:
+        """Add a step that was written down: its smallest plan comes first."""
+        return replace(self, known=(KnownStep(profile, rehearsed=False), *self.known))
 
-    def took(self, chosen: Chosen, peak_nbytes: int) -> None:
-        """A step under this plan was measured."""
-        self._taken.append(Taken(peak_nbytes, chosen))
+    def after(self, chosen: Chosen, peak_nbytes: int) -> Self:
+        """Add what a measured step under this plan took."""
+        return replace(self, taken=(*self.taken, Taken(peak_nbytes, chosen)))
 
     @property
     def least(self) -> Taken | None:
         """The plan that took least; None: none was measured."""
-        return min(self._taken, default=None, key=_peak_nbytes)
+        return min(self.taken, default=None, key=_peak_nbytes)
 
     @property
     def least_of_smallest(self) -> Taken | None:
         """The same of those of the least predicted peak."""
-        plans = [chosen for chosen, _ in self._smallest]
-        known = (one for one in self._taken if any(map(one.is_of, plans)))
+        plans = [chosen for chosen, _ in self.smallest]
+        known = (one for one in self.taken if any(map(one.is_of, plans)))
         return min(known, default=None, key=_peak_nbytes)
 
-    def next_smallest(self, make: Callable[[Profile, bool], Chosen | None]) -> Smallest | None:
-        """One that was not measured yet.
+    def next_smallest(
+        self, make: Callable[[Profile, bool], Chosen | None]
+    ) -> tuple[Self, Smallest | None]:
+        """Make the smallest plans of what is known; return one that was not measured yet.
 
         make: the smallest plan of a profile, if it is found; the flag says whether modules may run
         again. One in which none does can be written down, so it comes first of those by an
         estimate; once that has been done, no estimate knows a smaller one.
         """
-        known = [
-            *(one.rehearsed for one in self._known),
-            *(one.rehearsed for one in self._smallest),
-        ]
-        is_written = not all(known)
-        for profile, rehearsed in self._known:
+        estimates = [one.rehearsed for one in self.known]
+        is_written = not all(estimates + [one.rehearsed for one in self.smallest])
+        made = list(self.smallest)
+        for profile, rehearsed in self.known:
             for again in (True, False) if not rehearsed else (False, True):
                 chosen = make(profile, again)
                 if chosen is None or (not again and rehearsed and is_written):
                     continue
-                self._smallest.append(Smallest(chosen, rehearsed))
-        self._known.clear()
-        left = (one for one in self._smallest if not any(t.is_of(one.chosen) for t in self._taken))
-        return next(left, None)
+                made.append(Smallest(chosen, rehearsed))
+        left = (one for one in made if not any(t.is_of(one.chosen) for t in self.taken))
+        return replace(self, known=(), smallest=tuple(made)), next(left, None)
 
 
 def _peak_nbytes(one: Taken) -> int:

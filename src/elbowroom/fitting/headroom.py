@@ -6,43 +6,49 @@ Transients are workspaces, restored tensors and fresh gradients: guessed before 
 measured, or as a plan predicts them.
 """
 
+from dataclasses import dataclass, replace
+from typing import Self
+
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.plan.plan import Plan
 
 
+@dataclass(frozen=True)
 class Headroom:
-    """transient_nbytes: of the largest call; None: neither measured nor planned yet."""
+    """What is known of the bytes that a step takes beside what stands and what it holds.
 
-    def __init__(self) -> None:
-        self.transient_nbytes: int | None = None
-        self._guess_nbytes: int | None = None
-        self._seen_nbytes = 0
+    transient_nbytes  of the largest call; None: neither measured nor planned yet
+    guess_nbytes      at most so many, as long as that is None; None: there is no such guess
+    seen_nbytes       what a measured step within the budget has left room for; 0: none has
+    """
 
-    def inherit(self, larger: "Headroom") -> None:
-        """Until its own are measured, transients are at most those of a larger kind."""
-        self._guess_nbytes = larger.transient_nbytes
+    transient_nbytes: int | None = None
+    guess_nbytes: int | None = None
+    seen_nbytes: int = 0
 
-    def grow(self, growth: float) -> None:
-        """The largest call is so much larger."""
+    def inherited(self, larger: Self) -> Self:
+        """Guess that transients are at most those of a larger kind of forward."""
+        return replace(self, guess_nbytes=larger.transient_nbytes)
+
+    def grown(self, growth: float) -> Self:
+        """Scale to a largest call of `growth` times as many elements."""
         assert self.transient_nbytes is not None
-        self.transient_nbytes = int(growth * self.transient_nbytes)
-        self._seen_nbytes = 0
+        return self.learned(growth * self.transient_nbytes)
 
-    def forget(self) -> None:
-        self.transient_nbytes = None
-        self._seen_nbytes = 0
+    def forgotten(self) -> Self:
+        """Forget what was measured; a guess stays."""
+        return replace(self, transient_nbytes=None, seen_nbytes=0)
 
-    def learn(self, rest_nbytes: float) -> None:
-        """What a step takes beside what stands and what it holds."""
-        self.transient_nbytes = int(max(0, rest_nbytes))
-        self._seen_nbytes = 0
+    def learned(self, rest_nbytes: float) -> Self:
+        """Take so many bytes for the transients."""
+        return replace(self, transient_nbytes=int(max(0, rest_nbytes)), seen_nbytes=0)
 
-    def fits(self, most_nbytes: int) -> None:
+    def fitting(self, most_nbytes: int) -> Self:
         """Allow what a measured forward held: it was within the budget.
 
         most_nbytes: what stood before it, the most that it held, and what was left of the budget
         """
-        self._seen_nbytes = most_nbytes
+        return replace(self, seen_nbytes=most_nbytes)
 
     def allowed_nbytes(
         self, terms: FitOptions, stock: MemoryState, plan: Plan | None, guessed_nbytes: int
@@ -50,9 +56,9 @@ class Headroom:
         """As long as nothing is measured, transients are guessed."""
         free = terms.budget_nbytes - stock.static_nbytes
         if self.transient_nbytes is None:
-            return free - min(guessed_nbytes, self._guess_nbytes or guessed_nbytes)
+            return free - min(guessed_nbytes, self.guess_nbytes or guessed_nbytes)
         allowed = free - self.transient_nbytes + _passing_nbytes(plan)
-        return max(allowed, self._seen_nbytes - stock.static_nbytes)
+        return max(allowed, self.seen_nbytes - stock.static_nbytes)
 
     def surely_allowed_nbytes(
         self, terms: FitOptions, stock: MemoryState, plan: Plan | None
@@ -65,7 +71,7 @@ class Headroom:
         if stock.unborn_nbytes > free:
             return -1
         allowed = free - (self.transient_nbytes or 0) + _passing_nbytes(plan)
-        return max(allowed, self._seen_nbytes - stock.static_nbytes)
+        return max(allowed, self.seen_nbytes - stock.static_nbytes)
 
 
 def _passing_nbytes(plan: Plan | None) -> int:

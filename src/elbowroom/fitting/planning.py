@@ -143,7 +143,7 @@ class Planning:
         self.plan: Plan | None = None
         self.given: Plan | None = None
         self.profile: Profile | None = None
-        self._allowance.forget()
+        self._allowance = self._allowance.forgotten()
         self.rung = _SAFEST_EXACT
         # By which plans have been too hopeful: where modules run again, and where none does.
         self._margins = {True: 0, False: 0}
@@ -177,7 +177,7 @@ class Planning:
 
     def inherit(self, larger: "Planning") -> None:
         """Until its own are measured, transients are at most those of a larger kind."""
-        self._allowance.inherit(larger._allowance)
+        self._allowance = self._allowance.inherited(larger._allowance)
 
     def begin(self, stock: MemoryState, signature: Signature) -> None:
         """A step begins with its first forward."""
@@ -195,7 +195,8 @@ class Planning:
                 self._owned.states.begin_with(self.given, self, self.terms)
                 self.stock = stock = self._stands()
                 stands = stock.static_nbytes + stock.unborn_nbytes
-                self._allowance.learn(self.given.peak - stands - self.given.held_nbytes)
+                rest = self.given.peak - stands - self.given.held_nbytes
+                self._allowance = self._allowance.learned(rest)
         elif not self.largest.covers(signature):
             before, self.largest = self.largest, self.largest.joined(signature)
             self._varies = False
@@ -237,13 +238,13 @@ class Planning:
         if self._allowance.transient_nbytes is None or self.rehearsed or self.outgrown:
             self._start_over()
             return
-        self._allowance.grow(growth)
+        self._allowance = self._allowance.grown(growth)
         self.settled, self._rounds, self._tries = False, 0, 0
         self._forget_scripts()
         self._has_fit = self._is_last_resort = False
         self._tried = Attempts()
         if self.profile is not None:
-            self._tried.knows(self.profile)
+            self._tried = self._tried.knowing(self.profile)
         self.rung = max(self.rung, _SAFEST_EXACT)
         try:
             if self.profile is not None:
@@ -262,7 +263,7 @@ class Planning:
         self.plan, self.profile, self.rung = fitted.plan, fitted.profile, fitted.rung
         self.calls.forget(fitted.calls)
         if fitted.transient_nbytes is not None:
-            self._allowance.learn(fitted.transient_nbytes)
+            self._allowance = self._allowance.learned(fitted.transient_nbytes)
         self.outgrown = self.rehearsed = False
         self.settled = self._has_fit = True
 
@@ -427,7 +428,7 @@ class Planning:
             self._making,
             measures=not self._may_run_layers_again,
         )
-        self._tried = Attempts(KnownStep(step, rehearsed=True) for step in steps.values())
+        self._tried = Attempts(tuple(KnownStep(step, rehearsed=True) for step in steps.values()))
         self._was_rehearsed = True
         self._follow(self._taken(chosen))
         self.rehearsed, self.outgrown = True, False
@@ -574,8 +575,7 @@ class Planning:
         self.profile = replace(seen, standing=self._owned.standing())
         self._profiled, self._beside_nbytes = self.now, step.stock.beside_nbytes
         self.rehearsed, self._margins = False, {True: 0, False: 0}
-        self._tried.knows(self.profile)
-        self._tried.is_smallest = False
+        self._tried = replace(self._tried.knowing(self.profile), is_smallest=False)
         self._learn_transient(last, step, self.profile.peak)
         self._plan(self.profile)
 
@@ -651,7 +651,7 @@ class Planning:
             self._follow(self.plan)
             return
         states, making = self._owned.states, self._making
-        found = self._tried.next_smallest(
+        self._tried, found = self._tried.next_smallest(
             lambda step, again: states.smallest(step, self, making, recompute=again)
         )
         if found is None:
@@ -659,7 +659,7 @@ class Planning:
             return
         if not self._tried.is_smallest:
             warn_smallest(self.terms, least.peak_nbytes)
-        self.rehearsed, self._tried.is_smallest = found.rehearsed, True
+        self.rehearsed, self._tried = found.rehearsed, replace(self._tried, is_smallest=True)
         self._follow(self._taken(found.chosen))
 
     def _give_up(self, least: Taken) -> None:
@@ -689,7 +689,7 @@ class Planning:
         peak_nbytes = plan.peak + self._margin_nbytes
         above = peak_nbytes > self.terms.budget_nbytes  # followed all the same, to measure it
         other = 0 if above else peak_nbytes - self.profile.static - plan.held_nbytes
-        self._allowance.learn(other)
+        self._allowance = self._allowance.learned(other)
 
     def _verify(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
         """A step under the plan was measured."""
@@ -716,7 +716,7 @@ class Planning:
             self._has_fit = True
             if self.now == self.largest:
                 most = step.stock.static_nbytes + last.ledger.most_nbytes
-                self._allowance.fits(most + slack)
+                self._allowance = self._allowance.fitting(most + slack)
         estimated = self.rehearsed or self._ratio > 1
         useful = estimated and slack > _SLACK * (budget_nbytes - self.profile.static)
         if slack >= 0 and not (useful and self._rounds < _MOST_ROUNDS):
@@ -748,7 +748,7 @@ class Planning:
     def _note(self, peak_nbytes: int) -> None:
         """A step under the plan took so much."""
         if self._chosen is not None and self._chosen.plan is self.plan:  # not one that was given
-            self._tried.took(self._chosen, peak_nbytes)
+            self._tried = self._tried.after(self._chosen, peak_nbytes)
 
     def _settle_given(self) -> None:
         """The plan that was given fits: keep it, if it knows the step."""
@@ -823,7 +823,7 @@ class Planning:
 
     def _learn_transient(self, last: FittedSaving, step: Measurement, peak_nbytes: int) -> None:
         rest = peak_nbytes - step.stock.static_nbytes - last.ledger.after_nbytes
-        self._allowance.learn(rest * self.largest.numel / self.now.numel)
+        self._allowance = self._allowance.learned(rest * self.largest.numel / self.now.numel)
 
     def _refusal(self, saving: FittedSaving) -> BudgetTooSmall:
         return refusal(

@@ -1,0 +1,115 @@
+"""What `fit` has learned, as values: the room of a forward, and the plans that were attempted."""
+
+import pytest
+
+from elbowroom.fitting.attempts import Attempts, KnownStep
+from elbowroom.fitting.headroom import Headroom
+from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.state_formats import Candidate, Chosen
+from elbowroom.plan.plan import Plan
+
+OPTIONS, STOCK = FitOptions(1000), MemoryState(static_nbytes=300)
+MEASURED = Headroom(transient_nbytes=50, guess_nbytes=70, seen_nbytes=9)
+
+
+@pytest.mark.parametrize(
+    ("after", "transient", "guess", "seen"),
+    [
+        (Headroom(), None, None, 0),
+        (Headroom().learned(12.9), 12, None, 0),
+        (Headroom().learned(-3), 0, None, 0),  # a step cannot take less than nothing
+        (MEASURED.learned(80), 80, 70, 0),
+        (MEASURED.grown(1.5), 75, 70, 0),  # what was seen was seen of a smaller call
+        (MEASURED.fitting(900), 50, 70, 900),
+        (MEASURED.forgotten(), None, 70, 0),  # a guess stays
+        (Headroom().inherited(MEASURED), None, 50, 0),
+        (MEASURED.inherited(Headroom()), 50, None, 9),
+    ],
+)
+def test_what_is_known_of_transients(after, transient, guess, seen):
+    assert after == Headroom(transient, guess, seen)
+    assert (MEASURED.transient_nbytes, MEASURED.guess_nbytes, MEASURED.seen_nbytes) == (50, 70, 9)
+
+
+@pytest.mark.parametrize(
+    ("known", "stock", "allowed", "surely"),
+    [
+        (Headroom(), STOCK, 600, 700),  # the guess of whoever asks, 100; none of it is certain
+        (Headroom(guess_nbytes=40), STOCK, 660, 700),
+        (Headroom(guess_nbytes=400), STOCK, 600, 700),  # the smaller of two guesses
+        (Headroom(50), STOCK, 650, 650),
+        (Headroom(50, None, 980), STOCK, 680, 680),  # a step that held as much has fit
+        (Headroom(50, None, 800), STOCK, 650, 650),
+        (Headroom(50), MemoryState(300, unborn_state_nbytes=701), 650, -1),  # states do not fit
+    ],
+)
+def test_what_a_forward_may_hold(known, stock, allowed, surely):
+    assert known.allowed_nbytes(OPTIONS, stock, None, 100) == allowed
+    assert known.surely_allowed_nbytes(OPTIONS, stock, None) == surely
+
+
+def chosen(name, state="fp32"):
+    """Return a choice that differs from others in the module that it runs again."""
+    plan = Plan(1, 1, 1, 1.0, 1.0, True, "greedy", {}, frozenset([name]), ())
+    return Chosen(Candidate(state, name), plan)  # of the profile nothing is asked
+
+
+def made(profile, again):
+    """Return the smallest plan of a profile, whose name stands in for it."""
+    return chosen(f"{profile} {'again' if again else 'once'}")
+
+
+def names(attempts):
+    return [next(iter(one.chosen.plan.recompute)) for one in attempts.smallest]
+
+
+@pytest.mark.parametrize(
+    ("known", "order"),
+    [
+        ([("written", False)], ["written again", "written once"]),
+        # The one that can be written down comes first of an estimate's.
+        ([("guess", True)], ["guess once", "guess again"]),
+        # Once a step is written down, no estimate in which nothing runs again knows a smaller one.
+        (
+            [("written", False), ("guess", True)],
+            ["written again", "written once", "guess again"],
+        ),
+        ([], []),
+    ],
+)
+def test_the_order_in_which_smallest_plans_are_attempted(known, order):
+    attempts = Attempts(tuple(KnownStep(name, rehearsed) for name, rehearsed in known))
+    for name in order:
+        attempts, found = attempts.next_smallest(made)
+        assert found.chosen.plan.recompute == {name}
+        assert attempts.known == ()
+        attempts = attempts.after(found.chosen, 7)
+    assert names(attempts) == order
+    assert attempts.next_smallest(made)[1] is None
+
+
+def test_a_step_that_is_written_down_comes_before_what_was_estimated():
+    attempts = Attempts((KnownStep("guess", rehearsed=True),)).knowing("written")
+    assert [one.rehearsed for one in attempts.known] == [False, True]
+
+
+def test_the_least_of_all_attempts_and_of_the_smallest_plans():
+    attempts = Attempts()
+    assert attempts.least is None
+    assert attempts.least_of_smallest is None
+    attempts, found = attempts.knowing("p").next_smallest(made)
+    attempts = attempts.after(chosen("other"), 5).after(found.chosen, 9)
+    assert attempts.least.peak_nbytes == 5
+    assert attempts.least_of_smallest.peak_nbytes == 9
+    # The same actions beside states of another format are another attempt.
+    other = chosen("p again", "int8")
+    assert attempts.after(other, 3).least_of_smallest.peak_nbytes == 9
+    assert not attempts.taken[1].is_of(other)
+
+
+def test_attempts_are_values():
+    before = Attempts((KnownStep("p", rehearsed=False),))
+    after, _ = before.next_smallest(made)
+    assert (before.known, before.smallest) == ((KnownStep("p", rehearsed=False),), ())
+    assert len(after.smallest) == 2
+    assert after.next_smallest(lambda profile, again: None)[0].smallest == after.smallest
