@@ -118,9 +118,18 @@ def saving(
             chosen, min_nbytes=min_nbytes, context=context, observer=observer, scribe=scribe
         )
 
-    repeats = observer is None and type(chosen) in _REPEATED
+    repeats = observer is None and type(chosen) in _REPEATED and _has_hash(chosen)
     setting = ("saving", chosen, min_nbytes) if repeats else None
     return SavingContext(make, context, setting, warns=True)
+
+
+def _has_hash(policy: Policy) -> bool:
+    """Return whether it can be looked up: the codec of somebody else's may have no hash."""
+    try:
+        hash(policy)
+    except TypeError:
+        return False
+    return True
 
 
 def measure(

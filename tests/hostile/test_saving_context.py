@@ -3,7 +3,8 @@
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elbowroom as er
+from elbowroom.codecs import Cast
 from elbowroom.runtime.replay import saving_context
 from elbowroom.runtime.replay.saving_context import SavingContext, scripts_of
 from programs import looking, same
@@ -232,6 +234,19 @@ def test_an_error_inside_leaves_nothing_open():
             pass
         assert torch._C._len_torch_function_stack() == 0
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_codec_without_a_hash_is_looked_at_in_each_step():
+    @dataclass(frozen=True, eq=True)
+    class Odd(Cast):
+        id: ClassVar[str] = "odd"
+        more: Any = None
+
+    net, batch = mixed()
+    for _ in range(3):
+        saved = er.saving(Odd(more=[1]), min_nbytes=0)
+        step(net, batch(4), saved)
+        assert not followed(saved)
 
 
 def test_scripts_are_those_of_equal_settings():

@@ -9,6 +9,8 @@ from torch import Tensor
 from elbowroom.errors import UnknownField
 from elbowroom.kernels.fakes import has_values
 
+_FEW = 32  # elements
+
 
 def one_of(codec_id: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if value not in allowed or type(value) is not type(allowed[0]):  # 64.0 == 64, and True == 1
@@ -33,6 +35,8 @@ def finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
     """
     if not has_values(values):
         return True
+    if dtype is None and values.numel() <= _FEW and values.device.type == "cpu":
+        return all(map(isfinite, values.reshape(-1).tolist()))  # 1 us, where aminmax takes 3
     # aminmax keeps NaN, and is 35x faster than isfinite on bf16 (16 M elements, 2 CPU threads,
     # torch 2.13). Its two results as floats of Python's: each further op on a tensor takes 15 us
     # between large ones.
