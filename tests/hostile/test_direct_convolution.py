@@ -15,6 +15,7 @@ from elbowroom.errors import RestoreError
 from elbowroom.plan import samples
 from elbowroom.plan.samples import samples_at_once
 from elbowroom.runtime import direct as table
+from elbowroom.runtime.replay.saving_context import forget_all
 
 own = import_module("elbowroom.runtime.direct.convolution")  # a function has its name
 SETTINGS = {"levels": 16, "min_nbytes": 0, "seed": 5}
@@ -91,6 +92,7 @@ def test_in_turns_it_is_what_it_is_at_once(name, dtype, turns, restored, monkeyp
     assert sum(turns) == shape[0]
     assert not restored
     monkeypatch.setattr(table, "_OPS", {})
+    forget_all()
     expected = gradients(x, net, er.saving("dither", **SETTINGS))
     assert restored
     close(found, expected, 1e-5 if dtype is torch.float32 else 0.02)

@@ -11,7 +11,7 @@ import pytest
 
 import elbowroom as er
 from elbowroom.plan import Lossy
-from programs import gradients, same
+from programs import gradients, looking, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,7 +28,7 @@ def test_exact_modes_agree_with_plain_autograd(block):
             assert re.search("inplace|in-place|single memory location", str(error))  # noqa: PT017
             refused += 1
             continue
-        tightened = er.saving("keep", min_nbytes=0)
+        tightened = looking("keep", min_nbytes=0)
         results = {
             "exact": gradients(seed, er.saving(min_nbytes=0)),
             "no rebuild": gradients(seed, er.saving(min_nbytes=0, rebuild=False)),

@@ -317,8 +317,8 @@ def test_what_reads_a_norms_output_while_its_code_waits_is_predicted(between):
 
 def test_strings_remember_by_their_settings():
     one, other = er.saving("dither", noise=0.1), er.saving("dither", noise=0.1)
-    assert one.observer is other.observer
-    assert er.saving("dither", noise=0.2).observer is not one.observer
+    assert one.policy is other.policy
+    assert er.saving("dither", noise=0.2).policy is not one.policy
     lean = er.saving("lean", fold=4, noise=0.1)
     assert lean.policy is er.saving("lean", fold=4, noise=0.1).policy
     assert lean.policy is not er.saving("lean", noise=0.1).policy

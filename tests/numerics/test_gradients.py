@@ -19,6 +19,7 @@ from torch.nn.utils import parametrizations, prune
 import elbowroom as er
 from elbowroom.demo.models import GPT, ResNet18
 from elbowroom.plan import Encode, Exact, KeepAll, Lossy
+from programs import looking
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -660,7 +661,7 @@ def test_tightening_midway_keeps_masks_and_exact_values(activation, codec, start
         return torch.autograd.grad(loss, [l1.weight, l2.weight])
 
     plain = grads(False, contextlib.nullcontext())
-    saved = er.saving(start, min_nbytes=0)
+    saved = looking(start, min_nbytes=0)
     tight = grads(True, saved)
     for a, b in zip(tight, plain, strict=True):
         assert (a - b).norm() <= 0.02 * b.norm()

@@ -11,6 +11,7 @@ from torch import nn
 import elbowroom as er
 from elbowroom.codecs import Facts
 from elbowroom.plan import Encode, Keep, Need
+from programs import looking
 
 
 def network(layout, spread, offset=0.0):
@@ -150,7 +151,7 @@ def test_what_cannot_be_normalized_is_held_as_it_is(bad):
 
 def test_tightening_later_normalizes_too():
     norm, x = nn.BatchNorm2d(16), scattered()
-    saving = er.saving("keep", min_nbytes=0)
+    saving = looking("keep", min_nbytes=0)
     with saving:
         y = x * 1.0
         exact = y.detach().clone()

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from elbowroom.errors import PlanError
+from elbowroom.plan import Policy
 from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
@@ -176,6 +177,11 @@ class SavingContext:
         self._make, self.context, self._setting, self._warns = make, context, setting, warns
         self._parts: list[Saving | _Following] = []  # whose graphs are there
         self._is_open = False
+
+    @property
+    def policy(self) -> Policy:
+        """What decides about each tensor of a step that is looked at."""
+        return self._make(None).policy
 
     @property
     def ledger(self) -> Account:
