@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -254,3 +255,89 @@ def test_scripts_are_those_of_equal_settings():
         "saving", er.codec("dither", levels=4)
     )
     assert scripts_of("saving", 1) is not scripts_of("saving", 2)
+
+
+class Norms(nn.Module):
+    """The second norm is given what is no parameter, but a view of one of two."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList([torch.rand(16), torch.rand(16)])
+        self.linear, self.view, self.turn = nn.Linear(16, 16), view, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(F.layer_norm(self.linear(x), (16,), self.weights[0]))
+        weight = self.view(self.weights[self.turn])
+        parts = F.layer_norm(x.unflatten(-1, (-1, len(weight))), weight.shape, weight)
+        return self.linear(parts.flatten(-2))
+
+
+def gradients(net: nn.Module, x: Tensor, context: Any) -> list[Tensor | None]:
+    with context:
+        loss = net(x).square().sum()
+    return list(torch.autograd.grad(loss, list(net.parameters()), allow_unused=True))
+
+
+@pytest.mark.parametrize("view", [lambda w: w[:8], lambda w: w.detach(), lambda w: w.view(16)])
+def test_a_weight_that_lies_where_a_parameter_does_is_not_taken_for_it(view):
+    net, x = Norms(view), torch.randn(8, 16)
+    for turn in (0, 0, 1, 1, 0):
+        net.turn = turn
+        wanted = gradients(net, x, nullcontext())
+        assert same(gradients(net, x, er.saving(min_nbytes=0)), wanted)
+
+
+class SelfAttention(nn.Module):
+    """The linear layer tolerates an error of what it saves; attention asks for far less of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = 8 * self.first(x)
+        return F.scaled_dot_product_attention(x[None], self.second(x)[None], x[None])[0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("policy", ["dither", "coat", "lean"])
+def test_a_step_of_nan_teaches_no_code_that_is_too_coarse(policy, bad):
+    net, x = SelfAttention(), torch.randn(8, 16)
+    follows = 0
+    for number, one in enumerate((torch.full_like(x, bad), x, x, x)):
+        context = er.saving(policy, min_nbytes=0, seed=number)
+        got = gradients(net, one, context)
+        assert same(got, gradients(net, one, looking(policy, min_nbytes=0, seed=number)))
+        follows += followed(context)
+    assert follows == 2
+
+
+def test_what_is_written_without_gradients_may_be_given_to_what_is_made_again():
+    class Fresh(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.running_mean.zero_()
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    net, x = (
+        nn.Sequential(nn.Linear(16, 16), Fresh(16), nn.ReLU(), nn.Linear(16, 16)),
+        torch.randn(8, 16),
+    )
+    for number in range(4):
+        context = er.saving(min_nbytes=0)
+        assert same(gradients(net, x, context), gradients(net, x, nullcontext()))
+        assert followed(context) == (number > 0)
+
+
+def test_steps_that_take_turns_with_autocast_are_followed():
+    net, batch = mixed()
+    x, follows = batch(4), 0
+    for number in range(8):
+        context = er.saving(min_nbytes=0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=number % 2 == 1):
+            step(net, x, context)
+        follows += followed(context)
+    assert follows >= 5

@@ -261,9 +261,9 @@ class Replay(TorchFunctionMode):
         for name, value in step.kwargs:
             if name not in kwargs or not self._is(value, kwargs[name]):
                 return False
-        if step.saves is None and step.run is None:
-            return True  # only to tell one forward from another
-        if not torch.is_grad_enabled() or not (step.saves is None or self._is_asked()):
+        if not step.saves and step.run is None:
+            return True  # it saves nothing: a mask that is made without gradients, too
+        if not torch.is_grad_enabled() or (step.saves and not self._is_asked()):
             return False
         direct = step.direct
         if direct is None:

@@ -26,7 +26,7 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.ledger import Account, Entry, Ledger, Ledgers, NoEntry, RepeatedLedger
 from elbowroom.runtime.replay.replay import Replay, Token
 from elbowroom.runtime.replay.scribe import Scribe
-from elbowroom.runtime.replay.script import Script
+from elbowroom.runtime.replay.script import Script, state_of_torch
 
 _MOST_SETTINGS = 16  # whose scripts are known at a time
 _MOST_SCRIPTS = 8  # of one setting: for other models, shapes, branches
@@ -208,7 +208,8 @@ class SavingContext:
         if self._setting is None:
             return self._make(None)
         scripts = scripts_of(*self._setting, min(len(self._parts), _MOST_PARTS))
-        known = scripts.begin()
+        state = state_of_torch()
+        known = tuple(script for script in scripts.begin() if script.state == state)
         if known:
             return _Following(known, scripts, self._make, self.context)
         return self._make(Scribe(selects=True) if scripts.wanted else None)

@@ -14,6 +14,7 @@ has none, and the next ones are looked at, too.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +28,7 @@ from elbowroom.plan.site import RECOMPUTE
 from elbowroom.runtime import opened
 from elbowroom.runtime.consumers import Call, Levels
 from elbowroom.runtime.direct import Direct
-from elbowroom.runtime.handles import KeepHandle
+from elbowroom.runtime.handles import EncodeHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import Origin, untouchable
 from elbowroom.runtime.ledger import Ledger
@@ -57,6 +58,10 @@ _AT_SAVE, _BEFORE, _AFTER, _LAST = range(4)
 
 class Unwritable(Exception):
     """There is no script of this forward; the message says why."""
+
+
+class OnceUnwritable(Unwritable):
+    """There is none of this forward, but maybe of the next."""
 
 
 @dataclass
@@ -294,7 +299,7 @@ class Scribe:
                 script = writer.script(ledger, self._numel, selects=self._selects)
                 self.script = replace(script, seeds=seeds - self.seeds_before)
             except Unwritable as error:
-                self.refuse(str(error))
+                self.refuse(str(error), once=isinstance(error, OnceUnwritable))
         self._ops, self._done, self._makers, self._storages = [], [], {}, {}
 
 
@@ -317,7 +322,7 @@ class _Writer:
         self._guarded: set[int] = set()  # ops whose arguments are compared
         self._sourced: set[int] = set()  # ops whose operands are compared, too
         self._compared: set[int] = set()  # ops whose arguments tell this forward from others
-        self._fixed: set[int] = set()  # where the parameters lie that recipes read
+        self._fixed: set[tuple[int, int]] = set()  # where the parameters lie that recipes read
         self._views: dict[tuple[int, int], View] = {}
         self._first: dict[int, tuple[int, int]] = {}  # of a slot: where it is saved first
         self._saved_at: dict[_Place, tuple[int, int]] = {}
@@ -364,8 +369,23 @@ class _Writer:
         for slot in self._slots:  # which grows meanwhile
             for order, one, _ in of_slot.get(id(slot), []):
                 found.append((order, one, self._deed(one, slot)))
+        self._check_raw()
         found.sort(key=lambda each: each[0])
         return [(one, deed) for _, one, deed in found]
+
+    def _check_raw(self) -> None:
+        """Raise OnceUnwritable where readers took for exact what is a code in other forwards.
+
+        A lossy codec holds a tensor raw that has a NaN or an Inf. What reads it after the first, or
+        is made of it, may have asked for more than the code gives.
+        """
+        read = Counter(id(view.slot) for view in self._views.values())
+        for slot in self._slots:
+            held = slot.value
+            if not isinstance(held, EncodeHandle) or held.codec.lossless or not held.exact:
+                continue
+            if slot.is_source or read[id(slot)] > 1:
+                raise OnceUnwritable("several read a tensor that has no code: of a NaN or an Inf")
 
     def _number(self, slot: Slot) -> int:
         number = self._numbers.get(id(slot))
@@ -420,7 +440,7 @@ class _Writer:
         op = replace(ready.op, given=())
         if op.bound is not None:  # which makes what reads statistics
             op = replace(op, lossy=None, affine=None)
-        self._fixed |= {x.data_ptr() for x in op.fixed}
+        self._fixed |= {(x.untyped_storage()._cdata, x.data_ptr()) for x in op.fixed}
         return Remade(
             op,
             self._remade(source) if isinstance(source, Ready) else self._number(source),
@@ -460,8 +480,18 @@ class _Writer:
                     self._sourced.add(maker)
                     waiting.append(maker)
         self._guarded |= self._sourced
+        self._check_fixed()
+
+    def _check_fixed(self) -> None:
+        """Raise Unwritable unless what recipes read are parameters, which are compared as such.
+
+        A view of a parameter is compared by its shape alone: the next may be one of another.
+        """
+        storages = {storage for storage, _ in self._fixed}
         compared = (self._ops[at].addresses for at in self._sourced)
-        if not self._fixed <= {address for some in compared for address in some}:
+        known = {address for some in compared for address in some}
+        views = {place[0] for at in self._guarded for place in self._ops[at].operands}
+        if not {address for _, address in self._fixed} <= known or storages & views:
             raise Unwritable("a recipe that reads a weight that is no parameter")
 
     def _note_places(self, deeds: list[tuple[_Done, Deed]]) -> None:
