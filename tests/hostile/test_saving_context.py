@@ -341,3 +341,20 @@ def test_steps_that_take_turns_with_autocast_are_followed():
             step(net, x, context)
         follows += followed(context)
     assert follows >= 5
+
+
+@pytest.mark.parametrize("policy", ["dither", "coat", "lean"])
+def test_one_tensor_that_two_norms_read_is_normalized_by_the_one_that_is_there(policy):
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            y = F.relu6(4 * F.batch_norm(x, None, None, training=True))
+            return y * F.layer_norm(x, (16,)) @ y.t()
+
+    torch.manual_seed(0)
+    net, x = Twice(16, 16), torch.randn(8, 16)
+    for number in range(4):
+        context = er.saving(policy, min_nbytes=0, seed=number)
+        got = gradients(net, x, context)
+        assert same(got, gradients(net, x, looking(policy, min_nbytes=0, seed=number)))
+        assert followed(context) == (number > 0)

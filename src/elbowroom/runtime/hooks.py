@@ -740,7 +740,7 @@ class Saving:
             draw = drawn - self.scribe.seeds_before
             deed = Deed(NOWHERE, name, need, action, bits=bits, covers=covers, draw=draw)
             remade = ready if isinstance(action, Rebuild) else None
-            self.scribe.does(slot, deed, remade, is_normalized=norm is not None)
+            self.scribe.does(slot, deed, remade, norm)
 
     def _copied(self, scribe: Scribe, slot: Slot, y: Tensor) -> None:
         """A constant is among the arguments of the call that has ended, and a slot has a copy."""

@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,15 @@ class _Op:
                 yield x.address
 
 
+class _Norm(NamedTuple):
+    """Where the statistics lie that something was normalized with."""
+
+    mean: tuple[_Place, Geometry]
+    rstd: tuple[_Place, Geometry]
+    inner: int
+    rows: int
+
+
 @dataclass(frozen=True)
 class _Done:
     """What was done with a slot, and when."""
@@ -111,7 +120,7 @@ class _Done:
     slot: weakref.ref[Slot]
     deed: Deed
     ready: weakref.ref[Ready] | None = None
-    is_normalized: bool = False
+    norm: _Norm | None = None
 
 
 class Scribe:
@@ -233,18 +242,22 @@ class Scribe:
         slot: Slot,
         deed: Deed,
         ready: Ready | None = None,
-        *,
-        is_normalized: bool = False,
+        norm: Statistics | None = None,
     ) -> None:
-        """Something is done with a slot. is_normalized: with the statistics that it has."""
+        """Something is done with a slot. norm: the statistics that it has now."""
         if self.why:
             return
         kept = None if ready is None else weakref.ref(ready)  # its slots must be free to die
+        where = None if norm is None else self._where(norm)
         at, when, save = NOWHERE, _LAST, 0
         if self._stack:
             at, when = self._stack[-1], self._when
             save = len(self._ops[at].saves)
-        self._done.append(_Done(at, when, save, weakref.ref(slot), deed, kept, is_normalized))
+        self._done.append(_Done(at, when, save, weakref.ref(slot), deed, kept, where))
+
+    def _where(self, norm: Statistics) -> _Norm:
+        mean, rstd = ((self._place_of(x), Geometry.of(x)) for x in (norm.mean, norm.rstd))
+        return _Norm(mean, rstd, norm.inner, norm.rows)
 
     def copies(self, slot: Slot, y: Tensor, call: Call | None) -> None:
         """A slot stands for a constant among the arguments of the call that has ended."""
@@ -417,7 +430,7 @@ class _Writer:
             slot=self._number(slot),
             action=action,
             remade=remade,
-            norm=self._norm(slot.statistics) if one.is_normalized and slot.statistics else None,
+            norm=None if one.norm is None else self._norm(one.norm),
             mask=mask,
         )
 
@@ -432,7 +445,10 @@ class _Writer:
         if made is None or made[0]() is not ready.op:
             raise Unwritable("a recipe of no op")
         self._sourced.add(made[1])
-        given = tuple(self._ref(x) for x in ready.op.given)
+        given = tuple(
+            self._ref((x.untyped_storage()._cdata, version_of(x)), Geometry.of(x))
+            for x in ready.op.given
+        )
         if given and ready.op.bound is None:
             raise Unwritable("a recipe that reads what only this forward has")
         source = ready.source
@@ -452,15 +468,15 @@ class _Writer:
             given,
         )
 
-    def _norm(self, norm: Statistics) -> Norm:
-        return Norm(self._ref(norm.mean), self._ref(norm.rstd), norm.inner, norm.rows)
+    def _norm(self, norm: _Norm) -> Norm:
+        return Norm(self._ref(*norm.mean), self._ref(*norm.rstd), norm.inner, norm.rows)
 
-    def _ref(self, x: Tensor) -> Ref:
-        at = self._saved_at.get((x.untyped_storage()._cdata, version_of(x)))
+    def _ref(self, place: _Place, geometry: Geometry) -> Ref:
+        at = self._saved_at.get(place)
         if at is None:
             raise Unwritable("a statistic that no op of the forward saves")
         self._guarded.add(at[0])
-        return Ref(self._noted.setdefault(at, len(self._noted)), Geometry.of(x))
+        return Ref(self._noted.setdefault(at, len(self._noted)), geometry)
 
     def _close_sources(self) -> None:
         """Compare the operands of ops that make what a compared op reads, and so on."""
