@@ -358,3 +358,18 @@ def test_one_tensor_that_two_norms_read_is_normalized_by_the_one_that_is_there(p
         got = gradients(net, x, context)
         assert same(got, gradients(net, x, looking(policy, min_nbytes=0, seed=number)))
         assert followed(context) == (number > 0)
+
+
+@pytest.mark.parametrize("policy", ["dither", "coat", "lean"])
+@pytest.mark.parametrize("gate", [nn.ReLU, nn.LeakyReLU])
+def test_the_input_of_a_norm_keeps_the_bits_that_it_is_made_again_with(policy, gate):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), nn.GELU(), gate(), nn.BatchNorm1d(16), nn.Linear(16, 16))
+    x = torch.randn(64, 16)
+    for number in range(4):
+        context = er.saving(policy, min_nbytes=0, seed=number)
+        got, seen = step(net, x, context)
+        wanted, known = step(net, x, looking(policy, min_nbytes=0, seed=number))
+        assert same(got, wanted)
+        assert seen == known
+        assert followed(context) == (number > 0)

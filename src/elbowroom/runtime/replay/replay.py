@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from elbowroom.plan import Need
-from elbowroom.plan.action import Encode, Rebuild
+from elbowroom.plan.action import Encode, Keep, Rebuild
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
@@ -441,7 +441,8 @@ class Replay(TorchFunctionMode):
         norm = None if deed.norm is None else deed.norm.statistics(self)
         prefetcher = self.context.prefetcher
         slot.hold(perform(action, whole, deed.need, ready, seed, None, norm, prefetcher, deed.name))
-        slot.drop_needless_bits()
+        if not isinstance(action, Keep):  # which comes between two codes, and drops no bits
+            slot.drop_needless_bits()
 
     def _draw(self, nth: int) -> int:
         assert self._seeds is not None
