@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
 from elbowroom.codecs import Cast
@@ -373,3 +374,19 @@ def test_the_input_of_a_norm_keeps_the_bits_that_it_is_made_again_with(policy, g
         assert same(got, wanted)
         assert seen == known
         assert followed(context) == (number > 0)
+
+
+@pytest.mark.parametrize("policy", [None, "dither", "coat"])
+def test_what_is_made_again_of_the_input_of_a_checkpoint_that_an_op_saves_later(policy):
+    class Checkpointed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            inner = checkpoint(lambda t: F.gelu(F.layer_norm(t, (16,))) * t, x, use_reentrant=False)
+            out = inner @ inner.t()
+            return out @ super().forward(x)
+
+    torch.manual_seed(0)
+    net, x = Checkpointed(16, 16), torch.randn(8, 16)
+    for number in range(4):
+        got = gradients(net, x, er.saving(policy, min_nbytes=0, seed=number))
+        assert same(got, gradients(net, x, looking(policy, min_nbytes=0, seed=number)))

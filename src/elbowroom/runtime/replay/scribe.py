@@ -383,8 +383,26 @@ class _Writer:
             for order, one, _ in of_slot.get(id(slot), []):
                 found.append((order, one, self._deed(one, slot)))
         self._check_raw()
+        for _, one, deed in found:
+            self._check_order(one.op, deed)
         found.sort(key=lambda each: each[0])
         return [(one, deed) for _, one, deed in found]
+
+    def _check_order(self, at: int, deed: Deed) -> None:
+        """Raise Unwritable where op `at` makes something of what is saved later.
+
+        It was saved before, too, but by no op that is seen: as the input of the user's checkpoint.
+        """
+        numbers = [] if deed.mask == NOWHERE else [deed.mask]
+        remade: int | Remade | None = deed.remade
+        while isinstance(remade, Remade):
+            numbers += [n for n in (remade.bits, remade.noise, remade.other) if n != NOWHERE]
+            remade = remade.source
+        numbers += [] if remade is None else [remade]
+        for slot in (self._slots[number] for number in numbers):
+            first = self._first.get(id(slot))
+            if at != NOWHERE and first is not None and first[0] > at:
+                raise Unwritable("a recipe of what no op has saved so far")
 
     def _check_raw(self) -> None:
         """Raise OnceUnwritable where readers took for exact what is a code in other forwards.
