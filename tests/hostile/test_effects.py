@@ -26,6 +26,7 @@ from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.repeats import Unrepeatable, why_not_again
+from elbowroom.runtime.replay.scribe import Unwritable
 
 STEPS, ROWS, WIDTH = 5, 256, 32
 COLLECTED = []
@@ -519,6 +520,7 @@ def test_every_exception_of_the_package_is_public_or_waited_for():
     assert kinds == {
         "Unrepeatable": (BaseException,),  # below
         "Unwritable": (Exception,),  # a forward that nothing can follow: the next is looked at
+        "OnceUnwritable": (Unwritable,),  # likewise
         "_Refused": (errors.PlanError,),  # the command line shows its message
         "_Enough": (SystemExit,),  # the command line ends a script that has run for long enough
     }
