@@ -1,4 +1,4 @@
-"""What a forward may hold for backward: the budget, without what stands and what passes.
+"""The headroom is what a forward may hold: the budget, less what stands and what passes.
 
     budget - static - transients (+ what the plan lets pass)
 
@@ -15,7 +15,7 @@ from elbowroom.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Headroom:
-    """What is known of the bytes that a step takes beside what stands and what it holds.
+    """This says what a step takes, in bytes, beside what stands and what it holds, as far as known.
 
     transient_nbytes  of the largest call; None: neither measured nor planned yet
     guess_nbytes      at most so many, as long as that is None; None: there is no such guess

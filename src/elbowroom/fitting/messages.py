@@ -102,7 +102,7 @@ def warn_unexpected(terms: FitOptions, plan: Plan | None) -> None:
 
 
 def say_unknown(terms: FitOptions, why: str) -> None:
-    """What codes add is not known: at WARNING where a limit was asked for."""
+    """Say that it is not known what codes add: at WARNING where a limit was asked for."""
     _log.log(
         logging.INFO if terms.noise is None else logging.WARNING,
         "budget %s: what codes add to the gradient is not measured, because %s; a larger budget, "
@@ -113,7 +113,7 @@ def say_unknown(terms: FitOptions, why: str) -> None:
 
 
 def say_noise(terms: FitOptions, plan: Plan) -> None:
-    """What codes add: at WARNING where that is more than training would not notice."""
+    """Say what codes add: at WARNING where that is more than training would not notice."""
     _log.log(
         logging.INFO if plan.noise <= _UNNOTICED else logging.WARNING,
         "budget %s: codes add %.3g %% of what mini-batches vary by anyway (estimated, after %d "

@@ -1,4 +1,4 @@
-"""What it takes to watch the codes of a plan."""
+"""This module says what it takes to watch the codes of a plan."""
 
 from elbowroom.plan.plan import Plan
 

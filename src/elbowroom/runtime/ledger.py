@@ -235,7 +235,7 @@ class Account(ABC):
 
     def __repr__(self) -> str:
         before, after = show_nbytes(self.before_nbytes), show_nbytes(self.after_nbytes)
-        return f"{type(self).__name__}({before} -> {after})"
+        return f"Ledger({before} -> {after})"  # whatever the kind: it is one to its reader
 
 
 class Ledger(Account):

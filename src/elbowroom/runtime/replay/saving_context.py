@@ -251,7 +251,7 @@ class _Following(Replay):
         super().__init__(known[0], context, known[1:])
         self._scripts, self._make = scripts, make
         self._token = Token()
-        self._repeated = RepeatedLedger(known[0].counts)
+        self._repeated: RepeatedLedger  # from the beginning on: `follow` makes it
 
     @property
     def ledger(self) -> Ledger:
