@@ -1,6 +1,7 @@
 """fit: forwards that wait for one backward are one step: twins, real and fake, sums of losses."""
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom.fitting.calls import MOST_CALLS
+from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.replayed import ReplayedForward, ReplayedSaving
 from elbowroom.measure import peak
 from elbowroom.runtime import attach
 from elbowroom.runtime.attach import opener_of
@@ -217,3 +220,95 @@ def test_a_step_is_not_judged_by_a_small_later_forward():
     budget = int(0.75 * plain)
     held = trained(run, budget, steps=25, exact=True)[-1]
     assert held <= budget
+
+
+def followed(monkeypatch):
+    """The number of the forward in its step, and whether it has strayed, of all that follow."""
+    seen = []
+    end = ReplayedSaving.__exit__
+
+    def leave(self, *error):
+        end(self, *error)
+        seen.append((self._fit.calls.at, self.strayed))
+
+    monkeypatch.setattr(ReplayedSaving, "__exit__", leave)
+    return seen
+
+
+@pytest.mark.parametrize("run", [siamese, summed, uneven])
+@pytest.mark.parametrize("exact", [True, False])
+def test_each_forward_of_a_settled_step_follows_a_script_of_its_own(run, exact, monkeypatch):
+    plain_losses, _, _, plain = trained(run, steps=16)
+    seen = followed(monkeypatch)
+    share = 0.65 if exact else 0.35
+    losses, _, model, held = trained(run, int(share * plain), steps=16, exact=exact or None)
+    planning = opener_of(model).planning
+    assert planning.settled
+    forwards = 3 if run is summed else 2
+    assert {at for at, _ in seen} == set(range(forwards))
+    assert not any(strayed for _, strayed in seen)
+    assert held <= int(share * plain)
+    assert not exact or losses == plain_losses
+
+
+def test_codes_of_followed_forwards_are_those_of_forwards_that_are_looked_at(monkeypatch):
+    plain = trained(summed)[-1]
+    _, state, model, _ = trained(summed, int(0.35 * plain), steps=14)
+    fitting = opener_of(model)
+    count = fitting.context.count
+
+    def gradients():
+        model.load_state_dict(state)
+        model.zero_grad()
+        fitting.context.count = count
+        summed(model, 0).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    seen = followed(monkeypatch)
+    ours = gradients()
+    assert [at for at, _ in seen] == [0, 1, 2]
+    monkeypatch.setattr(Planning, "next_script", lambda self: None)
+    looked = gradients()
+    assert len(seen) == 3
+    assert not fitting.planning.plan.exact
+    assert all(map(torch.equal, ours, looked))
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_forward_that_strays_goes_on_from_those_before_it(changed, monkeypatch):
+    """What they hold counts, and its ops have the names of that forward."""
+
+    def run(model, seed):
+        losses = []
+        for part in range(3):
+            with Extra(model) if seed >= 14 and part == changed else nullcontext():
+                losses.append(model(batch(100 * part + seed)).square().mean())
+            if seed == 14 and budget is not None:
+                ends.append(opener_of(model)._last)
+        return sum(losses)
+
+    ends, budget = [], None
+    plain_losses, _, _, plain = trained(run, steps=18)
+    budget = int(0.65 * plain)
+    seen = followed(monkeypatch)
+    losses, _, model, held = trained(run, budget, steps=18, exact=True)
+    assert losses == plain_losses
+    assert (changed, True) in seen
+    kinds = [isinstance(one, ReplayedForward) for one in ends]
+    assert kinds == [part < changed for part in range(3)]
+    assert [one._calls[model] for one in ends[changed:]] == [1, 2, 3][changed:]
+    assert ends[-1].ledger.held_nbytes == 0
+    assert held <= budget
+
+
+class Extra:
+    """Inside, the model runs one op more."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __enter__(self):
+        self.handle = self.model.blocks[3].register_forward_hook(lambda _, args, out: out * 1)
+
+    def __exit__(self, *_):
+        self.handle.remove()

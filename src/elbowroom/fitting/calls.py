@@ -112,9 +112,9 @@ class Calls:
         return False
 
     @property
-    def is_one(self) -> bool:
-        """Return whether a step has one forward, as far as is known."""
-        return not self._later and not self.grew
+    def at(self) -> int:
+        """The number of the forward that runs; 0: the first of its step."""
+        return self._at
 
     @property
     def are_seen(self) -> bool:

@@ -82,7 +82,7 @@ _NEARLY = 1.05  # of the budget: a plan that was given and takes no more is corr
 _MUCH = 0.01  # of the budget: if as much more stands beside the model, it is planned again
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
 _MOST_STRAYS = 3  # steps that held more than those before, and were learned from anew
-_MOST_SCRIPTS = 8  # for calls of several sizes
+_MOST_SCRIPTS = 16  # for calls of several sizes, and for the forwards of a step
 _LOOKS_AGAIN = 256  # forwards that are known, until one is looked at all the same
 _MOST_UNWRITTEN = 4  # forwards without a script, or that strayed from it, until none is written
 _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
@@ -121,6 +121,7 @@ class Planning:
         self.context = context
         self.stock = MemoryState(0)
         self.now = self.largest = Signature(None)
+        self._running = 0, self.now  # which forward of a step runs, and what it is given
         self.redoes = False
         self.said: tuple[str, bool] | None = None
         self._untried = 0  # forwards in which modules that run again are tried (`repeats.py`)
@@ -156,7 +157,7 @@ class Planning:
         self._forget_scripts()
 
     def _forget_scripts(self) -> None:
-        self._scripts: dict[Signature, Script] = {}  # of settled forwards
+        self._scripts: dict[tuple[int, Signature], Script] = {}  # of settled forwards, in steps
         self._unwritten = _MOST_UNWRITTEN  # forwards that may yet turn out to have no script
         self._replayed = 0  # forwards
 
@@ -187,7 +188,7 @@ class Planning:
             self._start_over()
             self._fitted, self.outgrown = fitted, self.calls.grew
         self.calls.begin()
-        self.stock, self.now = stock, signature
+        self.stock, self.now, self._running = stock, signature, (0, signature)
         if self.largest.structure is None:
             self.largest, self.plan = signature, self.given
             if self.given is not None:
@@ -307,14 +308,24 @@ class Planning:
 
     def _is_written_down(self, recorder: StepRecorder | None, after: FittedSaving | None) -> bool:
         """Return whether the forward that begins is to be written down, to be followed."""
-        settled = self.settled and self.meter is None and self._untried < 0
-        alone = recorder is None and after is None and self.calls.is_one
-        return settled and alone and self._scripts.get(self.now) is None and self._unwritten > 0
+        if recorder is not None or self._untried >= 0 or not self._may_be_followed:
+            return False
+        is_planned = after is None or not after.climbed
+        return is_planned and self._running not in self._scripts and self._unwritten > 0
+
+    @property
+    def _may_be_followed(self) -> bool:
+        return self.settled and self.meter is None and not self.calls.grew
+
+    def repeat(self) -> Script | None:
+        """The step before begins once more. Return what its first forward follows."""
+        self.calls.begin()
+        self._running = 0, self.now
+        return self.next_script()
 
     def next_script(self) -> Script | None:
         """Return the script that the forward that begins follows; None: it is looked at."""
-        usable = self.settled and self.meter is None and self.calls.is_one
-        script = self._scripts.get(self.now) if usable else None
+        script = self._scripts.get(self._running) if self._may_be_followed else None
         if script is not None:
             self._replayed += 1
             if self._replayed % _LOOKS_AGAIN == 0:  # what no guard sees would go on for ever
@@ -324,7 +335,7 @@ class Planning:
 
     def forget_script(self) -> None:
         """The forward was another one than its script says."""
-        self._scripts.pop(self.now, None)
+        self._scripts.pop(self._running, None)
         self._unwritten -= 1
 
     def prepare(self, forward: Callable[[], Any]) -> None:
@@ -385,6 +396,7 @@ class Planning:
         """The step goes on with another forward. Whether what stands was made with it in mind."""
         given = self.plan if self.plan is self.given else None
         known = self.calls.go_on(signature, given, rehearsed=self.rehearsed)
+        self._running = self.calls.at, signature
         if known and given is not None:
             self.calls.note(signature, None)
         return known
@@ -489,7 +501,7 @@ class Planning:
             return
         while len(self._scripts) >= _MOST_SCRIPTS:
             del self._scripts[next(iter(self._scripts))]
-        self._scripts[self.now] = scribe.script
+        self._scripts[self._running] = scribe.script
 
     @property
     def wants_measuring(self) -> bool:

@@ -1,4 +1,8 @@
-"""Forwards of a fitted model that follow a script: nothing is looked at (`runtime/replay`)."""
+"""Forwards of a fitted model that follow a script: nothing is looked at (`runtime/replay`).
+
+A step may have several. As long as all follow theirs, each counts what it holds for itself. One
+that is looked at goes on from what those before it hold, as if they had been looked at.
+"""
 
 from elbowroom.fitting.forward import Fit, FittedSaving
 from elbowroom.plan.ladder import Rung
@@ -15,15 +19,16 @@ class ReplayedSaving(Replay):
     entry  what was held until then, in the ledger of that
     """
 
-    def __init__(self, fit: Fit, script: Script) -> None:
+    def __init__(self, fit: Fit, script: Script, after: "ReplayedForward | None" = None) -> None:
         super().__init__(script, fit.context)
-        self._fit = fit
+        self._fit, self._after = fit, after
         self.rest: FittedSaving | None = None
         self.entry: Entry | None = None
 
     def look(self) -> Saving:
         """Return a context that may climb, in which what is held already counts: about so much."""
-        self.rest, share = FittedSaving(self._fit), self.share
+        after = None if self._after is None else self._after.begun()
+        self.rest, share = FittedSaving(self._fit, after=after), self.share
         before, held = self.script.before_nbytes, self.script.held_nbytes
         self.entry = self.rest.ledger.open("", "replayed", "", int(share * before))
         self.entry.hold(int(share * held))
@@ -34,33 +39,32 @@ class ReplayedForward:
     """A forward that was known, once it has ended: what its graph holds, as long as that waits.
 
     setting  what its script was written by
+    after    the one before it in the same step
     """
 
-    def __init__(self, fit: Fit, script: Script) -> None:
+    def __init__(self, fit: Fit, script: Script, after: "ReplayedForward | None" = None) -> None:
         plan = fit.plan
         rung = fit.terms.rungs[fit.rung]
         self.setting = rung if plan is None else Rung("plan", plan.look_up, plan.exact)
         self.ledger = Tally(script.held_nbytes, script.before_nbytes)
-        self._fit = fit
+        self._fit, self._script, self._after = fit, script, after
 
     @property
     def waits(self) -> bool:
-        """Return whether its backward is still to come."""
-        return self.ledger.held_nbytes > 0
+        """Return whether its backward is still to come, or that of one before it."""
+        return self.ledger.held_nbytes > 0 or (self._after is not None and self._after.waits)
 
     @property
     def is_over(self) -> bool:
         """Return whether nothing is held any more."""
         return not self.waits
 
-    def counted(self, saving: FittedSaving) -> FittedSaving:
-        """Let a context count what this graph holds, until it is asked for it."""
-        tally = self.ledger
-        entry = saving.ledger.open("", "replayed", "", tally.before_nbytes)
-        entry.hold(tally.after_nbytes)
-        tally.when_over(entry.close)
-        return saving
-
     def begun(self) -> FittedSaving:
         """Return a context after which the same step goes on with another forward."""
-        return self.counted(FittedSaving(self._fit))
+        saving = FittedSaving(self._fit)
+        saving.goes_on_from(self._script.calls)
+        one: ReplayedForward | None = self
+        while one is not None:
+            one.ledger.move_to(saving.ledger)
+            one = one._after
+        return saving

@@ -110,12 +110,11 @@ class Fitting:
         goes_on = last is not None and last.waits and self.planning.calls.may_go_on
         try:
             if known is not None and not goes_on and self._repeats(signature):
-                script = self.planning.next_script()
+                script = self.planning.repeat()
                 if script is not None:
                     self.context.begin_step()
                     return self._replayed(forward, script)
             if last is not None and goes_on:
-                last = last.begun() if isinstance(last, ReplayedForward) else last
                 return self._go_on(model, forward, signature, last, given)
             return self._step_with(model, forward, signature, given)
         except Exception as error:
@@ -195,13 +194,20 @@ class Fitting:
         model: nn.Module,
         forward: Callable[[], Any],
         signature: Signature,
-        last: FittedSaving,
+        before: FittedSaving | ReplayedForward,
         given: Given,
     ) -> Any:
         """The model runs once more in the same step (`calls.py`)."""
         planning = self.planning
         is_known = planning.go_on(signature)
         learns = planning.plan is None and not planning.settled
+        if isinstance(before, ReplayedForward):
+            script = planning.next_script() if is_known else None
+            if script is not None:
+                return self._replayed(forward, script, before)
+            last = before.begun()
+        else:
+            last = before
         if is_known and not learns:
             return self._forward(forward, last)
         undo = Undo(model, (), given)
@@ -292,14 +298,16 @@ class Fitting:
         self._ended(saving)
         return out
 
-    def _replayed(self, forward: Callable[[], Any], script: Script) -> Any:
+    def _replayed(
+        self, forward: Callable[[], Any], script: Script, after: ReplayedForward | None = None
+    ) -> Any:
         """Run a forward that is known; where it turns out to be another one, look at it."""
-        known = ReplayedForward(self.planning, script)
+        known = ReplayedForward(self.planning, script, after)
         self._opened = known
         if script.does_nothing and self._has_ample_room:
             out = forward()
         else:
-            with ReplayedSaving(self.planning, script) as saving:
+            with ReplayedSaving(self.planning, script, after) as saving:
                 out = forward()
             if saving.strayed:
                 self.planning.forget_script()

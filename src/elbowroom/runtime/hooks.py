@@ -168,7 +168,7 @@ class Saving:
             consumers = Consumers(self._finished, passes, self._run_as, failed)
             self._consumers = opening.enter_context(consumers)
             if self.scribe is not None:
-                self.scribe.seeds_before = self.context.count
+                self.scribe.starts(self.ledger, self.context.count)
                 self._identity.told = partial(self._copied, self.scribe)
             if self.recorder is not None or self.recompute:
                 opening.enter_context(intercepted(self._called))
@@ -197,7 +197,7 @@ class Saving:
         self._waiting.clear()
         self._pieces.clear()
         if self.scribe is not None:
-            self.scribe.finish(self.ledger, self.context.count)
+            self.scribe.finish(self.ledger, self.context.count, self._calls)
         if kind is None:
             self._passing.learn(slots)
         self._passing = Passing(None, self.ledger, self.min_nbytes)
@@ -225,7 +225,7 @@ class Saving:
             failed = None if self.scribe is None else self.scribe.failed
             self._consumers = Consumers(self._finished, None, self._run_as, failed)
             if self.scribe is not None:  # from the first op on, or the script would be a part only
-                self.scribe.seeds_before = self.context.count
+                self.scribe.starts(self.ledger, self.context.count)
                 self._identity.told = partial(self._copied, self.scribe)
             self._hook = hook
             self._watch = self._watching()
@@ -254,6 +254,12 @@ class Saving:
         earlier = () if self._after is None else self._after._calls
         self._calls = weakref.WeakKeyDictionary(earlier)
         return self._calls
+
+    def goes_on_from(self, calls: modules.Counts) -> None:
+        """Count calls of outermost modules from here on: a forward before was not looked at."""
+        for ref, count in calls:
+            if (module := ref()) is not None:
+                self._calls[module] = count
 
     def _watching(self) -> Watch | None:
         if self.observer is None:

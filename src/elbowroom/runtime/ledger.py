@@ -122,6 +122,17 @@ class Counts(NamedTuple):
     held_nbytes: int
 
 
+class Mark(NamedTuple):
+    """How far a ledger had come: what it counts later is another forward's."""
+
+    clock: int
+    before_nbytes: int
+    after_nbytes: int
+    away_nbytes: int
+    most_nbytes: int
+    held_nbytes: int
+
+
 class NoEntry:
     """In place of an `Entry`, for the slots of a replayed forward: nothing is counted."""
 
@@ -189,6 +200,13 @@ class Tally:
             call()
         else:
             graph.over.append(call)
+
+    def move_to(self, ledger: "Ledger") -> None:
+        """Let a ledger count it from now on."""
+        entry = ledger.open("", "replayed", "", self.before_nbytes)
+        entry.hold(self.after_nbytes)
+        self.after_nbytes = 0
+        self.when_over(entry.close)
 
     @property
     def held_nbytes(self) -> int:
@@ -289,10 +307,16 @@ class Ledger(Account):
             for key, part in groups.items()
         ]
 
-    def counts(self, slot_of: Callable[[Entry], int]) -> Counts:
-        """Return what it has come to, for forwards that repeat this one.
+    def mark(self) -> Mark:
+        """Return how far it has come."""
+        sums = self.before_nbytes, self.after_nbytes, self.away_nbytes
+        return Mark(self._clock, *sums, self.most_nbytes, self.held_nbytes)
+
+    def counts(self, slot_of: Callable[[Entry], int], since: Mark) -> Counts:
+        """Return what has been added to it, for forwards that repeat the one that did.
 
         slot_of: entry -> the number of its slot, or a negative one
+        since: how far it had come before
         """
         entries = tuple(
             Counted(
@@ -300,11 +324,11 @@ class Ledger(Account):
                 *(e.before_nbytes, e.after_nbytes, e.away_nbytes, slot_of(e)),
             )
             for e in self._of_fullest()
-            if isinstance(e, Entry)
+            if isinstance(e, Entry) and e.born > since.clock
         )
-        most, held = self.most_nbytes, self.held_nbytes
-        sums = self.before_nbytes, self.after_nbytes, self.away_nbytes
-        return Counts(entries, *sums, most, held)
+        _, *now = self.mark()
+        _, *before = since
+        return Counts(entries, *(x - y for x, y in zip(now, before, strict=True)))
 
     def _of_fullest(self) -> "list[Entry] | list[Entry | Counted]":
         with self._lock:

@@ -21,6 +21,7 @@ from elbowroom.plan.sequence import prefix
 from elbowroom.runtime.compiler import original, say_eager
 
 Calls = weakref.WeakKeyDictionary[nn.Module, int]  # how often each has been called
+Counts = tuple[tuple[weakref.ref[nn.Module], int], ...]  # the same, as it was
 _CALL_IMPL = nn.Module._call_impl.__code__
 _names: "weakref.WeakKeyDictionary[nn.Module, dict[int, str]]" = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []

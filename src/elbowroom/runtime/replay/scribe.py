@@ -31,7 +31,8 @@ from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import Origin, untouchable
-from elbowroom.runtime.ledger import Ledger
+from elbowroom.runtime.ledger import Ledger, Mark
+from elbowroom.runtime.modules import Calls
 from elbowroom.runtime.normal import Statistics
 from elbowroom.runtime.recipes import Op, Ready
 from elbowroom.runtime.replay.script import (
@@ -140,6 +141,7 @@ class Scribe:
         self._when = _BEFORE
         self._done: list[_Done] = []
         self.seeds_before = 0
+        self._mark = Ledger().mark()
         self._selects = selects
         self._numel = 0  # of all that was saved
         self._storages: dict[int, WeakStorage] = {}  # so that no address is used twice
@@ -147,6 +149,10 @@ class Scribe:
         self._state = state_of_torch()
 
     # --- What a context tells
+
+    def starts(self, ledger: Ledger, seeds: int) -> None:
+        """The forward begins. ledger: that counts it; seeds: the count of its context's."""
+        self._mark, self.seeds_before = ledger.mark(), seeds
 
     def refuse(self, why: str, *, once: bool = False) -> None:
         """There is no script of this forward. once: there may be one of the next."""
@@ -299,18 +305,19 @@ class Scribe:
 
     # --- What comes of it
 
-    def finish(self, ledger: Ledger, seeds: int) -> None:
+    def finish(self, ledger: Ledger, seeds: int, calls: Calls) -> None:
         """The forward has ended, and its graph is still there: write the script, if there is one.
 
-        ledger: of this forward; seeds: the count of its context's as it ends
+        ledger, seeds: those that it has started with; calls: of outermost modules in this step
         """
         if ledger.was_asked:
             self.refuse("a backward has run inside")
         if not self.why:
             writer = _Writer(self._ops, self._done, self._makers, self._state)
             try:
-                script = writer.script(ledger, self._numel, selects=self._selects)
-                self.script = replace(script, seeds=seeds - self.seeds_before)
+                script = writer.script(ledger, self._mark, self._numel, selects=self._selects)
+                seen = tuple((weakref.ref(module), n) for module, n in calls.items())
+                self.script = replace(script, seeds=seeds - self.seeds_before, calls=seen)
             except Unwritable as error:
                 self.refuse(str(error), once=isinstance(error, OnceUnwritable))
         self._ops, self._done, self._makers, self._storages = [], [], {}, {}
@@ -341,8 +348,8 @@ class _Writer:
         self._saved_at: dict[_Place, tuple[int, int]] = {}
         self._made_at: dict[_Place, int] = {}
 
-    def script(self, ledger: Ledger, numel: int, *, selects: bool) -> Script:
-        """Return all of it."""
+    def script(self, ledger: Ledger, since: Mark, numel: int, *, selects: bool) -> Script:
+        """Return all of it. since: what the ledger had come to as the forward began."""
         for at, op in enumerate(self._ops):
             for i, saved in enumerate(op.saves):
                 self._saved_at.setdefault(saved.at, (at, i))
@@ -363,7 +370,7 @@ class _Writer:
         last = tuple(deed for one, deed in deeds if one.when == _LAST)
         sizes = len(self._slots), len(self._noted), len(self._places)
         entries = {id(slot.entry): number for number, slot in enumerate(self._slots)}
-        counts = ledger.counts(lambda entry: entries.get(id(entry), NOWHERE))
+        counts = ledger.counts(lambda entry: entries.get(id(entry), NOWHERE), since)
         return Script(steps, *sizes, last, counts, numel, 0, self._state)
 
     def _deeds(self) -> list[tuple[_Done, Deed]]:

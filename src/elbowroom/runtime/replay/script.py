@@ -26,6 +26,7 @@ from elbowroom.runtime.consumers import Levels
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.ledger import Counts
+from elbowroom.runtime.modules import Counts as CallCounts
 from elbowroom.runtime.normal import Statistics
 from elbowroom.runtime.recipes import Op, Ready
 from elbowroom.runtime.slot import Geometry
@@ -215,6 +216,8 @@ class Script:
     slots, noted, places  how many there are
     last          deeds to be done as the forward ends
     counts        what its ledger came to; of slots that are acted on, by their numbers
+    calls         of outermost modules in this step, at the end of it: the next forward's names go
+                  on from there
     numel         elements of all tensors that it saved
     seeds         how many it took
     state         of torch, on which kernels depend, as it was written
@@ -229,6 +232,7 @@ class Script:
     numel: int
     seeds: int
     state: tuple[Any, ...]
+    calls: CallCounts = ()
 
     @property
     def held_nbytes(self) -> int:
