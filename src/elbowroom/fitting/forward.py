@@ -18,7 +18,6 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.direct.recurrent import saved_nbytes
 from elbowroom.runtime.hooks import Saving
-from elbowroom.runtime.inert import Inertness
 from elbowroom.runtime.observer import Recorder
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.replay.scribe import Scribe
@@ -63,7 +62,6 @@ class FittedSaving(Saving):
         *,
         may_climb: bool = True,
         counts: bool = False,
-        inertness: Inertness | None = None,
         after: "FittedSaving | None" = None,
         scribe: Scribe | None = None,
     ) -> None:
@@ -85,7 +83,6 @@ class FittedSaving(Saving):
             recorder=recorder,
             recompute=fit.recompute,
             observer=fit.meter,
-            inertness=inertness,
             after=after,
             scribe=scribe,
         )
@@ -203,14 +200,12 @@ class FittedSaving(Saving):
             else:
                 break
         if self.ledger.held_nbytes > surely_allowed:
-            if self._passing.was_blind or not self._fit.may_refuse:
+            if not self._fit.may_refuse:
                 self._stray()
             else:
                 self.impossible = True
         if self.impossible:
             self.too_much = self.too_much or not self._may_climb
-        if self.climbed or self.impossible or self.too_much:
-            self._passing.stop()
         if self.impossible or self.too_much:
             self.drop_everything()
         plan = self._plan

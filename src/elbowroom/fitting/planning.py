@@ -70,7 +70,6 @@ from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Heard, with_backward
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.inert import inertness_of
 from elbowroom.runtime.repeats import TRIED
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script
@@ -297,14 +296,8 @@ class Planning:
         after: FittedSaving | None = None,
     ) -> FittedSaving:
         """For the forward that begins now. after: that of the one before in the same step."""
-        inertness, scribe = None, None
-        if self._is_written_down(recorder, after):
-            scribe = Scribe()
-        elif self.plan is not None and not (recorder or self.meter or after):
-            inertness = inertness_of(self.plan)
-        return FittedSaving(
-            self, recorder, may_climb=may_climb, inertness=inertness, after=after, scribe=scribe
-        )
+        scribe = Scribe() if self._is_written_down(recorder, after) else None
+        return FittedSaving(self, recorder, may_climb=may_climb, after=after, scribe=scribe)
 
     def _is_written_down(self, recorder: StepRecorder | None, after: FittedSaving | None) -> bool:
         """Return whether the forward that begins is to be written down, to be followed."""

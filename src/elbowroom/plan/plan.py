@@ -20,7 +20,7 @@ from elbowroom.errors import PlanError
 from elbowroom.plan import files
 from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung
-from elbowroom.plan.menu import EXACT_MENU, KEEP, OFFLOAD, RUNGS
+from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, RUNGS
 from elbowroom.plan.sequence import prefix
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.plan.standing import Standing, standing_from
@@ -167,12 +167,6 @@ class Plan:
     def held_nbytes(self) -> int:
         """The bytes that are held between forward and backward."""
         return sum(line.held for line in self.lines)
-
-    @property
-    def acting_ops(self) -> frozenset[tuple[str, str]]:
-        """Module and op of the sites that something is done at."""
-        acting = (name for name, known in self.sites.items() if known.rung != KEEP.name)
-        return frozenset((name.module, name.consumer) for name in acting)
 
     @cached_property
     def largest_nbytes(self) -> int:

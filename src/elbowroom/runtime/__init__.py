@@ -5,7 +5,7 @@ consumers   which op is saving, and what its backward needs
 masks       ops whose backward reads a bit of an element, and which
 identity    one record (`Slot`) for one storage at one version, however many ops save it
 producers   how an op's output could be made again, in the terms of recipes
-inert       ops that need not be looked at under a plan
+replay/     settled forwards, that follow what was written down
 perform     action -> handle, the only `match` on actions
 handles/    keep, encode, rebuild, drop
 arena       memory that restored tensors take turns in

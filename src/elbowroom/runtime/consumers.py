@@ -186,22 +186,19 @@ def _name(func: Callable[..., Any]) -> str:
 class Consumers(TorchFunctionMode):
     """Keeps `call` at the torch function that runs now, and reports to `finished` what ended.
 
-    One for which `passes`(its name) is true is not reported; `passing` is its name while it runs.
-    Any other runs as `run_as`(call); `failed`() if it raises.
+    It runs as `run_as`(call); `failed`() if it raises.
     """
 
     def __init__(
         self,
         finished: Callable[[Call, Any], None],
-        passes: Callable[[str], bool] | None,
         run_as: Callable[[Call], Callable[..., Any]],
         failed: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self._failed = failed
         self.call: Call | None = None
-        self.passing = ""
-        self._finished, self._passes, self._run_as = finished, passes, run_as
+        self._finished, self._run_as = finished, run_as
 
     def __torch_function__(
         self,
@@ -212,14 +209,8 @@ class Consumers(TorchFunctionMode):
     ) -> Any:
         if func in QUESTIONS:
             return func(*args, **(kwargs or {}))
-        outer, name = self.call, _name(func)
-        if self._passes is not None and self._passes(name):
-            self.call, self.passing = None, name
-            try:
-                return func(*args, **(kwargs or {}))
-            finally:
-                self.call, self.passing = outer, ""
-        self.call = Call(func, args, kwargs or {}, name)
+        outer = self.call
+        self.call = Call(func, args, kwargs or {}, _name(func))
         try:
             out = self._run_as(self.call)(*args, **(kwargs or {}))
             self._finished(self.call, out)

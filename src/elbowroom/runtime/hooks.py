@@ -66,12 +66,10 @@ from elbowroom.runtime.identity import (
     is_touchable,
     untouchable,
 )
-from elbowroom.runtime.inert import Inertness
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.masks import differ, mask_bits
 from elbowroom.runtime.normal import Statistics
 from elbowroom.runtime.observer import Observer, Recorder, Use, Watch
-from elbowroom.runtime.passing import Passing
 from elbowroom.runtime.perform import is_normalized, perform
 from elbowroom.runtime.producers import note_copy, note_origin
 from elbowroom.runtime.readers import Reader, readers_of
@@ -81,7 +79,7 @@ from elbowroom.runtime.repeats import why_not_again, will_be_tried
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import NOWHERE, Deed
 from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, rows_of, site_of
-from elbowroom.runtime.slot import Beside, Deferred, Lone, Slot, View, last_node
+from elbowroom.runtime.slot import Beside, Deferred, Lone, Many, Slot, View, last_node
 from elbowroom.runtime.statistics import statistics_of
 from elbowroom.runtime.waiting import Waiting, WaitingLine, root_of
 
@@ -102,7 +100,6 @@ class Saving:
     recorder    who writes down what is saved, when, and when it is asked for
     recompute   names of modules whose forward runs again in backward
     idle        nothing is to be done: open no hooks at all
-    inertness   knows, or learns, which ops need not be looked at
     after       of the forward before in the same step: its ledger and watch go on
     scribe      writes down what is done, for the forwards that follow
     """
@@ -117,13 +114,11 @@ class Saving:
         recorder: Recorder | None = None,
         recompute: Container[str] = (),
         idle: bool = False,
-        inertness: Inertness | None = None,
         after: "Saving | None" = None,
         scribe: Scribe | None = None,
     ) -> None:
         self.policy = policy
         self.scribe = scribe
-        self._inertness = inertness
         self.recorder = recorder
         self.recompute = recompute
         self.idle = idle
@@ -133,7 +128,7 @@ class Saving:
         self.ledger: Ledger = Ledger() if after is None else after.ledger
         self._after = after
         self._calls: modules.Calls = weakref.WeakKeyDictionary()
-        self._passing = Passing(None, self.ledger, min_nbytes)
+        self._many = Many()
         self._identity = Identity(self.ledger if getattr(policy, "rebuild", True) else None)
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
@@ -162,10 +157,8 @@ class Saving:
             opening.enter_context(modules.counting(self._begin_calls()))
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
             opening.enter_context(hooks)
-            self._passing = Passing(self._inertness, self.ledger, self.min_nbytes)
-            passes = self._passes if self._passing.ops else None
             failed = None if self.scribe is None else self.scribe.failed
-            consumers = Consumers(self._finished, passes, self._run_as, failed)
+            consumers = Consumers(self._finished, self._run_as, failed)
             self._consumers = opening.enter_context(consumers)
             if self.scribe is not None:
                 self.scribe.starts(self.ledger, self.context.count)
@@ -189,7 +182,6 @@ class Saving:
         self._open = self._consumers = self._hook = None
         if self.scribe is not None and kind is not None:
             self.scribe.refuse("the forward has raised")
-        slots = [] if self._passing.parts is None else self._identity.slots()
         self._identity.clear()
         if kind is None:  # else what waits stays as it is: nothing may fail now, nor take memory
             self._waiting.end_all()
@@ -198,9 +190,7 @@ class Saving:
         self._pieces.clear()
         if self.scribe is not None:
             self.scribe.finish(self.ledger, self.context.count, self._calls)
-        if kind is None:
-            self._passing.learn(slots)
-        self._passing = Passing(None, self.ledger, self.min_nbytes)
+        self._many = Many()
         if self.recorder is not None:
             self.recorder.forward_ended()
 
@@ -223,7 +213,7 @@ class Saving:
             opening.enter_context(modules.counting(self._begin_calls()))
             modules.join(self._calls, outside)
             failed = None if self.scribe is None else self.scribe.failed
-            self._consumers = Consumers(self._finished, None, self._run_as, failed)
+            self._consumers = Consumers(self._finished, self._run_as, failed)
             if self.scribe is not None:  # from the first op on, or the script would be a part only
                 self.scribe.starts(self.ledger, self.context.count)
                 self._identity.told = partial(self._copied, self.scribe)
@@ -326,9 +316,6 @@ class Saving:
             note_origin(call, out, self._identity)
             if self.scribe is not None and is_touchable(out):
                 self.scribe.makes(self._identity.origin(out))
-            if self._passing.parts is not None:
-                op = self._module, call.name
-                self._passing.parts.ended(op, call, out, self._identity)
             for decide in results:
                 decide()
             if self._watch is not None:
@@ -480,11 +467,6 @@ class Saving:
 
     def _taken(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle:
         consumers = self._consumers
-        if consumers is not None and consumers.passing and not untouchable(x):
-            kept = self._passing.keep(x, (self._module, consumers.passing))
-            if kept is not None:
-                return kept
-            self._passing.stop()
         call = None if consumers is None else consumers.call
         kept = self._left_alone(x, call)
         if kept is not None:
@@ -525,11 +507,6 @@ class Saving:
         if isinstance(one.held, KeepHandle) and not one.held.was_changed:
             one.held = self._packed(x, call, reading, one.node)
 
-    def _passes(self, op: str) -> bool:
-        """Whether the op that begins is inert. What waits for one more op must see that."""
-        known = (modules.current(), op) in self._passing.ops and op not in opened.NAMES
-        return known and not self._waiting and not self._pieces
-
     def _left_alone(self, x: Tensor, call: Call | None) -> Lone | Beside | KeepHandle | None:
         """What is held of a tensor that is not ours to touch, or not worth it; None: it is."""
         if type(x) is nn.Parameter:
@@ -542,7 +519,7 @@ class Saving:
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
         many = call is not None and call.name in RECURRENT and self._skims
         if many and storage_nbytes(x) < self.min_nbytes:
-            return self._passing.keep_small(x, (self._module, self._consumer))
+            return self._many.keep(x, self.ledger, self._module, self._consumer)
         return None
 
     def _packed(
@@ -587,9 +564,6 @@ class Saving:
             else:
                 self._serve(slot, x, call, reading, name)
         slot.promise(need, name.consumer)
-        if self._passing.parts is not None:
-            op, held = (name.module, name.consumer), self.ledger.held_nbytes
-            self._passing.parts.saved(op, slot, x, self._identity, held)
         view = View(slot, x, need)
         if self.recorder is not None and noted is not None:
             why_kept = left_alone(slot, x, call, need, self.min_nbytes)

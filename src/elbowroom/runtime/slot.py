@@ -5,6 +5,7 @@ backward, which needs no more. Each op that saves the storage gets a `View`: slo
 that op needs. The last view to die takes the slot with it, and the ledger hears of it.
 """
 
+import weakref
 from functools import partial
 from typing import NamedTuple
 
@@ -17,9 +18,9 @@ from elbowroom.plan import Need, Site
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.base import Handle
 from elbowroom.runtime.handles.encode import EncodeHandle
-from elbowroom.runtime.handles.keep import KeepHandle
+from elbowroom.runtime.handles.keep import KeepHandle, storage_nbytes
 from elbowroom.runtime.handles.offload import OffloadHandle
-from elbowroom.runtime.ledger import Entry, NoEntry
+from elbowroom.runtime.ledger import Entry, Ledger, NoEntry
 from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT
 from elbowroom.runtime.normal import Statistics, flat_of
 
@@ -311,7 +312,7 @@ class View:
 class Lone:
     """A tensor that is only kept and counted.
 
-    It has no storage of the common kind (subclass, sparse), or nobody need look at it (`inert.py`).
+    It has no storage of the common kind (subclass, sparse), or is one of thousands (`Many`).
     """
 
     __slots__ = ("__weakref__", "_entry", "_handle")
@@ -362,3 +363,22 @@ class Beside:
 
     def restore(self) -> Tensor:
         return self._handle.restore()
+
+
+class Many:
+    """Keeps what an op saves that saves thousands, each too small to do anything with."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, weakref.ref[Lone]] = {}
+
+    def keep(self, x: Tensor, ledger: Ledger, module: str, consumer: str) -> Lone | Beside:
+        """Return what is held of x. Each storage is counted once."""
+        handle, at = KeepHandle(x, "small"), x.untyped_storage()._cdata
+        known = self._storages.get(at)
+        counted = None if known is None else known()
+        if counted is not None:
+            return Beside(handle, counted)
+        dtype = str(x.dtype).removeprefix("torch.")
+        one = Lone(handle, ledger.open(module, consumer, dtype, storage_nbytes(x)))
+        self._storages[at] = weakref.ref(one)
+        return one
