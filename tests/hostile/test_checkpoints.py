@@ -1,6 +1,6 @@
 """Checkpoints of the user's: their inputs are coded where the piece that runs again bears it."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
+from elbowroom.runtime.replay import saving_context
 
 WIDTH = 32
 
@@ -254,3 +255,151 @@ def test_under_a_watch(watched):
     net = Net()
     for _ in range(3):
         gradients(net, coded(**watched))
+
+
+def followed(net: nn.Module, steps: int, x: Tensor | None = None, **how) -> list:
+    """Gradients of steps; the first is looked at, and the others follow it."""
+    with seen_following() as seen:
+        found = [gradients(net, coded(**how), x) for _ in range(steps)]
+    assert [strayed for _, strayed in seen] == [False] * (steps - 1)
+    return found
+
+
+@contextmanager
+def seen_following():
+    """The script and whether it was left, of all steps that begin to follow one."""
+    seen, end = [], saving_context._Following.__exit__
+
+    def leave(self, *error):
+        script = self.script
+        end(self, *error)
+        seen.append((script, self.strayed))
+
+    saving_context._Following.__exit__ = leave
+    try:
+        yield seen
+    finally:
+        saving_context._Following.__exit__ = end
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_steps_that_are_followed_code_the_same_with_the_same_noise(depth):
+    net = Net(depth)
+    one, other, *_ = followed(net, 3)
+    assert error2(one, gradients(net, nullcontext())) > 0
+    saving_context.forget_all()
+    again = gradients(net, coded())
+    assert all(map(torch.equal, one, again))
+    assert all(map(torch.equal, one, other))  # the seed is the same, and so is its count
+
+
+def test_a_followed_step_counts_what_one_that_is_looked_at_does():
+    net, ledgers = Net(), []
+    for _ in range(2):
+        saved = coded()
+        gradients(net, saved)
+        ledgers.append([str(row) for row in rows_of(saved)])
+    assert ledgers[0] == ledgers[1]
+    assert len(ledgers[0]) >= 1
+
+
+class Changing(nn.Module):
+    """A piece that does another thing when it is told."""
+
+    kind = "plain"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.kind == "power":
+            return x.square().add(1).pow(self.power)
+        if self.kind == "log":
+            return x.square().add(1).log()
+        return torch.tanh(x)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.piece = nn.Linear(WIDTH, WIDTH), Changing()
+        self.checkpoints, self.twice, self.detaches = True, False, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x.detach() if self.detaches else x
+        for _ in range(1 + self.twice):
+            x = (
+                checkpoint(self.piece, x, use_reentrant=False)
+                if self.checkpoints
+                else self.piece(x)
+            )
+        return x
+
+
+def power(of: float):
+    def change(net: Around) -> None:
+        net.piece.kind, net.piece.power = "power", of
+
+    return change
+
+
+def told(**fields):
+    def change(net: Around) -> None:
+        vars(net).update(fields)
+
+    return change
+
+
+def logarithm(net: Around) -> None:
+    net.piece.kind = "log"
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "codes"),
+    [
+        pytest.param(power(2), logarithm, 0, id="it calls another function"),
+        pytest.param(power(2), power(-0.5), 0, id="with another exponent, which has a pole"),
+        pytest.param(power(2), told(checkpoints=False), 0, id="it is no checkpoint any more"),
+        pytest.param(told(checkpoints=False), told(checkpoints=True), 1, id="it becomes one"),
+        pytest.param(power(2), told(twice=True), 2, id="there is another"),
+        pytest.param(told(twice=True), told(twice=False), 1, id="there is one less"),
+    ],
+)
+def test_another_piece_is_not_taken_for_the_one_that_was_learned(before, change, codes):
+    net = Around()
+    before(net)
+    followed(net, 2)
+    change(net)
+    with seen_following() as seen:
+        found = gradients(net, coded())
+    assert [strayed for _, strayed in seen] == [True]
+    expected, saved = gradients(net, nullcontext()), coded()
+    saving_context.forget_all()
+    looked = gradients(net, saved)
+    assert error2(found, expected) <= 2 * error2(looked, expected)
+    assert sum(row.count for row in rows_of(saved) if row.action == "dither") == codes
+
+
+def test_an_input_that_wants_no_gradient_any_more_stays():
+    net = Around()
+    followed(net, 2)
+    net.first.requires_grad_(requires_grad=False)
+    x = torch.randn(4, 16, WIDTH)
+    saved = coded()
+    with seen_following() as seen, saved:
+        out = net(x)
+    out.square().sum().backward()
+    assert [strayed for _, strayed in seen] == [True]
+    assert "dither" not in {row.action for row in rows_of(saved)}
+
+
+def test_a_piece_that_raises_leaves_the_next_step_as_it_was():
+    net = Around()
+    before, *_ = followed(net, 2)
+    with pytest.raises(RuntimeError, match="shape"):
+        gradients(net, coded(), torch.randn(4, 16, WIDTH + 1))
+    assert all(map(torch.equal, gradients(net, coded()), before))

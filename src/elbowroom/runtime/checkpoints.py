@@ -48,7 +48,7 @@ _POWERS, _CASTS = ("pow", "__pow__"), ("to", "type_as")
 _DIVISIONS = ("div", "div_", "__truediv__", "__itruediv__")
 _INDICES = (torch.int32, torch.int64)  # of bool would decide on shapes
 _SAVERS = ("save_inputs", "_checkpoint_without_reentrant_generator")
-_DEEPEST = 5  # frames between checkpoint and what it saves
+_DEEPEST = 6  # frames between checkpoint and what it saves
 _FILE = torch.utils.checkpoint.__file__
 
 
@@ -84,9 +84,12 @@ class Pieces:
         """Whether it has called anything."""
         return bool(self._names)
 
-    def calls(self, call: Call) -> None:
-        """The piece calls this function."""
-        self._names.add("" if _is_smooth(call) else call.name or "a function of no name")
+    def calls(self, call: Call) -> bool:
+        """The piece calls this function. Return whether its arguments tell if that is smooth."""
+        by_name = call.name in SMOOTH
+        smooth = by_name or _is_smooth(call)
+        self._names.add("" if smooth else call.name or "a function of no name")
+        return smooth and not by_name
 
     def end(self) -> None:
         """The piece has ended."""
@@ -103,9 +106,7 @@ class Pieces:
 
 
 def _is_smooth(call: Call) -> bool:
-    """Whether the function tolerates an error of what it is given, by its name and its numbers."""
-    if call.name in SMOOTH:
-        return True
+    """Whether the function tolerates an error of what it is given, by its numbers."""
     other = call.arg(1, "other")
     if call.name in _POWERS:
         exponent = call.arg(1, "exponent")

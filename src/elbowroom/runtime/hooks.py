@@ -180,8 +180,10 @@ class Saving:
             return
         self._open.close()
         self._open = self._consumers = self._hook = None
-        if self.scribe is not None and kind is not None:
-            self.scribe.refuse("the forward has raised")
+        if self.scribe is not None:
+            self.scribe.leaves()
+            if kind is not None:
+                self.scribe.refuse("the forward has raised")
         self._identity.clear()
         if kind is None:  # else what waits stays as it is: nothing may fail now, nor take memory
             self._waiting.end_all()
@@ -361,7 +363,7 @@ class Saving:
 
         consumers.call, self._region = region, name
         if self.scribe is not None:
-            self.scribe.saves_region()
+            self.scribe.saves()
         try:
             return recomputed(module, call, args, kwargs, arguments, begin)
         finally:
@@ -399,8 +401,8 @@ class Saving:
         if self._pieces:
             if self._is_asked():
                 self._pieces.end()
-            else:
-                self._pieces.calls(call)
+            elif self._pieces.calls(call) and scribe is not None:
+                scribe.compares()
         direct = direct_of(call)
         if direct is None:
             if scribe is not None:
@@ -468,13 +470,17 @@ class Saving:
     def _taken(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle:
         consumers = self._consumers
         call = None if consumers is None else consumers.call
+        if call is None and self._codes_checkpoints:
+            call = checkpoint_call(x)
+            if call is not None and self.scribe is not None:
+                self.scribe.begins_inputs()
         kept = self._left_alone(x, call)
         if kept is not None:
             return kept
-        if call is None and self._codes_checkpoints:
-            call = checkpoint_call(x)
         if self._pieces and (self._pieces.has_begun or call is None or call.name != CHECKPOINT):
             self._pieces.end()
+        if call is not None and call.name == CHECKPOINT and self.scribe is not None:
+            self.scribe.saves()
         if call is None or call.is_told_at_once:
             return self._packed(x, call, reading_of(x, call))
         deferred = Deferred(x)
@@ -690,9 +696,8 @@ class Saving:
                 slot.hold_bits(bits)
             self._tell(slot, None, site.name, need, bits=site.consumer, covers=covers)
         elif call is not None and call.name == CHECKPOINT and is_lossy(action, need):
-            if self.scribe is not None:
-                self.scribe.refuse("an input of a checkpoint waits")
             slot.hold(KeepHandle(whole, slot.entry.why))
+            self._tell(slot, Keep(slot.entry.why), site.name)
             self._pieces.wait(hold_for_checkpoint)
         elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
             # Its statistics, which the code is better with, are known when it has ended.

@@ -23,6 +23,7 @@ from elbowroom.plan.action import Encode, Keep, Rebuild
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
+from elbowroom.runtime.checkpoints import checkpoint_call
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import QUESTIONS, Call
 from elbowroom.runtime.context import Context
@@ -112,6 +113,7 @@ class Replay(TorchFunctionMode):
         self._places: list[tuple[WeakStorage, int, int]] = []
         self._seeds: int | None = None  # the context's count before those of this forward
         self._drawn = 0
+        self._given = 0  # how many inputs the checkpoints of this step have saved
         self._token: Token | None = None
         self._numel = 0  # of all that was saved
         self._open: ExitStack | None = None
@@ -158,7 +160,7 @@ class Replay(TorchFunctionMode):
         if self.saving is not None:
             self.saving.__exit__(kind, error, trace)
         elif kind is None:
-            self.strayed = self._at != len(self._steps)
+            self.strayed = self._step() is not None
             for deed in self.script.last if not self.strayed else ():
                 self._do_late(deed)
         self.slots, self.noted, self._places = [], [], []
@@ -173,8 +175,8 @@ class Replay(TorchFunctionMode):
         if func in QUESTIONS:
             return func(*args, **(kwargs or {}))
         if self.saving is None:
+            step = self._step()
             at = self._at
-            step = self._steps[at] if at < len(self._steps) else None
             # Equal, not the same: what gets an attribute is another object each time.
             if step is not None and (step.func is func or step.func == func):
                 self._at = at + 1
@@ -194,6 +196,17 @@ class Replay(TorchFunctionMode):
             self._stray()
         assert self.saving is not None
         return self.saving.see(func, types, args, kwargs)
+
+    def _step(self) -> Step | None:
+        """Return the step that comes now."""
+        steps, at = self._steps, self._at
+        if at >= len(steps):
+            return None
+        step = steps[at]
+        if not step.inputs or step.saves is None or self._given != len(step.saves):
+            return step
+        self._at, self._given = at + 1, 0
+        return steps[at + 1] if at + 1 < len(steps) else None
 
     def _other(
         self, at: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -323,7 +336,7 @@ class Replay(TorchFunctionMode):
         """A module is called, which may be one that runs again in backward."""
         if self.saving is not None:
             return self.saving.calls(module, call, args, kwargs)
-        step = self._steps[self._at] if self._at < len(self._steps) else None
+        step = self._step()
         if step is None or step.module is None or step.module() is not module:
             return call(*args, **kwargs)
         arguments = Arguments(args, kwargs)
@@ -361,7 +374,9 @@ class Replay(TorchFunctionMode):
         if self.saving is not None:
             return self.saving.take(x)
         if saves is None:
-            return Kept(x, self._token)
+            if self._is_inside or not self.script.codes_checkpoints:
+                return Kept(x, self._token)
+            return self._input(x)
         i = self._saved
         self._saved = i + 1
         if i < len(saves):
@@ -369,6 +384,28 @@ class Replay(TorchFunctionMode):
             if save.slot == NOWHERE and save.noted == NOWHERE and save.place == NOWHERE:
                 return Kept(x, self._token)
             if x.dtype is save.dtype and _has(x, save.geometry):
+                held = self._held(save, x)
+                if held is not None:
+                    return held
+        self._stray()
+        assert self.saving is not None
+        return self.saving.take(x)
+
+    def _input(self, x: Tensor) -> Any:
+        """Return what is held of x, which no call of the model's saves."""
+        if checkpoint_call(x) is None:
+            return Kept(x, self._token)
+        step, i = self._step(), self._given
+        if step is not None and step.inputs and step.saves is not None:
+            for deed in () if i else step.before:
+                self._do_late(deed)
+            save = step.saves[i]
+            self._given = i + 1
+            if save.slot == NOWHERE and save.noted == NOWHERE and save.place == NOWHERE:
+                return Kept(x, self._token)
+            alike = type(x) is not nn.Parameter
+            alike = alike and (x.requires_grad or save.need is not Need.LOSSY)
+            if alike and x.dtype is save.dtype and _has(x, save.geometry):
                 held = self._held(save, x)
                 if held is not None:
                     return held

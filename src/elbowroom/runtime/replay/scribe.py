@@ -7,8 +7,12 @@ kept needs no guard. What is guarded follows from what is done:
     an op whose result is made again               its arguments, and where its operands come from
     an op that such an operand comes from          its output: others are compared with it
 
-A forward that does what no script can say (it climbed, codes wait for the inputs of a checkpoint)
-has none, and the next ones are looked at, too.
+What a checkpoint of the user's saves is no call's. It stands between two of them, as a step without
+arguments; calls inside the checkpoint are guarded where it depends on their arguments whether its
+inputs may be codes.
+
+A forward that does what no script can say (it climbed) has none, and the next ones are looked at,
+too.
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from elbowroom.plan import Encode, Keep
 from elbowroom.plan.gentle import ATTENTION
-from elbowroom.plan.site import RECOMPUTE
+from elbowroom.plan.site import CHECKPOINT, RECOMPUTE
 from elbowroom.runtime import opened
 from elbowroom.runtime.consumers import Call, Levels
 from elbowroom.runtime.direct import Direct
@@ -93,6 +98,7 @@ class _Op:
     levels: Levels | None = None
     module: weakref.ref[nn.Module] | None = None
     copies: list[tuple[int, Slot]] = field(default_factory=list)
+    compared: bool = False
 
     @property
     def addresses(self) -> Iterator[int]:
@@ -138,6 +144,7 @@ class Scribe:
         self.why, self.once = "", False
         self._ops: list[_Op] = []
         self._stack: list[int] = []
+        self._inputs: int | None = None  # the op that stands for what checkpoints save now
         self._when = _BEFORE
         self._done: list[_Done] = []
         self.seeds_before = 0
@@ -159,7 +166,7 @@ class Scribe:
         self.once = once and (self.once or not self.why)
         self.why = self.why or why
         self._ops, self._stack, self._done, self._makers = [], [], [], {}
-        self._storages = {}
+        self._storages, self._inputs = {}, None
 
     def begins(self, call: Call) -> None:
         """A call begins, and nothing of it has happened yet."""
@@ -173,7 +180,26 @@ class Scribe:
             args, kwargs = (Unwritable,), ()
         self._ops.append(_Op(call.func, call.name, args, kwargs, operands))
         self._stack.append(len(self._ops) - 1)
-        self._when = _BEFORE
+        self._when, self._inputs = _BEFORE, None
+
+    def compares(self) -> None:
+        """The arguments of the call that begins must be the same in forwards that follow."""
+        if self._stack:
+            self._ops[self._stack[-1]].compared = True
+
+    def begins_inputs(self) -> None:
+        """A checkpoint of the user's saves one of its inputs."""
+        if self.why or self._inputs is not None:
+            return
+        if self._stack:
+            self.refuse("a checkpoint inside of a function of torch's own")
+            return
+        self._ops.append(_Op(checkpoint, CHECKPOINT, (), (), []))
+        self._inputs, self._when = len(self._ops) - 1, _BEFORE
+
+    def leaves(self) -> None:
+        """The forward has ended; what waits for that is decided on."""
+        self._inputs = None
 
     def runs(self, call: Call, run: Callable[..., Any], direct: Direct | None) -> None:
         """The call runs as `run`."""
@@ -214,10 +240,10 @@ class Scribe:
             return
         self._ops.append(_Op(type(module), RECOMPUTE, (), (), [], module=weakref.ref(module)))
         self._stack.append(len(self._ops) - 1)
-        self._when = _BEFORE
+        self._when, self._inputs = _BEFORE, None
 
-    def saves_region(self) -> None:
-        """Now its inputs are saved."""
+    def saves(self) -> None:
+        """Now the inputs of a module that runs again, or of a checkpoint, are saved."""
         self._when = _AT_SAVE
 
     def region_saved(self) -> None:
@@ -234,14 +260,15 @@ class Scribe:
     def saved(self, x: Tensor, held: Any) -> None:
         """Autograd saves x, and holds `held` for it."""
         self._numel += x.numel()
-        if not self._stack:
+        at = self._stack[-1] if self._stack else self._inputs
+        if at is None:
             return
-        ops = self._ops[self._stack[-1]]
+        op = self._ops[at]
         nbytes, place = storage_nbytes(x), self._place_of(x)
         is_looked_at = isinstance(held, View | Deferred)
         geometry = Geometry.of(x) if is_looked_at else _NOTHING
         seen = weakref.ref(held) if is_looked_at else None
-        ops.saves.append(_Saved(geometry, x.dtype, nbytes, place, seen))
+        op.saves.append(_Saved(geometry, x.dtype, nbytes, place, seen))
 
     def does(
         self,
@@ -255,9 +282,10 @@ class Scribe:
             return
         kept = None if ready is None else weakref.ref(ready)  # its slots must be free to die
         where = None if norm is None else self._where(norm)
-        at, when, save = NOWHERE, _LAST, 0
-        if self._stack:
-            at, when = self._stack[-1], self._when
+        at, when, save = self._stack[-1] if self._stack else self._inputs, self._when, 0
+        if at is None:
+            at, when = NOWHERE, _LAST
+        else:
             save = len(self._ops[at].saves)
         self._done.append(_Done(at, when, save, weakref.ref(slot), deed, kept, where))
 
@@ -361,6 +389,7 @@ class _Writer:
                 self._made_at.setdefault(op.out, at)
         deeds = self._deeds()
         self._close_sources()
+        self._compared |= {at for at, op in enumerate(self._ops) if op.compared}
         self._guarded |= {at for (at, _), v in self._views.items() if id(v.slot) in self._numbers}
         self._guarded |= {one.op for one, _ in deeds if one.op != NOWHERE and one.when == _AT_SAVE}
         self._note_places(deeds)
@@ -543,6 +572,10 @@ class _Writer:
                 for saved in self._ops[one.op].saves:
                     if self._is_made_before(one.op, saved.at):
                         self._places.setdefault(saved.at, len(self._places))
+        for at, op in enumerate(self._ops):
+            for saved in op.saves if op.name == CHECKPOINT else ():
+                if self._is_made_before(at, saved.at):
+                    self._places.setdefault(saved.at, len(self._places))
         for at in sorted(self._sourced):
             op = self._ops[at]
             own = {saved.at for saved in op.saves}
@@ -556,7 +589,8 @@ class _Writer:
     def _compare_first(self) -> None:
         """Compare what is given to the ops up to the first one that is given a tensor."""
         for at, op in enumerate(self._ops):
-            if op.module is None and op.args != (Unwritable,) and not op.opens:
+            is_call = op.module is None and op.name != CHECKPOINT
+            if is_call and op.args != (Unwritable,) and not op.opens:
                 self._compared.add(at)
             if op.operands:
                 return
@@ -575,6 +609,9 @@ class _Writer:
             place = NOWHERE
         keeps_run = op.direct is not None and not op.direct.exact
         keeps_run = keeps_run or (op.direct is not None and op.direct.always)
+        if op.name == CHECKPOINT:
+            inputs = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
+            return Step(op.func, inputs, before=before, inputs=True)
         if op.module is not None:
             given = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
             is_acting = any(save.slot != NOWHERE or save.noted != NOWHERE for save in given)

@@ -185,6 +185,7 @@ class Step:
     copies  arguments, by position, of which a slot gets a copy: constants
     before, after  deeds to be done then
     module  it is no call of torch's, but of this module, which runs again in backward
+    inputs  it is no call, but what checkpoints of the user's save between two
     """
 
     func: Callable[..., Any]
@@ -200,6 +201,7 @@ class Step:
     before: tuple[Deed, ...] = ()
     after: tuple[Deed, ...] = ()
     module: weakref.ref[nn.Module] | None = None
+    inputs: bool = False
 
     @cached_property
     def is_plain(self) -> bool:
@@ -259,6 +261,11 @@ class Script:
     def recomputes(self) -> bool:
         """Whether modules run again in backward."""
         return any(step.module is not None for step in self.steps)
+
+    @cached_property
+    def codes_checkpoints(self) -> bool:
+        """Whether inputs of the user's checkpoints are looked at."""
+        return any(step.inputs for step in self.steps)
 
     @cached_property
     def does_nothing(self) -> bool:
