@@ -157,7 +157,7 @@ def test_who_is_taken_for_gated(after, expected, channels_last):
     assert found == {expected}
     assert error(near, exact) < 1e-3  # all of these codes are fine
     assert saved.ledger.held_nbytes == 0
-    assert not saved._waiting
+    assert not saved._serving.waiting
 
 
 def bias2_and_error(net: nn.Module, x: Tensor, seeds: int, **fields: Any) -> tuple[float, float]:

@@ -263,7 +263,7 @@ def waiting_norm(context: Any) -> tuple[Tensor, Tensor]:
     """A norm has just ended inside the context; its input and its output."""
     h = images().requires_grad_() * 1
     out = nn.BatchNorm2d(4)(h)
-    assert len(context._waiting) == 1
+    assert len(context._serving.waiting) == 1
     return h, out
 
 
@@ -272,7 +272,7 @@ def test_the_context_is_left_right_after_the_norm():
     with saved:
         h, out = waiting_norm(saved)
         del h
-    assert not saved._waiting
+    assert not saved._serving.waiting
     assert of_norms(saved) == ["dither"]
     out.square().sum().backward()
     assert saved.ledger.held_nbytes == 0
@@ -288,7 +288,7 @@ def test_an_error_right_after_the_norm():
     with pytest.raises(ZeroDivisionError), saved:
         fails()
     assert saved._open is None
-    assert not saved._waiting
+    assert not saved._serving.waiting
     assert of_norms(saved) == ["keep"]  # nothing more is done while an error is on its way
     kept[1].sum().backward()
     with saved:  # and it can be opened again
@@ -325,7 +325,7 @@ def test_a_graph_that_dies_while_it_waits_is_freed_at_once():
         saved = lean()
         with saved:
             h, out = waiting_norm(saved)
-            slot = saved._waiting[0].slot
+            slot = saved._serving.waiting[0].slot
             seen = weakref.ref(h)
             del h
             assert saved.ledger.held_nbytes > 0
@@ -349,7 +349,7 @@ def test_backward_while_it_waits_is_exact_and_frees():
             (got,) = torch.autograd.grad(out, x, upstream)
             assert saved.ledger.held_nbytes == 0
             assert torch.equal(got, exact)
-    assert not saved._waiting
+    assert not saved._serving.waiting
 
 
 def test_a_change_in_place_while_it_waits_is_refused():
@@ -447,7 +447,7 @@ def test_checkpoint_inside(reentrant):
 
     _, exact = run(contextlib.nullcontext())
     saved, near = run(lean(**FINE))
-    assert not saved._waiting
+    assert not saved._serving.waiting
     assert error(near, exact) < 1e-3
     assert saved.ledger.held_nbytes == 0
 

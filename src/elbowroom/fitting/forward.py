@@ -121,8 +121,8 @@ class FittedSaving(Saving):
             return self._fit.terms.rungs[self.rung]
         return Rung("plan", plan.look_up, plan.exact)
 
-    @property
-    def _is_exact(self) -> bool:
+    def is_exact(self) -> bool:
+        """Return whether no code of the setting adds errors."""
         return self.setting.exact
 
     @property

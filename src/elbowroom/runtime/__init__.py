@@ -2,6 +2,9 @@
 
 hooks       the two hooks themselves, on the main path
 consumers   which op is saving, and what its backward needs
+request     what that op asks of the tensor's slot, and whether what is held suffices
+serving     the policy is asked, and what it says is performed, now or later
+listener    who is told of each op: the scribe, or nobody
 masks       ops whose backward reads a bit of an element, and which
 identity    one record (`Slot`) for one storage at one version, however many ops save it
 producers   how an op's output could be made again, in the terms of recipes

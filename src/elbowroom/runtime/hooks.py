@@ -1,9 +1,8 @@
 """The main path: autograd saves x -> `_pack` -> a `View`; backward asks -> `unpack` -> x again.
 
     x -> ours to touch? -> seen before?       identity.py
-      -> what does the saving op need?        consumers.py, formulas.py
-      -> policy                               plan/
-      -> perform                              perform.py
+      -> what does the saving op need?        consumers.py, formulas.py, request.py
+      -> policy -> perform                    serving.py, plan/, perform.py
       -> slot -> View                         slot.py
 
 Everything is decided from metadata; no value of a saved tensor is read. What cannot be touched is
@@ -25,25 +24,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.errors import CodecError, ElbowroomError, PlanError, RestoreError
+from elbowroom.errors import ElbowroomError, PlanError, RestoreError
 from elbowroom.plan import (
-    Action,
     Encode,
-    Keep,
     Need,
-    Offload,
     Policy,
-    Rebuild,
-    Rebuildable,
     Site,
     SiteName,
 )
-from elbowroom.plan.gentle import ATTENTION, MOST_LEVELS, gentle, keeps_rows_apart, suffices
-from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, RECURRENT, Formula
+from elbowroom.plan.gentle import ATTENTION
+from elbowroom.plan.site import CHECKPOINT, RECOMPUTE, RECURRENT
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
-from elbowroom.runtime.checkpoints import Pieces, checkpoint_call
+from elbowroom.runtime.checkpoints import checkpoint_call
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import (
     Call,
@@ -55,33 +49,31 @@ from elbowroom.runtime.consumers import (
 )
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.direct import Direct, direct_of, is_overridden, may_run
-from elbowroom.runtime.direct.attention import as_node, attention_reading
-from elbowroom.runtime.handles import CastHandle, DropHandle, EncodeHandle, KeepHandle
+from elbowroom.runtime.direct.attention import as_node
+from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.identity import (
     Identity,
-    covering,
     dense_base,
     is_parameter,
     is_touchable,
     untouchable,
 )
 from elbowroom.runtime.ledger import Ledger
-from elbowroom.runtime.masks import differ, mask_bits
-from elbowroom.runtime.normal import Statistics
+from elbowroom.runtime.listener import NOBODY, Listener
+from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.observer import Observer, Recorder, Use, Watch
-from elbowroom.runtime.perform import is_normalized, perform
+from elbowroom.runtime.perform import perform
 from elbowroom.runtime.producers import note_copy, note_origin
 from elbowroom.runtime.readers import Reader, readers_of
-from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again, will_be_tried
 from elbowroom.runtime.replay.scribe import Scribe
-from elbowroom.runtime.replay.script import NOWHERE, Deed
-from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, rows_of, site_of
+from elbowroom.runtime.request import Request, classify
+from elbowroom.runtime.serving import Serving
+from elbowroom.runtime.sites import left_alone, site_of
 from elbowroom.runtime.slot import Beside, Deferred, Lone, Many, Slot, View, last_node
-from elbowroom.runtime.statistics import statistics_of
-from elbowroom.runtime.waiting import Waiting, WaitingLine, root_of
+from elbowroom.runtime.waiting import root_of
 
 _log = logging.getLogger("elbowroom")
 _kept_out: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # of which that has been said
@@ -132,8 +124,7 @@ class Saving:
         self._identity = Identity(self.ledger if getattr(policy, "rebuild", True) else None)
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
-        self._waiting = WaitingLine()
-        self._pieces = Pieces()
+        self._listener: Listener = NOBODY
         self._watch: Watch | None = None
         self._counts: dict[tuple[str, str], int] = {}
         self._region = ""  # whose inputs are being saved
@@ -157,18 +148,29 @@ class Saving:
             opening.enter_context(modules.counting(self._begin_calls()))
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
             opening.enter_context(hooks)
-            failed = None if self.scribe is None else self.scribe.failed
-            consumers = Consumers(self._finished, self._run_as, failed)
-            self._consumers = opening.enter_context(consumers)
-            if self.scribe is not None:
-                self.scribe.starts(self.ledger, self.context.count)
-                self._identity.told = partial(self._copied, self.scribe)
+            self._begin()
+            assert self._consumers is not None
+            opening.enter_context(self._consumers)
             if self.recorder is not None or self.recompute:
                 opening.enter_context(intercepted(self._called))
-            self._counts.clear()
-            self._watch = self._watching()
             self._open = opening.pop_all()
         return self
+
+    def _begin(self) -> None:
+        """A forward begins, or what is left of one."""
+        self._counts.clear()
+        self._watch = self._watching()
+        self._listener = self.scribe or NOBODY
+        self._serving = self._new_serving()
+        self._consumers = Consumers(self._finished, self._run_as, self._listener.failed)
+        self._listener.starts(self.ledger, self.context.count)
+        if self.scribe is not None:
+            self._identity.told = self._copied
+
+    def _new_serving(self) -> Serving:
+        """Who makes the slots of a forward hold what is asked."""
+        known = self.policy, self.context, self.min_nbytes, self._identity
+        return Serving(*known, self._listener, self._watch, weakref.WeakMethod(self.is_exact))
 
     def __exit__(
         self,
@@ -180,18 +182,15 @@ class Saving:
             return
         self._open.close()
         self._open = self._consumers = self._hook = None
-        if self.scribe is not None:
-            self.scribe.leaves()
-            if kind is not None:
-                self.scribe.refuse("the forward has raised")
+        self._listener.leaves()
         self._identity.clear()
-        if kind is None:  # else what waits stays as it is: nothing may fail now, nor take memory
-            self._waiting.end_all()
-            self._pieces.end()
-        self._waiting.clear()
-        self._pieces.clear()
-        if self.scribe is not None:
-            self.scribe.finish(self.ledger, self.context.count, self._calls)
+        if kind is None:
+            self._serving.end()
+        else:  # what waits stays as it is: nothing may fail now, nor take memory
+            self._listener.refuse("the forward has raised")
+        self._serving.clear()
+        self._listener.finish(self.ledger, self.context.count, self._calls)
+        self._listener = NOBODY
         self._many = Many()
         if self.recorder is not None:
             self.recorder.forward_ended()
@@ -214,13 +213,8 @@ class Saving:
             opening.callback(modules.unwatch)
             opening.enter_context(modules.counting(self._begin_calls()))
             modules.join(self._calls, outside)
-            failed = None if self.scribe is None else self.scribe.failed
-            self._consumers = Consumers(self._finished, self._run_as, failed)
-            if self.scribe is not None:  # from the first op on, or the script would be a part only
-                self.scribe.starts(self.ledger, self.context.count)
-                self._identity.told = partial(self._copied, self.scribe)
+            self._begin()
             self._hook = hook
-            self._watch = self._watching()
             self._open = opening.pop_all()
 
     def calls(
@@ -263,8 +257,7 @@ class Saving:
 
         What was kept so far and may carry an error is encoded, where the policy says so.
         """
-        if self.scribe is not None:
-            self.scribe.refuse("its setting has changed")
+        self._listener.refuse("its setting has changed")
         for slot in self._identity.slots():
             kept = slot.value
             if (
@@ -301,31 +294,27 @@ class Saving:
 
     def drop_everything(self) -> None:
         """Let go of all that was decided on. The graph is useless then; only the count goes on."""
-        if self.scribe is not None:
-            self.scribe.refuse("nothing is held")
+        self._listener.refuse("nothing is held")
         for slot in self._identity.slots():
             if slot.sites:
                 slot.hold(DropHandle())
 
     def _finished(self, call: Call, out: Any) -> None:
         with torch._C.DisableTorchFunction():
-            if self.scribe is not None:
-                self.scribe.ends()
+            self._listener.ends()
             results = self._decide_on_deferred(call, out)
-            self._waiting.ended(call, out, self._identity)
+            self._serving.waiting.ended(call, out, self._identity)
             for finish in call.at_end:
                 finish(call, out)
             note_origin(call, out, self._identity)
-            if self.scribe is not None and is_touchable(out):
-                self.scribe.makes(self._identity.origin(out))
+            self._listener.makes(out, self._identity)
             for decide in results:
                 decide()
             if self._watch is not None:
                 self._watch.ended(call, out)
             if self.recorder is not None:
                 self.recorder.ended(call, out, self._identity.slots_of(call.args, call.kwargs))
-            if self.scribe is not None:
-                self.scribe.ended(call, out)
+            self._listener.ended(call, out)
 
     def _called(
         self,
@@ -344,26 +333,24 @@ class Saving:
             return call(*args, **kwargs)
         arguments = Arguments(args, kwargs)
         sharded = modules.is_sharded(module)
-        if self.scribe is not None and will_be_tried(module):
-            self.scribe.refuse("modules are tried in it", once=True)
+        if will_be_tried(module):
+            self._listener.refuse("modules are tried in it", once=True)
         why = modules.SHARDED if sharded else why_not_again(module, call, arguments)
         if why:
             self._keep_out(module, name, why)
             return call(*args, **kwargs)
-        if self.scribe is not None:
-            self.scribe.begins_region(module)
-        self._waiting.end_all()
+        self._listener.begins_region(module)
+        self._serving.waiting.end_all()
         with torch._C.DisableTorchFunction():  # what we ask is no op of the model's
             outer, region = consumers.call, Call(recomputed, args, kwargs, name=RECOMPUTE)
 
         def begin() -> None:
-            if self.scribe is not None and self._region:
-                self.scribe.region_saved()
+            if self._region:
+                self._listener.region_saved()
             consumers.call, self._region = outer, ""
 
         consumers.call, self._region = region, name
-        if self.scribe is not None:
-            self.scribe.saves()
+        self._listener.saves()
         try:
             return recomputed(module, call, args, kwargs, arguments, begin)
         finally:
@@ -386,31 +373,24 @@ class Saving:
 
         A step that is written down runs as it is, and says what it could.
         """
-        scribe = self.scribe
-        if scribe is not None:
-            if self.ledger.was_asked:
-                scribe.refuse("a backward has run inside")
-            scribe.begins(call)
+        listener, pieces = self._listener, self._serving.pieces
+        if self.ledger.was_asked:
+            listener.refuse("a backward has run inside")
+        listener.begins(call)
         if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
             body = opened.opened(call.func, self._consumers)
             if body is not None:
-                if scribe is not None:
-                    scribe.runs(call, body, None)
+                listener.runs(call, body, None)
                 return body
-        self._waiting.end_known()
-        if self._pieces:
+        self._serving.waiting.end_known()
+        if pieces:
             if self._is_asked():
-                self._pieces.end()
-            elif self._pieces.calls(call) and scribe is not None:
-                scribe.compares()
+                pieces.end()
+            elif pieces.calls(call):
+                listener.compares()
         direct = direct_of(call)
-        if direct is None:
-            if scribe is not None:
-                scribe.runs(call, call.func, None)
-            return call.func
-        run = self._direct_run(call, direct)
-        if scribe is not None:
-            scribe.runs(call, run, direct)
+        run = call.func if direct is None else self._direct_run(call, direct)
+        listener.runs(call, run, direct)
         return run
 
     def _direct_run(self, call: Call, direct: Direct) -> Callable[..., Any]:
@@ -427,7 +407,7 @@ class Saving:
         """Whether this node may stand in the graph of this context."""
         if direct.always:
             return True
-        allowed = direct.exact or not self._is_exact
+        allowed = direct.exact or not self.is_exact()
         if direct.again and self.context.runs_again:
             return True
         if direct.again and not getattr(self.policy, "again", False):
@@ -436,9 +416,8 @@ class Saving:
             return allowed and getattr(self.policy, "reruns_attention", True)
         return allowed and self.recorder is None
 
-    @property
-    def _is_exact(self) -> bool:
-        """Whether no code of the policy adds errors; one that does not say may round nothing."""
+    def is_exact(self) -> bool:
+        """Return whether no code of the policy adds errors; one that does not say may not round."""
         return bool(getattr(self.policy, "exact", True))
 
     @property
@@ -452,7 +431,7 @@ class Saving:
 
         What they may be is known when their piece of forward has run.
         """
-        again = getattr(self.policy, "again", False) and not self._is_exact
+        again = getattr(self.policy, "again", False) and not self.is_exact()
         return again and self.recorder is None
 
     def _is_asked(self) -> bool:
@@ -463,8 +442,7 @@ class Saving:
     def _pack(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle:
         with torch._C.DisableTorchFunction():
             held = self._taken(x)
-            if self.scribe is not None:
-                self.scribe.saved(x, held)
+            self._listener.saved(x, held)
             return held
 
     def _taken(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle:
@@ -472,15 +450,16 @@ class Saving:
         call = None if consumers is None else consumers.call
         if call is None and self._codes_checkpoints:
             call = checkpoint_call(x)
-            if call is not None and self.scribe is not None:
-                self.scribe.begins_inputs()
+            if call is not None:
+                self._listener.begins_inputs()
         kept = self._left_alone(x, call)
         if kept is not None:
             return kept
-        if self._pieces and (self._pieces.has_begun or call is None or call.name != CHECKPOINT):
-            self._pieces.end()
-        if call is not None and call.name == CHECKPOINT and self.scribe is not None:
-            self.scribe.saves()
+        pieces, is_input = self._serving.pieces, call is not None and call.name == CHECKPOINT
+        if pieces and (pieces.has_begun or not is_input):
+            pieces.end()
+        if is_input:
+            self._listener.saves()
         if call is None or call.is_told_at_once:
             return self._packed(x, call, reading_of(x, call))
         deferred = Deferred(x)
@@ -539,54 +518,35 @@ class Saving:
         slot = self._identity.slot(x) or self._new_slot(x, name)
         if call is not None:
             note_copy(x, call, self._identity)
-            if self.scribe is not None:
-                self.scribe.makes(self._identity.origin(x))
-        if call is not None and call.would_rerun:
-            looks = self.recorder is not None or not self._is_exact
-            reading = attention_reading(x, call, slot, reading, looks=looks)
-        if reading.need is Need.MASK and differ(name.consumer, slot.bits_of):
-            why = f"'{slot.bits_of}' holds another mask of it"
-            reading = Reading(Need.EXACT, Formula.COMPARED, why)
-        if reading.by_size and name.consumer not in NORMS and not rows_of(slot, x, reading.width):
-            why = "its backward divides by the size of rows that lie in no order that is known"
-            reading = Reading(Need.EXACT, Formula.SINGULAR, why)
-        need = reading.need
-        noted: Site | None = None
-        sources: Sequence[Slot] = ()
-        if self.recorder is not None:
-            origin, ready = self._identity.origin(x), self._ready(x)
-            sources = () if ready is None else ready.slots
-            noted = site_of(slot, x, call, reading, ready, name, origin)
-            if call is not None and call.would_rerun:
-                noted = as_node(noted, x, call)
-        if reading.formula.is_fine and call is not None:
+            self._listener.makes(x, self._identity)
+        looks = self.recorder is not None or not self.is_exact()
+        request = classify(slot, x, call, reading, name, looks=looks)
+        noted = None if self.recorder is None else self._noted(request)
+        if request.reading.formula.is_fine and call is not None:
             self._note_fine(root_of(self._identity.origin(x)), call)
-        if not slot.serves(need) or is_too_coarse(slot, x, reading, name, call):
-            why_kept = left_alone(slot, x, call, need, self.min_nbytes)
-            if why_kept:
-                cast = self._cast(slot, x, call) if why_kept is MADE_OF_PARAMETERS else None
-                slot.hold(cast or KeepHandle(slot.base.on(x), why_kept))
-                self._tell(slot, Keep(why_kept) if cast is None else None, name)
-            else:
-                self._serve(slot, x, call, reading, name)
-        slot.promise(need, name.consumer)
-        view = View(slot, x, need)
+        self._serving.serve(request)
+        slot.promise(request.need, name.consumer)
+        view = View(slot, x, request.need)
         if self.recorder is not None and noted is not None:
-            why_kept = left_alone(slot, x, call, need, self.min_nbytes)
+            site, sources = noted
+            why = left_alone(slot, x, call, request.need, self.min_nbytes)
             number = last_node() if node is None else node
-            view = self.recorder.saved(view, x, noted, why_kept, number, sources)
+            view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:
             call.note_saved(slot, x)
             readable = call.name != CHECKPOINT  # no op of the graph reads it, to be probed
-            if self._watch is not None and need is Need.LOSSY and readable:
+            if self._watch is not None and request.need is Need.LOSSY and readable:
                 self._watch.saved(Use(call, view, name.module), x)
         return view
 
-    def _cast(self, slot: Slot, x: Tensor, call: Call | None) -> CastHandle | None:
-        """What makes x's storage again, if that is a cast of a parameter."""
-        if call is None or not getattr(self.policy, "rebuild", False):
-            return None
-        return CastHandle.of(x, slot.base.on(x), call.began)
+    def _noted(self, request: Request) -> tuple[Site, Sequence[Slot]]:
+        """What is written down of a save, before anything is done: its site, and its sources."""
+        slot, x, call, reading, name = request
+        ready = self._serving.ready(x)
+        site = site_of(slot, x, call, reading, ready, name, self._identity.origin(x))
+        if call is not None and call.would_rerun:
+            site = as_node(site, x, call)
+        return site, () if ready is None else ready.slots
 
     def _note_fine(self, source: Slot | None, call: Call) -> None:
         """The call reads what is made of `source` with a formula that is fine."""
@@ -607,141 +567,15 @@ class Saving:
         self._identity.remember(x, slot)
         return slot
 
-    def _ready(self, x: Tensor) -> Ready | None:
-        origin = self._identity.origin(x)
-        return None if origin is None or origin.recipe is None else origin.recipe.ready()
-
     def _source_of(self, x: Tensor) -> Slot | None:
         if storage_nbytes(x) < self.min_nbytes:
             return None  # kept, whatever it could be made from
-        ready = self._ready(x)
+        ready = self._serving.ready(x)
         return None if ready is None or not ready.exact else ready.sole_source
 
-    def _serve(
-        self, slot: Slot, x: Tensor, call: Call | None, reading: Reading, name: SiteName
-    ) -> None:
-        """Make the slot hold what this op needs."""
-        ready, need = self._ready(x), reading.need
-        site = site_of(slot, x, call, reading, ready, name, self._identity.origin(x))
-        if ready is not None and any(map(partial(is_too_coarse_for, site=site), ready.slots)):
-            ready, site = None, replace(site, rebuildable=Rebuildable.NO)
-        key = (site.module, site.consumer, site.shape, site.dtype)
-        whole = slot.base.on(x)
-        if self.context.keeps(key):
-            action: Action = Keep("somebody else held it until backward")
-        else:
-            slot.sites.append(site)
-            action = self._decide(site, ready)
-        if isinstance(action, Encode) and site.rows is not None and site.consumer not in NORMS:
-            codec, rows = site.rows.coded(action.codec, by_size=site.by_size)
-            action = replace(action, codec=codec, rows=rows)
-        if isinstance(action, Offload) and covering(x) is None:
-            action = Keep("a part of a storage whose other parts may change")
-        slot.entry.why = action.why if isinstance(action, Keep) else ""
-        seed = self.context.next_seed() if isinstance(action, Encode) else 0
-        drawn = self.context.count
-        covers = x.numel() == whole.numel()
-
-        def hold(slot: Slot, whole: Tensor, action: Action) -> None:
-            if slot.pinned and isinstance(action, Encode):
-                slot.entry.why = "an op that needs every bit reads it, or what is made of it"
-                self._tell(slot, Keep(slot.entry.why), site.name)
-                return
-            known = slot.statistics
-            try:
-                prefetcher = self.context.prefetcher
-                slot.hold(
-                    perform(
-                        action, whole, need, ready, seed, outlived, known, prefetcher, site.name
-                    )
-                )
-            except CodecError as error:
-                dtype = str(site.dtype).removeprefix("torch.")
-                where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
-                raise CodecError(f"{error} ({where})") from error
-            self._tell(slot, action, site.name, need, ready=ready, norm=known, drawn=drawn)
-            slot.drop_needless_bits()
-            if self._watch is not None and not isinstance(action, Keep | Offload):
-                encoded = action if isinstance(action, Encode) else None
-                codec = None if encoded is None else encoded.codec
-                self._watch.held(slot, whole, slot.sites[-1], codec)
-
-        def hold_normalized(norm: Call, out: Any) -> None:
-            slot.statistics = statistics_of(norm, whole)
-            if slot.statistics is None and is_normalized(action):
-                slot.hold(KeepHandle(whole, "the input of a norm, in no order that is known"))
-                self._tell(slot, Keep(""), site.name)
-            elif isinstance(action, Encode) and action.may_change:
-                self._waiting.append(Waiting(slot, action, hold, out))
-            elif not isinstance(action, Keep):
-                hold(slot, whole, action)
-
-        def hold_for_checkpoint(why: str) -> None:
-            if why:
-                slot.hold(KeepHandle(whole, why))
-            else:
-                hold(slot, whole, action)
-
-        def outlived() -> None:
-            self.context.learn_keep(key)
-
-        if need is Need.SHAPE and isinstance(action, Rebuild):
-            slot.hold_shape()
-            self._tell(slot, None, site.name, need)
-        elif need is Need.MASK and isinstance(action, Encode):
-            bits = mask_bits(whole, site.consumer, only_output=covers)
-            if bits is None:
-                slot.hold(KeepHandle(whole, "a NaN, of which a bit cannot tell"))
-            else:
-                slot.hold_bits(bits)
-            self._tell(slot, None, site.name, need, bits=site.consumer, covers=covers)
-        elif call is not None and call.name == CHECKPOINT and is_lossy(action, need):
-            slot.hold(KeepHandle(whole, slot.entry.why))
-            self._tell(slot, Keep(slot.entry.why), site.name)
-            self._pieces.wait(hold_for_checkpoint)
-        elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
-            # Its statistics, which the code is better with, are known when it has ended.
-            slot.hold(KeepHandle(whole, slot.entry.why))
-            self._tell(slot, Keep(slot.entry.why), site.name)
-            call.at_end.append(hold_normalized)
-        else:
-            hold(slot, whole, action)
-
-    def _tell(
-        self,
-        slot: Slot,
-        action: Action | None,
-        name: SiteName,
-        need: Need = Need.EXACT,
-        *,
-        ready: Ready | None = None,
-        norm: Statistics | None = None,
-        bits: str = "",
-        covers: bool = False,
-        drawn: int = 0,
-    ) -> None:
-        """Write down what was done with a slot."""
-        if self.scribe is not None:
-            draw = drawn - self.scribe.seeds_before
-            deed = Deed(NOWHERE, name, need, action, bits=bits, covers=covers, draw=draw)
-            remade = ready if isinstance(action, Rebuild) else None
-            self.scribe.does(slot, deed, remade, norm)
-
-    def _copied(self, scribe: Scribe, slot: Slot, y: Tensor) -> None:
+    def _copied(self, slot: Slot, y: Tensor) -> None:
         """A constant is among the arguments of the call that has ended, and a slot has a copy."""
-        scribe.copies(slot, y, None if self._consumers is None else self._consumers.call)
-
-    def _decide(self, site: Site, ready: Ready | None) -> Action:
-        if site.consumer == ATTENTION and site.need is Need.LOSSY and not self._is_exact:
-            # What it would be made of may be a code that is too rough, or become one.
-            action = self.policy(replace(site, rebuildable=Rebuildable.NO))
-            if isinstance(action, Encode):  # whatever the policy: by the logits of this step
-                return replace(action, codec=gentle(action.codec, site))
-            return action
-        action = self.policy(site)
-        if isinstance(action, Rebuild) and ready is None and site.need is not Need.SHAPE:
-            return Keep("the policy asked to rebuild what cannot be rebuilt")
-        return action
+        self._listener.copies(slot, y, None if self._consumers is None else self._consumers.call)
 
     def _name(self, call: Call | None) -> SiteName:
         """Whose save this is, and how many this op of this module has made before."""
@@ -758,44 +592,6 @@ class Saving:
     def _consumer(self) -> str:
         call = None if self._consumers is None else self._consumers.call
         return "" if call is None else call.name
-
-
-def is_too_coarse(
-    slot: Slot, x: Tensor, reading: Reading, name: SiteName, call: Call | None
-) -> bool:
-    """Whether a code that is held was chosen for a reader with a milder formula than this one."""
-    if reading.need is not Need.LOSSY or slot.exact or not slot.sites:
-        return False
-    levels = 0 if call is None else call.levels or MOST_LEVELS
-    site = replace(
-        slot.sites[-1],
-        consumer=name.consumer,
-        formula=reading.formula,
-        least_levels=levels,
-        rows=rows_of(slot, x, reading.width),
-        by_size=reading.by_size,
-    )
-    below = getattr(slot.value, "ready", None)
-    return any(is_too_coarse_for(one, site) for one in ([slot] if below is None else below.slots))
-
-
-def is_too_coarse_for(slot: Slot, site: Site) -> bool:
-    """Whether what a slot holds is a code of fewer levels than this site asks for.
-
-    Or one that does not keep apart the rows of which this site asks for the size.
-    """
-    held = slot.value
-    if slot.exact or not isinstance(held, EncodeHandle):
-        return False
-    normalized = site.rows is not None and held.normalizes(site.rows)
-    apart = keeps_rows_apart(held.codec, site, normalized=normalized)
-    return not apart or not suffices(held.codec, site)
-
-
-def is_lossy(action: Action, need: Need) -> bool:
-    """Whether the tensor may be, or may become, a lossy code."""
-    at_once = isinstance(action, Offload) or (isinstance(action, Encode) and action.codec.lossless)
-    return need is Need.LOSSY and not at_once
 
 
 def unpack(held: Any) -> Tensor:

@@ -17,19 +17,23 @@ from elbowroom.runtime.slot import Geometry, Slot
 class RebuildHandle:
     """Holds a ready recipe, and the geometry of `base`, a dense view of all the recipe makes."""
 
-    __slots__ = ("_base", "_dtype", "depth", "ready")
+    __slots__ = ("_base", "_dtype", "ready")
 
     label = "rebuild"
     nbytes = 0
 
     def __init__(self, ready: Ready, base: Tensor) -> None:
         self.ready = ready
-        self.depth = ready.depth
         self._base, self._dtype = Geometry.of(base), base.dtype
 
     @property
     def exact(self) -> bool:
         return self.ready.exact
+
+    @property
+    def depth(self) -> int:
+        """How many ops run to make it, one after the other."""
+        return self.ready.depth
 
     @property
     def source(self) -> Slot:

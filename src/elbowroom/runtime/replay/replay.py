@@ -269,10 +269,11 @@ class Replay(TorchFunctionMode):
         assert wanted is not None
         if len(args) != len(wanted) or len(kwargs) != len(step.kwargs):
             return False
-        if not all(map(self._is, wanted, args)):
-            return False
-        for name, value in step.kwargs:
-            if name not in kwargs or not self._is(value, kwargs[name]):
+        for want, value in zip(wanted, args, strict=True):
+            if want is not value and not self._is(want, value):  # most that are no tensors are
+                return False
+        for name, want in step.kwargs:
+            if not self._is(want, kwargs.get(name, step)):
                 return False
         if not step.saves and step.run is None:
             return True  # it saves nothing: a mask that is made without gradients, too

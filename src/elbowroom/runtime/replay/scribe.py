@@ -17,6 +17,7 @@ too.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from elbowroom.plan import Encode, Keep
+from elbowroom.plan import Action, Encode, Keep, Need, SiteName
 from elbowroom.plan.gentle import ATTENTION
 from elbowroom.plan.site import CHECKPOINT, RECOMPUTE
 from elbowroom.runtime import opened
@@ -35,8 +36,9 @@ from elbowroom.runtime.consumers import Call, Levels
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
-from elbowroom.runtime.identity import Origin, untouchable
+from elbowroom.runtime.identity import Identity, is_touchable, untouchable
 from elbowroom.runtime.ledger import Ledger, Mark
+from elbowroom.runtime.listener import Listener
 from elbowroom.runtime.modules import Calls
 from elbowroom.runtime.normal import Statistics
 from elbowroom.runtime.recipes import Op, Ready
@@ -130,12 +132,11 @@ class _Done:
     norm: _Norm | None = None
 
 
-class Scribe:
+class Scribe(Listener):
     """Is told of one forward by its learning context.
 
     script        once that has ended; None: there is none
     why           there is none; once: of this forward, but maybe of the next
-    seeds_before  the count of its context's seeds as it began
     """
 
     def __init__(self, *, selects: bool = False) -> None:
@@ -147,7 +148,7 @@ class Scribe:
         self._inputs: int | None = None  # the op that stands for what checkpoints save now
         self._when = _BEFORE
         self._done: list[_Done] = []
-        self.seeds_before = 0
+        self._seeds_before = 0
         self._mark = Ledger().mark()
         self._selects = selects
         self._numel = 0  # of all that was saved
@@ -159,7 +160,7 @@ class Scribe:
 
     def starts(self, ledger: Ledger, seeds: int) -> None:
         """The forward begins. ledger: that counts it; seeds: the count of its context's."""
-        self._mark, self.seeds_before = ledger.mark(), seeds
+        self._mark, self._seeds_before = ledger.mark(), seeds
 
     def refuse(self, why: str, *, once: bool = False) -> None:
         """There is no script of this forward. once: there may be one of the next."""
@@ -216,8 +217,9 @@ class Scribe:
         """The call has run; now it is decided on what waited for that."""
         self._when = _AFTER
 
-    def makes(self, origin: Origin | None) -> None:
-        """The call has made a tensor that can be made again like this."""
+    def makes(self, x: Any, identity: Identity) -> None:
+        """The call has made x. identity: knows how that can be made again."""
+        origin = identity.origin(x) if is_touchable(x) else None
         recipe = None if origin is None else origin.recipe
         if recipe is not None and self._stack:
             known = self._makers.get(id(recipe.op))
@@ -273,13 +275,21 @@ class Scribe:
     def does(
         self,
         slot: Slot,
-        deed: Deed,
+        name: SiteName,
+        need: Need,
+        action: Action | None,
+        *,
         ready: Ready | None = None,
         norm: Statistics | None = None,
+        bits: str = "",
+        covers: bool = False,
+        drawn: int = 0,
     ) -> None:
-        """Something is done with a slot. norm: the statistics that it has now."""
+        """Something is done with a slot."""
         if self.why:
             return
+        draw = drawn - self._seeds_before
+        deed = Deed(NOWHERE, name, need, action, bits=bits, covers=covers, draw=draw)
         kept = None if ready is None else weakref.ref(ready)  # its slots must be free to die
         where = None if norm is None else self._where(norm)
         at, when, save = self._stack[-1] if self._stack else self._inputs, self._when, 0
@@ -315,7 +325,8 @@ class Scribe:
             # `same` is the operand's number until the script is made
             return _like(x)._replace(same=len(operands) - 1)
         if isinstance(x, tuple | list) and type(x) in (tuple, list, torch.Size):
-            return type(x)(self._described(one, operands) for one in x)
+            each = [self._described(one, operands) for one in x]
+            return _made_of(each, x)
         if type(x) in PLAIN_VALUES:
             return x
         if type(x) is slice and {type(x.start), type(x.stop), type(x.step)} <= {int, type(None)}:
@@ -345,7 +356,7 @@ class Scribe:
             try:
                 script = writer.script(ledger, self._mark, self._numel, selects=self._selects)
                 seen = tuple((weakref.ref(module), n) for module, n in calls.items())
-                self.script = replace(script, seeds=seeds - self.seeds_before, calls=seen)
+                self.script = replace(script, seeds=seeds - self._seeds_before, calls=seen)
             except Unwritable as error:
                 self.refuse(str(error), once=isinstance(error, OnceUnwritable))
         self._ops, self._done, self._makers, self._storages = [], [], {}, {}
@@ -651,7 +662,8 @@ class _Writer:
         seen: the places among the arguments of this op that came before
         """
         if type(x) in (tuple, list):
-            return type(x)(self._placed(one, at, seen) for one in x)
+            each = [self._placed(one, at, seen) for one in x]
+            return _made_of(each, x)
         if type(x) is not Like or x.parameter is not None:
             return x
         op, same, new = self._ops[at], NOWHERE, NOWHERE
@@ -726,3 +738,12 @@ def _view_of(held: Any) -> View | None:
 
 def _like(x: Tensor) -> Like:
     return Like(type(x), x.dtype, x.device, x.requires_grad, Geometry.of(x))
+
+
+def _made_of(each: list[Any], x: Any) -> Any:
+    """A tuple or list of these, in the kind of x: x itself if it is one that stays as it is.
+
+    For to be the same object is what is compared first, and most often true.
+    """
+    stays = type(x) is tuple and all(map(operator.is_, each, x))
+    return x if stays else type(x)(each)

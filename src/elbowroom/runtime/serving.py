@@ -1,0 +1,245 @@
+"""Making a slot hold what an op asks for: the policy is asked, and what it says is performed.
+
+Mostly at once. Three things must be seen first, and the tensor is kept until they are: the
+statistics of the norm that saves it (as the call ends), the op that reads the norm's result
+(`waiting.py`), and the piece of forward that a checkpoint of the user's runs (`checkpoints.py`).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from elbowroom.errors import CodecError
+from elbowroom.plan import (
+    Action,
+    Encode,
+    Keep,
+    Need,
+    Offload,
+    Policy,
+    Rebuild,
+    Rebuildable,
+    Site,
+    SiteName,
+)
+from elbowroom.plan.gentle import ATTENTION, gentle
+from elbowroom.plan.site import CHECKPOINT, NORMS
+from elbowroom.runtime.checkpoints import Pieces
+from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.handles import CastHandle, KeepHandle
+from elbowroom.runtime.identity import Identity, covering
+from elbowroom.runtime.listener import Listener
+from elbowroom.runtime.masks import mask_bits
+from elbowroom.runtime.observer import Watch
+from elbowroom.runtime.perform import is_normalized, perform
+from elbowroom.runtime.recipes import Ready
+from elbowroom.runtime.request import Request, is_lossy, is_served, is_too_coarse_for
+from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, site_of
+from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.statistics import statistics_of
+from elbowroom.runtime.waiting import Waiting, WaitingLine
+
+
+class Serving:
+    """Serves the requests of one forward.
+
+    waiting, pieces  what is decided later
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        context: Context,
+        min_nbytes: int,
+        identity: Identity,
+        listener: Listener,
+        watch: Watch | None,
+        is_exact: Callable[[], Callable[[], bool] | None],
+    ) -> None:
+        """min_nbytes: storages smaller than this are kept. watch: is told of what codes replace.
+
+        is_exact: a weak reference to what tells whether no code of the policy adds errors
+        """
+        self._policy, self._context, self._min_nbytes = policy, context, min_nbytes
+        self._identity, self._listener, self._watch = identity, listener, watch
+        self._is_exact = is_exact
+        self.waiting = WaitingLine()
+        self.pieces = Pieces()
+
+    def end(self) -> None:
+        """The forward has ended: nothing waits any more."""
+        self.waiting.end_all()
+        self.pieces.end()
+
+    def clear(self) -> None:
+        """Leave what waits as it is."""
+        self.waiting.clear()
+        self.pieces.clear()
+
+    def serve(self, request: Request) -> None:
+        """Make the slot hold what the op asks for, if it does not yet."""
+        if is_served(request):
+            return
+        slot, x, call, _, name = request
+        why = left_alone(slot, x, call, request.need, self._min_nbytes)
+        if not why:
+            self._act(request)
+            return
+        cast = self._cast(slot, x, call) if why is MADE_OF_PARAMETERS else None
+        slot.hold(cast or KeepHandle(slot.base.on(x), why))
+        self._listener.does(slot, name, Need.EXACT, Keep(why) if cast is None else None)
+
+    def ready(self, x: Tensor) -> Ready | None:
+        """Return how x could be made again now."""
+        origin = self._identity.origin(x)
+        return None if origin is None or origin.recipe is None else origin.recipe.ready()
+
+    def _cast(self, slot: Slot, x: Tensor, call: Call | None) -> CastHandle | None:
+        """What makes x's storage again, if that is a cast of a parameter."""
+        if call is None or not getattr(self._policy, "rebuild", False):
+            return None
+        return CastHandle.of(x, slot.base.on(x), call.began)
+
+    def _act(self, request: Request) -> None:
+        """Ask the policy, and do what it says; or let it wait."""
+        slot, x, call, _, name = request
+        need, site, ready = request.need, *self._site(request)
+        whole = slot.base.on(x)
+        action = self._chosen(request, site, ready)
+        slot.entry.why = action.why if isinstance(action, Keep) else ""
+        seed = self._context.next_seed() if isinstance(action, Encode) else 0
+        hold = partial(self._hold, site, need, ready, seed, self._context.count)
+        covers = x.numel() == whole.numel()
+        if need is Need.SHAPE and isinstance(action, Rebuild):
+            slot.hold_shape()
+            self._listener.does(slot, name, need, None)
+        elif need is Need.MASK and isinstance(action, Encode):
+            self._hold_mask(slot, whole, name, covers=covers)
+        elif call is not None and call.name == CHECKPOINT and is_lossy(action, need):
+            self._keep(slot, whole, name)
+            self.pieces.wait(partial(self._hold_input, slot, whole, action, hold))
+        elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
+            self._keep(slot, whole, name)
+            call.at_end.append(partial(self._hold_normalized, slot, whole, name, action, hold))
+        else:
+            hold(slot, whole, action)
+
+    def _site(self, request: Request) -> tuple[Site, Ready | None]:
+        """The site of the save, and how x could be made again for it."""
+        slot, x, call, reading, name = request
+        ready = self.ready(x)
+        site = site_of(slot, x, call, reading, ready, name, self._identity.origin(x))
+        if ready is not None and any(map(partial(is_too_coarse_for, site=site), ready.slots)):
+            return replace(site, rebuildable=Rebuildable.NO), None
+        return site, ready
+
+    def _chosen(self, request: Request, site: Site, ready: Ready | None) -> Action:
+        """What is to be done: what the policy says, as this tensor allows it."""
+        slot, x = request.slot, request.x
+        if self._context.keeps(_key(site)):
+            return Keep("somebody else held it until backward")
+        slot.sites.append(site)
+        action = self._decide(site, ready)
+        if isinstance(action, Encode) and site.rows is not None and site.consumer not in NORMS:
+            codec, rows = site.rows.coded(action.codec, by_size=site.by_size)
+            return replace(action, codec=codec, rows=rows)
+        if isinstance(action, Offload) and covering(x) is None:
+            return Keep("a part of a storage whose other parts may change")
+        return action
+
+    def _decide(self, site: Site, ready: Ready | None) -> Action:
+        is_exact = self._is_exact()
+        assert is_exact is not None  # somebody asks for a site
+        if site.consumer == ATTENTION and site.need is Need.LOSSY and not is_exact():
+            # What it would be made of may be a code that is too rough, or become one.
+            action = self._policy(replace(site, rebuildable=Rebuildable.NO))
+            if isinstance(action, Encode):  # whatever the policy: by the logits of this step
+                return replace(action, codec=gentle(action.codec, site))
+            return action
+        action = self._policy(site)
+        if isinstance(action, Rebuild) and ready is None and site.need is not Need.SHAPE:
+            return Keep("the policy asked to rebuild what cannot be rebuilt")
+        return action
+
+    def _hold(
+        self,
+        site: Site,
+        need: Need,
+        ready: Ready | None,
+        seed: int,
+        drawn: int,
+        slot: Slot,
+        whole: Tensor,
+        action: Action,
+    ) -> None:
+        """Perform the action. drawn: the count of seeds as this one was drawn."""
+        name = site.name
+        if slot.pinned and isinstance(action, Encode):
+            slot.entry.why = "an op that needs every bit reads it, or what is made of it"
+            self._listener.does(slot, name, Need.EXACT, Keep(slot.entry.why))
+            return
+        norm, prefetcher = slot.statistics, self._context.prefetcher
+        outlived = partial(self._context.learn_keep, _key(site))
+        try:
+            handle = perform(action, whole, need, ready, seed, outlived, norm, prefetcher, name)
+        except CodecError as error:
+            dtype = str(site.dtype).removeprefix("torch.")
+            where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
+            raise CodecError(f"{error} ({where})") from error
+        slot.hold(handle)
+        remade = ready if isinstance(action, Rebuild) else None
+        self._listener.does(slot, name, need, action, ready=remade, norm=norm, drawn=drawn)
+        slot.drop_needless_bits()
+        if self._watch is not None and not isinstance(action, Keep | Offload):
+            codec = action.codec if isinstance(action, Encode) else None
+            self._watch.held(slot, whole, slot.sites[-1], codec)
+
+    def _hold_mask(self, slot: Slot, whole: Tensor, name: SiteName, *, covers: bool) -> None:
+        bits = mask_bits(whole, name.consumer, only_output=covers)
+        if bits is None:
+            slot.hold(KeepHandle(whole, "a NaN, of which a bit cannot tell"))
+        else:
+            slot.hold_bits(bits)
+        self._listener.does(slot, name, Need.MASK, None, bits=name.consumer, covers=covers)
+
+    def _keep(self, slot: Slot, whole: Tensor, name: SiteName) -> None:
+        """Hold the tensor itself, until more is known."""
+        slot.hold(KeepHandle(whole, slot.entry.why))
+        self._listener.does(slot, name, Need.EXACT, Keep(slot.entry.why))
+
+    def _hold_input(
+        self, slot: Slot, whole: Tensor, action: Action, hold: "partial[None]", why: str
+    ) -> None:
+        """A checkpoint's piece has run. why: it may not be given a code, or ""."""
+        if why:
+            slot.hold(KeepHandle(whole, why))
+        else:
+            hold(slot, whole, action)
+
+    def _hold_normalized(
+        self,
+        slot: Slot,
+        whole: Tensor,
+        name: SiteName,
+        action: Action,
+        hold: "partial[None]",
+        norm: Call,
+        out: Any,
+    ) -> None:
+        """A norm has run, and its statistics are known, which the code is better with."""
+        slot.statistics = statistics_of(norm, whole)
+        if slot.statistics is None and is_normalized(action):
+            slot.hold(KeepHandle(whole, "the input of a norm, in no order that is known"))
+            self._listener.does(slot, name, Need.EXACT, Keep(""))
+        elif isinstance(action, Encode) and action.may_change:
+            self.waiting.append(Waiting(slot, action, hold, out))
+        elif not isinstance(action, Keep):
+            hold(slot, whole, action)
+
+
+def _key(site: Site) -> tuple[str, str, tuple[int, ...], Any]:
+    return site.module, site.consumer, site.shape, site.dtype
