@@ -15,6 +15,7 @@ import sys
 import threading
 import types
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.planning import Planning
 from elbowroom.measure import peak
 from elbowroom.measure.recorder import StepRecorder
@@ -1188,10 +1190,15 @@ def test_what_functions_of_the_users_own_save_is_counted_once(caplog):
 
 def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
     planning = Planning(FitOptions(1 << 20), ModelState(nn.Linear(4, 4), None), Context())
-    planning._is_last_resort = True
-    assert planning.wants_measuring
-    measured = types.SimpleNamespace(peak=3 << 20, stock=MemoryState(0))
-    planning.learn(types.SimpleNamespace(climbed=False), measured, MemoryState(0))
+    planning.state = replace(planning.state, phase=Phase.LAST_RESORT)
+    assert planning.state.wants_measuring
+    ledger = types.SimpleNamespace(before_nbytes=0, after_nbytes=0, most_nbytes=0)
+    last = types.SimpleNamespace(climbed=False, rung=1, ledger=ledger)
+    stock = MemoryState(0)
+    measured = types.SimpleNamespace(
+        peak=3 << 20, profile=None, stock=stock, writes=False, makes_states=False
+    )
+    planning.learn(last, measured, stock)
     assert planning.settled
     assert "budget 1.00 MiB: steps take 3.00 MiB, and go on so" in caplog.text
     assert "Give budget=3145728" in caplog.text

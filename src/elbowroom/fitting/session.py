@@ -226,7 +226,7 @@ class Fitting:
 
     def _learned(self, forward: Callable[[], Any], undo: Undo) -> Any:
         """The forward as it is, if there is room; else, undone, by a plan of a rehearsal."""
-        if not (self.planning.outgrown or self.planning.calls.are_seen):
+        if not (self.planning.state.outgrown or self.planning.calls.are_seen):
             kept = self._kept(forward)
             self._copies_given = undo.changed_given
             if kept is not None:
@@ -434,10 +434,10 @@ class Fitting:
 
     def _measure(self) -> None:
         """Start to measure the step that begins, if there is something to learn from it."""
-        planning = self.planning
-        if self._closed or self._step is not None or not planning.wants_measuring:
+        state = self.planning.state
+        if self._closed or self._step is not None or not state.wants_measuring:
             return
-        self._step = Measurement.start(self.owned, planning.stock, writes=planning.wants_writing)
+        self._step = Measurement.start(self.owned, state.stock, writes=state.wants_writing)
         waits = Background.running is not None  # for another model's, and is measured after it
         blind = self._step is None and self.highest_nbytes is None
         if blind and not waits and not self._said_blind:
