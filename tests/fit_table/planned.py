@@ -128,6 +128,13 @@ ROWS = {
         NoPlan(ERROR, Spare()),
         {"phase": P.SETTLED},
     ),
+    # It was an AssertionError: no plan was followed that a smaller one could take the place of.
+    "no plan fits a larger call than nothing need be done for, by a plan that was made again": Row(
+        replace(KNOWN, phase=P.VERIFYING, rounds=1),
+        NoPlan(ERROR, Spare()),
+        {"phase": P.IDLE},
+        (Raise(ERROR),),
+    ),
     "no plan fits another budget": Row(
         replace(KNOWN, phase=P.VERIFYING), NoPlan(ERROR, Spare(), again=True), FRESH, (FORGET,)
     ),
