@@ -190,7 +190,11 @@ ROWS = {
     "another budget in the last resort": Row(
         LAST,
         OptionsChanged(FitOptions(900)),
-        {"phase": P.VERIFYING, "terms": FitOptions(900)},
+        {
+            "phase": P.VERIFYING,
+            "terms": FitOptions(900),
+            "attempts": Attempts().knowing(Profile()),
+        },
         (FORGET, MakePlan(again=True)),
     ),
     "a larger kind": Row(FRESH, LargerKnown(Headroom(70)), {"headroom": Headroom(None, 70)}),

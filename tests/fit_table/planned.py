@@ -180,13 +180,13 @@ ROWS = {
     "none of the smallest is left": Row(
         SMALLEST,
         SmallestMade(LEFT, None),
-        {"phase": P.LAST_RESORT, "plan": None, "attempts": LEFT, "gave_up": MUCH},
+        {"phase": P.LAST_RESORT, "plan": None, "attempts": LEFT, "headroom": Headroom(0)},
         (say(Line.UNCORRECTED, least_nbytes=1100, rung="exact"),),
     ),
     "no smallest is found, and no rung was seen to fit": Row(
         replace(VERIFYING, was_rehearsed=True, attempts=TRIED),
         SmallestMade(LEFT, None),
-        {"phase": P.LAST_RESORT, "plan": None, "attempts": LEFT, "gave_up": MUCH, "rung": 5},
+        {"phase": P.LAST_RESORT, "plan": None, "attempts": LEFT, "rung": 5},
         (say(Line.UNCORRECTED, least_nbytes=1100, rung="dither, 4 levels"),),
     ),
     # What codes add.
@@ -246,7 +246,9 @@ ROWS = {
     ),
     "noise is used by an exact plan": Row(VERIFYING, NoiseUsed(told=True), {}),
     # The last resort.
-    "the last resort fits": Row(LAST, step(1000), {"phase": P.SETTLED, "has_fit": True}),
+    "the last resort fits": Row(
+        LAST, step(1000), {"phase": P.SETTLED, "has_fit": True, "headroom": Headroom(600)}
+    ),
     "the last resort is not measured": Row(LAST, step(None), {}),
     "the last resort does not fit, nor has a rung been seen to": Row(
         LAST, step(1200), {"phase": P.SETTLED}, (Refuse(MUCH),)

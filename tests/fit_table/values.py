@@ -107,7 +107,7 @@ SETTLED = following(PLAN, P.SETTLED, has_fit=True)
 MUCH = Taken(1100, PLAN)  # a plan that did not hold
 TRIED = Attempts(taken=(MUCH,))
 SMALLEST = following(OTHER, P.SMALLEST, attempts=TRIED)
-LAST = replace(KNOWN, phase=P.LAST_RESORT, rung=5, gave_up=MUCH, was_rehearsed=True)
+LAST = replace(KNOWN, phase=P.LAST_RESORT, rung=5, attempts=TRIED, was_rehearsed=True)
 
 
 def step(peak, **more):

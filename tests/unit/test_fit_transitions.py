@@ -25,7 +25,6 @@ from fit_table.values import (
     GUESSED,
     IDLE,
     LAST,
-    MUCH,
     SETTLED,
     SMALLEST,
     TWO,
@@ -113,7 +112,6 @@ def test_a_fresh_state_knows_what_no_measurement_has_told():
         has_strayed=True,
         outgrown=True,
         was_watched=True,
-        gave_up=MUCH,
     )
     kept = {"strays": 2, "varies": True, "only_largest": True, "is_recurrent": True}
     known = {"before": Before(SETTLED, 2), "headroom": Headroom(guess_nbytes=6)}

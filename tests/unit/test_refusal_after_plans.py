@@ -25,9 +25,3 @@ ENDED = ForwardEnded(rung=5, impossible=True, saving="saving")
 def test_a_forward_that_is_refused_names_what_a_plan_took(taken, command):
     state = replace(STATE, phase=Phase.VERIFYING, attempts=Attempts(taken=taken))
     assert advance(state, ENDED) == (state, (command,))
-
-
-def test_the_last_resort_is_refused_by_the_least_that_led_to_it():
-    # A rehearsal since then has begun to count attempts anew.
-    state = replace(STATE, phase=Phase.LAST_RESORT, gave_up=MUCH)
-    assert advance(state, ENDED) == (state, (Refuse(MUCH),))

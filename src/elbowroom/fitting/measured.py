@@ -141,9 +141,9 @@ def _last_resort_measured(state: FitState, seen: StepMeasured) -> Step:
         return state, ()
     state, budget_nbytes = replace(state, phase=Phase.SETTLED), state.terms.budget_nbytes
     peak_nbytes = _at_largest(state, seen, seen.peak)
-    least = state.attempts.least or state.gave_up
+    least = state.attempts.least
     if peak_nbytes <= budget_nbytes:
-        return replace(state, has_fit=True), ()
+        return replace(_with_transients(state, seen, seen.peak), has_fit=True), ()
     if state.was_rehearsed and least is not None:
         return state, (Refuse(least),)
     commands: tuple[Command, ...] = ()

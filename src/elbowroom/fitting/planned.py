@@ -82,8 +82,7 @@ def rehearsed(state: FitState, seen: Rehearsed) -> Step:
     """Follow a plan that was made by a forward alone."""
     state = replace(state, attempts=Attempts(seen.known), was_rehearsed=True)
     state, commands = _held(state, seen)
-    phase = state.phase if state.phase is Phase.LAST_RESORT else Phase.VERIFYING
-    return replace(state, phase=phase, rehearsed=True, outgrown=False), commands
+    return replace(state, phase=Phase.VERIFYING, rehearsed=True, outgrown=False), commands
 
 
 def rehearsed_in_vain(state: FitState, seen: RehearsedInVain) -> Step:
@@ -157,11 +156,13 @@ def smallest_made(state: FitState, seen: SmallestMade) -> Step:
 def _give_up(state: FitState, least: Taken) -> Step:
     """No plan has fit. The uniform rung may: it holds little at all moments, not at the worst.
 
-    Where none was seen to fit before the first plan, that is the strictest of them.
+    Where none was seen to fit before the first plan, that is the strictest of them. The one that
+    was seen to held more than its forward may beside what plans let pass.
 
     least: of what was measured
     """
-    rungs = state.terms.rungs
-    rung = len(rungs) - 1 if state.was_rehearsed else state.rung
-    state = replace(state, phase=Phase.LAST_RESORT, plan=None, rung=rung, gave_up=least)
+    rungs, rung, headroom = state.terms.rungs, state.rung, state.headroom.learned(0)
+    if state.was_rehearsed:
+        rung, headroom = len(rungs) - 1, state.headroom
+    state = replace(state, phase=Phase.LAST_RESORT, plan=None, rung=rung, headroom=headroom)
     return state, (say(Say.UNCORRECTED, least_nbytes=least.peak_nbytes, rung=rungs[rung].name),)

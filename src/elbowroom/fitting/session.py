@@ -171,7 +171,7 @@ class Fitting:
             self._parameters, self._repeated = list(model.parameters()), 0
             return self._replayed(forward, script)
         self._parameters = None
-        follows = planning.plan is not None or planning.settled or self._step is None
+        follows = not planning.state.may_rehearse or self._step is None
         if follows and not planning.takes_trials():
             return self._forward(forward)
         undo = Undo(model, (), given, copies=self._copies_given)
@@ -201,7 +201,7 @@ class Fitting:
         """The model runs once more in the same step (`calls.py`)."""
         planning = self.planning
         is_known = planning.go_on(signature)
-        learns = planning.plan is None and not planning.settled
+        learns = planning.state.may_rehearse
         if is_known and not learns:
             return self._forward(forward, last)
         undo = Undo(model, (), given)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from elbowroom.fitting.attempts import Attempts, Taken
+from elbowroom.fitting.attempts import Attempts
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.phase import Phase
 
@@ -60,7 +60,6 @@ class FitState:
     rounds        plans that were made again because a measurement broke the budget
     tries         steps that were measured under a plan, or written down
     attempts      plans that were measured, and what smaller ones may be made by
-    gave_up       the least that was measured, in the last resort
     resumes       the phase that a plan which is watched was verified in
     outgrown      the least rung holds too much, or a step had more forwards: rehearse
     has_fit       a step of this kind was measured within the budget
@@ -96,7 +95,6 @@ class FitState:
     rounds: int = 0
     tries: int = 0
     attempts: Attempts = field(default_factory=Attempts)
-    gave_up: Taken | None = None
     resumes: Phase = Phase.VERIFYING
     outgrown: bool = False
     has_fit: bool = False
@@ -159,6 +157,11 @@ class FitState:
     def is_learned(self) -> bool:
         """Whether anything is known of such steps."""
         return self.plan is not None or self.profile is not None or self.settled
+
+    @property
+    def may_rehearse(self) -> bool:
+        """Whether a forward that holds too much begins again, rehearsed; else it climbs."""
+        return self.phase in (Phase.GUESSING, Phase.WRITING, Phase.IDLE)
 
     @property
     def may_refuse(self) -> bool:

@@ -216,8 +216,7 @@ def _layers_held_too_much(state: FitState) -> Step:
 def _forward_ended(state: FitState, seen: ForwardEnded) -> Step:
     """Note how far this forward had to climb; refuse a budget that cannot be met."""
     if seen.impossible:
-        is_last = state.phase is Phase.LAST_RESORT
-        least = state.gave_up if is_last else state.attempts.least
+        least = state.attempts.least
         if least is not None and least.peak_nbytes > state.terms.budget_nbytes:
             return state, (Refuse(least),)
         return state, (RefuseRungs(seen.saving),)
