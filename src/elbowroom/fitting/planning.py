@@ -34,7 +34,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from elbowroom.errors import NothingHeld
+from elbowroom.errors import BudgetTooSmall, NothingHeld
 from elbowroom.fitting.calls import Calls, Rest, plan_rest
 from elbowroom.fitting.execute import execute, measured, repeatable, settings_of, spare_of, step_of
 from elbowroom.fitting.followed import Followed
@@ -71,6 +71,7 @@ from elbowroom.runtime.inert import inertness_of
 from elbowroom.runtime.repeats import TRIED
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script
+from elbowroom.runtime.undo import Undo
 
 _MOST_SCRIPTS = 8  # for calls of several sizes
 _LOOKS_AGAIN = 256  # forwards that are known, until one is looked at all the same
@@ -210,7 +211,23 @@ class Planning(Followed):
         if heard is not None:
             self._tell(ForwardHeard(heard))
 
-    def tries_more(self) -> bool:
+    def rehearse_until_planned(self, forward: Callable[[], Any], undo: Undo) -> None:
+        """Rehearse, and undo it, as long as no plan fits and there may be more of them.
+
+        Raises BudgetTooSmall where there are none.
+        """
+        while True:
+            try:
+                return self.rehearse(forward)
+            except NothingHeld:
+                return None  # backward runs inside of forward, as that of a force
+            except BudgetTooSmall:
+                if not self._tries_more():
+                    raise
+            finally:
+                undo.back()
+
+    def _tries_more(self) -> bool:
         """No plan fits. Whether there may be more of them, for which all is learned again."""
         before = self.state
         self._tell(NoPlanLeft(spare_of(self)))
