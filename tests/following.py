@@ -35,7 +35,6 @@ PURPOSE = {
     "codecs/dither.py": "the codec: chooses buffers, calls the kernel",
     "codecs/facts.py": "facts about a tensor that a codec may use",
     "fitting/forward.py": "looks at a save as the fitted model's phase wants it",
-    "fitting/options.py": "the options of `er.fit`",
     "kernels/fakes.py": "tells real tensors from fake ones",
     "kernels/layout.py": "sizes of the code's buffers",
     "kernels/numba/affine.py": "arguments of an affine for a CPU kernel",

@@ -15,6 +15,7 @@ import sys
 import threading
 import types
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,9 +26,14 @@ from torch.utils.checkpoint import checkpoint
 import elbowroom as er
 from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
+from elbowroom.fitting.attempts import Attempts, Taken
+from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.observations import SmallestMade
 from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.transitions import advance
 from elbowroom.measure import peak
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.measure.recording import Recording
@@ -1188,13 +1194,66 @@ def test_what_functions_of_the_users_own_save_is_counted_once(caplog):
 
 def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
     planning = Planning(FitOptions(1 << 20), ModelState(nn.Linear(4, 4), None), Context())
-    planning._is_last_resort = True
-    assert planning.wants_measuring
-    measured = types.SimpleNamespace(peak=3 << 20, stock=MemoryState(0))
-    planning.learn(types.SimpleNamespace(climbed=False), measured, MemoryState(0))
+    planning.state = replace(planning.state, phase=Phase.LAST_RESORT)
+    assert planning.state.wants_measuring
+    ledger = types.SimpleNamespace(before_nbytes=0, after_nbytes=0, most_nbytes=0)
+    last = types.SimpleNamespace(climbed=False, rung=1, ledger=ledger)
+    stock = MemoryState(0)
+    measured = types.SimpleNamespace(
+        peak=3 << 20, profile=None, stock=stock, writes=False, makes_states=False
+    )
+    planning.learn(last, measured, stock)
     assert planning.settled
     assert "budget 1.00 MiB: steps take 3.00 MiB, and go on so" in caplog.text
     assert "Give budget=3145728" in caplog.text
+
+
+class LastResort:
+    """A training whose plans have all failed, though none was made; `ran`: once a forward."""
+
+    budget = 1 << 24
+
+    def __init__(self, **known):
+        layers = (nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8))
+        self.model, self.x, self.ran = nn.Sequential(*layers), torch.randn(2048, 64), []
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-2)
+        er.fit(self.model, budget=self.budget, exact=True)
+        self.step()
+        self.step()
+        fitting, plan = opener_of(self.model), types.SimpleNamespace()
+        fitting.interrupt()
+        self.planning = fitting.planning
+        plan.exact, plan.held_nbytes = True, 0
+        tried = Taken(2 * self.budget, types.SimpleNamespace(plan=plan))
+        # No plan has left anything beside its transients.
+        known |= {"phase": Phase.SMALLEST, "rung": 0, "headroom": Headroom(self.budget)}
+        self.planning.state, _ = advance(
+            replace(self.planning.state, **known), SmallestMade(Attempts(taken=(tried,)), None)
+        )
+        assert self.planning.state.phase is Phase.LAST_RESORT
+        self.model[0].register_forward_hook(lambda *_: self.ran.append(1))
+
+    def step(self):
+        descend(self.model, self.optimizer, self.x)
+
+
+def test_the_last_resort_measures_the_rung_that_was_seen_to_fit():
+    # By what plans had left it was another step, and all was learned again.
+    training = LastResort()
+    training.step()
+    assert (len(training.ran), training.planning.setting) == (1, "keep")
+    training.step()
+    assert training.planning.settled
+    assert training.planning.setting == "keep"
+
+
+def test_the_last_resort_is_refused_and_not_rehearsed():
+    # It was rehearsed, and the plan that had failed was measured once more.
+    training = LastResort(was_rehearsed=True, has_fit=False)
+    with pytest.raises(BudgetTooSmall) as refused:
+        training.step()
+    assert refused.value.least_nbytes == 2 * training.budget
+    assert len(training.ran) == 1
 
 
 class Messages(nn.Module):

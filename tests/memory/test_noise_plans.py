@@ -166,7 +166,7 @@ def test_what_is_no_share_is_refused(profile, noise):
 
 
 def test_a_limit_that_cannot_be_checked_is_said_not_to_be(caplog, monkeypatch):
-    monkeypatch.setattr("elbowroom.fitting.planning.shares_of", lambda table: None)
+    monkeypatch.setattr("elbowroom.fitting.execute.shares_of", lambda table: None)
     training = Training(lr=1e-3)
     training.step()
     budget = int(0.45 * er.peak(training.step))

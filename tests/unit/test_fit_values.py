@@ -3,9 +3,9 @@
 import pytest
 
 from elbowroom.fitting.attempts import Attempts, KnownStep
+from elbowroom.fitting.chosen import Candidate, Chosen
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.options import FitOptions, MemoryState
-from elbowroom.fitting.state_formats import Candidate, Chosen
 from elbowroom.plan.plan import Plan
 
 OPTIONS, STOCK = FitOptions(1000), MemoryState(static_nbytes=300)

@@ -13,7 +13,7 @@ CEILINGS = {
     "`er.saving()`, the next ones: made again": (11, 277),
     '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (39, 745),
     '`er.saving("dither", levels=16, rebuild=False)`, the next ones: encoded': (22, 380),
-    "`er.fit`, a step that learns: made again": (31, 623),
+    "`er.fit`, a step that learns: made again": (30, 622),
     "`er.fit`, a settled step: made again": (12, 243),
 }
 

@@ -1,28 +1,27 @@
 """A forward that is refused names what plans took, where some were measured: a budget that does."""
 
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.attempts import Attempts, Taken
+from elbowroom.fitting.commands import Refuse, RefuseRungs
+from elbowroom.fitting.observations import ForwardEnded
+from elbowroom.fitting.phase import Phase
+from elbowroom.fitting.state import FitState
+from elbowroom.fitting.transitions import advance
+
+LITTLE, MUCH = Taken(90, "a plan that held"), Taken(150, "a plan that did not")
+STATE = FitState(SimpleNamespace(budget_nbytes=100), "stock", "now", "largest")
+ENDED = ForwardEnded(rung=5, impossible=True, saving="saving")
 
 
-@pytest.mark.parametrize(("taken", "named"), [(150, 150), (None, 120), (90, 120)])
-def test_a_forward_that_is_refused_names_what_a_plan_took(taken: int | None, named: int) -> None:
+@pytest.mark.parametrize(
+    ("taken", "command"),
     # BLOOM at 40 % was told the sum of what rungs hold and a plan's transients, which did not do.
-    def error(nbytes: int) -> BudgetTooSmall:
-        return BudgetTooSmall("", least_nbytes=nbytes)
-
-    planning: Any = SimpleNamespace(
-        terms=SimpleNamespace(budget_nbytes=100),
-        _is_last_resort=False,
-        _tried=SimpleNamespace(least=None if taken is None else SimpleNamespace(peak_nbytes=taken)),
-        _measured_refusal=lambda least: error(least.peak_nbytes),
-        _refusal=lambda saving: error(120),
-    )
-    saving: Any = SimpleNamespace(impossible=True)
-    with pytest.raises(BudgetTooSmall) as refused:
-        Planning.forward_ended(planning, saving)
-    assert refused.value.least_nbytes == named
+    [((MUCH,), Refuse(MUCH)), ((), RefuseRungs("saving")), ((LITTLE, MUCH), RefuseRungs("saving"))],
+)
+def test_a_forward_that_is_refused_names_what_a_plan_took(taken, command):
+    state = replace(STATE, phase=Phase.VERIFYING, attempts=Attempts(taken=taken))
+    assert advance(state, ENDED) == (state, (command,))

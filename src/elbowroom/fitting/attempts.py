@@ -8,17 +8,19 @@ These do not depend on the budget. So the least that they took is a budget that 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from elbowroom.fitting.state_formats import Chosen
-from elbowroom.plan.plan import difference
-from elbowroom.plan.profile import Profile
+if TYPE_CHECKING:
+    from elbowroom.fitting.chosen import Chosen
+    from elbowroom.plan.plan import Plan
+    from elbowroom.plan.profile import Profile
+    from elbowroom.plan.site import SiteName
 
 
 class KnownStep(NamedTuple):
     """What a step is planned by. rehearsed: its backward is an estimate."""
 
-    profile: Profile
+    profile: "Profile"
     rehearsed: bool
 
 
@@ -26,19 +28,19 @@ class Taken(NamedTuple):
     """What a step under a plan took."""
 
     peak_nbytes: int
-    chosen: Chosen
+    chosen: "Chosen"
 
-    def is_of(self, chosen: Chosen) -> bool:
+    def is_of(self, chosen: "Chosen") -> bool:
         """Whether it did the same, whatever budget or profile that was made for."""
-        one = self.chosen
-        same = one.candidate.state == chosen.candidate.state
-        return same and not difference(one.plan, chosen.plan)
+        one, other = self.chosen, chosen
+        same = one.candidate.state == other.candidate.state
+        return same and _actions(one.plan) == _actions(other.plan)
 
 
 class Smallest(NamedTuple):
     """A plan of the least predicted peak. rehearsed: the profile that it was made by is."""
 
-    chosen: Chosen
+    chosen: "Chosen"
     rehearsed: bool
 
 
@@ -46,22 +48,20 @@ class Smallest(NamedTuple):
 class Attempts:
     """The plans of one kind of forward, since it last began to learn.
 
-    known        what plans may be made by, and no smallest one is made by yet
-    taken        the plans that were measured, in order
-    smallest     the plans of the least predicted peak that were made
-    is_smallest  one of these is followed
+    known     what plans may be made by, and no smallest one is made by yet
+    taken     the plans that were measured, in order
+    smallest  the plans of the least predicted peak that were made
     """
 
     known: tuple[KnownStep, ...] = ()
     taken: tuple[Taken, ...] = ()
     smallest: tuple[Smallest, ...] = ()
-    is_smallest: bool = False
 
-    def knowing(self, profile: Profile) -> Self:
+    def knowing(self, profile: "Profile") -> Self:
         """Add a step that was written down: its smallest plan comes first."""
         return replace(self, known=(KnownStep(profile, rehearsed=False), *self.known))
 
-    def after(self, chosen: Chosen, peak_nbytes: int) -> Self:
+    def after(self, chosen: "Chosen", peak_nbytes: int) -> Self:
         """Add what a measured step under this plan took."""
         return replace(self, taken=(*self.taken, Taken(peak_nbytes, chosen)))
 
@@ -78,7 +78,7 @@ class Attempts:
         return min(known, default=None, key=_peak_nbytes)
 
     def next_smallest(
-        self, make: Callable[[Profile, bool], Chosen | None]
+        self, make: "Callable[[Profile, bool], Chosen | None]"
     ) -> tuple[Self, Smallest | None]:
         """Make the smallest plans of what is known; return one that was not measured yet.
 
@@ -101,3 +101,7 @@ class Attempts:
 
 def _peak_nbytes(one: Taken) -> int:
     return one.peak_nbytes
+
+
+def _actions(plan: "Plan") -> tuple[frozenset[str], dict["SiteName", str]]:
+    return plan.recompute, {name: known.rung for name, known in plan.sites.items()}

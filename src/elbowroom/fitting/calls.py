@@ -144,7 +144,7 @@ class Rest:
     def allowed_nbytes(self, guessed_nbytes: int) -> int:
         return sys.maxsize
 
-    def lets_layers_run_again(self, *, now: bool) -> bool:
+    def lets_layers_run_again(self) -> bool:
         """Not in what is left of a step: others of its forwards have run without."""
         return False
 

@@ -27,13 +27,17 @@ from elbowroom.runtime.slot import Slot, View, last_node
 class Fit(Protocol):
     """What a forward asks of the plan that it follows, or of what stands in for one."""
 
-    terms: FitOptions
     context: Context
-    rung: int
-    plan: Plan | None
-    meter: NoiseMeter | None
     redoes: bool
 
+    @property
+    def terms(self) -> FitOptions: ...
+    @property
+    def rung(self) -> int: ...
+    @property
+    def plan(self) -> Plan | None: ...
+    @property
+    def meter(self) -> NoiseMeter | None: ...
     @property
     def recompute(self) -> frozenset[str]: ...
     def allowed_nbytes(self, guessed_nbytes: int) -> int: ...
@@ -41,7 +45,7 @@ class Fit(Protocol):
     @property
     def may_refuse(self) -> bool: ...
     def stray(self) -> None: ...
-    def lets_layers_run_again(self, *, now: bool) -> bool: ...
+    def lets_layers_run_again(self) -> bool: ...
 
 
 class FittedSaving(Saving):
@@ -97,7 +101,7 @@ class FittedSaving(Saving):
         self._earlier = [] if after is None else after.storages
         self.storages: list[SavedStorage] = []
         self.saved_by: weakref.WeakKeyDictionary[Slot, list[int]] = weakref.WeakKeyDictionary()
-        self._fit = fit
+        self._fit, self._rungs, self._followed = fit, fit.terms.rungs, fit.plan
 
     def __exit__(
         self,
@@ -118,7 +122,7 @@ class FittedSaving(Saving):
         """What decides now."""
         plan = self._plan
         if plan is None:
-            return self._fit.terms.rungs[self.rung]
+            return self._rungs[self.rung]
         return Rung("plan", plan.look_up, plan.exact)
 
     def is_exact(self) -> bool:
@@ -137,14 +141,14 @@ class FittedSaving(Saving):
 
     @property
     def _plan(self) -> Plan | None:
-        return None if self.climbed else self._fit.plan
+        return None if self.climbed else self._followed
 
     def _may_stand(self, direct: Direct, call: Call) -> bool:
         """Decide about a recurrent op before it runs: it saves all at once, too late to climb."""
         if direct.again and not self.context.runs_again:
             held = self.ledger.held_nbytes + saved_nbytes(call)
             if held > self._fit.surely_allowed_nbytes():
-                self._fit.lets_layers_run_again(now=True)
+                self._fit.lets_layers_run_again()
         return super()._may_stand(direct, call)
 
     def _packed(
@@ -188,13 +192,13 @@ class FittedSaving(Saving):
 
     def _decide_site(self, site: Site) -> Action:
         allowed, surely_allowed = self._limits(site.nbytes)
-        rungs = self._fit.terms.rungs
+        rungs = self._rungs
         while not self.too_much and self._is_over(site, allowed):
             if not self._may_climb:
                 self.too_much = True
             elif self.rung < len(rungs) - 1:
                 # No rung but the strictest is sure to hold less than a plan.
-                self.rung = self.rung + 1 if self._fit.plan is None else len(rungs) - 1
+                self.rung = self.rung + 1 if self._followed is None else len(rungs) - 1
                 self.climbed = True
                 self.tighten(rungs[self.rung].policy)
             else:

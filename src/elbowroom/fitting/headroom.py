@@ -7,10 +7,11 @@ measured, or as a plan predicts them.
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from elbowroom.fitting.options import FitOptions, MemoryState
-from elbowroom.plan.plan import Plan
+if TYPE_CHECKING:
+    from elbowroom.fitting.options import FitOptions, MemoryState
+    from elbowroom.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Headroom:
         return replace(self, seen_nbytes=most_nbytes)
 
     def allowed_nbytes(
-        self, terms: FitOptions, stock: MemoryState, plan: Plan | None, guessed_nbytes: int
+        self, terms: "FitOptions", stock: "MemoryState", plan: "Plan | None", guessed_nbytes: int
     ) -> int:
         """As long as nothing is measured, transients are guessed."""
         free = terms.budget_nbytes - stock.static_nbytes
@@ -61,7 +62,7 @@ class Headroom:
         return max(allowed, self.seen_nbytes - stock.static_nbytes)
 
     def surely_allowed_nbytes(
-        self, terms: FitOptions, stock: MemoryState, plan: Plan | None
+        self, terms: "FitOptions", stock: "MemoryState", plan: "Plan | None"
     ) -> int:
         """The same without guesses.
 
@@ -74,7 +75,7 @@ class Headroom:
         return max(allowed, self.seen_nbytes - stock.static_nbytes)
 
 
-def _passing_nbytes(plan: Plan | None) -> int:
+def _passing_nbytes(plan: "Plan | None") -> int:
     """Forward may hold so much more for a moment: a norm's input until its ReLU has run.
 
     The plan knows; the ledger, which is asked here, does not.

@@ -54,13 +54,12 @@ class PlanCache:
         learns = self._learned < _MOST_LEARNED
         if not learns and nearest is not None:
             return nearest
-        made = Planning(self._terms, self._owned, self._context)
         if not learns:
-            made.settled = True
-            return made
+            return Planning(self._terms, self._owned, self._context, learns=False)
+        given, self._given = self._given, None
+        made = Planning(self._terms, self._owned, self._context, given)
         if nearest is not None:
             made.inherit(nearest)
-        made.given, self._given = self._given, None
         self._learned += 1
         self._known[signature.bucket] = made
         if len(self._known) > _MOST:

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting.chosen import Chosen
 from elbowroom.fitting.forward import Fit, FittedSaving
 from elbowroom.fitting.messages import warn_hopeful
 from elbowroom.fitting.model_state import ModelState, storage_nbytes
 from elbowroom.fitting.planner_settings import PlannerSettings
-from elbowroom.fitting.state_formats import CHOICES, Chosen, States
+from elbowroom.fitting.state_formats import CHOICES, States
 from elbowroom.measure.background import Background
 from elbowroom.measure.graph import graph_of
 from elbowroom.measure.recording import Recording

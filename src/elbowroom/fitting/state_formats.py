@@ -18,12 +18,13 @@ forward. They may be made fp32 again, when a measured step shows that there is r
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch.optim import Optimizer
 
 from elbowroom.adaptive.state_noise import update_noise
 from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.fitting.chosen import Candidate, Chosen
 from elbowroom.fitting.messages import say_states
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.planner_settings import PlannerSettings
@@ -41,23 +42,6 @@ _CHOSEN = {
     False: "lossy, and cheaper than what else fits",
 }
 Around = Callable[[], AbstractContextManager[object]]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One format for all auto states: the step as it would be. state: "" where none is chosen."""
-
-    state: str
-    profile: Profile
-    noise: float = 0.0
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A plan, and the format that it was made for."""
-
-    candidate: Candidate
-    plan: Plan
 
 
 class States:

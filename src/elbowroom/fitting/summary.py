@@ -48,9 +48,9 @@ def summary(fitting: Fitting, model: str) -> Summary:
     planning = fitting.planning
     plan, profile = planning.plan, planning.profile
     # A rehearsed profile has an invented backward: no ground for a claim about plain autograd.
-    known = profile is not None and not planning.rehearsed
+    known = profile is not None and not planning.state.rehearsed
     plain = plain_peak(profile) if profile is not None and known else None
-    if plan is not None and plan is planning.given:  # it was made from a step elsewhere
+    if plan is not None and planning.state.follows_given:  # it was made from a step elsewhere
         plain, known = plan.plain_peak, True
     return Summary(
         model=model,

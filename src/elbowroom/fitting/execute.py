@@ -1,0 +1,269 @@
+"""What a state asks for is carried out: planners run, states change format, lines are logged.
+
+FitState --transitions--> commands --here--> observations --transitions--> FitState ...
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting import messages
+from elbowroom.fitting.attempts import KnownStep, Taken
+from elbowroom.fitting.chosen import Chosen
+from elbowroom.fitting.commands import (
+    BeginPlan,
+    BlameNoClasses,
+    CheckPlan,
+    Command,
+    ForgetCalls,
+    ForgetScripts,
+    HoldAsGiven,
+    Line,
+    MakePlan,
+    MakeRoomToWatch,
+    MakeSmallest,
+    PlanByForward,
+    Raise,
+    ReadMeter,
+    Refuse,
+    RefuseRungs,
+    RunLayersAgain,
+    Say,
+    StartMeter,
+    TakePlan,
+    Then,
+)
+from elbowroom.fitting.observations import (
+    GivenHeld,
+    NoiseMeasured,
+    NoPlan,
+    Observation,
+    PlanMade,
+    PlanTaken,
+    Rehearsed,
+    RehearsedInVain,
+    RoomToWatch,
+    SmallestMade,
+    Spare,
+    StepMeasured,
+)
+from elbowroom.fitting.options import MemoryState
+from elbowroom.fitting.planner_settings import PlannerSettings
+from elbowroom.fitting.rehearse import plan_by_forward
+from elbowroom.measure.interval import may_measure
+from elbowroom.measure.shares import STEPS, menu_meter, shares_of
+from elbowroom.plan.ladder import choose
+from elbowroom.plan.make import LOSSY_HELPS
+from elbowroom.plan.profile import Profile
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Heard, with_backward
+
+if TYPE_CHECKING:
+    from elbowroom.fitting.forward import FittedSaving
+    from elbowroom.fitting.measurement import Measurement
+    from elbowroom.fitting.planning import Planning
+
+_LINES: dict[Line, Callable[..., None]] = {
+    Line.MEASURED: messages.say_measured,
+    Line.STRAY: messages.warn_stray,
+    Line.OUTSIDE: messages.warn_outside,
+    Line.ABOVE: messages.warn_above,
+    Line.SMALLEST: messages.warn_smallest,
+    Line.RUNS_AGAIN: messages.warn_runs_again,
+    Line.UNCORRECTED: messages.warn_uncorrected,
+    Line.GIVEN: messages.warn_given,
+    Line.UNKNOWN: messages.say_unknown,
+    Line.NOISE: messages.say_noise,
+}
+
+
+def execute(kind: "Planning", command: Command) -> Observation | None:
+    """Carry out what the state of a kind of forward asks for; return what there is to see of it.
+
+    Raises BudgetTooSmall where that is what is asked for.
+    """
+    match command:
+        case Say(line, values):
+            _LINES[line](kind.terms, **values)
+        case ForgetScripts():
+            kind.forget_scripts()
+        case BeginPlan():
+            kind.forget_scripts()
+            kind.try_modules()
+        case ForgetCalls(calls):
+            kind.calls.forget(calls)
+        case BlameNoClasses():
+            kind.context.blames_classes = False
+        case RunLayersAgain():
+            kind.context.runs_again = True
+        case StartMeter():
+            kind.meter = menu_meter(probes=1)
+        case Refuse(least):
+            raise _measured_refusal(kind, least)
+        case RefuseRungs(saving):
+            assert saving is not None
+            transient_nbytes = kind.state.headroom.transient_nbytes
+            raise messages.refusal(saving, kind.terms, kind.owned, kind.stock, transient_nbytes)
+        case Raise(error):
+            raise error
+        case Then(observation):
+            return observation
+        case _:
+            return _planned(kind, command)
+    return None
+
+
+def _planned(
+    kind: "Planning",
+    command: HoldAsGiven
+    | MakePlan
+    | CheckPlan
+    | TakePlan
+    | MakeSmallest
+    | PlanByForward
+    | MakeRoomToWatch
+    | ReadMeter,
+) -> Observation | None:
+    """Ask the planner, or what knows the optimizer's states."""
+    match command:
+        case HoldAsGiven():
+            assert kind.given is not None
+            kind.owned.states.begin_with(kind.given, kind, kind.terms)
+            return GivenHeld(_stock_of(kind))
+        case MakePlan(again):
+            try:
+                chosen = _chosen(kind)
+            except BudgetTooSmall as error:
+                return NoPlan(error, spare_of(kind), again)
+            return PlanMade(*_taken(kind, chosen))
+        case CheckPlan():
+            _chosen(kind, estimated=False)
+            return None
+        case TakePlan(chosen):
+            return PlanTaken(*_taken(kind, chosen))
+        case MakeSmallest():
+            states, settings = kind.owned.states, settings_of(kind)
+            return SmallestMade(
+                *kind.state.attempts.next_smallest(
+                    lambda step, again: states.smallest(step, kind, settings, recompute=again)
+                )
+            )
+        case PlanByForward(heard):
+            return _planned_by_forward(kind, heard)
+        case MakeRoomToWatch(margin_nbytes):
+            assert kind.profile is not None
+            exact = kind.terms.exact
+            return RoomToWatch(settings_of(kind).plan_for(kind.profile, margin_nbytes, exact=exact))
+        case ReadMeter():
+            return _noise_measured(kind)
+
+
+def measured(
+    kind: "Planning", last: "FittedSaving", step: "Measurement", stock: MemoryState
+) -> StepMeasured:
+    """Return what a step that has ended shows.
+
+    last: the saving of its last forward; stock: as the next step begins
+    """
+    rungs, profile = kind.terms.rungs, step.profile
+    if profile is not None:
+        profile = replace(repeatable(kind, profile), standing=kind.owned.standing())
+    return StepMeasured(
+        stock,
+        step.stock.static_nbytes,
+        step.peak,
+        beside_nbytes=step.stock.beside_nbytes,
+        makes_states=step.makes_states,
+        writes=step.writes,
+        seen=step.profile,
+        profile=profile,
+        climbed=last.climbed,
+        rung=last.rung,
+        before_nbytes=last.ledger.before_nbytes,
+        after_nbytes=last.ledger.after_nbytes,
+        most_nbytes=last.ledger.most_nbytes,
+        strangers=kind.plan is not None and bool(kind.plan.strangers),
+        watched=kind.meter is not None and kind.meter.step >= STEPS,
+        may_measure=may_measure(kind.owned.device),
+        spare=spare_of(kind),
+        rung_within=lambda allowed_nbytes: choose(rungs, last.storages, allowed_nbytes),
+        saving=last,
+    )
+
+
+def spare_of(kind: "Planning") -> Spare:
+    """What may still be allowed where no plan fits."""
+    context = kind.context
+    layers = not (context.runs_again or kind.terms.exact)
+    return Spare(bool(context.unrepeatable) and context.blames_classes, layers)
+
+
+def settings_of(kind: "Planning") -> PlannerSettings:
+    """How plans are made, by what is known."""
+    state = kind.state
+    helps = kind.owned.states.lossy_helps() or LOSSY_HELPS
+    return PlannerSettings(state.terms, state.ratio, state.once_nbytes, state.again_nbytes, helps)
+
+
+def repeatable(kind: "Planning", profile: Profile) -> Profile:
+    """Without modules that cannot run again."""
+    context = kind.context
+    return profile.never_again(context.unrepeatable, alike=context.blames_classes)
+
+
+def step_of(kind: "Planning", heard: Heard, care: float) -> Profile:
+    """The whole step of a forward that was rehearsed: its backward is an estimate."""
+    born = kind.owned.unborn_gradients(), kind.stock.unborn_state_nbytes
+    return with_backward(replace(heard, profile=repeatable(kind, heard.profile)), *born, care)
+
+
+def _chosen(kind: "Planning", *, estimated: bool | None = None) -> Chosen:
+    assert kind.profile is not None
+    estimated = kind.state.rehearsed if estimated is None else estimated
+    return kind.owned.states.choose(kind.profile, kind, settings_of(kind), estimated=estimated)
+
+
+def _taken(kind: "Planning", chosen: Chosen) -> tuple[Chosen, MemoryState]:
+    """The plan, once states are held as it was made for, and what stands since then."""
+    taken = kind.owned.states.take(chosen, kind, kind.terms)
+    return taken, _stock_of(kind)
+
+
+def _stock_of(kind: "Planning") -> MemoryState:
+    """Once states are held in another format."""
+    return kind.owned.stock().beside(kind.stock.beside_nbytes)
+
+
+def _planned_by_forward(kind: "Planning", heard: Heard) -> Observation:
+    heard = kind.calls.joined(heard).beside(kind.state.beside_nbytes)
+    standing = kind.owned.standing()
+    heard = replace(heard, profile=replace(heard.profile, standing=standing))
+    steps = {care: step_of(kind, heard, care) for care in (CAREFUL, LIKELY)}
+    may_run_layers_again = kind.state.is_recurrent and spare_of(kind).layers
+    try:
+        chosen = plan_by_forward(
+            steps.__getitem__,
+            kind.owned.states,
+            kind,
+            settings_of(kind),
+            measures=not may_run_layers_again,
+        )
+    except BudgetTooSmall as error:
+        return RehearsedInVain(error)
+    known = tuple(KnownStep(step, rehearsed=True) for step in steps.values())
+    return Rehearsed(*_taken(kind, chosen), known)
+
+
+def _noise_measured(kind: "Planning") -> NoiseMeasured:
+    assert kind.meter is not None
+    kind.meter.harvest()
+    return NoiseMeasured(shares_of(kind.meter.table))
+
+
+def _measured_refusal(kind: "Planning", least: Taken) -> BudgetTooSmall:
+    """The refusal that names the least measured peak: a budget that does if it is given."""
+    least = kind.state.attempts.least_of_smallest or least
+    plan, nbytes = least.chosen.plan, least.peak_nbytes
+    if not plan.exact:  # what codes hold varies a little with the data
+        nbytes += plan.held_nbytes // 256
+    return messages.measured_refusal(kind.terms, kind.owned, kind.stock, plan, nbytes)

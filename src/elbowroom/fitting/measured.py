@@ -1,0 +1,283 @@
+"""What follows from a step that was measured, in each phase."""
+
+from dataclasses import replace
+
+from elbowroom.fitting.commands import (
+    CheckPlan,
+    Command,
+    ForgetScripts,
+    MakePlan,
+    MakeRoomToWatch,
+    ReadMeter,
+    Refuse,
+    RefuseRungs,
+    StartMeter,
+    TakePlan,
+    Then,
+    say,
+)
+from elbowroom.fitting.commands import Line as Say
+from elbowroom.fitting.noise_probing import room_nbytes
+from elbowroom.fitting.observations import NoiseMeasured, NoiseUsed, RoomToWatch, StepMeasured
+from elbowroom.fitting.phase import Phase
+from elbowroom.fitting.planned import Step, begun, go_smaller, learn_anew
+from elbowroom.fitting.state import FitState
+
+_SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
+_NEARLY = 1.05  # of the budget: a plan that was given and takes no more is corrected, not dropped
+_MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
+_MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
+
+
+def step_measured(state: FitState, seen: StepMeasured) -> Step:
+    """What did the last step need?"""
+    state = replace(state, stock=seen.stock)
+    match state.phase:
+        case Phase.SETTLED:
+            return state, ()
+        case Phase.WATCHING:
+            return _watched(state, seen)
+        case Phase.LAST_RESORT:
+            return _last_resort_measured(state, seen)
+        case Phase.GIVEN if seen.climbed:
+            return _drop_given(state)
+    if seen.writes and not seen.makes_states:
+        return _written(state, seen)
+    if seen.peak is None or (seen.writes and seen.seen is None):
+        return state, ()
+    if state.plan is None:
+        return _rung_measured(state, seen, seen.peak)
+    return _plan_measured(state, seen, _with_states(state, seen, seen.peak))
+
+
+def _born_nbytes(state: FitState, seen: StepMeasured) -> int:
+    """Bytes of the optimizer's states that the step has made: later ones have them throughout."""
+    return max(0, state.stock.static_nbytes - seen.static_nbytes)
+
+
+def _with_states(state: FitState, seen: StepMeasured, peak_nbytes: int) -> int:
+    """The peak, had the optimizer's states stood all the while, if its moments are known."""
+    return peak_nbytes if seen.seen is None else seen.seen.peak_with(_born_nbytes(state, seen))
+
+
+def _at_largest(state: FitState, seen: StepMeasured, peak_nbytes: int) -> int:
+    """What this step would have needed if it had been the largest."""
+    static = seen.static_nbytes
+    return static + int((peak_nbytes - static) * state.largest.numel / state.now.numel)
+
+
+def _with_transients(state: FitState, seen: StepMeasured, peak_nbytes: int) -> FitState:
+    rest = peak_nbytes - seen.static_nbytes - seen.after_nbytes
+    learned = state.headroom.learned(rest * state.largest.numel / state.now.numel)
+    return replace(state, headroom=learned)
+
+
+def _noted(state: FitState, peak_nbytes: int) -> FitState:
+    """A step under the plan took so much."""
+    if state.chosen is None or state.chosen.plan is not state.plan:  # one that was given
+        return state
+    return replace(state, attempts=state.attempts.after(state.chosen, peak_nbytes))
+
+
+def _rung_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
+    """After the first step: its transients are known now."""
+    born_nbytes, budget_nbytes = _born_nbytes(state, seen), state.terms.budget_nbytes
+    peak_nbytes = _with_states(state, seen, own_nbytes + born_nbytes)
+    fits = peak_nbytes <= budget_nbytes
+    phase = Phase.IDLE if state.phase is Phase.IDLE else Phase.WRITING
+    backward_nbytes = own_nbytes if seen.seen is None else seen.seen.backward_peak
+    state = _with_transients(state, seen, backward_nbytes)
+    state = replace(state, phase=phase, has_fit=fits)
+    found = seen.rung_within(state.allowed_nbytes(0))
+    if fits and (found is None or found > seen.rung):
+        found = seen.rung
+    if found is None and (own_nbytes > budget_nbytes or not born_nbytes):
+        if not seen.may_measure:
+            return state, (RefuseRungs(seen.saving),)
+        state = replace(state, outgrown=True)  # no rung fits, but a plan may
+    lossy = found is not None and not state.terms.rungs[found].exact
+    rung = seen.rung if found is None or lossy else found  # a plan may do with exact ones
+    return replace(state, rung=rung), ()
+
+
+def _written(state: FitState, seen: StepMeasured) -> Step:
+    """The step was written down: plan, or stay at the rung that it ran at."""
+    state = replace(state, tries=state.tries + 1)
+    if seen.seen is None or seen.profile is None or seen.climbed:
+        return _try_again(state, seen)
+    state = _noted(state, _at_largest(state, seen, seen.seen.peak))
+    state = replace(
+        state,
+        phase=Phase.VERIFYING,
+        profile=seen.profile,
+        profiled=state.now,
+        rehearsed=False,
+        beside_nbytes=seen.beside_nbytes,
+        once_nbytes=0,
+        again_nbytes=0,
+        attempts=state.attempts.knowing(seen.profile),
+    )
+    return _with_transients(state, seen, seen.profile.peak), (MakePlan(),)
+
+
+def _try_again(state: FitState, seen: StepMeasured) -> Step:
+    """The measurement was inconclusive. After some that were, stay with what there is."""
+    peak_nbytes = seen.peak
+    if state.tries < _MOST_TRIES:
+        return state, ()
+    state = replace(state, phase=Phase.SETTLED)
+    if peak_nbytes is None or peak_nbytes <= state.terms.budget_nbytes:
+        return state, ()
+    if seen.climbed:
+        why = "hold more than was planned for"
+        return state, (say(Say.ABOVE, peak_nbytes=peak_nbytes, why=why),)
+    outside = say(Say.OUTSIDE, peak_nbytes=peak_nbytes, seen_nbytes=seen.before_nbytes)
+    return state, (outside,)
+
+
+def _last_resort_measured(state: FitState, seen: StepMeasured) -> Step:
+    """No plan was found by corrections: how is it without? What took least stays."""
+    if seen.peak is None:
+        return state, ()
+    state, budget_nbytes = replace(state, phase=Phase.SETTLED), state.terms.budget_nbytes
+    peak_nbytes = _at_largest(state, seen, seen.peak)
+    least = state.attempts.least
+    if peak_nbytes <= budget_nbytes:
+        return replace(_with_transients(state, seen, seen.peak), has_fit=True), ()
+    if state.was_rehearsed and least is not None:
+        return state, (Refuse(least),)
+    commands: tuple[Command, ...] = ()
+    if least is not None and least.peak_nbytes < peak_nbytes:
+        commands, peak_nbytes = (TakePlan(least.chosen),), least.peak_nbytes
+    if peak_nbytes > budget_nbytes:
+        why = "took no less by what else was tried"
+        commands = (*commands, say(Say.ABOVE, peak_nbytes=peak_nbytes, why=why))
+    return state, commands
+
+
+def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
+    """A step under the plan was measured."""
+    assert state.plan is not None
+    peak_nbytes, budget_nbytes = _at_largest(state, seen, own_nbytes), state.terms.budget_nbytes
+    said = say(Say.MEASURED, plan=state.plan, peak_nbytes=peak_nbytes)
+    state = replace(state, tries=state.tries + 1)
+    strayed = seen.climbed and state.phase is not Phase.SMALLEST  # what is above it may climb
+    if state.profile is None and peak_nbytes > budget_nbytes:
+        state, commands = _correct_given(state, peak_nbytes, strangers=seen.strangers)
+    elif strayed or (seen.makes_states and peak_nbytes <= budget_nbytes):
+        # A step that makes the optimizer's states has a peak of its own: the next one tells.
+        state, commands = _try_again(state, seen)
+    elif state.profile is None:
+        state, commands = _settle_given(state, strangers=seen.strangers)
+    else:
+        state, commands = _verified(state, seen, peak_nbytes)
+    return state, (said, *commands)
+
+
+def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
+    """The peak of the plan is known: keep it, make it again with what it was wrong by, or drop it.
+
+    peak_nbytes: of the largest call
+    """
+    plan, profile, budget_nbytes = state.plan, state.profile, state.terms.budget_nbytes
+    assert plan is not None
+    assert profile is not None
+    state = _noted(_with_transients(state, seen, peak_nbytes), peak_nbytes)
+    slack = budget_nbytes - peak_nbytes
+    if slack >= 0:
+        state = replace(state, has_fit=True)
+        if state.now == state.largest:
+            most = seen.static_nbytes + seen.most_nbytes
+            state = replace(state, headroom=state.headroom.fitting(most + slack))
+    estimated = state.rehearsed or state.ratio > 1
+    useful = estimated and slack > _SLACK * (budget_nbytes - profile.static)
+    if slack >= 0 and not (useful and state.rounds < _MOST_ROUNDS):
+        return _begin_to_watch(state)
+    if state.rounds < _MOST_ROUNDS and state.phase is not Phase.SMALLEST:
+        margin = peak_nbytes - plan.peak
+        if slack > 0:  # half of it: an estimate is not too careful by the same at all moments
+            margin += slack // 2
+        return replace(state, rounds=state.rounds + 1).with_margin(margin), (MakePlan(),)
+    if state.is_scaled:
+        return learn_anew(state)
+    return go_smaller(state, seen.spare)
+
+
+def _settle_given(state: FitState, *, strangers: bool) -> Step:
+    """The plan that was given fits: keep it, if it knows the step."""
+    plan = state.plan
+    assert plan is not None
+    if strangers:
+        return _drop_given(state)
+    state = replace(state, phase=Phase.SETTLED, has_fit=True)
+    if plan.watched:
+        return state, (say(Say.NOISE, plan=plan),)
+    if plan.is_lossy:
+        return state, (say(Say.UNKNOWN, why="the plan was made without"),)
+    return state, ()
+
+
+def _correct_given(state: FitState, peak_nbytes: int, *, strangers: bool) -> Step:
+    """The plan that was given is above the budget: if by little, write down a step of it.
+
+    Not a lossy one, which takes more in a step that is written down (no turns), nor one that
+    runs modules again, which cannot be.
+    """
+    plan = state.plan
+    assert plan is not None
+    near = peak_nbytes <= _NEARLY * state.terms.budget_nbytes
+    writable = plan.exact and not (plan.recompute or strangers)
+    if near and writable and state.phase is Phase.GIVEN:
+        return replace(state, phase=Phase.CORRECTING, given=None, rehearsed=True), ()
+    return _drop_given(state)
+
+
+def _drop_given(state: FitState) -> Step:
+    """The step of the plan that was given does not fit, or is not the one that it knows."""
+    return state.fresh(), (say(Say.GIVEN, plan=state.plan), ForgetScripts())
+
+
+def _begin_to_watch(state: FitState) -> Step:
+    """Go on with a plan that leaves room for a meter, if there is anything to look at."""
+    plan = state.plan
+    assert plan is not None
+    if not plan.is_lossy or state.was_watched:
+        return replace(state, phase=Phase.SETTLED), ()
+    margin = state.margin_nbytes + room_nbytes(plan)
+    return replace(state, was_watched=True), (MakeRoomToWatch(margin),)
+
+
+def room_to_watch(state: FitState, seen: RoomToWatch) -> Step:
+    """Watch a plan that leaves room to look; without one, what was verified stays."""
+    if seen.plan is None:
+        unknown = say(Say.UNKNOWN, why="the budget leaves no room to look")
+        return replace(state, phase=Phase.SETTLED), (unknown,)
+    state, commands = begun(state, seen.plan)
+    watching = replace(state, phase=Phase.WATCHING, resumes=state.phase)
+    return watching, (*commands, StartMeter())
+
+
+def _watched(state: FitState, seen: StepMeasured) -> Step:
+    """A step was watched: after some, or one that took too much, read the meter."""
+    too_much = seen.peak is not None and seen.peak > state.terms.budget_nbytes
+    return state, ((ReadMeter(),) if seen.watched or too_much else ())
+
+
+def noise_measured(state: FitState, seen: NoiseMeasured) -> Step:
+    """Plan again once it is known what the codes add."""
+    assert state.profile is not None
+    profile = replace(state.profile, noise=seen.shares)
+    state = replace(state, phase=state.resumes, profile=profile, rounds=0)
+    plans = (MakePlan(), Then(NoiseUsed(told=seen.shares is not None)))
+    if state.terms.noise is not None:  # what is refused now must not fall back to a rung
+        return state, (CheckPlan(), *plans)
+    return state, plans
+
+
+def noise_used(state: FitState, seen: NoiseUsed) -> Step:
+    """Say what the codes of the plan add."""
+    if not seen.told:
+        return state, (say(Say.UNKNOWN, why="the watched steps did not tell"),)
+    if state.plan is not None and state.plan.is_lossy:
+        return state, (say(Say.NOISE, plan=state.plan),)
+    return state, ()

@@ -1,0 +1,155 @@
+"""The steps of one fitted model under the allocator's eye: what was measured of them, and said.
+
+One measurement runs at a time, from a step's first forward to the next step.
+"""
+
+from dataclasses import replace
+
+from elbowroom.fitting.co_resident import Neighbours
+from elbowroom.fitting.forward import FittedSaving
+from elbowroom.fitting.measurement import Measurement
+from elbowroom.fitting.messages import say_setting, warn_blind
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.replayed import ReplayedForward
+from elbowroom.measure.background import Background
+from elbowroom.plan.ladder import Rung
+from elbowroom.runtime.context import Context
+
+_AMPLE = 0.25  # of the budget
+
+
+class Measured:
+    """What is known of a model's steps, whatever their forwards are.
+
+    planning        what the last forward followed
+    peak_nbytes     of the last measured step, everything included
+    peak_setting    what that step ran at: "plan", or the name of a rung
+    highest_nbytes  the highest of all measured peaks
+    terms           the budget is smaller than the user's once memory has run out
+    was_exact       no forward so far has held a lossy code
+    """
+
+    _step: Measurement | None = None
+
+    def __init__(self, owned: ModelState, terms: FitOptions) -> None:
+        self.owned, self.terms = owned, terms
+        self.context = Context()
+        self.planning = Planning(terms, owned, self.context)
+        self.peak_nbytes: int | None = None
+        self.peak_setting = ""
+        self.highest_nbytes: int | None = None
+        self.was_exact = True
+        self._last: FittedSaving | ReplayedForward | None = None
+        self._opened: FittedSaving | ReplayedForward | None = None  # the last context
+        self._beside = Neighbours(owned)
+        self._said_lossy = False
+        self._said_blind = False
+        self._closed = False
+
+    def _context(
+        self, *, may_climb: bool = True, after: FittedSaving | None = None
+    ) -> FittedSaving:
+        recorder = None if self._step is None else self._step.recorder
+        opened = self.planning.context_of(recorder, may_climb=may_climb, after=after)
+        self._opened = opened
+        self._beside.opened(opened.ledger)
+        return opened
+
+    def _stock(self) -> MemoryState:
+        """As a step begins. States that the step will make are given a format that has room."""
+        stock = self.owned.stock()
+        if self.owned.states.make_room(self.terms, stock):
+            stock = self.owned.stock()
+        return stock.beside(self._beside.nbytes)
+
+    def _ended(self, saving: FittedSaving) -> None:
+        """A forward came to its end, and holds what it saved."""
+        self.planning.forward_ended(saving)
+        self._last = saving
+        self._note_setting(saving)
+
+    def passes(self) -> None:
+        """Evaluation begins: it is no part of the step before, unless backward is still to come."""
+        if self._last is not None and self._step is not None and self._last.is_over:
+            self._step.end()
+
+    def _learn(self) -> None:
+        """At the beginning of a step: what did the last one need?"""
+        last, self._last = self._last, None
+        step, self._step = self._step, None
+        if step is None:
+            return
+        step.end()
+        if last is None or self._closed or isinstance(last, ReplayedForward):
+            return
+        planning = self.planning
+        if step.peak is not None and not (planning.plan is not None and step.makes_states):
+            self._note_peak(step.peak, last)
+        planning.learn(last, step, self.owned.stock())
+
+    def _measure(self) -> None:
+        """Start to measure the step that begins, if there is something to learn from it."""
+        state = self.planning.state
+        if self._closed or self._step is not None or not state.wants_measuring:
+            return
+        self._step = Measurement.start(self.owned, state.stock, writes=state.wants_writing)
+        waits = Background.running is not None  # for another model's, and is measured after it
+        blind = self._step is None and self.highest_nbytes is None
+        if blind and not waits and not self._said_blind:
+            self._said_blind = True
+            warn_blind(self.terms)
+
+    def _note_setting(self, saving: FittedSaving | ReplayedForward) -> None:
+        chosen, rounds = saving.setting, self.context.runs_again
+        self.was_exact = self.was_exact and chosen.exact and not rounds
+        self._say(
+            replace(chosen, exact=chosen.exact and not rounds), rounds=rounds and chosen.exact
+        )
+
+    def _note_peak(self, peak_nbytes: int, last: FittedSaving | ReplayedForward) -> None:
+        self.peak_nbytes, self.peak_setting = peak_nbytes, last.setting.name
+        self.highest_nbytes = max(peak_nbytes, self.highest_nbytes or 0)
+
+    @property
+    def _has_ample_room(self) -> bool:
+        """Return whether steps are so small that nobody need see whether they are alike."""
+        highest = self.highest_nbytes
+        return highest is not None and highest <= _AMPLE * self.terms.budget_nbytes
+
+    def finish(self) -> None:
+        """The training is over: its last step counts as measured, if none with its setting was."""
+        last, step = self._last, self._step
+        if step is not None and last is not None and self.peak_setting != self.planning.setting:
+            step.end()
+            if step.peak is not None:
+                self._note_peak(step.peak, last)
+        self.close()
+
+    def close(self) -> None:
+        """End a measurement that runs. The model is not fitted any more."""
+        self.interrupt()
+        self._closed = True
+        self._beside.leave()
+
+    def interrupt(self) -> None:
+        """What is measured now will be no step of a training: forget it."""
+        self._stop()
+        self._last = None
+
+    def _stop(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
+
+    def __del__(self) -> None:
+        self._stop()  # the model died while a step was measured: the profiler must not run on
+
+    def _say(self, chosen: Rung, *, rounds: bool) -> None:
+        """One line when the setting of a kind of forward changes. rounds: see `say_setting`."""
+        if self.planning.said == (chosen.name, chosen.exact):
+            return
+        self.planning.said = chosen.name, chosen.exact
+        was_lossy, self._said_lossy = self._said_lossy, not chosen.exact
+        say_setting(self.terms, chosen, rounds=rounds, was_lossy=was_lossy)

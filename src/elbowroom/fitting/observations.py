@@ -1,0 +1,266 @@
+"""What is seen of the steps of one kind, and what planners answer: all that moves a `FitState`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elbowroom.errors import BudgetTooSmall
+    from elbowroom.fitting.attempts import Attempts, KnownStep, Smallest
+    from elbowroom.fitting.chosen import Chosen
+    from elbowroom.fitting.forward import FittedSaving
+    from elbowroom.fitting.headroom import Headroom
+    from elbowroom.fitting.options import FitOptions, MemoryState
+    from elbowroom.fitting.signature import Signature
+    from elbowroom.plan.plan import Plan
+    from elbowroom.plan.profile import Profile
+    from elbowroom.plan.rehearsal import Heard
+    from elbowroom.plan.shares import NoiseShares
+
+
+@dataclass(frozen=True)
+class Spare:
+    """What may still be allowed where no plan fits.
+
+    blamed_classes  modules that cannot run again are left out with all others of their class
+    layers          recurrent layers may run again in backward
+    """
+
+    blamed_classes: bool = False
+    layers: bool = False
+
+
+@dataclass(frozen=True)
+class StepBegan:
+    """A step begins with its first forward.
+
+    grew   the step before had a forward that nothing was planned for
+    calls  the forwards of a step before that
+    """
+
+    stock: "MemoryState"
+    signature: "Signature"
+    grew: bool = False
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class StandsBeside:
+    """So many bytes stand beside the model as a step begins."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GivenHeld:
+    """States are held as the plan that was given was made for. stock: since then."""
+
+    stock: "MemoryState"
+
+
+@dataclass(frozen=True)
+class OptionsChanged:
+    """The user, or a lack of memory, asks for something else."""
+
+    terms: "FitOptions"
+
+
+@dataclass(frozen=True)
+class LargerKnown:
+    """A larger kind of forward is known: until its own are measured, transients are at most those.
+
+    headroom: of that kind
+    """
+
+    headroom: "Headroom"
+
+
+@dataclass(frozen=True)
+class NotRepeatable:
+    """A module was found that does not give the same when it runs again.
+
+    profile  without modules of that kind
+    """
+
+    profile: "Profile | None"
+
+
+@dataclass(frozen=True)
+class Strayed:
+    """This step is another than those before, and holds more."""
+
+
+@dataclass(frozen=True)
+class LayersHeldTooMuch:
+    """Recurrent layers would hold too much, in a forward of which nothing is known."""
+
+
+@dataclass(frozen=True)
+class NoPlanLeft:
+    """No plan of a rehearsal fits."""
+
+    spare: Spare
+
+
+@dataclass(frozen=True)
+class ForwardEnded:
+    """A forward has come to its end. impossible: the strictest rung held too much."""
+
+    rung: int
+    impossible: bool
+    saving: "FittedSaving | None" = None
+
+
+@dataclass(frozen=True)
+class StepMeasured:
+    """A step has ended, and was measured.
+
+    stock         as the next step begins
+    static_nbytes what stood as it began
+    beside_nbytes of that, what was beside the model
+    makes_states  the optimizer had no states as it began
+    writes        it was to be written down
+    peak          in bytes; None: this thread could not tell
+    seen          as it was written down; None: it was not, or it was no whole step
+    profile       the same, to plan by
+    climbed       it has left the plan, or the rung that it began with
+    rung          that it ended at
+    before_nbytes of what it saved, in plain autograd; after_nbytes: as it was held
+    most_nbytes   the most that was held
+    strangers     it saved tensors that the plan does not know
+    watched       as many steps have been watched as it takes
+    may_measure   steps can be measured here
+    rung_within   the mildest rung that would have held at most so many bytes
+    saving        of its last forward
+    """
+
+    stock: "MemoryState"
+    static_nbytes: int
+    peak: int | None
+    beside_nbytes: int = 0
+    makes_states: bool = False
+    writes: bool = False
+    seen: "Profile | None" = None
+    profile: "Profile | None" = None
+    climbed: bool = False
+    rung: int = 0
+    before_nbytes: int = 0
+    after_nbytes: int = 0
+    most_nbytes: int = 0
+    strangers: bool = False
+    watched: bool = False
+    may_measure: bool = True
+    spare: Spare = Spare()
+    rung_within: Callable[[int], int | None] = lambda allowed_nbytes: None
+    saving: "FittedSaving | None" = None
+
+
+@dataclass(frozen=True)
+class NoiseMeasured:
+    """What codes add was looked at. shares: None where it did not tell."""
+
+    shares: "NoiseShares | None"
+
+
+@dataclass(frozen=True)
+class NoiseUsed:
+    """A plan was made by what codes add. told: that was known."""
+
+    told: bool
+
+
+@dataclass(frozen=True)
+class RoomToWatch:
+    """The plan with room to look; None: the budget leaves none."""
+
+    plan: "Plan | None"
+
+
+@dataclass(frozen=True)
+class PlanMade:
+    """A plan was made by the profile, and states are held as it was made for."""
+
+    chosen: "Chosen"
+    stock: "MemoryState"
+
+
+@dataclass(frozen=True)
+class PlanTaken:
+    """States are held as a plan was made for that was chosen before."""
+
+    chosen: "Chosen"
+    stock: "MemoryState"
+
+
+@dataclass(frozen=True)
+class NoPlan:
+    """No plan of the profile fits. again: no step was measured since, a budget or a call is new."""
+
+    error: "BudgetTooSmall"
+    spare: Spare
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class SmallestMade:
+    """The plans of the least predicted peak were made. found: one that was not measured yet."""
+
+    attempts: "Attempts"
+    found: "Smallest | None"
+
+
+@dataclass(frozen=True)
+class NothingToDo:
+    """All may be kept, by a forward that was rehearsed before the first step: better measure it."""
+
+
+@dataclass(frozen=True)
+class ForwardHeard:
+    """A forward has run without holding anything."""
+
+    heard: "Heard"
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A plan was made by a rehearsed forward, and states are held as it was made for.
+
+    known  the steps that it may be, with more or less care
+    """
+
+    chosen: "Chosen"
+    stock: "MemoryState"
+    known: "tuple[KnownStep, ...]"
+
+
+@dataclass(frozen=True)
+class RehearsedInVain:
+    """No plan of a rehearsed forward fits."""
+
+    error: "BudgetTooSmall"
+
+
+Observation = (
+    StepBegan
+    | StandsBeside
+    | GivenHeld
+    | OptionsChanged
+    | LargerKnown
+    | NotRepeatable
+    | Strayed
+    | LayersHeldTooMuch
+    | NoPlanLeft
+    | ForwardEnded
+    | StepMeasured
+    | NoiseMeasured
+    | NoiseUsed
+    | RoomToWatch
+    | PlanMade
+    | PlanTaken
+    | NoPlan
+    | SmallestMade
+    | NothingToDo
+    | ForwardHeard
+    | Rehearsed
+    | RehearsedInVain
+)

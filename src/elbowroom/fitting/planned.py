@@ -1,0 +1,168 @@
+"""What follows from the answer of a planner: a plan is followed, or something else is tried.
+
+No plan fits -> all that plans may do is allowed (`tries_more`)
+             -> of the plans that were measured, one that fits is followed again
+             -> a rehearsed one is written down, which ends all guessing
+             -> the plans of the least predicted peak are measured, one after another
+             -> the uniform rung is measured (the last resort)
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from elbowroom.fitting.attempts import Attempts, Taken
+from elbowroom.fitting.commands import (
+    BeginPlan,
+    BlameNoClasses,
+    Command,
+    ForgetCalls,
+    ForgetScripts,
+    MakeSmallest,
+    Raise,
+    RunLayersAgain,
+    TakePlan,
+    say,
+)
+from elbowroom.fitting.commands import Line as Say
+from elbowroom.fitting.observations import (
+    NoPlan,
+    PlanMade,
+    PlanTaken,
+    Rehearsed,
+    RehearsedInVain,
+    SmallestMade,
+    Spare,
+)
+from elbowroom.fitting.phase import Phase
+from elbowroom.fitting.state import FitState
+
+if TYPE_CHECKING:
+    from elbowroom.plan.plan import Plan
+
+Step = tuple[FitState, tuple[Command, ...]]
+
+
+def learn_anew(state: FitState) -> Step:
+    """From steps of the largest size."""
+    return replace(state.fresh(), only_largest=True), (ForgetScripts(),)
+
+
+def begun(state: FitState, plan: "Plan") -> Step:
+    """Follow a plan that was made by the profile."""
+    profile, state = state.profile, replace(state, plan=plan)
+    assert profile is not None
+    peak_nbytes = plan.peak + state.margin_nbytes
+    above = peak_nbytes > state.terms.budget_nbytes  # followed all the same, to measure it
+    other = 0 if above else peak_nbytes - profile.static - plan.held_nbytes
+    return replace(state, headroom=state.headroom.learned(other)), (BeginPlan(),)
+
+
+def _held(state: FitState, seen: PlanMade | PlanTaken | Rehearsed) -> Step:
+    """States are held as a plan was made for: follow it."""
+    profile = seen.chosen.candidate.profile
+    state = replace(state, chosen=seen.chosen, stock=seen.stock, profile=profile)
+    return begun(state, seen.chosen.plan)
+
+
+def plan_made(state: FitState, seen: PlanMade) -> Step:
+    """Follow the plan, unless nothing need be done."""
+    state, commands = _held(state, seen)
+    if seen.chosen.plan.changes_nothing:
+        phase = Phase.SETTLED if state.ratio == 1 else Phase.IDLE
+        state = replace(state, plan=None, rung=0, phase=phase)
+    return state, commands
+
+
+def plan_taken(state: FitState, seen: PlanTaken) -> Step:
+    """Follow what was chosen before, whatever it does."""
+    return _held(state, seen)
+
+
+def rehearsed(state: FitState, seen: Rehearsed) -> Step:
+    """Follow a plan that was made by a forward alone."""
+    state = replace(state, attempts=Attempts(seen.known), was_rehearsed=True)
+    state, commands = _held(state, seen)
+    return replace(state, phase=Phase.VERIFYING, rehearsed=True, outgrown=False), commands
+
+
+def rehearsed_in_vain(state: FitState, seen: RehearsedInVain) -> Step:
+    """A step with more forwards has no plan: so it was an odd one, or is above the budget."""
+    if state.before is None:
+        return state, (Raise(seen.error),)
+    before, calls = state.before
+    return state.back(before), (ForgetCalls(calls),)
+
+
+def no_plan(state: FitState, seen: NoPlan) -> Step:
+    """No plan of the profile fits."""
+    profile = state.profile
+    assert profile is not None
+    if state.is_scaled:
+        return learn_anew(state)
+    if state.plan is not None and (state.rounds > 0 or state.rehearsed):
+        return go_smaller(state, seen.spare)
+    state = replace(state, phase=Phase.IDLE, plan=None, is_recurrent=profile.is_recurrent)
+    more = tries_more(state, seen.spare)
+    if more is not None:
+        return more
+    if profile.peak <= state.terms.budget_nbytes:
+        return replace(state, phase=Phase.SETTLED), ()  # the uniform rung has been seen to fit
+    if seen.again:
+        return state.fresh(), (ForgetScripts(),)
+    return state, (Raise(seen.error),)
+
+
+def tries_more(state: FitState, spare: Spare) -> Step | None:
+    """No plan fits. Allow more, with which all is learned again; None: all is allowed already."""
+    if spare.blamed_classes:
+        return state.fresh(), (ForgetScripts(), BlameNoClasses())
+    if state.is_recurrent and spare.layers:
+        return state.fresh(), (ForgetScripts(), say(Say.RUNS_AGAIN), RunLayersAgain())
+    return None
+
+
+def go_smaller(state: FitState, spare: Spare) -> Step:
+    """Plans have needed more than the budget, and no other is left by what they were wrong by.
+
+    Of one that is rehearsed, and runs no module again, the next step is written down: that ends
+    all guessing. Else the plans of the least predicted peak are measured, one after another.
+    """
+    plan, least = state.plan, state.attempts.least
+    assert plan is not None
+    assert least is not None
+    if least.peak_nbytes <= state.terms.budget_nbytes:
+        return replace(state, phase=Phase.SETTLED), (TakePlan(least.chosen),)
+    more = tries_more(state, spare)
+    if more is not None:
+        return more
+    state = replace(state, once_nbytes=0, again_nbytes=0)
+    if state.rehearsed and not plan.recompute:
+        return begun(state, plan)
+    return state, (MakeSmallest(),)
+
+
+def smallest_made(state: FitState, seen: SmallestMade) -> Step:
+    """Measure a plan of the least predicted peak; none is left: the last resort."""
+    state, least = replace(state, attempts=seen.attempts), seen.attempts.least
+    assert least is not None
+    if seen.found is None:
+        return _give_up(state, least)
+    commands: tuple[Command, ...] = (TakePlan(seen.found.chosen),)
+    if state.phase is not Phase.SMALLEST:
+        commands = (say(Say.SMALLEST, least_nbytes=least.peak_nbytes), *commands)
+    return replace(state, phase=Phase.SMALLEST, rehearsed=seen.found.rehearsed), commands
+
+
+def _give_up(state: FitState, least: Taken) -> Step:
+    """No plan has fit. The uniform rung may: it holds little at all moments, not at the worst.
+
+    Where none was seen to fit before the first plan, that is the strictest of them. The one that
+    was seen to held more than its forward may beside what plans let pass.
+
+    least: of what was measured
+    """
+    rungs, rung, headroom = state.terms.rungs, state.rung, state.headroom.learned(0)
+    if state.was_rehearsed:
+        rung, headroom = len(rungs) - 1, state.headroom
+    state = replace(state, phase=Phase.LAST_RESORT, plan=None, rung=rung, headroom=headroom)
+    return state, (say(Say.UNCORRECTED, least_nbytes=least.peak_nbytes, rung=rungs[rung].name),)

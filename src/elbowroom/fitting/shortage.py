@@ -1,0 +1,57 @@
+"""Memory has run out within a budget: steps keep to a smaller one from then on.
+
+How much there is, nobody knows: less than the plan of that step was predicted to take. So the
+smaller budget is a guess, and gives way to what a plan is said to need, if that is not as much.
+"""
+
+from elbowroom.fitting.messages import say_exhausted
+from elbowroom.fitting.options import FitOptions
+from elbowroom.fitting.planning import Planning
+
+_LESS = 0.85  # of a budget that the device did not have
+
+
+class Shortage:
+    """What one model has found out about it.
+
+    less            the options from the next step on; None: as they are
+    ran_out_nbytes  there was no memory for a step of so many
+    """
+
+    def __init__(self) -> None:
+        self.less: FitOptions | None = None
+        self.ran_out_nbytes: int | None = None
+        self._was_said = False
+
+    def note(self, terms: FitOptions, planning: Planning, held_nbytes: int) -> None:
+        """There was no memory for a step. held_nbytes: of its last forward."""
+        plan, budget = planning.plan, terms.budget_nbytes
+        knows = plan is not None and not planning.calls.grew  # all forwards of the step
+        self.ran_out_nbytes = min(budget, plan.peak) if plan is not None and knows else budget
+        self.less = terms.within(_smaller_nbytes(budget, planning, held_nbytes))
+        say_exhausted(terms, self.less, again=self._was_said)
+        self._was_said = True
+
+    def relents(self, terms: FitOptions, least_nbytes: int) -> bool:
+        """Whether to try what was said to do: a smaller budget was a guess, after memory ran out.
+
+        Not if it ran out within as much.
+        """
+        known = self.ran_out_nbytes
+        if known is None or not terms.budget_nbytes < least_nbytes < known:
+            return False
+        self.less = terms.within(least_nbytes)
+        return True
+
+    def taken(self) -> FitOptions | None:
+        """The options that the step that begins is the first to keep to."""
+        less, self.less = self.less, None
+        return less
+
+
+def _smaller_nbytes(budget: int, planning: Planning, held_nbytes: int) -> int:
+    """Less than the device turned out to have, if that is known; else not less than half."""
+    if planning.plan is not None:
+        return int(_LESS * min(budget, planning.plan.peak))
+    stands = planning.stock.static_nbytes + held_nbytes
+    return min(int(_LESS * budget), max(budget // 2, stands))

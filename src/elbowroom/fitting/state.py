@@ -1,0 +1,242 @@
+"""All that decides about forwards of one kind, as one frozen value (`transitions.py` moves it)."""
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from elbowroom.fitting.attempts import Attempts
+from elbowroom.fitting.headroom import Headroom
+from elbowroom.fitting.phase import Phase
+
+if TYPE_CHECKING:
+    from elbowroom.fitting.chosen import Chosen
+    from elbowroom.fitting.options import FitOptions, MemoryState
+    from elbowroom.fitting.signature import Signature
+    from elbowroom.plan.plan import Plan
+    from elbowroom.plan.profile import Profile
+
+SAFEST_EXACT = 1  # index of "exact" in every ladder
+_NEAR = 0.75  # of the largest call: large enough to verify a plan by
+
+
+class Before(NamedTuple):
+    """What was settled before a step had more forwards than any. calls: so many each had."""
+
+    state: "FitState"
+    calls: int
+
+
+@dataclass(frozen=True)
+class FitState:
+    """What is known of forwards of one kind, and what they run at.
+
+    phase         what the next step is for
+
+    Of the step that runs, and of those like it:
+
+    terms         what the user asks for
+    stock         the memory as the step began
+    now           the call that runs, or has run last; of a step that has several, the first
+    largest       the least signature that covers all calls of this kind
+
+    What forwards run at:
+
+    plan          is followed; None: all tensors are at `terms.rungs[rung]`
+    chosen        what the plan is a part of; None: it was given, or is watched
+    given         a plan to begin with; None: there is none, or not any more
+    headroom      what a step takes beside what it holds
+
+    What plans are made by:
+
+    profile       of the step that was written down, or rehearsed
+    rehearsed     the backward of that is an estimate
+    profiled      the call that it is of
+    beside_nbytes what stood beside the model in it
+    once_nbytes   by which plans in which no module runs again have been too hopeful
+    again_nbytes  by which those have been in which some do
+    is_recurrent  of what was written down, layers could run again
+
+    What has been tried:
+
+    rounds        plans that were made again because a measurement broke the budget
+    tries         steps that were measured under a plan, or written down
+    attempts      plans that were measured, and what smaller ones may be made by
+    resumes       the phase that a plan which is watched was verified in
+    outgrown      the least rung holds too much, or a step had more forwards: rehearse
+    has_fit       a step of this kind was measured within the budget
+    was_rehearsed so the uniform rung was not seen to fit
+    was_watched   what codes add was looked at, or there was no room for it
+
+    What steps have done that is not like those before:
+
+    strays        steps that held more
+    has_strayed   this step has, and is to be learned from
+    varies        a step was within the budget, and another one not like it
+    only_largest  learn from calls of the largest size alone: what others told has not done
+    before        what was settled before a step had more forwards
+    """
+
+    terms: "FitOptions"
+    stock: "MemoryState"
+    now: "Signature"
+    largest: "Signature"
+    phase: Phase = Phase.GUESSING
+    plan: "Plan | None" = None
+    chosen: "Chosen | None" = None
+    given: "Plan | None" = None
+    rung: int = SAFEST_EXACT
+    headroom: Headroom = field(default_factory=Headroom)
+    profile: "Profile | None" = None
+    rehearsed: bool = False
+    profiled: "Signature | None" = None
+    beside_nbytes: int = 0
+    once_nbytes: int = 0
+    again_nbytes: int = 0
+    is_recurrent: bool = False
+    rounds: int = 0
+    tries: int = 0
+    attempts: Attempts = field(default_factory=Attempts)
+    resumes: Phase = Phase.VERIFYING
+    outgrown: bool = False
+    has_fit: bool = False
+    was_rehearsed: bool = False
+    was_watched: bool = False
+    strays: int = 0
+    has_strayed: bool = False
+    varies: bool = False
+    only_largest: bool = False
+    before: Before | None = None
+
+    def fresh(self) -> Self:
+        """Forget what was measured: as before the first forward."""
+        return type(self)(
+            self.terms,
+            self.stock,
+            self.now,
+            self.largest,
+            headroom=self.headroom.forgotten(),
+            is_recurrent=self.is_recurrent,
+            strays=self.strays,
+            varies=self.varies,
+            only_largest=self.only_largest,
+            before=self.before,
+        )
+
+    def back(self, before: "FitState") -> Self:
+        """Take up what was settled before, of which the steps since then have told nothing."""
+        return replace(
+            self.fresh(),
+            phase=Phase.SETTLED,
+            plan=before.plan,
+            chosen=before.chosen,
+            given=before.given,
+            rung=before.rung,
+            headroom=before.headroom,
+            profile=before.profile,
+            rehearsed=before.rehearsed,
+            profiled=before.profiled,
+            beside_nbytes=before.beside_nbytes,
+            outgrown=before.outgrown,
+            has_fit=True,
+            was_rehearsed=before.was_rehearsed,
+            was_watched=before.was_watched,
+            has_strayed=self.has_strayed,
+            before=None,
+        )
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more is to be learned."""
+        return self.phase is Phase.SETTLED
+
+    @property
+    def follows_given(self) -> bool:
+        """Whether the plan is the one that was given."""
+        return self.plan is not None and self.plan is self.given
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether anything is known of such steps."""
+        return self.plan is not None or self.profile is not None or self.settled
+
+    @property
+    def may_rehearse(self) -> bool:
+        """Whether a forward that holds too much begins again, rehearsed; else it climbs."""
+        return self.phase in (Phase.GUESSING, Phase.WRITING, Phase.IDLE)
+
+    @property
+    def may_refuse(self) -> bool:
+        """Not a step of a kind that was measured within the budget: it is another one for once.
+
+        Nor while all is learned anew from such a step, where the next may be another again.
+        """
+        return not (self.has_fit or self.settled or self.varies)
+
+    @property
+    def ratio(self) -> float:
+        """How much larger than the profiled call the largest is."""
+        if self.profile is None or self.profiled is None:
+            return 1.0
+        return self.largest.numel / self.profiled.numel
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether what was measured is another call than the largest: no ground to refuse."""
+        return self.now != self.largest or self.ratio > 1
+
+    @property
+    def _outruns_profile(self) -> bool:
+        return self.profiled is not None and self.now.numel > self.profiled.numel
+
+    @property
+    def recompute(self) -> frozenset[str]:
+        """Modules whose forward runs again in backward."""
+        return frozenset() if self.plan is None else self.plan.recompute
+
+    @property
+    def margin_nbytes(self) -> int:
+        """The margin of plans of the kind that is followed."""
+        return self.again_nbytes if self.recompute else self.once_nbytes
+
+    def with_margin(self, nbytes: int) -> Self:
+        """Let plans of the kind that is followed leave so much free."""
+        if self.recompute:
+            return replace(self, again_nbytes=nbytes)
+        return replace(self, once_nbytes=nbytes)
+
+    def allowed_nbytes(self, guessed_nbytes: int) -> int:
+        """What may be held for backward. As long as nothing is measured, the rest is guessed."""
+        return self.headroom.allowed_nbytes(self.terms, self.stock, self.plan, guessed_nbytes)
+
+    def surely_allowed_nbytes(self) -> int:
+        """The same without guesses."""
+        return self.headroom.surely_allowed_nbytes(self.terms, self.stock, self.plan)
+
+    @property
+    def wants_measuring(self) -> bool:
+        """Whether there is something to learn from the step that begins."""
+        match self.phase:
+            case Phase.SETTLED:
+                return False
+            case Phase.WATCHING:
+                return True
+            case _ if self.only_largest:
+                return self.now == self.largest
+            case Phase.IDLE:
+                return self._outruns_profile
+            case Phase.VERIFYING | Phase.SMALLEST:
+                return self.now.numel >= _NEAR * self.largest.numel
+        return True
+
+    @property
+    def wants_writing(self) -> bool:
+        """Whether the step that begins should be written down, not just measured."""
+        makes_states = self.stock.unborn_state_nbytes > 0
+        match self.phase:
+            case Phase.LAST_RESORT | Phase.GIVEN:  # given: written down it takes more (no turns)
+                return False
+            case Phase.GUESSING:  # when backward was over tells what it needs beside those states
+                return makes_states
+            case Phase.WRITING | Phase.IDLE:
+                return True
+        better = self.rehearsed or self._outruns_profile
+        return makes_states or (better and not self.recompute)

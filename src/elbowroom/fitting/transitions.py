@@ -1,0 +1,234 @@
+"""The state machine of a fit: (state, what is seen) -> (the next state, what is to be done).
+
+Pure functions of values: nothing here knows PyTorch, a clock or a log. What `execute.py` carries
+out may answer with an observation, which moves the state again. A picture of the phases stands in
+`phase.py`; what a measured step means in `measured.py`, the answers of planners in `planned.py`.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from elbowroom.fitting.attempts import Attempts
+from elbowroom.fitting.commands import (
+    BeginPlan,
+    Command,
+    ForgetScripts,
+    HoldAsGiven,
+    MakePlan,
+    PlanByForward,
+    Refuse,
+    RefuseRungs,
+    RunLayersAgain,
+    say,
+)
+from elbowroom.fitting.commands import Line as Say
+from elbowroom.fitting.measured import noise_measured, noise_used, room_to_watch, step_measured
+from elbowroom.fitting.observations import (
+    ForwardEnded,
+    ForwardHeard,
+    GivenHeld,
+    LargerKnown,
+    LayersHeldTooMuch,
+    NoiseMeasured,
+    NoiseUsed,
+    NoPlan,
+    NoPlanLeft,
+    NothingToDo,
+    NotRepeatable,
+    Observation,
+    OptionsChanged,
+    PlanMade,
+    PlanTaken,
+    Rehearsed,
+    RehearsedInVain,
+    RoomToWatch,
+    SmallestMade,
+    StandsBeside,
+    StepBegan,
+    StepMeasured,
+    Strayed,
+)
+from elbowroom.fitting.phase import Phase
+from elbowroom.fitting.planned import (
+    Step,
+    no_plan,
+    plan_made,
+    plan_taken,
+    rehearsed,
+    rehearsed_in_vain,
+    smallest_made,
+    tries_more,
+)
+from elbowroom.fitting.state import SAFEST_EXACT, Before, FitState
+
+if TYPE_CHECKING:
+    from elbowroom.plan.profile import Profile
+
+_MUCH = 0.01  # of the budget: if as much more stands beside the model, it is planned again
+_MOST_STRAYS = 3  # steps that held more than those before, and were learned from anew
+
+
+def advance(state: FitState, seen: Observation) -> Step:
+    """Return the state after this observation, and what is to be done, in order."""
+    match seen:
+        case StepBegan():
+            return _step_began(state, seen)
+        case StandsBeside(nbytes):
+            return _stands_beside(state, nbytes)
+        case GivenHeld():
+            return _given_held(state, seen)
+        case ForwardEnded():
+            return _forward_ended(state, seen)
+        case StepMeasured():
+            return step_measured(state, seen)
+        case OptionsChanged(terms):
+            return _plan_again(replace(state, terms=terms), 1.0)
+        case LargerKnown(headroom):
+            return replace(state, headroom=state.headroom.inherited(headroom)), ()
+        case NotRepeatable(profile):
+            return _not_repeatable(state, profile)
+        case Strayed():
+            return _strayed(state)
+        case LayersHeldTooMuch():
+            return _layers_held_too_much(state)
+        case NoPlanLeft(spare):
+            return tries_more(state, spare) or (state, ())
+        case NothingToDo():
+            return state.fresh(), (ForgetScripts(),)
+        case ForwardHeard():
+            return _forward_heard(state, seen)
+        case Rehearsed():
+            return rehearsed(state, seen)
+        case RehearsedInVain():
+            return rehearsed_in_vain(state, seen)
+        case PlanMade():
+            return plan_made(state, seen)
+        case PlanTaken():
+            return plan_taken(state, seen)
+        case NoPlan():
+            return no_plan(state, seen)
+        case SmallestMade():
+            return smallest_made(state, seen)
+        case RoomToWatch():
+            return room_to_watch(state, seen)
+        case NoiseMeasured():
+            return noise_measured(state, seen)
+        case NoiseUsed():
+            return noise_used(state, seen)
+
+
+def _step_began(state: FitState, seen: StepBegan) -> Step:
+    """A step begins: after one that was another, all is learned again; a larger call is planned."""
+    commands: tuple[Command, ...] = ()
+    if seen.grew or state.has_strayed:
+        refuses, varies = state.may_refuse, state.has_strayed and not state.may_refuse
+        before = (
+            Before(replace(state, before=None), seen.calls) if seen.grew and not refuses else None
+        )
+        state = replace(state.fresh(), varies=varies, before=before, outgrown=seen.grew)
+        commands = (ForgetScripts(),)
+    state = replace(state, stock=seen.stock, now=seen.signature)
+    if state.largest.structure is None:
+        state, more = _first_step_began(state)
+    elif not state.largest.covers(seen.signature):
+        before_numel, largest = state.largest.numel, state.largest.joined(seen.signature)
+        state = replace(state, largest=largest, varies=False)
+        state, more = _plan_again(state, largest.numel / before_numel)
+    else:
+        more = ()
+    return state, (*commands, *more)
+
+
+def _first_step_began(state: FitState) -> Step:
+    """Of this kind: it begins with the plan that was given, if there is one."""
+    state = replace(state, largest=state.now, plan=state.given)
+    if state.given is None:
+        return state, ()
+    return replace(state, phase=Phase.GIVEN), (BeginPlan(), HoldAsGiven())
+
+
+def _given_held(state: FitState, seen: GivenHeld) -> Step:
+    """What a plan that was given leaves beside what stands and what it holds is for transients."""
+    given = state.given
+    assert given is not None
+    stands = seen.stock.static_nbytes + seen.stock.unborn_nbytes
+    headroom = state.headroom.learned(given.peak - stands - given.held_nbytes)
+    return replace(state, stock=seen.stock, headroom=headroom), ()
+
+
+def _stands_beside(state: FitState, nbytes: int) -> Step:
+    """More stands beside the model than when the step was written down: plan with it."""
+    more = nbytes - state.beside_nbytes
+    if state.profile is None or more <= _MUCH * state.terms.budget_nbytes:
+        return state, ()
+    return _plan_again(
+        replace(state, profile=state.profile.shifted(more), beside_nbytes=nbytes), 1.0
+    )
+
+
+def _plan_again(state: FitState, growth: float) -> Step:
+    """The largest call has grown, or the budget is another: plan by what is known, if it may be."""
+    if state.headroom.transient_nbytes is None or state.rehearsed or state.outgrown:
+        return state.fresh(), (ForgetScripts(),)
+    profile, attempts = state.profile, Attempts()
+    watching = state.phase is Phase.WATCHING  # which ends: what is left free is for another plan
+    state = replace(
+        state,
+        headroom=state.headroom.grown(growth),
+        rounds=0,
+        tries=0,
+        has_fit=False,
+        was_watched=state.was_watched and not watching,
+        rung=max(state.rung, SAFEST_EXACT),
+        attempts=attempts if profile is None else attempts.knowing(profile),
+    )
+    if profile is not None:
+        return replace(state, phase=Phase.VERIFYING), (ForgetScripts(), MakePlan(again=True))
+    phase = Phase.GIVEN if state.follows_given else Phase.WRITING
+    return replace(state, phase=phase), (ForgetScripts(),)
+
+
+def _not_repeatable(state: FitState, profile: "Profile | None") -> Step:
+    """Plan without a module that does not give the same when it runs again."""
+    if profile is None:
+        return state.fresh(), (ForgetScripts(),)
+    return _plan_again(replace(state, profile=profile), 1.0)
+
+
+def _strayed(state: FitState) -> Step:
+    """This step is another than those before, and holds more: learn again.
+
+    Some models take another path in each step; those are not learned for ever.
+    """
+    strays = state.strays + 1
+    learns = strays <= _MOST_STRAYS
+    said = () if strays > _MOST_STRAYS + 1 else (say(Say.STRAY, learns=learns),)
+    return replace(state, strays=strays, has_strayed=learns), said
+
+
+def _layers_held_too_much(state: FitState) -> Step:
+    """In a forward of which nothing is known: its layers may run again, if any may."""
+    if state.terms.exact or state.is_learned:
+        return state, ()
+    return state, (say(Say.RUNS_AGAIN), RunLayersAgain())
+
+
+def _forward_ended(state: FitState, seen: ForwardEnded) -> Step:
+    """Note how far this forward had to climb; refuse a budget that cannot be met."""
+    if seen.impossible:
+        least = state.attempts.least
+        if least is not None and least.peak_nbytes > state.terms.budget_nbytes:
+            return state, (Refuse(least),)
+        return state, (RefuseRungs(seen.saving),)
+    if state.headroom.transient_nbytes is None:
+        state = replace(state, rung=seen.rung)
+    return state, ()
+
+
+def _forward_heard(state: FitState, seen: ForwardHeard) -> Step:
+    """A forward was rehearsed: plan the step by it."""
+    beside_nbytes, is_recurrent = state.stock.beside_nbytes, seen.heard.profile.is_recurrent
+    state = replace(
+        state, profiled=state.now, beside_nbytes=beside_nbytes, is_recurrent=is_recurrent
+    )
+    return state, (PlanByForward(seen.heard),)

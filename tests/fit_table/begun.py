@@ -1,0 +1,328 @@
+"""What follows from a step that begins, a forward that ends, and a rehearsal."""
+
+from dataclasses import replace
+
+from elbowroom.fitting.attempts import Attempts
+from elbowroom.fitting.commands import (
+    BlameNoClasses,
+    ForgetCalls,
+    HoldAsGiven,
+    Line,
+    MakePlan,
+    PlanByForward,
+    Raise,
+    RefuseRungs,
+    RunLayersAgain,
+    say,
+)
+from elbowroom.fitting.headroom import Headroom
+from elbowroom.fitting.observations import (
+    ForwardEnded,
+    ForwardHeard,
+    GivenHeld,
+    LargerKnown,
+    LayersHeldTooMuch,
+    NoPlanLeft,
+    NothingToDo,
+    NotRepeatable,
+    OptionsChanged,
+    Rehearsed,
+    RehearsedInVain,
+    Spare,
+    StandsBeside,
+    StepBegan,
+    Strayed,
+)
+from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.state import Before
+from fit_table.values import (
+    BEGIN,
+    ERROR,
+    ESTIMATES,
+    FORGET,
+    FRESH,
+    GIVEN,
+    GIVENS,
+    GUESSED,
+    HEARD,
+    IDLE,
+    LAST,
+    MORE,
+    ONE,
+    PLAN,
+    SETTLED,
+    STOCK,
+    TWO,
+    UNBORN,
+    VERIFYING,
+    WATCHING,
+    WRITING,
+    P,
+    Profile,
+    Row,
+)
+
+ROWS = {
+    # A step begins.
+    "the first step looks at a rung": Row(
+        UNBORN, StepBegan(STOCK, ONE), {"now": ONE, "largest": ONE}
+    ),
+    "the first step follows what was given": Row(
+        replace(UNBORN, given=GIVEN),
+        StepBegan(STOCK, ONE),
+        replace(GIVENS, headroom=Headroom()),
+        (BEGIN, HoldAsGiven()),
+    ),
+    "what was given leaves room for transients": Row(
+        replace(GIVENS, headroom=Headroom()),
+        GivenHeld(MemoryState(150)),
+        {"stock": MemoryState(150), "headroom": Headroom(450)},
+    ),
+    "a step like those before": Row(
+        SETTLED, StepBegan(MemoryState(90), ONE), {"stock": MemoryState(90)}
+    ),
+    "a smaller call": Row(replace(SETTLED, largest=TWO), StepBegan(STOCK, ONE), {"now": ONE}),
+    "a larger call is planned by the same profile": Row(
+        replace(SETTLED, rounds=2, tries=3, was_watched=True, rung=0, varies=True),
+        StepBegan(STOCK, TWO),
+        {
+            "phase": P.VERIFYING,
+            "now": TWO,
+            "largest": TWO,
+            "varies": False,
+            "headroom": Headroom(1000),
+            "has_fit": False,
+            "rounds": 0,
+            "tries": 0,
+            "rung": 1,
+            "attempts": Attempts().knowing(Profile()),
+        },
+        (FORGET, MakePlan(again=True)),
+    ),
+    "a larger call than a rung was settled for": Row(
+        replace(WRITING, phase=P.SETTLED),
+        StepBegan(STOCK, TWO),
+        {"phase": P.WRITING, "now": TWO, "largest": TWO, "headroom": Headroom(800)},
+        (FORGET,),
+    ),
+    "a larger call than the given plan was settled for": Row(
+        replace(GIVENS, phase=P.SETTLED, has_fit=True),
+        StepBegan(STOCK, TWO),
+        {
+            "phase": P.GIVEN,
+            "now": TWO,
+            "largest": TWO,
+            "headroom": Headroom(1000),
+            "has_fit": False,
+        },
+        (FORGET,),
+    ),
+    "a larger call than was rehearsed": Row(
+        GUESSED,
+        StepBegan(STOCK, TWO),
+        replace(FRESH, now=TWO, largest=TWO),
+        (FORGET,),
+    ),
+    "after a step with more forwards": Row(
+        replace(SETTLED, strays=1, only_largest=True),
+        StepBegan(STOCK, ONE, grew=True, calls=1),
+        replace(
+            FRESH,
+            outgrown=True,
+            strays=1,
+            only_largest=True,
+            before=Before(replace(SETTLED, strays=1, only_largest=True), 1),
+        ),
+        (FORGET,),
+    ),
+    "after one with more forwards than nothing was settled for": Row(
+        WRITING, StepBegan(STOCK, ONE, grew=True), replace(FRESH, outgrown=True), (FORGET,)
+    ),
+    "after a step that strayed from what fits": Row(
+        replace(SETTLED, strays=1, has_strayed=True),
+        StepBegan(STOCK, ONE),
+        replace(FRESH, strays=1, varies=True),
+        (FORGET,),
+    ),
+    "after a step that strayed from what nobody has seen to fit": Row(
+        replace(VERIFYING, strays=1, has_strayed=True),
+        StepBegan(STOCK, ONE),
+        replace(FRESH, strays=1),
+        (FORGET,),
+    ),
+    "little more beside the model": Row(SETTLED, StandsBeside(10), {}),
+    "much beside a step that is not known": Row(WRITING, StandsBeside(11), {}),
+    "much more beside the model": Row(
+        SETTLED,
+        StandsBeside(11),
+        {
+            "phase": P.VERIFYING,
+            "has_fit": False,
+            "beside_nbytes": 11,
+            "profile": Profile(111, 1211),
+            "attempts": Attempts().knowing(Profile(111, 1211)),
+        },
+        (FORGET, MakePlan(again=True)),
+    ),
+    "another budget": Row(
+        SETTLED,
+        OptionsChanged(FitOptions(900)),
+        {"phase": P.VERIFYING, "terms": FitOptions(900), "has_fit": False},
+        (FORGET, MakePlan(again=True)),
+    ),
+    "another budget for what could not be planned": Row(
+        replace(SETTLED, outgrown=True),
+        OptionsChanged(FitOptions(900)),
+        replace(FRESH, terms=FitOptions(900)),
+        (FORGET,),
+    ),
+    "another budget while codes are watched, which leaves no room to look": Row(
+        WATCHING,
+        OptionsChanged(FitOptions(900)),
+        {
+            "phase": P.VERIFYING,
+            "terms": FitOptions(900),
+            "has_fit": False,
+            "was_watched": False,  # so it is looked at again
+        },
+        (FORGET, MakePlan(again=True)),
+    ),
+    "another budget in the last resort": Row(
+        LAST,
+        OptionsChanged(FitOptions(900)),
+        {
+            "phase": P.VERIFYING,
+            "terms": FitOptions(900),
+            "attempts": Attempts().knowing(Profile()),
+        },
+        (FORGET, MakePlan(again=True)),
+    ),
+    "a larger kind": Row(FRESH, LargerKnown(Headroom(70)), {"headroom": Headroom(None, 70)}),
+    "after a step that strayed from a plan that is watched": Row(
+        replace(WATCHING, strays=1, has_strayed=True),
+        StepBegan(STOCK, ONE),
+        replace(FRESH, strays=1, varies=True),
+        (FORGET,),
+    ),
+    "another budget where nothing need be done, but for a step that no rung is sure to fit": Row(
+        replace(IDLE, outgrown=True),
+        OptionsChanged(FitOptions(900)),
+        replace(FRESH, terms=FitOptions(900)),
+        (FORGET,),
+    ),
+    # Forwards.
+    "a forward that climbed, of which nothing is known": Row(
+        FRESH, ForwardEnded(3, impossible=False), {"rung": 3}
+    ),
+    "a forward that climbed": Row(VERIFYING, ForwardEnded(3, impossible=False), {}),
+    "a forward that holds too much": Row(
+        FRESH, ForwardEnded(5, impossible=True, saving="saving"), {}, (RefuseRungs("saving"),)
+    ),
+    "the first step that strays": Row(
+        SETTLED, Strayed(), {"strays": 1, "has_strayed": True}, (say(Line.STRAY, learns=True),)
+    ),
+    "one stray too many": Row(
+        replace(SETTLED, strays=3),
+        Strayed(),
+        {"strays": 4, "has_strayed": False},
+        (say(Line.STRAY, learns=False),),
+    ),
+    "strays that were said": Row(replace(SETTLED, strays=4), Strayed(), {"strays": 5}),
+    "layers that hold too much": Row(
+        FRESH, LayersHeldTooMuch(), {}, (say(Line.RUNS_AGAIN), RunLayersAgain())
+    ),
+    "layers that hold too much under a plan": Row(VERIFYING, LayersHeldTooMuch(), {}),
+    "layers that hold too much under exact=True": Row(
+        replace(FRESH, terms=FitOptions(1000, exact=True)), LayersHeldTooMuch(), {}
+    ),
+    "a module gives another result, and nothing is known": Row(
+        replace(WRITING, tries=2), NotRepeatable(None), FRESH, (FORGET,)
+    ),
+    "a module gives another result": Row(
+        SETTLED,
+        NotRepeatable(Profile(peak=1300)),
+        {
+            "phase": P.VERIFYING,
+            "has_fit": False,
+            "profile": Profile(peak=1300),
+            "attempts": Attempts().knowing(Profile(peak=1300)),
+        },
+        (FORGET, MakePlan(again=True)),
+    ),
+    # A rehearsal.
+    "a forward is rehearsed": Row(
+        replace(FRESH, stock=MemoryState(100, beside_nbytes=7)),
+        ForwardHeard(HEARD),
+        {"profiled": ONE, "beside_nbytes": 7, "is_recurrent": True},
+        (PlanByForward(HEARD),),
+    ),
+    "a plan by a rehearsal": Row(
+        replace(FRESH, profiled=ONE, outgrown=True),
+        Rehearsed(PLAN, STOCK, ESTIMATES),
+        {
+            "phase": P.VERIFYING,
+            "rehearsed": True,
+            "was_rehearsed": True,
+            "outgrown": False,
+            "plan": PLAN.plan,
+            "chosen": PLAN,
+            "profile": Profile(),
+            "headroom": Headroom(500),
+            "attempts": Attempts(ESTIMATES),
+        },
+        (BEGIN,),
+    ),
+    "a plan by a rehearsal once a rung is known": Row(
+        WRITING,
+        Rehearsed(PLAN, STOCK, ESTIMATES),
+        {
+            "phase": P.VERIFYING,
+            "rehearsed": True,
+            "was_rehearsed": True,
+            "plan": PLAN.plan,
+            "chosen": PLAN,
+            "profile": Profile(),
+            "headroom": Headroom(500),
+            "attempts": Attempts(ESTIMATES),
+        },
+        (BEGIN,),
+    ),
+    "before the first step all may be kept": Row(GUESSED, NothingToDo(), FRESH, (FORGET,)),
+    "before the first step another plan is found than the given one": Row(
+        replace(GIVENS, profiled=ONE),
+        Rehearsed(PLAN, STOCK, ESTIMATES),
+        {
+            "phase": P.VERIFYING,
+            "rehearsed": True,
+            "was_rehearsed": True,
+            "plan": PLAN.plan,
+            "chosen": PLAN,
+            "profile": Profile(),
+            "attempts": Attempts(ESTIMATES),
+        },
+        (BEGIN,),
+    ),
+    "no plan by a rehearsal": Row(FRESH, RehearsedInVain(ERROR), {}, (Raise(ERROR),)),
+    "no plan by a rehearsal of an odd step": Row(
+        replace(FRESH, strays=1, before=Before(SETTLED, 2)),
+        RehearsedInVain(ERROR),
+        replace(SETTLED, strays=1, attempts=Attempts()),
+        (ForgetCalls(2),),
+    ),
+    "no plan by a rehearsal of an odd step, whose rung is known": Row(
+        replace(WRITING, before=Before(replace(GIVENS, phase=P.SETTLED, has_fit=True), 1)),
+        RehearsedInVain(ERROR),
+        replace(GIVENS, phase=P.SETTLED, has_fit=True),
+        (ForgetCalls(1),),
+    ),
+    "more plans than leave out whole classes": Row(
+        replace(FRESH, outgrown=True), NoPlanLeft(MORE), FRESH, (FORGET, BlameNoClasses())
+    ),
+    "more plans once layers run again": Row(
+        replace(WRITING, is_recurrent=True),
+        NoPlanLeft(Spare(layers=True)),
+        replace(FRESH, is_recurrent=True),
+        (FORGET, say(Line.RUNS_AGAIN), RunLayersAgain()),
+    ),
+    "no more plans": Row(WRITING, NoPlanLeft(Spare(layers=True)), {}),
+}

@@ -1,0 +1,274 @@
+"""What follows from the answer of a planner."""
+
+from dataclasses import replace
+
+from elbowroom.fitting.attempts import Attempts, Smallest, Taken
+from elbowroom.fitting.commands import (
+    BlameNoClasses,
+    CheckPlan,
+    Line,
+    MakeRoomToWatch,
+    MakeSmallest,
+    Raise,
+    ReadMeter,
+    Refuse,
+    StartMeter,
+    TakePlan,
+    Then,
+    say,
+)
+from elbowroom.fitting.headroom import Headroom
+from elbowroom.fitting.observations import (
+    NoiseMeasured,
+    NoiseUsed,
+    NoPlan,
+    PlanMade,
+    PlanTaken,
+    RoomToWatch,
+    SmallestMade,
+    Spare,
+    StepBegan,
+)
+from elbowroom.fitting.options import MemoryState
+from fit_table.values import (
+    ABOVE,
+    AGAIN,
+    BEGIN,
+    ERROR,
+    FORGET,
+    FRESH,
+    GUESSED,
+    KEEPS,
+    KNOWN,
+    LAST,
+    LEFT,
+    LIMITED,
+    LOSSY,
+    MAKE,
+    MORE,
+    MUCH,
+    ONE,
+    OTHER,
+    PLAN,
+    SETTLED,
+    SMALLEST,
+    STOCK,
+    TRIED,
+    TWO,
+    VERIFYING,
+    WATCHING,
+    P,
+    Profile,
+    Row,
+    following,
+    said,
+    step,
+)
+
+ROWS = {
+    # What planners answer.
+    "a plan is made": Row(
+        replace(KNOWN, phase=P.VERIFYING, once_nbytes=20),
+        PlanMade(PLAN, MemoryState(90)),
+        {
+            "plan": PLAN.plan,
+            "chosen": PLAN,
+            "stock": MemoryState(90),
+            "headroom": Headroom(520),
+        },
+        (BEGIN,),
+    ),
+    "a plan is made that is known to take too much": Row(
+        replace(KNOWN, phase=P.VERIFYING, again_nbytes=101),
+        PlanMade(AGAIN, STOCK),
+        {"plan": AGAIN.plan, "chosen": AGAIN, "headroom": Headroom(0)},
+        (BEGIN,),
+    ),
+    "nothing need be done": Row(
+        replace(KNOWN, phase=P.VERIFYING),
+        PlanMade(KEEPS, STOCK),
+        {"phase": P.SETTLED, "chosen": KEEPS, "rung": 0, "headroom": Headroom(500)},
+        (BEGIN,),
+    ),
+    "nothing need be done for a smaller call": Row(
+        replace(KNOWN, phase=P.VERIFYING, largest=TWO),
+        PlanMade(KEEPS, STOCK),
+        {"phase": P.IDLE, "chosen": KEEPS, "rung": 0, "headroom": Headroom(500)},
+        (BEGIN,),
+    ),
+    "nothing need be done once noise is known": Row(
+        replace(SMALLEST, largest=TWO),
+        PlanMade(KEEPS, STOCK),
+        {"phase": P.IDLE, "chosen": KEEPS, "plan": None, "rung": 0},
+        (BEGIN,),
+    ),
+    "a plan is taken again": Row(
+        replace(SETTLED, plan=OTHER.plan),
+        PlanTaken(PLAN, STOCK),
+        {"plan": PLAN.plan, "chosen": PLAN},
+        (BEGIN,),
+    ),
+    "no plan fits what a smaller call tells": Row(
+        replace(KNOWN, phase=P.VERIFYING, largest=TWO),
+        NoPlan(ERROR, MORE),
+        replace(FRESH, largest=TWO, only_largest=True),
+        (FORGET,),
+    ),
+    "no plan fits, and more may be allowed": Row(
+        replace(KNOWN, phase=P.VERIFYING), NoPlan(ERROR, MORE), FRESH, (FORGET, BlameNoClasses())
+    ),
+    "no plan fits": Row(
+        replace(KNOWN, phase=P.VERIFYING),
+        NoPlan(ERROR, Spare()),
+        {"phase": P.IDLE},
+        (Raise(ERROR),),
+    ),
+    "no plan fits, but the rung has been seen to": Row(
+        replace(KNOWN, phase=P.VERIFYING, profile=Profile(peak=1000)),
+        NoPlan(ERROR, Spare()),
+        {"phase": P.SETTLED},
+    ),
+    # It was an AssertionError: no plan was followed that a smaller one could take the place of.
+    "no plan fits a larger call than nothing need be done for, by a plan that was made again": Row(
+        replace(KNOWN, phase=P.VERIFYING, rounds=1),
+        NoPlan(ERROR, Spare()),
+        {"phase": P.IDLE},
+        (Raise(ERROR),),
+    ),
+    "no plan fits another budget": Row(
+        replace(KNOWN, phase=P.VERIFYING), NoPlan(ERROR, Spare(), again=True), FRESH, (FORGET,)
+    ),
+    "no plan fits once noise is known": Row(
+        replace(SMALLEST), NoPlan(ERROR, Spare()), {"phase": P.IDLE, "plan": None}, (Raise(ERROR),)
+    ),
+    "no plan is left by what one was wrong by, and one has fit": Row(
+        replace(VERIFYING, rounds=1, attempts=Attempts(taken=(MUCH, Taken(1000, OTHER)))),
+        NoPlan(ERROR, MORE),
+        {"phase": P.SETTLED},
+        (TakePlan(OTHER),),
+    ),
+    "no plan is left by what one was wrong by, and more may be allowed": Row(
+        replace(VERIFYING, rounds=1, attempts=TRIED),
+        NoPlan(ERROR, MORE),
+        FRESH,
+        (FORGET, BlameNoClasses()),
+    ),
+    "no plan is left of an estimate: it is written down": Row(
+        replace(GUESSED, attempts=TRIED, once_nbytes=70, headroom=Headroom(0)),
+        NoPlan(ERROR, Spare()),
+        {"once_nbytes": 0, "headroom": Headroom(500)},
+        (BEGIN,),
+    ),
+    "no plan is left by what one was wrong by": Row(
+        replace(VERIFYING, rounds=1, attempts=TRIED, once_nbytes=100, again_nbytes=20),
+        NoPlan(ERROR, Spare()),
+        {"once_nbytes": 0, "again_nbytes": 0},
+        (MakeSmallest(),),
+    ),
+    "the first of the smallest": Row(
+        replace(VERIFYING, attempts=TRIED),
+        SmallestMade(LEFT, Smallest(OTHER, rehearsed=True)),
+        {"phase": P.SMALLEST, "rehearsed": True, "attempts": LEFT},
+        (say(Line.SMALLEST, least_nbytes=1100), TakePlan(OTHER)),
+    ),
+    "another of the smallest": Row(
+        SMALLEST,
+        SmallestMade(LEFT, Smallest(AGAIN, rehearsed=False)),
+        {"attempts": LEFT},
+        (TakePlan(AGAIN),),
+    ),
+    "none of the smallest is left": Row(
+        SMALLEST,
+        SmallestMade(LEFT, None),
+        {"phase": P.LAST_RESORT, "plan": None, "attempts": LEFT, "headroom": Headroom(0)},
+        (say(Line.UNCORRECTED, least_nbytes=1100, rung="exact"),),
+    ),
+    "no smallest is found, and no rung was seen to fit": Row(
+        replace(VERIFYING, was_rehearsed=True, attempts=TRIED),
+        SmallestMade(LEFT, None),
+        {"phase": P.LAST_RESORT, "plan": None, "attempts": LEFT, "rung": 5},
+        (say(Line.UNCORRECTED, least_nbytes=1100, rung="dither, 4 levels"),),
+    ),
+    # What codes add.
+    "a lossy plan fits": Row(
+        replace(following(LOSSY), once_nbytes=20),
+        step(900),
+        {
+            "tries": 1,
+            "has_fit": True,
+            "was_watched": True,
+            "headroom": Headroom(500, None, 550),
+            "attempts": KNOWN.attempts.after(LOSSY, 900),
+        },
+        (said(LOSSY, 900), MakeRoomToWatch(20 + 50)),
+    ),
+    "there is room to watch": Row(
+        following(PLAN, was_watched=True),
+        RoomToWatch(LOSSY.plan),
+        {"phase": P.WATCHING, "plan": LOSSY.plan},
+        (BEGIN, StartMeter()),
+    ),
+    "there is room to watch one of the smallest": Row(
+        SMALLEST,
+        RoomToWatch(LOSSY.plan),
+        {"phase": P.WATCHING, "resumes": P.SMALLEST, "plan": LOSSY.plan},
+        (BEGIN, StartMeter()),
+    ),
+    "there is no room to watch": Row(
+        VERIFYING,
+        RoomToWatch(None),
+        {"phase": P.SETTLED},
+        (say(Line.UNKNOWN, why="the budget leaves no room to look"),),
+    ),
+    "a step is watched": Row(WATCHING, step(900), {}),
+    "enough steps are watched": Row(WATCHING, step(900, watched=True), {}, (ReadMeter(),)),
+    "a watched step is above the budget": Row(WATCHING, step(1001), {}, (ReadMeter(),)),
+    "noise is measured": Row(
+        replace(WATCHING, rounds=2),
+        NoiseMeasured("shares"),
+        {"phase": P.VERIFYING, "rounds": 0, "profile": Profile(noise="shares")},
+        (MAKE, Then(NoiseUsed(told=True))),
+    ),
+    "noise is measured of one of the smallest, and limited": Row(
+        replace(WATCHING, terms=LIMITED, resumes=P.SMALLEST),
+        NoiseMeasured(None),
+        {"phase": P.SMALLEST},
+        (CheckPlan(), MAKE, Then(NoiseUsed(told=False))),
+    ),
+    "noise was not told": Row(
+        SETTLED,
+        NoiseUsed(told=False),
+        {},
+        (say(Line.UNKNOWN, why="the watched steps did not tell"),),
+    ),
+    "noise is used by a lossy plan": Row(
+        following(LOSSY), NoiseUsed(told=True), {}, (say(Line.NOISE, plan=LOSSY.plan),)
+    ),
+    "noise is used by an exact plan": Row(VERIFYING, NoiseUsed(told=True), {}),
+    # The last resort.
+    "the last resort fits": Row(
+        LAST, step(1000), {"phase": P.SETTLED, "has_fit": True, "headroom": Headroom(600)}
+    ),
+    "the last resort is not measured": Row(LAST, step(None), {}),
+    "the last resort does not fit, nor has a rung been seen to": Row(
+        LAST, step(1200), {"phase": P.SETTLED}, (Refuse(MUCH),)
+    ),
+    "the last resort takes more than a plan has": Row(
+        replace(LAST, was_rehearsed=False),
+        step(1200),
+        {"phase": P.SETTLED},
+        (TakePlan(PLAN), say(Line.ABOVE, peak_nbytes=1100, **ABOVE)),
+    ),
+    "the last resort takes the least": Row(
+        replace(LAST, was_rehearsed=False),
+        step(1050),
+        {"phase": P.SETTLED},
+        (say(Line.ABOVE, peak_nbytes=1050, **ABOVE),),
+    ),
+    "a step strays in the last resort": Row(
+        replace(LAST, strays=1, has_strayed=True),
+        StepBegan(STOCK, ONE),
+        replace(FRESH, strays=1),
+        (FORGET,),
+    ),
+}

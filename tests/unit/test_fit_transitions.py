@@ -1,0 +1,137 @@
+"""The state machine of a fit, row by row: a state, what is seen, the next state, what is asked for.
+
+Nothing here knows PyTorch: plans, profiles and calls are plain values that stand in for them.
+"""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import elbowroom
+from elbowroom.fitting.headroom import Headroom
+from elbowroom.fitting.options import MemoryState
+from elbowroom.fitting.phase import FOLLOWS, Phase
+from elbowroom.fitting.state import Before, FitState
+from elbowroom.fitting.transitions import advance
+from fit_table import begun, measured, planned
+from fit_table.values import (
+    AGAIN,
+    CORRECTING,
+    FRESH,
+    GIVENS,
+    GUESSED,
+    IDLE,
+    LAST,
+    SETTLED,
+    SMALLEST,
+    TWO,
+    VERIFYING,
+    WATCHING,
+    WRITING,
+    Call,
+    P,
+    following,
+)
+
+ROWS = begun.ROWS | planned.ROWS | measured.ROWS
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_one_row(name):
+    before, seen, after, asks = ROWS[name]
+    expected = after if isinstance(after, FitState) else replace(before, **after)
+    state, commands = advance(before, seen)
+    assert state == expected
+    assert commands == asks
+
+
+def test_the_picture_of_the_phases_is_the_table():
+    """Each phase that may follow another does so in a row, and no row does anything else."""
+    moved = {(row.before.phase, advance(row.before, row.seen)[0].phase) for row in ROWS.values()}
+    drawn = {(phase, after) for phase, others in FOLLOWS.items() for after in others}
+    assert {(phase, after) for phase, after in moved if phase is not after} == drawn
+
+
+STEPS = {
+    P.GUESSING: (FRESH, True, False),
+    P.WRITING: (WRITING, True, True),
+    P.IDLE: (IDLE, False, True),
+    P.GIVEN: (GIVENS, True, False),
+    P.CORRECTING: (CORRECTING, True, True),
+    P.VERIFYING: (VERIFYING, True, False),
+    P.SMALLEST: (SMALLEST, True, False),
+    P.WATCHING: (WATCHING, True, False),
+    P.LAST_RESORT: (LAST, True, False),
+    P.SETTLED: (SETTLED, False, False),
+}
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_which_steps_are_measured_and_which_are_written_down(phase):
+    state, measured, writes = STEPS[phase]
+    assert state.phase is phase
+    assert state.wants_measuring is measured
+    assert not measured or state.wants_writing is writes
+
+
+@pytest.mark.parametrize(
+    ("state", "measured", "writes"),
+    [
+        (replace(FRESH, stock=MemoryState(100, 0, 9)), True, True),  # it makes states
+        (replace(LAST, stock=MemoryState(100, 0, 9)), True, False),
+        (replace(GIVENS, stock=MemoryState(100, 0, 9)), True, False),
+        (replace(IDLE, now=TWO), True, True),  # a larger call than nothing need be done for
+        (GUESSED, True, True),  # which ends all guessing
+        (replace(following(AGAIN), rehearsed=True), True, False),  # a module runs again
+        (replace(VERIFYING, now=TWO, largest=TWO), True, True),
+        (replace(VERIFYING, largest=Call(10)), True, False),
+        (replace(VERIFYING, largest=Call(11)), False, False),  # too small to verify a plan by
+        (replace(WATCHING, largest=TWO, only_largest=True), True, False),
+        (replace(FRESH, largest=TWO, only_largest=True), False, False),
+        (replace(LAST, largest=TWO, only_largest=True), False, False),
+    ],
+)
+def test_what_else_decides_about_measuring(state, measured, writes):
+    assert state.wants_measuring is measured
+    assert not measured or state.wants_writing is writes
+
+
+def test_a_fresh_state_knows_what_no_measurement_has_told():
+    """A reset is a new value: of what was learned only what outlives a reset is left."""
+    learned = replace(
+        VERIFYING,
+        strays=2,
+        varies=True,
+        only_largest=True,
+        is_recurrent=True,
+        before=Before(SETTLED, 2),
+        headroom=Headroom(5, 6, 7),
+        has_strayed=True,
+        outgrown=True,
+        was_watched=True,
+    )
+    kept = {"strays": 2, "varies": True, "only_largest": True, "is_recurrent": True}
+    known = {"before": Before(SETTLED, 2), "headroom": Headroom(guess_nbytes=6)}
+    assert learned.fresh() == replace(FRESH, **kept, **known)
+
+
+def test_the_machine_runs_where_there_is_no_torch():
+    code = """
+import sys, types
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ImportError("torch is not to be asked for")
+sys.meta_path.insert(0, NoTorch())
+for name in ("elbowroom", "elbowroom.fitting"):
+    package = types.ModuleType(name)
+    package.__path__ = ["/".join([sys.argv[1], *name.split(".")[1:]])]
+    sys.modules[name] = package
+import elbowroom.fitting.transitions
+assert "torch" not in sys.modules
+"""
+    where = str(Path(elbowroom.__file__).parent)
+    subprocess.run([sys.executable, "-c", code, where], check=True)
