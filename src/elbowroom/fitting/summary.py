@@ -19,6 +19,8 @@ class Summary:
     highest_nbytes    of all measured steps
     setting           what steps run at now
     slowdown          of the plan over plain autograd, estimated
+    noise             variance that its codes add to the gradient, as a share of that of
+                      mini-batches; 0 if it is exact; None where that was not measured
     exact             no bit of any gradient has changed
     steps             forwards that recorded gradients
     lines             what the plan does, where it does something
@@ -34,6 +36,7 @@ class Summary:
     highest_nbytes: int | None
     setting: str
     slowdown: float | None
+    noise: float | None
     exact: bool
     steps: int
     lines: tuple[Line, ...]
@@ -63,6 +66,7 @@ def summary(fitting: Fitting, model: str) -> Summary:
         highest_nbytes=fitting.highest_nbytes,
         setting=planning.setting,
         slowdown=plan.slowdown if plan is not None and known else None,
+        noise=plan.noise if plan is not None and (plan.watched or not plan.is_lossy) else None,
         exact=fitting.was_exact,
         steps=fitting.context.step,
         lines=() if plan is None else tuple(one for one in plan.lines if one.action != "keep"),

@@ -1,0 +1,45 @@
+"""A budget for a loop that Accelerate has prepared.
+
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+fit(accelerator, model, optimizer, budget="6 GiB")
+"""
+
+from typing import Any, TypeVar
+
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+import elbowroom as er
+from elbowroom.integrations.budgeted import unwrapped
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fit(
+    accelerator: Accelerator,
+    model: M,
+    optimizer: Optimizer | None = None,
+    *,
+    budget: float | str,
+    **settings: Any,
+) -> M:
+    """Fit the model inside of what `accelerator.prepare` made of it; return what it was given.
+
+    optimizer         its states count, those of the one inside of Accelerate's wrapper
+    budget, settings  those of `er.fit`, and raises what that does
+    """
+    inner = accelerator.unwrap_model(model)
+    er.fit(
+        inner,
+        budget=budget,
+        optimizer=None if optimizer is None else unwrapped(optimizer),
+        **settings,
+    )
+    return model
+
+
+def release(accelerator: Accelerator, model: M) -> M:
+    """Undo `fit`."""
+    er.release(accelerator.unwrap_model(model))
+    return model

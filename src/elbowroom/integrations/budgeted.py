@@ -1,0 +1,111 @@
+"""What all integrations do: fit a model as a training begins, tell its figures, let go of it."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+import elbowroom as er
+from elbowroom.errors import PlanError
+from elbowroom.fitting import Fitting, Summary, summary
+from elbowroom.runtime.attach import opener_of
+from elbowroom.units import show_nbytes
+
+_log = logging.getLogger("elbowroom")
+_MIB = 2**20
+
+
+class Budgeted:
+    """One training inside a budget.
+
+    settings  what `er.fit` takes beside the model
+    summary   what became of it; None before it began
+    """
+
+    def __init__(self, budget: float | str, settings: dict[str, Any]) -> None:
+        self.budget, self.settings = budget, settings
+        self.summary: Summary | None = None
+        self._model: nn.Module | None = None
+        self._fitting: Fitting | None = None
+
+    def begin(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """The training begins: fit the model, and count the optimizers' states.
+
+        Raises what `er.fit` raises, and PlanError for a training that has begun already.
+        """
+        if self._model is not None:
+            raise PlanError(
+                "this Budget is in use by a training that has not ended; give each Trainer one of "
+                "its own"
+            )
+        er.fit(model, budget=self.budget, **self.settings)
+        for optimizer in optimizers:
+            er.add_optimizer(model, unwrapped(optimizer))
+        fitting = opener_of(model)
+        assert isinstance(fitting, Fitting)
+        self._model, self._fitting = model, fitting
+        self._look()
+
+    def figures(self) -> dict[str, float]:
+        """Return what loggers get: numbers, by names that begin with "memory/".
+
+        Those that are not known yet are left out. The slowdown and the peak of plain training are
+        estimates.
+        """
+        self._look()
+        told = self.summary
+        if told is None:
+            return {}
+        found = {
+            "budget_mib": told.budget_nbytes / _MIB,
+            "peak_mib": _mib(told.last_nbytes),
+            "highest_peak_mib": _mib(told.highest_nbytes),
+            "planned_peak_mib": _mib(told.predicted_nbytes),
+            "plain_peak_mib": _mib(told.plain_nbytes),
+            "slowdown": told.slowdown,
+            "exact": float(told.exact),
+            "added_noise": told.noise,
+        }
+        return {f"memory/{name}": n for name, n in found.items() if n is not None}
+
+    def end(self) -> None:
+        """The training has ended: let go of the model, and say how it went."""
+        if self._model is None or self._fitting is None:
+            return
+        self._fitting.finish()
+        self._look()
+        er.release(self._model)
+        self._model = self._fitting = None
+        assert self.summary is not None
+        is_above = (self.summary.last_nbytes or 0) > self.summary.budget_nbytes
+        _log.log(logging.WARNING if is_above else logging.INFO, verdict(self.summary))
+
+    def _look(self) -> None:
+        if self._fitting is not None and self._model is not None:
+            self.summary = summary(self._fitting, type(self._model).__name__)
+
+
+def verdict(told: Summary) -> str:
+    """Return in a line whether the budget was kept, and by what."""
+    budget = show_nbytes(told.budget_nbytes)
+    if told.last_nbytes is None:
+        return f"budget {budget}: no step was measured"
+    peak, how = show_nbytes(told.last_nbytes), "exact" if told.exact else "lossy"
+    if told.last_nbytes > told.budget_nbytes:
+        return f"budget {budget} was NOT kept: the last measured step took {peak} ({how})"
+    plain = (
+        "" if told.plain_nbytes is None else f", plain training {show_nbytes(told.plain_nbytes)}"
+    )
+    return f"budget {budget} was kept: steps take {peak} ({how}){plain}"
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that holds the states, inside of a wrapper of Accelerate's, say."""
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def _mib(nbytes: int | None) -> float | None:
+    return None if nbytes is None else nbytes / _MIB

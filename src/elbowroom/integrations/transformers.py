@@ -1,0 +1,84 @@
+"""A budget for the Trainer of transformers, and of what is built on it (TRL).
+
+    from elbowroom.integrations.transformers import Budget
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[Budget("6 GiB")])
+    trainer.train()
+
+A Trainer calls its loggers in the order in which they were added, and its own come first: what a
+callback adds to a log, they do not see. `Budget.of(trainer, "6 GiB")` puts it before them.
+"""
+
+from typing import Any, Self
+
+from torch import nn
+from torch.optim import Optimizer
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from elbowroom.fitting import Summary
+from elbowroom.integrations.budgeted import Budgeted
+
+
+class Budget(TrainerCallback):  # type: ignore[misc]  # of a library whose types are skipped
+    """Keeps the training of a Trainer's model inside a budget of bytes.
+
+    The model is fitted when the Trainer has wrapped it and made its optimizer, whose states count.
+    Evaluation is left alone. Every log of the Trainer gets `memory/peak_mib`, measured, and more;
+    at the end the model is released, and a line of the logger "elbowroom" says how it went.
+    """
+
+    def __init__(self, budget: float | str, **settings: Any) -> None:
+        """budget, settings: those of `er.fit`: exact, noise, offload, min_nbytes, plan."""
+        self._budgeted = Budgeted(budget, settings)
+
+    @classmethod
+    def of(cls, trainer: Trainer, budget: float | str, **settings: Any) -> Self:
+        """Add one to a Trainer, before its loggers, so that they are given its figures."""
+        callback = cls(budget, **settings)
+        trainer.callback_handler.callbacks.insert(0, callback)
+        return callback
+
+    @property
+    def summary(self) -> Summary | None:
+        """What became of the budget so far; None before the training has begun."""
+        return self._budgeted.summary
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Fit the model."""
+        self._budgeted.begin(model, [] if optimizer is None else [optimizer])
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the figures to the log and to its history."""
+        figures = self._budgeted.figures()
+        if logs is not None:
+            logs.update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Release the model."""
+        self._budgeted.end()

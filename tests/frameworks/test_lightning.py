@@ -1,0 +1,87 @@
+"""The Trainer of Lightning: the same weights in less memory."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+lightning = pytest.importorskip("lightning.pytorch")
+
+from elbowroom.errors import PlanError  # noqa: E402
+from elbowroom.integrations.lightning import Budget  # noqa: E402
+from elbowroom.runtime.attach import attached  # noqa: E402
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, heads=0):
+        super().__init__()
+        torch.manual_seed(0)
+        parts = [(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(6)]
+        self.net = nn.Sequential(*(part for block in parts for part in block))
+        for number in range(heads):
+            self.add_module(f"head{number}", nn.Linear(64, 1))
+
+    def training_step(self, batch, _):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def trained(*callbacks, module=None, **settings):
+    lightning.seed_everything(1, verbose=False)
+    module = Module() if module is None else module
+    x = torch.randn(14 * 512, 64, generator=torch.Generator().manual_seed(2))
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **{"logger": False} | settings,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(x), batch_size=512))
+    return module
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_same_weights_inside_a_tight_budget(precision):
+    plain = trained(precision=precision)
+    ample = Budget("60 GiB", exact=True)
+    trained(ample, precision=precision)
+    callback = Budget(int(0.8 * ample.summary.last_nbytes), exact=True)
+    ours = trained(callback, precision=precision)
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert callback.summary.last_nbytes <= callback.summary.budget_nbytes
+    assert not attached()
+
+
+def test_loggers_are_given_the_figures(tmp_path):
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(str(tmp_path))
+    trained(Budget("60 GiB"), logger=logger, log_every_n_steps=4)
+    head = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0]
+    assert "memory/peak_mib" in head
+
+
+def test_a_module_with_several_networks_asks_which():
+    with pytest.raises(PlanError, match=r'network="net"'):
+        trained(Budget("60 GiB"), module=Module(heads=2))
+    callback = Budget("60 GiB", network="net")
+    trained(callback, module=Module(heads=2))
+    assert callback.summary.steps
+
+
+def test_an_error_in_a_step_releases_the_network():
+    class Failing(Module):
+        def training_step(self, batch, n):
+            if n == 3:
+                raise ValueError("mine")
+            return super().training_step(batch, n)
+
+    with pytest.raises(ValueError, match="mine"):
+        trained(Budget("60 GiB"), module=Failing())
+    assert not attached()
