@@ -267,6 +267,62 @@ def test_momentum_is_in_units_of_a_gradient_whatever_the_dampening(dampening):
     assert CometBounds(optimizer)._momentum(weight) == pytest.approx(3.0, rel=1e-3)
 
 
+@pytest.mark.parametrize("state", ["fp32", "int8", "coat", "int4x2"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion"])
+def test_momentum_is_read_from_states_that_are_held_encoded(kind, state):
+    torch.manual_seed(0)
+    gradients = torch.randn(20, 64, 64) + 0.5
+
+    def momentum(optimizer_of):
+        weight = nn.Parameter(torch.zeros(64, 64))
+        optimizer = optimizer_of([weight])
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        return CometBounds(optimizer)._momentum(weight)
+
+    more = {"momentum": 0.9} if kind == "SGD" else {}
+    ours = momentum(lambda params: getattr(er.optim, kind)(params, lr=0.0, state=state, **more))
+    if kind == "Lion":
+        mean = torch.zeros(64, 64)
+        for gradient in gradients:
+            mean = 0.99 * mean + 0.01 * gradient
+        expected = float(mean.square().mean().sqrt()) / (1 - 0.99**20)
+    else:
+        expected = momentum(lambda params: getattr(torch.optim, kind)(params, lr=0.0, **more))
+    assert ours == pytest.approx(expected, rel=0.15 if state == "int4x2" else 0.03)
+
+
+@pytest.mark.parametrize("kind", ["RMSprop", "NAdam", "Adafactor", "Adadelta"])
+def test_momentum_of_other_optimizers_of_torchs(kind):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(32, 32))
+    optimizer = getattr(torch.optim, kind)([weight])
+    for _ in range(400):
+        weight.grad = torch.randn(32, 32)
+        optimizer.step()
+    assert CometBounds(optimizer)._momentum(weight) == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_optimizer_that_teaches_nothing_is_named_once(momentum, caplog):
+    training = Training(momentum)
+    control = CometBounds(training.optimizer, every=1)
+    training.run(control, 12)
+    said = caplog.text.count("learns nothing from SGD")
+    assert said == (momentum == 0)
+    assert bool(control.bounds) == bool(momentum)
+
+
+@pytest.mark.parametrize("state", ["int8", "coat"])
+def test_comet_follows_an_optimizer_of_ours(state):
+    training = Training()
+    training.optimizer = er.optim.AdamW(training.model.parameters(), lr=1e-3, state=state)
+    control = CometBounds(training.optimizer, every=2)
+    training.run(control, 12)
+    assert control.bounds
+
+
 @pytest.mark.parametrize("unheard", [0, 2, 3])
 def test_where_backward_comes_too_late_to_teach_anything_is_said(unheard, caplog):
     """Each unheard-th step has no backward before the next context begins."""

@@ -6,8 +6,14 @@ Every `every` steps, for each layer,
     bound_l <- bound_l * clamp(fraction * rms(m_l) / sigma_l, 1/2, 2)
 
 COMET's own formula for sigma has a constant, 0.32, that could not be reproduced; the closed form
-has none (`measure/sensitivity.py`). m_l is the optimizer's momentum: (1 - mu) * buffer for SGD,
-sqrt(mean of v) with its bias correction for Adam. A tensor that several layers read gets the
+has none (`measure/sensitivity.py`). m_l is the optimizer's momentum, in units of a gradient:
+
+    (1 - mu) * buffer                            SGD
+    sqrt(mean of v), with its bias correction    Adam, AdamW and their like, RMSprop, Adafactor, ...
+    m, with its bias correction                  what has first moments alone (Lion)
+
+States of `er.optim` are decoded for it. An optimizer that holds none of these teaches nothing, and
+that is said. A tensor that several layers read gets the
 smallest of their bounds; one that only norms or activations read keeps the bound it began with, as
 COMET, which codes inputs of convolutions only, has no rule for it.
 
@@ -15,6 +21,7 @@ The prediction (off, 1-D, 2-D) is that which made the smallest code of a sample,
 where that saves a fiftieth: decoding a predicted map takes longer.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,16 +34,21 @@ from elbowroom.codecs import Codec, Comet
 from elbowroom.codecs.comet import PREDICTIONS
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.measure.noise import HeldNoise, Trial
+from elbowroom.optim.base import EncodedOptimizer
 from elbowroom.plan import Site, SiteName
 
 _SMALLEST, _LARGEST = 2.0**-20, 0.5  # of a bound relative to a tensor's range
 _WORTH = 0.98  # of the bits without prediction
+_SECOND = ("exp_avg_sq", "square_avg", "variance", "row_var")  # means of squared gradients
+_PATIENCE = 3  # looks without any momentum, until that is said
+_log = logging.getLogger("elbowroom")
 
 
 class CometBounds(Adaptive):
     """Noise of each layer's gradient stays `fraction` of its momentum.
 
-    optimizer  whose states hold the momentum: SGD with momentum, Adam, AdamW and their like
+    optimizer  whose states hold the momentum: SGD with momentum, Adam, AdamW and their like, of
+               torch or of `er.optim`
     fraction   COMET's 0.01; at 0.05 it saw a loss of accuracy
     codec      what every tensor starts with (default: `Comet()`)
     """
@@ -65,6 +77,7 @@ class CometBounds(Adaptive):
         self.fraction, self.bounds = float(fraction), dict[SiteName, float]()
         self.predictions: dict[SiteName, str] = {}
         self._optimizer = optimizer
+        self._in_vain = 0  # looks in a row that found no momentum
 
     def codec_of(self, name: SiteName) -> Comet:
         """Comet with this tensor's bound and prediction."""
@@ -78,12 +91,29 @@ class CometBounds(Adaptive):
         return tuple(replace(now, prediction=name) for name in PREDICTIONS)
 
     def _move(self) -> None:
+        self._check_learns()
         for name, held in self.table.held.items():
             self.predictions[name] = _smallest(held.trials)
             factor = self._factor(held)
             if factor is not None:
                 bound = self.bounds.get(name, self.codec.bound) * min(max(factor, 0.5), 2.0)
                 self.bounds[name] = min(max(bound, _SMALLEST), _LARGEST)
+
+    def _check_learns(self) -> None:
+        """Say it, once, if the optimizer tells of no momentum."""
+        refs = [op.weight for op in self.table.ops.values() if op.weight is not None]
+        weights = [weight for ref in refs if (weight := ref()) is not None]
+        found = any(self._momentum(weight) is not None for weight in weights)
+        self._in_vain = 0 if found or not weights else self._in_vain + 1
+        if self._in_vain == _PATIENCE:
+            _log.warning(
+                "CometBounds learns nothing from %s: its states hold no momentum for any of %d "
+                "weights that read codes, so all bounds stay at %g. Give it the optimizer that "
+                "trains them, with momentum, or fix the bound with er.saving('comet', bound=...)",
+                type(self._optimizer).__name__,
+                len(weights),
+                self.codec.bound,
+            )
 
     def _factor(self, held: HeldNoise) -> float | None:
         """By how much the bound may grow before some layer has more noise than it should."""
@@ -99,18 +129,33 @@ class CometBounds(Adaptive):
 
     def _momentum(self, weight: Tensor) -> float | None:
         """Root mean square of the layer's momentum, in units of a gradient; None: there is none."""
-        state = self._optimizer.state.get(weight, {})
+        state = self._moments(weight)
         group = next(
             (g for g in self._optimizer.param_groups if any(p is weight for p in g["params"])), {}
         )
-        if isinstance(state.get("momentum_buffer"), Tensor):
+        if "momentum_buffer" in state:
             taken = 1 - float(group.get("dampening", 0.0))  # of a gradient, by the buffer
             share = (1 - float(group.get("momentum", 0.0))) / taken if taken > 0 else 0.0
             return share * _rms(state["momentum_buffer"])
-        if isinstance(state.get("exp_avg_sq"), Tensor):
-            correction = 1 - float(group["betas"][1]) ** float(state["step"])
-            return float((state["exp_avg_sq"].float().mean() / correction).sqrt())
+        betas = group.get("betas", (0.0, 0.0))
+        steps = float(self._optimizer.state[weight].get("step", 0)) if state else 0.0
+        second = next((state[name] for name in _SECOND if name in state), None)
+        if second is not None:
+            # Adam corrects a mean that began with 0; RMSprop and Adafactor do not.
+            decay = float(betas[1]) if "exp_avg_sq" in state and betas[1] is not None else 0.0
+            correction = 1 - decay**steps if decay and steps else 1.0
+            return float((second.float().mean() / correction).sqrt())
+        if "exp_avg" in state:
+            correction = 1 - float(betas[1]) ** steps if steps else 1.0
+            return _rms(state["exp_avg"]) / correction
         return None
+
+    def _moments(self, weight: Tensor) -> dict[str, Tensor]:
+        """What the optimizer holds for a weight: tensors of floats by name."""
+        if isinstance(self._optimizer, EncodedOptimizer):
+            return self._optimizer.decoded_state(weight)
+        state = self._optimizer.state.get(weight, {})
+        return {name: x for name, x in state.items() if isinstance(x, Tensor) and x.dim()}
 
     def state_dict(self) -> dict[str, Any]:
         """The bounds and predictions, too."""

@@ -41,7 +41,7 @@ from elbowroom.optim.parameters import DTYPES, Update, check_held, facts_of, upd
 from elbowroom.optim.release import CANNOT, GradientRelease, check_alone
 from elbowroom.optim.settings import check_torchs, foreign
 from elbowroom.optim.sharded import agreed, aligned, is_sharded, local
-from elbowroom.optim.state_dict import loaded, portable
+from elbowroom.optim.state_dict import decoded, loaded, portable
 from elbowroom.optim.transcode import follow
 from elbowroom.optim.verdict import Verdict, is_read_later, joined
 
@@ -262,6 +262,19 @@ class EncodedOptimizer(Optimizer):
         self.state = defaultdict(dict, made)
         for done in self._optimizer_load_state_dict_post_hooks.values():
             done(self)
+
+    @torch.no_grad()
+    def decoded_state(self, p: Tensor) -> dict[str, Tensor]:
+        """The moments of one of its parameters as float32, like p, by the names that torch uses.
+
+        Such as "exp_avg" and "exp_avg_sq"; {} before they are made. On CUDA: waits for the last
+        step's verdict.
+        """
+        self.wait()
+        state = self.state.get(p)
+        if not state:
+            return {}
+        return decoded(self.layout, p, state, self.group_of(p)["state"])
 
     def group_of(self, p: Tensor) -> Group:
         """The param group of one of its parameters."""
