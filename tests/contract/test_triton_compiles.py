@@ -77,7 +77,8 @@ COMET = (  # the others have the same parts, and take 3 s each
 def compiling(capability, every_form):
     """A stand-in for `launch` that compiles the kernel for these arguments, and runs nothing.
 
-    Unless `every_form` is wanted, only for the first arguments that each kernel is given.
+    Unless `every_form` is wanted, only for the first arguments that each kernel is given; and once
+    more for the first that have a spill.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -85,10 +86,11 @@ def compiling(capability, every_form):
     compiled = set()
 
     def launch(kernel, tiles, *args, R=None, **constants):
-        if id(kernel) in compiled and not every_form:
-            return
-        compiled.add(id(kernel))
         names = kernel.arg_names
+        spills = "p_spill" in names and args[names.index("p_spill")] is not None
+        if (id(kernel), spills) in compiled and not every_form:
+            return
+        compiled.add((id(kernel), spills))
         signature, fixed, facts = {}, {}, {}
         for i, (name, arg) in enumerate(zip(names, args, strict=False)):
             if isinstance(arg, torch.Tensor):
@@ -150,19 +152,26 @@ def main(capability, *, every_form):
         kernels.masked(x, bits, x)
         kernels.affine(x, torch.zeros(3), torch.zeros(3), 7, bits, x)
         kernels.affine(x, torch.zeros(3), torch.zeros(3), 1, None, x)
+    into = payload, spill, _ = (*torch.empty(2, 5000, dtype=torch.uint8), torch.zeros(1))
     for dtype, rounding, aware, maps in COMET:
         x = torch.zeros(5000, dtype=dtype)
         settings = torch.zeros(3), 5, rounding
         stored = kernels.comet_quantize(x, *settings, aware, *maps)
         kernels.comet_dequantize(*stored, *settings, *maps, x)
+        stored = kernels.comet_quantize_into(x, *settings, aware, *maps, *into)
+        kernels.comet_dequantize(*stored, payload, *settings, *maps, x, spill)
     x = torch.zeros(5000, dtype=torch.bfloat16)
     bits = kernels.pack_bits(x)
     stored = kernels.sided_quantize(x, bits, 5, 4, 2, 64, 8)
     kernels.sided_dequantize(bits, *stored, 5, 4, 2, 64, 8, x, *by)
+    bounds = kernels.sided_quantize_into(x, bits, 5, 4, 2, 64, 8, *into)
+    kernels.sided_dequantize(bits, payload, bounds, 5, 4, 2, 64, 8, x, *by, 0, spill)
     x = torch.zeros(5000)
     stored = kernels.nonzero_quantize(x, 5, 4, 64)
     kernels.nonzero_dequantize(*stored, 5, 4, 64, x)
     kernels.nonzero_dequantize(*stored, 5, 4, 64, x, *by)
+    bits, bounds = kernels.nonzero_quantize_into(x, 5, 4, 64, *into)
+    kernels.nonzero_dequantize(bits, payload, bounds, 5, 4, 64, x, *by, 0, spill)
     for dtype, block, levels, dither in FDSR:
         x = torch.zeros(5000, dtype=dtype)
         settings = 5, [2, 50, 50, 1], block, levels, 0, dither
