@@ -24,7 +24,11 @@ UNSERVED = {  # by now: the reference serves them
         *("layer_norm_backward", "times_bits"),
         *CONVERSIONS,
     },
-    "numba": CONVERSIONS,
+    "numba": {  # on a CPU payloads are as long as they must be: nothing waits
+        *("nonzero_quantize_into", "sided_quantize_into", "comet_quantize_into"),
+        *("sparse_pack_into", "sparse_unpack"),
+        *CONVERSIONS,
+    },
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -50,6 +54,11 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
     maps = [2, 50, n // 100, 1]
     bands = 1, maps, 8, (32, 8, 3, 0), 16, True  # seed, maps, block, levels, kept, dither
     grid = torch.tensor([0.05, 0.099, 1 / 0.099], device=device)
+    into = (
+        *torch.zeros(2, 8 * n, dtype=torch.uint8, device=device).unbind(),
+        torch.zeros(1, dtype=torch.int64, device=device),
+    )
+    kept, spill = (part[: 4 * n].view(torch.int32) for part in into[:2])
     return {
         "pack_bits": lambda: (x,),
         "unpack_bits": lambda: (bits, 1.0, out),
@@ -84,6 +93,11 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
             *(bits, *reference.sided_quantize(x, bits, 1, 4, 2, 64, 8)),
             *(1, 4, 2, 64, 8, out),
         ),
+        "nonzero_quantize_into": lambda: (x.relu(), 1, 4, 64, *into),
+        "sided_quantize_into": lambda: (x, bits, 1, 4, 2, 64, 8, *into),
+        "comet_quantize_into": lambda: (x, grid, 1, "dither", True, 0, 0, 0, *into),
+        "sparse_pack_into": lambda: (x.relu().view(torch.int32), kept, spill, into[2]),
+        "sparse_unpack": lambda: (bits, kept.zero_(), spill, out.view(torch.int32)),
         "fp8_quantize": lambda: (x, 64, "e4m3"),
         "fp8_dequantize": lambda: (*reference.fp8_quantize(x, 64, "e4m3"), 64, "e4m3", out),
         "optimizer_step": lambda: (

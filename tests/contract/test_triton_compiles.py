@@ -47,6 +47,7 @@ def test_every_kernel_compiles_and_keeps_its_bits(capability, tmp_path, pytestco
         *(f"comet._{name}" for name in ("measure", "encode", "decode", "restore")),
         *("affine._affine", "bits._pack", "bits._unpack", "bits._masked", "narrow._narrow"),
         *("nonzero._sizes", "sided._sizes", "step._step"),
+        *(f"sparse._{name}" for name in ("sizes", "pack", "unpack")),
         *(f"{op}._{verb}" for op in KINDS for verb in ("quantize", "dequantize")),
     }
     for line in lines:
@@ -127,7 +128,7 @@ def main(capability, *, every_form):
 
     quantizers = ("comet", "dither", "division", "fdsr", "fp8", "group", "nonzero", "sided")
     launch = compiling(capability, every_form)
-    for module in ("affine", "bits", "narrow", "step", *quantizers):
+    for module in ("affine", "bits", "narrow", "sparse", "step", *quantizers):
         importlib.import_module(f"{kernels.__name__}.{module}").launch = launch
     for dtype, levels, group_size in (
         (torch.float32, 4, 256),
@@ -172,6 +173,10 @@ def main(capability, *, every_form):
     kernels.nonzero_dequantize(*stored, 5, 4, 64, x, *by)
     bits, bounds = kernels.nonzero_quantize_into(x, 5, 4, 64, *into)
     kernels.nonzero_dequantize(bits, payload, bounds, 5, 4, 64, x, *by, 0, spill)
+    for dtype in (torch.int32, torch.uint8, torch.int16, torch.int64):
+        words, kept = torch.zeros(2, 5000, dtype=dtype)
+        bits = kernels.sparse_pack_into(words, kept, kept, torch.zeros(1, dtype=torch.int64))
+        kernels.sparse_unpack(bits, kept, kept, words)
     for dtype, block, levels, dither in FDSR:
         x = torch.zeros(5000, dtype=dtype)
         settings = 5, [2, 50, 50, 1], block, levels, 0, dither

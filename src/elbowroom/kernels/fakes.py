@@ -137,6 +137,7 @@ def _fake_norm_backward(grad: Tensor, by_channel: Tensor, *rest: Any) -> tuple[T
 
 FAKES: dict[str, Callable[..., Any]] = {
     "pack_bits": lambda x: x.new_empty(-(-x.numel() // 8), dtype=torch.uint8),
+    "sparse_pack_into": lambda x, *_: x.new_empty(-(-x.numel() // 8), dtype=torch.uint8),
     "narrow": lambda x, dtype: (
         torch.empty_like(x, dtype=dtype),
         x.new_empty((), dtype=torch.int64),

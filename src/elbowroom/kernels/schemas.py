@@ -53,6 +53,10 @@ SCHEMAS = {
         "(Tensor x, Tensor bits, int seed, int upper, int lower, int group_size, int fold, "
         f"{_INTO}, {_CHANNELS}) -> Tensor"
     ),
+    "sparse_pack_into": (
+        "(Tensor x, Tensor(a!) kept, Tensor(b!) spill, Tensor(c!) used) -> Tensor"
+    ),
+    "sparse_unpack": "(Tensor bits, Tensor kept, Tensor spill, Tensor(a!) out) -> ()",
     "batch_norm_backward": (
         "(Tensor grad, Tensor factor, int inner, Tensor(a!) x) -> (Tensor, Tensor)"
     ),

@@ -663,12 +663,8 @@ class Saving:
                 return
             known = slot.statistics
             try:
-                prefetcher = self.context.prefetcher
-                slot.hold(
-                    perform(
-                        action, whole, need, ready, seed, outlived, known, prefetcher, site.name
-                    )
-                )
+                shared = self.context.prefetcher, site.name, self.context.capacities
+                slot.hold(perform(action, whole, need, ready, seed, outlived, known, *shared))
             except CodecError as error:
                 dtype = str(site.dtype).removeprefix("torch.")
                 where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"

@@ -38,6 +38,8 @@ from elbowroom.kernels.reference.places import places_unpack as places_unpack
 from elbowroom.kernels.reference.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.reference.sided import sided_quantize as sided_quantize
 from elbowroom.kernels.reference.sided import sided_quantize_into as sided_quantize_into
+from elbowroom.kernels.reference.sparse import sparse_pack_into as sparse_pack_into
+from elbowroom.kernels.reference.sparse import sparse_unpack as sparse_unpack
 from elbowroom.kernels.reference.step import advance as advance
 from elbowroom.kernels.reference.step import moments_dequantize as moments_dequantize
 from elbowroom.kernels.reference.step import moments_quantize as moments_quantize

@@ -7,8 +7,8 @@
 
 Zeros decode to exactly 0 and nothing else does (a decoded 0 becomes the smallest positive normal
 number), so the bitmap is also ReLU's mask. The size of the payload depends on the data: reading it
-makes the host wait on a GPU, so it may be given memory of a fixed size (`spill.py`). Where each tile's payload starts is not stored: the popcount of its
-bitmap tells.
+makes the host wait on a GPU, so it may be given memory of a fixed size (`spill.py`). Where each
+tile's payload starts is not stored: the popcount of its bitmap tells.
 """
 
 import torch

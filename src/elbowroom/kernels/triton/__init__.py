@@ -30,4 +30,6 @@ from elbowroom.kernels.triton.nonzero import nonzero_quantize_into as nonzero_qu
 from elbowroom.kernels.triton.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.triton.sided import sided_quantize as sided_quantize
 from elbowroom.kernels.triton.sided import sided_quantize_into as sided_quantize_into
+from elbowroom.kernels.triton.sparse import sparse_pack_into as sparse_pack_into
+from elbowroom.kernels.triton.sparse import sparse_unpack as sparse_unpack
 from elbowroom.kernels.triton.step import optimizer_step as optimizer_step

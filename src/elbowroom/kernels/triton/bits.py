@@ -35,6 +35,14 @@ def byte_elements(i_t):
 
 
 @triton.jit
+def set_bits(b_byte):
+    """How many bits of each byte are set."""
+    b_byte = (b_byte & 0x55) + ((b_byte >> 1) & 0x55)
+    b_byte = (b_byte & 0x33) + ((b_byte >> 2) & 0x33)
+    return (b_byte & 0x0F) + (b_byte >> 4)
+
+
+@triton.jit
 def _pack(p_x, p_bits, N, MASK: tl.constexpr, R: tl.constexpr):
     i_t, _ = program_tiles(N, R)
     o_b, o_x = byte_elements(i_t)

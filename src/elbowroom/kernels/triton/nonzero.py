@@ -1,9 +1,9 @@
 """Dither for the non-zeros (specification: `reference/nonzero.py`).
 
-Bits and the size of each tile's payload come first. `nonzero_quantize` makes a payload of the sum of
-the sizes, for which the host waits; `nonzero_quantize_into` is given one, and waits for nothing. Where the j-th non-zero of a tile lies is the number of elements whose
-inclusive count of non-zeros is at most j: a histogram of the counts, summed up. One tile a
-program.
+Bits and the size of each tile's payload come first. `nonzero_quantize` makes a payload of the sum
+of the sizes, for which the host waits; `nonzero_quantize_into` is given one, and waits for nothing.
+Where the j-th non-zero of a tile lies is the number of elements whose inclusive count of non-zeros
+is at most j: a histogram of the counts, summed up. One tile a program.
 
 Whether a payload is as long as its bitmap calls for is not checked, for the host would wait: of
 one that is too short nothing beyond its end is read, and the tiles that it cuts restore to NaN.
@@ -17,7 +17,7 @@ from torch import Tensor
 from elbowroom.kernels.layout import TILE as TILE_SIZE
 from elbowroom.kernels.layout import nonzero_tile_nbytes, tiles
 from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
-from elbowroom.kernels.triton.bits import pack_bits
+from elbowroom.kernels.triton.bits import pack_bits, set_bits
 from elbowroom.kernels.triton.device import (
     TILE,
     load_float,
@@ -128,9 +128,7 @@ def _sizes(p_bits, p_starts, N_BYTES, LEVELS: tl.constexpr, S: tl.constexpr, R: 
     i_t, _ = program_tiles(0, R)
     o_b = i_t[:, None] * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]  # [R, TILE / 8]
     b_b = tl.load(p_bits + o_b, mask=o_b < N_BYTES, other=0).to(tl.int32)
-    b_b = (b_b & 0x55) + ((b_b >> 1) & 0x55)
-    b_b = (b_b & 0x33) + ((b_b >> 2) & 0x33)
-    n = tl.sum((b_b & 0x0F) + (b_b >> 4), axis=1)  # [R]
+    n = tl.sum(set_bits(b_b), axis=1)  # [R]
     b_size = 2 * ((n + S - 1) // S)
     for part in tl.static_range(parts(LEVELS)):
         b_size += (n + per_byte(LEVELS, part) - 1) // per_byte(LEVELS, part)

@@ -17,6 +17,7 @@ from torch import Tensor
 from elbowroom.kernels.layout import TILE as TILE_SIZE
 from elbowroom.kernels.layout import sided_tile_nbytes, tiles
 from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
+from elbowroom.kernels.triton.bits import set_bits
 from elbowroom.kernels.triton.device import (
     NAN_BF16,
     TILE,
@@ -164,9 +165,7 @@ def _sizes(
     b_b = tl.load(p_bits + o_b, mask=o_b < (N + 7) // 8, other=0).to(tl.int32)
     n_b = tl.minimum(tl.maximum(N - 8 * o_b, 0), 8).to(tl.int32)  # of its bits belong to elements
     b_b &= (1 << n_b) - 1
-    b_b = (b_b & 0x55) + ((b_b >> 1) & 0x55)
-    b_b = (b_b & 0x33) + ((b_b >> 2) & 0x33)
-    n_up = tl.sum((b_b & 0x0F) + (b_b >> 4), axis=1)  # [R]
+    n_up = tl.sum(set_bits(b_b), axis=1)  # [R]
     b_size = part_nbytes(n_up, UPPER, S) + lower_nbytes(n - n_up, LOWER, S, F)
     tl.store(p_starts + 1 + i_t, b_size.to(tl.int64), mask=n > 0)
 
