@@ -18,6 +18,7 @@ from elbowroom.adaptive import Guard
 from elbowroom.codecs import Comet, Dither, Facts, Sided, SparseLossless, codecs
 from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.fitting.session import Fitting
+from elbowroom.measure import allocations
 from elbowroom.optim import base
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.plan import Plan
@@ -158,6 +159,71 @@ def test_under_fit(net, budget, optimizer, monkeypatch):
         assert isinstance(fitting._last, ReplayedForward)
         assert fitting.was_exact is (budget != "lossy")
         er.release(model)
+
+
+@pytest.fixture
+def profilers(monkeypatch):
+    """The profilers that were started since."""
+    started: list[object] = []
+    for where in (allocations, torch.autograd.profiler):
+        for name in ("_prepare_profiler", "_enable_profiler"):
+            original = getattr(where, name)
+
+            def told(*args: object, original: Callable[..., object] = original) -> object:
+                started.append(args)
+                return original(*args)
+
+            monkeypatch.setattr(where, name, told)
+    return started
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("budget", ["nothing to do", "exact", "lossy"])
+def test_a_settled_fit_starts_no_profiler(net, budget, profilers):
+    """On a CPU its first steps are measured by one; from then on it looks at its ledger alone."""
+    model, inputs = made(net)
+    update = torch.optim.SGD(model.parameters(), lr=1e-3)
+    step = training(model, update)
+    profile = er.measure(lambda: step(inputs[0]), min_nbytes=0)
+    plan = lossy_plan(profile) if budget == "lossy" else None
+    share = {"nothing to do": 2.0, "exact": 0.95}.get(budget, 0.0)
+    nbytes = int(share * plain_peak(profile)) if plan is None else plan.peak
+    exact = True if budget == "exact" else None
+    er.fit(model, budget=nbytes, optimizer=update, exact=exact, plan=plan, min_nbytes=0)
+    del profilers[:]
+    for number in range(SETTLES):
+        step(inputs[number % 8])
+    assert profilers
+    del profilers[:]
+    for number in range(40):
+        step(inputs[number % 8])
+        if number % 7 == 0:
+            model.eval()
+            with torch.no_grad():
+                model(inputs[0])
+            model.train()
+    er.release(model)
+    assert not profilers
+
+
+SETTINGS = {
+    "exact": {},
+    "a codec": {"policy": "dither"},
+    "watched": {"policy": "dither", "watch": True},
+    "a noise budget": {"policy": "dither", "noise": 0.1},
+    "a controller": {"policy": Guard(Dither(levels=4), every=5)},
+    "offload": {"policy": "offload"},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_by_hand_no_profiler_is_ever_started(setting, profilers):
+    model, inputs = made("convolutions")
+    for x in inputs:
+        with er.saving(**SETTINGS[setting], min_nbytes=0):
+            loss = model(x).square().mean()
+        loss.backward()
+    assert not profilers
 
 
 def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., None]:

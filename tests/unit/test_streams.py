@@ -1,4 +1,4 @@
-"""Offloading beside several streams of computation, simulated: no byte is read or written too early.
+"""Offloading beside several streams of computation, simulated: no byte is read or written early.
 
 A stream runs what it was asked for in order, at any time; the host asks and goes on. Memory that is
 let go belongs to the stream that it was taken on, and is taken there again at once, as with torch's
@@ -59,7 +59,7 @@ class Stream:
 
 
 class Block:
-    """Memory of one stream. taken: by whom; used_on: other streams that it was said to be used on."""
+    """Memory of one stream. taken: by whom; used_on: other streams that were said to use it."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream, self.memory = stream, np.zeros(N, np.float32)

@@ -249,36 +249,34 @@ class Codec(ABC):
         buffers, spill = None, None
         if flat.numel():
             facts = self._complete(flat, facts)
-            if room is not None and would_wait(flat):
+            if room is not None:
                 buffers, spill = self._encode_within(flat, seed, facts, affine, room)
+            elif affine is None:
+                buffers = self._encode(flat, seed, facts)
             else:
-                buffers = self._encode_alone(flat, seed, facts, affine)
-        raw = buffers is None
-        held = buffers or (flat.clone(),)
+                buffers = self._encode_mapped(flat, seed, facts, affine)
+        raw, held = buffers is None, buffers or (flat.clone(),)
         return Encoded(self, held, tuple(x.shape), stride, x.dtype, seed, facts, raw, spill)
-
-    def _encode_alone(
-        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None
-    ) -> Buffers | None:
-        if affine is None:
-            return self._encode(flat, seed, facts)
-        return self._encode_mapped(flat, seed, facts, affine)
 
     def _encode_within(
         self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, room: Room
     ) -> tuple[Buffers | None, Spill | None]:
         """Buffers of which one has the size that `room` gives it, if its own is not known."""
-        layout = self._layout(flat.numel(), flat.dtype, facts)
-        at = next((i for i, expected in enumerate(layout) if expected.at_most), None)
-        if at is None or not self.takes_room:
-            return self._encode_alone(flat, seed, facts, affine), None
-        of_tile = self._layout(TILE, flat.dtype, facts)[at].nbytes
-        space = room.space(layout[at].nbytes, of_tile, flat.device)
-        if space is not None:
-            return self._encode_into(flat, seed, facts, affine, space), space.spill
-        buffers = self._encode_alone(flat, seed, facts, affine)  # this waits, for once
-        if buffers is None:
-            return None, None
+        layout, at = self._layout(flat.numel(), flat.dtype, facts), None
+        if self.takes_room and would_wait(flat):
+            at = next((i for i, expected in enumerate(layout) if expected.at_most), None)
+        if at is not None:
+            of_tile = self._layout(TILE, flat.dtype, facts)[at].nbytes
+            space = room.space(layout[at].nbytes, of_tile, flat.device)
+            if space is not None:
+                return self._encode_into(flat, seed, facts, affine, space), space.spill
+        buffers = (  # where there is a size to be known, this waits, for once
+            self._encode(flat, seed, facts)
+            if affine is None
+            else self._encode_mapped(flat, seed, facts, affine)
+        )
+        if at is None or buffers is None:
+            return buffers, None
         payload, spill = room.first(buffers[at].view(torch.uint8), layout[at].nbytes)
         return (*buffers[:at], payload.view(buffers[at].dtype), *buffers[at + 1 :]), spill
 

@@ -100,10 +100,10 @@ class Dither(Codec):
         start: int = 0,
     ) -> None:
         dequantize = ops.nonzero_dequantize if encoded.facts.has_zeros else ops.dither_dequantize
-        settings = encoded.seed, self.levels, self.group_size
+        settings = encoded.seed, self.levels, self.group_size, out
+        by = *(affine or ABSENT), bits, start // PART, *encoded.beyond
         try:
-            by = *(affine or ABSENT), bits, start // PART, *encoded.beyond
-            dequantize(*encoded.buffers, *settings, out, *by)
+            dequantize(*encoded.buffers, *settings, *by)
         except ValueError as error:
             raise encoded.damaged(*str(error).removeprefix("expected ").split("; got ")) from None
 

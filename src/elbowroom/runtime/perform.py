@@ -48,10 +48,8 @@ def perform(
         case Keep(why):
             return KeepHandle(base, why)
         case Encode(codec, facts):
-            normal = _normalized(action, base, statistics)
-            room = None
-            if capacities is not None and would_wait(base):
-                room = capacities.room((name, codec, base.numel()))
+            normal, waits = _normalized(action, base, statistics), would_wait(base)
+            room = capacities.room((name, codec, base.numel())) if waits and capacities else None
             affine = None if normal is None else normal.normalize()
             encoded = codec.encode(base, seed, facts, affine, room)
             return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else normal)
