@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.kernels import fakes
 from elbowroom.runtime import late
+from elbowroom.runtime.capacities import Capacities
+from elbowroom.runtime.context import PROCESS
 
 WAITS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")
 _ASKS = ("tolist", "cpu", "item", "__bool__", "__int__", "__float__", "__index__")
@@ -81,6 +83,7 @@ class Late:
 def pretended(questions: int = 3) -> Iterator[None]:
     """Inside, host memory is a device's. questions: until a copy is found done."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PROCESS, "capacities", Capacities())
         patch.setattr(fakes, "READ_AT_ONCE", set())
         patch.setattr(late, "pinned", lambda n: torch.empty(n, dtype=torch.uint8))
         patch.setattr(late, "event", lambda device: Late(questions))

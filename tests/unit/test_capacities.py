@@ -8,9 +8,10 @@ from torch import Tensor
 
 from elbowroom.codecs import Dither, Facts
 from elbowroom.codecs.room import Space
+from elbowroom.kernels import ops
 from elbowroom.plan import Encode, Need
 from elbowroom.runtime import late
-from elbowroom.runtime.capacities import Capacities, HostSpill, NoSpill
+from elbowroom.runtime.capacities import Capacities, HostSpill, NoSpill, can_spill
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.perform import perform
 from elbowroom.runtime.slot import Slot
@@ -119,9 +120,22 @@ def test_without_pinned_memory_a_payload_gets_all_that_it_may_need(monkeypatch):
 
     capacities = Capacities()
     learned(capacities, "a", 1000)
-    monkeypatch.setattr(late, "pinned", refuse)
+    monkeypatch.setattr(late, "pinned", refuse)  # tried before, when there was some
     assert step(capacities, {"a": 1000}) == {"a": MOST}
     assert step(capacities, {"a": 1000}) == {"a": MOST}
+
+
+def test_where_kernels_do_not_reach_host_memory_nothing_spills(monkeypatch):
+    def refuse(*_: object) -> Tensor:
+        raise ValueError("Pointer argument (at 3) cannot be accessed from Triton (cpu tensor?)")
+
+    assert can_spill(HOST)
+    monkeypatch.setattr(ops, "sparse_pack_into", refuse)
+    assert not can_spill(HOST)
+    capacities = Capacities()
+    learned(capacities, "a", 1000)
+    assert step(capacities, {"a": 1000}) == {"a": MOST}
+    monkeypatch.undo()
 
 
 def test_several_threads_share_them():

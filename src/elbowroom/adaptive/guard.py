@@ -59,8 +59,10 @@ class Guard(Adaptive):
 
     def loss(self, value: float | Tensor) -> None:
         """The loss of this step. One on a GPU is read when it has arrived, a step or two later."""
+        if isinstance(value, Tensor):
+            value = value.detach()
         if isinstance(value, Tensor) and would_wait(value):
-            self._sent.append(Sent(value.detach().double()))
+            self._sent.append(Sent(value.double()))
         elif self._sent:
             self._sent.append(float(value))
         else:

@@ -7,7 +7,8 @@
 A capacity is the largest size of the last steps and a sixteenth; it changes only when it is nearly
 used up, or much too large, so that the allocator meets the same sizes again. A payload that does
 not fit has its rest in pinned host memory (`codecs/room.py`), and is counted. Where there is no
-pinned memory, a payload gets what it never exceeds.
+pinned memory, or a kernel cannot reach it, which is tried once, a payload gets what it never
+exceeds.
 
 1. Slots and spills belong to one stream of one device: what is written there again is written after
    it was read.
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs.room import Space
+from elbowroom.kernels import ops
+from elbowroom.kernels.layout import TILE
 from elbowroom.runtime import late
 from elbowroom.runtime.tiers.slabs import Part, Slabs
 
@@ -78,6 +81,7 @@ class Capacities:
         """See `Room.first`."""
         known = _Known(payload.numel())
         with self._lock:
+            self._place(payload.device).try_spills()
             self._known[site] = known
             if len(self._known) > _MOST_SITES:
                 self._known.popitem(last=False)
@@ -167,12 +171,20 @@ class _Place:
 
     def __init__(self, device: torch.device) -> None:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self._slabs = Slabs(memory // _SHARE_OF_MEMORY, late.pinned, _SLAB_NBYTES)
+        self._slabs = Slabs(
+            memory // _SHARE_OF_MEMORY, lambda nbytes: late.pinned(nbytes), _SLAB_NBYTES
+        )
         self._slots = torch.empty(_SLOTS, dtype=torch.int64, device=device)
         self._waiting: list[tuple[_Known, int]] = []  # whose slots were not copied yet
         self._sent: deque[tuple[late.Sent, list[tuple[_Known, int]]]] = deque()
         self._dropped: deque[Part] = deque()
+        self._can_spill: bool | None = None  # nobody has tried
         self.nothing = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def try_spills(self) -> None:
+        """Find out whether kernels can reach host memory: in a step that waits anyway."""
+        if self._can_spill is None:
+            self._can_spill = can_spill(self.nothing.device)
 
     def slot(self, known: _Known, capacity: int) -> Tensor:
         """Where the size of its next payload goes."""
@@ -189,6 +201,9 @@ class _Place:
             self._slabs.give_back(self._dropped.popleft())
         if not nbytes:
             return NoSpill(self.nothing)
+        self.try_spills()
+        if not self._can_spill:
+            return None
         part = self._slabs.take_pinned(nbytes + tile_nbytes)
         return None if part is None else HostSpill(part, self._dropped)
 
@@ -206,3 +221,20 @@ class _Place:
         for known, _ in sites:
             known.waits = False
         self._sent.append((late.Sent(self._slots[: len(sites)]), sites))
+
+
+def can_spill(device: torch.device) -> bool:
+    """Whether a kernel on the device can write to pinned host memory, and read it again.
+
+    The host waits for it.
+    """
+    words = torch.arange(1, 5, dtype=torch.int32, device=device)
+    kept, again = words[:0], torch.zeros_like(words)  # none fits
+    try:
+        spill = late.pinned((len(words) + TILE) * words.element_size()).view(words.dtype)
+        used = torch.empty(1, dtype=torch.int64, device=device)
+        bits = ops.sparse_pack_into(words, kept, spill, used)
+        ops.sparse_unpack(bits, kept, spill, again)
+    except (RuntimeError, ValueError):  # no pinned memory; Triton refuses what it cannot reach
+        return False
+    return torch.equal(words, again)
