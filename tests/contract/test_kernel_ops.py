@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from elbowroom.kernels import ops, reference
+from waiting import NoWaiting
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 PAIRS = [60, 1, 2, 1, 2, 0, 0, 1, 1]  # windows of two neighbours in a row of 60
@@ -133,6 +134,30 @@ def test_schema_and_fake(op, device):
         by = (*torch.ones(2, 3, device=device), 5)
         mask = [reference.pack_bits(args[-1].relu())] if "mask=None" in schema else []
         torch.library.opcheck(overload, (*args, *by, *mask))
+
+
+# --- what waits for a GPU ---
+
+LOOK = {  # whose payloads are as long as they must be: in training others take their place
+    *("nonzero_quantize", "sided_quantize", "comet_quantize"),
+    *CONVERSIONS,  # of a file's states
+    "advance",  # counters of steps are the host's
+}
+
+
+@pytest.mark.parametrize("op", [op for op in ops.NAMES if op not in LOOK])
+def test_what_serves_a_gpu_waits_for_nothing(op):
+    """Triton's launcher, in its interpreter; or the reference, where there is no kernel."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter runs on a CPU")
+    from elbowroom.kernels import triton
+
+    where = reference if op in UNSERVED["triton"] else triton
+    args = arguments(op, "cpu", 300)
+    getattr(where, op)(*args)  # what is kept from the first call
+    with NoWaiting():
+        getattr(where, op)(*args)
 
 
 # --- the choice of a backend ---

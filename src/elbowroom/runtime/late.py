@@ -63,4 +63,4 @@ class Sent:
         """The one number that was sent. wait: it may not have arrived."""
         if wait:
             self._event.synchronize()
-        return float(self._there)
+        return float(self._there.item())

@@ -1,5 +1,7 @@
 """One bit an element (specification: `reference/bits.py`)."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -23,8 +25,13 @@ def pack_bits(x: Tensor) -> Tensor:
 
 def unpack_bits(bits: Tensor, value: float, out: Tensor) -> None:
     words = _WORDS[out.element_size()]
-    one = int(torch.tensor([value], dtype=out.dtype).view(words))  # on the host: nothing waits
-    launch(_unpack, tiles(out.numel()), bits, out.view(words), out.numel(), one)
+    launch(_unpack, tiles(out.numel()), bits, out.view(words), out.numel(), _word(value, out.dtype))
+
+
+@lru_cache
+def _word(value: float, dtype: torch.dtype) -> int:
+    """The bits of a value, as a number; on the host, where nothing waits."""
+    return int(torch.tensor([value], dtype=dtype).view(_WORDS[dtype.itemsize]))
 
 
 @triton.jit
