@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from elbowroom.kernels import ops, reference
+from waiting import NoWaiting
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 PAIRS = [60, 1, 2, 1, 2, 0, 0, 1, 1]  # windows of two neighbours in a row of 60
@@ -24,7 +25,11 @@ UNSERVED = {  # by now: the reference serves them
         *("layer_norm_backward", "times_bits"),
         *CONVERSIONS,
     },
-    "numba": CONVERSIONS,
+    "numba": {  # on a CPU payloads are as long as they must be: nothing waits
+        *("nonzero_quantize_into", "sided_quantize_into", "comet_quantize_into"),
+        *("sparse_pack_into", "sparse_unpack"),
+        *CONVERSIONS,
+    },
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -50,6 +55,11 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
     maps = [2, 50, n // 100, 1]
     bands = 1, maps, 8, (32, 8, 3, 0), 16, True  # seed, maps, block, levels, kept, dither
     grid = torch.tensor([0.05, 0.099, 1 / 0.099], device=device)
+    into = (
+        *torch.zeros(2, 8 * n, dtype=torch.uint8, device=device).unbind(),
+        torch.zeros(1, dtype=torch.int64, device=device),
+    )
+    kept, spill = (part[: 4 * n].view(torch.int32) for part in into[:2])
     return {
         "pack_bits": lambda: (x,),
         "unpack_bits": lambda: (bits, 1.0, out),
@@ -84,6 +94,11 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
             *(bits, *reference.sided_quantize(x, bits, 1, 4, 2, 64, 8)),
             *(1, 4, 2, 64, 8, out),
         ),
+        "nonzero_quantize_into": lambda: (x.relu(), 1, 4, 64, *into),
+        "sided_quantize_into": lambda: (x, bits, 1, 4, 2, 64, 8, *into),
+        "comet_quantize_into": lambda: (x, grid, 1, "dither", True, 0, 0, 0, *into),
+        "sparse_pack_into": lambda: (x.relu().view(torch.int32), kept, spill, into[2]),
+        "sparse_unpack": lambda: (bits, kept.zero_(), spill, out.view(torch.int32)),
         "fp8_quantize": lambda: (x, 64, "e4m3"),
         "fp8_dequantize": lambda: (*reference.fp8_quantize(x, 64, "e4m3"), 64, "e4m3", out),
         "optimizer_step": lambda: (
@@ -119,6 +134,30 @@ def test_schema_and_fake(op, device):
         by = (*torch.ones(2, 3, device=device), 5)
         mask = [reference.pack_bits(args[-1].relu())] if "mask=None" in schema else []
         torch.library.opcheck(overload, (*args, *by, *mask))
+
+
+# --- what waits for a GPU ---
+
+LOOK = {  # whose payloads are as long as they must be: in training others take their place
+    *("nonzero_quantize", "sided_quantize", "comet_quantize"),
+    *CONVERSIONS,  # of a file's states
+    "advance",  # counters of steps are the host's
+}
+
+
+@pytest.mark.parametrize("op", [op for op in ops.NAMES if op not in LOOK])
+def test_what_serves_a_gpu_waits_for_nothing(op):
+    """Triton's launcher, in its interpreter; or the reference, where there is no kernel."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter runs on a CPU")
+    from elbowroom.kernels import triton
+
+    where = reference if op in UNSERVED["triton"] else triton
+    args = arguments(op, "cpu", 300)
+    getattr(where, op)(*args)  # what is kept from the first call
+    with NoWaiting():
+        getattr(where, op)(*args)
 
 
 # --- the choice of a backend ---

@@ -9,16 +9,15 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.kernels import reference
 from elbowroom.kernels import triton as gpu
 from elbowroom.optim import SGD, STATES, AdamW, Lion, base
+from waiting import NoWaiting
 
 every = pytest.mark.parametrize(
     ("cls", "state"), [*((AdamW, state) for state in STATES), (Lion, "int8"), (SGD, "int4x2")]
 )
-WAITS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
 
 
 @pytest.fixture
@@ -111,15 +110,6 @@ def test_a_release_that_ends_in_mid_step_counts_what_it_left():
     assert optimizer.skipped == 1
     assert float(optimizer.state[net[2].bias]["step"]) == 2
     assert float(optimizer.state[net[2].weight]["step"]) == 3
-
-
-class NoWaiting(TorchDispatchMode):
-    """Raises at what would make the host wait for a GPU."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func._schema.name.removeprefix("aten::") not in WAITS, func
-        assert "device" not in (kwargs or {}) or "copy" not in func._schema.name, func
-        return func(*args, **(kwargs or {}))
 
 
 @every

@@ -47,6 +47,7 @@ def test_every_kernel_compiles_and_keeps_its_bits(capability, tmp_path, pytestco
         *(f"comet._{name}" for name in ("measure", "encode", "decode", "restore")),
         *("affine._affine", "bits._pack", "bits._unpack", "bits._masked", "narrow._narrow"),
         *("nonzero._sizes", "sided._sizes", "step._step"),
+        *(f"sparse._{name}" for name in ("sizes", "pack", "unpack")),
         *(f"{op}._{verb}" for op in KINDS for verb in ("quantize", "dequantize")),
     }
     for line in lines:
@@ -77,7 +78,8 @@ COMET = (  # the others have the same parts, and take 3 s each
 def compiling(capability, every_form):
     """A stand-in for `launch` that compiles the kernel for these arguments, and runs nothing.
 
-    Unless `every_form` is wanted, only for the first arguments that each kernel is given.
+    Unless `every_form` is wanted, only for the first arguments that each kernel is given; and once
+    more for the first that have a spill.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -85,10 +87,11 @@ def compiling(capability, every_form):
     compiled = set()
 
     def launch(kernel, tiles, *args, R=None, **constants):
-        if id(kernel) in compiled and not every_form:
-            return
-        compiled.add(id(kernel))
         names = kernel.arg_names
+        spills = "p_spill" in names and args[names.index("p_spill")] is not None
+        if (id(kernel), spills) in compiled and not every_form:
+            return
+        compiled.add((id(kernel), spills))
         signature, fixed, facts = {}, {}, {}
         for i, (name, arg) in enumerate(zip(names, args, strict=False)):
             if isinstance(arg, torch.Tensor):
@@ -125,7 +128,7 @@ def main(capability, *, every_form):
 
     quantizers = ("comet", "dither", "division", "fdsr", "fp8", "group", "nonzero", "sided")
     launch = compiling(capability, every_form)
-    for module in ("affine", "bits", "narrow", "step", *quantizers):
+    for module in ("affine", "bits", "narrow", "sparse", "step", *quantizers):
         importlib.import_module(f"{kernels.__name__}.{module}").launch = launch
     for dtype, levels, group_size in (
         (torch.float32, 4, 256),
@@ -150,19 +153,30 @@ def main(capability, *, every_form):
         kernels.masked(x, bits, x)
         kernels.affine(x, torch.zeros(3), torch.zeros(3), 7, bits, x)
         kernels.affine(x, torch.zeros(3), torch.zeros(3), 1, None, x)
+    into = payload, spill, _ = (*torch.empty(2, 5000, dtype=torch.uint8), torch.zeros(1))
     for dtype, rounding, aware, maps in COMET:
         x = torch.zeros(5000, dtype=dtype)
         settings = torch.zeros(3), 5, rounding
         stored = kernels.comet_quantize(x, *settings, aware, *maps)
         kernels.comet_dequantize(*stored, *settings, *maps, x)
+        stored = kernels.comet_quantize_into(x, *settings, aware, *maps, *into)
+        kernels.comet_dequantize(*stored, payload, *settings, *maps, x, spill)
     x = torch.zeros(5000, dtype=torch.bfloat16)
     bits = kernels.pack_bits(x)
     stored = kernels.sided_quantize(x, bits, 5, 4, 2, 64, 8)
     kernels.sided_dequantize(bits, *stored, 5, 4, 2, 64, 8, x, *by)
+    bounds = kernels.sided_quantize_into(x, bits, 5, 4, 2, 64, 8, *into)
+    kernels.sided_dequantize(bits, payload, bounds, 5, 4, 2, 64, 8, x, *by, 0, spill)
     x = torch.zeros(5000)
     stored = kernels.nonzero_quantize(x, 5, 4, 64)
     kernels.nonzero_dequantize(*stored, 5, 4, 64, x)
     kernels.nonzero_dequantize(*stored, 5, 4, 64, x, *by)
+    bits, bounds = kernels.nonzero_quantize_into(x, 5, 4, 64, *into)
+    kernels.nonzero_dequantize(bits, payload, bounds, 5, 4, 64, x, *by, 0, spill)
+    for dtype in (torch.int32, torch.uint8, torch.int16, torch.int64):
+        words, kept = torch.zeros(2, 5000, dtype=dtype)
+        bits = kernels.sparse_pack_into(words, kept, kept, torch.zeros(1, dtype=torch.int64))
+        kernels.sparse_unpack(bits, kept, kept, words)
     for dtype, block, levels, dither in FDSR:
         x = torch.zeros(5000, dtype=dtype)
         settings = 5, [2, 50, 50, 1], block, levels, 0, dither

@@ -130,6 +130,20 @@ def test_the_loop_is_not_disturbed(loop):
     assert not any(parameter._backward_hooks for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
+def test_an_op_whose_sixth_argument_is_a_tensor(cell):
+    """It was taken for batch norm's `training`, and asked whether it is True."""
+    model, meter, h = cell(16, 32), NoiseMeter(probes=100), torch.randn(64, 32)
+    x = torch.randn(64, 16, requires_grad=True)
+    for _ in range(4):
+        with Saving(Lossy(er.codec("dither")), min_nbytes=0, observer=meter):
+            out = model(x * 1, (h, h) if cell is nn.LSTMCell else h)
+            loss = (out[0] if cell is nn.LSTMCell else out).square().mean()
+        loss.backward()
+    meter.harvest()
+    assert meter.table.steps > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
 def test_any_dtype(dtype):
     model, meter = nn.Linear(8, 8, dtype=dtype), NoiseMeter(probes=100)

@@ -163,7 +163,10 @@ class LateCopy:
             self.make()
         return self.made
 
-    def order(self) -> None:
+    def order(self, into: Tensor) -> None:
+        self.let_go()
+
+    def let_go(self) -> None:
         self.copier.ordered += 1
         self.make()
 
@@ -177,7 +180,10 @@ class LateCopier:
         self.is_stuck = True
         self.ordered = 0
 
-    def copy(self, source: Tensor, into: Tensor) -> LateCopy:
+    def home(self) -> None:
+        """There is one stream."""
+
+    def copy(self, source: Tensor, into: Tensor, home: None = None) -> LateCopy:
         self.stream.append(LateCopy(self, source, into))
         return self.stream[-1]
 

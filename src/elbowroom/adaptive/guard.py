@@ -11,6 +11,7 @@ After FDSR's adaptive parameters, re-designed from its abstract (its text is not
 A tensor's sensitivity is the variance that it adds, predicted, for each byte that it takes.
 """
 
+from collections import deque
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +19,10 @@ from torch import Tensor
 from elbowroom.adaptive.base import Adaptive
 from elbowroom.codecs import Codec
 from elbowroom.errors import UnknownField
+from elbowroom.kernels.fakes import would_wait
 from elbowroom.measure.noise import HeldNoise
 from elbowroom.plan import Site, SiteName
+from elbowroom.runtime.late import Sent
 
 _FAST, _SLOW = 0.1, 0.01  # weights of a new loss in the two averages
 _WARM_UP = 20  # losses before an alarm can be raised
@@ -50,12 +53,32 @@ class Guard(Adaptive):
         self.tolerance, self.noise, self.patience = tolerance, noise, patience
         self.alarms = 0
         self._losses, self._calm = 0, 0
+        self._sent: deque[Sent | float] = deque()  # losses of which nobody has heard yet
         self._fast = self._slow = 0.0
         self._order: list[SiteName] = []  # of all tensors, the most variance for a byte first
 
     def loss(self, value: float | Tensor) -> None:
-        """The loss of this step. A tensor is read: on a GPU that waits for it."""
-        loss = float(value.detach() if isinstance(value, Tensor) else value)
+        """The loss of this step. One on a GPU is read when it has arrived, a step or two later."""
+        if isinstance(value, Tensor):
+            value = value.detach()
+        if isinstance(value, Tensor) and would_wait(value):
+            self._sent.append(Sent(value.double()))
+        elif self._sent:
+            self._sent.append(float(value))
+        else:
+            self._count(float(value))
+        self._hear(wait=False)
+
+    def _hear(self, *, wait: bool) -> None:
+        """Take the losses that have arrived, in their order. wait: take all of them."""
+        while self._sent:
+            first = self._sent[0]
+            if isinstance(first, Sent) and not (wait or first.has_arrived):
+                return
+            self._sent.popleft()
+            self._count(first.number(wait=wait) if isinstance(first, Sent) else first)
+
+    def _count(self, loss: float) -> None:
         self._losses += 1
         self._calm += 1
         self._fast += max(1 / self._losses, _FAST) * (loss - self._fast)
@@ -96,7 +119,8 @@ class Guard(Adaptive):
         return -(-len(self._order) // 4)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages of the loss, too."""
+        """The averages of the loss, too. Losses that are still on their way are waited for."""
+        self._hear(wait=True)
         state = super().state_dict()
         mine = {
             "losses": self._losses,
@@ -111,6 +135,7 @@ class Guard(Adaptive):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""
         super().load_state_dict(state)
+        self._sent.clear()
         mine = state["guard"]
         self._losses, self._calm, self.alarms = mine["losses"], mine["calm"], mine["alarms"]
         self._fast, self._slow = mine["fast"], mine["slow"]

@@ -10,7 +10,8 @@ has gaps or overlaps in memory is made contiguous first, and comes back contiguo
 A new codec is one file: a frozen dataclass with `id`, `lossless`, `dtypes`, its fields, `_layout`,
 `_encode` and `_decode_into`; one line in `codecs/__init__.py`; golden bytes; one card in
 `docs/codecs/`. If its kernels can do an affine in the same pass, `_encode_mapped` and
-`_decode_mapped` too.
+`_decode_mapped` too. If the size of a buffer depends on the values, `_encode_into`, without which
+the host waits for a GPU to read it (`room.py`).
 
 `_layout` says the dtype and size of every buffer once: `encoded_nbytes` adds it up, and `decode`
 holds the buffers against it (3 to 7 us, no value is read), so that no kernel reads or writes
@@ -27,7 +28,9 @@ from torch import Tensor
 
 from elbowroom.codecs.affine import Affine
 from elbowroom.codecs.facts import NOTHING, Facts
+from elbowroom.codecs.room import Room, Space, Spill
 from elbowroom.errors import CodecError, UnsupportedTensor
+from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import TILE
 
 Buffers = tuple[Tensor, ...]
@@ -44,6 +47,11 @@ class Expected(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     at_most: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of such a buffer."""
+        return prod(self.shape) * self.dtype.itemsize
 
     def fits(self, buffer: Tensor) -> bool:
         if buffer.dtype is not self.dtype or not buffer.is_contiguous():
@@ -63,7 +71,9 @@ Layout = tuple[Expected, ...]
 class Encoded:
     """A tensor as encoded by a codec: buffers, shape, dtype and the codec.
 
-    raw  the codec gave up, and the buffer holds the elements themselves, exactly
+    raw    the codec gave up, and the buffer holds the elements themselves, exactly
+    spill  what does not fit into the buffer whose size depends on the values (`room.py`); None: it
+           is as long as it must be
     """
 
     codec: "Codec"
@@ -74,10 +84,11 @@ class Encoded:
     seed: int = 0
     facts: Facts = NOTHING
     raw: bool = False
+    spill: Spill | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers: codes, scales, bitmaps, padding."""
+        """Bytes of all buffers: codes, scales, bitmaps, padding. Not those of a spill."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
 
     @property
@@ -88,6 +99,11 @@ class Encoded:
     def has_parts(self) -> bool:
         """True if it can be decoded in parts."""
         return self.codec.has_parts and not self.raw
+
+    @property
+    def beyond(self) -> tuple[Tensor, ...]:
+        """The spill's memory, as the last argument of a kernel, if there is one."""
+        return () if self.spill is None else (self.spill.memory,)
 
     @property
     def bitmap(self) -> Tensor | None:
@@ -195,6 +211,7 @@ class Codec(ABC):
     lossless: ClassVar[bool]
     dtypes: ClassVar[tuple[torch.dtype, ...]]
     has_parts: ClassVar[bool] = False  # whether it decodes a part by itself
+    takes_room: ClassVar[bool] = False  # whether memory can be given to what has no fixed size
 
     @property
     def is_rough_elsewhere(self) -> bool:
@@ -207,6 +224,7 @@ class Codec(ABC):
         seed: int = 0,
         facts: Facts | None = None,
         affine: Affine | None = None,
+        room: Room | None = None,
     ) -> Encoded:
         """x of any shape -> `Encoded`. x is neither changed nor aliased.
 
@@ -214,6 +232,7 @@ class Codec(ABC):
         facts   what is known of x (see `Facts`), so that no value is scanned
         affine  what is encoded is affine(x), so that is what `decode` gives; but where the result
                 is raw, it is x itself. With facts.has_zeros, it must keep zeros, and make no others
+        room    gives memory to what has no fixed size, so that the host need not wait for a GPU
 
         Raises UnsupportedTensor for a dtype, layout or content that this codec does not take.
         """
@@ -227,18 +246,39 @@ class Codec(ABC):
         seed = (seed + 2**63) % 2**64 - 2**63  # an op takes a signed integer
         flat, stride = memory_order(x)
         facts = self._seen(tuple(x.shape), stride, facts or NOTHING)
-        buffers = None
+        buffers, spill = None, None
         if flat.numel():
             facts = self._complete(flat, facts)
-            buffers = (
-                self._encode(flat, seed, facts)
-                if affine is None
-                else self._encode_mapped(flat, seed, facts, affine)
-            )
-        raw = buffers is None
-        return Encoded(
-            self, buffers or (flat.clone(),), tuple(x.shape), stride, x.dtype, seed, facts, raw
+            if room is not None:
+                buffers, spill = self._encode_within(flat, seed, facts, affine, room)
+            elif affine is None:
+                buffers = self._encode(flat, seed, facts)
+            else:
+                buffers = self._encode_mapped(flat, seed, facts, affine)
+        raw, held = buffers is None, buffers or (flat.clone(),)
+        return Encoded(self, held, tuple(x.shape), stride, x.dtype, seed, facts, raw, spill)
+
+    def _encode_within(
+        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, room: Room
+    ) -> tuple[Buffers | None, Spill | None]:
+        """Buffers of which one has the size that `room` gives it, if its own is not known."""
+        layout, at = self._layout(flat.numel(), flat.dtype, facts), None
+        if self.takes_room and would_wait(flat):
+            at = next((i for i, expected in enumerate(layout) if expected.at_most), None)
+        if at is not None:
+            of_tile = self._layout(TILE, flat.dtype, facts)[at].nbytes
+            space = room.space(layout[at].nbytes, of_tile, flat.device)
+            if space is not None:
+                return self._encode_into(flat, seed, facts, affine, space), space.spill
+        buffers = (  # where there is a size to be known, this waits, for once
+            self._encode(flat, seed, facts)
+            if affine is None
+            else self._encode_mapped(flat, seed, facts, affine)
         )
+        if at is None or buffers is None:
+            return buffers, None
+        payload, spill = room.first(buffers[at].view(torch.uint8), layout[at].nbytes)
+        return (*buffers[:at], payload.view(buffers[at].dtype), *buffers[at + 1 :]), spill
 
     def decode(self, encoded: Encoded) -> Tensor:
         """The tensor again. The same as `encoded.decode()`."""
@@ -255,7 +295,7 @@ class Codec(ABC):
         contiguous = torch.empty(shape, device="meta").stride()
         facts = self._seen(shape, contiguous, facts or NOTHING)
         layout = self._layout(prod(shape), dtype, facts)
-        return sum(prod(expected.shape) * expected.dtype.itemsize for expected in layout)
+        return sum(expected.nbytes for expected in layout)
 
     def fixed_size(self, facts: Facts | None = None) -> bool:
         """Returns whether `encoded_nbytes` is exact.
@@ -288,6 +328,15 @@ class Codec(ABC):
     @abstractmethod
     def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
         """Write out [N]."""
+
+    def _encode_into(
+        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, space: Space
+    ) -> Buffers | None:
+        """`_encode`, or `_encode_mapped`, with its payload in memory that it is given.
+
+        Only of what `takes_room`. Nothing may be read that the host would wait for.
+        """
+        raise NotImplementedError
 
     def _encode_mapped(
         self, flat: Tensor, seed: int, facts: Facts, affine: Affine

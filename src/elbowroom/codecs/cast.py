@@ -20,6 +20,7 @@ from elbowroom.codecs._checks import finite, one_of
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
 from elbowroom.codecs.facts import Facts
 from elbowroom.kernels import ops
+from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import GROUP_SIZES, groups
 
 _TARGETS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
@@ -52,7 +53,7 @@ class Cast(Codec):
         return Expected(torch.uint8, (n,)), Expected(torch.bfloat16, (groups(n, self.group_size),))
 
     def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
-        on_cpu = flat.device.type == "cpu"
+        on_cpu = not would_wait(flat)
         if self.to in _HALVES:
             half = flat.to(_HALVES[self.to], copy=True)
             return None if on_cpu and not finite(half, flat.dtype) else (half,)

@@ -27,10 +27,13 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs._checks import one_of
+from elbowroom.codecs.affine import Affine
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
 from elbowroom.codecs.facts import Facts, Maps
+from elbowroom.codecs.room import Space
 from elbowroom.errors import CodecError, UnknownField
 from elbowroom.kernels import ops
+from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import TILE, blocks, tiles
 
 _DIGITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}  # of a mantissa
@@ -50,6 +53,7 @@ class Comet(Codec):
     id: ClassVar[str] = "comet"
     lossless: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
+    takes_room: ClassVar[bool] = True
 
     bound: float = 1e-2
     relative: bool = True
@@ -87,7 +91,7 @@ class Comet(Codec):
 
     def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
         least, most = (end.double() for end in torch.aminmax(flat))
-        if flat.device.type == "cpu" and not isfinite(float(least - most)):
+        if not would_wait(flat) and not isfinite(float(least - most)):
             return None
         grid = self._grid(least, most, flat.dtype, facts)
         stored = ops.comet_quantize(
@@ -95,12 +99,25 @@ class Comet(Codec):
         )
         return *(stored if facts.has_zeros else stored[1:]), grid
 
+    def _encode_into(
+        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, space: Space
+    ) -> Buffers | None:
+        flat = flat if affine is None else affine.of(flat)
+        least, most = (end.double() for end in torch.aminmax(flat))
+        grid = self._grid(least, most, flat.dtype, facts)
+        given = grid, seed, self.rounding, facts.has_zeros, *self._maps(facts)
+        there = space.payload, space.spill.memory, space.used
+        bits, headers, sizes = ops.comet_quantize_into(flat, *given, *there)
+        held = headers, sizes, space.payload, grid
+        return (bits, *held) if facts.has_zeros else held
+
     def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
         maps = self._maps(encoded.facts)
         *bits, headers, sizes, payload, grid = encoded.buffers
         stored = bits[0] if bits else headers[:0], headers, sizes, payload
         try:
-            ops.comet_dequantize(*stored, grid, encoded.seed, self.rounding, *maps, out)
+            settings = grid, encoded.seed, self.rounding, *maps
+            ops.comet_dequantize(*stored, *settings, out, *encoded.beyond)
         except ValueError as error:
             raise encoded.damaged(*str(error).removeprefix("expected ").split("; got ")) from None
 

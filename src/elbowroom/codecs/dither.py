@@ -23,8 +23,10 @@ from elbowroom.codecs._checks import finite, one_of, within
 from elbowroom.codecs.affine import ABSENT, Affine
 from elbowroom.codecs.base import FLOATS, PART, Buffers, Codec, Encoded, Expected, Layout
 from elbowroom.codecs.facts import Facts
+from elbowroom.codecs.room import Space
 from elbowroom.errors import UnknownField
 from elbowroom.kernels import ops
+from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes, tiles
 
 
@@ -45,6 +47,7 @@ class Dither(Codec):
     lossless: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
     has_parts: ClassVar[bool] = True
+    takes_room: ClassVar[bool] = True
 
     levels: int = _Default(4)
     group_size: int = 64
@@ -78,7 +81,15 @@ class Dither(Codec):
         quantize = ops.nonzero_quantize if facts.has_zeros else ops.dither_quantize
         buffers = quantize(flat, seed, self.levels, self.group_size, *(affine or ()))
         bounds = buffers[2]
-        return None if flat.device.type == "cpu" and not finite(bounds) else buffers
+        return None if not would_wait(flat) and not finite(bounds) else buffers
+
+    def _encode_into(
+        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, space: Space
+    ) -> Buffers | None:
+        there = space.payload, space.spill.memory, space.used
+        settings = seed, self.levels, self.group_size
+        bits, bounds = ops.nonzero_quantize_into(flat, *settings, *there, *(affine or ()))
+        return bits, space.payload, bounds
 
     def _decode_into(
         self,
@@ -89,9 +100,10 @@ class Dither(Codec):
         start: int = 0,
     ) -> None:
         dequantize = ops.nonzero_dequantize if encoded.facts.has_zeros else ops.dither_dequantize
-        settings = encoded.seed, self.levels, self.group_size
+        settings = encoded.seed, self.levels, self.group_size, out
+        by = *(affine or ABSENT), bits, start // PART, *encoded.beyond
         try:
-            dequantize(*encoded.buffers, *settings, out, *(affine or ABSENT), bits, start // PART)
+            dequantize(*encoded.buffers, *settings, *by)
         except ValueError as error:
             raise encoded.damaged(*str(error).removeprefix("expected ").split("; got ")) from None
 

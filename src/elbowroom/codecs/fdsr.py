@@ -25,6 +25,7 @@ from elbowroom.codecs.facts import Facts, Maps
 from elbowroom.errors import UnknownField
 from elbowroom.kernels import ops
 from elbowroom.kernels.bands import BLOCKS, WORDS, bands_of, best_block, tiles_of
+from elbowroom.kernels.fakes import would_wait
 
 SMALLEST_SIDE = 4  # a map with less rows or columns has no bands to speak of
 WIDTHS = {"0": 0, "1.6": 3, "2.67": 6} | {str(bits): 1 << bits for bits in range(1, 9)}
@@ -117,7 +118,7 @@ class Fdsr(Codec):
         if not maps:
             return None
         buffers = ops.fdsr_quantize(flat, seed, *self._settings(maps))
-        return None if flat.device.type == "cpu" and not finite(buffers[1]) else buffers
+        return None if not would_wait(flat) and not finite(buffers[1]) else buffers
 
     def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
         maps = self._maps(encoded.numel, encoded.facts)

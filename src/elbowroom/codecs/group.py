@@ -22,6 +22,7 @@ from elbowroom.codecs.affine import ABSENT, Affine
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
 from elbowroom.codecs.facts import Facts
 from elbowroom.kernels import ops
+from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes
 
 
@@ -54,7 +55,7 @@ class Group(Codec):
     ) -> Buffers | None:
         levels = 1 << self.bits
         codes, step, low = ops.group_quantize(flat, seed, levels, self.group_size, *(affine or ()))
-        if flat.device.type == "cpu" and not finite(step):
+        if not would_wait(flat) and not finite(step):
             return None
         return codes, step, low
 

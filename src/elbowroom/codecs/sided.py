@@ -28,8 +28,10 @@ from elbowroom.codecs._checks import finite, one_of, within
 from elbowroom.codecs.affine import ABSENT, Affine
 from elbowroom.codecs.base import FLOATS, PART, Buffers, Codec, Encoded, Expected, Layout, show
 from elbowroom.codecs.facts import Facts
+from elbowroom.codecs.room import Space
 from elbowroom.errors import CodecError
 from elbowroom.kernels import ops
+from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import FOLDS, GROUP_SIZES, groups, packed_nbytes, runs, tiles
 
 
@@ -48,6 +50,7 @@ class Sided(Codec):
     lossless: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
     has_parts: ClassVar[bool] = True
+    takes_room: ClassVar[bool] = True
 
     upper: int = 4
     lower: int = 2
@@ -77,17 +80,21 @@ class Sided(Codec):
     def _encode(
         self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None = None
     ) -> Buffers | None:
-        bits = ops.pack_bits(flat > 0) if facts.mask is None else facts.mask
-        if not _belongs(bits, flat.numel(), flat.device):
-            raise CodecError(
-                f"codec 'sided' was given a mask for {show(flat)} on {flat.device}: expected "
-                f"{_bits(flat.numel())}, contiguous, there; got {show(bits)} on {bits.device}. "
-                "Pack it with codec('bitmask'), or pass facts without a mask."
-            )
+        bits = _mask_of(flat, facts)
         payload, bounds = ops.sided_quantize(flat, bits, seed, *self._settings, *(affine or ()))
-        if flat.device.type == "cpu" and not finite(bounds):
+        if not would_wait(flat) and not finite(bounds):
             return None
         return (payload, bounds) if facts.mask is not None else (payload, bounds, bits)
+
+    def _encode_into(
+        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, space: Space
+    ) -> Buffers | None:
+        bits = _mask_of(flat, facts)
+        there = space.payload, space.spill.memory, space.used
+        args = flat, bits, seed, *self._settings, *there, *(affine or ())
+        bounds = ops.sided_quantize_into(*args)
+        held = space.payload, bounds
+        return held if facts.mask is not None else (*held, bits)
 
     def _decode_into(
         self,
@@ -106,7 +113,7 @@ class Sided(Codec):
         try:
             ops.sided_dequantize(
                 *(sides, payload, bounds, encoded.seed, *self._settings),
-                *(out, *(affine or ABSENT), bits, start // PART),
+                *(out, *(affine or ABSENT), bits, start // PART, *encoded.beyond),
             )
         except ValueError as error:
             raise encoded.damaged(*str(error).removeprefix("expected ").split("; got ")) from None
@@ -123,6 +130,18 @@ class Sided(Codec):
     @property
     def _settings(self) -> tuple[int, int, int, int]:
         return self.upper, self.lower, self.group_size, self.fold
+
+
+def _mask_of(flat: Tensor, facts: Facts) -> Tensor:
+    """The mask by which flat is cut in two. Raises CodecError for one of another tensor."""
+    bits = ops.pack_bits(flat > 0) if facts.mask is None else facts.mask
+    if not _belongs(bits, flat.numel(), flat.device):
+        raise CodecError(
+            f"codec 'sided' was given a mask for {show(flat)} on {flat.device}: expected "
+            f"{_bits(flat.numel())}, contiguous, there; got {show(bits)} on {bits.device}. "
+            "Pack it with codec('bitmask'), or pass facts without a mask."
+        )
+    return bits
 
 
 def _bits(n: int) -> Expected:

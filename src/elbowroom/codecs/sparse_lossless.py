@@ -2,8 +2,8 @@
 
     x [N] --> bits [ceil(N / 8)] uint8, kept [nnz] of x's dtype     1/32 + density of float32's size
 
-Lossless, NaN and -0.0 included (-0.0 counts as not zero). The size depends on the data, and reading
-it stops a GPU: for the CPU and for offline use.
+Lossless, NaN and -0.0 included (-0.0 counts as not zero). The size depends on the data: by itself,
+the codec waits for a GPU to read it; in training it is given memory of a fixed size (`room.py`).
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from elbowroom.codecs.affine import Affine
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
 from elbowroom.codecs.facts import Facts
+from elbowroom.codecs.room import Space
 from elbowroom.kernels import ops
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -21,10 +23,11 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class SparseLossless(Codec):
-    """Exact: a bitmap and the non-zeros. Pays below 97 % density (float32); CPU and offline use."""
+    """Exact: a bitmap and the non-zeros. Pays below 97 % density (float32)."""
 
     id: ClassVar[str] = "sparse_lossless"
     lossless: ClassVar[bool] = True
+    takes_room: ClassVar[bool] = True
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (
         *FLOATS,
         torch.float64,
@@ -42,8 +45,23 @@ class SparseLossless(Codec):
         words = flat.view(_WORDS[flat.element_size()])
         return ops.pack_bits(words), flat[words != 0]
 
+    def _encode_into(
+        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, space: Space
+    ) -> Buffers | None:
+        flat = flat if affine is None else affine.of(flat)
+        words = _WORDS[flat.element_size()]
+        kept, spill = space.payload.view(words), space.spill.memory.view(words)
+        bits = ops.sparse_pack_into(flat.view(words), kept, spill, space.used)
+        return bits, kept.view(flat.dtype)
+
     def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
         bits, kept = encoded.buffers
+        if encoded.spill is not None:
+            words = _WORDS[out.element_size()]
+            ops.sparse_unpack(
+                bits, kept.view(words), encoded.spill.memory.view(words), out.view(words)
+            )
+            return
         present = torch.empty(out.numel(), dtype=torch.bool, device=out.device)
         ops.unpack_bits(bits, 1.0, present)
         n = int(present.count_nonzero())

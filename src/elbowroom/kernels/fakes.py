@@ -22,6 +22,14 @@ def has_values(x: Tensor) -> bool:
     return x.device.type != "meta" and not isinstance(x, FakeTensor)
 
 
+READ_AT_ONCE = {"cpu"}  # kinds of devices whose values the host can read without waiting
+
+
+def would_wait(x: Tensor) -> bool:
+    """Whether the host would wait for the device to read a value of x."""
+    return x.device.type not in READ_AT_ONCE
+
+
 def _fake_codes(x: Tensor, levels: int) -> Tensor:
     return x.new_empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8)
 
@@ -66,6 +74,21 @@ def _fake_sided(
     size = torch.library.get_ctx().new_dynamic_size()
     bounds = x.new_empty(2 * tiles(x.numel()), 2, dtype=torch.bfloat16)
     return x.new_empty(size, dtype=torch.uint8), bounds
+
+
+def _fake_nonzero_into(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    bits = x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
+    return bits, x.new_empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
+
+
+def _fake_comet_into(
+    x: Tensor, grid: Tensor, seed: int, rounding: str, aware: bool, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(-(-x.numel() // 8) if aware else 0, dtype=torch.uint8),
+        x.new_empty(runs(x.numel()), dtype=torch.uint8),
+        x.new_empty(tiles(x.numel()), dtype=torch.int16),
+    )
 
 
 def _fake_fp8(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
@@ -114,6 +137,7 @@ def _fake_norm_backward(grad: Tensor, by_channel: Tensor, *rest: Any) -> tuple[T
 
 FAKES: dict[str, Callable[..., Any]] = {
     "pack_bits": lambda x: x.new_empty(-(-x.numel() // 8), dtype=torch.uint8),
+    "sparse_pack_into": lambda x, *_: x.new_empty(-(-x.numel() // 8), dtype=torch.uint8),
     "narrow": lambda x, dtype: (
         torch.empty_like(x, dtype=dtype),
         x.new_empty((), dtype=torch.int64),
@@ -127,11 +151,14 @@ FAKES: dict[str, Callable[..., Any]] = {
     "batch_norm_backward": _fake_norm_backward,
     "layer_norm_backward": _fake_norm_backward,
     "nonzero_quantize": _fake_nonzero,
+    "nonzero_quantize_into": _fake_nonzero_into,
     "division_quantize": _fake_division,
     "sided_quantize": _fake_sided,
+    "sided_quantize_into": lambda x, *_: x.new_empty(2 * tiles(x.numel()), 2, dtype=torch.bfloat16),
     "fp8_quantize": _fake_fp8,
     "fdsr_quantize": _fake_fdsr,
     "comet_quantize": _fake_comet,
+    "comet_quantize_into": _fake_comet_into,
     "moments_dequantize": _fake_moments,
     "advance": lambda counters, by: torch.empty(len(counters), dtype=torch.float32),
     "beyond": lambda xs, limit: xs[0].new_empty((), dtype=torch.int32),

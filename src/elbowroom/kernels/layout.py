@@ -95,6 +95,18 @@ def drop_below(p: float) -> int:
     return min(round(p * 2**32), 2**32 - 1)
 
 
+def nonzero_tile_nbytes(levels: int, group_size: int) -> int:
+    """Bytes that the payload of no tile of `nonzero` exceeds."""
+    return codes_nbytes(levels, TILE) + 2 * groups(TILE, group_size)
+
+
+def sided_tile_nbytes(upper: int, lower: int, group_size: int, fold: int) -> int:
+    """Bytes that the payload of no tile of `sided` exceeds (see `codecs/sided.py`)."""
+    cuts = max(runs(upper), runs(lower))
+    ranges = 2 * (groups(TILE, group_size) + (1 if fold == 1 else 2))
+    return codes_nbytes(max(upper, lower), TILE) + cuts + ranges
+
+
 def check_payload(payload: Tensor, nbytes: int, *, goes_on: bool = False) -> None:
     """Raise ValueError unless a payload of variable size is as long as its bitmap calls for.
 

@@ -5,6 +5,8 @@
     unpack_bits(bits, value, out!)
     masked(x, bits, out!)                                 x where the bit is set, else +0
     times_bits(x, bits, value, out!)                      x times value or 0
+    sparse_pack_into(x, kept!, spill!, used!)             bits; kept is what is not zero
+    sparse_unpack(bits, kept, spill, out!)
     narrow(x, dtype)                                      x as smaller integers; how many do not fit
     group_quantize(x, seed, levels, group_size)           codes, step, low
     dither_quantize(x, seed, levels, group_size)          codes, ranges, bounds
@@ -37,6 +39,11 @@ inner, what they quantize is x * scale + shift, not rounded to x's dtype; what t
 scaled and shifted before it is rounded, then made 0 where a bit of `mask` [ceil(N / 8)] is unset.
 `dither`, `nonzero` and `sided` can do a part: `out` begins with tile `first`, and ends with a tile,
 or with the tensor; scale, shift and mask are those of all of it.
+
+The size of the payload of `nonzero`, `sided` and `comet` depends on values, for which the host
+waits on a GPU. Their `_quantize_into` takes its memory instead: `payload`, `spill` for what does
+not fit there (reference/spill.py), and `used` [1] int64, which gets the size; a payload made so is
+dequantized with its spill.
 
 Each is a `torch.library` op defined by `define` + `impl`, which adds 1.6 us to a call where
 `custom_op` adds 8.4 us (EPYC, torch 2.13, n = 11: benchmarks/kernels.py). On a CPU numba serves, on
@@ -142,12 +149,18 @@ layer_norm_backward = cast(Callable[..., tuple[Tensor, Tensor]], _calls.layer_no
 nonzero_quantize = cast(
     Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.nonzero_quantize.default
 )
+nonzero_quantize_into = cast(
+    Callable[..., tuple[Tensor, Tensor]], _calls.nonzero_quantize_into.default
+)
 nonzero_dequantize = cast(Callable[..., None], _calls.nonzero_dequantize.default)
 division_quantize = cast(
     Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], _calls.division_quantize.default
 )
 division_dequantize = cast(Callable[..., None], _calls.division_dequantize.default)
+sparse_pack_into = cast(Callable[..., Tensor], _calls.sparse_pack_into.default)
+sparse_unpack = cast(Callable[..., None], _calls.sparse_unpack.default)
 sided_quantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.sided_quantize.default)
+sided_quantize_into = cast(Callable[..., Tensor], _calls.sided_quantize_into.default)
 sided_dequantize = cast(Callable[..., None], _calls.sided_dequantize.default)
 fp8_quantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.fp8_quantize.default)
 fp8_dequantize = cast(Callable[..., None], _calls.fp8_dequantize.default)
@@ -155,6 +168,9 @@ fdsr_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.fdsr_q
 fdsr_dequantize = cast(Callable[..., None], _calls.fdsr_dequantize.default)
 comet_quantize = cast(
     Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], _calls.comet_quantize.default
+)
+comet_quantize_into = cast(
+    Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.comet_quantize_into.default
 )
 comet_dequantize = cast(Callable[..., None], _calls.comet_dequantize.default)
 affine = cast(Callable[..., None], _calls.affine.default)

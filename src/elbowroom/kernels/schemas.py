@@ -5,6 +5,8 @@ _RESTORED = f"Tensor(a!) out, {_CHANNELS}, Tensor? mask=None"
 _QUANTIZE = (
     f"(Tensor x, int seed, int levels, int group_size, {_CHANNELS}) -> (Tensor, Tensor, Tensor)"
 )
+_INTO = "Tensor(a!) payload, Tensor(b!) spill, Tensor(c!) used"
+_SPILL = "Tensor? spill=None"
 _DITHERED = "Tensor codes, Tensor ranges, Tensor bounds, int seed, int levels, int group_size"
 _FDSR = "int seed, int[] maps, int block, int[] levels, int kept, bool dither"
 _STATES = "Tensor(c!) m_codes, Tensor(d!) m_bounds, Tensor(e!) v_codes, Tensor(f!) v_bounds"
@@ -25,7 +27,11 @@ SCHEMAS = {
     "nonzero_quantize": _QUANTIZE,
     "nonzero_dequantize": (
         "(Tensor bits, Tensor payload, Tensor bounds, int seed, int levels, int group_size, "
-        f"{_RESTORED}, int first=0) -> ()"
+        f"{_RESTORED}, int first=0, {_SPILL}) -> ()"
+    ),
+    "nonzero_quantize_into": (
+        f"(Tensor x, int seed, int levels, int group_size, {_INTO}, {_CHANNELS}) "
+        "-> (Tensor, Tensor)"
     ),
     "division_quantize": (
         "(Tensor x, int seed, int levels, int block, int reach, int[] maps) "
@@ -41,8 +47,16 @@ SCHEMAS = {
     ),
     "sided_dequantize": (
         "(Tensor bits, Tensor payload, Tensor bounds, int seed, int upper, int lower, "
-        f"int group_size, int fold, {_RESTORED}, int first=0) -> ()"
+        f"int group_size, int fold, {_RESTORED}, int first=0, {_SPILL}) -> ()"
     ),
+    "sided_quantize_into": (
+        "(Tensor x, Tensor bits, int seed, int upper, int lower, int group_size, int fold, "
+        f"{_INTO}, {_CHANNELS}) -> Tensor"
+    ),
+    "sparse_pack_into": (
+        "(Tensor x, Tensor(a!) kept, Tensor(b!) spill, Tensor(c!) used) -> Tensor"
+    ),
+    "sparse_unpack": "(Tensor bits, Tensor kept, Tensor spill, Tensor(a!) out) -> ()",
     "batch_norm_backward": (
         "(Tensor grad, Tensor factor, int inner, Tensor(a!) x) -> (Tensor, Tensor)"
     ),
@@ -80,6 +94,10 @@ SCHEMAS = {
     ),
     "comet_dequantize": (
         "(Tensor bits, Tensor headers, Tensor sizes, Tensor payload, Tensor grid, int seed, "
-        "str rounding, int rows, int columns, int inner, Tensor(a!) out) -> ()"
+        f"str rounding, int rows, int columns, int inner, Tensor(a!) out, {_SPILL}) -> ()"
+    ),
+    "comet_quantize_into": (
+        "(Tensor x, Tensor grid, int seed, str rounding, bool aware, int rows, int columns, "
+        f"int inner, {_INTO}) -> (Tensor, Tensor, Tensor)"
     ),
 }

@@ -222,8 +222,10 @@ def arguments(call: Call) -> dict[int | str, Any]:
 def _without_buffers(call: Call) -> dict[int | str, Any]:
     """The arguments, but running statistics, which a second run must not move."""
     given = arguments(call)
+    if call.name not in BUFFERS:  # whose sixth argument may be anything: that of a cell is a tensor
+        return given
     training = call.arg(5, "training", False) or call.arg(5, "use_input_stats", False)
-    for position, name in BUFFERS.get(call.name, ()) if training else ():
+    for position, name in BUFFERS[call.name] if training else ():
         given[position if position < len(call.args) else name] = None
     return given
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from elbowroom.runtime.capacities import Capacities
 from elbowroom.runtime.prefetcher import Prefetcher
 
 T = TypeVar("T")
@@ -25,6 +26,7 @@ class Context:
 
     unrepeatable  names of modules that are never to be recomputed
     blames_classes  nor are others of their class, as long as there are plans without them
+    capacities    of codes whose size is known to the device alone
     runs_again    recurrent layers run forward again in backward, in every forward (`recurrent.py`)
     """
 
@@ -34,6 +36,7 @@ class Context:
         self.step = 0
         self.learns = learns
         self.prefetcher = Prefetcher()
+        self.capacities = Capacities()
         self.unrepeatable: frozenset[str] = frozenset()
         self.blames_classes = True
         self.runs_again = False

@@ -1,6 +1,7 @@
 """What the saving op tells of a tensor, so that no value of it is looked at."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,15 +17,16 @@ def facts_of(x: Tensor, call: Call | None) -> Facts:
     if call is None:
         return Facts()
     if call.name == "dropout" and x.grad_fn is None and x.is_floating_point():
-        return Facts(value=_dropout_scale(call, x.dtype))
+        return Facts(value=_dropout_scale(float(call.arg(1, "p", 0.5)), x.dtype))
     if x.dtype is torch.int64 and call.name in _INDEX_FACTS:
         return _INDEX_FACTS[call.name](call)
     return Facts()
 
 
-def _dropout_scale(call: Call, dtype: torch.dtype) -> float:
+@lru_cache
+def _dropout_scale(p: float, dtype: torch.dtype) -> float:
     """1 / (1 - p), computed by the very op that dropout uses, so that it has the very bits."""
-    keep = 1.0 - float(call.arg(1, "p", 0.5))
+    keep = 1.0 - p
     return float(torch.tensor(1.0, dtype=dtype).div_(keep)) if keep else 0.0
 
 

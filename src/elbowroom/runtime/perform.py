@@ -5,7 +5,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from elbowroom.errors import PlanError
+from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan import Action, Encode, Keep, Need, Offload, Rebuild, SiteName
+from elbowroom.runtime.capacities import Capacities
 from elbowroom.runtime.handles import (
     EncodeHandle,
     Handle,
@@ -32,6 +34,7 @@ def perform(
     statistics: Statistics | None = None,
     prefetcher: Prefetcher | None = None,
     name: SiteName = _NOWHERE,
+    capacities: Capacities | None = None,
 ) -> Handle:
     """Do to `base`, a tensor that covers its storage, what was decided.
 
@@ -39,15 +42,16 @@ def perform(
     statistics  of the norm that it is the input of
     prefetcher  brings offloaded tensors back early, by the order that it learned
     name        of the site
+    capacities  say how much memory a code gets whose size only the device knows
     """
     match action:
         case Keep(why):
             return KeepHandle(base, why)
         case Encode(codec, facts):
-            normal = _normalized(action, base, statistics)
-            if normal is None:
-                return EncodeHandle(codec.encode(base, seed, facts), base, on_outlived)
-            encoded = codec.encode(base, seed, facts, normal.normalize())
+            normal, waits = _normalized(action, base, statistics), would_wait(base)
+            room = capacities.room((name, codec, base.numel())) if waits and capacities else None
+            affine = None if normal is None else normal.normalize()
+            encoded = codec.encode(base, seed, facts, affine, room)
             return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else normal)
         case Rebuild():
             assert ready is not None

@@ -182,10 +182,11 @@ class Serving:
             slot.entry.why = "an op that needs every bit reads it, or what is made of it"
             self._listener.does(slot, name, Need.EXACT, Keep(slot.entry.why))
             return
-        norm, prefetcher = slot.statistics, self._context.prefetcher
+        norm = slot.statistics
+        shared = self._context.prefetcher, name, self._context.capacities
         outlived = partial(self._context.learn_keep, _key(site))
         try:
-            handle = perform(action, whole, need, ready, seed, outlived, norm, prefetcher, name)
+            handle = perform(action, whole, need, ready, seed, outlived, norm, *shared)
         except CodecError as error:
             dtype = str(site.dtype).removeprefix("torch.")
             where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"

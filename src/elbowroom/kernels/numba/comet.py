@@ -19,6 +19,7 @@ from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, u8, u32, u64
 from elbowroom.kernels.numba.launch import array, parallel, split_seed, words
 from elbowroom.kernels.numba.predict import residuals
 from elbowroom.kernels.numba.rounding import to_float
+from elbowroom.kernels.reference.spill import unite
 
 
 def comet_quantize(
@@ -58,7 +59,10 @@ def comet_dequantize(
     columns: int,
     inner: int,
     out: Tensor,
+    spill: Tensor | None = None,
 ) -> None:
+    if spill is not None:
+        payload = unite(payload, spill, sizes.tolist(), TILE * out.element_size())
     starts = torch.zeros(len(sizes) + 1, dtype=torch.int64)
     torch.cumsum(sizes.clamp(min=0), dim=0, out=starts[1:])  # damaged ones may be anything
     check_payload(payload, int(starts[-1]))

@@ -10,7 +10,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from elbowroom.kernels.layout import check_payload, tiles
+from elbowroom.kernels.layout import check_payload, nonzero_tile_nbytes, tiles
 from elbowroom.kernels.numba.affine import (
     blank_unset,
     channels,
@@ -37,6 +37,7 @@ from elbowroom.kernels.numba.grids import dequantize, extremes, quantize
 from elbowroom.kernels.numba.launch import array, parallel, patterns, split_seed, words
 from elbowroom.kernels.numba.noise import draw, tile_key
 from elbowroom.kernels.numba.rounding import TOP, from_restored, target, to_float
+from elbowroom.kernels.reference.spill import unite
 
 
 def nonzero_quantize(
@@ -71,9 +72,13 @@ def nonzero_dequantize(
     inner: int = 1,
     mask: Tensor | None = None,
     first: int = 0,
+    spill: Tensor | None = None,
 ) -> None:
     n = first * TILE + out.numel()
     starts = _starts(bits[: -(-n // 8)], n, levels, group_size)
+    if spill is not None:
+        most = nonzero_tile_nbytes(levels, group_size)
+        payload = unite(payload, spill, starts.diff().tolist(), most)
     check_payload(payload, int(starts[-1]), goes_on=8 * bits.numel() >= n + 8)
     source = array(bits), array(starts), array(payload), patterns(bounds)
     tiniest = np.float32(max(2.0**-126, torch.finfo(out.dtype).tiny))

@@ -8,7 +8,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from elbowroom.kernels.layout import check_payload, tiles
+from elbowroom.kernels.layout import check_payload, sided_tile_nbytes, tiles
 from elbowroom.kernels.numba.affine import channels, map_restored, mask_array, scale_tile
 from elbowroom.kernels.numba.bits import tile_counts
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
@@ -20,6 +20,7 @@ from elbowroom.kernels.numba.launch import array, parallel, patterns, split_seed
 from elbowroom.kernels.numba.noise import draw, tile_key
 from elbowroom.kernels.numba.rounding import bf16_value, from_restored, half_value
 from elbowroom.kernels.numba.sides import HALF, divide, merge
+from elbowroom.kernels.reference.spill import unite
 
 
 def sided_quantize(
@@ -59,9 +60,13 @@ def sided_dequantize(
     inner: int = 1,
     mask: Tensor | None = None,
     first: int = 0,
+    spill: Tensor | None = None,
 ) -> None:
     n = first * TILE + out.numel()
     counts, starts = _sizes(bits[: -(-n // 8)], n, upper, lower, group_size, fold)
+    if spill is not None:
+        most = sided_tile_nbytes(upper, lower, group_size, fold)
+        payload = unite(payload, spill, starts.diff().tolist(), most)
     check_payload(payload, int(starts[-1]), goes_on=8 * bits.numel() >= n + 8)
     source = array(bits), array(counts), array(starts), array(payload), patterns(bounds)
     settings = *split_seed(seed), upper, lower, group_size, fold

@@ -14,6 +14,7 @@ from elbowroom.kernels.reference.bits import times_bits as times_bits
 from elbowroom.kernels.reference.bits import unpack_bits as unpack_bits
 from elbowroom.kernels.reference.comet import comet_dequantize as comet_dequantize
 from elbowroom.kernels.reference.comet import comet_quantize as comet_quantize
+from elbowroom.kernels.reference.comet import comet_quantize_into as comet_quantize_into
 from elbowroom.kernels.reference.dither import dither_dequantize as dither_dequantize
 from elbowroom.kernels.reference.dither import dither_quantize as dither_quantize
 from elbowroom.kernels.reference.division import division_dequantize as division_dequantize
@@ -31,10 +32,14 @@ from elbowroom.kernels.reference.layer_norm_backward import (
 from elbowroom.kernels.reference.narrow import narrow as narrow
 from elbowroom.kernels.reference.nonzero import nonzero_dequantize as nonzero_dequantize
 from elbowroom.kernels.reference.nonzero import nonzero_quantize as nonzero_quantize
+from elbowroom.kernels.reference.nonzero import nonzero_quantize_into as nonzero_quantize_into
 from elbowroom.kernels.reference.places import places_pack as places_pack
 from elbowroom.kernels.reference.places import places_unpack as places_unpack
 from elbowroom.kernels.reference.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.reference.sided import sided_quantize as sided_quantize
+from elbowroom.kernels.reference.sided import sided_quantize_into as sided_quantize_into
+from elbowroom.kernels.reference.sparse import sparse_pack_into as sparse_pack_into
+from elbowroom.kernels.reference.sparse import sparse_unpack as sparse_unpack
 from elbowroom.kernels.reference.step import advance as advance
 from elbowroom.kernels.reference.step import moments_dequantize as moments_dequantize
 from elbowroom.kernels.reference.step import moments_quantize as moments_quantize

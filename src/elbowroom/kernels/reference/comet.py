@@ -29,6 +29,7 @@ from elbowroom.kernels.reference.bits import flags, pack_bits
 from elbowroom.kernels.reference.noise import uniform
 from elbowroom.kernels.reference.predict import residuals, restored
 from elbowroom.kernels.reference.rounding import store
+from elbowroom.kernels.reference.spill import divide, unite
 
 # rounding -> whether u is noise in the encoder, and in the decoder; else it is 1/2
 ROUNDINGS = {"dither": (True, True), "stochastic": (True, False), "nearest": (False, False)}
@@ -69,6 +70,27 @@ def comet_quantize(
     return bits, headers, sizes, torch.cat(payload)
 
 
+def comet_quantize_into(
+    x: Tensor,
+    grid: Tensor,
+    seed: int,
+    rounding: str,
+    aware: bool,
+    rows: int,
+    columns: int,
+    inner: int,
+    payload: Tensor,
+    spill: Tensor,
+    used: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Likewise, but payload and spill are given, and used [1] int64 gets the payload's size."""
+    given = grid, seed, rounding, aware, rows, columns, inner
+    bits, headers, sizes, whole = comet_quantize(x, *given)
+    divide(whole, sizes.tolist(), payload, spill, TILE * x.element_size())
+    used.fill_(len(whole))
+    return bits, headers, sizes
+
+
 def comet_dequantize(
     bits: Tensor,
     headers: Tensor,
@@ -81,6 +103,7 @@ def comet_dequantize(
     columns: int,
     inner: int,
     out: Tensor,
+    spill: Tensor | None = None,
 ) -> None:
     """The inverse: out [N] is written. Raises ValueError if headers, sizes and payload disagree."""
     n = out.numel()
@@ -89,6 +112,8 @@ def comet_dequantize(
     raw = torch.zeros_like(coded)
     present = flags(bits, n) if len(bits) else None
     sizes = sizes.clamp(min=0)  # damaged ones may be anything
+    if spill is not None:
+        payload = unite(payload, spill, sizes.tolist(), TILE * out.element_size())
     check_payload(payload, int(sizes.sum()))
     for i_t, part in enumerate(torch.split(payload, sizes.tolist())):
         first = i_t * TILE // BLOCK

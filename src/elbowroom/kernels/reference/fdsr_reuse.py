@@ -21,19 +21,21 @@ def reuse(r: Tensor, absmax: Tensor, kept: int, b: Bands) -> tuple[list[Tensor],
     first = torch.ones(b.lanes, b.lanes, dtype=torch.bool, device=r.device).tril(-1)
     rank = (more | (energy[:, None, :] == energy[:, :, None]) & first).sum(dim=2)
     keep = rank < kept  # [G, lanes]
+    # As many of each row, in the order of the lanes: by a mask, the host would count them.
+    place = keep.byte().argsort(dim=1, descending=True, stable=True)[:, :kept]  # [G, kept]
 
-    members = r.transpose(1, 2)[keep]  # [tiles, R]
-    words = word[keep]
+    members = r.transpose(1, 2).gather(1, place[:, :, None].expand(-1, -1, b.rest)).flatten(0, 1)
+    words = word.gather(1, place).flatten()  # [tiles]
     total = torch.zeros(WORDS, b.rest, dtype=torch.int64, device=r.device)
     total.index_add_(0, words, members)
     length = torch.zeros(WORDS, dtype=torch.int64, device=r.device)
-    length.index_add_(0, words, energy[keep].float().sqrt().long())
+    length.index_add_(0, words, energy.gather(1, place).flatten().float().sqrt().long())
     mean = total.float() / length.clamp(min=1).float()[:, None]
     codebook = (mean * 127).clamp(-127, 127).round().to(torch.int8)
 
     eights = keep.view(len(r), -1, 8).long() << torch.arange(8, device=r.device)
     sections = [] if kept == b.lanes else [eights.sum(dim=2).to(torch.uint8)]
-    sections += [words.to(torch.uint8).view(len(r), kept), norms[keep].view(len(r), kept)]
+    sections += [words.to(torch.uint8).view(len(r), kept), norms.gather(1, place)]
     return sections, (ratio * absmax).to(torch.bfloat16), codebook
 
 

@@ -7,20 +7,28 @@
 
 Zeros decode to exactly 0 and nothing else does (a decoded 0 becomes the smallest positive normal
 number), so the bitmap is also ReLU's mask. The size of the payload depends on the data: reading it
-makes the host wait on a GPU. Where each tile's payload starts is not stored: the popcount of its
-bitmap tells.
+makes the host wait on a GPU, so it may be given memory of a fixed size (`spill.py`). Where each
+tile's payload starts is not stored: the popcount of its bitmap tells.
 """
 
 import torch
 from torch import Tensor
 
-from elbowroom.kernels.layout import TILE, check_payload, codes_nbytes, groups, tiles
+from elbowroom.kernels.layout import (
+    TILE,
+    check_payload,
+    codes_nbytes,
+    groups,
+    nonzero_tile_nbytes,
+    tiles,
+)
 from elbowroom.kernels.reference.affine import mapped
 from elbowroom.kernels.reference.bits import flags, pack_bits
 from elbowroom.kernels.reference.codes import pack_codes, unpack_codes
 from elbowroom.kernels.reference.dither import grid, group_ranges, tile_bounds
 from elbowroom.kernels.reference.noise import uniform
 from elbowroom.kernels.reference.rounding import inverse, store
+from elbowroom.kernels.reference.spill import divide, unite
 
 # The smallest normal float32 and bfloat16; float16's own is 2^-14, used where that is the dtype.
 TINIEST = 2.0**-126
@@ -47,6 +55,31 @@ def nonzero_quantize(
         u = uniform(seed, i, 1, x.device)[0]
         payload.append(encode_part(values, bounds[i : i + 1], u, levels, group_size))
     return pack_bits(x), torch.cat(payload), bounds
+
+
+def nonzero_quantize_into(
+    x: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    payload: Tensor,
+    spill: Tensor,
+    used: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Likewise, but payload and spill are given, and used [1] int64 gets the payload's size."""
+    bits, whole, bounds = nonzero_quantize(x, seed, levels, group_size, scale, shift, inner)
+    sizes = [part_nbytes(n, levels, group_size) for n in _counts(flags(bits, x.numel()))]
+    divide(whole, sizes, payload, spill, nonzero_tile_nbytes(levels, group_size))
+    used.fill_(len(whole))
+    return bits, bounds
+
+
+def _counts(held: Tensor) -> list[int]:
+    """How many elements of each tile are not zero."""
+    return [int(tile.sum()) for tile in torch.split(held, TILE)] if held.numel() else []
 
 
 def encode_part(values: Tensor, bounds: Tensor, u: Tensor, levels: int, group_size: int) -> Tensor:
@@ -89,11 +122,15 @@ def nonzero_dequantize(
     inner: int = 1,
     mask: Tensor | None = None,
     first: int = 0,
+    spill: Tensor | None = None,
 ) -> None:
     """The inverse: out [N] is written; of a larger tensor, the part that begins with tile first."""
     held = flags(bits, first * TILE + out.numel())
-    counts = [int(tile.sum()) for tile in torch.split(held, TILE)] if held.numel() else []
-    nbytes = sum(part_nbytes(n, levels, group_size) for n in counts)
+    counts = _counts(held)
+    sizes = [part_nbytes(n, levels, group_size) for n in counts]
+    nbytes = sum(sizes)
+    if spill is not None:
+        payload = unite(payload, spill, sizes, nonzero_tile_nbytes(levels, group_size))
     check_payload(payload, nbytes, goes_on=8 * bits.numel() >= held.numel() + 8)
     y, start = torch.zeros(held.numel(), dtype=torch.float32, device=out.device), 0
     for i, n in enumerate(counts):

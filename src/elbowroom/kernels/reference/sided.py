@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from elbowroom.kernels.layout import TILE, check_payload, tiles
+from elbowroom.kernels.layout import TILE, check_payload, sided_tile_nbytes, tiles
 from elbowroom.kernels.reference.affine import mapped
 from elbowroom.kernels.reference.bits import flags
 from elbowroom.kernels.reference.dither import tile_bounds
 from elbowroom.kernels.reference.noise import uniform
 from elbowroom.kernels.reference.nonzero import decode_part, encode_part, part_nbytes
 from elbowroom.kernels.reference.rounding import bf16_down, inverse, store
+from elbowroom.kernels.reference.spill import divide, unite
 
 
 def sided_quantize(
@@ -69,6 +70,46 @@ def sided_quantize(
     return torch.cat(payload), bounds
 
 
+def sided_quantize_into(
+    x: Tensor,
+    bits: Tensor,
+    seed: int,
+    upper: int,
+    lower: int,
+    group_size: int,
+    fold: int,
+    payload: Tensor,
+    spill: Tensor,
+    used: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+) -> Tensor:
+    """Likewise, but payload and spill are given, and used [1] int64 gets the payload's size."""
+    settings = upper, lower, group_size, fold
+    whole, bounds = sided_quantize(x, bits, seed, *settings, scale, shift, inner)
+    sizes = _sizes(_counts(flags(bits, x.numel())), *settings)
+    divide(whole, sizes, payload, spill, sided_tile_nbytes(*settings))
+    used.fill_(len(whole))
+    return bounds
+
+
+def _counts(held: Tensor) -> list[tuple[int, int]]:
+    """How many elements of each tile lie above, and how many below."""
+    above = torch.split(held, TILE) if held.numel() else ()
+    return [(int(tile.sum()), int((~tile).sum())) for tile in above]
+
+
+def _sizes(
+    counts: list[tuple[int, int]], upper: int, lower: int, group_size: int, fold: int
+) -> list[int]:
+    """Bytes of the payload of each tile."""
+    return [
+        part_nbytes(p, upper, group_size) + lower_nbytes(q, lower, group_size, fold)
+        for p, q in counts
+    ]
+
+
 def sided_dequantize(
     bits: Tensor,
     payload: Tensor,
@@ -84,16 +125,16 @@ def sided_dequantize(
     inner: int = 1,
     mask: Tensor | None = None,
     first: int = 0,
+    spill: Tensor | None = None,
 ) -> None:
     """The inverse: out [N] is written; of a larger tensor, the part that begins with tile first."""
     held = flags(bits, first * TILE + out.numel())
     above = torch.split(held, TILE) if held.numel() else ()
-    counts = [(int(tile.sum()), int((~tile).sum())) for tile in above]
-    nbytes = sum(
-        part_nbytes(p, upper, group_size) + lower_nbytes(q, lower, group_size, fold)
-        for p, q in counts
-    )
-    check_payload(payload, nbytes, goes_on=8 * bits.numel() >= held.numel() + 8)
+    counts = _counts(held)
+    sizes = _sizes(counts, upper, lower, group_size, fold)
+    if spill is not None:
+        payload = unite(payload, spill, sizes, sided_tile_nbytes(upper, lower, group_size, fold))
+    check_payload(payload, sum(sizes), goes_on=8 * bits.numel() >= held.numel() + 8)
     y, start = torch.empty(held.numel(), dtype=torch.float32, device=out.device), 0
     for i, tile in enumerate(torch.split(y, TILE) if held.numel() else ()):
         u, done = uniform(seed, i, 1, bits.device)[0], 0

@@ -10,6 +10,7 @@ from elbowroom.kernels.triton.bits import pack_bits as pack_bits
 from elbowroom.kernels.triton.bits import unpack_bits as unpack_bits
 from elbowroom.kernels.triton.comet import comet_dequantize as comet_dequantize
 from elbowroom.kernels.triton.comet import comet_quantize as comet_quantize
+from elbowroom.kernels.triton.comet import comet_quantize_into as comet_quantize_into
 from elbowroom.kernels.triton.dither import dither_dequantize as dither_dequantize
 from elbowroom.kernels.triton.dither import dither_quantize as dither_quantize
 from elbowroom.kernels.triton.division import division_dequantize as division_dequantize
@@ -25,6 +26,10 @@ from elbowroom.kernels.triton.launch import FAILURES as FAILURES
 from elbowroom.kernels.triton.narrow import narrow as narrow
 from elbowroom.kernels.triton.nonzero import nonzero_dequantize as nonzero_dequantize
 from elbowroom.kernels.triton.nonzero import nonzero_quantize as nonzero_quantize
+from elbowroom.kernels.triton.nonzero import nonzero_quantize_into as nonzero_quantize_into
 from elbowroom.kernels.triton.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.triton.sided import sided_quantize as sided_quantize
+from elbowroom.kernels.triton.sided import sided_quantize_into as sided_quantize_into
+from elbowroom.kernels.triton.sparse import sparse_pack_into as sparse_pack_into
+from elbowroom.kernels.triton.sparse import sparse_unpack as sparse_unpack
 from elbowroom.kernels.triton.step import optimizer_step as optimizer_step

@@ -1,5 +1,7 @@
 """One bit an element (specification: `reference/bits.py`)."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -23,8 +25,13 @@ def pack_bits(x: Tensor) -> Tensor:
 
 def unpack_bits(bits: Tensor, value: float, out: Tensor) -> None:
     words = _WORDS[out.element_size()]
-    one = int(torch.tensor([value], dtype=out.dtype).view(words))  # on the host: nothing waits
-    launch(_unpack, tiles(out.numel()), bits, out.view(words), out.numel(), one)
+    launch(_unpack, tiles(out.numel()), bits, out.view(words), out.numel(), _word(value, out.dtype))
+
+
+@lru_cache
+def _word(value: float, dtype: torch.dtype) -> int:
+    """The bits of a value, as a number; on the host, where nothing waits."""
+    return int(torch.tensor([value], dtype=dtype).view(_WORDS[dtype.itemsize]))
 
 
 @triton.jit
@@ -32,6 +39,14 @@ def byte_elements(i_t):
     """Bytes [R, TILE / 8] and their elements [R, TILE / 8, 8] of tiles i_t."""
     o_b = i_t[:, None] * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]
     return o_b, o_b[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+
+
+@triton.jit
+def set_bits(b_byte):
+    """How many bits of each byte are set."""
+    b_byte = (b_byte & 0x55) + ((b_byte >> 1) & 0x55)
+    b_byte = (b_byte & 0x33) + ((b_byte >> 2) & 0x33)
+    return (b_byte & 0x0F) + (b_byte >> 4)
 
 
 @triton.jit

@@ -171,21 +171,22 @@ def store_codes(p_body, b_code, o_rank, m_coded, k, width):
 
 
 @triton.jit
-def load_codes(p_payload, b_body, o_rank, m_coded, k, width, P):
-    """The inverse, [BB, 32]; nothing is read at P or beyond."""
+def load_codes(p_tile, b_body, o_rank, m_coded, k, width, P):
+    """The inverse, [BB, 32]; nothing of a tile is read at P [BB, 1] or beyond."""
+    p_tile = p_tile[:, None]
     whole, rest = (width // 8)[:, None], (width % 8)[:, None]
     o_body = b_body[:, None]
     b_code = tl.zeros_like(o_rank)
     for i in tl.static_range(3):
         o_byte = o_body + i * k[:, None] + o_rank
         m = m_coded & (i < whole) & (o_byte < P)
-        b_code |= tl.load(p_payload + o_byte, mask=m, other=0).to(tl.int32) << (8 * i)
+        b_code |= tl.load(p_tile + o_byte, mask=m, other=0).to(tl.int32) << (8 * i)
     o_bit = o_rank * rest
     o_byte = o_body + whole * k[:, None] + o_bit // 8
     m = m_coded & (rest > 0)
-    b_low = tl.load(p_payload + o_byte, mask=m & (o_byte < P), other=0).to(tl.int32)
+    b_low = tl.load(p_tile + o_byte, mask=m & (o_byte < P), other=0).to(tl.int32)
     m = m & (o_bit % 8 + rest > 8) & (o_byte + 1 < P)
-    b_high = tl.load(p_payload + o_byte + 1, mask=m, other=0).to(tl.int32)
+    b_high = tl.load(p_tile + o_byte + 1, mask=m, other=0).to(tl.int32)
     b_rest = ((b_low | (b_high << 8)) >> (o_bit % 8)) & ((1 << rest) - 1)
     return b_code | (b_rest << (8 * whole))
 
@@ -202,13 +203,13 @@ def store_words(p_x, p_body, o_x, m_raw, m_some, ITEM: tl.constexpr, KIND: tl.co
 
 
 @triton.jit
-def load_words(p_payload, b_body, p_out, o_x, m_raw, P, ITEM: tl.constexpr, KIND: tl.constexpr):
+def load_words(p_tile, b_body, p_out, o_x, m_raw, P, ITEM: tl.constexpr, KIND: tl.constexpr):
     """The inverse."""
     o_word = b_body[:, None] + tl.arange(0, 32)[None, :] * ITEM
     b_word = tl.zeros_like(o_x).to(tl.int32)
     for i in tl.static_range(ITEM):
         m = m_raw & (o_word + i < P)
-        b_word |= tl.load(p_payload + o_word + i, mask=m, other=0).to(tl.int32) << (8 * i)
+        b_word |= tl.load(p_tile[:, None] + o_word + i, mask=m, other=0).to(tl.int32) << (8 * i)
     if KIND == 0:
         tl.store(p_out + o_x, b_word.to(tl.float32, bitcast=True), mask=m_raw)
     elif KIND == 1:

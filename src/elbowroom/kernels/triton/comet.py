@@ -1,7 +1,8 @@
 """Error-bounded codes (specification: `reference/comet.py`).
 
 x is read twice, by `_measure` for headers and sizes and by `_encode` for the codes, each element
-with three neighbours where a prediction asks for them; the host waits for the sum of the sizes.
+with three neighbours where a prediction asks for them; the host waits for the sum of the sizes, but
+`comet_quantize_into` is given memory for the payload, and waits for nothing.
 `_decode` reads the payload and writes x~; with a prediction it writes residuals, 5 bytes an
 element, which `_restore` reads and writes again, a map a program.
 
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from elbowroom.kernels.layout import TILE as TILE_SIZE
 from elbowroom.kernels.layout import blocks, tiles
 from elbowroom.kernels.triton.bits import pack_bits
 from elbowroom.kernels.triton.blocks import (
@@ -30,7 +32,7 @@ from elbowroom.kernels.triton.blocks import (
     store_words,
     value_of,
 )
-from elbowroom.kernels.triton.device import TILE, store_restored
+from elbowroom.kernels.triton.device import TILE, store_restored, tile_payload
 from elbowroom.kernels.triton.launch import launch, split_seed, words
 
 _NOISE = {"dither": (True, True), "stochastic": (True, False), "nearest": (False, False)}
@@ -46,6 +48,38 @@ def comet_quantize(
     columns: int,
     inner: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _quantized(x, grid, seed, rounding, aware, rows, columns, inner)
+
+
+def comet_quantize_into(
+    x: Tensor,
+    grid: Tensor,
+    seed: int,
+    rounding: str,
+    aware: bool,
+    rows: int,
+    columns: int,
+    inner: int,
+    payload: Tensor,
+    spill: Tensor,
+    used: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    into = payload, spill, used
+    return _quantized(x, grid, seed, rounding, aware, rows, columns, inner, into)[:3]
+
+
+def _quantized(
+    x: Tensor,
+    grid: Tensor,
+    seed: int,
+    rounding: str,
+    aware: bool,
+    rows: int,
+    columns: int,
+    inner: int,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """into: the payload's memory, its spill, and what tells how much was used."""
     n = x.numel()
     bits = pack_bits(x) if aware else torch.empty(0, dtype=torch.uint8, device=x.device)
     headers = torch.empty(blocks(n), dtype=torch.uint8, device=x.device)
@@ -58,8 +92,14 @@ def comet_quantize(
     launch(_measure, tiles(n), *args, *given, **fixed)
     sizes = starts[1:].to(torch.int16)
     starts.cumsum_(dim=0)
-    payload = torch.empty(int(starts[-1]), dtype=torch.uint8, device=x.device)  # the host waits
-    launch(_encode, tiles(n), *args, payload, *given, **fixed)
+    if into is None:
+        size = int(starts[-1])  # the host waits
+        payload, spill = torch.empty(size, dtype=torch.uint8, device=x.device), None
+    else:
+        payload, spill, used = into
+        used.copy_(starts[-1:])
+    there = payload, spill, payload.numel(), TILE_SIZE * x.element_size()
+    launch(_encode, tiles(n), *args, *there, *given, **fixed)
     return bits, headers, sizes, payload
 
 
@@ -75,6 +115,7 @@ def comet_dequantize(
     columns: int,
     inner: int,
     out: Tensor,
+    spill: Tensor | None = None,
 ) -> None:
     n = out.numel()
     if n == 0:
@@ -85,8 +126,9 @@ def comet_dequantize(
     target, kind = words(out)
     codes = torch.empty(n if rows else 0, dtype=torch.int32, device=out.device)
     kinds = torch.empty(n if rows else 0, dtype=torch.uint8, device=out.device)
-    args = bits, headers, starts, payload, grid, target, codes, kinds
-    given = n, payload.numel(), *split_seed(seed)
+    there = starts, payload, spill, payload.numel(), TILE_SIZE * out.element_size()
+    args = bits, headers, *there, grid, target, codes, kinds
+    given = n, *split_seed(seed)
     fixed = {"BACK": back, "KIND": kind}
     launch(_decode, tiles(n), *args, *given, AWARE=bits.numel() > 0, PREDICT=rows > 0, **fixed)
     if rows:
@@ -122,9 +164,10 @@ def _measure(
     tl.store(p_starts + 1 + i_t, b_total.to(tl.int64), mask=i_t * TILE < N)
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["N_PAYLOAD", "MOST", "seed_low", "seed_high"])
 def _encode(
-    p_x, p_grid, p_headers, p_starts, p_payload, N, rows, columns, inner, seed_low, seed_high,
+    p_x, p_grid, p_headers, p_starts, p_payload, p_spill, N_PAYLOAD, MOST,
+    N, rows, columns, inner, seed_low, seed_high,
     AWARE: tl.constexpr, NOISE: tl.constexpr, BACK: tl.constexpr, PREDICT: tl.constexpr,
     KIND: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -138,11 +181,12 @@ def _encode(
         p_x, p_grid, o_x, N, rows, columns, inner, seed_low, seed_high, NOISE, BACK, PREDICT, KIND
     )
     b_header = tl.load(p_headers + i_b, mask=each > 0, other=0).to(tl.int32)
-    b_start = tl.load(p_starts + i_b // (TILE // 32), mask=each > 0, other=0)
+    i_t = i_b // (TILE // 32)
+    p_tile, _ = tile_payload(p_payload, p_spill, p_starts, i_t, each > 0, N_PAYLOAD, MOST)
     m_masked = (b_header & 64) != 0
     k = tl.where(m_masked, tl.sum(m_some.to(tl.int32), axis=1), each)
     b_bitmap, b_body = block_starts(b_header, k, each, ITEM, AWARE, R)
-    p_bitmap, p_body = p_payload + b_start + b_bitmap, p_payload + b_start + b_body  # [BB]
+    p_bitmap, p_body = p_tile + b_bitmap, p_tile + b_body  # [BB]
     if not AWARE:
         b_word = tl.sum(m_some.to(tl.int64) << o_l, axis=1)
         for i in tl.static_range(4):
@@ -157,10 +201,10 @@ def _encode(
     store_codes(p_body, b_code, o_rank, m_coded & (width > 0)[:, None], k, width)
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["N_PAYLOAD", "MOST", "seed_low", "seed_high"])
 def _decode(
-    p_bits, p_headers, p_starts, p_payload, p_grid, p_out, p_codes, p_kinds, N, P,
-    seed_low, seed_high,
+    p_bits, p_headers, p_starts, p_payload, p_spill, N_PAYLOAD, MOST,
+    p_grid, p_out, p_codes, p_kinds, N, seed_low, seed_high,
     AWARE: tl.constexpr, PREDICT: tl.constexpr, BACK: tl.constexpr, KIND: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
@@ -172,22 +216,26 @@ def _decode(
     m_x = o_x < N
     each = tl.minimum(tl.maximum(N - i_b * 32, 0), 32).to(tl.int32)
     b_header = tl.load(p_headers + i_b, mask=each > 0, other=0).to(tl.int32)
-    b_start = tl.load(p_starts + i_b // (TILE // 32), mask=each > 0, other=0)
+    i_t = i_b // (TILE // 32)
+    p_tile, _ = tile_payload(p_payload, p_spill, p_starts, i_t, each > 0, N_PAYLOAD, MOST)
+    P = N_PAYLOAD - tl.load(p_starts + i_t, mask=each > 0, other=0)  # a payload may be damaged
+    if p_spill is not None:
+        P = tl.where(tl.load(p_starts + i_t + 1, mask=each > 0, other=0) <= N_PAYLOAD, P, MOST)
+    P = P[:, None]
     m_masked, m_filled, m_raw = (b_header & 64) != 0, is_filled(b_header), b_header == RAW
     if AWARE:
         b_byte = tl.load(p_bits + o_x // 8, mask=m_x, other=0).to(tl.int32)
         m_masked = (b_header < RAW) | m_masked
     else:  # where a block's bitmap lies depends on headers alone
         b_bitmap, _ = block_starts(b_header, each, each, ITEM, AWARE, R)
-        o_byte = (b_start + b_bitmap)[:, None] + o_l // 8
-        b_byte = tl.load(p_payload + o_byte, mask=m_masked[:, None] & (o_byte < P), other=0)
+        o_byte = b_bitmap[:, None] + o_l // 8
+        b_byte = tl.load(p_tile[:, None] + o_byte, mask=m_masked[:, None] & (o_byte < P), other=0)
     m_some = (((b_byte.to(tl.int32) >> (o_l % 8)) & 1) != 0) & m_x
     k = tl.where(m_masked, tl.sum(m_some.to(tl.int32), axis=1), each)
     _, b_body = block_starts(b_header, k, each, ITEM, AWARE, R)
-    b_body += b_start
     o_rank, m_coded = place_of(m_some, m_masked, each)
     m_coded = m_coded & ((b_header != 0) & ~m_raw)[:, None]
-    b_code = load_codes(p_payload, b_body, o_rank, m_coded, k, b_header & 31, P)
+    b_code = load_codes(p_tile, b_body, o_rank, m_coded, k, b_header & 31, P)
     m_coded = m_coded & ((b_code != 0) | ~m_filled[:, None])
     b_code = tl.where(m_filled[:, None], b_code - 1, b_code)
     b_zag = (b_code >> 1) ^ -(b_code & 1)
@@ -201,7 +249,7 @@ def _decode(
         b_x = value_of(b_code, p_grid, o_x, seed_low, seed_high, BACK, KIND)
         m_fine = m_x & ~m_raw[:, None]
         store_restored(p_out + o_x, tl.where(m_coded, b_x, 0.0), m_fine, KIND)
-    load_words(p_payload, b_body, p_out, o_x, m_raw[:, None] & m_x, P, ITEM, KIND)
+    load_words(p_tile, b_body, p_out, o_x, m_raw[:, None] & m_x, P, ITEM, KIND)
 
 
 @triton.jit

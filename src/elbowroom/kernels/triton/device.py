@@ -33,6 +33,22 @@ def group_elements(S: tl.constexpr):
     return (tl.arange(0, G)[:, None] * S + tl.arange(0, S)[None, :])[None, :, :]
 
 
+@triton.jit
+def tile_payload(p_payload, p_spill, p_starts, i_t, m, C, MOST):
+    """Where the payloads of tiles i_t lie, and whether all of each is there.
+
+    One that does not end within the C bytes of the payload is in the spill, if there is one
+    (reference/spill.py). MOST: bytes that none exceeds. m: which tiles exist.
+    """
+    b_start = tl.load(p_starts + i_t, mask=m, other=0)
+    m_there = tl.load(p_starts + i_t + 1, mask=m, other=0) <= C
+    p_tile = p_payload + b_start
+    if p_spill is not None:
+        p_tile = tl.where(m_there, p_tile, p_spill + (b_start - C + MOST))
+        m_there = b_start >= 0
+    return p_tile, m_there
+
+
 # --- noise (reference/noise.py) ---
 
 

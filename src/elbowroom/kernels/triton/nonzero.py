@@ -1,9 +1,9 @@
 """Dither for the non-zeros (specification: `reference/nonzero.py`).
 
-Bits and the size of each tile's payload come first; the sum of the sizes is read by the host,
-which waits for it. Where the j-th non-zero of a tile lies is the number of elements whose
-inclusive count of non-zeros is at most j: a histogram of the counts, summed up. One tile a
-program.
+Bits and the size of each tile's payload come first. `nonzero_quantize` makes a payload of the sum
+of the sizes, for which the host waits; `nonzero_quantize_into` is given one, and waits for nothing.
+Where the j-th non-zero of a tile lies is the number of elements whose inclusive count of non-zeros
+is at most j: a histogram of the counts, summed up. One tile a program.
 
 Whether a payload is as long as its bitmap calls for is not checked, for the host would wait: of
 one that is too short nothing beyond its end is read, and the tiles that it cuts restore to NaN.
@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from elbowroom.kernels.layout import TILE as TILE_SIZE
-from elbowroom.kernels.layout import tiles
+from elbowroom.kernels.layout import nonzero_tile_nbytes, tiles
 from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
-from elbowroom.kernels.triton.bits import pack_bits
+from elbowroom.kernels.triton.bits import pack_bits, set_bits
 from elbowroom.kernels.triton.device import (
     TILE,
     load_float,
@@ -27,6 +27,7 @@ from elbowroom.kernels.triton.device import (
     program_tiles,
     store_restored,
     tile_key,
+    tile_payload,
     uniform,
     unpack,
 )
@@ -47,11 +48,45 @@ def nonzero_quantize(
     bits = pack_bits(x)
     starts = _starts(bits, x.numel(), levels, group_size)
     payload = torch.empty(int(starts[-1]), dtype=torch.uint8, device=x.device)  # the host waits
+    return bits, payload, _filled(x, starts, payload, None, seed, levels, group_size)
+
+
+def nonzero_quantize_into(
+    x: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    payload: Tensor,
+    spill: Tensor,
+    used: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+) -> tuple[Tensor, Tensor]:
+    x = mapped(x, scale, shift, inner)
+    bits = pack_bits(x)
+    starts = _starts(bits, x.numel(), levels, group_size)
+    used.copy_(starts[-1:])
+    return bits, _filled(x, starts, payload, spill, seed, levels, group_size)
+
+
+def _filled(
+    x: Tensor,
+    starts: Tensor,
+    payload: Tensor,
+    spill: Tensor | None,
+    seed: int,
+    levels: int,
+    group_size: int,
+) -> Tensor:
+    """Fill the payload of x; return the bounds."""
     bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
     source, kind = words(x)
-    args = source, starts, payload, patterns(bounds), x.numel(), *split_seed(seed)
+    most = nonzero_tile_nbytes(levels, group_size)
+    there = starts, payload, spill, payload.numel(), most
+    args = source, *there, patterns(bounds), x.numel(), *split_seed(seed)
     launch(_quantize, tiles(x.numel()), *args, LEVELS=levels, S=group_size, KIND=kind, R=1)
-    return bits, payload, bounds
+    return bounds
 
 
 def nonzero_dequantize(
@@ -67,14 +102,16 @@ def nonzero_dequantize(
     inner: int = 1,
     mask: Tensor | None = None,
     first: int = 0,
+    spill: Tensor | None = None,
 ) -> None:
     n = first * TILE_SIZE + out.numel()
     starts = _starts(bits, n, levels, group_size)
     target, kind = words(out)
     tiniest = max(2.0**-126, torch.finfo(out.dtype).tiny)
-    sizes = out.numel(), first, payload.numel(), tiniest
+    sizes = out.numel(), first, tiniest
     by = channels(scale, shift, inner, mask, n)
-    args = bits, starts, payload, patterns(bounds), target, *sizes, *by, *split_seed(seed)
+    there = starts, payload, spill, payload.numel(), nonzero_tile_nbytes(levels, group_size)
+    args = bits, *there, patterns(bounds), target, *sizes, *by, *split_seed(seed)
     constants = {"LEVELS": levels, "S": group_size, "KIND": kind, "SHORT": is_short(scale, inner)}
     launch(_dequantize, tiles(out.numel()), *args, **constants, R=1)
 
@@ -91,20 +128,21 @@ def _sizes(p_bits, p_starts, N_BYTES, LEVELS: tl.constexpr, S: tl.constexpr, R: 
     i_t, _ = program_tiles(0, R)
     o_b = i_t[:, None] * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]  # [R, TILE / 8]
     b_b = tl.load(p_bits + o_b, mask=o_b < N_BYTES, other=0).to(tl.int32)
-    b_b = (b_b & 0x55) + ((b_b >> 1) & 0x55)
-    b_b = (b_b & 0x33) + ((b_b >> 2) & 0x33)
-    n = tl.sum((b_b & 0x0F) + (b_b >> 4), axis=1)  # [R]
+    n = tl.sum(set_bits(b_b), axis=1)  # [R]
     b_size = 2 * ((n + S - 1) // S)
     for part in tl.static_range(parts(LEVELS)):
         b_size += (n + per_byte(LEVELS, part) - 1) // per_byte(LEVELS, part)
     tl.store(p_starts + 1 + i_t, b_size.to(tl.int64), mask=i_t * (TILE // 8) < N_BYTES)
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["N_PAYLOAD", "MOST", "seed_low", "seed_high"])
 def _quantize(
     p_x,
     p_starts,
     p_payload,
+    p_spill,
+    N_PAYLOAD,
+    MOST,
     p_bounds,
     N,
     seed_low,
@@ -126,26 +164,28 @@ def _quantize(
 
     p_zero = p_bounds + 2 * i_t + tl.arange(0, 2)
     tl.store(p_zero, tl.zeros([2], tl.int16), mask=n == 0)
-    p_payload += tl.load(p_starts + i_t)
-    p_ranges = p_payload + 2 * tl.arange(0, G)[None, :]
+    p_tile, _ = tile_payload(p_payload, p_spill, p_starts, i_t, i_t >= 0, N_PAYLOAD, MOST)
+    p_ranges = p_tile + 2 * tl.arange(0, G)[None, :]
     p_bounds += 2 * i_t + tl.zeros([1], tl.int32)
     b_x, m_e = tl.reshape(b_x, [1, G, S]), tl.reshape(o_e < n, [1, G, S])
     b_low, b_scale = store_ranges(p_ranges, p_bounds, b_x, m_e, LEVELS)
-    p_codes = p_payload + 2 * ((n + S - 1) // S) + tl.zeros([1, 1], tl.int32)
+    p_codes = p_tile + 2 * ((n + S - 1) // S) + tl.zeros([1, 1], tl.int32)
     b_key = tile_key(i_t, seed_low, seed_high)
     pack(p_x, p_codes, n, b_key, b_low, b_scale, b_place[None, :], LEVELS, S, KIND)
 
 
-@triton.jit(do_not_specialize=["first", "N_PAYLOAD", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["first", "N_PAYLOAD", "MOST", "seed_low", "seed_high"])
 def _dequantize(
     p_bits,
     p_starts,
     p_payload,
+    p_spill,
+    N_PAYLOAD,
+    MOST,
     p_bounds,
     p_out,
     N,
     first,
-    N_PAYLOAD,
     tiniest,
     p_scale,
     p_shift,
@@ -171,11 +211,10 @@ def _dequantize(
     b_count = tl.cumsum(m_e.to(tl.int32), axis=0)
     n = tl.max(b_count, axis=0)
     o_e = tl.where(m_e, b_count - 1, 0)  # place among the non-zeros
-    m_t = tl.load(p_starts + i_t + 1) <= N_PAYLOAD  # all of the tile's payload is there
-    p_payload += tl.load(p_starts + i_t)
+    p_tile, m_t = tile_payload(p_payload, p_spill, p_starts, i_t, i_t >= 0, N_PAYLOAD, MOST)
     m_g = m_e & m_t
-    b_low, b_step = load_grid(p_payload + 2 * (o_e // S), p_bounds + 2 * i_t, m_g, n > 0, LEVELS)
-    b_code = unpack(p_payload + 2 * ((n + S - 1) // S), n, o_e, m_g, LEVELS)
+    b_low, b_step = load_grid(p_tile + 2 * (o_e // S), p_bounds + 2 * i_t, m_g, n > 0, LEVELS)
+    b_code = unpack(p_tile + 2 * ((n + S - 1) // S), n, o_e, m_g, LEVELS)
     b_u = uniform(tile_key(i_t, seed_low, seed_high), o_e)
     b_x = b_low + b_step * (b_code.to(tl.float32) - b_u)
     b_x = tl.where(m_e, tl.where(m_t, b_x, float("nan")), 0.0)

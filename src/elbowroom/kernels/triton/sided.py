@@ -1,6 +1,7 @@
 """Dither on either side of a threshold that a bitmap tells (specification: `reference/sided.py`).
 
-The bitmap gives the sizes, whose sum the host reads, and waits for. One tile a program; how the
+The bitmap gives the sizes, whose sum the host reads, and waits for; `sided_quantize_into` is given
+memory for the payload, and waits for nothing. One tile a program; how the
 values of a side are found is told in `nonzero.py`. x is read twice, the second time from the cache;
 written are the payload and 8 bytes a tile.
 
@@ -14,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from elbowroom.kernels.layout import TILE as TILE_SIZE
-from elbowroom.kernels.layout import tiles
+from elbowroom.kernels.layout import sided_tile_nbytes, tiles
 from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
+from elbowroom.kernels.triton.bits import set_bits
 from elbowroom.kernels.triton.device import (
     NAN_BF16,
     TILE,
@@ -30,6 +32,7 @@ from elbowroom.kernels.triton.device import (
     program_tiles,
     store_restored,
     tile_key,
+    tile_payload,
     uniform,
     unpack,
 )
@@ -52,11 +55,48 @@ def sided_quantize(
     settings = {"UPPER": upper, "LOWER": lower, "S": group_size, "F": fold}
     starts = _starts(bits, x.numel(), settings)
     payload = torch.empty(int(starts[-1]), dtype=torch.uint8, device=x.device)  # the host waits
+    x = mapped(x, scale, shift, inner)
+    return payload, _filled(x, bits, starts, payload, None, seed, settings)
+
+
+def sided_quantize_into(
+    x: Tensor,
+    bits: Tensor,
+    seed: int,
+    upper: int,
+    lower: int,
+    group_size: int,
+    fold: int,
+    payload: Tensor,
+    spill: Tensor,
+    used: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inner: int = 1,
+) -> Tensor:
+    settings = {"UPPER": upper, "LOWER": lower, "S": group_size, "F": fold}
+    starts = _starts(bits, x.numel(), settings)
+    used.copy_(starts[-1:])
+    x = mapped(x, scale, shift, inner)
+    return _filled(x, bits, starts, payload, spill, seed, settings)
+
+
+def _filled(
+    x: Tensor,
+    bits: Tensor,
+    starts: Tensor,
+    payload: Tensor,
+    spill: Tensor | None,
+    seed: int,
+    settings: dict[str, int],
+) -> Tensor:
+    """Fill the payload of x; return the bounds."""
     bounds = torch.empty(2 * tiles(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
-    source, kind = words(mapped(x, scale, shift, inner))
-    args = source, bits, starts, payload, patterns(bounds), x.numel(), *split_seed(seed)
+    source, kind = words(x)
+    there = starts, payload, spill, payload.numel(), sided_tile_nbytes(*settings.values())
+    args = source, bits, *there, patterns(bounds), x.numel(), *split_seed(seed)
     launch(_quantize, tiles(x.numel()), *args, **settings, KIND=kind, R=1)
-    return payload, bounds
+    return bounds
 
 
 def sided_dequantize(
@@ -74,14 +114,16 @@ def sided_dequantize(
     inner: int = 1,
     mask: Tensor | None = None,
     first: int = 0,
+    spill: Tensor | None = None,
 ) -> None:
     n = first * TILE_SIZE + out.numel()
     settings = {"UPPER": upper, "LOWER": lower, "S": group_size, "F": fold}
     starts = _starts(bits, n, settings)
     target, kind = words(out)
-    sizes = out.numel(), first, payload.numel()
     by = channels(scale, shift, inner, mask, n)
-    args = bits, starts, payload, patterns(bounds), target, *sizes, *by, *split_seed(seed)
+    there = starts, payload, spill, payload.numel(), sided_tile_nbytes(*settings.values())
+    sizes = out.numel(), first
+    args = bits, *there, patterns(bounds), target, *sizes, *by, *split_seed(seed)
     constants = settings | {"KIND": kind, "SHORT": is_short(scale, inner)}
     launch(_dequantize, tiles(out.numel()), *args, **constants, R=1)
 
@@ -123,19 +165,20 @@ def _sizes(
     b_b = tl.load(p_bits + o_b, mask=o_b < (N + 7) // 8, other=0).to(tl.int32)
     n_b = tl.minimum(tl.maximum(N - 8 * o_b, 0), 8).to(tl.int32)  # of its bits belong to elements
     b_b &= (1 << n_b) - 1
-    b_b = (b_b & 0x55) + ((b_b >> 1) & 0x55)
-    b_b = (b_b & 0x33) + ((b_b >> 2) & 0x33)
-    n_up = tl.sum((b_b & 0x0F) + (b_b >> 4), axis=1)  # [R]
+    n_up = tl.sum(set_bits(b_b), axis=1)  # [R]
     b_size = part_nbytes(n_up, UPPER, S) + lower_nbytes(n - n_up, LOWER, S, F)
     tl.store(p_starts + 1 + i_t, b_size.to(tl.int64), mask=n > 0)
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["N_PAYLOAD", "MOST", "seed_low", "seed_high"])
 def _quantize(
     p_x,
     p_bits,
     p_starts,
     p_payload,
+    p_spill,
+    N_PAYLOAD,
+    MOST,
     p_bounds,
     N,
     seed_low,
@@ -154,12 +197,12 @@ def _quantize(
     b_byte = tl.load(p_bits + i_t * (TILE // 8) + o_e // 8, mask=m_x, other=0).to(tl.int32)
     m_up = m_x & (((b_byte >> (o_e % 8)) & 1) != 0)
     b_key = tile_key(i_t, seed_low, seed_high)
-    p_payload += tl.load(p_starts + i_t)
+    p_tile, _ = tile_payload(p_payload, p_spill, p_starts, i_t, i_t >= 0, N_PAYLOAD, MOST)
     n_up = tl.sum(m_up.to(tl.int32), axis=0)
     p_bounds += 4 * i_t
-    encode_side(p_x, p_payload, p_bounds, m_up, 0, b_key, UPPER, S, 1, KIND)
-    p_payload += part_nbytes(n_up, UPPER, S)
-    encode_side(p_x, p_payload, p_bounds + 2, m_x & ~m_up, n_up, b_key, LOWER, S, F, KIND)
+    encode_side(p_x, p_tile, p_bounds, m_up, 0, b_key, UPPER, S, 1, KIND)
+    p_tile += part_nbytes(n_up, UPPER, S)
+    encode_side(p_x, p_tile, p_bounds + 2, m_x & ~m_up, n_up, b_key, LOWER, S, F, KIND)
 
 
 @triton.jit
@@ -255,16 +298,18 @@ def folded(b_x, m, F: tl.constexpr):
     return b_z
 
 
-@triton.jit(do_not_specialize=["first", "N_PAYLOAD", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["first", "N_PAYLOAD", "MOST", "seed_low", "seed_high"])
 def _dequantize(
     p_bits,
     p_starts,
     p_payload,
+    p_spill,
+    N_PAYLOAD,
+    MOST,
     p_bounds,
     p_out,
     N,
     first,
-    N_PAYLOAD,
     p_scale,
     p_shift,
     p_mask,
@@ -289,13 +334,12 @@ def _dequantize(
     b_byte = tl.load(p_bits + i_t * (TILE // 8) + o_x // 8, mask=m_x, other=0).to(tl.int32)
     m_up = m_x & (((b_byte >> (o_x % 8)) & 1) != 0)
     n_up = tl.sum(m_up.to(tl.int32), axis=0)
-    m_t = tl.load(p_starts + i_t + 1) <= N_PAYLOAD  # all of the tile's payload is there
-    p_payload += tl.load(p_starts + i_t)
+    p_tile, m_t = tile_payload(p_payload, p_spill, p_starts, i_t, i_t >= 0, N_PAYLOAD, MOST)
     p_bounds += 4 * i_t
     b_key = tile_key(i_t, seed_low, seed_high)
-    b_up = decode_side(p_payload, p_bounds, m_up, m_t, 0, b_key, UPPER, S, 1)
-    p_payload += part_nbytes(n_up, UPPER, S)
-    b_low = decode_side(p_payload, p_bounds + 2, m_x & ~m_up, m_t, n_up, b_key, LOWER, S, F)
+    b_up = decode_side(p_tile, p_bounds, m_up, m_t, 0, b_key, UPPER, S, 1)
+    p_tile += part_nbytes(n_up, UPPER, S)
+    b_low = decode_side(p_tile, p_bounds + 2, m_x & ~m_up, m_t, n_up, b_key, LOWER, S, F)
     b_x = tl.where(m_t, tl.where(m_up, b_up, b_low), float("nan"))
     b_x = scale_tile(b_x, i_t, o_x, m_x, p_scale, p_shift, inner, C, share, SHORT)
     b_x = blank_unset(b_x, i_t, o_x, m_x, p_mask)

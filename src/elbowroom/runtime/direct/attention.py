@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import ops
+from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan import Need, Site
 from elbowroom.plan.gentle import MOST_LEVELS, UNSEEN_LEVELS, levels_for, levels_for_values
 from elbowroom.plan.site import Formula, Reads
@@ -497,7 +498,7 @@ def _levels_of(roles: list[int | str], call: Call, *, looks: bool) -> int | None
     """
     logits, values = _LOGITS.intersection(roles), _VALUES.intersection(roles)
     q = call.arg(0, "query")
-    if not looks or q.device.type != "cpu" or type(q) not in (Tensor, nn.Parameter):
+    if not looks or would_wait(q) or type(q) not in (Tensor, nn.Parameter):
         return MOST_LEVELS if logits else UNSEEN_LEVELS
     fewest = levels_by_values(call)
     asked = [*([fewest.logits] if logits else []), *([fewest.values] if values else [])]

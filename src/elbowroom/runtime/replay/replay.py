@@ -477,8 +477,8 @@ class Replay(TorchFunctionMode):
             slot.hold(KeepHandle(whole, "what it would be made of has no bits for it in this step"))
             return
         norm = None if deed.norm is None else deed.norm.statistics(self)
-        prefetcher = self.context.prefetcher
-        slot.hold(perform(action, whole, deed.need, ready, seed, None, norm, prefetcher, deed.name))
+        shared = self.context.prefetcher, deed.name, self.context.capacities
+        slot.hold(perform(action, whole, deed.need, ready, seed, None, norm, *shared))
         if not isinstance(action, Keep):  # which comes between two codes, and drops no bits
             slot.drop_needless_bits()
 

@@ -6,12 +6,16 @@ On CUDA they run on a stream of their own, beside the computation:
    side stream, and nobody waits for anybody.
 2. The side stream waits for the compute stream first: what is copied out has been computed by then,
    and the memory that is copied into is free of what came before.
-3. Events order everything; `record_stream` is never used (it delays and fragments).
+3. Events order everything; `record_stream` is used only where a tensor is read on another stream
+   than the one that its memory belongs to (it delays and fragments).
 4. All copies of a device share one side stream: a part of a slab that is filled again is filled
    after it was read.
+5. Memory that is let go may be taken at once by the stream that it belongs to, which need not be
+   the current one: a program may compute on several, and a handle may die anywhere. So it is that
+   stream that is told to wait.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +26,15 @@ class Copy(Protocol):
 
     def is_done(self) -> bool: ...
 
-    def order(self) -> None:
-        """What the current stream does from now on comes after the copy. It does not wait here."""
+    def order(self, into: Tensor) -> None:
+        """What the current stream reads of `into` from now on comes after the copy.
+
+        It does not wait here.
+        """
+        ...
+
+    def let_go(self) -> None:
+        """The memory of the device may be taken by who comes after the copy. It does not wait."""
         ...
 
     def wait(self) -> None:
@@ -34,8 +45,15 @@ class Copy(Protocol):
 class Copier(Protocol):
     """Of one device."""
 
-    def copy(self, source: Tensor, into: Tensor) -> Copy:
-        """Begin to copy flat bytes, after all that the current stream was asked for so far."""
+    def home(self) -> Any:
+        """The stream that memory belongs to which is taken now."""
+        ...
+
+    def copy(self, source: Tensor, into: Tensor, home: Any = None) -> Copy:
+        """Begin to copy flat bytes, after all that the current stream was asked for so far.
+
+        home: what the memory of the device belongs to, and waits for, too; None: current stream
+        """
         ...
 
 
@@ -46,27 +64,52 @@ class CudaCopier:
         self._device = device
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def copy(self, source: Tensor, into: Tensor) -> "CudaCopy":
+    def home(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def copy(
+        self, source: Tensor, into: Tensor, home: torch.cuda.Stream | None = None
+    ) -> "CudaCopy":
         compute = torch.cuda.current_stream(self._device)  # rule 1
         self._side.wait_stream(compute)  # rule 2
+        if home is not None and home != compute:
+            self._side.wait_stream(home)
         with torch.cuda.stream(self._side):
-            into.copy_(source, non_blocking=True)
+            begin(source, into)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._side)
-        return CudaCopy(done, self._device)
+        return CudaCopy(done, self._device, compute if home is None else home)
+
+
+def begin(source: Tensor, into: Tensor) -> None:
+    """Ask the current stream for a copy."""
+    into.copy_(source, non_blocking=True)
+
+
+def used_on(x: Tensor, stream: torch.cuda.Stream) -> None:
+    """Say that a stream uses x, whose memory is another one's."""
+    x.record_stream(stream)
 
 
 class CudaCopy:
     """An event on the side stream."""
 
-    def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
-        self._done, self._device = done, device
+    def __init__(
+        self, done: torch.cuda.Event, device: torch.device, home: torch.cuda.Stream
+    ) -> None:
+        self._done, self._device, self._home = done, device, home
 
     def is_done(self) -> bool:
         return bool(self._done.query())  # type: ignore[no-untyped-call]
 
-    def order(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._done)
+    def order(self, into: Tensor) -> None:
+        now = torch.cuda.current_stream(self._device)
+        now.wait_event(self._done)
+        if now != self._home:
+            used_on(into, now)  # rule 3
+
+    def let_go(self) -> None:
+        self._home.wait_event(self._done)  # rule 5
 
     def wait(self) -> None:
         self._done.synchronize()

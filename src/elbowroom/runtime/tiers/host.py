@@ -100,11 +100,11 @@ class HostTicket:
 
     def let_go_in_order(self) -> None:
         """Let go before the copy is done: what takes the memory comes after it."""
-        self._copy.order()
+        self._copy.let_go()
         self._let_go()
 
     def fetch(self, into: Tensor) -> "HostArrival":
-        return HostArrival(self._tier.copier.copy(self._part[0].flat, into))
+        return HostArrival(self._tier.copier.copy(self._part[0].flat, into), into)
 
     def when_away(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -116,7 +116,7 @@ class HostTicket:
             return  # a forked child has no device to speak of, and frees nothing
         self._call = None
         if self._flat is not None:
-            self._copy.order()  # the memory may be taken at once
+            self._copy.let_go()  # the memory may be taken at once
             self._flat = None
         if self._part:
             self._tier.give_back(self._part.pop())
@@ -131,11 +131,11 @@ class HostTicket:
 class HostArrival:
     """A copy on its way back."""
 
-    def __init__(self, copy: Copy) -> None:
-        self._copy = copy
+    def __init__(self, copy: Copy, into: Tensor) -> None:
+        self._copy, self._into = copy, into
 
     def wait(self) -> None:
-        self._copy.order()
+        self._copy.order(self._into)
 
     def drop(self) -> None:
-        self._copy.order()  # else the copy could overwrite what the compute stream puts there next
+        self._copy.let_go()  # else the copy could overwrite what is put there next

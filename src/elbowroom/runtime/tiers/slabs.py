@@ -64,18 +64,26 @@ class Slabs:
 
     def take(self, nbytes: int) -> Part:
         """A part of this size. The free one that is pinned comes first."""
-        for slab in sorted(self._slabs, key=lambda slab: not slab.pinned):
-            offset = slab.parts.take(nbytes)
-            if offset is not None:
-                return Part(slab.memory[offset : offset + nbytes], slab, offset)
-        whole = 1 << (max(nbytes, PAGE) - 1).bit_length()  # torch rounds pinned memory up to it
-        size = max(self._slab_nbytes, whole)
-        memory = self._pinned_within_budget(size)
-        pinned = memory is not None
-        if memory is None:
-            memory = torch.empty(size, dtype=torch.uint8)
-        self._slabs.append(_Slab(memory, Extents(size), pinned))
+        part = self._free_part(nbytes, pinned=True) or self._free_part(nbytes)
+        part = part or self.take_pinned(nbytes)
+        if part is not None:
+            return part
+        size = self._size(nbytes)
+        memory = torch.empty(size, dtype=torch.uint8)
+        self._slabs.append(_Slab(memory, Extents(size), pinned=False))
         return self.take(nbytes)
+
+    def take_pinned(self, nbytes: int) -> Part | None:
+        """A part of this size that is pinned; None: there is no room for it."""
+        part = self._free_part(nbytes, pinned=True)
+        if part is not None:
+            return part
+        size = self._size(nbytes)
+        memory = self._pinned_within_budget(size)
+        if memory is None:
+            return None
+        self._slabs.append(_Slab(memory, Extents(size), pinned=True))
+        return self._free_part(nbytes, pinned=True)
 
     def give_back(self, part: Part) -> None:
         """It is free again. A pageable slab that is empty goes back to the system."""
@@ -88,6 +96,17 @@ class Slabs:
         if self._untold:
             untold, self._untold = self._untold, None
             warnings.warn(untold, stacklevel=2)
+
+    def _free_part(self, nbytes: int, *, pinned: bool = False) -> Part | None:
+        for slab in self._slabs:
+            offset = slab.parts.take(nbytes) if slab.pinned or not pinned else None
+            if offset is not None:
+                return Part(slab.memory[offset : offset + nbytes], slab, offset)
+        return None
+
+    def _size(self, nbytes: int) -> int:
+        whole = 1 << (max(nbytes, PAGE) - 1).bit_length()  # torch rounds pinned memory up to it
+        return max(self._slab_nbytes, whole)
 
     def _pinned_within_budget(self, size: int) -> Tensor | None:
         why = f"its budget of {show_nbytes(self.budget_nbytes)} is used up"

@@ -71,7 +71,7 @@ class StagedTicket:
     def drop(self) -> None:
         self._call = None
         if self.source is not None:
-            self._copy.order()  # the memory may be taken at once
+            self._copy.let_go()  # the memory may be taken at once
             self.source = None
         self._file.drop()
 
@@ -81,11 +81,12 @@ class StagedArrival:
 
     def __init__(self, copier: Copier, host: Tensor, into: Tensor, reading: Arrival | None) -> None:
         self._copier, self._host, self._into, self._reading = copier, host, into, reading
+        self._home = copier.home()
 
     def wait(self) -> None:
         if self._reading is not None:
             self._reading.wait()
-        self._copier.copy(self._host, self._into).order()
+        self._copier.copy(self._host, self._into, self._home).order(self._into)
 
     def drop(self) -> None:
         """No copy to the device has begun, and the worker holds the memory that it reads into."""

@@ -1,0 +1,240 @@
+"""How much memory payloads of unknown size get, as those of their site have needed lately.
+
+    step n      a kernel writes a payload, and its size to a slot in memory of the device
+    step n + 1  the first site that comes again has all slots copied to pinned host memory
+    later       the copy is found done, without waiting for it: sites have learned their sizes
+
+A capacity is the largest size of the last steps and a sixteenth; it changes only when it is nearly
+used up, or much too large, so that the allocator meets the same sizes again. A payload that does
+not fit has its rest in pinned host memory (`codecs/room.py`), and is counted. Where there is no
+pinned memory, or a kernel cannot reach it, which is tried once, a payload gets what it never
+exceeds.
+
+1. Slots and spills belong to one stream of one device: what is written there again is written after
+   it was read.
+2. A spill is given back from `__del__`, which may run anywhere: it takes no lock.
+"""
+
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs.room import Space
+from elbowroom.kernels import ops
+from elbowroom.kernels.layout import TILE
+from elbowroom.runtime import late
+from elbowroom.runtime.tiers.slabs import Part, Slabs
+
+_MOST_SITES = 8192
+_SLOTS = 1024
+_HEADROOM = 16  # a capacity is a size, and so large a part of it
+_MARGIN = 32  # it grows when less than such a part of it is free
+_STEPS = 64  # after which one that is much too large shrinks
+_SHRINKS = 0.8
+_GRANULE = 512  # bytes: the allocator of a GPU rounds up to it
+_SLAB_NBYTES = 16 << 20
+_SHARE_OF_MEMORY = 8  # of the host's, for spills of all devices
+
+
+class Capacities:
+    """Those of one training.
+
+    spills         payloads that did not fit
+    spilled_nbytes bytes of them that were in host memory
+    """
+
+    def __init__(self) -> None:
+        self.spills = self.spilled_nbytes = 0
+        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
+        self._places: dict[tuple[torch.device, int], _Place] = {}
+        self._lock = threading.Lock()
+
+    def room(self, site: Hashable) -> "SiteRoom":
+        """The room of one site. It is known by anything that tells its payloads from others."""
+        return SiteRoom(self, site)
+
+    def space(
+        self, site: Hashable, most_nbytes: int, tile_nbytes: int, device: torch.device
+    ) -> Space | None:
+        """See `Room.space`."""
+        with self._lock:
+            place = self._place(device)
+            self._learn(place)
+            known = self._known.get(site)
+            if known is None:
+                return None
+            self._known.move_to_end(site)
+            capacity = min(known.capacity, most_nbytes)
+            spill = place.spill(most_nbytes - capacity, tile_nbytes)
+            if spill is None:
+                capacity, spill = most_nbytes, NoSpill(place.nothing)
+            used = place.slot(known, capacity)
+        return Space(torch.empty(capacity, dtype=torch.uint8, device=device), spill, used)
+
+    def first(
+        self, site: Hashable, payload: Tensor, most_nbytes: int
+    ) -> "tuple[Tensor, NoSpill | HostSpill]":
+        """See `Room.first`."""
+        known = _Known(payload.numel())
+        with self._lock:
+            self._place(payload.device).try_spills()
+            self._known[site] = known
+            if len(self._known) > _MOST_SITES:
+                self._known.popitem(last=False)
+        memory = payload.new_empty(min(known.capacity, most_nbytes))
+        memory[: payload.numel()] = payload
+        return memory, NoSpill(payload[:0])
+
+    def _place(self, device: torch.device) -> "_Place":
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        place = self._places.get((device, stream))
+        if place is None:
+            place = self._places[device, stream] = _Place(device)
+        return place
+
+    def _learn(self, place: "_Place") -> None:
+        for known, capacity, used in place.arrived():
+            known.learn(used)
+            self.spills += used > capacity
+            self.spilled_nbytes += max(used - capacity, 0)
+
+
+class SiteRoom:
+    """The room of one site (`codecs/room.py`)."""
+
+    __slots__ = ("_capacities", "_site")
+
+    def __init__(self, capacities: Capacities, site: Hashable) -> None:
+        self._capacities, self._site = capacities, site
+
+    def space(self, most_nbytes: int, tile_nbytes: int, device: torch.device) -> Space | None:
+        """Memory for the site's next payload."""
+        return self._capacities.space(self._site, most_nbytes, tile_nbytes, device)
+
+    def first(self, payload: Tensor, most_nbytes: int) -> "tuple[Tensor, NoSpill | HostSpill]":
+        """Take its first payload over."""
+        return self._capacities.first(self._site, payload, most_nbytes)
+
+
+class _Known:
+    """What one site's payloads have needed."""
+
+    __slots__ = ("capacity", "highest", "steps", "waits")
+
+    def __init__(self, used: int) -> None:
+        self.capacity = _roomy(used)
+        self.highest, self.steps = used, 1
+        self.waits = False  # it has a slot that was not copied yet
+
+    def learn(self, used: int) -> None:
+        self.highest = max(self.highest, used)
+        self.steps += 1
+        if used > self.capacity - self.capacity // _MARGIN:
+            self.capacity = _roomy(used)
+        elif self.steps >= _STEPS:
+            if _roomy(self.highest) < _SHRINKS * self.capacity:
+                self.capacity = _roomy(self.highest)
+            self.highest = self.steps = 0
+
+
+def _roomy(used: int) -> int:
+    return -(-(used + used // _HEADROOM + 1) // _GRANULE) * _GRANULE
+
+
+class NoSpill:
+    """All fits."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+
+
+class HostSpill:
+    """A part of a slab of pinned host memory."""
+
+    __slots__ = ("_dropped", "_part", "memory")
+
+    def __init__(self, part: Part, dropped: deque[Part]) -> None:
+        self.memory, self._part, self._dropped = part.flat, part, dropped
+
+    def __del__(self) -> None:
+        self._dropped.append(self._part)
+
+
+class _Place:
+    """Slots and spills of one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self._slabs = Slabs(
+            memory // _SHARE_OF_MEMORY, lambda nbytes: late.pinned(nbytes), _SLAB_NBYTES
+        )
+        self._slots = torch.empty(_SLOTS, dtype=torch.int64, device=device)
+        self._waiting: list[tuple[_Known, int]] = []  # whose slots were not copied yet
+        self._sent: deque[tuple[late.Sent, list[tuple[_Known, int]]]] = deque()
+        self._dropped: deque[Part] = deque()
+        self._can_spill: bool | None = None  # nobody has tried
+        self.nothing = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def try_spills(self) -> None:
+        """Find out whether kernels can reach host memory: in a step that waits anyway."""
+        if self._can_spill is None:
+            self._can_spill = can_spill(self.nothing.device)
+
+    def slot(self, known: _Known, capacity: int) -> Tensor:
+        """Where the size of its next payload goes."""
+        if known.waits or len(self._waiting) == _SLOTS:
+            self._send()
+        at = len(self._waiting)
+        self._waiting.append((known, capacity))
+        known.waits = True
+        return self._slots[at : at + 1]
+
+    def spill(self, nbytes: int, tile_nbytes: int) -> NoSpill | HostSpill | None:
+        """Host memory for so many bytes, and one tile; None: there is none."""
+        while self._dropped:
+            self._slabs.give_back(self._dropped.popleft())
+        if not nbytes:
+            return NoSpill(self.nothing)
+        self.try_spills()
+        if not self._can_spill:
+            return None
+        part = self._slabs.take_pinned(nbytes + tile_nbytes)
+        return None if part is None else HostSpill(part, self._dropped)
+
+    def arrived(self) -> list[tuple[_Known, int, int]]:
+        """Sites, capacities and sizes of which the host has heard."""
+        found = []
+        while self._sent and self._sent[0][0].has_arrived:
+            sizes, sites = self._sent.popleft()
+            for (known, capacity), used in zip(sites, sizes.numbers(), strict=True):
+                found.append((known, capacity, used))
+        return found
+
+    def _send(self) -> None:
+        sites, self._waiting = self._waiting, []
+        for known, _ in sites:
+            known.waits = False
+        self._sent.append((late.Sent(self._slots[: len(sites)]), sites))
+
+
+def can_spill(device: torch.device) -> bool:
+    """Whether a kernel on the device can write to pinned host memory, and read it again.
+
+    The host waits for it.
+    """
+    words = torch.arange(1, 5, dtype=torch.int32, device=device)
+    kept, again = words[:0], torch.zeros_like(words)  # none fits
+    try:
+        spill = late.pinned((len(words) + TILE) * words.element_size()).view(words.dtype)
+        used = torch.empty(1, dtype=torch.int64, device=device)
+        bits = ops.sparse_pack_into(words, kept, spill, used)
+        ops.sparse_unpack(bits, kept, spill, again)
+    except (RuntimeError, ValueError):  # no pinned memory; Triton refuses what it cannot reach
+        return False
+    return torch.equal(words, again)
