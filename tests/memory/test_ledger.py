@@ -192,6 +192,9 @@ class Sub(Tensor):
     pass
 
 
+DATA = torch.randn(64, 64)
+
+
 class Roomy(torch.autograd.Function):
     """Gives a tensor that fills little of its storage."""
 
@@ -208,6 +211,10 @@ class Roomy(torch.autograd.Function):
     ("forward", "why"),
     [
         (lambda w: torch.randn(64, 64) @ w, "an input: its owner holds it"),
+        (
+            lambda w: (w @ DATA).sin() * DATA.cos(),
+            "data that the gradient of an activation is multiplied with",
+        ),
         (lambda w: (w @ torch.randn(64, 64)).log(), LOGARITHM),
         (lambda w: F.linear(Roomy.apply(w), w), "a window onto a larger storage"),
         (lambda w: F.linear((w * 2)[:4].clone(), w), "small"),

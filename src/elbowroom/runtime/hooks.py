@@ -573,7 +573,8 @@ class Saving:
         if reading.formula.is_fine and call is not None:
             self._note_fine(root_of(self._identity.origin(x)), call)
         if not slot.serves(need) or is_too_coarse(slot, x, reading, name, call):
-            why_kept = left_alone(slot, x, call, need, self.min_nbytes)
+            made = self._identity.origin(x)
+            why_kept = left_alone(slot, x, call, need, self.min_nbytes, made)
             if why_kept:
                 cast = self._cast(slot, x, call) if why_kept is MADE_OF_PARAMETERS else None
                 slot.hold(cast or KeepHandle(slot.base.on(x), why_kept))
@@ -586,7 +587,8 @@ class Saving:
             self._passing.parts.saved(op, slot, x, self._identity, held)
         view = View(slot, x, need)
         if self.recorder is not None and noted is not None:
-            why_kept = left_alone(slot, x, call, need, self.min_nbytes)
+            made = self._identity.origin(x)
+            why_kept = left_alone(slot, x, call, need, self.min_nbytes, made)
             number = last_node() if node is None else node
             view = self.recorder.saved(view, x, noted, why_kept, number, sources)
         if call is not None:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.codecs import Affine
 from elbowroom.runtime.consumers import Call, is_capped
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
-from elbowroom.runtime.identity import Identity, Origin, is_dense, untouchable
+from elbowroom.runtime.identity import Identity, Origin, is_dense, is_touchable, untouchable
 from elbowroom.runtime.masks import CAPPED
 from elbowroom.runtime.recipes import Op, Recipe, same_order
 from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
@@ -21,9 +22,17 @@ from elbowroom.runtime.statistics import logical_statistics, statistics_of
 
 
 def note_origin(call: Call, out: Any, identity: Identity) -> None:
-    """If the op that has just ended can run again, remember how, under its output's identity."""
+    """If the op that has just ended can run again, remember how, under its output's identity.
+
+    Of what wants no gradient: that an op has made it, so that no owner of an input holds it.
+    """
     maker = _MAKERS.get(call.name)
-    if maker is None or not isinstance(out, Tensor) or not out.requires_grad or not out.numel():
+    if not isinstance(out, Tensor) or not out.numel():
+        return
+    if not out.requires_grad:
+        _note_data(call, out, identity)
+        return
+    if maker is None:
         return
     x = call.arg(0, "input")
     if untouchable(out) or not isinstance(x, Tensor) or untouchable(x):
@@ -38,6 +47,21 @@ def note_origin(call: Call, out: Any, identity: Identity) -> None:
     origin = maker(call, out, identity)
     if origin is not None:
         identity.made(out, origin)
+
+
+def _note_data(call: Call, out: Tensor, identity: Identity) -> None:
+    """Remember that the op has made `out` of its arguments, in memory of its own.
+
+    Its zeros are exact whatever its code: it may be a mask, or a word in one place of many.
+    """
+    if out.numel() < _LEAST_DATA or not is_touchable(out):
+        return
+    given = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor)]
+    if not given or not all(map(is_touchable, given)):
+        return  # memory may come from elsewhere: an array, a buffer, a file
+    at = out.untyped_storage()._cdata
+    if all(x.untyped_storage()._cdata != at for x in given):
+        identity.made(out, Origin(call.name, has_zeros=True))
 
 
 def note_copy(x: Tensor, call: Call, identity: Identity) -> None:
@@ -491,6 +515,7 @@ def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
+_LEAST_DATA = 1024  # elements; smaller ones are left alone in any case
 _MUCH_LARGER = 4  # a result is at least so many times as large as a constant copied to remake it
 _FEW = 256  # the most elements that a product may sum: the columns of an attention head
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
