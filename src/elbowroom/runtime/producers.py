@@ -109,6 +109,7 @@ def _source(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geome
     for slot in call.saved:  # a cast that autocast made
         if (
             slot.dtype is not x.dtype
+            and slot.dtype.is_floating_point
             and slot.base.shape == seen.shape
             and torch.is_autocast_enabled(x.device.type)
         ):
