@@ -32,7 +32,7 @@ from elbowroom.runtime.weak import WeakStorage
 
 _WINDOW = 4  # a view of less than a fourth of its storage is a window
 _MOST_CONSTANTS = 8
-_MOST_SPARES = 2
+_MOST_SPARES = 1
 _DEEPEST_PARAMETER_GRAPH = 16
 _PICKS = ("Embedding", "Index", "Gather", "Take")  # what these make of a parameter is data
 _SCALES = ("Mul", "Mv", "Vdot", "Dot")  # pruning masks and spectral_norm's vectors enter here
@@ -120,7 +120,7 @@ class Identity:
     def spare(self, x: Tensor, op: str) -> Slot | None:
         """A slot with a copy of what an op has made a much larger tensor of, and nobody saves.
 
-        Fewer of them are held than of constants: most are not used.
+        Only the last one is held until something is made of it: most are not used.
         """
         return self._copy(x, op, self._spares, _MOST_SPARES)
 
