@@ -1,10 +1,10 @@
 """Clamp on a bit an element: torch's own gradient, and no code is kept away from what it reads."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import elbowroom as er
 from programs import looking
@@ -19,6 +19,11 @@ WAYS = {
     "crossed": lambda x: x.clamp(0.5, -0.5),
     "keyword": lambda x: torch.clamp(input=x, min=0, max=1),
 }
+
+
+class Clamped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp(-1, 1) * torch.sigmoid(x)
 
 
 def drawn(dtype: torch.dtype) -> Tensor:
@@ -78,3 +83,24 @@ def test_second_derivatives_and_second_backwards():
         out = (x * 1).clamp(-1, 1).sum()
     (first,) = torch.autograd.grad(out, x, create_graph=True)
     assert torch.equal(torch.autograd.grad(out, x)[0], first)
+
+
+@pytest.mark.parametrize("exact", [True, None])
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_inside_a_budget(exact, share):
+    """A fitted model clamps, learns and follows its plan."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(128, 512), Clamped(), nn.Linear(512, 128), Clamped())
+    x = torch.randn(1024, 128)
+
+    def step() -> None:
+        net(x).square().mean().backward()
+        net.zero_grad()
+
+    held = sum(p.nbytes for p in net.parameters())
+    peak = held + er.peak(step)
+    er.fit(net, budget=int(share * peak), exact=exact)
+    with suppress(er.errors.BudgetTooSmall):
+        for _ in range(4):
+            step()
+    er.release(net)

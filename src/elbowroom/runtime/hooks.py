@@ -435,7 +435,7 @@ class Saving:
         allowed = direct.exact or not self._is_exact
         if direct.again and self.context.runs_again:
             return True
-        if direct.again and not getattr(self.policy, "again", False):
+        if (direct.again or direct.swaps) and not getattr(self.policy, "again", False):
             return False
         if call.would_rerun:  # else q and k could have no code
             return allowed and getattr(self.policy, "reruns_attention", True)

@@ -62,8 +62,11 @@ class Direct:
     fits   whether `run` can, from a call's arguments and its input
     exact  given exact tensors, it gives the bits of torch's own
     always it stands in a step that is written down, too: it saves other tensors than torch's own
-    again  it saves other tensors than torch's op: a context that follows what a step was seen to
-           save leaves it alone. Its input may lie in any order, and need not want a gradient
+    again  it saves other tensors than torch's op, and runs forward again: a context that follows
+           what a step was seen to save leaves it alone. It need not have an input that wants a
+           gradient
+    swaps  it saves something else in place of its input, which may lie in any order: a context that
+           follows what a step was seen to save leaves it alone, too
     """
 
     run: Callable[..., Any]
@@ -72,6 +75,7 @@ class Direct:
     exact: bool = True
     always: bool = False
     again: bool = False
+    swaps: bool = False
 
 
 def _always(call: Call, x: Tensor) -> bool:
@@ -89,7 +93,7 @@ _UNFUSED = Direct(attention, Reads.RESTORED, _always, always=True)
 _CONVOLUTION = Direct(convolution, Reads.SAMPLES, fits_convolution, exact=False)
 # An exact context holds x, and makes from it what is read next.
 _CLAMP, _CLAMP_MIN, _CLAMP_MAX = (
-    Direct(run, Reads.RESTORED, fits_clamp, exact=False, again=True)
+    Direct(run, Reads.RESTORED, fits_clamp, exact=False, swaps=True)
     for run in (clamp, clamp_min, clamp_max)
 )
 _OPS: dict[Callable[..., Any], Direct] = {
@@ -129,7 +133,7 @@ def direct_of(call: Call) -> Direct | None:
     x = call.arg(0, "input")
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return None
-    ready = found.again or (x.requires_grad and _is_in_order(x))
+    ready = found.again or (x.requires_grad and (found.swaps or _is_in_order(x)))
     return found if ready and found.fits(call, x) else None
 
 
