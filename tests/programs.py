@@ -99,6 +99,22 @@ def masked_attention(x: Tensor) -> Tensor:
     return (weights.t() @ weights + mask).softmax(0) @ x
 
 
+def spread_out(x: Tensor) -> Tensor:
+    """Rows that are gathered many times, of a tensor that no op saves and that changes then."""
+    few = x[0] + x[1]
+    many = few[None].index_select(0, torch.zeros(N, dtype=torch.int64))
+    few.add_(1)
+    return many.exp() * many
+
+
+def added_up(x: Tensor) -> Tensor:
+    """A bias of a row and a column, neither of which any op saves, in another order."""
+    row, column = x[0] + 1, x[:, 1] - 1
+    both = row[None, :] + column[:, None]
+    row.mul_(2)
+    return both.t().contiguous().sigmoid() * both.roll(1, 0)
+
+
 INDEX = torch.tensor([3, 0, 7, 7, 1, 2, 5, 3])
 FROM_END = torch.tensor([-1, 0, -8, 3, 3, -2, 7, 1])
 UNARY: list[Callable[[Tensor], Tensor]] = [
@@ -136,6 +152,11 @@ UNARY: list[Callable[[Tensor], Tensor]] = [
     ),
     *(lambda x: x[:1].expand(N, N), lambda x: x.as_strided((N, N), (1, N)), lambda x: x * 0.7),
     lambda x: x.reshape(4, 2, 8).transpose(0, 1).reshape(N, N),
+    lambda x: torch.tanh(norm(x).reshape(4, 2, 8).transpose(0, 1).reshape(N, N)),
+    lambda x: torch.exp(norm(x).roll((1, 2), (0, 1))) * norm(x).t().contiguous(),
+    lambda x: F.pad(F.silu(x)[:, :6], (1, 1)).sin(),
+    spread_out,
+    added_up,
     lambda x: torch.cat(x.chunk(2, -1)[::-1], -1),
     lambda x: torch.cat([F.gelu(part) for part in x.chunk(2, -1)], -1),
     lambda x: torch.cat([F.relu(part) for part in x.chunk(2, 0)], 0),

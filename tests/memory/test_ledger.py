@@ -192,6 +192,9 @@ class Sub(Tensor):
     pass
 
 
+DATA = torch.randn(64, 64)
+
+
 class Roomy(torch.autograd.Function):
     """Gives a tensor that fills little of its storage."""
 
@@ -208,6 +211,10 @@ class Roomy(torch.autograd.Function):
     ("forward", "why"),
     [
         (lambda w: torch.randn(64, 64) @ w, "an input: its owner holds it"),
+        (
+            lambda w: (w @ DATA).sin() * DATA.cos(),
+            "data that the gradient of an activation is multiplied with",
+        ),
         (lambda w: (w @ torch.randn(64, 64)).log(), LOGARITHM),
         (lambda w: F.linear(Roomy.apply(w), w), "a window onto a larger storage"),
         (lambda w: F.linear((w * 2)[:4].clone(), w), "small"),
@@ -359,3 +366,56 @@ def test_constants_do_not_gather_in_a_context_around_a_training():
             net(x).square().mean().backward()
         assert saved.ledger.held_nbytes <= 8 * 64 * 64 * 4
     assert saved.ledger.held_nbytes == 0
+
+
+def gathered_often(x: Tensor, index: Tensor) -> Tensor:
+    """The largest of the rows that belong together, of rows that nobody saves."""
+    rows = (x @ DATA[:32, :32] + 1).index_select(0, index)
+    into = torch.zeros(64, 32)
+    return into.scatter_reduce(
+        0, index[:, None].expand(-1, 32) % 64, rows, "amax", include_self=False
+    )
+
+
+def test_of_rows_gathered_many_times_the_few_are_held():
+    x, index = torch.randn(64, 32, requires_grad=True), torch.randint(0, 64, (1024,))
+    plain = torch.autograd.grad(gathered_often(x, index).sum(), x)[0]
+    with er.saving(min_nbytes=4096) as saved:
+        out = gathered_often(x, index)
+    rows = [row for row in saved.ledger.rows if row.before_nbytes == 1024 * 32 * 4]
+    assert [row.action for row in rows] == ["rebuild"]
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], plain)
+
+
+def test_windows_are_made_again_from_what_they_are_cut_out_of():
+    """A copy whose values only lie elsewhere, as a shifted window of Swin's has."""
+    norm, layer, x = nn.LayerNorm(64), nn.Linear(64, 64), torch.randn(4, 16, 64)
+
+    def run() -> Tensor:
+        rows = norm(x * norm.weight).roll(3, 1).view(4, 4, 4, 64)
+        return layer(rows.transpose(1, 2).contiguous()).square().sum()
+
+    def grads(loss: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(loss, [*norm.parameters(), *layer.parameters()]))
+
+    plain = grads(run())
+    for _ in range(3):
+        with er.saving(min_nbytes=4096) as saved:
+            loss = run()
+        actions = {row.action for row in saved.ledger.rows if row.consumer == "linear"}
+        assert actions <= {"rebuild", "keep", ""}
+        assert all(map(torch.equal, grads(loss), plain))
+    with looking(min_nbytes=4096) as saved:
+        loss = run()
+    of_layer = [row for row in saved.ledger.rows if row.consumer == "linear" and row.before_nbytes]
+    assert "rebuild" in {row.action for row in of_layer}
+    assert all(map(torch.equal, grads(loss), plain))
+
+
+def test_a_small_part_of_a_large_tensor_is_not_copied_for_it():
+    """A copy would be of the storage: a mask's buffer is often much larger than what is used."""
+    large, x = torch.randn(1, 4096), torch.randn(64, 64, requires_grad=True)
+    with er.saving(min_nbytes=1024) as saved:
+        out = (x.sin() + large[:, :64]).exp()
+    assert all(row.consumer != "add" for row in saved.ledger.rows)
+    del out

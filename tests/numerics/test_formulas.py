@@ -113,6 +113,15 @@ def _given(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
+def _scattered(reduction: str) -> Tensor:
+    index = torch.tensor([0, 2, 0, 1])
+    return _given(3).scatter_reduce(0, index, _given(4), reduction, include_self=False)
+
+
+def _in_segments(reduction: str) -> Tensor:
+    return torch.segment_reduce(_given(4), reduction, lengths=torch.tensor([1, 3]))
+
+
 OURS = [  # forms of ops that PyTorch's samples leave out
     lambda: F.pad(_given(1, 2, 4, 4, 4), (1,) * 6, mode="reflect"),
     lambda: F.pad(_given(1, 2, 4, 4, 4), (1,) * 6, mode="replicate"),
@@ -123,6 +132,12 @@ OURS = [  # forms of ops that PyTorch's samples leave out
     lambda: torch.clamp(_given(5), torch.full((5,), -0.5).double(), torch.full((5,), 0.5).double()),
     lambda: F.celu(_given(5) * 1, inplace=True),
     lambda: F.elu(_given(5) * 1, inplace=True),
+    lambda: F.elu(_given(5) * 1, alpha=0.5, inplace=True),
+    lambda: F.leaky_relu(_given(5) * 1, inplace=True),
+    lambda: F.rrelu(_given(5) * 1, training=True, inplace=True),
+    lambda: F.threshold(_given(5) * 1, 0.1, 0.0, inplace=True),
+    *(partial(_scattered, name) for name in ("sum", "mean", "amax", "amin", "prod")),
+    *(partial(_in_segments, name) for name in ("sum", "mean", "max", "min", "prod")),
 ]
 
 
@@ -374,3 +389,19 @@ def test_a_power_is_read_by_its_exponent(exponent, formula):
     node = (torch.ones(2, requires_grad=True) ** exponent).grad_fn
     if node.name() == "PowBackward0":
         assert formula_of(node, node.name(), "self") is formula
+
+
+@pytest.mark.parametrize(
+    ("reduction", "formula"),
+    [
+        ("sum", Formula.SHAPE),
+        ("mean", Formula.SHAPE),
+        ("amax", Formula.COMPARED),
+        ("amin", Formula.COMPARED),
+        ("prod", Formula.SINGULAR),
+    ],
+)
+def test_what_is_scattered_is_read_by_its_reduction(reduction, formula):
+    node = _scattered(reduction).grad_fn
+    assert formula_of(node, node.name(), "src") is formula
+    assert formula_of(node, node.name(), "index") is Formula.INDEX

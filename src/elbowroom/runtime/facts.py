@@ -63,6 +63,17 @@ def _embedding_facts(call: Call) -> Facts:
     return Facts(smallest=0, largest=weight.shape[0] - 1)
 
 
+def _row_facts(call: Call) -> Facts:
+    """Places along one side of a tensor, from its start."""
+    return Facts(smallest=0, largest=max(call.arg(0, "input").shape, default=1) - 1)
+
+
+def _place_facts(call: Call) -> Facts:
+    """Places in a tensor, which may count from its end."""
+    longest = max(call.arg(0, "input").shape, default=1)
+    return Facts(smallest=-longest, largest=longest - 1)
+
+
 def _label_facts(call: Call) -> Facts:
     """Class numbers, and ignore_index, which may be negative."""
     classes = call.arg(0, "input").shape
@@ -77,6 +88,9 @@ _INDEX_FACTS: dict[str, Callable[[Call], Facts]] = {
     **{f"max_pool{n}d_with_indices": _pool_facts for n in (1, 2, 3)},
     **{f"adaptive_max_pool{n}d": _pool_facts for n in (1, 2, 3)},
     "embedding": _embedding_facts,
+    **dict.fromkeys(("gather", "index_select", "scatter_add", "scatter_add_"), _row_facts),
+    **dict.fromkeys(("scatter", "scatter_", "index_add", "index_add_"), _row_facts),
+    "__getitem__": _place_facts,
     "cross_entropy": _label_facts,
     "nll_loss": _label_facts,
 }

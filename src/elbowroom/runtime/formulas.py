@@ -157,6 +157,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "ProdBackward0": {"self": SINGULAR, "result": SINGULAR},  # grad result / self
     "ProdBackward1": {"self": SINGULAR, "result": SINGULAR},  # grad result / self
     "RreluWithNoiseBackward0": {"self": COMPARED, "noise": PRODUCT},  # grad noise
+    "RreluWithNoiseBackward1": {"result": COMPARED, "noise": PRODUCT},  # in place: grad noise
     # of its inputs, grad (self - mean) / (n - 1) / std:
     "StdMeanBackward0": {"self": PRODUCT, "result0": SINGULAR},
     "StdBackward0": {"self": PRODUCT, "result": SINGULAR},  # as std_mean
@@ -166,8 +167,10 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "AsinhBackward0": {"self": CURVED},  # grad / sqrt(self^2 + 1)
     "AtanBackward0": {"self": CURVED},  # grad / (self^2 + 1)
     "CeluBackward0": {"self": CURVED},  # grad exp(min(self, 0))
+    "CeluBackward1": {"result": CURVED},  # in place: grad (1 + min(result, 0) / alpha)
     "CosBackward0": {"self": CURVED},  # -grad sin(self)
     "EluBackward0": {"self": CURVED},  # grad exp(min(self, 0))
+    "EluBackward1": {"result": CURVED},  # in place: grad where result > 0, else result + alpha
     "ErfBackward0": {"self": CURVED},  # grad 2 / sqrt(pi) exp(-self^2)
     "ErfcBackward0": {"self": CURVED},  # -grad 2 / sqrt(pi) exp(-self^2)
     "GeluBackward0": {"self": CURVED},  # grad (Phi(self) + self phi(self))
@@ -258,6 +261,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "HardsigmoidBackward0": {"self": COMPARED},  # grad / 6 inside +-3
     "HardtanhBackward0": {"self": COMPARED},  # grad where min < self < max
     "LeakyReluBackward0": {"self": COMPARED},  # grad, times slope where self <= 0
+    "LeakyReluBackward1": {"result": COMPARED},  # in place: as leaky_relu, whose signs it keeps
     "MaxBackward1": {"self": COMPARED, "result": COMPARED},  # grad where self == result
     "MaximumBackward0": {"self": COMPARED, "other": COMPARED},  # grad where self >= other
     "MedianBackward0": {"self": COMPARED, "result": COMPARED},  # grad where self == result
@@ -276,6 +280,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "RemainderBackward1": {"self": COMPARED, "other": SINGULAR},  # -grad floor(self / other)
     "SoftshrinkBackward0": {"self": COMPARED},  # grad where |self| > lambda
     "ThresholdBackward0": {"self": COMPARED},  # grad where self > threshold
+    "ThresholdBackward1": {"self": COMPARED},  # in place: as threshold
     # Divisions, logarithms, roots: an error near zero has no bound.
     "AcosBackward0": {"self": SINGULAR},  # -grad / sqrt(1 - self^2)
     "AcoshBackward0": {"self": SINGULAR},  # grad / sqrt(self^2 - 1)
@@ -338,6 +343,13 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "IndexFillBackward0": {"index": INDEX},  # grad outside of the indices
     "IndexFillBackward1": {"index": INDEX},  # grad outside of the indices
     "IndexPutBackward0": {"indices": INDEX},  # grad at the indices
+    # a reduction decides, see `_reduction`:
+    "IndexReduceBackward0": {
+        "self": SINGULAR,
+        "source": SINGULAR,
+        "result": SINGULAR,
+        "index": INDEX,
+    },
     "IndexSelectBackward0": {"index": INDEX},  # grad to the indices
     "IndexBackward0": {"indices": INDEX},  # grad to the indices
     "KthvalueBackward0": {"indices": INDEX},  # grad to the indices
@@ -354,8 +366,22 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "NativeDropoutBackwardBackward0": {"grad_output": SHAPE, "mask": INDEX},  # as native_dropout
     "PutBackward0": {"source": SHAPE, "index": INDEX},  # grad at the indices
     "ScatterAddBackward0": {"index": INDEX},  # grad at the indices
+    # a reduction decides, see `_reduction`:
+    "ScatterReduceBackward0": {
+        "self": SINGULAR,
+        "src": SINGULAR,
+        "result": SINGULAR,
+        "index": INDEX,
+    },
     "ScatterBackward0": {"index": INDEX},  # grad at the indices
     "ScatterBackward1": {"index": INDEX},  # grad outside of the indices
+    # a reduction decides, see `_reduction`:
+    "SegmentReduceBackward0": {
+        "data": SINGULAR,
+        "result": SINGULAR,
+        "lengths": INDEX,
+        "offsets": INDEX,
+    },
     "SortBackward0": {"indices": INDEX},  # grad to the indices
     "SortBackward1": {"indices": INDEX},  # grad to the indices
     "TakeBackward0": {"self": SHAPE, "index": INDEX},  # grad to the indices
@@ -366,16 +392,21 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "WhereBackward0": {"condition": INDEX},  # grad on either side
 }
 _POWER = "PowBackward0"
+_REDUCTIONS = ("IndexReduceBackward0", "ScatterReduceBackward0", "SegmentReduceBackward0")
 
 
 def formula_of(node: object, name: str, field: str) -> Formula:
     """How the node of this name uses the tensor that it has saved under `field`.
 
-    node: the node itself, which is asked for the exponent of a power with a number for one.
+    node: the node itself, which is asked for the exponent of a power with a number for one, and
+    for the name of a reduction.
     """
     if name == _POWER and field == "self":
         return _power(getattr(node, "_saved_exponent", None))
-    return FORMULAS.get(name, {}).get(field, Formula.UNKNOWN)
+    formula = FORMULAS.get(name, {}).get(field, Formula.UNKNOWN)
+    if name in _REDUCTIONS and formula is Formula.SINGULAR:
+        return _reduction(getattr(node, "_saved_reduce", None))
+    return formula
 
 
 def _power(exponent: object) -> Formula:
@@ -383,6 +414,13 @@ def _power(exponent: object) -> Formula:
     if not isinstance(exponent, int | float) or exponent != int(exponent) or exponent < 1:
         return Formula.SINGULAR
     return Formula.PRODUCT if exponent <= 2 else Formula.CURVED
+
+
+def _reduction(name: object) -> Formula:
+    """A sum or mean goes by indices, an extreme to what equals it; a product is divided by."""
+    if name in ("sum", "mean"):
+        return Formula.SHAPE
+    return Formula.COMPARED if name in ("amax", "amin", "max", "min") else Formula.SINGULAR
 
 
 # Nodes that save what most often becomes the size of a row, which is then divided by.

@@ -410,7 +410,7 @@ class Saving:
         allowed = direct.exact or not self.is_exact()
         if direct.again and self.context.runs_again:
             return True
-        if direct.again and not getattr(self.policy, "again", False):
+        if (direct.again or direct.swaps) and not getattr(self.policy, "again", False):
             return False
         if call.would_rerun:  # else q and k could have no code
             return allowed and getattr(self.policy, "reruns_attention", True)
@@ -529,7 +529,8 @@ class Saving:
         view = View(slot, x, request.need)
         if self.recorder is not None and noted is not None:
             site, sources = noted
-            why = left_alone(slot, x, call, request.need, self.min_nbytes)
+            made = self._identity.origin(x)
+            why = left_alone(slot, x, call, request.need, self.min_nbytes, made)
             number = last_node() if node is None else node
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:

@@ -32,9 +32,13 @@ from elbowroom.runtime.weak import WeakStorage
 
 _WINDOW = 4  # a view of less than a fourth of its storage is a window
 _MOST_CONSTANTS = 8
+_MOST_SPARES = 1
 _DEEPEST_PARAMETER_GRAPH = 16
 _PICKS = ("Embedding", "Index", "Gather", "Take")  # what these make of a parameter is data
 _SCALES = ("Mul", "Mv", "Vdot", "Dot")  # pruning masks and spectral_norm's vectors enter here
+
+
+_Copies = dict[tuple[int, int], tuple[WeakStorage, Slot]]  # by address and version
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ class Identity:
         self.told: Callable[[Slot, Tensor], None] | None = None
         self._ledger = ledger
         self._storages: dict[int, _Storage] = {}
-        self._constants: dict[tuple[int, int], tuple[WeakStorage, Slot]] = {}
+        self._constants: _Copies = {}
+        self._spares: _Copies = {}
         self._purge_at = 256
 
     def slot(self, x: Tensor) -> Slot | None:
@@ -110,21 +115,31 @@ class Identity:
         One for each version of a storage, in which x may be any view. The last ones are held, be
         they used or not: what is made again with one may be saved a few ops later.
         """
+        return self._copy(x, op, self._constants, _MOST_CONSTANTS)
+
+    def spare(self, x: Tensor, op: str) -> Slot | None:
+        """A slot with a copy of what an op has made a much larger tensor of, and nobody saves.
+
+        Only the last one is held until something is made of it: most are not used.
+        """
+        return self._copy(x, op, self._spares, _MOST_SPARES)
+
+    def _copy(self, x: Tensor, op: str, held: _Copies, most: int) -> Slot | None:
         base = covering(x)
         if self._ledger is None or base is None:
             return None
         key = x.untyped_storage()._cdata, version_of(x)
-        known = self._constants.pop(key, None)
+        known = held.pop(key, None)
         if known is None or known[0].expired() or x.is_inference():  # which has no version
-            while len(self._constants) >= _MOST_CONSTANTS:
-                del self._constants[next(iter(self._constants))]
+            while len(held) >= most:
+                del held[next(iter(held))]
             entry = self._ledger.open(modules.current(), op, str(x.dtype).removeprefix("torch."), 0)
             slot = Slot(base, entry)
             slot.hold(
                 KeepHandle(base.detach().clone(), "a constant: something is made again with it")
             )
             known = WeakStorage(x), slot
-        self._constants[key] = known
+        held[key] = known
         if self.told is not None:
             self.told(known[1], x)
         return known[1]
@@ -132,6 +147,7 @@ class Identity:
     def clear(self) -> None:
         self._storages.clear()
         self._constants.clear()
+        self._spares.clear()
         self.told = None
 
     def _known(self, x: Tensor) -> _Storage | None:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.codecs import Affine
 from elbowroom.runtime.consumers import Call, is_capped
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
-from elbowroom.runtime.identity import Identity, Origin, is_dense, untouchable
+from elbowroom.runtime.identity import Identity, Origin, is_dense, is_touchable, untouchable
 from elbowroom.runtime.masks import CAPPED
 from elbowroom.runtime.recipes import Op, Recipe, same_order
 from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
@@ -21,9 +22,17 @@ from elbowroom.runtime.statistics import logical_statistics, statistics_of
 
 
 def note_origin(call: Call, out: Any, identity: Identity) -> None:
-    """If the op that has just ended can run again, remember how, under its output's identity."""
+    """If the op that has just ended can run again, remember how, under its output's identity.
+
+    Of what wants no gradient: that an op has made it, so that no owner of an input holds it.
+    """
     maker = _MAKERS.get(call.name)
-    if maker is None or not isinstance(out, Tensor) or not out.requires_grad or not out.numel():
+    if not isinstance(out, Tensor) or not out.numel():
+        return
+    if not out.requires_grad:
+        _note_data(call, out, identity)
+        return
+    if maker is None:
         return
     x = call.arg(0, "input")
     if untouchable(out) or not isinstance(x, Tensor) or untouchable(x):
@@ -38,6 +47,21 @@ def note_origin(call: Call, out: Any, identity: Identity) -> None:
     origin = maker(call, out, identity)
     if origin is not None:
         identity.made(out, origin)
+
+
+def _note_data(call: Call, out: Tensor, identity: Identity) -> None:
+    """Remember that the op has made `out` of its arguments, in memory of its own.
+
+    Its zeros are exact whatever its code: it may be a mask, or a word in one place of many.
+    """
+    if out.numel() < _LEAST_DATA or not is_touchable(out):
+        return
+    given = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor)]
+    if not given or not all(map(is_touchable, given)):
+        return  # memory may come from elsewhere: an array, a buffer, a file
+    at = out.untyped_storage()._cdata
+    if all(x.untyped_storage()._cdata != at for x in given):
+        identity.made(out, Origin(call.name, has_zeros=True))
 
 
 def note_copy(x: Tensor, call: Call, identity: Identity) -> None:
@@ -85,6 +109,7 @@ def _source(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geome
     for slot in call.saved:  # a cast that autocast made
         if (
             slot.dtype is not x.dtype
+            and slot.dtype.is_floating_point
             and slot.base.shape == seen.shape
             and torch.is_autocast_enabled(x.device.type)
         ):
@@ -221,6 +246,27 @@ def _elementwise(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     return _make(call, out, identity, op)
 
 
+def _moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """The same values in other places, where that is a copy: windows, heads, rolled rows."""
+    x, rest, named, func = call.arg(0, "input"), call.args[1:], dict(call.kwargs), call.func
+    named.pop("input", None)
+    if any(isinstance(one, Tensor) for one in (*rest, *named.values())) or out.dtype != x.dtype:
+        return None
+
+    def exact(x: Tensor, private: bool) -> Tensor:
+        made: Tensor = func(x, *rest, **named)
+        at_x = made.untyped_storage()._cdata == x.untyped_storage()._cdata
+        return made.clone() if at_x and not private else made  # x stays its holder's
+
+    def lossy(x: Tensor) -> Tensor:
+        made: Tensor = func(x, *rest, **named)
+        return made
+
+    before = identity.origin(x, call.version)
+    has_zeros = before is not None and before.has_zeros
+    return _make(call, out, identity, Op(exact, lossy), has_zeros=has_zeros)
+
+
 def _binary(
     combine: Callable[..., Tensor], call: Call, out: Tensor, identity: Identity
 ) -> Origin | None:
@@ -242,12 +288,12 @@ def _binary(
         x, y, run, is_there = y, x, backward, True
     if untouchable(x) or torch.result_type(x, y) is not out.dtype:
         return None
-    source = _operand(x, call, identity)
+    source = _operand(x, call, identity) or _spare(x, call, out, identity)
     if source is None:
         return None
     held = identity.slot(y)
     if not is_there:
-        if untouchable(y) or y.numel() * _MUCH_LARGER > out.numel():
+        if untouchable(y) or storage_nbytes(y) * _MUCH_LARGER > storage_nbytes(out):
             return None
         made_of = source.ready() if isinstance(source, Recipe) else source
         held = identity.constant(y, call.name) if made_of is not None and made_of.exact else None
@@ -313,8 +359,11 @@ def _gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     index = call.arg(2, "index") if by_dim else call.arg(1, "index")
     if not isinstance(index, Tensor) or index.dtype is not torch.int64 or index.dim() != 1:
         return None
-    held, source = identity.slot(index), _operand(x, call, identity)
-    if source is None or held is None or held.value is None:
+    held = identity.slot(index)
+    if held is None or held.value is None:
+        return None
+    source = _operand(x, call, identity) or _spare(x, call, out, identity)
+    if source is None:
         return None
 
     def combine(x: Tensor, index: Tensor, _: Tensor | None = None) -> Tensor:
@@ -357,6 +406,16 @@ def _operand(x: Tensor, call: Call, identity: Identity) -> Slot | Recipe | None:
         return held
     origin = identity.origin(x)
     return held if origin is None or origin.recipe is None else origin.recipe
+
+
+def _spare(x: Tensor, call: Call, out: Tensor, identity: Identity) -> Slot | None:
+    """A copy of x, which no op has saved: rows that are gathered many times, a bias of two parts.
+
+    It takes no more than a code of the result would.
+    """
+    if untouchable(x) or storage_nbytes(x) * _EXPANDED > storage_nbytes(out):
+        return None
+    return identity.spare(x, call.name)
 
 
 def _rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
@@ -491,7 +550,9 @@ def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
+_LEAST_DATA = 1024  # elements; smaller ones are left alone in any case
 _MUCH_LARGER = 4  # a result is at least so many times as large as a constant copied to remake it
+_EXPANDED = 8  # ... and so many times as large as a copy of what it is made of
 _FEW = 256  # the most elements that a product may sum: the columns of an attention head
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
 _CONTRACTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -513,6 +574,7 @@ _ELEMENTWISE = (
         "rsub",
     ),
 )
+_MOVES = ("reshape", "contiguous", "flatten", "clone", "roll", "flip", "repeat", "pad")
 _BINARY: dict[Callable[..., Tensor], tuple[str, ...]] = {
     torch.mul: ("mul", "__mul__", "__rmul__"),
     torch.add: ("add", "__add__", "__radd__"),
@@ -533,6 +595,7 @@ _MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {
     "instance_norm": _instance_norm,
     "rms_norm": _rms_norm,
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_MOVES, _moved),
     **{name: partial(_binary, op) for op, names in _BINARY.items() for name in names},
     **dict.fromkeys(("to", "float", "bfloat16", "half", "type_as"), _cast),
     **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), _contraction),

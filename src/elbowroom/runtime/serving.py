@@ -85,7 +85,8 @@ class Serving:
         if is_served(request):
             return
         slot, x, call, _, name = request
-        why = left_alone(slot, x, call, request.need, self._min_nbytes)
+        made = self._identity.origin(x)
+        why = left_alone(slot, x, call, request.need, self._min_nbytes, made)
         if not why:
             self._act(request)
             return

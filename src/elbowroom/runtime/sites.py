@@ -5,6 +5,7 @@ from math import gcd, prod
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
 from elbowroom.plan.gentle import MOST_LEVELS
@@ -12,7 +13,7 @@ from elbowroom.plan.rows import LEAST_WIDTH, Rows
 from elbowroom.plan.site import Reads
 from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_copy
 from elbowroom.runtime.facts import facts_of
-from elbowroom.runtime.identity import Origin, is_made_of_parameters
+from elbowroom.runtime.identity import Origin, is_made_of_parameters, is_parameter
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.statistics import layout_of
@@ -83,8 +84,18 @@ def rows_of(slot: Slot, x: Tensor, width: int) -> Rows | None:
     return None
 
 
-def left_alone(slot: Slot, x: Tensor, call: Call | None, need: Need, min_nbytes: int) -> str:
-    """Why this storage is kept whatever the policy says, or ""."""
+def left_alone(
+    slot: Slot,
+    x: Tensor,
+    call: Call | None,
+    need: Need,
+    min_nbytes: int,
+    origin: Origin | None,
+) -> str:
+    """Why this storage is kept whatever the policy says, or "".
+
+    origin  the op that made x, if one was seen
+    """
     if slot.entry.before_nbytes < max(min_nbytes, _HARD_MIN_NBYTES):
         return "small"
     if slot.is_window:
@@ -93,10 +104,22 @@ def left_alone(slot: Slot, x: Tensor, call: Call | None, need: Need, min_nbytes:
         return "a copy of running statistics, which its op changes"
     if is_made_of_parameters(x):
         return MADE_OF_PARAMETERS
-    if (
-        x.grad_fn is None
-        and x.dtype is not torch.bool
-        and (need is Need.LOSSY or is_argument(x, call))
-    ):
+    if x.grad_fn is not None or x.dtype is torch.bool:
+        return ""
+    if origin is None and (need is Need.LOSSY or is_argument(x, call)):
         return "an input: its owner holds it"
+    if need is Need.LOSSY and not _ends_in_parameters(x, call):
+        return "data that the gradient of an activation is multiplied with"
     return ""
+
+
+def _ends_in_parameters(x: Tensor, call: Call | None) -> bool:
+    """Whether the call reads x for gradients of parameters alone.
+
+    A weight that wants no gradient is data, too: its error would go on to all that lies below.
+    """
+    if call is None:
+        return False
+    given = (one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, Tensor))
+    others = [one for one in given if one.requires_grad]
+    return all(is_parameter(one) or is_made_of_parameters(one) for one in others)

@@ -8,6 +8,7 @@
     gelu, silu   any code            what is decoded, which becomes the gradient
     conv*d       anything            a few samples at a time (CPU; not in exact mode)
     attention    any code            q, k, v restored: the op runs again (attention.py)
+    clamp        a bit an element    the bits, restored: what lies between its limits
     lstm, gru    input and states    what is decoded, from which forward runs again (CPU; likewise)
 
 A restored tensor is written once and read once or twice, by an op that does little with it; on a
@@ -41,6 +42,7 @@ from elbowroom.runtime.direct.attention import (
     is_unfused,
 )
 from elbowroom.runtime.direct.batch_norm import batch_norm, fits_batch_norm
+from elbowroom.runtime.direct.clamp import clamp, clamp_max, clamp_min, fits_clamp
 from elbowroom.runtime.direct.convolution import convolution, fits_convolution
 from elbowroom.runtime.direct.dropout import dropout, fits_dropout
 from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
@@ -63,6 +65,8 @@ class Direct:
     again  it saves other tensors than torch's op, and runs forward again: a context that follows
            what a step was seen to save leaves it alone. It need not have an input that wants a
            gradient
+    swaps  it saves something else in place of its input, which may lie in any order: a context that
+           follows what a step was seen to save leaves it alone, too
     """
 
     run: Callable[..., Any]
@@ -71,6 +75,7 @@ class Direct:
     exact: bool = True
     always: bool = False
     again: bool = False
+    swaps: bool = False
 
 
 def _always(call: Call, x: Tensor) -> bool:
@@ -86,6 +91,11 @@ _RELU, _RELU_ = (Direct(run, Reads.BITS, fits_relu) for run in (relu, relu_))
 _FUSED = Direct(attention, Reads.RESTORED, _always, exact=False)
 _UNFUSED = Direct(attention, Reads.RESTORED, _always, always=True)
 _CONVOLUTION = Direct(convolution, Reads.SAMPLES, fits_convolution, exact=False)
+# An exact context holds x, and makes from it what is read next.
+_CLAMP, _CLAMP_MIN, _CLAMP_MAX = (
+    Direct(run, Reads.RESTORED, fits_clamp, exact=False, swaps=True)
+    for run in (clamp, clamp_min, clamp_max)
+)
 _OPS: dict[Callable[..., Any], Direct] = {
     F.relu: _RELU,
     torch.relu: _RELU,
@@ -97,6 +107,9 @@ _OPS: dict[Callable[..., Any], Direct] = {
     F.dropout: Direct(dropout, Reads.BITS, fits_dropout),
     F.gelu: Direct(gelu, Reads.GRADIENT, _always),
     F.silu: Direct(silu, Reads.GRADIENT, _not_in_place),
+    **dict.fromkeys((torch.clamp, Tensor.clamp, torch.clip, Tensor.clip), _CLAMP),
+    **dict.fromkeys((torch.clamp_min, Tensor.clamp_min), _CLAMP_MIN),
+    **dict.fromkeys((torch.clamp_max, Tensor.clamp_max), _CLAMP_MAX),
     F.conv1d: _CONVOLUTION,
     F.conv2d: _CONVOLUTION,
     F.conv3d: _CONVOLUTION,
@@ -120,7 +133,7 @@ def direct_of(call: Call) -> Direct | None:
     x = call.arg(0, "input")
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return None
-    ready = found.again or (x.requires_grad and _is_in_order(x))
+    ready = found.again or (x.requires_grad and (found.swaps or _is_in_order(x)))
     return found if ready and found.fits(call, x) else None
 
 

@@ -99,7 +99,7 @@ class _Op:
     out: _Place | None = None
     levels: Levels | None = None
     module: weakref.ref[nn.Module] | None = None
-    copies: list[tuple[int, Slot]] = field(default_factory=list)
+    copies: list[tuple[int, weakref.ref[Slot]]] = field(default_factory=list)
     compared: bool = False
 
     @property
@@ -310,7 +310,7 @@ class Scribe(Listener):
         op = self._ops[self._stack[-1]]
         for position, x in enumerate(call.args):
             if x is y:
-                op.copies.append((position, slot))
+                op.copies.append((position, weakref.ref(slot)))  # most are not used
                 return
         self.refuse("a constant that is given by name")
 
@@ -475,7 +475,7 @@ class _Writer:
         return number
 
     def _copied(self, slot: Slot) -> bool:
-        return any(one is slot for op in self._ops for _, one in op.copies)
+        return any(ref() is slot for op in self._ops for _, ref in op.copies)
 
     def _deed(self, one: _Done, slot: Slot) -> Deed:
         deed, mask, remade = one.deed, NOWHERE, None
@@ -612,8 +612,8 @@ class _Writer:
         after = tuple(deed for one, deed in mine if one.when == _AFTER)
         copies = tuple(
             (position, self._numbers[id(slot)])
-            for position, slot in op.copies
-            if id(slot) in self._numbers
+            for position, ref in op.copies
+            if (slot := ref()) is not None and id(slot) in self._numbers
         )
         place = NOWHERE if op.out is None else self._places.get(op.out, NOWHERE)
         if place != NOWHERE and self._made_at.get(op.out or (0, 0)) != at:

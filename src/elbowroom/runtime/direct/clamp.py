@@ -1,0 +1,71 @@
+"""Clamp, whose backward asks which elements lie between its limits: a bit each, in place of x.
+
+torch saves x, and compares it again in backward, which bears no error: x would have no code, nor
+what it is made of. Here the comparison is made in forward, by torch's own ops, so that what equals
+a limit is treated as torch treats it. An exact context leaves clamp to torch: there x is held, and
+what reads the result makes it again from x.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elbowroom.runtime.consumers import Call
+
+Limit = float | int | None
+
+
+def clamp(input: Tensor, min: Limit = None, max: Limit = None) -> Tensor:
+    """As torch.clamp, with numbers for limits."""
+    made: Tensor = _Clamp.apply(input, min, max)  # type: ignore[no-untyped-call]
+    return made
+
+
+def clamp_min(input: Tensor, min: Limit) -> Tensor:
+    """As torch.clamp_min, with a number for a limit."""
+    return clamp(input, min, None)
+
+
+def clamp_max(input: Tensor, max: Limit) -> Tensor:
+    """As torch.clamp_max, with a number for a limit."""
+    return clamp(input, None, max)
+
+
+def fits_clamp(call: Call, x: Tensor) -> bool:
+    """Whether the limits are numbers, and torch passes the gradient of what equals one."""
+    given = (*call.args[1:], *(value for name, value in call.kwargs.items() if name != "input"))
+    numbers = all(one is None or type(one) in (int, float) for one in given)
+    has_limit = any(one is not None for one in given)
+    return numbers and has_limit and _passes_limits()
+
+
+@cache
+def _passes_limits() -> bool:
+    """Whether what equals a limit has a gradient: torch 2.13 says yes, 2.14 does not."""
+    with torch.enable_grad(), torch._C.DisableTorchFunction():
+        x = torch.tensor([0.0, 1.0], requires_grad=True)
+        (grad,) = torch.autograd.grad(x.clamp(0, 1).sum(), x)
+    return bool(grad.eq(1).all())
+
+
+class _Clamp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: Limit, high: Limit) -> Tensor:
+        inside: list[Tensor] = []
+        if low is not None:
+            inside.append(x >= low)
+        if high is not None:
+            inside.append(x <= high)
+        ctx.save_for_backward(inside[0] if len(inside) == 1 else inside[0].logical_and_(inside[1]))
+        ctx.set_materialize_grads(False)
+        return torch.clamp(x, low, high)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        (grad,) = grads
+        if grad is None:
+            return None, None, None
+        (inside,) = ctx.saved_tensors
+        return torch.where(inside, grad, grad.new_zeros(())), None, None
