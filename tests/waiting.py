@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elbowroom.kernels import fakes
-from elbowroom.runtime import late
+from elbowroom.runtime import capacities, late
 from elbowroom.runtime.capacities import Capacities
 from elbowroom.runtime.context import PROCESS
 
@@ -84,6 +84,7 @@ def pretended(questions: int = 3) -> Iterator[None]:
     """Inside, host memory is a device's. questions: until a copy is found done."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PROCESS, "capacities", Capacities())
+        patch.setattr(capacities, "_POOLS", {})
         patch.setattr(fakes, "READ_AT_ONCE", set())
         patch.setattr(late, "pinned", lambda n: torch.empty(n, dtype=torch.uint8))
         patch.setattr(late, "event", lambda device: Late(questions))

@@ -10,6 +10,7 @@ from elbowroom.codecs import Dither, Facts
 from elbowroom.codecs.room import Space
 from elbowroom.kernels import ops
 from elbowroom.plan import Encode, Need
+from elbowroom.runtime import capacities as capacities_module
 from elbowroom.runtime import late
 from elbowroom.runtime.capacities import Capacities, HostSpill, NoSpill, can_spill
 from elbowroom.runtime.ledger import Ledger
@@ -136,6 +137,18 @@ def test_where_kernels_do_not_reach_host_memory_nothing_spills(monkeypatch):
     learned(capacities, "a", 1000)
     assert step(capacities, {"a": 1000}) == {"a": MOST}
     monkeypatch.undo()
+
+
+def test_trainings_share_their_part_of_the_hosts_memory_and_it_outlives_them(monkeypatch):
+    monkeypatch.setattr(capacities_module, "_memory_nbytes", lambda: 8 * (16 << 20))
+    for _ in range(3):
+        capacities = Capacities()
+        learned(capacities, "a", 1000)
+        assert step(capacities, {"a": 1000})["a"] < MOST
+    (pool,) = capacities_module._POOLS.values()
+    assert pool.pinned_nbytes == 16 << 20
+    held = [capacities.space("a", 1 << 23, TILE, HOST) for _ in range(3)]
+    assert [space.payload.numel() == 1 << 23 for space in held] == [False, False, True]
 
 
 def test_several_threads_share_them():

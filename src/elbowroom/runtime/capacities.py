@@ -13,6 +13,8 @@ exceeds.
 1. Slots and spills belong to one stream of one device: what is written there again is written after
    it was read.
 2. A spill is given back from `__del__`, which may run anywhere: it takes no lock.
+3. Pinned memory is never given back to torch, which does not know what kernels do with it, and
+   would hand it to others while one still writes.
 """
 
 import os
@@ -69,9 +71,9 @@ class Capacities:
                 return None
             self._known.move_to_end(site)
             capacity = min(known.capacity, most_nbytes)
-            spill = place.spill(most_nbytes - capacity, tile_nbytes)
+            spill = place.pool.take(most_nbytes - capacity, tile_nbytes)
             if spill is None:
-                capacity, spill = most_nbytes, NoSpill(place.nothing)
+                capacity, spill = most_nbytes, NoSpill(place.pool.nothing)
             used = place.slot(known, capacity)
         return Space(torch.empty(capacity, dtype=torch.uint8, device=device), spill, used)
 
@@ -81,7 +83,7 @@ class Capacities:
         """See `Room.first`."""
         known = _Known(payload.numel())
         with self._lock:
-            self._place(payload.device).try_spills()
+            self._place(payload.device).pool.try_spills()
             self._known[site] = known
             if len(self._known) > _MOST_SITES:
                 self._known.popitem(last=False)
@@ -91,9 +93,11 @@ class Capacities:
 
     def _place(self, device: torch.device) -> "_Place":
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        place = self._places.get((device, stream))
+        key = device, stream
+        place = self._places.get(key)
         if place is None:
-            place = self._places[device, stream] = _Place(device)
+            pool = _POOLS.setdefault(key, _Pool(device))
+            place = self._places[key] = _Place(device, pool)
         return place
 
     def _learn(self, place: "_Place") -> None:
@@ -166,25 +170,65 @@ class HostSpill:
         self._dropped.append(self._part)
 
 
-class _Place:
-    """Slots and spills of one stream."""
+class _Pool:
+    """Host memory for the spills of one stream; it lives as long as the process (rule 3).
+
+    nothing  an empty spill
+    """
 
     def __init__(self, device: torch.device) -> None:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self._slabs = Slabs(
-            memory // _SHARE_OF_MEMORY, lambda nbytes: late.pinned(nbytes), _SLAB_NBYTES
-        )
-        self._slots = torch.empty(_SLOTS, dtype=torch.int64, device=device)
-        self._waiting: list[tuple[_Known, int]] = []  # whose slots were not copied yet
-        self._sent: deque[tuple[late.Sent, list[tuple[_Known, int]]]] = deque()
+        self._slabs = Slabs(_memory_nbytes(), _within_share, _SLAB_NBYTES)
         self._dropped: deque[Part] = deque()
+        self._lock = threading.Lock()
         self._can_spill: bool | None = None  # nobody has tried
         self.nothing = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def try_spills(self) -> None:
-        """Find out whether kernels can reach host memory: in a step that waits anyway."""
+    @property
+    def pinned_nbytes(self) -> int:
+        return self._slabs.pinned_nbytes
+
+    def try_spills(self) -> bool:
+        """Whether kernels can reach host memory; found out in a step that waits anyway."""
         if self._can_spill is None:
             self._can_spill = can_spill(self.nothing.device)
+        return self._can_spill
+
+    def take(self, nbytes: int, tile_nbytes: int) -> NoSpill | HostSpill | None:
+        """Memory for so many bytes, and one tile; None: there is none."""
+        if not nbytes:
+            return NoSpill(self.nothing)
+        if not self.try_spills():
+            return None
+        with self._lock:
+            while self._dropped:
+                self._slabs.give_back(self._dropped.popleft())
+            part = self._slabs.take_pinned(nbytes + tile_nbytes)
+        return None if part is None else HostSpill(part, self._dropped)
+
+
+_POOLS: dict[tuple[torch.device, int], _Pool] = {}
+
+
+def _memory_nbytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _within_share(nbytes: int) -> Tensor:
+    """Pinned memory. RuntimeError: there is none, or all spills have their share of the host's."""
+    held = sum(pool.pinned_nbytes for pool in list(_POOLS.values()))
+    if held + nbytes > _memory_nbytes() // _SHARE_OF_MEMORY:
+        raise RuntimeError("the share of host memory for spills is used up")
+    return late.pinned(nbytes)
+
+
+class _Place:
+    """The slots of one stream, and its pool."""
+
+    def __init__(self, device: torch.device, pool: _Pool) -> None:
+        self.pool = pool
+        self._slots = torch.zeros(_SLOTS, dtype=torch.int64, device=device)
+        self._waiting: list[tuple[_Known, int]] = []  # whose slots were not copied yet
+        self._sent: deque[tuple[late.Sent, list[tuple[_Known, int]]]] = deque()
 
     def slot(self, known: _Known, capacity: int) -> Tensor:
         """Where the size of its next payload goes."""
@@ -194,18 +238,6 @@ class _Place:
         self._waiting.append((known, capacity))
         known.waits = True
         return self._slots[at : at + 1]
-
-    def spill(self, nbytes: int, tile_nbytes: int) -> NoSpill | HostSpill | None:
-        """Host memory for so many bytes, and one tile; None: there is none."""
-        while self._dropped:
-            self._slabs.give_back(self._dropped.popleft())
-        if not nbytes:
-            return NoSpill(self.nothing)
-        self.try_spills()
-        if not self._can_spill:
-            return None
-        part = self._slabs.take_pinned(nbytes + tile_nbytes)
-        return None if part is None else HostSpill(part, self._dropped)
 
     def arrived(self) -> list[tuple[_Known, int, int]]:
         """Sites, capacities and sizes of which the host has heard."""
@@ -220,7 +252,8 @@ class _Place:
         sites, self._waiting = self._waiting, []
         for known, _ in sites:
             known.waits = False
-        self._sent.append((late.Sent(self._slots[: len(sites)]), sites))
+        if sites:
+            self._sent.append((late.Sent(self._slots[: len(sites)]), sites))
 
 
 def can_spill(device: torch.device) -> bool:
