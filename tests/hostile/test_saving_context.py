@@ -98,6 +98,19 @@ def test_every_step_has_the_bits_and_counts_of_one_that_is_looked_at(make, field
     assert follows >= 3  # all but the first of each size, and one whose shapes were learned late
 
 
+@NETS
+@EACH
+def test_every_step_but_the_first_is_followed(make, fields):
+    """Also where an op was looked at as a node of ours, and is torch's own when it is followed."""
+    net, inputs = make()
+    x, seen = inputs(4), []
+    for _ in range(5):
+        saved = er.saving(**fields, min_nbytes=0)
+        step(net, x, saved)
+        seen.append(followed(saved))
+    assert seen == [False, True, True, True, True]
+
+
 def test_two_models_that_take_turns_are_each_followed():
     (one, batch), (other, _) = mixed(), mixed()
     follows = 0

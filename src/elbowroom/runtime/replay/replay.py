@@ -181,11 +181,12 @@ class Replay(TorchFunctionMode):
             if step is not None and (step.func is func or step.func == func):
                 self._at = at + 1
                 if step.is_plain:
-                    outer, self._is_inside = self._is_inside, True
+                    outer, numel, self._is_inside = self._is_inside, self._numel, True
                     try:
                         return func(*args, **(kwargs or {}))
                     finally:
                         self._is_inside = outer
+                        self._numel = numel if step.numel is None else self._numel
                 if step.args is None or self._matches(step, args, kwargs or {}):
                     return self._run(step, args, kwargs or {})
             other = self._other(at, func, args, kwargs or {})
@@ -237,7 +238,7 @@ class Replay(TorchFunctionMode):
     def _run(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for deed in step.before:
             self._do_late(deed)
-        outer = self._saves, self._saved, self._is_inside
+        outer, numel = (self._saves, self._saved, self._is_inside), self._numel
         self._saves, self._saved, self._is_inside = step.saves, 0, True
         self._began = torch._C._autograd._get_sequence_nr()
         try:
@@ -252,6 +253,7 @@ class Replay(TorchFunctionMode):
                 self._end(step, args, out)
         finally:
             self._saves, self._saved, self._is_inside = outer
+            self._numel = numel if step.numel is None else self._numel
         return out
 
     def _end(self, step: Step, args: tuple[Any, ...], out: Any) -> None:

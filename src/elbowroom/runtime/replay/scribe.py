@@ -101,6 +101,7 @@ class _Op:
     module: weakref.ref[nn.Module] | None = None
     copies: list[tuple[int, weakref.ref[Slot]]] = field(default_factory=list)
     compared: bool = False
+    numel: int = 0  # of all that it has saved
 
     @property
     def addresses(self) -> Iterator[int]:
@@ -151,7 +152,7 @@ class Scribe(Listener):
         self._seeds_before = 0
         self._mark = Ledger().mark()
         self._selects = selects
-        self._numel = 0  # of all that was saved
+        self._numel = 0  # of all that no op has saved
         self._storages: dict[int, WeakStorage] = {}  # so that no address is used twice
         self._makers: _Makers = {}
         self._state = state_of_torch()
@@ -261,11 +262,12 @@ class Scribe(Listener):
 
     def saved(self, x: Tensor, held: Any) -> None:
         """Autograd saves x, and holds `held` for it."""
-        self._numel += x.numel()
         at = self._stack[-1] if self._stack else self._inputs
         if at is None:
+            self._numel += x.numel()
             return
         op = self._ops[at]
+        op.numel += x.numel()
         nbytes, place = storage_nbytes(x), self._place_of(x)
         is_looked_at = isinstance(held, View | Deferred)
         geometry = Geometry.of(x) if is_looked_at else _NOTHING
@@ -388,7 +390,10 @@ class _Writer:
         self._made_at: dict[_Place, int] = {}
 
     def script(self, ledger: Ledger, since: Mark, numel: int, *, selects: bool) -> Script:
-        """Return all of it. since: what the ledger had come to as the forward began."""
+        """Return all of it. since: what the ledger had come to as the forward began.
+
+        numel: elements that no op has saved
+        """
         for at, op in enumerate(self._ops):
             for i, saved in enumerate(op.saves):
                 self._saved_at.setdefault(saved.at, (at, i))
@@ -406,11 +411,15 @@ class _Writer:
         self._note_places(deeds)
         if selects:
             self._compare_first()
-        steps = tuple(self._step(at, op, deeds) for at, op in enumerate(self._ops))
+        steps = tuple(
+            replace(step, numel=None if op.run is not None and step.run is None else op.numel)
+            for op, step in ((op, self._step(at, op, deeds)) for at, op in enumerate(self._ops))
+        )
         last = tuple(deed for one, deed in deeds if one.when == _LAST)
         sizes = len(self._slots), len(self._noted), len(self._places)
         entries = {id(slot.entry): number for number, slot in enumerate(self._slots)}
         counts = ledger.counts(lambda entry: entries.get(id(entry), NOWHERE), since)
+        numel += sum(step.numel or 0 for step in steps)
         return Script(steps, *sizes, last, counts, numel, 0, self._state)
 
     def _deeds(self) -> list[tuple[_Done, Deed]]:

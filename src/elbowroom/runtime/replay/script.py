@@ -186,6 +186,7 @@ class Step:
     before, after  deeds to be done then
     module  it is no call of torch's, but of this module, which runs again in backward
     inputs  it is no call, but what checkpoints of the user's save between two
+    numel   elements that it saves; None: it ran as another function when it was written down
     """
 
     func: Callable[..., Any]
@@ -202,6 +203,7 @@ class Step:
     after: tuple[Deed, ...] = ()
     module: weakref.ref[nn.Module] | None = None
     inputs: bool = False
+    numel: int | None = 0
 
     @cached_property
     def is_plain(self) -> bool:
@@ -220,7 +222,7 @@ class Script:
     counts        what its ledger came to; of slots that are acted on, by their numbers
     calls         of outermost modules in this step, at the end of it: the next forward's names go
                   on from there
-    numel         elements of all tensors that it saved
+    numel         elements of all tensors that it saved, but for steps that do not know theirs
     seeds         how many it took
     state         of torch, on which kernels depend, as it was written
     """
