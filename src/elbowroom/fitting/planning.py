@@ -36,7 +36,7 @@ from typing import Any
 
 from elbowroom.errors import BudgetTooSmall, NothingHeld
 from elbowroom.fitting.calls import Calls, Rest, plan_rest
-from elbowroom.fitting.execute import execute, measured, repeatable, settings_of, spare_of, step_of
+from elbowroom.fitting.execute import execute, observed, repeatable, settings_of, spare_of, step_of
 from elbowroom.fitting.followed import Followed
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
@@ -290,4 +290,4 @@ class Planning(Followed):
         """What did the last step need? stock: as the next one begins."""
         if self.settled or not self.calls.is_whole:
             return
-        self._tell(measured(self, last, step, stock.beside(step.stock.beside_nbytes)))
+        self._tell(observed(self, last, step, stock.beside(step.stock.beside_nbytes)))
