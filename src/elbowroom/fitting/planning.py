@@ -13,8 +13,9 @@
    followed. The first step under it is measured: if it needs more than was predicted, the plan is
    made again with that much less, up to three times. What one plan was wrong by says little of
    another: so if none is left, those of the least predicted peak are measured, too. If they are
-   above the budget, it is refused with the least that they took; or, where the uniform rung has
-   been seen to fit before, that is measured again, and what took least of all stays.
+   above the budget, the last resort is a uniform rung: one that has been seen to fit before is
+   measured again, and what took least of all stays; else the strictest is, if it may fit, and if
+   not, the step is refused with the least that plans took.
 4. A plan with lossy codes that has been verified is watched for a few steps, if it can be made so
    that there is room to look (`measure/shares.py`). Then it is known what each code adds to the
    gradient, and the plan is made, and verified, again.
