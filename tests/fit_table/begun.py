@@ -75,8 +75,8 @@ ROWS = {
     ),
     "what was given leaves room for transients": Row(
         replace(GIVENS, headroom=Headroom()),
-        GivenHeld(MemoryState(150)),
-        {"stock": MemoryState(150), "headroom": Headroom(450)},
+        GivenHeld(MemoryState(150, 10, 20)),
+        {"stock": MemoryState(150, 10, 20), "headroom": Headroom(420)},
     ),
     "a step like those before": Row(
         SETTLED, StepBegan(MemoryState(90), ONE), {"stock": MemoryState(90)}
@@ -151,6 +151,9 @@ ROWS = {
         (FORGET,),
     ),
     "little more beside the model": Row(SETTLED, StandsBeside(10), {}),
+    "little more than before beside the model": Row(
+        replace(SETTLED, beside_nbytes=20), StandsBeside(30), {}
+    ),
     "much beside a step that is not known": Row(WRITING, StandsBeside(11), {}),
     "much more beside the model": Row(
         SETTLED,
@@ -220,6 +223,12 @@ ROWS = {
     ),
     "the first step that strays": Row(
         SETTLED, Strayed(), {"strays": 1, "has_strayed": True}, (say(Line.STRAY, learns=True),)
+    ),
+    "the last step that strays and is learned from": Row(
+        replace(SETTLED, strays=2),
+        Strayed(),
+        {"strays": 3, "has_strayed": True},
+        (say(Line.STRAY, learns=True),),
     ),
     "one stray too many": Row(
         replace(SETTLED, strays=3),

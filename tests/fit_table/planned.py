@@ -78,6 +78,12 @@ ROWS = {
         },
         (BEGIN,),
     ),
+    "a plan is made that is known to take the whole budget": Row(
+        replace(KNOWN, phase=P.VERIFYING, once_nbytes=100),
+        PlanMade(PLAN, STOCK),
+        {"plan": PLAN.plan, "chosen": PLAN, "headroom": Headroom(600)},
+        (BEGIN,),
+    ),
     "a plan is made that is known to take too much": Row(
         replace(KNOWN, phase=P.VERIFYING, again_nbytes=101),
         PlanMade(AGAIN, STOCK),
@@ -112,6 +118,18 @@ ROWS = {
         replace(KNOWN, phase=P.VERIFYING, largest=TWO),
         NoPlan(ERROR, MORE),
         replace(FRESH, largest=TWO, only_largest=True),
+        (FORGET,),
+    ),
+    "no plan fits a smaller call than the one that was written down": Row(
+        replace(KNOWN, phase=P.VERIFYING, largest=TWO, profiled=TWO),
+        NoPlan(ERROR, MORE),
+        replace(FRESH, largest=TWO, only_largest=True),
+        (FORGET,),
+    ),
+    "no plan fits a larger call than the one that was written down": Row(
+        replace(KNOWN, phase=P.VERIFYING, largest=TWO, now=TWO),
+        NoPlan(ERROR, MORE),
+        replace(FRESH, largest=TWO, now=TWO, only_largest=True),
         (FORGET,),
     ),
     "no plan fits, and more may be allowed": Row(
@@ -221,6 +239,7 @@ ROWS = {
         (say(Line.UNKNOWN, why="the budget leaves no room to look"),),
     ),
     "a step is watched": Row(WATCHING, step(900), {}),
+    "a watched step takes the whole budget": Row(WATCHING, step(1000), {}),
     "enough steps are watched": Row(WATCHING, step(900, watched=True), {}, (ReadMeter(),)),
     "a watched step is above the budget": Row(WATCHING, step(1001), {}, (ReadMeter(),)),
     "noise is measured": Row(
@@ -258,6 +277,18 @@ ROWS = {
         step(1200),
         {"phase": P.SETTLED},
         (TakePlan(PLAN), say(Line.ABOVE, peak_nbytes=1100, **ABOVE)),
+    ),
+    "the last resort takes more than a plan that fits": Row(
+        replace(LAST, was_rehearsed=False, attempts=Attempts(taken=(Taken(1000, PLAN),))),
+        step(1100),
+        {"phase": P.SETTLED},
+        (TakePlan(PLAN),),
+    ),
+    "the last resort takes as much as a plan has": Row(
+        replace(LAST, was_rehearsed=False),
+        step(1100),
+        {"phase": P.SETTLED},
+        (say(Line.ABOVE, peak_nbytes=1100, **ABOVE),),
     ),
     "the last resort takes the least": Row(
         replace(LAST, was_rehearsed=False),

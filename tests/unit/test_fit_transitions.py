@@ -5,7 +5,7 @@ Nothing here knows PyTorch: plans, profiles and calls are plain values that stan
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from elbowroom.fitting.options import MemoryState
 from elbowroom.fitting.phase import FOLLOWS, Phase
 from elbowroom.fitting.state import Before, FitState
 from elbowroom.fitting.transitions import advance
-from fit_table import begun, measured, planned
+from fit_table import begun, measured, planned, verified
 from fit_table.values import (
     AGAIN,
     CORRECTING,
@@ -24,7 +24,9 @@ from fit_table.values import (
     GIVENS,
     GUESSED,
     IDLE,
+    KNOWN,
     LAST,
+    ONE,
     SETTLED,
     SMALLEST,
     TWO,
@@ -36,7 +38,7 @@ from fit_table.values import (
     following,
 )
 
-ROWS = begun.ROWS | planned.ROWS | measured.ROWS
+ROWS = begun.ROWS | measured.ROWS | verified.ROWS | planned.ROWS
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -75,6 +77,7 @@ def test_which_steps_are_measured_and_which_are_written_down(phase):
     assert state.phase is phase
     assert state.wants_measuring is measured
     assert not measured or state.wants_writing is writes
+    assert state.may_rehearse is (phase in {P.GUESSING, P.WRITING, P.IDLE})
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,7 @@ def test_which_steps_are_measured_and_which_are_written_down(phase):
         (replace(following(AGAIN), rehearsed=True), True, False),  # a module runs again
         (replace(VERIFYING, now=TWO, largest=TWO), True, True),
         (replace(VERIFYING, largest=Call(10)), True, False),
+        (replace(VERIFYING, now=Call(12), largest=TWO), True, True),
         (replace(VERIFYING, largest=Call(11)), False, False),  # too small to verify a plan by
         (replace(WATCHING, largest=TWO, only_largest=True), True, False),
         (replace(FRESH, largest=TWO, only_largest=True), False, False),
@@ -116,6 +120,17 @@ def test_a_fresh_state_knows_what_no_measurement_has_told():
     kept = {"strays": 2, "varies": True, "only_largest": True, "is_recurrent": True}
     known = {"before": Before(SETTLED, 2), "headroom": Headroom(guess_nbytes=6)}
     assert learned.fresh() == replace(FRESH, **kept, **known)
+
+
+def test_a_call_is_scaled_only_by_a_profile_that_is_known():
+    assert replace(KNOWN, largest=TWO).ratio == 2
+    assert replace(FRESH, profiled=ONE, largest=TWO).ratio == 1
+
+
+def test_a_state_is_a_value():
+    with pytest.raises(FrozenInstanceError):
+        FRESH.phase = P.SETTLED
+    assert replace(FRESH, strays=1) != FRESH
 
 
 def test_the_machine_runs_where_there_is_no_torch():

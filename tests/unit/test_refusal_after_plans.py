@@ -12,7 +12,7 @@ from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.state import FitState
 from elbowroom.fitting.transitions import advance
 
-LITTLE, MUCH = Taken(90, "a plan that held"), Taken(150, "a plan that did not")
+LITTLE, MUCH = Taken(100, "a plan that held"), Taken(150, "a plan that did not")
 STATE = FitState(SimpleNamespace(budget_nbytes=100), "stock", "now", "largest")
 ENDED = ForwardEnded(rung=5, impossible=True, saving="saving")
 

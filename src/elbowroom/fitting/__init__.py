@@ -1,7 +1,7 @@
 """The machine behind `er.fit`: it keeps a model's training under a budget of bytes.
 
     Fitting       runs the forwards of one model, by its FitOptions (`session.py`); what is
-                  measured of its steps (`measured_steps.py`); where memory runs out (`shortage.py`)
+                  measured of its steps (`steps.py`); where memory runs out (`shortage.py`)
     Summary       what became of a budget
     check_alone   refuses an optimizer whose states are chosen for another model
     repeat        runs a step again that ran out of memory

@@ -158,7 +158,7 @@ def _planned(
             return _noise_measured(kind)
 
 
-def measured(
+def observed(
     kind: "Planning", last: "FittedSaving", step: "Measurement", stock: MemoryState
 ) -> StepMeasured:
     """Return what a step that has ended shows.

@@ -6,6 +6,7 @@ from elbowroom.fitting.commands import (
     CheckPlan,
     Command,
     ForgetScripts,
+    Line,
     MakePlan,
     MakeRoomToWatch,
     ReadMeter,
@@ -16,7 +17,6 @@ from elbowroom.fitting.commands import (
     Then,
     say,
 )
-from elbowroom.fitting.commands import Line as Say
 from elbowroom.fitting.noise_probing import room_nbytes
 from elbowroom.fitting.observations import NoiseMeasured, NoiseUsed, RoomToWatch, StepMeasured
 from elbowroom.fitting.phase import Phase
@@ -130,8 +130,8 @@ def _try_again(state: FitState, seen: StepMeasured) -> Step:
         return state, ()
     if seen.climbed:
         why = "hold more than was planned for"
-        return state, (say(Say.ABOVE, peak_nbytes=peak_nbytes, why=why),)
-    outside = say(Say.OUTSIDE, peak_nbytes=peak_nbytes, seen_nbytes=seen.before_nbytes)
+        return state, (say(Line.ABOVE, peak_nbytes=peak_nbytes, why=why),)
+    outside = say(Line.OUTSIDE, peak_nbytes=peak_nbytes, seen_nbytes=seen.before_nbytes)
     return state, (outside,)
 
 
@@ -151,7 +151,7 @@ def _last_resort_measured(state: FitState, seen: StepMeasured) -> Step:
         commands, peak_nbytes = (TakePlan(least.chosen),), least.peak_nbytes
     if peak_nbytes > budget_nbytes:
         why = "took no less by what else was tried"
-        commands = (*commands, say(Say.ABOVE, peak_nbytes=peak_nbytes, why=why))
+        commands = (*commands, say(Line.ABOVE, peak_nbytes=peak_nbytes, why=why))
     return state, commands
 
 
@@ -159,7 +159,7 @@ def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step
     """A step under the plan was measured."""
     assert state.plan is not None
     peak_nbytes, budget_nbytes = _at_largest(state, seen, own_nbytes), state.terms.budget_nbytes
-    said = say(Say.MEASURED, plan=state.plan, peak_nbytes=peak_nbytes)
+    said = say(Line.MEASURED, plan=state.plan, peak_nbytes=peak_nbytes)
     state = replace(state, tries=state.tries + 1)
     strayed = seen.climbed and state.phase is not Phase.SMALLEST  # what is above it may climb
     if state.profile is None and peak_nbytes > budget_nbytes:
@@ -211,9 +211,9 @@ def _settle_given(state: FitState, *, strangers: bool) -> Step:
         return _drop_given(state)
     state = replace(state, phase=Phase.SETTLED, has_fit=True)
     if plan.watched:
-        return state, (say(Say.NOISE, plan=plan),)
+        return state, (say(Line.NOISE, plan=plan),)
     if plan.is_lossy:
-        return state, (say(Say.UNKNOWN, why="the plan was made without"),)
+        return state, (say(Line.UNKNOWN, why="the plan was made without"),)
     return state, ()
 
 
@@ -234,7 +234,7 @@ def _correct_given(state: FitState, peak_nbytes: int, *, strangers: bool) -> Ste
 
 def _drop_given(state: FitState) -> Step:
     """The step of the plan that was given does not fit, or is not the one that it knows."""
-    return state.fresh(), (say(Say.GIVEN, plan=state.plan), ForgetScripts())
+    return state.fresh(), (say(Line.GIVEN, plan=state.plan), ForgetScripts())
 
 
 def _begin_to_watch(state: FitState) -> Step:
@@ -250,7 +250,7 @@ def _begin_to_watch(state: FitState) -> Step:
 def room_to_watch(state: FitState, seen: RoomToWatch) -> Step:
     """Watch a plan that leaves room to look; without one, what was verified stays."""
     if seen.plan is None:
-        unknown = say(Say.UNKNOWN, why="the budget leaves no room to look")
+        unknown = say(Line.UNKNOWN, why="the budget leaves no room to look")
         return replace(state, phase=Phase.SETTLED), (unknown,)
     state, commands = begun(state, seen.plan)
     watching = replace(state, phase=Phase.WATCHING, resumes=state.phase)
@@ -277,7 +277,7 @@ def noise_measured(state: FitState, seen: NoiseMeasured) -> Step:
 def noise_used(state: FitState, seen: NoiseUsed) -> Step:
     """Say what the codes of the plan add."""
     if not seen.told:
-        return state, (say(Say.UNKNOWN, why="the watched steps did not tell"),)
+        return state, (say(Line.UNKNOWN, why="the watched steps did not tell"),)
     if state.plan is not None and state.plan.is_lossy:
-        return state, (say(Say.NOISE, plan=state.plan),)
+        return state, (say(Line.NOISE, plan=state.plan),)
     return state, ()

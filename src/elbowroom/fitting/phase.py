@@ -1,29 +1,38 @@
 """The phases of one plan, from the first forward of its kind to a step that is known to fit.
 
-    GUESSING ──── measured ────> WRITING ─ written down ─┐      a uniform rung, looked at
-       │ │                          │                    │
-       │ └─ a plan was given ─> GIVEN ── fits ───────────┼──> SETTLED
-       │                          │ a little too large   │
-       │                          v                      v
-       │                      CORRECTING ─ written ──> VERIFYING <┐  measured; made again with what
-       └──── held too much: rehearsed ───────────────>   │   │  └─┘  it was wrong by, up to 3 times
-                                                         │   │
-               fits, and is lossy: room to look is made  │   │  no plan is left by what plans
-                                        ┌────────────────┘   │  were wrong by
-                                        v                    v
-                                    WATCHING             SMALLEST <┐  the least predicted peaks,
-                                        │ noise known        │   └─┘  one after another
-                                        v                    v
-                               VERIFYING again, or      LAST_RESORT   none is left: a uniform rung
-                               what was watched                │      is measured
-                                                               v
-    SETTLED   what fits: a plan, or a rung          SETTLED, or refused by what was measured
-    IDLE      a profile shows that nothing need be done for a call like it: larger ones are measured
+    GUESSING ───> WRITING ────────┐          ┌──> SETTLED <──────────┐
+      │  │                        v          │       ^               │
+      │  └──── rehearsed ────> VERIFYING ────┤       │               │
+      v                           ^          ├──> WATCHING ──> VERIFYING
+    GIVEN ────> CORRECTING ───────┘          │
+      │                                      └──> SMALLEST ──> LAST_RESORT ──> SETTLED
+      └──> SETTLED
 
-From every phase: a larger call, another budget or more that stands beside the model leads back to
-VERIFYING, by the same profile; where there is none to plan by, to WRITING or GUESSING. A step that
-holds more than those before it, or runs its model more often, leads to GUESSING. A rehearsal leads
-to VERIFYING.
+    in           it is seen that                             and next comes
+    GUESSING     a step at a rung was measured               WRITING
+                 a plan was given                            GIVEN
+                 a forward held too much, and was rehearsed  VERIFYING
+    WRITING      the step was written down                   VERIFYING
+    GIVEN        it fits                                     SETTLED
+                 it is a little too large                    CORRECTING
+                 it does not fit, or knows another step      GUESSING
+    CORRECTING   the step was written down                   VERIFYING
+    VERIFYING    nothing need be done                        SETTLED; for a smaller call IDLE
+                 the plan fits                               SETTLED
+                 it is lossy, and there is room to look      WATCHING
+                 it is wrong, up to three times              VERIFYING, by another plan
+                 no plan is left by what it was wrong by     SMALLEST
+    SMALLEST     it fits                                     SETTLED, or WATCHING
+                 it does not                                 SMALLEST, by another plan
+                 none is left                                LAST_RESORT
+    WATCHING     what codes add is known                     VERIFYING, or SMALLEST again
+    LAST_RESORT  the rung was measured                       SETTLED, or the step is refused
+    IDLE         a larger call was written down              VERIFYING
+
+From every phase a larger call, another budget or more that stands beside the model leads back to
+VERIFYING, by the same profile; where there is none to plan by, to GIVEN, WRITING or GUESSING. After
+a step that held more than those before it, or ran its model more often, and where more is allowed
+to plans than before, comes GUESSING. Five steps that tell nothing lead to SETTLED.
 
 In a settled step each forward is looked at (*learning*: a script of it is written), follows its
 script (*replaying*), or runs without hooks where that does nothing (*off*): see `session.py`.

@@ -17,13 +17,13 @@ from elbowroom.fitting.commands import (
     Command,
     ForgetCalls,
     ForgetScripts,
+    Line,
     MakeSmallest,
     Raise,
     RunLayersAgain,
     TakePlan,
     say,
 )
-from elbowroom.fitting.commands import Line as Say
 from elbowroom.fitting.observations import (
     NoPlan,
     PlanMade,
@@ -117,7 +117,7 @@ def tries_more(state: FitState, spare: Spare) -> Step | None:
     if spare.blamed_classes:
         return state.fresh(), (ForgetScripts(), BlameNoClasses())
     if state.is_recurrent and spare.layers:
-        return state.fresh(), (ForgetScripts(), say(Say.RUNS_AGAIN), RunLayersAgain())
+        return state.fresh(), (ForgetScripts(), say(Line.RUNS_AGAIN), RunLayersAgain())
     return None
 
 
@@ -149,7 +149,7 @@ def smallest_made(state: FitState, seen: SmallestMade) -> Step:
         return _give_up(state, least)
     commands: tuple[Command, ...] = (TakePlan(seen.found.chosen),)
     if state.phase is not Phase.SMALLEST:
-        commands = (say(Say.SMALLEST, least_nbytes=least.peak_nbytes), *commands)
+        commands = (say(Line.SMALLEST, least_nbytes=least.peak_nbytes), *commands)
     return replace(state, phase=Phase.SMALLEST, rehearsed=seen.found.rehearsed), commands
 
 
@@ -165,4 +165,4 @@ def _give_up(state: FitState, least: Taken) -> Step:
     if state.was_rehearsed:
         rung, headroom = len(rungs) - 1, state.headroom
     state = replace(state, phase=Phase.LAST_RESORT, plan=None, rung=rung, headroom=headroom)
-    return state, (say(Say.UNCORRECTED, least_nbytes=least.peak_nbytes, rung=rungs[rung].name),)
+    return state, (say(Line.UNCORRECTED, least_nbytes=least.peak_nbytes, rung=rungs[rung].name),)

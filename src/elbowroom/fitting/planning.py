@@ -13,8 +13,9 @@
    followed. The first step under it is measured: if it needs more than was predicted, the plan is
    made again with that much less, up to three times. What one plan was wrong by says little of
    another: so if none is left, those of the least predicted peak are measured, too. If they are
-   above the budget, it is refused with the least that they took; or, where the uniform rung has
-   been seen to fit before, that is measured again, and what took least of all stays.
+   above the budget, the last resort is a uniform rung: one that has been seen to fit before is
+   measured again, and what took least of all stays; else the strictest is, if it may fit, and if
+   not, the step is refused with the least that plans took.
 4. A plan with lossy codes that has been verified is watched for a few steps, if it can be made so
    that there is room to look (`measure/shares.py`). Then it is known what each code adds to the
    gradient, and the plan is made, and verified, again.
@@ -36,7 +37,7 @@ from typing import Any
 
 from elbowroom.errors import BudgetTooSmall, NothingHeld
 from elbowroom.fitting.calls import Calls, Rest, plan_rest
-from elbowroom.fitting.execute import execute, measured, repeatable, settings_of, spare_of, step_of
+from elbowroom.fitting.execute import execute, observed, repeatable, settings_of, spare_of, step_of
 from elbowroom.fitting.followed import Followed
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
@@ -296,4 +297,4 @@ class Planning(Followed):
         """What did the last step need? stock: as the next one begins."""
         if self.settled or not self.calls.is_whole:
             return
-        self._tell(measured(self, last, step, stock.beside(step.stock.beside_nbytes)))
+        self._tell(observed(self, last, step, stock.beside(step.stock.beside_nbytes)))

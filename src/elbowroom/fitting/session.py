@@ -7,7 +7,7 @@
 
 How a plan comes about is told in `planning.py`; each kind of forward has its own (`signature.py`).
 Forwards that wait for the same backward are one step (`calls.py`).
-Here each forward of the model runs. What is measured of its steps stands in `measured_steps.py`,
+Here each forward of the model runs. What is measured of its steps stands in `steps.py`,
 what follows where memory runs out in `shortage.py`. A forward is
 
     learning   looked at: one that would hold more than is allowed climbs the ladder
@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.errors import BudgetTooSmall, NothingHeld, PlanError
 from elbowroom.fitting.backward_peak import peak_of_backward
 from elbowroom.fitting.forward import FittedSaving
-from elbowroom.fitting.measured_steps import Measured
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.plan_cache import PlanCache
@@ -39,6 +38,7 @@ from elbowroom.fitting.planning import Planning
 from elbowroom.fitting.replayed import ReplayedForward, ReplayedSaving
 from elbowroom.fitting.shortage import Shortage
 from elbowroom.fitting.signature import Signature, signature_of
+from elbowroom.fitting.steps import MeasuredSteps
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.rates import rates
 from elbowroom.plan.plan import Plan
@@ -51,7 +51,7 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 _MOST_REPEATED = 16  # forwards that are known, until what stands is looked after again
 
 
-class Fitting(Measured):
+class Fitting(MeasuredSteps):
     """The controller of one fitted model. It runs every forward."""
 
     def __init__(

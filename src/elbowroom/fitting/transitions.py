@@ -14,6 +14,7 @@ from elbowroom.fitting.commands import (
     Command,
     ForgetScripts,
     HoldAsGiven,
+    Line,
     MakePlan,
     PlanByForward,
     Refuse,
@@ -21,7 +22,6 @@ from elbowroom.fitting.commands import (
     RunLayersAgain,
     say,
 )
-from elbowroom.fitting.commands import Line as Say
 from elbowroom.fitting.measured import noise_measured, noise_used, room_to_watch, step_measured
 from elbowroom.fitting.observations import (
     ForwardEnded,
@@ -202,7 +202,7 @@ def _strayed(state: FitState) -> Step:
     """
     strays = state.strays + 1
     learns = strays <= _MOST_STRAYS
-    said = () if strays > _MOST_STRAYS + 1 else (say(Say.STRAY, learns=learns),)
+    said = () if strays > _MOST_STRAYS + 1 else (say(Line.STRAY, learns=learns),)
     return replace(state, strays=strays, has_strayed=learns), said
 
 
@@ -210,7 +210,7 @@ def _layers_held_too_much(state: FitState) -> Step:
     """In a forward of which nothing is known: its layers may run again, if any may."""
     if state.terms.exact or state.is_learned:
         return state, ()
-    return state, (say(Say.RUNS_AGAIN), RunLayersAgain())
+    return state, (say(Line.RUNS_AGAIN), RunLayersAgain())
 
 
 def _forward_ended(state: FitState, seen: ForwardEnded) -> Step:

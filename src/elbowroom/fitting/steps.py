@@ -20,7 +20,7 @@ from elbowroom.runtime.context import Context
 _AMPLE = 0.25  # of the budget
 
 
-class Measured:
+class MeasuredSteps:
     """What is known of a model's steps, whatever their forwards are.
 
     planning        what the last forward followed

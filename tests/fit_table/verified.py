@@ -1,0 +1,297 @@
+"""What follows from a step under a plan that was measured."""
+
+from dataclasses import replace
+
+from elbowroom.fitting.attempts import Attempts, Taken
+from elbowroom.fitting.commands import (
+    BlameNoClasses,
+    Line,
+    MakeSmallest,
+    say,
+)
+from elbowroom.fitting.headroom import Headroom
+from elbowroom.fitting.options import MemoryState
+from fit_table.values import (
+    AGAIN,
+    CLIMBED,
+    CORRECTING,
+    DROPPED,
+    FORGET,
+    FRESH,
+    GIVENS,
+    GUESSED,
+    KNOWN,
+    LOSSY,
+    MAKE,
+    MORE,
+    OTHER,
+    PLAN,
+    SETTLED,
+    SMALLEST,
+    TRIED,
+    TWO,
+    VERIFYING,
+    WATCHED,
+    Call,
+    P,
+    Row,
+    following,
+    said,
+    said_given,
+    step,
+    written,
+)
+
+ROWS = {
+    # A step under a plan is measured.
+    "a plan fits": Row(
+        VERIFYING,
+        step(900),
+        {
+            "phase": P.SETTLED,
+            "tries": 1,
+            "has_fit": True,
+            "headroom": Headroom(500, None, 550),
+            "attempts": KNOWN.attempts.after(PLAN, 900),
+        },
+        (said(PLAN, 900),),
+    ),
+    "a plan takes the whole budget": Row(
+        VERIFYING,
+        step(1000),
+        {
+            "phase": P.SETTLED,
+            "tries": 1,
+            "has_fit": True,
+            "headroom": Headroom(600, None, 450),
+            "attempts": KNOWN.attempts.after(PLAN, 1000),
+        },
+        (said(PLAN, 1000),),
+    ),
+    "a plan for a larger call fits": Row(
+        replace(VERIFYING, largest=Call(9), profiled=Call(9)),
+        step(900),
+        {
+            "phase": P.SETTLED,
+            "tries": 1,
+            "has_fit": True,
+            # Of what a step needs beside what stands, a ninth more.
+            "headroom": Headroom(675),
+            "attempts": KNOWN.attempts.after(PLAN, 1000),
+        },
+        (said(PLAN, 1000),),
+    ),
+    "an estimate that leaves much free is made again with half of it": Row(
+        GUESSED,
+        step(800),
+        {
+            "tries": 1,
+            "rounds": 1,
+            "has_fit": True,
+            "headroom": Headroom(400, None, 650),
+            "once_nbytes": 0,
+            "attempts": Attempts(taken=(Taken(800, PLAN),)),
+        },
+        (said(PLAN, 800), MAKE),
+    ),
+    "an estimate that leaves a little more free than would be left": Row(
+        GUESSED,
+        step(895),
+        {
+            "tries": 1,
+            "rounds": 1,
+            "has_fit": True,
+            "headroom": Headroom(495, None, 555),
+            "once_nbytes": 47,
+            "attempts": Attempts(taken=(Taken(895, PLAN),)),
+        },
+        (said(PLAN, 895), MAKE),
+    ),
+    "an estimate that leaves a tenth free of what is not static": Row(
+        GUESSED,
+        step(910),
+        {
+            "phase": P.SETTLED,
+            "tries": 1,
+            "has_fit": True,
+            "headroom": Headroom(510, None, 540),
+            "attempts": Attempts(taken=(Taken(910, PLAN),)),
+        },
+        (said(PLAN, 910),),
+    ),
+    "an estimate that leaves much free is made again three times at most": Row(
+        replace(GUESSED, rounds=3),
+        step(800),
+        {
+            "phase": P.SETTLED,
+            "tries": 1,
+            "has_fit": True,
+            "headroom": Headroom(400, None, 650),
+            "attempts": Attempts(taken=(Taken(800, PLAN),)),
+        },
+        (said(PLAN, 800),),
+    ),
+    "an estimate that leaves little free": Row(
+        GUESSED,
+        step(950),
+        {
+            "phase": P.SETTLED,
+            "tries": 1,
+            "has_fit": True,
+            "headroom": Headroom(550, None, 500),
+            "attempts": Attempts(taken=(Taken(950, PLAN),)),
+        },
+        (said(PLAN, 950),),
+    ),
+    "a plan does not fit": Row(
+        VERIFYING,
+        step(1100),
+        {
+            "tries": 1,
+            "rounds": 1,
+            "once_nbytes": 200,
+            "headroom": Headroom(700),
+            "attempts": KNOWN.attempts.after(PLAN, 1100),
+        },
+        (said(PLAN, 1100), MAKE),
+    ),
+    "a plan in which modules run again does not fit": Row(
+        following(AGAIN),
+        step(1100),
+        {
+            "tries": 1,
+            "rounds": 1,
+            "again_nbytes": 200,
+            "headroom": Headroom(700),
+            "attempts": KNOWN.attempts.after(AGAIN, 1100),
+        },
+        (said(AGAIN, 1100), MAKE),
+    ),
+    "three plans did not fit": Row(
+        replace(VERIFYING, rounds=3, once_nbytes=60),
+        step(1100),
+        {
+            "tries": 1,
+            "once_nbytes": 0,
+            "headroom": Headroom(700),
+            "attempts": KNOWN.attempts.after(PLAN, 1100),
+        },
+        (said(PLAN, 1100), MakeSmallest()),
+    ),
+    "three plans by a smaller call did not fit": Row(
+        replace(VERIFYING, rounds=3, largest=TWO, strays=2),
+        step(1100),
+        replace(FRESH, largest=TWO, strays=2, only_largest=True),
+        (said(PLAN, 2100), FORGET),
+    ),
+    "one of the smallest fits": Row(
+        SMALLEST,
+        step(1000),
+        {
+            "phase": P.SETTLED,
+            "tries": 1,
+            "has_fit": True,
+            "headroom": Headroom(600, None, 450),
+            "attempts": TRIED.after(OTHER, 1000),
+        },
+        (said(OTHER, 1000),),
+    ),
+    "one of the smallest does not fit": Row(
+        SMALLEST,
+        step(1050),
+        {"tries": 1, "headroom": Headroom(650), "attempts": TRIED.after(OTHER, 1050)},
+        (said(OTHER, 1050), MakeSmallest()),
+    ),
+    "one of the smallest may climb": Row(
+        SMALLEST,
+        step(1050, climbed=True),
+        {"tries": 1, "headroom": Headroom(650), "attempts": TRIED.after(OTHER, 1050)},
+        (said(OTHER, 1050), MakeSmallest()),
+    ),
+    "one of the smallest does not fit, and more may be allowed": Row(
+        SMALLEST,
+        step(1050, spare=MORE),
+        FRESH,
+        (said(OTHER, 1050), FORGET, BlameNoClasses()),
+    ),
+    "a step that has left its plan tells nothing": Row(
+        VERIFYING, step(1100, climbed=True), {"tries": 1}, (said(PLAN, 1100),)
+    ),
+    "nor one that makes the optimizer's states": Row(
+        VERIFYING,
+        replace(step(900, makes_states=True), stock=MemoryState(180)),
+        {"tries": 1, "stock": MemoryState(180)},
+        (said(PLAN, 900),),
+    ),
+    "nor one that makes them within the whole budget": Row(
+        VERIFYING, step(1000, makes_states=True), {"tries": 1}, (said(PLAN, 1000),)
+    ),
+    "five steps that tell nothing, within the whole budget": Row(
+        replace(VERIFYING, tries=4),
+        step(1000, climbed=True),
+        {"phase": P.SETTLED, "tries": 5},
+        (said(PLAN, 1000),),
+    ),
+    "five steps that tell nothing": Row(
+        replace(VERIFYING, tries=4),
+        step(1100, climbed=True),
+        {"phase": P.SETTLED, "tries": 5},
+        (said(PLAN, 1100), say(Line.ABOVE, peak_nbytes=1100, **CLIMBED)),
+    ),
+    "a step once all is settled": Row(SETTLED, step(2000), {}),
+    # The plan that was given.
+    "the given plan fits": Row(
+        GIVENS, step(900), {"phase": P.SETTLED, "tries": 1, "has_fit": True}, (said_given(900),)
+    ),
+    "the given plan takes the whole budget": Row(
+        GIVENS, step(1000), {"phase": P.SETTLED, "tries": 1, "has_fit": True}, (said_given(1000),)
+    ),
+    "the given plan has measured its noise": Row(
+        replace(GIVENS, plan=WATCHED, given=WATCHED),
+        step(900),
+        {"phase": P.SETTLED, "tries": 1, "has_fit": True},
+        (
+            say(Line.MEASURED, plan=WATCHED, peak_nbytes=900),
+            say(Line.NOISE, plan=WATCHED),
+        ),
+    ),
+    "the given plan has codes whose noise nobody measured": Row(
+        replace(GIVENS, plan=LOSSY.plan, given=LOSSY.plan),
+        step(900),
+        {"phase": P.SETTLED, "tries": 1, "has_fit": True},
+        (said(LOSSY, 900), say(Line.UNKNOWN, why="the plan was made without")),
+    ),
+    "the given plan is a little too large": Row(
+        GIVENS,
+        step(1050),
+        {"phase": P.CORRECTING, "tries": 1, "given": None, "rehearsed": True},
+        (said_given(1050),),
+    ),
+    "the given plan is much too large": Row(
+        GIVENS, step(1051), FRESH, (said_given(1051), DROPPED, FORGET)
+    ),
+    "the given plan is a little too large, and cannot be written down": Row(
+        replace(GIVENS, plan=LOSSY.plan, given=LOSSY.plan),
+        step(1050),
+        FRESH,
+        (said(LOSSY, 1050), say(Line.GIVEN, plan=LOSSY.plan), FORGET),
+    ),
+    "the given plan is a little too large, and runs modules again": Row(
+        replace(GIVENS, plan=AGAIN.plan, given=AGAIN.plan),
+        step(1050),
+        FRESH,
+        (said(AGAIN, 1050), say(Line.GIVEN, plan=AGAIN.plan), FORGET),
+    ),
+    "the given plan does not know the step": Row(
+        GIVENS, step(900, strangers=True), FRESH, (said_given(900), DROPPED, FORGET)
+    ),
+    "the step leaves the given plan": Row(
+        GIVENS, step(900, climbed=True), FRESH, (DROPPED, FORGET)
+    ),
+    "the given plan is too large in a step that makes states": Row(
+        CORRECTING,
+        replace(written(makes_states=True), peak=1100),
+        FRESH,
+        (said_given(1200), DROPPED, FORGET),
+    ),
+}
