@@ -6,6 +6,7 @@ a limit is treated as torch treats it. An exact context leaves clamp to torch: t
 what reads the result makes it again from x.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,12 @@ from torch import Tensor
 from elbowroom.runtime.consumers import Call
 
 Limit = float | int | None
+_Compare = Callable[[Tensor, float], Tensor]
+# The gradients of the least, of what lies between, of the most, and of NaN.
+_KNOWN: dict[tuple[float, ...], tuple[_Compare, _Compare]] = {
+    (1.0, 1.0, 1.0, 0.0): (torch.ge, torch.le),
+    (0.0, 1.0, 0.0, 0.0): (torch.gt, torch.lt),
+}
 
 
 def clamp(input: Tensor, min: Limit = None, max: Limit = None) -> Tensor:
@@ -34,30 +41,33 @@ def clamp_max(input: Tensor, max: Limit) -> Tensor:
 
 
 def fits_clamp(call: Call, x: Tensor) -> bool:
-    """Whether the limits are numbers, and torch passes the gradient of what equals one."""
+    """Whether the limits are numbers, and it is known what torch compares with them."""
     given = (*call.args[1:], *(value for name, value in call.kwargs.items() if name != "input"))
     numbers = all(one is None or type(one) in (int, float) for one in given)
     has_limit = any(one is not None for one in given)
-    return numbers and has_limit and _passes_limits()
+    return numbers and has_limit and _comparisons() is not None
 
 
 @cache
-def _passes_limits() -> bool:
-    """Whether what equals a limit has a gradient: torch 2.13 says yes, 2.14 does not."""
+def _comparisons() -> tuple[_Compare, _Compare] | None:
+    """The comparisons that backward makes with the least and the most: torch is asked.
+
+    What equals a limit has a gradient in torch 2.13, and has none in 2.14. None: it is something
+    else again.
+    """
     with torch.enable_grad(), torch._C.DisableTorchFunction():
-        x = torch.tensor([0.0, 1.0], requires_grad=True)
+        x = torch.tensor([0.0, 0.5, 1.0, float("nan")], requires_grad=True)
         (grad,) = torch.autograd.grad(x.clamp(0, 1).sum(), x)
-    return bool(grad.eq(1).all())
+    return _KNOWN.get(tuple(grad.tolist()))
 
 
 class _Clamp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: Limit, high: Limit) -> Tensor:
-        inside: list[Tensor] = []
-        if low is not None:
-            inside.append(x >= low)
-        if high is not None:
-            inside.append(x <= high)
+        compared = _comparisons()
+        assert compared is not None
+        limits = zip(compared, (low, high), strict=True)
+        inside = [compare(x, limit) for compare, limit in limits if limit is not None]
         ctx.save_for_backward(inside[0] if len(inside) == 1 else inside[0].logical_and_(inside[1]))
         ctx.set_materialize_grads(False)
         return torch.clamp(x, low, high)
