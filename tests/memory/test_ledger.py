@@ -419,3 +419,15 @@ def test_a_small_part_of_a_large_tensor_is_not_copied_for_it():
         out = (x.sin() + large[:, :64]).exp()
     assert all(row.consumer != "add" for row in saved.ledger.rows)
     del out
+
+
+def test_a_recipe_that_needs_an_exact_source_keeps_no_code_away():
+    """Group norm over channels in another order runs again on the exact input alone."""
+    norm, conv = nn.GroupNorm(4, 16), nn.Conv2d(16, 16, 3, padding=1)
+    x = torch.randn(2, 64, 16, requires_grad=True)
+    with er.saving("dither", levels=16, seed=0, min_nbytes=4096) as saved:
+        h = (x @ torch.eye(16)).transpose(1, 2).unflatten(2, (8, 8))
+        conv(F.silu(norm(h))).square().sum().backward()
+    rows = {(row.consumer, row.action) for row in saved.ledger.rows if row.before_nbytes > 4096}
+    assert {("group_norm", "dither"), ("silu", "dither")} <= rows
+    assert ("group_norm", "keep") not in rows

@@ -639,7 +639,10 @@ class Saving:
         """Make the slot hold what this op needs."""
         ready, need = self._ready(x), reading.need
         site = site_of(slot, x, call, reading, ready, name, self._identity.origin(x))
-        if ready is not None and any(map(partial(is_too_coarse_for, site=site), ready.slots)):
+        too_coarse = ready is not None and any(
+            map(partial(is_too_coarse_for, site=site), ready.slots)
+        )
+        if too_coarse or (ready is not None and self._would_pin(ready, need)):
             ready, site = None, replace(site, rebuildable=Rebuildable.NO)
         key = (site.module, site.consumer, site.shape, site.dtype)
         whole = slot.base.on(x)
@@ -747,6 +750,15 @@ class Saving:
     def _copied(self, scribe: Scribe, slot: Slot, y: Tensor) -> None:
         """A constant is among the arguments of the call that has ended, and a slot has a copy."""
         scribe.copies(slot, y, None if self._consumers is None else self._consumers.call)
+
+    def _would_pin(self, ready: Ready, need: Need) -> bool:
+        """Whether a tensor that may have a code would keep another from having one.
+
+        A recipe that can only run on an exact source keeps that as it is.
+        """
+        if need is not Need.LOSSY or self._is_exact or ready.works_lossy:
+            return False
+        return any(slot.sites and not slot.pinned for slot in ready.slots)
 
     def _decide(self, site: Site, ready: Ready | None) -> Action:
         if site.consumer == ATTENTION and site.need is Need.LOSSY and not self._is_exact:
