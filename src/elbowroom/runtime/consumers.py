@@ -281,6 +281,8 @@ def reading_by(formula: Formula, x: Tensor, call: Call, node: str = "") -> Readi
         return Reading(Need.EXACT, Formula.STATISTIC, f"a constant that '{call.name}' has made")
     if formula in (Formula.SUMMED, Formula.MATRIX):
         formula = _as_product(formula, x, call)
+    if formula is Formula.SINGULAR and _is_normalized(x, call):
+        formula = Formula.PRODUCT
     if formula.tolerates_errors:
         width = _row_width(x, call, node)
         return Reading(Need.LOSSY, formula, width=width or features_of(x, call), by_size=width > 0)
@@ -303,6 +305,8 @@ def _row_width(x: Tensor, call: Call, node: str) -> int:
     """
     if not x.dim() or x.shape[-1] < LEAST_WIDTH:
         return 0
+    if _is_normalized(x, call):
+        return x.shape[-1]
     if node in SIZES:
         dims = call.arg(1, "normalized_shape") if call.name == "rms_norm" else 1
         return prod(x.shape[-len(dims) :]) if isinstance(dims, list | tuple) else x.shape[-1]
@@ -312,6 +316,16 @@ def _row_width(x: Tensor, call: Call, node: str) -> int:
     is_square = not others and len(call.args) > 1
     by_row = any(one.dim() and one.shape[-1] == 1 and _is_inverse(one) for one in others)
     return x.shape[-1] if is_square or by_row else 0
+
+
+def _is_normalized(x: Tensor, call: Call) -> bool:
+    """Whether the call divides the rows of x by their lengths, which its nodes hold exactly.
+
+    Both x / length and the gradient of a length, x / length again, are linear in x then.
+    """
+    if call.name != "normalize" or call.arg(1, "p", 2.0) != 2 or not is_argument(x, call):
+        return False
+    return x.shape[-1] >= LEAST_WIDTH and call.arg(2, "dim", 1) in (-1, x.dim() - 1)
 
 
 def _is_inverse(x: Tensor) -> bool:

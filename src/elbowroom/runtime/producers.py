@@ -246,27 +246,6 @@ def _elementwise(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     return _make(call, out, identity, op)
 
 
-def _moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
-    """The same values in other places, where that is a copy: windows, heads, rolled rows."""
-    x, rest, named, func = call.arg(0, "input"), call.args[1:], dict(call.kwargs), call.func
-    named.pop("input", None)
-    if any(isinstance(one, Tensor) for one in (*rest, *named.values())) or out.dtype != x.dtype:
-        return None
-
-    def exact(x: Tensor, private: bool) -> Tensor:
-        made: Tensor = func(x, *rest, **named)
-        at_x = made.untyped_storage()._cdata == x.untyped_storage()._cdata
-        return made.clone() if at_x and not private else made  # x stays its holder's
-
-    def lossy(x: Tensor) -> Tensor:
-        made: Tensor = func(x, *rest, **named)
-        return made
-
-    before = identity.origin(x, call.version)
-    has_zeros = before is not None and before.has_zeros
-    return _make(call, out, identity, Op(exact, lossy), has_zeros=has_zeros)
-
-
 def _binary(
     combine: Callable[..., Tensor], call: Call, out: Tensor, identity: Identity
 ) -> Origin | None:
@@ -574,7 +553,6 @@ _ELEMENTWISE = (
         "rsub",
     ),
 )
-_MOVES = ("reshape", "contiguous", "flatten", "clone", "roll", "flip", "repeat", "pad")
 _BINARY: dict[Callable[..., Tensor], tuple[str, ...]] = {
     torch.mul: ("mul", "__mul__", "__rmul__"),
     torch.add: ("add", "__add__", "__radd__"),
@@ -595,7 +573,6 @@ _MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {
     "instance_norm": _instance_norm,
     "rms_norm": _rms_norm,
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
-    **dict.fromkeys(_MOVES, _moved),
     **{name: partial(_binary, op) for op, names in _BINARY.items() for name in names},
     **dict.fromkeys(("to", "float", "bfloat16", "half", "type_as"), _cast),
     **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), _contraction),

@@ -134,9 +134,26 @@ class Serving:
         slot, x, call, reading, name = request
         ready = self.ready(x)
         site = site_of(slot, x, call, reading, ready, name, self._identity.origin(x))
-        if ready is not None and any(map(partial(is_too_coarse_for, site=site), ready.slots)):
+        if ready is None:
+            return site, None
+        too_coarse = any(map(partial(is_too_coarse_for, site=site), ready.slots))
+        if too_coarse or self._would_pin(ready, request.need):
             return replace(site, rebuildable=Rebuildable.NO), None
         return site, ready
+
+    def _would_pin(self, ready: Ready, need: Need) -> bool:
+        """Whether a tensor that may have a code would keep another from having one.
+
+        A recipe that can only run on an exact source keeps that as it is.
+        """
+        if need is not Need.LOSSY or self._codes_are_exact() or ready.works_lossy:
+            return False
+        return any(slot.sites and not slot.pinned for slot in ready.slots)
+
+    def _codes_are_exact(self) -> bool:
+        is_exact = self._is_exact()
+        assert is_exact is not None  # somebody asks for a site
+        return is_exact()
 
     def _chosen(self, request: Request, site: Site, ready: Ready | None) -> Action:
         """What is to be done: what the policy says, as this tensor allows it."""
@@ -153,9 +170,7 @@ class Serving:
         return action
 
     def _decide(self, site: Site, ready: Ready | None) -> Action:
-        is_exact = self._is_exact()
-        assert is_exact is not None  # somebody asks for a site
-        if site.consumer == ATTENTION and site.need is Need.LOSSY and not is_exact():
+        if site.consumer == ATTENTION and site.need is Need.LOSSY and not self._codes_are_exact():
             # What it would be made of may be a code that is too rough, or become one.
             action = self._policy(replace(site, rebuildable=Rebuildable.NO))
             if isinstance(action, Encode):  # whatever the policy: by the logits of this step
