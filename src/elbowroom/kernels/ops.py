@@ -62,8 +62,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.kernels import reference
-from elbowroom.kernels.fakes import FAKES
-from elbowroom.kernels.schemas import SCHEMAS
+from elbowroom.kernels.specs import SPECS
 
 _log = logging.getLogger("elbowroom.kernels")
 # Any: neither `Library` nor its methods have types.
@@ -124,12 +123,13 @@ def _give_up(op: str, backend: str, error: Exception) -> None:
         )
 
 
-for _op, _schema in SCHEMAS.items():
-    _library.define(_op + _schema)
+for _op, _spec in SPECS.items():
+    _library.define(_op + _spec.schema)
     _library.impl(_op, getattr(reference, _op), "CompositeExplicitAutograd")
     _library.impl(_op, _serve(_op, "numba"), "CPU")
     _library.impl(_op, _serve(_op, "triton"), "CUDA")
-    torch.library.register_fake(f"elbowroom::{_op}", FAKES.get(_op, lambda *_: None), lib=_library)
+    _fake = _spec.outputs or (lambda *_: None)
+    torch.library.register_fake(f"elbowroom::{_op}", _fake, lib=_library)
 
 # The overload, not the packet: 2 us less a call. Untyped in torch.
 _calls = torch.ops.elbowroom
@@ -180,4 +180,4 @@ beyond = cast(Callable[..., Tensor], _calls.beyond.default)
 moments_quantize = cast(Callable[..., None], _calls.moments_quantize.default)
 moments_dequantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.moments_dequantize.default)
 dropout = cast(Callable[..., None], _calls.dropout.default)
-NAMES = tuple(SCHEMAS)
+NAMES = tuple(SPECS)

@@ -9,6 +9,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from elbowroom.kernels import outputs
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, i32, jit, u8
 from elbowroom.kernels.numba.launch import array, parallel, words
 from elbowroom.kernels.numba.rounding import as_bits, as_float, from_float, target, to_float
@@ -20,7 +21,7 @@ _ALL = {nbytes: kind(-1) for nbytes, kind in _INTEGERS.items()}
 
 
 def pack_bits(x: Tensor) -> Tensor:
-    bits = torch.empty(-(-x.numel() // 8), dtype=torch.uint8)
+    bits = outputs.bits(x)
     source, above_sign = _magnitudes(x)
     _pack(source, above_sign, array(bits))
     return bits

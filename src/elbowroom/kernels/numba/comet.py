@@ -10,7 +10,8 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from elbowroom.kernels.layout import blocks, check_payload, tiles
+from elbowroom.kernels import outputs
+from elbowroom.kernels.layout import check_payload, tiles
 from elbowroom.kernels.numba.bits import pack_bits, pack_flags
 from elbowroom.kernels.numba.blocks import BLOCKS, SCRATCH, measure, write_tile
 from elbowroom.kernels.numba.bounded import integers
@@ -33,16 +34,17 @@ def comet_quantize(
     inner: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n = x.numel()
-    bits = pack_bits(x) if aware else torch.empty(0, dtype=torch.uint8)
-    headers = torch.empty(blocks(n), dtype=torch.uint8)
+    bits, headers, sizes = outputs.comet(x, aware=aware)
+    if aware:
+        bits = pack_bits(x)
     starts = torch.zeros(tiles(n) + 1, dtype=torch.int64)
     key, back = _noise(seed, rounding)
     source = *words(x), array(x.view(torch.uint8)), array(grid), key, back
     settings = aware, rows, columns, inner, array(headers)
     _encode(*source, *settings, array(starts[1:]), np.empty(0, np.uint8), False)
-    sizes = starts[1:].to(torch.int16)
+    sizes.copy_(starts[1:])
     starts.cumsum_(dim=0)
-    payload = torch.empty(int(starts[-1]), dtype=torch.uint8)
+    payload = outputs.bytes_of(x, int(starts[-1]))
     _encode(*source, *settings, array(starts), array(payload), True)
     return bits, headers, sizes, payload
 

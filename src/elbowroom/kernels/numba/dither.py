@@ -1,11 +1,10 @@
 """Subtractive dither (specification: `reference/dither.py`)."""
 
 import numpy as np
-import torch
 from numba import prange
 from torch import Tensor
 
-from elbowroom.kernels.layout import groups, packed_nbytes, tiles
+from elbowroom.kernels import outputs
 from elbowroom.kernels.numba.affine import channels, map_restored, mapped, mask_array
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8
@@ -35,9 +34,7 @@ def dither_quantize(
     shift: Tensor | None = None,
     inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8)
-    ranges = torch.empty(groups(x.numel(), group_size), 2, dtype=torch.uint8)
-    bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
+    codes, ranges, bounds = outputs.dither(x, levels, group_size)
     out = array(codes), array(ranges), patterns(bounds)
     by = channels(scale, shift, inner, x.numel())
     _quantize(*words(x), *by, *split_seed(seed), levels, group_size, *out)

@@ -10,7 +10,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from elbowroom.kernels.layout import packed_nbytes
+from elbowroom.kernels import outputs
 from elbowroom.kernels.maps import blocks, ranges
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8
@@ -36,10 +36,7 @@ def division_quantize(
     x: Tensor, seed: int, levels: int, block: int, reach: int, maps: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     over_blocks, over_ranges = blocks(maps, block), ranges(maps, block, reach)
-    codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8)
-    mean = torch.empty(over_blocks.entries, dtype=torch.bfloat16)
-    scale = torch.empty(over_ranges.entries, dtype=torch.bfloat16)
-    low = torch.empty_like(scale)
+    codes, mean, scale, low = outputs.division(x, levels, block, reach, maps)
     if x.numel() == 0:
         return codes, mean, scale, low
     edges = array(torch.empty(2, over_blocks.entries))  # of x - mean, by block

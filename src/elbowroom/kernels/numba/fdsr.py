@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numba import prange
 from torch import Tensor
 
+from elbowroom.kernels import outputs
 from elbowroom.kernels.bands import LIMIT, WORDS, bands_of, tiles_of
 from elbowroom.kernels.numba.codes import SLACK, pack, unpack
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8, u32, u64
@@ -48,10 +48,7 @@ def fdsr_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     b, tables = bands_of(block, tuple(levels)), tables_of(block, tuple(levels))
     count = tiles_of(maps, block)
-    groups = -(-count // b.lanes)
-    payload = torch.empty(groups, b.nbytes(kept), dtype=torch.uint8)
-    scales = torch.empty(groups, b.scales(kept), dtype=torch.bfloat16)
-    codebook = torch.empty(WORDS if kept else 0, b.rest, dtype=torch.int8)
+    payload, scales, codebook = outputs.fdsr(x, maps, block, levels, kept)
     strands = STRANDS if kept else 0
     total = np.zeros((strands, WORDS, b.rest), np.int64)
     length = np.zeros((strands, WORDS), np.int64)

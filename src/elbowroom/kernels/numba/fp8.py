@@ -5,7 +5,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from elbowroom.kernels.layout import groups
+from elbowroom.kernels import outputs
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8
 from elbowroom.kernels.numba.launch import array, parallel, patterns, words
 from elbowroom.kernels.numba.rounding import (
@@ -28,8 +28,7 @@ FORMATS = {
 
 
 def fp8_quantize(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(x.numel(), dtype=torch.uint8)
-    scale = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
+    codes, scale = outputs.fp8(x, group_size)
     fraction, bias, largest = FORMATS[fmt]
     _quantize(
         *words(x), group_size, fraction, bias, np.float32(largest), array(codes), patterns(scale)

@@ -1,11 +1,10 @@
 """Groups with their own range and stochastic rounding (specification: `reference/group.py`)."""
 
 import numpy as np
-import torch
 from numba import prange
 from torch import Tensor
 
-from elbowroom.kernels.layout import groups, packed_nbytes
+from elbowroom.kernels import outputs
 from elbowroom.kernels.numba.affine import channels, map_restored, mapped, mask_array
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8
@@ -33,9 +32,7 @@ def group_quantize(
     shift: Tensor | None = None,
     inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8)
-    step = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
-    low = torch.empty_like(step)
+    codes, step, low = outputs.group(x, levels, group_size)
     out = array(codes), patterns(step), patterns(low)
     by = channels(scale, shift, inner, x.numel())
     _quantize(*words(x), *by, *split_seed(seed), levels, group_size, *out)

@@ -5,12 +5,13 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from elbowroom.kernels import outputs
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, jit
 from elbowroom.kernels.numba.launch import array, parallel
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    out = torch.empty(x.numel(), dtype=dtype)
+    out = outputs.narrow(x, dtype)
     lost = torch.zeros(-(-x.numel() // (CHUNK * TILE)), dtype=torch.int64)
     _narrow(array(x), array(out), array(lost))
     return out, lost.sum()

@@ -10,6 +10,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from elbowroom.kernels import outputs
 from elbowroom.kernels.layout import check_payload, nonzero_tile_nbytes, tiles
 from elbowroom.kernels.numba.affine import (
     blank_unset,
@@ -52,8 +53,7 @@ def nonzero_quantize(
     by = channels(scale, shift, inner, x.numel())
     bits = pack_bits(x) if scale is None else _mapped_bits(x, by)
     starts = _starts(bits, x.numel(), levels, group_size)
-    payload = torch.empty(int(starts[-1]), dtype=torch.uint8)
-    bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16)
+    payload, bounds = outputs.bytes_of(x, int(starts[-1])), outputs.bounds(x)
     out = array(starts), array(payload), patterns(bounds)
     _quantize(*words(x), *by, *split_seed(seed), levels, group_size, *out)
     return bits, payload, bounds
@@ -89,7 +89,7 @@ def nonzero_dequantize(
 
 def _mapped_bits(x: Tensor, by: tuple[Any, Any, tuple[int, int]]) -> Tensor:
     """The bits of what is not zero after scaling."""
-    bits = torch.empty(-(-x.numel() // 8), dtype=torch.uint8)
+    bits = outputs.bits(x)
     _pack_mapped(*words(x), *by, array(bits))
     return bits
 

@@ -10,6 +10,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from elbowroom.kernels import outputs
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, inlined, u8
 from elbowroom.kernels.numba.launch import array, parallel
 from elbowroom.kernels.windows import window_of
@@ -19,7 +20,7 @@ _RUN = CHUNK * TILE  # elements of a work item: whole bytes, whatever the bits
 
 def places_pack(x: Tensor, window: Sequence[int], maps: Sequence[int]) -> tuple[Tensor, Tensor]:
     w = window_of(window)
-    packed = torch.empty(w.nbytes(x.numel()), dtype=torch.uint8)
+    packed = outputs.places(x, window)
     lost = torch.zeros(-(-x.numel() // _RUN), dtype=torch.int64)
     _pack(array(x), tuple(w), w.bits, tuple(maps[1:]), array(packed), array(lost))
     return packed, lost.sum()

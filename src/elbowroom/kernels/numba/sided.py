@@ -8,6 +8,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from elbowroom.kernels import outputs
 from elbowroom.kernels.layout import check_payload, sided_tile_nbytes, tiles
 from elbowroom.kernels.numba.affine import channels, map_restored, mask_array, scale_tile
 from elbowroom.kernels.numba.bits import tile_counts
@@ -37,8 +38,7 @@ def sided_quantize(
 ) -> tuple[Tensor, Tensor]:
     settings = upper, lower, group_size, fold
     counts, starts = _sizes(bits, x.numel(), *settings)
-    payload = torch.empty(int(starts[-1]), dtype=torch.uint8)
-    bounds = torch.empty(2 * tiles(x.numel()), 2, dtype=torch.bfloat16)
+    payload, bounds = outputs.bytes_of(x, int(starts[-1])), outputs.bounds(x, 2)
     out = array(starts), array(payload), patterns(bounds)
     source = *words(x), *channels(scale, shift, inner, x.numel()), array(bits), array(counts)
     _quantize(*source, *split_seed(seed), *settings, *out)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from elbowroom.kernels import outputs
 from elbowroom.kernels.layout import tiles
 from elbowroom.kernels.triton.device import TILE, program_tiles
 from elbowroom.kernels.triton.launch import launch
@@ -15,7 +16,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def pack_bits(x: Tensor) -> Tensor:
-    bits = torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
+    bits = outputs.bits(x)
     words = x.view(_WORDS[x.element_size()])
     # Without its sign bit, -0.0 is zero.
     mask = torch.iinfo(words.dtype).max if x.is_floating_point() else -1

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from elbowroom.kernels import outputs
 from elbowroom.kernels.layout import TILE as TILE_SIZE
-from elbowroom.kernels.layout import blocks, tiles
+from elbowroom.kernels.layout import tiles
 from elbowroom.kernels.triton.bits import pack_bits
 from elbowroom.kernels.triton.blocks import (
     RAW,
@@ -81,8 +82,9 @@ def _quantized(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """into: the payload's memory, its spill, and what tells how much was used."""
     n = x.numel()
-    bits = pack_bits(x) if aware else torch.empty(0, dtype=torch.uint8, device=x.device)
-    headers = torch.empty(blocks(n), dtype=torch.uint8, device=x.device)
+    bits, headers, sizes = outputs.comet(x, aware=aware)
+    if aware:
+        bits = pack_bits(x)
     starts = torch.zeros(tiles(n) + 1, dtype=torch.int64, device=x.device)
     noise, back = _NOISE[rounding]
     source, kind = words(x)
@@ -90,11 +92,10 @@ def _quantized(
     given = n, rows, columns, inner, *split_seed(seed)
     fixed = {"AWARE": aware, "NOISE": noise, "BACK": back, "PREDICT": rows > 0, "KIND": kind}
     launch(_measure, tiles(n), *args, *given, **fixed)
-    sizes = starts[1:].to(torch.int16)
+    sizes.copy_(starts[1:])
     starts.cumsum_(dim=0)
     if into is None:
-        size = int(starts[-1])  # the host waits
-        payload, spill = torch.empty(size, dtype=torch.uint8, device=x.device), None
+        payload, spill = outputs.bytes_of(x, int(starts[-1])), None  # the host waits
     else:
         payload, spill, used = into
         used.copy_(starts[-1:])

@@ -1,12 +1,12 @@
 """Subtractive dither (specification: `reference/dither.py`)."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from elbowroom.kernels import outputs
 from elbowroom.kernels.layout import TILE as TILE_SIZE
-from elbowroom.kernels.layout import groups, packed_nbytes, tiles
+from elbowroom.kernels.layout import tiles
 from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
 from elbowroom.kernels.triton.device import (
     NAN_BF16,
@@ -37,9 +37,7 @@ def dither_quantize(
     shift: Tensor | None = None,
     inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8, device=x.device)
-    ranges = torch.empty(groups(x.numel(), group_size), 2, dtype=torch.uint8, device=x.device)
-    bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
+    codes, ranges, bounds = outputs.dither(x, levels, group_size)
     source, kind = words(mapped(x, scale, shift, inner))
     args = source, codes, ranges, patterns(bounds), x.numel(), *split_seed(seed)
     launch(_quantize, tiles(x.numel()), *args, LEVELS=levels, S=group_size, KIND=kind)

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from elbowroom.kernels.layout import packed_nbytes, tiles
+from elbowroom.kernels import outputs
+from elbowroom.kernels.layout import tiles
 from elbowroom.kernels.maps import Cells, blocks, ranges
 from elbowroom.kernels.triton.device import (
     TILE,
@@ -44,10 +45,7 @@ def division_quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     over, over_ranges = blocks(maps, block), ranges(maps, block, reach)
     n, count, device = x.numel(), over_ranges.entries, x.device
-    codes = torch.empty(packed_nbytes(levels, n), dtype=torch.uint8, device=device)
-    mean = torch.empty(over.entries, dtype=torch.bfloat16, device=device)
-    scale = torch.empty(count, dtype=torch.bfloat16, device=device)
-    low = torch.empty_like(scale)
+    codes, mean, scale, low = outputs.division(x, levels, block, reach, maps)
     if n == 0:
         return codes, mean, scale, low
     edges = torch.empty(2, count, dtype=torch.int32, device=device)

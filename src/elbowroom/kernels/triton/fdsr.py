@@ -12,12 +12,11 @@ are other kernels than these.
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from elbowroom.kernels import reference
+from elbowroom.kernels import outputs, reference
 from elbowroom.kernels.bands import bands_of, tiles_of
 from elbowroom.kernels.triton.device import inverse, tile_key
 from elbowroom.kernels.triton.fdsr_codes import dequantize_run, load_run, pack_run, quantize_run
@@ -59,15 +58,14 @@ def fdsr_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if kept:
         return reference.fdsr_quantize(x, seed, maps, block, levels, kept, dither)
-    b, count, device = bands_of(block, tuple(levels)), tiles_of(maps, block), x.device
-    groups = -(-count // b.lanes)
-    payload = torch.empty(groups, b.nbytes(0), dtype=torch.uint8, device=device)
-    scales = torch.empty(groups, b.scales(0), dtype=torch.bfloat16, device=device)
+    b, count = bands_of(block, tuple(levels)), tiles_of(maps, block)
+    payload, scales, codebook = outputs.fdsr(x, maps, block, levels, kept)
+    groups = len(payload)
     source, kind = words(x)
     args = source, payload, patterns(scales), groups, count, *maps[1:], *split_seed(seed)
     how = {"BANDS": b, "B": block, "L": b.lanes, "DITHER": dither, "KIND": kind}
     launch(_quantize, groups, *args, R=THREADS // b.lanes, **how)
-    return payload, scales, torch.empty(0, b.rest, dtype=torch.int8, device=device)
+    return payload, scales, codebook
 
 
 def fdsr_dequantize(

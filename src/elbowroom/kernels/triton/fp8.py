@@ -6,12 +6,12 @@ compute capability 8.9.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from elbowroom.kernels.layout import groups, tiles
+from elbowroom.kernels import outputs
+from elbowroom.kernels.layout import tiles
 from elbowroom.kernels.triton.device import (
     LARGEST,
     NAN_BF16,
@@ -35,8 +35,7 @@ FORMATS: dict[
 
 
 def fp8_quantize(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
-    scale = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16, device=x.device)
+    codes, scale = outputs.fp8(x, group_size)
     source, kind = words(x)
     args = source, codes, patterns(scale), x.numel()
     launch(_quantize, tiles(x.numel()), *args, S=group_size, KIND=kind, **FORMATS[fmt])

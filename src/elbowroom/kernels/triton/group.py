@@ -1,11 +1,11 @@
 """Groups with their own range and stochastic rounding (specification: `reference/group.py`)."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from elbowroom.kernels.layout import groups, packed_nbytes, tiles
+from elbowroom.kernels import outputs
+from elbowroom.kernels.layout import tiles
 from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
 from elbowroom.kernels.triton.device import (
     NAN_BF16,
@@ -35,9 +35,7 @@ def group_quantize(
     shift: Tensor | None = None,
     inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes = torch.empty(packed_nbytes(levels, x.numel()), dtype=torch.uint8, device=x.device)
-    step = torch.empty(groups(x.numel(), group_size), dtype=torch.bfloat16, device=x.device)
-    low = torch.empty_like(step)
+    codes, step, low = outputs.group(x, levels, group_size)
     source, kind = words(mapped(x, scale, shift, inner))
     args = source, codes, patterns(step), patterns(low), x.numel(), *split_seed(seed)
     launch(_quantize, tiles(x.numel()), *args, LEVELS=levels, S=group_size, KIND=kind)

@@ -5,13 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from elbowroom.kernels import outputs
 from elbowroom.kernels.layout import tiles
 from elbowroom.kernels.triton.device import TILE, program_tiles
 from elbowroom.kernels.triton.launch import launch
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    out = torch.empty(x.numel(), dtype=dtype, device=x.device)
+    out = outputs.narrow(x, dtype)
     lost = torch.empty(tiles(x.numel()), dtype=torch.int32, device=x.device)
     launch(_narrow, tiles(x.numel()), x, out, lost, x.numel())
     return out, lost.sum()

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from elbowroom.kernels import outputs
 from elbowroom.kernels.layout import TILE as TILE_SIZE
 from elbowroom.kernels.layout import nonzero_tile_nbytes, tiles
 from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
@@ -47,7 +48,7 @@ def nonzero_quantize(
     x = mapped(x, scale, shift, inner)
     bits = pack_bits(x)
     starts = _starts(bits, x.numel(), levels, group_size)
-    payload = torch.empty(int(starts[-1]), dtype=torch.uint8, device=x.device)  # the host waits
+    payload = outputs.bytes_of(x, int(starts[-1]))  # the host waits
     return bits, payload, _filled(x, starts, payload, None, seed, levels, group_size)
 
 
@@ -80,7 +81,7 @@ def _filled(
     group_size: int,
 ) -> Tensor:
     """Fill the payload of x; return the bounds."""
-    bounds = torch.empty(tiles(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
+    bounds = outputs.bounds(x)
     source, kind = words(x)
     most = nonzero_tile_nbytes(levels, group_size)
     there = starts, payload, spill, payload.numel(), most

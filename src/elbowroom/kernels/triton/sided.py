@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from elbowroom.kernels import outputs
 from elbowroom.kernels.layout import TILE as TILE_SIZE
 from elbowroom.kernels.layout import sided_tile_nbytes, tiles
 from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
@@ -54,7 +55,7 @@ def sided_quantize(
 ) -> tuple[Tensor, Tensor]:
     settings = {"UPPER": upper, "LOWER": lower, "S": group_size, "F": fold}
     starts = _starts(bits, x.numel(), settings)
-    payload = torch.empty(int(starts[-1]), dtype=torch.uint8, device=x.device)  # the host waits
+    payload = outputs.bytes_of(x, int(starts[-1]))  # the host waits
     x = mapped(x, scale, shift, inner)
     return payload, _filled(x, bits, starts, payload, None, seed, settings)
 
@@ -91,7 +92,7 @@ def _filled(
     settings: dict[str, int],
 ) -> Tensor:
     """Fill the payload of x; return the bounds."""
-    bounds = torch.empty(2 * tiles(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
+    bounds = outputs.bounds(x, 2)
     source, kind = words(x)
     there = starts, payload, spill, payload.numel(), sided_tile_nbytes(*settings.values())
     args = source, bits, *there, patterns(bounds), x.numel(), *split_seed(seed)
