@@ -41,6 +41,7 @@ PURPOSE = {
     "kernels/numba/dither.py": "the CPU kernel's launcher",
     "kernels/numba/launch.py": "turns tensors into arrays, chooses serial or parallel",
     "kernels/ops.py": "chooses the backend",
+    "kernels/outputs.py": "allocates what an op returns",
     "plan/gentle.py": "the fewest levels that the op's formula allows",
     "plan/plan.py": "the plan's action for this site",
     "plan/policy.py": "the policy's action for this site",

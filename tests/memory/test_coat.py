@@ -42,7 +42,7 @@ def error2(found, true):
 
 def units(ledger):
     """Of the second block, whose input is nobody's; without the angles of RoPE, which are data."""
-    rows = [r for r in ledger.rows if r.module.startswith("1") and "owner" not in r.why]
+    rows = [r for r in ledger.rows if r.module.startswith("1") and not r.why.startswith("data")]
     return sum(r.before_nbytes for r in rows) / U, sum(r.after_nbytes for r in rows) / U
 
 

@@ -135,7 +135,7 @@ def test_comet_holds_each_layers_noise_at_a_fraction_of_its_momentum(momentum):
         if weight is not None and op.variance:
             sigma = (op.variance / weight.numel()) ** 0.5
             shares.append(sigma / control._momentum(weight))
-    assert len(shares) == 3  # the first convolution's input is the user's
+    assert len(shares) == 4  # of the first convolution, too: its input is made inside
     assert all(0.005 < share < 0.06 for share in shares)
 
 

@@ -23,6 +23,7 @@ def told(last_nbytes: int | None) -> Summary:
         highest_nbytes=9 * MIB,
         setting="plan",
         slowdown=None,
+        noise=None,
         exact=True,
         steps=9,
         lines=(),

@@ -182,18 +182,23 @@ class Saving:
             return
         self._open.close()
         self._open = self._consumers = self._hook = None
+        if not self.idle:
+            self._finish(raised=kind is not None)
+        if self.recorder is not None:
+            self.recorder.forward_ended()
+
+    def _finish(self, *, raised: bool) -> None:
+        """The forward has ended: decide on what waits for that."""
         self._listener.leaves()
         self._identity.clear()
-        if kind is None:
-            self._serving.end()
-        else:  # what waits stays as it is: nothing may fail now, nor take memory
+        if raised:  # what waits stays as it is: nothing may fail now, nor take memory
             self._listener.refuse("the forward has raised")
+        else:
+            self._serving.end()
         self._serving.clear()
         self._listener.finish(self.ledger, self.context.count, self._calls)
         self._listener = NOBODY
         self._many = Many()
-        if self.recorder is not None:
-            self.recorder.forward_ended()
 
     @property
     def called(self) -> list[nn.Module]:
