@@ -264,6 +264,6 @@ def _measured_refusal(kind: "Planning", least: Taken) -> BudgetTooSmall:
     """The refusal that names the least measured peak: a budget that does if it is given."""
     least = kind.state.attempts.least_of_smallest or least
     plan, nbytes = least.chosen.plan, least.peak_nbytes
-    # Steps vary a little: by what a script keeps of each (metrics, say), and codes by the data.
-    nbytes += max(nbytes // 1024, 0 if plan.exact else plan.held_nbytes // 256)
+    if not plan.exact:  # what codes hold varies a little with the data
+        nbytes += plan.held_nbytes // 256
     return messages.measured_refusal(kind.terms, kind.owned, kind.stock, plan, nbytes)

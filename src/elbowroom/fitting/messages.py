@@ -19,6 +19,7 @@ _UNNOTICED = 0.1  # of mini-batch variance
 MEASURED = "that the best plan of this step takes (measured)"
 OFFLOAD_HELPS = "let tensors leave with offload='file'"
 _GENEROUS = 12  # so many largest tensors cover the transients of a step that is refused unmeasured
+_ROOM = 128  # a refusal's hint is so large a part above what was measured or estimated
 
 
 def say_measured(terms: FitOptions, plan: Plan, peak_nbytes: int) -> None:
@@ -265,6 +266,21 @@ def measured_refusal(
     if terms.offload is None:
         ways.append(OFFLOAD_HELPS)
     return too_small(terms.budget_nbytes, least_nbytes, parts, MEASURED, *ways, "halve the batch")
+
+
+def add_room(error: BudgetTooSmall) -> None:
+    """Let the budget that a refusal names hold when it is given.
+
+    A step takes a little more or less than the one before: by what a script keeps of each (metrics,
+    say), by its data, by what is rounded where.
+    """
+    room = error.least_nbytes // _ROOM
+    least = error.least_nbytes + room
+    hint, roomy = f"give budget={error.least_nbytes}", f"give budget={least}"
+    error.args = (str(error).replace(hint, roomy),)
+    error.least_nbytes = least
+    if error.parts:
+        error.parts["what steps vary by"] = room
 
 
 def _lossy_helps(saving: "FittedSaving", saved_nbytes: int) -> bool:

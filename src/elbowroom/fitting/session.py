@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.errors import BudgetTooSmall, NothingHeld, PlanError
 from elbowroom.fitting.backward_peak import peak_of_backward
 from elbowroom.fitting.forward import FittedSaving
+from elbowroom.fitting.messages import add_room
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.plan_cache import PlanCache
@@ -91,6 +92,9 @@ class Fitting(MeasuredSteps):
             if last is not None and goes_on:
                 return self._go_on(model, forward, signature, last, given)
             return self._step_with(model, forward, signature, given)
+        except BudgetTooSmall as error:
+            add_room(error)
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 self.exhausted()
@@ -298,6 +302,9 @@ class Fitting(MeasuredSteps):
                 self.planning.begin(self._stock(), signature)
                 with torch.enable_grad():
                     self.planning.prepare(lambda: model(*args, **kwargs))
+        except BudgetTooSmall as error:
+            add_room(error)
+            raise
         except NothingHeld as error:
             raise PlanError(
                 "worst= runs the model's forward once without holding anything, and this one runs "
