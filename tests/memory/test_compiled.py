@@ -15,11 +15,13 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 
+import elbowroom as er
 from elbowroom.compiled import elbowroom
 from elbowroom.compiled.collect import Kind, facts_of
 from elbowroom.compiled.liveness import curve_of
 from elbowroom.compiled.partition import Decision, Partitioner, check_torch, told
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
+from elbowroom.fitting import compiled as fitting_compiled
 from elbowroom.measure.peak import peak
 
 # Inductor's import of torch.jit; nothing of ours.
@@ -253,3 +255,69 @@ def test_a_second_start_finds_its_graphs_in_the_cache(tmp_path, monkeypatch) -> 
     counters.clear()
     assert run() == []  # nothing was decided a second time
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+def fitted_room(model: nn.Module, room_nbytes: int) -> int:
+    return room_nbytes + sum(p.nbytes for p in model.parameters())
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Inductor without its code generation, wherever our backend calls it."""
+    import torch._inductor.compile_fx as compile_fx
+
+    def run(gm, inputs, *, config_patches):
+        return without_codegen(config_patches["custom_partitioner_fn"])(gm, inputs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", run)
+
+
+@pytest.mark.parametrize("way", ["compiled before", "compile=True"])
+def test_fit_plans_inside_torch_compile(way: str, uncompiled) -> None:
+    plain = decide(convolutions, None)
+    expected = train(convolutions, without_codegen(min_cut_rematerialization_partition))
+    torch._dynamo.reset()
+    model, x = convolutions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = torch.compile(model, mode="default") if way == "compiled before" else model
+    budget = fitted_room(model, int(0.8 * plain.peak_nbytes))
+    fitted = er.fit(wanted, budget=budget, optimizer=optimizer, exact=True, compile=wanted is model)
+    found: list[Decision] = []
+    seen = []
+    with told(found.append):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = fitted(x).square().mean()
+            loss.backward()
+            seen += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+            optimizer.step()
+    seen += [b.clone() for b in model.buffers()]
+    assert len(found) == 1
+    assert found[0].saved_nbytes < plain.saved_nbytes
+    assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+    assert er.release(fitted) is wanted
+
+
+def test_fit_goes_to_the_eager_engine_where_the_graph_cannot_reach_the_budget(
+    monkeypatch,
+) -> None:
+    def refuse(*args):
+        raise BudgetTooSmall("this compiled region needs 1 GiB at least.", least_nbytes=2**30)
+
+    monkeypatch.setattr(fitting_compiled, "compile_region", lambda *args: refuse)
+    torch._dynamo.reset()
+    model, x = convolutions()
+    strict = er.fit(model, budget="10 MiB", exact=True, compile=True)
+    with pytest.raises(BudgetTooSmall, match="this compiled region needs"):
+        strict(x)
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="Sequential runs eagerly: inside torch"):
+        er.fit(model, budget="10 MiB", compile=True)(x).sum().backward()
+    assert int(model[1].num_batches_tracked) == 1  # counted once
+    er.release(model)
+
+
+def test_fit_takes_no_plan_of_the_eager_engine_for_compiled_models() -> None:
+    model, x = convolutions()
+    with pytest.raises(PlanError, match="compile=True plans inside"):
+        er.fit(model, budget="1 GiB", worst=x, compile=True)
