@@ -6,6 +6,10 @@
     joint.py       a choice of saved values -> forward and backward, judged by these
     boundaries.py  the ends of blocks
     decide.py      the choice: the fastest whose peak stays inside the budget
+    lossy.py       codes, where saving less does not reach the budget
+    readers.py     ... and which values may have them: what backward does with each
+    rewrite.py     encode and decode in the joint graph
+    ops.py         ... as ops over the kernels of kernels/ops.py
     partition.py   what Inductor calls, with that choice in PyTorch's min-cut
     backend.py     torch.compile(..., backend="elbowroom")
 

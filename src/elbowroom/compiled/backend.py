@@ -38,10 +38,12 @@ class Settings:
 
     room_nbytes    for the whole step; None: as plain torch.compile
     counts_inputs  whether parameters, buffers and inputs count
+    exact          True: nothing that changes a bit; None: exact actions first; False: the fastest
     """
 
     room_nbytes: int | None = None
     counts_inputs: bool = True
+    exact: bool | None = None
 
 
 @dataclass
@@ -96,7 +98,8 @@ def compile_region(
 
     check_torch()
     room = regions.room_of(gm)
-    partitioner = Partitioner(room, regions.settings.counts_inputs)
+    settings = regions.settings
+    partitioner = Partitioner(room, settings.counts_inputs, settings.exact)
     patches = {**options, "custom_partitioner_fn": partitioner}
     try:
         with told(regions.decided):
@@ -145,7 +148,9 @@ def elbowroom(
 
     options  "budget": bytes, "6 GiB", or a share of the memory of the model's device as "80%", for
              parameters, gradients, saved tensors and workspaces of the compiled code; None: no
-             limit. "exact": True, the only choice today. All other names are Inductor's
+             limit. "exact": True: no bit of any gradient changes; None: exact actions first, then
+             codes, if the budget needs them; False: whatever is fastest. All other names are
+             Inductor's
     mode     as in torch.compile
     """
     given = {} if options is None else options
@@ -179,12 +184,13 @@ def read_options(
             f'backend "elbowroom" has no option {unknown[0]!r}; it has {", ".join(_OPTIONS)}, and '
             "the options of Inductor (torch._inductor.list_options())"
         )
-    if ours.get("exact", True) not in (True, None):
+    exact = ours.get("exact")
+    if exact not in (True, None, False):
         raise UnknownField(
-            'backend "elbowroom" takes exact=True or None; got '
-            f"{ours['exact']!r}. Leave it out for the default."
+            f'backend "elbowroom" takes exact=True, None or False; got {exact!r}. None, the '
+            "default, codes saved values only if the budget needs it."
         )
-    return Settings(_room(ours.get("budget"), device)), rest
+    return Settings(_room(ours.get("budget"), device), exact=exact), rest
 
 
 def _room(budget: Any, device: torch.device) -> int | None:

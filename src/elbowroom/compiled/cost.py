@@ -1,6 +1,6 @@
 """Estimates the seconds of a schedule of kernels, to compare plans of the same graph.
 
-    seconds(kernel) = max(flops / F, bytes / B) + heavy elements * H
+    seconds(kernel) = max(flops / F, bytes / B) + heavy elements * H + coded elements * C
 
 F flops a second and B bytes a second are rough figures of a device: only their ratio, and only the
 difference between two plans of one graph, decides anything. They are constants, not measured, so
@@ -15,21 +15,26 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from elbowroom.compiled.collect import Facts, Kind, known_size
+from elbowroom.compiled.collect import Facts, Kind, elements_of, known_size
 from elbowroom.compiled.liveness import Kernel
 
 
 @dataclass(frozen=True)
 class Device:
-    """Flops and bytes a second, and seconds for each element of exp, erf and the like."""
+    """Flops and bytes a second.
+
+    heavy_s and coded_s are seconds for each element of exp, erf and the like, and of what is
+    encoded or decoded.
+    """
 
     flops: float
     nbytes: float
     heavy_s: float
+    coded_s: float
 
 
-_CPU = Device(5e10, 1e10, 1e-9)
-_GPU = Device(1e14, 1.5e12, 0.0)
+_CPU = Device(5e10, 1e10, 1e-9, 1e-9)
+_GPU = Device(1e14, 1.5e12, 0.0, 1e-12)
 
 
 def device_of(nodes: Iterable[fx.Node]) -> Device:
@@ -65,6 +70,8 @@ class Clock:
         seconds = moved / self._device.nbytes
         if not kernel.is_fused:
             flops = sum(self._flops_of(node) for node in kernel.nodes)
+            coded = sum(_coded_elements(node) for node in kernel.nodes)
+            seconds += coded * self._device.coded_s
             return max(seconds, flops / self._device.flops)
         heavy = sum(self._facts[n].elements for n in kernel.heavy)
         return seconds + heavy * self._device.heavy_s
@@ -73,6 +80,13 @@ class Clock:
         if node not in self._flops:
             self._flops[node] = _flops(node)
         return self._flops[node]
+
+
+def _coded_elements(node: fx.Node) -> int:
+    """How many elements an op of ours encodes or decodes."""
+    if getattr(node.target, "namespace", "") != "elbowroom_graph":
+        return 0
+    return max(elements_of(node), *(elements_of(n) for n in node.all_input_nodes), 0)
 
 
 def _flops(node: fx.Node) -> float:

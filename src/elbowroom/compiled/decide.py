@@ -35,11 +35,24 @@ _LARGE = 1 / 256  # of the peak: smaller tensors are not worth a change
 
 @dataclass
 class Search:
-    """All choices that were judged, by what they save."""
+    """All choices that were judged, by what they save.
+
+    min_cut  PyTorch's own choice at an activation memory budget
+    """
 
     joint: Joint
     min_cut: MinCut
     known: dict[frozenset[fx.Node], Step | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        random = [node for node in self.joint.required if is_random(node)]
+        cut = self.min_cut
+
+        def steady_cut(budget: float) -> list[fx.Node]:
+            with must_save(random):
+                return cut(budget)
+
+        self.min_cut = steady_cut
 
     def judge(self, saved: Iterable[fx.Node]) -> Step | None:
         """The step that follows; asked a second time, it is not simulated again."""
@@ -54,20 +67,12 @@ class Search:
         return [step for step in self.known.values() if step is not None]
 
 
-def choose(joint: Joint, min_cut: MinCut, room_nbytes: int | None, plain: float = 1.0) -> Step:
+def choose(search: Search, room_nbytes: int | None, plain: float = 1.0) -> Step:
     """The fastest step found whose peak is at most `room_nbytes`; else the one of lowest peak.
 
-    min_cut  PyTorch's own choice at an activation memory budget
-    plain    that budget as torch.compile alone would have it
+    plain  the activation memory budget that torch.compile alone would have
     """
-    random = [node for node in joint.required if is_random(node)]
-
-    def steady_cut(budget: float) -> list[fx.Node]:
-        with must_save(random):
-            return min_cut(budget)
-
-    search = Search(joint, steady_cut)
-    first = search.judge(steady_cut(plain))
+    first = search.judge(search.min_cut(plain))
     assert first is not None, "the min-cut has left out what backward needs"
     if room_nbytes is None or first.peak_nbytes <= room_nbytes:
         return first

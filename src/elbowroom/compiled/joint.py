@@ -69,7 +69,8 @@ class Joint:
         self.clock = Clock(self.facts)
         taken = set(self.inputs)
         self.tangents = [n for n in self.graph.find_nodes(op="placeholder") if n not in taken]
-        copied = _copied(self.graph, self.inputs)
+        self.is_channels_last = _is_laid_out_anew(self.graph)
+        copied = _copied(self.inputs) if self.is_channels_last else set()
         self.outside = {n for n in self.inputs if n not in copied}
 
     def step(self, saved: Iterable[fx.Node]) -> Step | None:
@@ -95,7 +96,8 @@ class Joint:
             self.facts,
             given=[*used, *outputs, *self.tangents],
             outside=[n for n in used if n in self.outside],
-            outputs=[*self.backward_outputs, *outputs],
+            # Autograd's engine holds the tangents until backward returns.
+            outputs=[*self.backward_outputs, *outputs, *self.tangents],
         )
         return Step(
             saved=tuple(sorted(used, key=self.place.__getitem__)),
@@ -106,6 +108,30 @@ class Joint:
             saved_nbytes=self._held(used),
             seconds=self.clock.seconds(forward.kernels) + self.clock.seconds(backward.kernels),
         )
+
+    def parts(self, saved: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+        """What forward and what backward of a possible choice compute."""
+        chosen = set(saved)
+        after = self._needed(self.backward_outputs, chosen | set(self.tangents))
+        before = self._needed([*self.forward_outputs, *chosen], set(self.inputs))
+        assert after is not None
+        assert before is not None
+        return before, after
+
+    def gradients(self) -> set[fx.Node]:
+        """All nodes that depend on a tangent."""
+        found = set(self.tangents)
+        for node in self.graph.nodes:
+            if any(n in found for n in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def order_of(self, node: fx.Node) -> list[int]:
+        """The dimensions of a value as they will lie in memory, outermost first."""
+        value = node.meta["val"]
+        if self.is_channels_last and value.dim() == 4:
+            return [0, 2, 3, 1]
+        return sorted(range(value.dim()), key=lambda d: (-value.stride(d), d))
 
     def _held(self, saved: Iterable[fx.Node]) -> int:
         storages = {self.facts[n].storage for n in saved} - self.outside
@@ -169,19 +195,26 @@ def is_random(node: fx.Node) -> bool:
     return bool(given != 0)
 
 
-def _copied(graph: fx.Graph, inputs: Sequence[fx.Node]) -> set[fx.Node]:
+def _copied(inputs: Sequence[fx.Node]) -> set[fx.Node]:
     """Inputs that Inductor copies, since convolutions read them in another order of memory."""
-    read = [n for n in inputs if any(user.target is _CONVOLUTION for user in n.users)]
-    if not read or graph.owning_module is None:
-        return set()
+    return {
+        n
+        for n in inputs
+        if any(user.target is _CONVOLUTION for user in n.users)
+        and not _is_channels_last(n.meta.get("val"))
+    }
+
+
+def _is_laid_out_anew(graph: fx.Graph) -> bool:
+    """Whether Inductor will put the tensors of convolutions into channels_last."""
+    if graph.owning_module is None or not graph.find_nodes(op="call_function", target=_CONVOLUTION):
+        return False
     from torch._inductor.graph import GraphLowering
 
     try:
-        if not GraphLowering.decide_layout_opt(graph.owning_module, is_inference=False):
-            return set()
+        return bool(GraphLowering.decide_layout_opt(graph.owning_module, is_inference=False))
     except Exception:  # a private function, which may ask for what another version has
-        return set()
-    return {n for n in read if not _is_channels_last(n.meta.get("val"))}
+        return False
 
 
 def _is_channels_last(value: Any) -> bool:

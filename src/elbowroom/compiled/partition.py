@@ -27,8 +27,9 @@ from torch._inductor import custom_graph_pass
 from torch.utils import _pytree as pytree
 
 from elbowroom.compiled.collect import nbytes_of
-from elbowroom.compiled.decide import choose
+from elbowroom.compiled.decide import Search, choose
 from elbowroom.compiled.joint import Joint, Step
+from elbowroom.compiled.lossy import code
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.units import show_nbytes
 
@@ -87,10 +88,12 @@ class Partitioner(_base()):  # type: ignore[misc]
 
     room_nbytes    the most that forward and backward may take; None: as plain torch.compile does
     counts_inputs  whether parameters, buffers and inputs of the region belong to that
+    exact          True: what changes no bit; None: that first, then codes; False: the fastest
     """
 
     room_nbytes: int | None = None
     counts_inputs: bool = False
+    exact: bool | None = True
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -139,11 +142,16 @@ class _Answer:
             return list(self._choose(joint_graph, node_info, memory_budget=budget))
 
         with _remembered_cuts():
-            step = choose(joint, min_cut, room, memory_budget)
-            plain = joint.step(min_cut(memory_budget))
+            search = Search(joint, min_cut)
+            step = choose(search, room, memory_budget)
+            plain = search.judge(search.min_cut(memory_budget))
         assert plain is not None
-        if room is not None and step.peak_nbytes > room:
-            raise _too_small(joint, step, inputs_nbytes, self._settings)
+        free = self._settings.exact is False and step is not plain
+        if room is not None and (step.peak_nbytes > room or free):
+            coded, least = code(search, step, room, exact=self._settings.exact)
+            if coded is None and step.peak_nbytes > room:
+                raise _too_small(joint, step, least, inputs_nbytes, self._settings)
+            step = step if coded is None else coded
         _tell(step, plain, inputs_nbytes)
         return list(step.saved)
 
@@ -178,8 +186,10 @@ def _tell(step: Step, plain: Step, inputs_nbytes: int) -> None:
         listener(decision)
 
 
-def _too_small(joint: Joint, step: Step, inputs_nbytes: int, settings: Partitioner) -> Exception:
-    """The error for a budget below what was found, with what holds the peak."""
+def _too_small(
+    joint: Joint, step: Step, least: int, inputs_nbytes: int, settings: Partitioner
+) -> BudgetTooSmall:
+    """The error for a budget below what was found, with what holds the peak without codes."""
     assert settings.room_nbytes is not None
     curve = max(step.forward, step.backward, key=lambda one: one.peak_nbytes)
     saved = {joint.facts[n].storage for n in step.saved}
@@ -192,7 +202,6 @@ def _too_small(joint: Joint, step: Step, inputs_nbytes: int, settings: Partition
         elif storage in gradients:
             name = "gradients"
         parts[name] += joint.facts[storage].nbytes
-    least = step.peak_nbytes
     if settings.counts_inputs:
         least += inputs_nbytes
         parts["parameters and inputs"] = inputs_nbytes

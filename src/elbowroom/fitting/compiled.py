@@ -8,8 +8,8 @@ step may take is known before it is compiled, so nothing is learned or measured:
 
     room = budget - (weights, buffers, states, gradients that stand) - states to come
 
-A budget that exact actions inside the graph cannot reach goes to the eager engine, unless `exact`
-is True: hooks have codes, which are lossy, and offload.
+A budget that the graph cannot reach goes to the eager engine, unless `exact` is True: there, codes
+may be coarser.
 """
 
 import warnings
@@ -64,7 +64,7 @@ class CompiledFitting:
     ) -> None:
         self.terms = terms
         self.owned = ModelState(original(model), optimizer)
-        self.regions = Regions(Settings(counts_inputs=False))
+        self.regions = Regions(Settings(counts_inputs=False, exact=terms.exact))
         self._how = how
         self._twin: Callable[..., Any] | None = None
         self._eager: Fitting | None = None
@@ -115,7 +115,7 @@ class CompiledFitting:
     def _go_eager(self, model: nn.Module, error: BudgetTooSmall) -> None:
         warnings.warn(
             f"{type(model).__name__} runs eagerly: inside torch.compile the budget cannot be kept "
-            f"({error}) The eager engine has codes for that. exact=True raises instead.",
+            f"({error}) The eager engine has coarser codes. exact=True raises instead.",
             stacklevel=3,
         )
         optimizers = self.owned.optimizers()
