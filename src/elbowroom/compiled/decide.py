@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from elbowroom.compiled.boundaries import narrow_places
 from elbowroom.compiled.collect import Kind
 from elbowroom.compiled.joint import Joint, Step, is_random
+from elbowroom.compiled.rounding import is_tied, rounded_values, rounds_alike
 
 MinCut = Callable[[float], list[fx.Node]]  # activation_memory_budget -> saved values
 _BUDGETS = (0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.02)
@@ -37,28 +38,45 @@ _LARGE = 1 / 256  # of the peak: smaller tensors are not worth a change
 class Search:
     """All choices that were judged, by what they save.
 
-    min_cut  PyTorch's own choice at an activation memory budget
+    min_cut   PyTorch's own choice at an activation memory budget
+    plain     what torch.compile alone would save
+    same_bits whether choices that round 16-bit floats in other places are left out
     """
 
     joint: Joint
     min_cut: MinCut
+    budget: float = 1.0  # the activation memory budget that torch.compile alone would have
+    same_bits: bool = True
     known: dict[frozenset[fx.Node], Step | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        random = [node for node in self.joint.required if is_random(node)]
-        cut = self.min_cut
+        joint, cut = self.joint, self.min_cut
+        fixed = [node for node in joint.required if is_random(node)]
+        with must_save(fixed):
+            plain = joint.step(cut(self.budget))
+        assert plain is not None, "the min-cut has left out what backward needs"
+        self.plain = plain
+        self.rounded = rounded_values(joint) if self.same_bits else frozenset()
+        if self.rounded:
+            _, after = joint.parts(plain.saved)
+            fixed += [n for n in plain.saved if n in self.rounded and is_tied(joint, n, after)]
 
         def steady_cut(budget: float) -> list[fx.Node]:
-            with must_save(random):
+            with must_save(fixed):
                 return cut(budget)
 
         self.min_cut = steady_cut
+        self.known[frozenset(plain.saved)] = plain
 
     def judge(self, saved: Iterable[fx.Node]) -> Step | None:
         """The step that follows; asked a second time, it is not simulated again."""
         key = frozenset(saved)
         if key not in self.known:
-            self.known[key] = self.joint.step(key)
+            step = self.joint.step(key)
+            if step is not None and self.rounded:
+                alike = rounds_alike(self.joint, self.plain, step, self.rounded)
+                step = step if alike else None
+            self.known[key] = step
         return self.known[key]
 
     @property
@@ -67,15 +85,10 @@ class Search:
         return [step for step in self.known.values() if step is not None]
 
 
-def choose(search: Search, room_nbytes: int | None, plain: float = 1.0) -> Step:
-    """The fastest step found whose peak is at most `room_nbytes`; else the one of lowest peak.
-
-    plain  the activation memory budget that torch.compile alone would have
-    """
-    first = search.judge(search.min_cut(plain))
-    assert first is not None, "the min-cut has left out what backward needs"
-    if room_nbytes is None or first.peak_nbytes <= room_nbytes:
-        return first
+def choose(search: Search, room_nbytes: int | None) -> Step:
+    """The fastest step found whose peak is at most `room_nbytes`; else the one of lowest peak."""
+    if room_nbytes is None or search.plain.peak_nbytes <= room_nbytes:
+        return search.plain
     _judge_cuts(search, room_nbytes)
     return _refined(search, room_nbytes)
 

@@ -27,7 +27,7 @@ from torch._inductor import custom_graph_pass
 from torch.utils import _pytree as pytree
 
 from elbowroom.compiled.collect import nbytes_of
-from elbowroom.compiled.decide import Search, choose
+from elbowroom.compiled.decide import MinCut, Search, choose
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.lossy import code
 from elbowroom.errors import BudgetTooSmall
@@ -142,18 +142,35 @@ class _Answer:
             return list(self._choose(joint_graph, node_info, memory_budget=budget))
 
         with _remembered_cuts():
-            search = Search(joint, min_cut)
-            step = choose(search, room, memory_budget)
-            plain = search.judge(search.min_cut(memory_budget))
-        assert plain is not None
-        free = self._settings.exact is False and step is not plain
-        if room is not None and (step.peak_nbytes > room or free):
-            coded, least = code(search, step, room, exact=self._settings.exact)
-            if coded is None and step.peak_nbytes > room:
-                raise _too_small(joint, step, least, inputs_nbytes, self._settings)
-            step = step if coded is None else coded
+            step, plain = self._decided(joint, min_cut, memory_budget, room, inputs_nbytes)
         _tell(step, plain, inputs_nbytes)
         return list(step.saved)
+
+    def _decided(
+        self,
+        joint: Joint,
+        min_cut: MinCut,
+        memory_budget: float,
+        room: int | None,
+        inputs_nbytes: int,
+    ) -> tuple[Step, Step]:
+        """The step that was chosen, and that of plain torch.compile; codes are in the graph."""
+        exact = self._settings.exact
+        search = Search(joint, min_cut, memory_budget, same_bits=exact is not False)
+        step = choose(search, room)
+        if room is None or (
+            step.peak_nbytes <= room and (exact is not False or step is search.plain)
+        ):
+            return step, search.plain
+        if exact is None and search.rounded:  # the next best: other roundings
+            search = Search(joint, min_cut, memory_budget, same_bits=False)
+            step = choose(search, room)
+            if step.peak_nbytes <= room:
+                return step, search.plain
+        coded, least = code(search, step, room, exact=exact)
+        if coded is None and step.peak_nbytes > room:
+            raise _too_small(joint, step, least, inputs_nbytes, self._settings)
+        return step if coded is None else coded, search.plain
 
 
 @contextmanager
