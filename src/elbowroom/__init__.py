@@ -31,6 +31,7 @@ The map, from the top down; imports point down only:
     nn/                    modules whose backward needs less, and how a model gets them
     optim/                 AdamW, Lion, SGD over encoded states
     runtime/               DEED: autograd's two hooks, and what is held between them
+    compiled/              DEED, inside torch.compile: what its graphs save, by a simulated peak
     plan/                  DECISION: site -> action, pure data
     codecs/                HOW BYTES SHRINK: one codec a file
     kernels/               NUMBERS: reference (the specification), numba (CPU), triton (GPU)

@@ -28,6 +28,7 @@ from elbowroom.adaptive.policies import meter_of, policy_of, within_noise
 from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.fitting import FitOptions, Fitting, check_alone, repeat
+from elbowroom.fitting.compiled import CompiledFitting, How, how_compiled
 from elbowroom.measure.dry import dry_run as run_dry
 from elbowroom.measure.memory import budget_nbytes
 from elbowroom.measure.record import record
@@ -348,6 +349,7 @@ def fit(
     min_nbytes: int = 65536,
     worst: Any = None,
     plan: Plan | None = None,
+    compile: bool = False,
 ) -> M:
     """Train `model` inside a budget of bytes.
 
@@ -383,6 +385,9 @@ def fit(
     plan        what the first step follows, in place of learning: `er.plan(...)`,
                 `er.Plan.load(path)`, or `er.largest_batch(...).plan`. Its step is measured; if it
                 does not fit, or saves what the plan does not know, another is made
+    compile     True: forwards run through torch.compile, which saves what the budget has room for
+                (`elbowroom.fitting.compiled`). A model that torch.compile has compiled with
+                Inductor is treated so without it
 
     Raises ValueError for a budget that cannot be read, and PlanError for a plan that does not keep
     to these terms, or a share of a device whose memory is not known ("meta"); forward (and fit, for
@@ -406,7 +411,14 @@ def fit(
     check_alone(optimizer, [one.owned.states for other, one in _fittings() if other is not model])
     if plan is not None and worst is not None:
         raise PlanError("plan= and worst= both say what to begin with; give one of them")
+    check_flag("compile", compile)
     release(model)
+    how = how_compiled(model) or (How() if compile else None)
+    if how is not None and worst is None and plan is None and offload is None:
+        attach(model, CompiledFitting(model, terms, optimizer, how))
+        return model
+    if compile:
+        raise PlanError("compile=True plans inside torch.compile; leave worst, plan, offload out")
     given = None if plan is None else replace(plan, strangers=Counter())  # it counts for this fit
     fitting = Fitting(model, terms, optimizer, given)
     if worst is not None:
@@ -431,7 +443,7 @@ def add_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         raise PlanError("add_optimizer takes a torch.optim.Optimizer; got None")
     check_optimizer(optimizer, model, "add_optimizer")
     fitting = opener_of(model)
-    if not isinstance(fitting, Fitting):
+    if not isinstance(fitting, Fitting | CompiledFitting):
         raise PlanError(
             "add_optimizer takes a fitted model, and this one is not; call er.fit first"
         )
@@ -533,6 +545,6 @@ def release(model: M) -> M:
     """Undo `fit`: the model's forwards run plainly again. One that was not fitted stays as is."""
     check_model(model, "release")
     fitting = detach(model)
-    if isinstance(fitting, Fitting):
+    if isinstance(fitting, Fitting | CompiledFitting):
         fitting.close()
     return model

@@ -1,0 +1,22 @@
+"""The second engine: budgets inside torch.compile, where the graph says who reads what.
+
+    collect.py     a joint graph -> facts of each node: storage, bytes, kind of work
+    liveness.py    a schedule of kernels -> bytes alive at each of them
+    cost.py        ... -> seconds, to compare two schedules
+    joint.py       a choice of saved values -> forward and backward, judged by these
+    boundaries.py  the ends of blocks
+    decide.py      the choice: the fastest whose peak stays inside the budget
+    lossy.py       codes, where saving less does not reach the budget
+    readers.py     ... and which values may have them: what backward does with each
+    rewrite.py     encode and decode in the joint graph
+    ops.py         ... as ops over the kernels of kernels/ops.py
+    partition.py   what Inductor calls, with that choice in PyTorch's min-cut
+    backend.py     torch.compile(..., backend="elbowroom")
+
+Nothing of torch._dynamo or torch._inductor is imported before something is compiled.
+"""
+
+from elbowroom.compiled.backend import Regions as Regions
+from elbowroom.compiled.backend import Settings as Settings
+from elbowroom.compiled.backend import compile_region as compile_region
+from elbowroom.compiled.backend import elbowroom as elbowroom

@@ -1,0 +1,213 @@
+"""torch.compile(model, backend="elbowroom", options={"budget": "6 GiB"}): Inductor, with a budget.
+
+Dynamo calls a backend once for each region of a program without a graph break; each becomes a
+forward and a backward graph through `partition.py`, and all else is Inductor's.
+
+Several regions of one step hold their saved tensors at the same time, and each is compiled before
+the next is known. So a region that ends in a graph break may hold half of the room that is left, or
+what all its values take if that is less, and the last region may use all that remains:
+
+    room of region k     R_k = R_1 - sum of shares of the regions before
+    share of region k    min(bytes of its values, R_k / 2)
+
+Settings are read from the options of each call, and nothing is kept but the shares of a step.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from elbowroom.compiled.collect import known_size
+from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownField
+from elbowroom.units import Share, parse_budget, show_nbytes
+
+if TYPE_CHECKING:  # it imports torch._inductor
+    from elbowroom.compiled.partition import Decision
+
+_log = logging.getLogger("elbowroom")
+_OPTIONS = ("budget", "exact")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a compiled model may take.
+
+    room_nbytes    for the whole step; None: as plain torch.compile
+    counts_inputs  whether parameters, buffers and inputs count
+    exact          True: nothing that changes a bit; None: exact actions first; False: the fastest
+    """
+
+    room_nbytes: int | None = None
+    counts_inputs: bool = True
+    exact: bool | None = None
+
+
+@dataclass
+class Regions:
+    """The regions of one compiled program: what each may hold for the regions after it."""
+
+    settings: Settings
+    shares: dict[object, int] = field(default_factory=dict)  # by Dynamo's frame
+    decisions: "list[Decision]" = field(default_factory=list)
+
+    def room_of(self, gm: fx.GraphModule) -> int | None:
+        """What forward and backward of this region may take."""
+        room = self.settings.room_nbytes
+        if room is None:
+            return None
+        frame = _frame_of(gm)
+        room -= sum(share for other, share in self.shares.items() if other != frame)
+        reason = getattr(gm, "compile_subgraph_reason", None)
+        if getattr(reason, "graph_break", False):
+            self.shares[frame] = min(_values_nbytes(gm), max(room, 0) // 2)
+        return max(room, 0)
+
+    def decided(self, decision: "Decision") -> None:
+        """Keep what was decided for a region; the logger "elbowroom" says it in one line."""
+        self.decisions.append(decision)
+        if self.settings.room_nbytes is not None:
+            _log.info(
+                "compiled region %d: estimated peak %s (plain torch.compile: %s), %s held, "
+                "%d ops run again",
+                len(self.decisions),
+                show_nbytes(decision.peak_nbytes),
+                show_nbytes(decision.plain_nbytes),
+                show_nbytes(decision.saved_nbytes),
+                decision.recomputed,
+            )
+
+
+def compile_region(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    regions: Regions,
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Compile a region with Inductor inside its room.
+
+    options: Inductor's own. A budget that is too small is raised by the first call of the region,
+    with its own type: what a backend raises, Dynamo would wrap.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    from elbowroom.compiled.partition import Partitioner, check_torch, told
+
+    check_torch()
+    room = regions.room_of(gm)
+    settings = regions.settings
+    partitioner = Partitioner(room, settings.counts_inputs, settings.exact)
+    patches = {**options, "custom_partitioner_fn": partitioner}
+    try:
+        with told(regions.decided):
+            compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
+    except BudgetTooSmall as error:
+        return _refusal(error)
+    return compiled  # type: ignore[no-any-return]
+
+
+def _refusal(error: Exception) -> Callable[..., Any]:
+    def refuse(*args: Any) -> Any:
+        raise error.with_traceback(None)
+
+    return refuse
+
+
+def _frame_of(gm: fx.GraphModule) -> object:
+    """Dynamo's number of the code that the region comes from; another shape has the same."""
+    compiled = torch._guards.CompileContext.current_compile_id()
+    return getattr(compiled, "frame_id", None) if compiled is not None else id(gm)
+
+
+def _values_nbytes(gm: fx.GraphModule) -> int:
+    """The bytes of all tensors that the region computes: more it cannot hold."""
+    total = 0
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op in ("call_function", "call_method", "call_module") and isinstance(
+            value, torch.Tensor
+        ):
+            total += known_size(value.numel()) * value.dtype.itemsize
+    return total
+
+
+_programs: dict[int, tuple[Any, Regions]] = {}  # by the identity of what torch.compile was given
+
+
+def elbowroom(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend of torch.compile(..., backend="elbowroom").
+
+    options  "budget": bytes, "6 GiB", or a share of the memory of the model's device as "80%", for
+             parameters, gradients, saved tensors and workspaces of the compiled code; None: no
+             limit. "exact": True: no bit of any gradient changes; None: exact actions first, then
+             codes, if the budget needs them; False: whatever is fastest. All other names are
+             Inductor's
+    mode     as in torch.compile
+    """
+    given = {} if options is None else options
+    try:
+        settings, inductor = read_options(given, _device_of(example_inputs))
+    except (ElbowroomError, ValueError) as error:
+        return _refusal(error)
+    if mode not in (None, "default"):
+        from torch._inductor import list_mode_options
+
+        inductor = {**list_mode_options(mode), **inductor}
+    known = _programs.get(id(options)) if options is not None else None
+    if known is None or known[0] is not options:
+        known = options, Regions(settings)
+        if options is not None:
+            _programs[id(options)] = known
+    return compile_region(gm, example_inputs, known[1], inductor)
+
+
+def read_options(
+    options: Mapping[str, Any], device: torch.device
+) -> tuple[Settings, dict[str, Any]]:
+    """Our settings, and Inductor's options, of what torch.compile was given."""
+    from torch._inductor import config
+
+    ours = {name: value for name, value in options.items() if name in _OPTIONS}
+    rest = {name.replace("-", "_"): v for name, v in options.items() if name not in _OPTIONS}
+    unknown = [name for name in rest if name not in config.get_config_copy()]
+    if unknown:
+        raise UnknownField(
+            f'backend "elbowroom" has no option {unknown[0]!r}; it has {", ".join(_OPTIONS)}, and '
+            "the options of Inductor (torch._inductor.list_options())"
+        )
+    exact = ours.get("exact")
+    if exact not in (True, None, False):
+        raise UnknownField(
+            f'backend "elbowroom" takes exact=True, None or False; got {exact!r}. None, the '
+            "default, codes saved values only if the budget needs it."
+        )
+    return Settings(_room(ours.get("budget"), device), exact=exact), rest
+
+
+def _room(budget: Any, device: torch.device) -> int | None:
+    if budget is None:
+        return None
+    found = parse_budget(budget)
+    if not isinstance(found, Share):
+        return found
+    if device.type != "cuda":
+        raise PlanError(
+            f"budget={budget!r} is a share of a device, whose memory is known on CUDA only; this "
+            f'region runs on {device.type}. Write a size such as "6 GiB".'
+        )
+    total = torch.cuda.get_device_properties(device).total_memory
+    return int(found.fraction * total)
+
+
+def _device_of(example_inputs: Sequence[Any]) -> torch.device:
+    tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")

@@ -1,0 +1,210 @@
+"""Reads a joint graph: what each of its ops makes, in bytes, and what kind of work it is.
+
+AOTAutograd gives one graph of forward and backward together, whose nodes carry fake tensors. From
+these alone follows all that a decision needs: the storage that a node's value lies in (a view has
+that of its source), its bytes, and how Inductor treats the op:
+
+    given      an input of the graph
+    view       no memory, no work
+    pointwise  fused into its readers where that is cheap, else stored
+    reduction  stored; fused with readers that run over the same elements
+    extern     a call into a library (matmul, convolution, attention): reads and writes memory
+
+Sizes that depend on symbols are counted at the sizes of the call that is compiled.
+"""
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+_UNKNOWN = 4096  # elements of a size that nobody can tell before the program runs
+_aten = torch.ops.aten
+_prims = torch.ops.prims
+
+
+class Kind(Enum):
+    """How the compiler treats an op."""
+
+    GIVEN = auto()
+    VIEW = auto()
+    POINTWISE = auto()
+    REDUCTION = auto()
+    EXTERN = auto()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a node.
+
+    storage    the node whose memory its value lies in: itself, but for a view
+    nbytes     of that memory, if the node is the one that makes it; else 0
+    elements   over which the op loops: of its output, or of what a reduction reads
+    blocks     whether readers over the same elements cannot be fused with it
+    is_heavy   whether it costs more than the memory that it moves: exp and the like
+    workspace  bytes that a library call takes while it runs
+    """
+
+    kind: Kind
+    storage: fx.Node
+    nbytes: int
+    elements: int
+    blocks: bool = False
+    is_heavy: bool = False
+    workspace: int = 0
+
+
+def facts_of(graph: fx.Graph) -> dict[fx.Node, Facts]:
+    """The facts of all nodes of a graph that compute or hold a tensor."""
+    found: dict[fx.Node, Facts] = {}
+    for node in graph.nodes:
+        if node.op != "output":
+            found[node] = _facts(node, found)
+    return found
+
+
+def _facts(node: fx.Node, known: dict[fx.Node, Facts]) -> Facts:
+    nbytes, elements = nbytes_of(node), elements_of(node)
+    if node.op != "call_function":
+        return Facts(Kind.GIVEN, node, nbytes, elements)
+    if node.target is operator.getitem:
+        source = node.args[0]
+        made = known.get(source) if isinstance(source, fx.Node) else None
+        if made is None or made.kind is Kind.EXTERN:
+            return Facts(Kind.EXTERN, node, nbytes, elements)
+        if made.kind is Kind.VIEW:
+            return Facts(Kind.VIEW, made.storage, 0, elements)
+        return Facts(made.kind, node, nbytes, made.elements, made.blocks)
+    if is_view(node):
+        source = next((n for n in node.all_input_nodes if n in known), None)
+        if source is not None:
+            return Facts(Kind.VIEW, known[source].storage, 0, elements)
+    kind = _kind(node)
+    if kind is Kind.REDUCTION:
+        read = max((elements_of(n) for n in node.all_input_nodes), default=elements)
+        return Facts(kind, node, nbytes, read, not _reduces_rows(node))
+    return Facts(
+        kind,
+        node,
+        nbytes,
+        elements,
+        is_heavy=_packet(node) in _heavy(),
+        workspace=_workspace(node) if kind is Kind.EXTERN else 0,
+    )
+
+
+def _kind(node: fx.Node) -> Kind:
+    packet = _packet(node)
+    if packet in _reductions():
+        return Kind.REDUCTION
+    tags: Iterable[Any] = getattr(node.target, "tags", ())
+    if torch.Tag.pointwise in tags or packet in _fused():
+        return Kind.POINTWISE
+    return Kind.POINTWISE if not isinstance(_value(node), Tensor | tuple | list) else Kind.EXTERN
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the op gives another view of what it reads, without work."""
+    packet = _packet(node)
+    if packet in (_aten._unsafe_view, _aten.reshape, _aten.lift_fresh):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns:
+        return False
+    return all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def _reduces_rows(node: fx.Node) -> bool:
+    """Whether what is reduced are the last dimensions, so that readers fit into the same loop."""
+    if node.target is operator.getitem:
+        return False
+    source = _value(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+    dims = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(source, Tensor) or dims is None:
+        return False
+    given = dims if isinstance(dims, (list, tuple)) else [dims]
+    if not all(isinstance(d, int) for d in given) or not given or source.dim() == 0:
+        return False
+    reduced = {d % source.dim() for d in given if isinstance(d, int)}
+    return reduced == set(range(source.dim() - len(reduced), source.dim()))
+
+
+def _workspace(node: fx.Node) -> int:
+    """What oneDNN takes on a CPU: a reordered weight in forward, two of its size in backward.
+
+    Read off the allocator: a convolution of 128 channels takes 1.0 and 2.0 times its weight.
+    """
+    times, weight = {_aten.convolution: (1, 1), _aten.convolution_backward: (2, 2)}.get(
+        _packet(node), (0, 0)
+    )
+    source = node.args[weight] if times else None
+    if not isinstance(source, fx.Node) or any(t.device.type != "cpu" for t in tensors_of(source)):
+        return 0
+    return times * nbytes_of(source)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """The (fake) tensors that a node stands for."""
+    return [leaf for leaf in pytree.tree_leaves(_value(node)) if isinstance(leaf, Tensor)]
+
+
+def elements_of(node: fx.Node) -> int:
+    """How many elements the node's largest tensor has."""
+    return max((known_size(x.numel()) for x in tensors_of(node)), default=1)
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """The bytes of the tensors that a node stands for."""
+    return sum(known_size(x.numel()) * x.dtype.itemsize for x in tensors_of(node))
+
+
+def known_size(size: Any) -> int:
+    """A number of elements as an int: a symbol counts as what it is in the compiled call."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return int(hint) if hint is not None else _UNKNOWN
+
+
+@cache
+def _reductions() -> frozenset[Any]:
+    names = "sum mean amax amin max min var var_mean std any all prod argmax argmin _softmax"
+    names += " _log_softmax cumsum logsumexp linalg_vector_norm"
+    found = [getattr(_aten, name) for name in names.split() if hasattr(_aten, name)]
+    prims = "var sum prepare_softmax_online xor_sum"
+    return frozenset(found + [getattr(_prims, n) for n in prims.split() if hasattr(_prims, n)])
+
+
+@cache
+def _fused() -> frozenset[Any]:
+    from torch._functorch.partitioners import get_default_op_list
+
+    own = [_aten.embedding, _aten.slice_scatter, _aten.select_scatter, _aten.constant_pad_nd]
+    own += [_aten.cat, _aten.rand, _aten.randn, _aten.slice, _aten.copy, _aten.copy_]
+    own += [
+        getattr(_prims, n)
+        for n in ("inductor_random", "inductor_lookup_seed")
+        if hasattr(_prims, n)
+    ]
+    return frozenset([*get_default_op_list().fusible_ops, *own])
+
+
+@cache
+def _heavy() -> frozenset[Any]:
+    """Ops so slow on a CPU that Inductor stores what several readers ask for."""
+    names = "exp expm1 log log10 log1p log2 sigmoid tanh silu gelu softplus logit"
+    return frozenset(getattr(_aten, name) for name in names.split())

@@ -1,0 +1,115 @@
+"""Estimates the seconds of a schedule of kernels, to compare plans of the same graph.
+
+    seconds(kernel) = max(flops / F, bytes / B) + heavy elements * H + coded elements * C
+
+F flops a second and B bytes a second are rough figures of a device: only their ratio, and only the
+difference between two plans of one graph, decides anything. They are constants, not measured, so
+that the same program compiles to the same code each time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from elbowroom.compiled.collect import Facts, Kind, elements_of, known_size
+from elbowroom.compiled.liveness import Kernel
+
+
+@dataclass(frozen=True)
+class Device:
+    """Flops and bytes a second.
+
+    heavy_s and coded_s are seconds for each element of exp, erf and the like, and of what is
+    encoded or decoded.
+    """
+
+    flops: float
+    nbytes: float
+    heavy_s: float
+    coded_s: float
+
+
+_CPU = Device(5e10, 1e10, 1e-9, 1e-9)
+_GPU = Device(1e14, 1.5e12, 0.0, 1e-12)
+
+
+def device_of(nodes: Iterable[fx.Node]) -> Device:
+    """The figures of the device that the graph runs on."""
+    for node in nodes:
+        for leaf in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(leaf, Tensor) and leaf.device.type not in ("cpu", "meta"):
+                return _GPU
+    return _CPU
+
+
+class Clock:
+    """Seconds of kernels; the flops of a node are counted once."""
+
+    def __init__(self, facts: dict[fx.Node, Facts]) -> None:
+        self._facts = facts
+        self._device = device_of(facts)
+        self._flops: dict[fx.Node, float] = {}
+
+    def seconds(self, kernels: Iterable[Kernel]) -> float:
+        """The time that these kernels take one after another."""
+        return sum(self._of_kernel(kernel) for kernel in kernels)
+
+    def of_node(self, node: fx.Node) -> float:
+        """The time that a node takes as a kernel of its own."""
+        fact = self._facts[node]
+        read = {self._facts[n].storage for n in node.all_input_nodes if n in self._facts}
+        return self._of_kernel(Kernel(0, [node], read, [node], fact.kind is not Kind.EXTERN))
+
+    def _of_kernel(self, kernel: Kernel) -> float:
+        moved = sum(self._facts[s].nbytes for s in kernel.reads)
+        moved += sum(self._facts[s].nbytes for s in kernel.writes)
+        seconds = moved / self._device.nbytes
+        if not kernel.is_fused:
+            flops = sum(self._flops_of(node) for node in kernel.nodes)
+            coded = sum(_coded_elements(node) for node in kernel.nodes)
+            seconds += coded * self._device.coded_s
+            return max(seconds, flops / self._device.flops)
+        heavy = sum(self._facts[n].elements for n in kernel.heavy)
+        return seconds + heavy * self._device.heavy_s
+
+    def _flops_of(self, node: fx.Node) -> float:
+        if node not in self._flops:
+            self._flops[node] = _flops(node)
+        return self._flops[node]
+
+
+def _coded_elements(node: fx.Node) -> int:
+    """How many elements an op of ours encodes or decodes."""
+    if getattr(node.target, "namespace", "") != "elbowroom_graph":
+        return 0
+    return max(elements_of(node), *(elements_of(n) for n in node.all_input_nodes), 0)
+
+
+def _flops(node: fx.Node) -> float:
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0.0
+    args, kwargs = pytree.tree_map(_sized, (node.args, node.kwargs))
+    try:
+        return float(formula(*args, **kwargs, out_val=_sized_value(node.meta.get("val"))))
+    except Exception:  # a formula that does not know these arguments: then only bytes count
+        return 0.0
+
+
+def _sized(given: Any) -> Any:
+    return _sized_value(given.meta.get("val")) if isinstance(given, fx.Node) else given
+
+
+def _sized_value(value: Any) -> Any:
+    """The value with numbers in place of symbols, so that nothing is learned about these."""
+    if isinstance(value, Tensor):
+        return torch.empty([known_size(n) for n in value.shape], device="meta")
+    if isinstance(value, tuple | list):
+        return tuple(_sized_value(one) for one in value)
+    return known_size(value) if isinstance(value, torch.SymInt) else value

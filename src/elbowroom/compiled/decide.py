@@ -1,0 +1,241 @@
+"""Chooses what a compiled step saves, so that its peak stays inside a budget.
+
+PyTorch's min-cut says which values to save so that their bytes, or backward's reads, are fewest. It
+does not look at when they are alive: a residual stream that is computed again at the beginning of
+backward stands until its blocks are reached, and a smaller `activation_memory_budget` can then have
+a higher peak. Here the peak of the simulated schedule (`liveness.py`) is the constraint, and
+estimated seconds are the objective:
+
+1.  what plain torch.compile would save, if it fits: then nothing is changed
+2.  else the min-cut at several budgets, alone and with the ends of blocks saved (`boundaries.py`):
+    the fastest that fits, or the lowest if none does
+3.  from there, single changes: at the place of the peak, save what was computed again early, or
+    compute again what was saved, as long as that lowers the peak; then save more, where that is
+    faster and still fits
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from elbowroom.compiled.boundaries import narrow_places
+from elbowroom.compiled.collect import Kind
+from elbowroom.compiled.joint import Joint, Step, is_random
+from elbowroom.compiled.rounding import is_tied, rounded_values, rounds_alike
+
+MinCut = Callable[[float], list[fx.Node]]  # activation_memory_budget -> saved values
+_BUDGETS = (0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.02)
+_STRIDES = (1, 2)  # which ends of blocks are saved: each, each second...
+_CHANGES = 60  # the most single changes that are tried in one direction
+_LARGE = 1 / 256  # of the peak: smaller tensors are not worth a change
+
+
+@dataclass
+class Search:
+    """All choices that were judged, by what they save.
+
+    min_cut   PyTorch's own choice at an activation memory budget
+    plain     what torch.compile alone would save
+    same_bits whether choices that round 16-bit floats in other places are left out
+    """
+
+    joint: Joint
+    min_cut: MinCut
+    budget: float = 1.0  # the activation memory budget that torch.compile alone would have
+    same_bits: bool = True
+    known: dict[frozenset[fx.Node], Step | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        joint, cut = self.joint, self.min_cut
+        fixed = [node for node in joint.required if is_random(node)]
+        with must_save(fixed):
+            plain = joint.step(cut(self.budget))
+        assert plain is not None, "the min-cut has left out what backward needs"
+        self.plain = plain
+        self.rounded = rounded_values(joint) if self.same_bits else frozenset()
+        if self.rounded:
+            _, after = joint.parts(plain.saved)
+            fixed += [n for n in plain.saved if n in self.rounded and is_tied(joint, n, after)]
+
+        def steady_cut(budget: float) -> list[fx.Node]:
+            with must_save(fixed):
+                return cut(budget)
+
+        self.min_cut = steady_cut
+        self.known[frozenset(plain.saved)] = plain
+
+    def judge(self, saved: Iterable[fx.Node]) -> Step | None:
+        """The step that follows; asked a second time, it is not simulated again."""
+        key = frozenset(saved)
+        if key not in self.known:
+            step = self.joint.step(key)
+            if step is not None and self.rounded:
+                alike = rounds_alike(self.joint, self.plain, step, self.rounded)
+                step = step if alike else None
+            self.known[key] = step
+        return self.known[key]
+
+    @property
+    def steps(self) -> list[Step]:
+        """The choices that are possible."""
+        return [step for step in self.known.values() if step is not None]
+
+
+def choose(search: Search, room_nbytes: int | None) -> Step:
+    """The fastest step found whose peak is at most `room_nbytes`; else the one of lowest peak."""
+    if room_nbytes is None or search.plain.peak_nbytes <= room_nbytes:
+        return search.plain
+    _judge_cuts(search, room_nbytes)
+    return _refined(search, room_nbytes)
+
+
+def _refined(search: Search, room_nbytes: int) -> Step:
+    fitting = [step for step in search.steps if step.peak_nbytes <= room_nbytes]
+    if not fitting:
+        lowest = min(search.steps, key=lambda step: (step.peak_nbytes, step.seconds))
+        fitting = [_lower(search, lowest, room_nbytes)]
+    best = min(fitting, key=lambda step: step.seconds)
+    return _faster(search, best, room_nbytes) if best.peak_nbytes <= room_nbytes else best
+
+
+def _judge_cuts(search: Search, room_nbytes: int) -> None:
+    """Judge min-cuts, without and with saved ends of blocks.
+
+    Of each kind the largest budget that fits is looked for by bisection: peaks fall with it but for
+    exceptions, and a minimum cut takes a good part of a second.
+    """
+    joint = search.joint
+    forward = [n for n in joint.place if n in joint.required and n.op == "call_function"]
+    places = narrow_places(forward, joint.facts, set(joint.inputs))
+    fixed: list[Sequence[tuple[fx.Node, ...]]] = [[]]
+    fixed += [places[::stride] for stride in _STRIDES if len(places) >= stride]
+    for ends in fixed:
+        with must_save(node for end in ends for node in end):
+            first, last = 0, len(_BUDGETS)
+            while first < last:
+                middle = (first + last) // 2
+                step = search.judge(search.min_cut(_BUDGETS[middle]))
+                if step is not None and step.peak_nbytes <= room_nbytes:
+                    last = middle
+                else:
+                    first = middle + 1
+
+
+@contextmanager
+def must_save(nodes: Iterable[fx.Node]) -> Iterator[None]:
+    """Meanwhile min-cuts save these, if backward needs them; a user's own marks come first."""
+    marked = [n for n in nodes if "recompute" not in n.meta and is_tensor(n)]
+    for node in marked:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        yield
+    finally:
+        for node in marked:
+            node.meta.pop("recompute", None)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node is one tensor, which can be saved, and not several or a number."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _lower(search: Search, step: Step, room_nbytes: int) -> Step:
+    """Single changes at the place of the peak, as long as they lower it."""
+    for _ in range(_CHANGES):
+        if step.peak_nbytes <= room_nbytes:
+            return step
+        found = [
+            changed
+            for saved in _changes_at_peak(search.joint, step)
+            if (changed := search.judge(saved)) is not None
+        ]
+        best = min(found, key=lambda one: (one.peak_nbytes, one.seconds), default=None)
+        if best is None or best.peak_nbytes >= step.peak_nbytes:
+            return step
+        step = best
+    return step
+
+
+def _changes_at_peak(joint: Joint, step: Step) -> Iterator[set[fx.Node]]:
+    """Save what was computed again, or compute again what was saved, of what the peak holds."""
+    curve = max(step.forward, step.backward, key=lambda one: one.peak_nbytes)
+    alive = curve.alive_at(curve.peak_at)
+    large = [s for s in alive if joint.facts[s].nbytes > _LARGE * step.peak_nbytes]
+    large.sort(key=lambda s: (-joint.facts[s].nbytes, joint.place[s]))
+    again, saved = set(step.again), set(step.saved)
+    for storage in large[:_CHANGES]:
+        if storage in again and is_tensor(storage):
+            yield saved | {storage}
+            continue
+        views = {n for n in saved if joint.facts[n].storage is storage}
+        if views and storage.op == "call_function" and may_run_again(storage):
+            freed = without(joint, saved, views)
+            if freed is not None:
+                yield freed
+
+
+def without(joint: Joint, saved: set[fx.Node], dropped: set[fx.Node]) -> set[fx.Node] | None:
+    """The saved values without some, and what these can be computed from in their place."""
+    result = saved - dropped
+    pending = list(dropped)
+    while pending:
+        node = pending.pop()
+        if node.op == "placeholder":
+            result.add(node)
+            continue
+        if not may_run_again(node):
+            return None
+        for read in node.all_input_nodes:
+            if read in result or joint.facts.get(read) is None:
+                continue
+            if read.op == "placeholder":
+                result.add(read)
+            elif is_tensor(read) and (
+                joint.facts[read].kind is Kind.EXTERN or not may_run_again(read)
+            ):
+                result.add(read)  # a library call is run again by a change of its own
+            else:
+                pending.append(read)
+    return None if result & dropped else result
+
+
+def may_run_again(node: fx.Node) -> bool:
+    """Whether running the op a second time gives the same value and does nothing else."""
+    if node.op != "call_function" or node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
+        return False
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__name__", "") == "getitem" and all(
+            may_run_again(n) for n in node.all_input_nodes
+        )
+    if target.namespace not in ("aten", "prims") or target._schema.is_mutable:
+        return False
+    return not is_random(node)
+
+
+def _faster(search: Search, step: Step, room_nbytes: int) -> Step:
+    """Save more of what is computed again, the most seconds a byte first, while it fits."""
+    joint = search.joint
+    for _ in range(_CHANGES):
+        worth = [
+            n
+            for n in step.again
+            if joint.facts[n].kind is not Kind.VIEW and joint.facts[n].nbytes and is_tensor(n)
+        ]
+        worth.sort(key=lambda n: -joint.clock.of_node(n) / joint.facts[n].nbytes)
+        found = [
+            changed
+            for node in worth[:8]
+            if (changed := search.judge({*step.saved, node})) is not None
+            and changed.peak_nbytes <= room_nbytes
+            and changed.seconds < step.seconds
+        ]
+        best = min(found, key=lambda one: one.seconds, default=None)
+        if best is None:
+            return step
+        step = best
+    return step

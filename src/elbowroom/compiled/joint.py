@@ -1,0 +1,224 @@
+"""A joint graph, and the step that follows from a choice of what is saved.
+
+    saved values  -->  forward graph: its outputs and the saved values
+                       backward graph: gradients, from the saved values and the tangents;
+                       what else backward reads is computed again
+
+The nodes of both graphs are nodes of the joint graph, and both keep its order, but for one thing:
+AOTAutograd moves what is computed again to just before its first reader (`reordering_to_mimic_
+autograd_engine`). That is done here as it is done there, so that a choice can be judged without
+making the two graphs.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import partitioners
+
+from elbowroom.compiled.collect import Facts, facts_of
+from elbowroom.compiled.cost import Clock
+from elbowroom.compiled.liveness import Curve, curve_of
+
+_CONVOLUTION = torch.ops.aten.convolution.default
+
+
+@dataclass(frozen=True)
+class Step:
+    """Forward and backward of one choice of saved values.
+
+    peak_nbytes   bytes of both at the worst moment; parameters and other inputs are not counted
+    saved_nbytes  bytes that are held between forward and backward
+    seconds       an estimate, to compare two choices
+    """
+
+    saved: tuple[fx.Node, ...]
+    forward: Curve
+    backward: Curve
+    again: tuple[fx.Node, ...]  # what backward computes a second time
+    peak_nbytes: int
+    saved_nbytes: int
+    seconds: float
+
+
+class Joint:
+    """A joint graph with what is needed to judge choices of saved values."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        required: Collection[fx.Node],
+        inputs: Sequence[fx.Node],
+        forward_outputs: Sequence[Any],
+        backward_outputs: Sequence[Any],
+    ) -> None:
+        """Take a graph apart. required: the nodes that forward's outputs need."""
+        self.graph = graph
+        self.inputs = list(inputs)
+        self.required = set(required)
+        self.forward_outputs = [n for n in forward_outputs if isinstance(n, fx.Node)]
+        self.backward_outputs = [n for n in backward_outputs if isinstance(n, fx.Node)]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """The graph has been rewritten."""
+        self.facts: dict[fx.Node, Facts] = facts_of(self.graph)
+        self.place = {node: at for at, node in enumerate(self.graph.nodes)}
+        self.clock = Clock(self.facts)
+        taken = set(self.inputs)
+        self.tangents = [n for n in self.graph.find_nodes(op="placeholder") if n not in taken]
+        self.is_channels_last = _is_laid_out_anew(self.graph)
+        copied = _copied(self.inputs) if self.is_channels_last else set()
+        self.outside = {n for n in self.inputs if n not in copied}
+
+    def step(self, saved: Iterable[fx.Node]) -> Step | None:
+        """Judge a choice; None where backward cannot be computed from it."""
+        chosen = set(saved)
+        after = self._needed(self.backward_outputs, chosen | set(self.tangents))
+        if after is None:
+            return None
+        before = self._needed([*self.forward_outputs, *chosen], set(self.inputs))
+        if before is None or any(is_random(n) and n in before for n in after):
+            return None
+        used = [n for n in chosen if any(u in after for u in n.users) or n in self.backward_outputs]
+        forward = curve_of(
+            self._in_order(before),
+            self.facts,
+            given=self.inputs,
+            outside=self.outside,
+            outputs=[*self.forward_outputs, *used],
+        )
+        outputs = [n for n in self.forward_outputs if n not in self.outside]
+        backward = curve_of(
+            self._as_autograd(after),
+            self.facts,
+            given=[*used, *outputs, *self.tangents],
+            outside=[n for n in used if n in self.outside],
+            # Autograd's engine holds the tangents until backward returns.
+            outputs=[*self.backward_outputs, *outputs, *self.tangents],
+        )
+        return Step(
+            saved=tuple(sorted(used, key=self.place.__getitem__)),
+            forward=forward,
+            backward=backward,
+            again=tuple(n for n in self._in_order(after) if n in before),
+            peak_nbytes=max(forward.peak_nbytes, backward.peak_nbytes),
+            saved_nbytes=self._held(used),
+            seconds=self.clock.seconds(forward.kernels) + self.clock.seconds(backward.kernels),
+        )
+
+    def parts(self, saved: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+        """What forward and what backward of a possible choice compute."""
+        chosen = set(saved)
+        after = self._needed(self.backward_outputs, chosen | set(self.tangents))
+        before = self._needed([*self.forward_outputs, *chosen], set(self.inputs))
+        assert after is not None
+        assert before is not None
+        return before, after
+
+    def gradients(self) -> set[fx.Node]:
+        """All nodes that depend on a tangent."""
+        found = set(self.tangents)
+        for node in self.graph.nodes:
+            if any(n in found for n in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def order_of(self, node: fx.Node) -> list[int]:
+        """The dimensions of a value as they will lie in memory, outermost first."""
+        value = node.meta["val"]
+        if self.is_channels_last and value.dim() == 4:
+            return [0, 2, 3, 1]
+        return sorted(range(value.dim()), key=lambda d: (-value.stride(d), d))
+
+    def _held(self, saved: Iterable[fx.Node]) -> int:
+        storages = {self.facts[n].storage for n in saved} - self.outside
+        return sum(self.facts[s].nbytes for s in storages)
+
+    def _needed(self, wanted: Iterable[fx.Node], known: set[fx.Node]) -> set[fx.Node] | None:
+        """What must be computed for the wanted nodes; None if that asks for an unknown input."""
+        found: set[fx.Node] = set()
+        pending = [n for n in wanted if n not in known]
+        while pending:
+            node = pending.pop()
+            if node in found:
+                continue
+            if node.op == "placeholder":
+                return None
+            found.add(node)
+            pending += [n for n in node.all_input_nodes if n not in known and n not in found]
+        return found
+
+    def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=self.place.__getitem__)
+
+    def _as_autograd(self, nodes: set[fx.Node]) -> list[fx.Node]:
+        """The order of backward: what is computed again comes just before its first reader."""
+        ordered = self._in_order(nodes)
+        first = min(
+            (self.place[u] for t in self.tangents for u in t.users if u in nodes), default=None
+        )
+        if first is None:
+            return ordered
+        done: dict[fx.Node, None] = {}
+        for node in ordered:
+            if self.place[node] < first or node in done:
+                continue
+            wanted: set[fx.Node] = set()
+            pending = [node]
+            while pending:
+                one = pending.pop()
+                if one in done or one in wanted or one not in nodes:
+                    continue
+                wanted.add(one)
+                pending += one.all_input_nodes
+            done.update(dict.fromkeys(self._in_order(wanted)))
+        done.update(dict.fromkeys(ordered))
+        return list(done)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a second run of the op draws other numbers, which no user's checkpoint sees to.
+
+    PyTorch's own min-cut forbids that for some random ops only, once it may recompute much.
+    """
+    tags: Iterable[Any] = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags or partitioners.must_recompute(node):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if "dropout_p" not in names:
+        return True
+    at = names.index("dropout_p")  # attention draws nothing where this is 0
+    given = node.args[at] if len(node.args) > at else node.kwargs.get("dropout_p", 0.0)
+    return bool(given != 0)
+
+
+def _copied(inputs: Sequence[fx.Node]) -> set[fx.Node]:
+    """Inputs that Inductor copies, since convolutions read them in another order of memory."""
+    return {
+        n
+        for n in inputs
+        if any(user.target is _CONVOLUTION for user in n.users)
+        and not _is_channels_last(n.meta.get("val"))
+    }
+
+
+def _is_laid_out_anew(graph: fx.Graph) -> bool:
+    """Whether Inductor will put the tensors of convolutions into channels_last."""
+    if graph.owning_module is None or not graph.find_nodes(op="call_function", target=_CONVOLUTION):
+        return False
+    from torch._inductor.graph import GraphLowering
+
+    try:
+        return bool(GraphLowering.decide_layout_opt(graph.owning_module, is_inference=False))
+    except Exception:  # a private function, which may ask for what another version has
+        return False
+
+
+def _is_channels_last(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dim() not in (4, 5):
+        return True
+    layout = torch.channels_last if value.dim() == 4 else torch.channels_last_3d
+    return bool(value.is_contiguous(memory_format=layout))

@@ -1,0 +1,430 @@
+"""How many bytes are alive while a compiled graph runs, and when.
+
+A graph is not run as it is written. Inductor inlines cheap pointwise ops into their readers, fuses
+what loops over the same elements into one kernel, stores only what crosses from one kernel to
+another, and frees it after the last reader. So the simulation has three steps:
+
+1.  store    which values are written to memory: outputs, what a library call reads or writes,
+             what a reduction gives, what many readers share. All else is inlined, and whoever reads
+             it reads what it was computed from.
+2.  fuse     stored values that follow from each other in loops over the same elements, with no
+             library call between them, are made by one kernel; what only that kernel reads
+             takes no memory.
+3.  live     kernel by kernel: take what it writes, note the level, free what nobody reads any more.
+             Loops write over what they read last; freed memory may wait for the next tensor of its
+             size (`_Pool`).
+
+The rules of step 1 and 2 are Inductor's own heuristics (`_inductor/ir.py`, `should_realize_on_
+reuse`, `has_exceeded_max_reads`; its scheduler), as far as they decide about large tensors.
+"""
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from elbowroom.compiled.collect import Facts, Kind
+
+_SHARED_READS = 4  # a value with more than one reader is stored if it reads more (`realize_reads`)
+_MOST_READS = 12  # and any other if it reads more than this
+_FAR = 64  # kernels further apart are not fused (`are_long_distant_nodes`)
+_LEAST_SHARED = 1024  # bytes for which a fusion is worth anything
+_aten = torch.ops.aten
+_INTO = frozenset(  # library calls that write into memory which they are given
+    [_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default]
+)
+
+
+@dataclass
+class Kernel:
+    """Work that runs as one: a library call, or loops that were fused."""
+
+    order: int
+    nodes: list[fx.Node] = field(default_factory=list)
+    reads: set[fx.Node] = field(default_factory=set)  # storages
+    writes: list[fx.Node] = field(default_factory=list)
+    is_fused: bool = True
+    heavy: list[fx.Node] = field(default_factory=list)  # exp and the like, inlined ones too
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The level after each kernel has taken what it writes.
+
+    levels[i] is bytes, at kernels[i]; alive[i] what holds them. `end_nbytes` stays at the end.
+    """
+
+    kernels: tuple[Kernel, ...]
+    levels: tuple[int, ...]
+    start_nbytes: int
+    end_nbytes: int
+    last_read: dict[fx.Node, int]
+    made: dict[fx.Node, int]
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The highest level, in bytes."""
+        return max((self.start_nbytes, *self.levels))
+
+    @property
+    def peak_at(self) -> int:
+        """The kernel at which the level is highest; -1: before the first."""
+        if self.peak_nbytes == self.start_nbytes:
+            return -1
+        return self.levels.index(self.peak_nbytes)
+
+    def alive_at(self, at: int) -> list[fx.Node]:
+        """The storages that are held while kernel `at` runs."""
+        return [s for s, begin in self.made.items() if begin <= at <= self.last_read[s]]
+
+
+def curve_of(
+    order: Sequence[fx.Node],
+    facts: dict[fx.Node, Facts],
+    *,
+    given: Collection[fx.Node],
+    outside: Collection[fx.Node],
+    outputs: Collection[fx.Node],
+) -> Curve:
+    """Simulate a graph.
+
+    order    what is computed, in the order of the graph
+    given    what the graph begins with: its inputs and saved values
+    outside  those of `given` whose memory belongs to the caller: neither counted nor freed
+    outputs  what must stand when it ends
+    """
+    kernels = _scheduled(_kernels(order, facts, set(given), set(outputs)))
+    kept = {facts[node].storage for node in outputs if node in facts}
+    owned = {facts[node].storage for node in given} - {facts[node].storage for node in outside}
+    last: dict[fx.Node, int] = dict.fromkeys(owned, -1)
+    made: dict[fx.Node, int] = dict.fromkeys(owned, -1)
+    for at, kernel in enumerate(kernels):
+        for storage in kernel.writes:
+            made[storage] = last[storage] = at
+        for storage in kernel.reads:
+            if storage in last:
+                last[storage] = at
+    end = len(kernels)
+    for storage in kept & last.keys():
+        last[storage] = end
+    for storage in owned - kept:  # never read: freed with the arguments, at the beginning
+        last[storage] = max(last[storage], -1)
+    return _levels(kernels, facts, made, last)
+
+
+def _levels(
+    kernels: list[Kernel],
+    facts: dict[fx.Node, Facts],
+    made: dict[fx.Node, int],
+    last: dict[fx.Node, int],
+) -> Curve:
+    dying: list[list[fx.Node]] = [[] for _ in range(len(kernels) + 1)]
+    for storage, at in last.items():
+        dying[max(at, 0)].append(storage)
+    start = level = sum(facts[s].nbytes for s, at in made.items() if at < 0)
+    strict, loose = [], []  # with and without what is written over something that ends
+    pool = _Pool(kernels, facts)
+    for at, kernel in enumerate(kernels):
+        over = _in_place(kernel, [s for s in dying[at] if made[s] < at], facts)
+        written = sum(facts[s].nbytes for s in kernel.writes)
+        loose.append(level + written)
+        work = sum(facts[n].workspace for n in kernel.nodes)
+        strict.append(level + written + work - sum(facts[s].nbytes for s in over.values()))
+        level += written - sum(facts[s].nbytes for s in dying[at])
+        pool.take(at, [s for s in kernel.writes if s not in over])
+        pool.give(at, [s for s in dying[at] if made[s] >= 0 and s not in over.values()])
+    levels = pool.extended(strict, loose)
+    return Curve(tuple(kernels), tuple(levels), start, level, last, made)
+
+
+def _in_place(
+    kernel: Kernel, ends: Iterable[fx.Node], facts: dict[fx.Node, Facts]
+) -> dict[fx.Node, fx.Node]:
+    """What the kernel writes over something that it reads last: written -> read."""
+    if not kernel.is_fused:
+        return {}
+    free = [s for s in ends if s in kernel.reads]
+    found = {}
+    for storage in kernel.writes:
+        over = next((s for s in free if facts[s].nbytes == facts[storage].nbytes), None)
+        if over is not None:
+            free.remove(over)
+            found[storage] = over
+    return found
+
+
+class _Pool:
+    """What Inductor's wrapper does with freed memory: it waits for the next tensor of that size.
+
+    Memory that waits is not free. So Inductor lets it wait only where the level in between, by its
+    own estimate without writing in place, stays at or below the peak of the whole graph.
+    """
+
+    def __init__(self, kernels: list[Kernel], facts: dict[fx.Node, Facts]) -> None:
+        self._kernels = kernels
+        self._facts = facts
+        self._events: list[tuple[int, bool, list[fx.Node]]] = []
+
+    def take(self, at: int, storages: list[fx.Node]) -> None:
+        """Kernel `at` asks for memory of these."""
+        kernel = self._kernels[at]
+        if kernel.is_fused or all(node.target in _INTO for node in kernel.nodes):
+            self._events.append((at, True, storages))
+
+    def give(self, at: int, storages: list[fx.Node]) -> None:
+        """The memory of these is free after kernel `at`."""
+        self._events.append((at, False, storages))
+
+    def extended(self, strict: list[int], loose: list[int]) -> list[int]:
+        """The levels with what waits."""
+        strict, loose = list(strict), list(loose)
+        highest = max(loose, default=0)
+        waiting: dict[tuple[int, object], list[int]] = {}
+        for at, asks, storages in self._events:
+            for storage in storages:
+                size = self._facts[storage].nbytes
+                places = waiting.setdefault((size, _dtype(storage)), [])
+                if not asks:
+                    places.append(at)
+                elif places:
+                    between = range(places[-1] + 1, at)
+                    if between and size + max(loose[t] for t in between) > highest:
+                        continue
+                    places.pop()
+                    for t in between:
+                        strict[t] += size
+                        loose[t] += size
+        return strict
+
+
+def _dtype(storage: fx.Node) -> object:
+    return getattr(storage.meta.get("val"), "dtype", None)
+
+
+def _kernels(
+    order: Sequence[fx.Node],
+    facts: dict[fx.Node, Facts],
+    given: set[fx.Node],
+    outputs: set[fx.Node],
+) -> list[Kernel]:
+    """Steps 1 and 2: the kernels, each with the storages that it reads and writes."""
+    readers = _readers(order, given)
+    reads: dict[fx.Node, frozenset[fx.Node]] = {n: frozenset([facts[n].storage]) for n in given}
+    slow: dict[fx.Node, frozenset[fx.Node]] = {}  # heavy ops that are inlined into a value
+    nothing: frozenset[fx.Node] = frozenset()
+    level: dict[fx.Node, int] = dict.fromkeys(given, 0)  # library calls passed on the way
+    kernels: list[Kernel] = []
+    kernel_of: dict[fx.Node, Kernel] = {}  # by storage
+    kept = {facts[node].storage for node in outputs if node in facts}
+    for position, node in enumerate(order):
+        fact = facts[node]
+        inputs = [n for n in node.all_input_nodes if n in reads]
+        sources = nothing.union(*(reads[n] for n in inputs))
+        heavy = nothing.union(*(slow.get(n, nothing) for n in inputs))
+        heavy = heavy | {node} if fact.is_heavy else heavy
+        depth = max((level[n] for n in inputs), default=0)
+        if fact.kind is Kind.VIEW or fact.kind is Kind.GIVEN:
+            reads[node], level[node], slow[node] = sources, depth, heavy
+            continue
+        if fact.kind is Kind.EXTERN:
+            is_part = node.target is operator.getitem
+            parent = kernel_of.get(inputs[0]) if is_part and inputs else None
+            if parent is not None:
+                parent.writes.append(node)
+                kernel = parent
+            else:
+                kernel = Kernel(position, [node], set(sources), [], is_fused=False)
+                kernels.append(kernel)
+                if not isinstance(node.meta.get("val"), (tuple, list)):
+                    kernel.writes.append(node)
+            kernel_of[node] = kernel
+            reads[node], level[node] = frozenset([node]), depth + (not is_part)
+            continue
+        if not _is_stored(node, fact, sources, readers, facts, kept):
+            reads[node], level[node], slow[node] = sources, depth, heavy
+            continue
+        joined = _joined(fact, sources, depth, kernel_of, level, facts)
+        kernel = Kernel(position) if joined is None else joined
+        if joined is None:
+            kernels.append(kernel)
+        kernel.nodes.append(node)
+        kernel.heavy += [n for n in heavy if n not in kernel.heavy]
+        kernel.reads |= sources
+        kernel.writes.append(node)
+        kernel_of[node] = kernel
+        reads[node], level[node] = frozenset([node]), depth + fact.blocks
+    return _without_locals(_fused(_without_locals(kernels, kept), facts), kept)
+
+
+def _readers(order: Sequence[fx.Node], given: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    here = set(order) | given
+    return {node: [user for user in node.users if user in here] for node in here}
+
+
+def _is_stored(
+    node: fx.Node,
+    fact: Facts,
+    sources: frozenset[fx.Node],
+    readers: dict[fx.Node, list[fx.Node]],
+    facts: dict[fx.Node, Facts],
+    kept: set[fx.Node],
+) -> bool:
+    if fact.kind is Kind.REDUCTION or node in kept:
+        return not isinstance(node.meta.get("val"), (tuple, list))
+    if _is_read_by_extern(node, readers, facts):
+        return True
+    many = len(readers[node]) > 1
+    if many and (len(sources) > _SHARED_READS or fact.is_heavy):
+        return True
+    return len(sources) > _MOST_READS
+
+
+def _is_read_by_extern(
+    node: fx.Node, readers: dict[fx.Node, list[fx.Node]], facts: dict[fx.Node, Facts]
+) -> bool:
+    pending = [node]
+    while pending:
+        for reader in readers[pending.pop()]:
+            if facts[reader].kind is Kind.EXTERN:
+                return True
+            if facts[reader].kind is Kind.VIEW:
+                pending.append(reader)
+    return False
+
+
+def _joined(
+    fact: Facts,
+    sources: frozenset[fx.Node],
+    depth: int,
+    kernel_of: dict[fx.Node, Kernel],
+    level: dict[fx.Node, int],
+    facts: dict[fx.Node, Facts],
+) -> Kernel | None:
+    """The kernel of something that this follows from, in loops over the same elements."""
+    for source in sources:
+        kernel = kernel_of.get(source)
+        if kernel is None or not kernel.is_fused or level[source] != depth:
+            continue
+        if any(facts[n].elements == fact.elements for n in kernel.nodes):
+            return kernel
+    return None
+
+
+def _without_locals(kernels: list[Kernel], kept: set[fx.Node]) -> list[Kernel]:
+    """What only the kernel that makes it reads is never written."""
+    outer: set[fx.Node] = set(kept)
+    for kernel in kernels:
+        outer |= kernel.reads - set(kernel.writes)
+    for kernel in kernels:
+        own = set(kernel.writes)
+        kernel.writes = [s for s in kernel.writes if s in outer or not kernel.is_fused]
+        kernel.reads -= own
+    return kernels
+
+
+def _fused(kernels: list[Kernel], facts: dict[fx.Node, Facts]) -> list[Kernel]:
+    """Loops over the same elements that share something to read or follow from each other, as one.
+
+    They must not be far apart, and nothing may have to run between them.
+    """
+    made_by = {s: at for at, kernel in enumerate(kernels) for s in kernel.writes}
+    before, after = _reach(kernels, made_by)
+    pairs = _pairs(kernels, facts, made_by)
+    home = list(range(len(kernels)))  # where each kernel has gone
+    for _, first, second in pairs:
+        one, two = home[first], home[second]
+        if one == two or (after[one] & before[two]) | (after[two] & before[one]):
+            continue
+        _merge(kernels, one, two)
+        home = [one if place == two else place for place in home]
+        gone = ~(1 << two | 1 << one)
+        before[one] = (before[one] | before[two]) & gone
+        after[one] = (after[one] | after[two]) & gone
+        for at in range(len(kernels)):
+            if before[one] >> at & 1:
+                after[at] |= after[one] | 1 << one
+                after[at] &= ~(1 << two)
+            if after[one] >> at & 1:
+                before[at] |= before[one] | 1 << one
+                before[at] &= ~(1 << two)
+    return [kernel for at, kernel in enumerate(kernels) if home[at] == at]
+
+
+def _reach(kernels: list[Kernel], made_by: dict[fx.Node, int]) -> tuple[list[int], list[int]]:
+    """The kernels that run before each, and those after it, as bits."""
+    before, after = [0] * len(kernels), [0] * len(kernels)
+    for kernel in _scheduled(kernels):
+        at = made_by[kernel.writes[0]] if kernel.writes else -1
+        if at < 0:
+            continue
+        for source in {made_by[s] for s in kernel.reads if s in made_by} - {at}:
+            before[at] |= before[source] | 1 << source
+    for at, bits in enumerate(before):
+        while bits:
+            lowest = bits & -bits
+            after[lowest.bit_length() - 1] |= 1 << at
+            bits ^= lowest
+    return before, after
+
+
+def _pairs(
+    kernels: list[Kernel], facts: dict[fx.Node, Facts], made_by: dict[fx.Node, int]
+) -> list[tuple[int, int, int]]:
+    """Pairs of kernels that could be one, those that share most bytes first."""
+    users: dict[fx.Node, list[int]] = {}
+    for at, kernel in enumerate(kernels):
+        if kernel.is_fused and kernel.writes:
+            for storage in {*kernel.reads, *kernel.writes}:
+                users.setdefault(storage, []).append(at)
+    shared: dict[tuple[int, int], int] = {}
+    for storage, places in users.items():
+        for i, one in enumerate(places):
+            for two in places[i + 1 :]:
+                if two - one <= _FAR:
+                    shared[one, two] = shared.get((one, two), 0) + facts[storage].nbytes
+    loops = [{facts[n].elements for n in kernel.nodes} for kernel in kernels]
+    return sorted(
+        (-nbytes, one, two)
+        for (one, two), nbytes in shared.items()
+        if nbytes >= _LEAST_SHARED
+        and loops[one] & loops[two]
+        and not _is_cut(kernels[one], kernels[two], facts)
+    )
+
+
+def _is_cut(one: Kernel, two: Kernel, facts: dict[fx.Node, Facts]) -> bool:
+    """Whether one gives the other a reduction that its loops cannot follow."""
+    given = [s for s in one.writes if s in two.reads] + [s for s in two.writes if s in one.reads]
+    return any(facts[s].blocks for s in given)
+
+
+def _merge(kernels: list[Kernel], one: int, two: int) -> None:
+    kept, gone = kernels[one], kernels[two]
+    kept.order = min(kept.order, gone.order)
+    kept.nodes += gone.nodes
+    kept.heavy += [n for n in gone.heavy if n not in kept.heavy]
+    kept.writes += gone.writes
+    kept.reads = (kept.reads | gone.reads) - set(kept.writes)
+
+
+def _scheduled(kernels: list[Kernel]) -> list[Kernel]:
+    """The kernels in an order in which each follows what it reads."""
+    made_by = {storage: kernel for kernel in kernels for storage in kernel.writes}
+    done: set[int] = set()
+    ordered: list[Kernel] = []
+    for first in kernels:
+        pending = [(first, False)]
+        while pending:
+            kernel, ready = pending.pop()
+            if ready:
+                ordered.append(kernel)
+            elif id(kernel) not in done:
+                done.add(id(kernel))
+                pending.append((kernel, True))
+                before = {id(k): k for s in kernel.reads if (k := made_by.get(s)) is not None}
+                for k in sorted(before.values(), key=lambda k: -k.order):
+                    if id(k) not in done:
+                        pending.append((k, False))
+    return ordered

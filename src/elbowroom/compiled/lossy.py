@@ -1,0 +1,101 @@
+"""Chooses codes for what a compiled step saves, where saving less does not reach the budget.
+
+Masks go first: a bool that backward asks for takes a byte an element, and one bit says the same,
+exactly. Then, if errors are allowed, floats are coded at the most levels that fit: 256, 16, 4. What
+a function bends (exp, GELU) stays at 256 levels, and what backward cannot take with an error stays
+exact (`readers.py`). All of it is judged on the rewritten graph, with encode and decode in it.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from elbowroom.compiled.collect import tensors_of
+from elbowroom.compiled.decide import Search, is_tensor
+from elbowroom.compiled.joint import Joint, Step
+from elbowroom.compiled.readers import Use, reading_of
+from elbowroom.compiled.rewrite import Coded, Rewriting
+
+LEVELS = (256, 16, 4)
+_FINE = 256
+_LEAST_NBYTES = 32768
+_MOST_BASES = 6
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def code(
+    search: Search, step: Step, room_nbytes: int, *, exact: bool | None
+) -> tuple[Step | None, int]:
+    """Rewrite the graph with codes so that the step fits. Returns that step, if any does.
+
+    And the lowest peak that was found.
+
+    step   the best without codes: its values and those of other choices are coded
+    exact  True: masks only; None: the most levels that fit; False: the first that are faster than
+           the step without codes, if that fits
+    """
+    joint, least = search.joint, step.peak_nbytes
+    bar = step.seconds if step.peak_nbytes <= room_nbytes else float("inf")
+    for levels in (0,) if exact else (0, *LEVELS):
+        found: list[tuple[float, list[Coded], frozenset[fx.Node]]] = []
+        for base in _bases(search, step):
+            coded = list(_coded(joint, base, levels))
+            if not coded:
+                continue
+            saved = frozenset(base.saved) | {one.node for one in coded}
+            rewriting = Rewriting(joint, saved, coded)
+            judged = joint.step(rewriting.saved)
+            rewriting.undo()
+            if judged is None:
+                continue
+            least = min(least, judged.peak_nbytes)
+            if judged.peak_nbytes <= room_nbytes and judged.seconds < bar:
+                found.append((judged.seconds, coded, saved))
+        if found:
+            _, coded, saved = min(found, key=lambda one: one[0])
+            return joint.step(Rewriting(joint, saved, coded).saved), least
+    return None, least
+
+
+def _bases(search: Search, step: Step) -> list[Step]:
+    """Choices of saved values that are worth coding: plain, the best, and some that save less."""
+    steps = sorted(search.steps, key=lambda one: one.seconds)
+    stride = max(1, len(steps) // _MOST_BASES)
+    chosen = [*steps[::stride], step, min(steps, key=lambda one: one.peak_nbytes)]
+    return list({frozenset(one.saved): one for one in chosen}.values())
+
+
+def _coded(joint: Joint, step: Step, levels: int) -> Iterator[Coded]:
+    """The codes of one choice. levels 0: masks only."""
+    _, after = joint.parts(step.saved)
+    gradients = joint.gradients()
+    outputs = {joint.facts[n].storage for n in joint.forward_outputs}
+    masks = {n for n in step.saved if _may_be_coded(joint, n, (torch.bool,), outputs)}
+    for node in step.saved if levels else ():
+        storage = joint.facts[node].storage
+        shared = sum(joint.facts[n].storage is storage for n in step.saved) > 1
+        if shared or not _may_be_coded(joint, node, _FLOATS, outputs):
+            continue
+        reading = reading_of(node, after, gradients)
+        bits = [n for n in reading.compared if n not in gradients]
+        if reading.use is Use.EXACT or len(bits) < len(reading.compared):
+            continue
+        if not all(_may_be_coded(joint, n, (torch.bool,), outputs) for n in bits):
+            continue
+        masks.update(bits)
+        yield Coded(node, _FINE if reading.use is Use.CURVED else levels)
+    yield from (Coded(n, 0) for n in sorted(masks, key=joint.place.__getitem__))
+
+
+def _may_be_coded(
+    joint: Joint, node: fx.Node, dtypes: tuple[torch.dtype, ...], outputs: set[fx.Node]
+) -> bool:
+    if not is_tensor(node) or node.op != "call_function" or joint.facts[node].storage in outputs:
+        return False
+    value = tensors_of(node)[0]
+    if value.dtype not in dtypes or not all(isinstance(n, int) for n in value.shape):
+        return False
+    return value.numel() * value.dtype.itemsize >= _LEAST_NBYTES // (
+        1 if value.dtype.is_floating_point else 4
+    )

@@ -1,0 +1,257 @@
+"""The partitioner that Inductor calls: PyTorch's min-cut, with another choice of what is saved.
+
+`min_cut_rematerialization_partition` does much beside choosing: it removes common subexpressions,
+keeps user checkpoints, collectives and effects where they are, makes random ops repeat, and orders
+backward. All of that stays. Only `choose_saved_values_set`, which it asks for the saved values, is
+answered by `decide.py` while it runs. Both are private to torch; `check_torch` says so where a
+version lacks them.
+
+A partitioner holds settings only: Inductor pickles it for its cache of compiled graphs and asks it
+for a `uuid`, so that a second start finds the graphs of the first.
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._functorch import partitioners
+from torch._inductor import custom_graph_pass
+from torch.utils import _pytree as pytree
+
+from elbowroom.compiled.collect import nbytes_of
+from elbowroom.compiled.decide import MinCut, Search, choose
+from elbowroom.compiled.joint import Joint, Step
+from elbowroom.compiled.lossy import code
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.units import show_nbytes
+
+_Graphs = tuple[fx.GraphModule, fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided for one compiled region; all figures are estimates, in bytes.
+
+    peak_nbytes    of forward and backward, gradients included, parameters and inputs not
+    saved_nbytes   held between forward and backward
+    plain_nbytes   the peak of plain torch.compile
+    inputs_nbytes  of parameters, buffers and other inputs that the region reads
+    """
+
+    peak_nbytes: int
+    saved_nbytes: int
+    plain_nbytes: int
+    inputs_nbytes: int
+    recomputed: int
+
+
+class _Thread(threading.local):
+    """Who is told of decisions on this thread."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[Decision], None]] = []
+
+
+_thread = _Thread()
+_patching = threading.RLock()
+
+
+@contextmanager
+def told(listener: Callable[[Decision], None]) -> Iterator[None]:
+    """Meanwhile decisions made on this thread are shown to `listener`.
+
+    A region that comes out of Inductor's cache was decided when it went in, and is not shown.
+    """
+    _thread.listeners.append(listener)
+    try:
+        yield
+    finally:
+        _thread.listeners.remove(listener)
+
+
+def _base() -> type:
+    """Inductor's base class of partitioners; `object` where a version of torch has none."""
+    return getattr(custom_graph_pass, "CustomPartitionerFn", object)
+
+
+@dataclass(frozen=True)
+class Partitioner(_base()):  # type: ignore[misc]
+    """Partitions a joint graph so that the step's peak stays inside a budget.
+
+    room_nbytes    the most that forward and backward may take; None: as plain torch.compile does
+    counts_inputs  whether parameters, buffers and inputs of the region belong to that
+    exact          True: what changes no bit; None: that first, then codes; False: the fastest
+    """
+
+    room_nbytes: int | None = None
+    counts_inputs: bool = False
+    exact: bool | None = True
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> _Graphs:
+        """Return the forward and the backward graph."""
+        answer = _Answer(self, kwargs["num_fwd_outputs"])
+        with _patching, mock.patch.object(partitioners, "choose_saved_values_set", answer):
+            return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> object:
+        """Identify these settings and this code, for Inductor's cache."""
+        return _hash_of_code(), astuple(self)
+
+
+@cache
+def _hash_of_code() -> str:
+    """A hash of all files that decide what a graph becomes."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class _Answer:
+    """Stands in for `choose_saved_values_set` while a graph is partitioned."""
+
+    def __init__(self, settings: Partitioner, n_forward_outputs: int) -> None:
+        self._settings = settings
+        self._n_forward_outputs = n_forward_outputs
+        self._choose = partitioners.choose_saved_values_set
+
+    def __call__(
+        self, joint_graph: fx.Graph, node_info: Any, memory_budget: float = 1
+    ) -> list[fx.Node]:
+        output = next(iter(joint_graph.find_nodes(op="output")))
+        results = pytree.arg_tree_leaves(*output.args)
+        n = self._n_forward_outputs
+        required = node_info.required_fw_nodes
+        joint = Joint(joint_graph, required, node_info.inputs, results[:n], results[n:])
+        inputs_nbytes = sum(nbytes_of(node) for node in joint.inputs)
+        room = self._settings.room_nbytes
+        if room is not None and self._settings.counts_inputs:
+            room -= inputs_nbytes
+
+        def min_cut(budget: float) -> list[fx.Node]:
+            return list(self._choose(joint_graph, node_info, memory_budget=budget))
+
+        with _remembered_cuts():
+            step, plain = self._decided(joint, min_cut, memory_budget, room, inputs_nbytes)
+        _tell(step, plain, inputs_nbytes)
+        return list(step.saved)
+
+    def _decided(
+        self,
+        joint: Joint,
+        min_cut: MinCut,
+        memory_budget: float,
+        room: int | None,
+        inputs_nbytes: int,
+    ) -> tuple[Step, Step]:
+        """The step that was chosen, and that of plain torch.compile; codes are in the graph."""
+        exact = self._settings.exact
+        search = Search(joint, min_cut, memory_budget, same_bits=exact is not False)
+        step = choose(search, room)
+        if room is None or (
+            step.peak_nbytes <= room and (exact is not False or step is search.plain)
+        ):
+            return step, search.plain
+        if exact is None and search.rounded:  # the next best: other roundings
+            search = Search(joint, min_cut, memory_budget, same_bits=False)
+            step = choose(search, room)
+            if step.peak_nbytes <= room:
+                return step, search.plain
+        coded, least = code(search, step, room, exact=exact)
+        if coded is None and step.peak_nbytes > room:
+            raise _too_small(joint, step, least, inputs_nbytes, self._settings)
+        return step if coded is None else coded, search.plain
+
+
+@contextmanager
+def _remembered_cuts() -> Iterator[None]:
+    """Meanwhile a minimum cut that was solved once is not solved again."""
+    solve = partitioners.solve_min_cut
+    known: dict[Any, Any] = {}
+
+    def solve_once(graph: fx.Graph, info: Any, options: Any, dont_ban: Any = None) -> Any:
+        marks = tuple(n for n in graph.nodes if "recompute" in n.meta)
+        key = repr(options), frozenset(dont_ban or ()), marks
+        if key not in known:
+            known[key] = solve(graph, info, options, dont_ban)
+        saved, banned = known[key]
+        return list(saved), banned
+
+    with mock.patch.object(partitioners, "solve_min_cut", solve_once):
+        yield
+
+
+def _tell(step: Step, plain: Step, inputs_nbytes: int) -> None:
+    decision = Decision(
+        peak_nbytes=step.peak_nbytes,
+        saved_nbytes=step.saved_nbytes,
+        plain_nbytes=plain.peak_nbytes,
+        inputs_nbytes=inputs_nbytes,
+        recomputed=len(step.again),
+    )
+    for listener in _thread.listeners:
+        listener(decision)
+
+
+def _too_small(
+    joint: Joint, step: Step, least: int, inputs_nbytes: int, settings: Partitioner
+) -> BudgetTooSmall:
+    """The error for a budget below what was found, with what holds the peak without codes."""
+    assert settings.room_nbytes is not None
+    curve = max(step.forward, step.backward, key=lambda one: one.peak_nbytes)
+    saved = {joint.facts[n].storage for n in step.saved}
+    gradients = {joint.facts[n].storage for n in joint.backward_outputs}
+    parts = {"gradients": 0, "saved tensors": 0, "computed at the peak": 0}
+    for storage in curve.alive_at(curve.peak_at):
+        name = "computed at the peak"
+        if storage in saved:
+            name = "saved tensors"
+        elif storage in gradients:
+            name = "gradients"
+        parts[name] += joint.facts[storage].nbytes
+    if settings.counts_inputs:
+        least += inputs_nbytes
+        parts["parameters and inputs"] = inputs_nbytes
+    held = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size)
+    return BudgetTooSmall(
+        f"budget {show_nbytes(settings.room_nbytes)} is below the {show_nbytes(least)} that this "
+        f"compiled region needs at least: {held}. Give {show_nbytes(least)}, or halve the batch.",
+        least_nbytes=least,
+        parts=parts,
+    )
+
+
+def check_torch() -> None:
+    """Raise PlanError where this version of torch lacks what a compiled plan needs."""
+    from torch._inductor import config
+
+    from elbowroom.errors import PlanError
+
+    lacking = [
+        name
+        for name, is_there in {
+            "torch._inductor.config.custom_partitioner_fn": hasattr(
+                config, "custom_partitioner_fn"
+            ),
+            "torch._functorch.partitioners.choose_saved_values_set": hasattr(
+                partitioners, "choose_saved_values_set"
+            ),
+        }.items()
+        if not is_there
+    ]
+    if lacking:
+        raise PlanError(
+            f"torch {torch.__version__} has no {lacking[0]}, which budgets inside torch.compile "
+            "need; torch 2.11 to 2.14 have it. Use one of these, or fit the model without "
+            "torch.compile."
+        )

@@ -1,0 +1,100 @@
+"""Says what backward does with a saved value, and so whether it tolerates an error.
+
+From a saved value all its readers in backward are followed, through what is computed again from it,
+up to the ops that combine it with a gradient. What is met decides for the value:
+
+    LINEAR      products, sums, reshapes: the gradient has the value's error times a gradient
+    CURVED      exp, erf, tanh, powers and the like: the error goes through a function
+    compared    a comparison says where a gradient goes: it is saved as one bit, of the exact value
+    else        attention, whose logsumexp belongs to the exact q and k; divisions, logarithms, and
+                every op that is not listed: the value stays exact
+"""
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from elbowroom.compiled.collect import is_view
+
+
+class Use(IntEnum):
+    """How much of a value backward needs; the larger decides where there are several readers."""
+
+    LINEAR = 0
+    CURVED = 1
+    EXACT = 2
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is done with one value: the strictest use, and the comparisons on the way."""
+
+    use: Use
+    compared: tuple[fx.Node, ...] = ()
+    why: str = ""
+
+
+def reading_of(
+    value: fx.Node, after: Collection[fx.Node], gradients: Collection[fx.Node]
+) -> Reading:
+    """Follow a saved value through backward.
+
+    after      what backward computes
+    gradients  the nodes among these that depend on a gradient
+    """
+    use, compared = Use.LINEAR, []
+    pending, seen = [value], {value}
+    while pending:
+        node = pending.pop()
+        for reader in node.users:
+            if reader not in after or reader in seen:
+                continue
+            seen.add(reader)
+            packet = getattr(reader.target, "overloadpacket", reader.target)
+            if packet in _compared():
+                compared.append(reader)
+                continue
+            if packet is torch.ops.aten.div and reader.args[0] is not node:
+                return Reading(Use.EXACT, why=f"divides by it ({reader.name})")
+            found = _use(reader, packet)
+            if found is Use.EXACT:
+                return Reading(Use.EXACT, why=f"read by {packet}")
+            use = max(use, found)
+            if reader not in gradients:
+                pending.append(reader)
+    return Reading(use, tuple(compared))
+
+
+def _use(reader: fx.Node, packet: Any) -> Use:
+    if is_view(reader) or packet in _linear() or packet is operator.getitem:
+        return Use.LINEAR
+    return Use.CURVED if packet in _curved() else Use.EXACT
+
+
+def _ops(names: str) -> frozenset[Any]:
+    aten = torch.ops.aten
+    return frozenset(getattr(aten, name) for name in names.split() if hasattr(aten, name))
+
+
+@cache
+def _compared() -> frozenset[Any]:
+    return _ops("eq ne le lt ge gt sign isnan isinf")
+
+
+@cache
+def _linear() -> frozenset[Any]:
+    names = "mm addmm bmm baddbmm convolution convolution_backward mul add sub neg sum mean div"
+    names += " where relu clone _to_copy cat expand maximum minimum hardtanh index gather full_like"
+    convert = torch.ops.prims.convert_element_type
+    return _ops(names) | {convert}
+
+
+@cache
+def _curved() -> frozenset[Any]:
+    return _ops("exp erf tanh sigmoid gelu silu sin cos var_mean square pow gelu_backward")

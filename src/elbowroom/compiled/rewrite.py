@@ -1,0 +1,129 @@
+"""Puts codes of saved values into a joint graph.
+
+    x (saved)   -->   x, then in forward  c = encode(x)      c is saved
+                      in backward         x~ = decode(c)     for the readers of backward alone
+
+Decode comes just before the first reader, since backward orders all it computes so. What backward
+computes again from x is copied first, so that forward goes on with x and backward with x~.
+`undo` takes all of it out: a choice is judged on the graph that it would become.
+"""
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from elbowroom.compiled import ops
+from elbowroom.compiled.joint import Joint
+
+GROUP_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Coded:
+    """One saved value to be held in fewer bytes; levels 0: a mask, held as bits."""
+
+    node: fx.Node
+    levels: int
+
+
+class Rewriting:
+    """A joint graph with some saved values in codes.
+
+    saved  what is saved in place of the values
+    """
+
+    def __init__(self, joint: Joint, saved: Collection[fx.Node], coded: Sequence[Coded]) -> None:
+        """Rewrite. No value that is coded may have symbols in its size."""
+        self._joint = joint
+        self._made: list[fx.Node] = []
+        self._moved: list[tuple[fx.Node, fx.Node, fx.Node]] = []
+        self._mode = _fake_mode(joint.inputs)
+        before, after = joint.parts(saved)
+        order = [n for n in joint.graph.nodes if n in after]
+        self.saved = set(saved)
+        seed = None if all(not one.levels for one in coded) else self._draw()
+        decoded = {one.node: self._code(number, one, seed) for number, one in enumerate(coded)}
+        self._hand_over(decoded, order, before)
+        joint.refresh()
+
+    def undo(self) -> None:
+        """Take out all that was put in."""
+        for reader, old, new in reversed(self._moved):
+            reader.replace_input_with(new, old)
+        for node in reversed(self._made):
+            self._joint.graph.erase_node(node)
+        self._joint.refresh()
+
+    def _draw(self) -> fx.Node:
+        seed = self._put(list(self._joint.graph.find_nodes(op="placeholder"))[-1], ops.DRAW)
+        self.saved.add(seed)
+        return seed
+
+    def _code(self, number: int, one: Coded, seed: fx.Node | None) -> fx.Node:
+        """Encode a value after it is made; return what backward reads in its place."""
+        x, value = one.node, one.node.meta["val"]
+        size, order = list(value.shape), self._joint.order_of(x)
+        self.saved.discard(x)
+        place = _latest(x, seed)
+        if not one.levels:
+            bits = self._put(place, ops.PACK_MASK, x, order)
+            self.saved.add(bits)
+            return self._put(bits, ops.UNPACK_MASK, bits, size, order)
+        grid = (seed, number, one.levels, GROUP_SIZE)
+        codes = self._put(place, ops.ENCODE, x, order, *grid)
+        parts: list[fx.Node] = []
+        for at in range(3):
+            parts.append(self._put(parts[-1] if parts else codes, operator.getitem, codes, at))
+        self.saved.update(parts)
+        return self._put(parts[-1], ops.DECODE, *parts, *grid, size, order, value.dtype)
+
+    def _put(self, place: fx.Node, op: Any, *args: Any) -> fx.Node:
+        """Insert a call after a node, with the fake value that it gives."""
+        with self._joint.graph.inserting_after(place):
+            node = self._joint.graph.call_function(op, args)
+        with self._mode:
+            node.meta["val"] = op(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
+        self._made.append(node)
+        return node
+
+    def _hand_over(
+        self,
+        decoded: dict[fx.Node, fx.Node],
+        order: Sequence[fx.Node],
+        before: Collection[fx.Node],
+    ) -> None:
+        """Give backward the decoded values, and copies of what it computes again from them."""
+        known = dict(decoded)
+        for node in order:
+            read = [n for n in node.all_input_nodes if n in known]
+            if not read or node in decoded:
+                continue
+            if node in before:
+                with self._joint.graph.inserting_after(node):
+                    copy = self._joint.graph.node_copy(node, lambda n: known.get(n, n))
+                self._made.append(copy)
+                known[node] = copy
+                continue
+            for one in read:
+                node.replace_input_with(one, known[one])
+                self._moved.append((node, one, known[one]))
+
+
+def _latest(x: fx.Node, seed: fx.Node | None) -> fx.Node:
+    """The node after which both are known: an input may stand before the seed."""
+    return seed if seed is not None and x.op == "placeholder" else x
+
+
+def _fake_mode(inputs: Iterable[fx.Node]) -> Any:
+    """The mode of the graph's fake tensors."""
+    for node in inputs:
+        for leaf in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(leaf, FakeTensor):
+                return leaf.fake_mode
+    return torch._subclasses.FakeTensorMode()

@@ -1,0 +1,360 @@
+"""Budgets inside torch.compile: bits of plain compile, peaks that hold, errors that say the least.
+
+Most run the partitioner without Inductor's code generation, which takes 10 s a net on a CPU.
+"""
+
+import pickle
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.nn import functional as F
+
+import elbowroom as er
+from elbowroom.compiled import elbowroom
+from elbowroom.compiled.collect import Kind, facts_of
+from elbowroom.compiled.liveness import curve_of
+from elbowroom.compiled.partition import Decision, Partitioner, check_torch, told
+from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
+from elbowroom.fitting import compiled as fitting_compiled
+from elbowroom.measure.peak import peak
+
+# Inductor's import of torch.jit; nothing of ours.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+D = 32
+
+
+class Block(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            y.view(*x.shape[:2], 4, D // 4).transpose(1, 2)
+            for y in self.qkv(self.norm(x)).split(D, 2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).reshape(x.shape))
+
+
+def transformer(p: float = 0.0) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    blocks = [Attention() if i % 2 else Block(p) for i in range(6)]
+    return nn.Sequential(*blocks), torch.randn(8, 64, D)
+
+
+def convolutions() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for i in range(4):
+        layers += [nn.Conv2d(8 if i else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*layers), torch.randn(8, 3, 16, 16)
+
+
+NETS = {
+    "transformer": transformer,
+    "transformer with dropout": lambda: transformer(0.1),
+    "convolutions": convolutions,
+}
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).square().mean()
+
+
+def with_loss(make):
+    def made() -> tuple[nn.Module, Tensor]:
+        model, x = make()
+        return WithLoss(model), x
+
+    return made
+
+
+def without_codegen(partition):
+    """A backend that partitions as Inductor does, and runs the graphs as they are written."""
+
+    def compile_graph(gm, inputs):
+        return torch._functorch.aot_autograd.make_boxed_func(gm.forward)
+
+    return aot_autograd(
+        fw_compiler=compile_graph,
+        bw_compiler=compile_graph,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+
+
+def train(make, backend, steps: int = 3) -> list[Tensor]:
+    """Losses, gradients, parameters and buffers of a few steps of SGD."""
+    torch._dynamo.reset()
+    model, x = make()
+    compiled = torch.compile(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.manual_seed(1)
+        loss = compiled(x).square().mean()
+        loss.backward()
+        seen += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+        optimizer.step()
+    return seen + [b.clone() for b in model.buffers()]
+
+
+def decide(make, room_nbytes: int | None) -> Decision:
+    found: list[Decision] = []
+    with told(found.append):
+        train(make, without_codegen(Partitioner(room_nbytes)), steps=1)
+    return found[0]
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_a_smaller_budget_changes_no_bit(net: str) -> None:
+    make = NETS[net]
+    plain = decide(make, None)
+    assert plain.peak_nbytes == plain.plain_nbytes
+    room = int(0.75 * plain.peak_nbytes)
+    tight = decide(make, room)
+    assert tight.peak_nbytes <= room < plain.peak_nbytes
+    assert tight.saved_nbytes < plain.saved_nbytes
+    expected = train(make, without_codegen(min_cut_rematerialization_partition))
+    got = train(make, without_codegen(Partitioner(room)))
+    assert len(got) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_the_least_that_an_error_names_is_enough(net: str) -> None:
+    make = NETS[net]
+    with pytest.raises(Exception, match="this compiled region needs at least") as caught:
+        decide(make, 1000)
+    error = caught.value.inner_exception
+    assert isinstance(error, BudgetTooSmall)
+    assert error.parts["gradients"] > 0
+    assert decide(make, error.least_nbytes).peak_nbytes <= error.least_nbytes
+
+
+def test_the_peak_is_below_that_of_the_activation_memory_budget() -> None:
+    """A residual stream that is computed again stands until its blocks are reached."""
+    import torch._functorch.config as functorch_config
+
+    lowest = []
+    for budget in (0.8, 0.5, 0.3, 0.1):
+        with functorch_config.patch(activation_memory_budget=budget):
+            lowest.append(decide(transformer, None).peak_nbytes)
+    with pytest.raises(Exception, match="at least") as caught:
+        decide(transformer, 1000)
+    assert lowest[2] > lowest[1]  # fewer saved bytes, and a higher peak
+    assert caught.value.inner_exception.least_nbytes < min(lowest)
+
+
+def test_a_partitioner_is_pickled_with_its_settings_and_has_a_stable_identity() -> None:
+    first, other = Partitioner(1000, True), Partitioner(1001, True)
+    again = pickle.loads(pickle.dumps(first))
+    assert again == first
+    assert again.uuid() == first.uuid() != other.uuid()
+
+
+def test_the_backend_raises_errors_of_our_own_types() -> None:
+    torch._dynamo.reset()
+    model, x = convolutions()
+    compiled = torch.compile(model, backend=elbowroom, options={"budget": 2000})
+    with pytest.raises(BudgetTooSmall, match=r"budget 1\.95 KiB is below"):
+        compiled(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=elbowroom, options={"budgit": 2000})
+    with pytest.raises(UnknownField, match="has no option 'budgit'; it has budget"):
+        compiled(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=elbowroom, options={"budget": "80%"})
+    with pytest.raises(PlanError, match="is a share of a device, whose memory is known on CUDA"):
+        compiled(x)
+
+
+def test_the_backend_has_an_entry_point() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    group = project["project"]["entry-points"]["torch_dynamo_backends"]
+    assert group == {"elbowroom": "elbowroom.compiled:elbowroom"}
+
+
+def test_a_version_of_torch_without_the_extension_point_is_named(monkeypatch) -> None:
+    from torch._functorch import partitioners
+
+    check_torch()
+    monkeypatch.delattr(partitioners, "choose_saved_values_set")
+    with pytest.raises(PlanError, match=r"which budgets inside torch\.compile"):
+        check_torch()
+
+
+def test_a_simulated_chain_writes_over_what_it_reads_last() -> None:
+    def chain(x: Tensor, w: Tensor) -> Tensor:
+        return torch.mm(torch.relu(torch.mm(x, w)), w)
+
+    x, w = torch.randn(64, 64), torch.randn(64, 64)
+    gm = fx.experimental.proxy_tensor.make_fx(chain, tracing_mode="fake")(x, w)
+    facts = facts_of(gm.graph)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    work = [n for n in gm.graph.nodes if n.op == "call_function"]
+    assert [facts[n].kind for n in work] == [Kind.EXTERN, Kind.POINTWISE, Kind.EXTERN]
+    curve = curve_of(work, facts, given=inputs, outside=inputs, outputs=[work[-1]])
+    one = x.nbytes
+    assert curve.levels == (one, one, 2 * one)  # relu in place; the last product beside its input
+    assert curve.end_nbytes == one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("net", ["transformer", "convolutions"])
+def test_inductor_keeps_to_the_predicted_peak_and_gives_the_bits_of_plain_compile(
+    net: str, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    make = with_loss(NETS[net])
+    plain = decide(make, None)
+    inputs = plain.inputs_nbytes
+    room = int(0.7 * plain.peak_nbytes)
+    expected = train(make, "inductor")
+    torch._dynamo.reset()
+    model, x = make()
+    options = {"budget": room + inputs}
+    compiled = torch.compile(model, backend=elbowroom, options=options)
+
+    def step() -> None:
+        compiled(x).backward()
+
+    found: list[Decision] = []
+    with told(found.append):
+        step()
+    step()
+    model.zero_grad()
+    measured = peak(step, device="cpu")
+    assert measured <= 1.05 * room
+    assert abs(measured - found[0].peak_nbytes) <= 0.05 * measured
+    got = train(make, lambda gm, given: elbowroom(gm, given, options=options))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.slow
+def test_under_autocast_no_value_is_rounded_in_another_place(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def run(backend):
+        with torch.autocast("cpu", torch.bfloat16):
+            return train(with_loss(transformer), backend, steps=2)
+
+    decided: list[Decision] = []
+    with told(decided.append):
+        run(without_codegen(Partitioner(None)))
+    room = int(0.9 * decided[0].peak_nbytes)
+    with told(decided.append):
+        options = {"budget": room + decided[0].inputs_nbytes, "exact": True}
+        got = run(lambda gm, given: elbowroom(gm, given, options=options))
+    assert decided[1].peak_nbytes <= room
+    assert decided[1].saved_nbytes < decided[0].saved_nbytes
+    assert all(torch.equal(a, b) for a, b in zip(got, run("inductor"), strict=True))
+
+
+@pytest.mark.slow
+def test_a_second_start_finds_its_graphs_in_the_cache(tmp_path, monkeypatch) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    room = int(0.7 * decide(convolutions, None).peak_nbytes)
+    options = {"budget": room + 10**5}
+
+    def run() -> list[Decision]:
+        found: list[Decision] = []
+        with told(found.append):
+            train(convolutions, lambda gm, given: elbowroom(gm, given, options=options), steps=1)
+        return found
+
+    assert len(run()) == 1
+    counters.clear()
+    assert run() == []  # nothing was decided a second time
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+def fitted_room(model: nn.Module, room_nbytes: int) -> int:
+    return room_nbytes + sum(p.nbytes for p in model.parameters())
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Inductor without its code generation, wherever our backend calls it."""
+    import torch._inductor.compile_fx as compile_fx
+
+    def run(gm, inputs, *, config_patches):
+        return without_codegen(config_patches["custom_partitioner_fn"])(gm, inputs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", run)
+
+
+@pytest.mark.parametrize("way", ["compiled before", "compile=True"])
+def test_fit_plans_inside_torch_compile(way: str, uncompiled) -> None:
+    plain = decide(convolutions, None)
+    expected = train(convolutions, without_codegen(min_cut_rematerialization_partition))
+    torch._dynamo.reset()
+    model, x = convolutions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = torch.compile(model, mode="default") if way == "compiled before" else model
+    budget = fitted_room(model, int(0.8 * plain.peak_nbytes))
+    fitted = er.fit(wanted, budget=budget, optimizer=optimizer, exact=True, compile=wanted is model)
+    found: list[Decision] = []
+    seen = []
+    with told(found.append):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = fitted(x).square().mean()
+            loss.backward()
+            seen += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+            optimizer.step()
+    seen += [b.clone() for b in model.buffers()]
+    assert len(found) == 1
+    assert found[0].saved_nbytes < plain.saved_nbytes
+    assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+    assert er.release(fitted) is wanted
+
+
+def test_fit_goes_to_the_eager_engine_where_the_graph_cannot_reach_the_budget(
+    monkeypatch,
+) -> None:
+    def refuse(*args):
+        raise BudgetTooSmall("this compiled region needs 1 GiB at least.", least_nbytes=2**30)
+
+    monkeypatch.setattr(fitting_compiled, "compile_region", lambda *args: refuse)
+    torch._dynamo.reset()
+    model, x = convolutions()
+    strict = er.fit(model, budget="10 MiB", exact=True, compile=True)
+    with pytest.raises(BudgetTooSmall, match="this compiled region needs"):
+        strict(x)
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="Sequential runs eagerly: inside torch"):
+        er.fit(model, budget="10 MiB", compile=True)(x).sum().backward()
+    assert int(model[1].num_batches_tracked) == 1  # counted once
+    er.release(model)
+
+
+def test_fit_takes_no_plan_of_the_eager_engine_for_compiled_models() -> None:
+    model, x = convolutions()
+    with pytest.raises(PlanError, match="compile=True plans inside"):
+        er.fit(model, budget="1 GiB", worst=x, compile=True)

@@ -1,0 +1,155 @@
+"""Codes inside a compiled graph: what may have them, what they add, and that they repeat."""
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch.nn import functional as F
+
+from elbowroom.compiled import ops
+from elbowroom.compiled.partition import Decision, Partitioner, told
+from elbowroom.compiled.readers import Use, reading_of
+from elbowroom.compiled.rewrite import GROUP_SIZE
+from elbowroom.kernels import reference
+
+
+def convolutions(p: float = 0.0) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for i in range(6):
+        layers += [nn.Conv2d(8 if i else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+        layers += [nn.Dropout(p)] if p else []
+    return nn.Sequential(*layers), torch.randn(16, 3, 16, 16)
+
+
+def run(room: int | None, exact: bool | None, p: float = 0.0, steps: int = 1):
+    """Gradients of a few steps, and what was decided."""
+
+    def as_written(gm, inputs):
+        return torch._functorch.aot_autograd.make_boxed_func(gm.forward)
+
+    torch._dynamo.reset()
+    model, x = convolutions(p)
+    backend = aot_autograd(
+        fw_compiler=as_written,
+        bw_compiler=as_written,
+        partition_fn=Partitioner(room, False, exact),
+        decompositions=select_decomp_table(),
+    )
+    compiled = torch.compile(model, backend=backend)
+    found: list[Decision] = []
+    gradients = []
+    with told(found.append):
+        for _ in range(steps):
+            model.zero_grad()
+            torch.manual_seed(1)
+            compiled(x).square().mean().backward()
+            gradients.append(torch.cat([g.grad.flatten() for g in model.parameters()]))
+    return gradients, found[0]
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got - exact).square().sum() / exact.square().sum())
+
+
+@pytest.fixture(scope="module")
+def plain():
+    (gradient,), decision = run(None, True)
+    return gradient, decision
+
+
+def lossy(plain, **given):
+    _, decision = plain
+    return run(int(0.5 * decision.peak_nbytes), None, **given)
+
+
+def test_codes_reach_a_budget_that_exact_actions_cannot(plain) -> None:
+    gradient, decision = plain
+    room = int(0.5 * decision.peak_nbytes)
+    with pytest.raises(Exception, match="this compiled region needs at least"):
+        run(room, True)
+    (got,), coded = run(room, None)
+    assert coded.peak_nbytes <= room
+    assert coded.saved_nbytes < decision.saved_nbytes / 3
+    assert 0 < error(got, gradient) < 1e-2
+
+
+def test_the_noise_is_another_one_each_step_and_averages_out(plain) -> None:
+    gradient, _ = plain
+    got, _ = lossy(plain, steps=16)
+    assert not torch.equal(got[0], got[1])
+    each = sum(error(one, gradient) for one in got) / len(got)
+    assert error(torch.stack(got).mean(dim=0), gradient) < each / 8  # 1/16 for no bias at all
+
+
+def test_the_same_draws_give_the_same_bits_and_leave_the_users_generator_alone(plain) -> None:
+    ops.draws.restart(5)
+    (first,), _ = lossy(plain)
+    ops.draws.restart(5)
+    (again,), _ = lossy(plain)
+    assert torch.equal(first, again)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    torch.ops.elbowroom_graph.draw()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_masks_of_dropout_are_bits_and_add_nothing() -> None:
+    (expected,), decision = run(None, True, p=0.3)
+    (got,), tight = run(int(0.72 * decision.peak_nbytes), True, p=0.3)
+    assert tight.saved_nbytes < decision.saved_nbytes
+    # A mask comes back in the layout that Inductor will choose, and oneDNN sums in another order.
+    assert error(got, expected) < 1e-12
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_ops_of_graphs_have_true_fakes_and_are_those_of_the_kernels(layout) -> None:
+    x = torch.randn(2, 8, 5, 7).contiguous(memory_format=layout)
+    order = [0, 2, 3, 1]
+    seed = torch.tensor(3)
+    torch.library.opcheck(ops.ENCODE, (x, order, seed, 2, 16, GROUP_SIZE))
+    codes = ops.ENCODE(x, order, seed, 2, 16, GROUP_SIZE)
+    flat, own = x.permute(order).reshape(-1), ops.seed_of(3, 2)
+    expected = reference.dither_quantize(flat, own, 16, GROUP_SIZE)
+    assert all(torch.equal(a, b) for a, b in zip(codes, expected, strict=True))
+    given = (*codes, seed, 2, 16, GROUP_SIZE, list(x.shape), order, x.dtype)
+    torch.library.opcheck(ops.DECODE, given)
+    out = ops.DECODE(*given)
+    restored = torch.empty_like(flat)
+    reference.dither_dequantize(*expected, own, 16, GROUP_SIZE, restored)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(out.permute(order).reshape(-1), restored)
+    mask = x > 0
+    torch.library.opcheck(ops.PACK_MASK, (mask, order))
+    bits = ops.PACK_MASK(mask, order)
+    torch.library.opcheck(ops.UNPACK_MASK, (bits, list(x.shape), order))
+    assert torch.equal(ops.UNPACK_MASK(bits, list(x.shape), order), mask)
+
+
+def reading(f, x: Tensor):
+    """What the graph of f(x, g) does with x, where g stands for a gradient."""
+    g = torch.randn_like(f(x, torch.ones(())).detach())
+    gm = fx.experimental.proxy_tensor.make_fx(f)(x, g)
+    given, gradient = gm.graph.find_nodes(op="placeholder")
+    after = set(gm.graph.nodes)
+    gradients = {gradient}
+    for node in gm.graph.nodes:
+        if gradients & set(node.all_input_nodes):
+            gradients.add(node)
+    return reading_of(given, after, gradients)
+
+
+def test_what_backward_does_with_a_value_decides_whether_it_tolerates_an_error() -> None:
+    x = torch.rand(8, 8) + 1
+    assert reading(lambda x, g: x * g, x).use is Use.LINEAR
+    assert reading(lambda x, g: torch.exp(x) * g, x).use is Use.CURVED
+    assert reading(lambda x, g: g / x, x).use is Use.EXACT
+    assert reading(lambda x, g: torch.log(x) * g, x).use is Use.EXACT
+    assert reading(lambda x, g: g.cumsum(0) * x.sort(0).values, x).use is Use.EXACT
+    masked = reading(lambda x, g: torch.where(x <= 1.5, 0, g), x)
+    assert masked.use is Use.LINEAR
+    assert len(masked.compared) == 1
+    q = torch.randn(1, 2, 8, 4)
+    attention = reading(lambda q, g: F.scaled_dot_product_attention(q, q, q) * g, q)
+    assert attention.use is Use.EXACT
