@@ -387,7 +387,8 @@ def fit(
                 does not fit, or saves what the plan does not know, another is made
     compile     True: forwards run through torch.compile, which saves what the budget has room for
                 (`elbowroom.fitting.compiled`). A model that torch.compile has compiled with
-                Inductor is treated so without it
+                Inductor is treated so without it, unless worst, plan, offload or noise are given:
+                these belong to the eager engine
 
     Raises ValueError for a budget that cannot be read, and PlanError for a plan that does not keep
     to these terms, or a share of a device whose memory is not known ("meta"); forward (and fit, for
@@ -414,11 +415,14 @@ def fit(
     check_flag("compile", compile)
     release(model)
     how = how_compiled(model) or (How() if compile else None)
-    if how is not None and worst is None and plan is None and offload is None:
+    eager_only = (worst, plan, offload, noise) != (None, None, None, None)
+    if how is not None and not eager_only:
         attach(model, CompiledFitting(model, terms, optimizer, how))
         return model
     if compile:
-        raise PlanError("compile=True plans inside torch.compile; leave worst, plan, offload out")
+        raise PlanError(
+            "compile=True plans inside torch.compile; leave worst, plan, offload and noise out"
+        )
     given = None if plan is None else replace(plan, strangers=Counter())  # it counts for this fit
     fitting = Fitting(model, terms, optimizer, given)
     if worst is not None:

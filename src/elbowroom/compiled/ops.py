@@ -21,8 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from elbowroom.kernels import ops
-from elbowroom.kernels.fakes import FAKES
+from elbowroom.kernels import ops, outputs
 
 _MASK = (1 << 64) - 1
 _library: Any = torch.library.Library("elbowroom_graph", "DEF")  # type: ignore[no-untyped-call]
@@ -122,12 +121,12 @@ def _decode(
 def _fake_encode(
     x: Tensor, order: Sequence[int], seed: Tensor, number: int, levels: int, group_size: int
 ) -> Any:
-    return FAKES["dither_quantize"](x, 0, levels, group_size)
+    return outputs.dither(x, levels, group_size)
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
     "draw": (_draw, lambda: torch.empty((), dtype=torch.int64)),
-    "pack_mask": (_pack_mask, lambda x, order: FAKES["pack_bits"](x)),
+    "pack_mask": (_pack_mask, lambda x, order: outputs.bits(x)),
     "unpack_mask": (
         _unpack_mask,
         lambda bits, size, order: _laid_out(bits, size, order, torch.bool),

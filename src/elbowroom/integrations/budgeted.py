@@ -44,8 +44,8 @@ class Budgeted:
         for optimizer in optimizers:
             er.add_optimizer(model, unwrapped(optimizer))
         fitting = opener_of(model)
-        assert isinstance(fitting, Fitting)
-        self._model, self._fitting = model, fitting
+        self._model = model
+        self._fitting = fitting if isinstance(fitting, Fitting) else None  # else it is compiled
         self._look()
 
     def figures(self) -> dict[str, float]:
@@ -72,13 +72,15 @@ class Budgeted:
 
     def end(self) -> None:
         """The training has ended: let go of the model, and say how it went."""
-        if self._model is None or self._fitting is None:
+        if self._model is None:
             return
-        self._fitting.finish()
+        if self._fitting is not None:
+            self._fitting.finish()
         self._look()
         er.release(self._model)
         self._model = self._fitting = None
-        assert self.summary is not None
+        if self.summary is None:  # a compiled model is planned, and not measured
+            return
         is_above = (self.summary.last_nbytes or 0) > self.summary.budget_nbytes
         _log.log(logging.WARNING if is_above else logging.INFO, verdict(self.summary))
 
