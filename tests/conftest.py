@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="run all cases of Triton's kernels in its interpreter, not a sample of them",
+        help="run all cases of large matrices (Triton's kernels, above all), not a sample of them",
     )
 
 
@@ -46,12 +46,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     cases = [_case(item) for item in items if item.get_closest_marker("sampled")]
+    whole = [item.nodeid for item in items if item.get_closest_marker("whole")]
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
-    left_out = {case.id for case in cases} - sample(cases)
+    left_out = ({case.id for case in cases} - sample(cases)) | set(whole)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
-    config.stash[_left_out] = len(left_out), len(cases)
+    config.stash[_left_out] = len(left_out), len(cases) + len(whole)
     if hasattr(
         config, "workeroutput"
     ):  # a process of `pytest -n`, which tells the one that sums up
@@ -94,7 +95,7 @@ def pytest_terminal_summary(
     left_out, cases = config.stash.get(_left_out, (0, 0))
     if left_out:
         terminalreporter.write_line(
-            f"{cases - left_out} of {cases} cases of Triton's kernels, a sample; {_last_whole()}"
+            f"{cases - left_out} of {cases} cases of large matrices, a sample; {_last_whole()}"
         )
 
 

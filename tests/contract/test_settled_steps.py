@@ -106,6 +106,7 @@ def run(net: nn.Module, x: Tensor, policy: str) -> list[Tensor]:
     return [p.grad.clone() for p in net.parameters() if p.grad is not None]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_by_hand(policy, net):

@@ -224,7 +224,9 @@ def test_a_simulated_chain_writes_over_what_it_reads_last() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("net", ["transformer", "convolutions"])
+@pytest.mark.parametrize(
+    "net", [pytest.param("transformer", marks=pytest.mark.whole), "convolutions"]
+)
 def test_inductor_keeps_to_the_predicted_peak_and_gives_the_bits_of_plain_compile(
     net: str, tmp_path, monkeypatch
 ) -> None:
@@ -254,7 +256,7 @@ def test_inductor_keeps_to_the_predicted_peak_and_gives_the_bits_of_plain_compil
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_under_autocast_no_value_is_rounded_in_another_place(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 

@@ -125,7 +125,7 @@ def test_a_whole_run_that_passes_is_written_down_and_later_runs_say_when(
     sampled = Config()
     sampled.stash[conftest._left_out] = 16, 20
     assert said(sampled) == (
-        "4 of 20 cases of Triton's kernels, a sample; all of them have not run yet: "
+        "4 of 20 cases of large matrices, a sample; all of them have not run yet: "
         "./scripts/test --all"
     )
     for part in (
