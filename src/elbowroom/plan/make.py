@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from math import inf
 
+from elbowroom.codecs import Codec
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.plan.menu import KEEP, RUNGS, action_name, spared
+from elbowroom.plan.menu import KEEP, action_name, rung_named, spared
 from elbowroom.plan.plan import Known, Line, Plan
 from elbowroom.plan.pose import Posed, pose
 from elbowroom.plan.problem import (
@@ -36,6 +37,7 @@ def make_plan(
     offload: str | None = None,
     noise: float | None = None,
     solver: str = "auto",
+    codecs: tuple[Codec, ...] | None = None,
     lossy_helps: str = LOSSY_HELPS,
     least_is: str = AT_LEAST,
 ) -> Plan:
@@ -48,6 +50,7 @@ def make_plan(
     offload    "file" or "host": where tensors may be moved to; None: nowhere
     noise      variance that codes may add to the gradient, as a share of that of mini-batches;
                None: as much as the budget asks for
+    codecs     the settings of codes that are allowed; None: all that are registered
 
     Raises BudgetTooSmall with the least budget that would do; with exact=True it says, in the words
     of `lossy_helps`, what to allow; what that budget is, it says in the words of `least_is`.
@@ -63,7 +66,7 @@ def make_plan(
     margin += in_flight  # of what is moved, one tensor is on its way at any time
     allowed = budget - margin
     if exact is False or not (exact or found.feasible):
-        freely = pose(profile, exact=False, recompute=recompute, offload=offload)
+        freely = pose(profile, exact=False, recompute=recompute, offload=offload, codecs=codecs)
         variance = inf if noise is None else noise
         other = solve(freely.problem, allowed, variance=variance, solver=solver)
         if not found.feasible or (
@@ -193,7 +196,7 @@ def _lines(profile: Profile, posed: Posed, choice: Choice) -> Iterator[Line]:
             option = problem.items[at[index]].options[choice.options[at[index]]]
             why = _why(storage, option) if option.name == KEEP.name else ""
             seconds = option.forward_s + option.backward_s
-            action = action_name(RUNGS[option.name], storage)
+            action = action_name(rung_named(option.name), storage)
             yield _line(storage, option.nbytes, action, why, seconds, option.variance)
 
 

@@ -16,11 +16,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from elbowroom.errors import PlanError
+from elbowroom.errors import CodecError, PlanError
 from elbowroom.plan import files
 from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung
-from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, RUNGS
+from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, rung_named
 from elbowroom.plan.sequence import prefix
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.plan.standing import Standing, standing_from
@@ -51,7 +51,7 @@ class Line:
 class Known:
     """The plan's action at one site, and the facts by which it recognizes the site.
 
-    rung    one of `menu.RUNGS`
+    rung    the name of one (`menu.rung_named`)
     curved  see `Site`
     """
 
@@ -113,7 +113,7 @@ class Plan:
         """The setting that decides for a site; None for a stranger."""
         known = self.sites.get(site.name)
         if known is not None and _is(known, site):
-            return RUNGS[known.rung]
+            return rung_named(known.rung)
         if site.consumer == RECOMPUTE and site.module in self.recompute and known is None:
             return EXACT_MENU[0]  # an input that is saved for the second run only
         return None
@@ -291,9 +291,11 @@ def _plan(data: dict[str, Any]) -> Plan:
         SiteName(module, consumer, nth): files.made(Known, known)
         for module, consumer, nth, known in data["sites"]
     }
-    strange = {known.rung for known in sites.values()} - set(RUNGS)
-    if strange:
-        raise ValueError(f"no setting {sorted(strange)}")
+    for rung in sorted({known.rung for known in sites.values()}):
+        try:
+            rung_named(rung)
+        except CodecError as error:
+            raise ValueError(f"no setting {rung!r}: {error}") from error
     lines = tuple(
         files.made(Line, {**line, "shape": _shape(line["shape"])}) for line in data["lines"]
     )
