@@ -11,6 +11,7 @@ from elbowroom.plan.plan import Known, Line, Plan
 from elbowroom.plan.pose import Posed, pose
 from elbowroom.plan.problem import (
     Choice,
+    Item,
     Option,
     Solution,
     cost,
@@ -194,7 +195,8 @@ def _lines(profile: Profile, posed: Posed, choice: Choice) -> Iterator[Line]:
             yield _line(storage, storage.nbytes, "keep", first.left)
         elif at[index] not in gone:
             option = problem.items[at[index]].options[choice.options[at[index]]]
-            why = _why(storage, option) if option.name == KEEP.name else ""
+            item = problem.items[at[index]]
+            why = _why(storage, option) if option.name == KEEP.name else _gain(item, option)
             seconds = option.forward_s + option.backward_s
             action = action_name(rung_named(option.name), storage)
             yield _line(storage, option.nbytes, action, why, seconds, option.variance)
@@ -213,6 +215,26 @@ def _why(storage: Storage, option: Option) -> str:
     """Why a storage that something could be done with is kept."""
     asked = [save.site.why for save in storage.saves if save.site.why]
     return asked[0] if asked else "there is room"
+
+
+def _gain(item: Item, option: Option) -> str:
+    """What an option was taken for, over the next that holds more and the next that holds less.
+
+    Nothing is said of exact ones.
+    """
+    if option.exact or option.link:
+        return ""
+    more = [one for one in item.options if one.nbytes > option.nbytes]
+    less = [one for one in item.options if one.nbytes < option.nbytes and not one.link]
+    words = []
+    if more:
+        next_up = min(more, key=lambda one: one.nbytes)
+        words.append(f"{show_nbytes(next_up.nbytes - option.nbytes)} less than {next_up.name}")
+    if less:
+        next_down = max(less, key=lambda one: one.nbytes)
+        times = f"{next_down.variance / option.variance:.2g} times the noise"
+        words.append(f"{next_down.name}: {times}")
+    return "; ".join(words)
 
 
 def _recomputed(profile: Profile, posed: Posed, choice: Choice) -> Iterator[Line]:

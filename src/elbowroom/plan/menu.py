@@ -73,8 +73,8 @@ class Menu:
         if kind not in self._known:
             settings = all_settings() if self._codecs is None else self._codecs
             taken = weighed(settings, site.dtype, site.facts, maps=kind[1], named=self._named)
-            # For masks and indices alone, some code must stand in; any does the same with them.
-            self._known[kind] = (rungs_for(taken) or EXACT_MENU) + self._places
+            # Of masks and indices no code is made: any setting does the same with them.
+            self._known[kind] = rungs_for(taken or settings[:1]) + self._places
         return self._known[kind]
 
 

@@ -16,11 +16,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from elbowroom.codecs import Codec
+from elbowroom.codecs.names import setting_name
 from elbowroom.errors import CodecError, PlanError
 from elbowroom.plan import files
 from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, rung_named
+from elbowroom.plan.policy import Lossy
 from elbowroom.plan.sequence import prefix
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.plan.standing import Standing, standing_from
@@ -164,6 +167,12 @@ class Plan:
         return self.noise > 0
 
     @property
+    def codecs(self) -> set[Codec]:
+        """The settings of codes that it takes."""
+        policies = (rung_named(known.rung).policy for known in self.sites.values())
+        return {policy.codec for policy in policies if isinstance(policy, Lossy)}
+
+    @property
     def held_nbytes(self) -> int:
         """The bytes that are held between forward and backward."""
         return sum(line.held for line in self.lines)
@@ -232,6 +241,7 @@ def check_plan(
     exact: bool | None,
     noise: float | None = None,
     offload: str | None = None,
+    codecs: tuple[Codec, ...] | None = None,
 ) -> None:
     """Raise PlanError unless this is None, or a plan to begin with under these terms."""
     if plan is None:
@@ -256,6 +266,13 @@ def check_plan(
         raise PlanError(
             f"noise={noise:g} is asked for, and this plan {adds}; make it with noise={noise:g}, "
             "from er.measure(step, noise=True)"
+        )
+    others = plan.codecs - set(codecs) if codecs is not None else set()
+    if others:
+        name = min(map(setting_name, others))
+        raise PlanError(
+            f"this plan has codes that codecs= leaves out, as '{name}'; make it with the same "
+            "codecs="
         )
     places = {known.rung for known in plan.sites.values()} & {r.name for r in OFFLOAD.values()}
     if places and offload is None:

@@ -1,12 +1,13 @@
 """The lossy part of the menu: every registered codec, at the settings that it names.
 
-Of all settings a planner takes those that hold fewer bytes than any milder one, by 3 % where it is
-of another codec than `dither`: what is nearly the same would make problems larger, and no plan
-better. Milder is by the error of a normal (`codecs/quality.py`), each at the size that it has for
-tensors of a kind: maps or rows, of this dtype, with zeros or without.
+Of all settings a planner takes those that hold fewer bytes than any milder one. Beside `dither`
+they have to by 3 %, and no smaller one may have nearly their error: what is nearly the same would
+make problems larger, and no plan better. Milder is by the error of a normal (`codecs/quality.py`),
+each at the size that it has for tensors of a kind: maps or rows, of this dtype, with zeros or not.
 
 Where nobody has named codecs, what is biased takes part only if it is finer than 256 levels: what
-does not average out cannot be counted as noise. A codec that says of its size or error what is not
+does not average out cannot be counted as noise. Of codecs that are named, all settings take part
+that hold less than any milder one. A codec that says of its size or error what is not
 so is named in one warning, and takes no part.
 """
 
@@ -25,6 +26,7 @@ from elbowroom.plan.gentle import MOST_LEVELS
 _log = logging.getLogger("elbowroom.plan")
 _SHAPES = {True: (8, 32, 32, 32), False: (256, 1024)}  # of maps, of rows
 _LESS = 0.97  # of the bytes of what is milder
+_NEAR = 1.25  # times the error: as fine
 _MORE = 1.25  # of the bytes of a normal: what may come where a size depends on the values
 
 Codecs = Sequence[str | Codec]
@@ -104,24 +106,35 @@ def weighed(
 ) -> tuple[Codec, ...]:
     """Those that a planner takes for tensors of one kind, the mildest first.
 
-    named: somebody has asked for these, so that what is biased takes part, too
+    named: somebody has asked for these
     """
-    shape, found = _SHAPES[maps], []
-    least = float("inf")
+    shape = _SHAPES[maps]
     facts = Facts(has_zeros=facts.has_zeros)
+    sizes: dict[Codec, int] = {}
     for codec in by_error(settings, maps=maps):
-        if dtype not in codec.dtypes:
-            continue
         quality = quality_of(codec, maps=maps)
-        if not (named or quality.unbiased or quality.levels >= MOST_LEVELS):
-            continue
-        size = expected_nbytes(codec, shape, dtype, facts)
-        if facts.has_zeros and not codec.keeps_zeros:
-            size += prod(shape) // 8
-        if size < least * (1 if isinstance(codec, Dither) else _LESS):
+        counts = named or quality.unbiased or quality.levels >= MOST_LEVELS
+        if counts and dtype in codec.dtypes:
+            size = expected_nbytes(codec, shape, dtype, facts)
+            without_zeros = facts.has_zeros and not codec.keeps_zeros
+            sizes[codec] = size + (prod(shape) // 8 if without_zeros else 0)
+    least, found = prod(shape) * dtype.itemsize, []
+    for codec, size in sizes.items():
+        if size < least * (1 if named or isinstance(codec, Dither) else _LESS):
             found.append(codec)
-            least = min(least, size)
-    return tuple(found)
+            least = size
+    if named:
+        return tuple(found)
+    return tuple(codec for codec in found if not _is_needless(codec, sizes, maps=maps))
+
+
+def _is_needless(codec: Codec, sizes: dict[Codec, int], *, maps: bool) -> bool:
+    """Returns whether a smaller code is nearly as fine."""
+    coarsest = _NEAR * quality_of(codec, maps=maps).error
+    return not isinstance(codec, Dither) and any(
+        size < sizes[codec] and quality_of(other, maps=maps).error <= coarsest
+        for other, size in sizes.items()
+    )
 
 
 def by_error(settings: Sequence[Codec], *, maps: bool = True) -> list[Codec]:
