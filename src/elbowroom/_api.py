@@ -4,7 +4,7 @@ Thin: the only file that knows all stages.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -38,6 +38,8 @@ from elbowroom.plan import Coat, Exact, Lean, Lossy, OffloadRest, Policy
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan, check_plan
 from elbowroom.plan.profile import Profile
+from elbowroom.plan.registered import chosen_settings
+from elbowroom.plan.solve import check_solver
 from elbowroom.runtime.attach import attach, attached, detach, opener_of
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
@@ -270,6 +272,7 @@ def plan(
     offload: str | None = None,
     noise: float | None = None,
     solver: str = "auto",
+    codecs: Sequence[str | Codec] | None = None,
 ) -> Plan:
     """What to do with each tensor of a profiled step so that its peak stays within a budget.
 
@@ -285,11 +288,14 @@ def plan(
                It is known if the profile was measured with noise=True, and guessed by size else
     solver     "auto"; "milp", "rounding", "greedy"; and the baselines "uniform", "delta", "dtr",
                "capuchin"
+    codecs     names of codecs, at all settings that they name, or codecs as they are: only these
+               are taken, so that a system runs as its paper has it (["division"]); None: all that
+               are registered. Where a formula needs a finer code than any of them, it is a dither
 
     `.explain()` is a table of it, `er.following(plan)` obeys it, `.save(path)` and
     `er.Plan.load(path)` keep it, its budget in bytes. Raises ValueError for a budget that cannot be
-    read, PlanError for a share of a GPU that is not here, and BudgetTooSmall with the least that
-    would do.
+    read, PlanError for a share of a GPU that is not here, or codecs of which none can be used, and
+    BudgetTooSmall with the least that would do.
     """
     if not isinstance(profile, Profile):
         raise PlanError(f"plan takes what er.measure(step) gave; got {type(profile).__name__}")
@@ -305,6 +311,7 @@ def plan(
         offload=offload,
         noise=noise,
         solver=solver,
+        codecs=chosen_settings(codecs, exact=exact),
     )
 
 
@@ -350,6 +357,8 @@ def fit(
     worst: Any = None,
     plan: Plan | None = None,
     compile: bool = False,
+    codecs: Sequence[str | Codec] | None = None,
+    solver: str = "auto",
 ) -> M:
     """Train `model` inside a budget of bytes.
 
@@ -387,8 +396,11 @@ def fit(
                 does not fit, or saves what the plan does not know, another is made
     compile     True: forwards run through torch.compile, which saves what the budget has room for
                 (`elbowroom.fitting.compiled`). A model that torch.compile has compiled with
-                Inductor is treated so without it, unless worst, plan, offload or noise are given:
-                these belong to the eager engine
+                Inductor is treated so without it, unless worst, plan, offload, noise, codecs or
+                solver are given: these belong to the eager engine
+    codecs      what lossy codes there are, and
+    solver      who chooses, as in `er.plan`: codecs=["division"], solver="delta" with exact=False
+                is DIVISION's code under DELTA's rule
 
     Raises ValueError for a budget that cannot be read, and PlanError for a plan that does not keep
     to these terms, or a share of a device whose memory is not known ("meta"); forward (and fit, for
@@ -406,22 +418,32 @@ def fit(
             "already. Use offload='file', or move the model to its GPU before fit."
         )
     check_noise(noise)
-    terms = FitOptions(budget_nbytes(budget, _home(model)), exact, offload, min_nbytes, noise)
+    check_solver(solver)
+    terms = FitOptions(
+        budget_nbytes(budget, _home(model)),
+        exact,
+        offload,
+        min_nbytes,
+        noise,
+        chosen_settings(codecs, exact=exact),
+        solver,
+    )
     args, kwargs = _arguments(worst)
-    check_plan(plan, terms.budget_nbytes, exact, noise, offload)
+    check_plan(plan, terms.budget_nbytes, exact, noise, offload, terms.codecs)
     check_alone(optimizer, [one.owned.states for other, one in _fittings() if other is not model])
     if plan is not None and worst is not None:
         raise PlanError("plan= and worst= both say what to begin with; give one of them")
     check_flag("compile", compile)
     release(model)
     how = how_compiled(model) or (How() if compile else None)
-    eager_only = (worst, plan, offload, noise) != (None, None, None, None)
-    if how is not None and not eager_only:
+    is_plain = all(one is None for one in (worst, plan, offload, noise, codecs))
+    if how is not None and is_plain and solver == "auto":
         attach(model, CompiledFitting(model, terms, optimizer, how))
         return model
     if compile:
         raise PlanError(
-            "compile=True plans inside torch.compile; leave worst, plan, offload and noise out"
+            "compile=True plans inside torch.compile; leave worst, plan, offload, noise, codecs and "
+            "solver out"
         )
     given = None if plan is None else replace(plan, strangers=Counter())  # it counts for this fit
     fitting = Fitting(model, terms, optimizer, given)

@@ -9,7 +9,8 @@ has gaps or overlaps in memory is made contiguous first, and comes back contiguo
 
 A new codec is one file: a frozen dataclass with `id`, `lossless`, `dtypes`, its fields, `_layout`,
 `_encode` and `_decode_into`; one line in `codecs/__init__.py`; golden bytes; one card in
-`docs/codecs/`. If its kernels can do an affine in the same pass, `_encode_mapped` and
+`docs/codecs/`. By being registered it takes part in every plan, with the settings that `settings`
+names. If its kernels can do an affine in the same pass, `_encode_mapped` and
 `_decode_mapped` too. If the size of a buffer depends on the values, `_encode_into`, without which
 the host waits for a GPU to read it (`room.py`).
 
@@ -212,6 +213,23 @@ class Codec(ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]]
     has_parts: ClassVar[bool] = False  # whether it decodes a part by itself
     takes_room: ClassVar[bool] = False  # whether memory can be given to what has no fixed size
+    keeps_zeros: ClassVar[bool] = False  # whether its code has a bitmap of zeros that are known of
+
+    @classmethod
+    def settings(cls) -> tuple["Codec", ...]:
+        """The settings that a planner weighs for every tensor; by default the codec as it is made.
+
+        One that is never the best for anything costs a little time at each plan, no more.
+        """
+        return (cls(),)
+
+    @property
+    def stated_error(self) -> float | None:
+        """The squared error of a normal tensor, over its square, that it promises at most.
+
+        None: it promises nothing, and a planner goes by what it measures (`quality.py`).
+        """
+        return 0.0 if self.lossless else None
 
     @property
     def is_rough_elsewhere(self) -> bool:

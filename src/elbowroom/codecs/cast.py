@@ -47,6 +47,11 @@ class Cast(Codec):
         one_of(self.id, "to", self.to, _TARGETS)
         one_of(self.id, "group_size", self.group_size, GROUP_SIZES)
 
+    @classmethod
+    def settings(cls) -> tuple[Codec, ...]:
+        # Not fp16: what is beyond 65504 would be held raw, or on a GPU decode to Inf.
+        return tuple(cls(to) for to in ("bf16", "fp8_e4m3", "fp8_e5m2"))
+
     def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
         if self.to in _HALVES:
             return (Expected(_HALVES[self.to], (n,)),)

@@ -54,6 +54,7 @@ class Comet(Codec):
     lossless: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
     takes_room: ClassVar[bool] = True
+    keeps_zeros: ClassVar[bool] = True
 
     bound: float = 1e-2
     relative: bool = True
@@ -69,6 +70,10 @@ class Comet(Codec):
         one_of(self.id, "relative", self.relative, (True, False))
         one_of(self.id, "rounding", self.rounding, ("dither", "stochastic", "nearest"))
         one_of(self.id, "prediction", self.prediction, PREDICTIONS)
+
+    @classmethod
+    def settings(cls) -> tuple[Codec, ...]:
+        return tuple(cls(bound=bound) for bound in (1e-3, 1e-2, 5e-2))
 
     def _seen(self, shape: tuple[int, ...], stride: tuple[int, ...], facts: Facts) -> Facts:
         bound, facts = facts.error_bound, replace(facts, maps=Maps.of(shape, stride))

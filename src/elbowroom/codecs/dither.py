@@ -29,6 +29,8 @@ from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes, tiles
 
+LEVELS = (256, 64, 16, 8, 6, 4, 3, 2)  # that a planner weighs
+
 
 class _Default(int):
     """The value of a field that was not given: equal to its number, yet told from it."""
@@ -48,6 +50,7 @@ class Dither(Codec):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
     has_parts: ClassVar[bool] = True
     takes_room: ClassVar[bool] = True
+    keeps_zeros: ClassVar[bool] = True
 
     levels: int = _Default(4)
     group_size: int = 64
@@ -66,6 +69,10 @@ class Dither(Codec):
             object.__setattr__(self, "levels", int(self.levels))
         within(self.id, "levels", self.levels, 2, 256)
         one_of(self.id, "group_size", self.group_size, GROUP_SIZES)
+
+    @classmethod
+    def settings(cls) -> tuple[Codec, ...]:
+        return tuple(cls(levels=levels) for levels in LEVELS)
 
     def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
         codes, each = packed_nbytes(self.levels, n), groups(n, self.group_size)

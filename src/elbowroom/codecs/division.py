@@ -53,6 +53,11 @@ class Division(Codec):
         one_of(self.id, "rounding", self.rounding, ("stochastic", "dither"))
         within(self.id, "range_blocks", self.range_blocks, 0, 64)
 
+    @classmethod
+    def settings(cls) -> tuple[Codec, ...]:
+        # Not 1: its error is 7 to 12 times the tensor's own square.
+        return tuple(cls(bits=bits) for bits in (8, 6, 4, 3, 2))
+
     def _seen(self, shape: tuple[int, ...], stride: tuple[int, ...], facts: Facts) -> Facts:
         # Below four dimensions runs as long as the last one, whatever the strides: the size then
         # follows from the shape.

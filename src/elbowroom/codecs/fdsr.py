@@ -65,6 +65,10 @@ class Fdsr(Codec):
         if self.rho < 1 and not self.reuse:
             self._refuse("rho", self.rho, "it is the share of tiles with reuse; set reuse=True")
 
+    @classmethod
+    def settings(cls) -> tuple[Codec, ...]:
+        return RUNGS
+
     def _levels(self, bands: str) -> list[int]:
         """Levels by band, the last one repeated."""
         words = bands.split("/") if isinstance(bands, str) else [""]

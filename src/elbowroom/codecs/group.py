@@ -45,6 +45,11 @@ class Group(Codec):
         within(self.id, "bits", self.bits, 1, 8)
         one_of(self.id, "group_size", self.group_size, GROUP_SIZES)
 
+    @classmethod
+    def settings(cls) -> tuple[Codec, ...]:
+        # Not 1: its error is 7 to 12 times the tensor's own square.
+        return tuple(cls(bits=bits) for bits in (8, 6, 4, 3, 2))
+
     def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
         codes = Expected(torch.uint8, (packed_nbytes(1 << self.bits, n),))
         each = Expected(torch.bfloat16, (groups(n, self.group_size),))

@@ -63,6 +63,10 @@ class Sided(Codec):
         one_of(self.id, "group_size", self.group_size, GROUP_SIZES)
         one_of(self.id, "fold", self.fold, FOLDS)
 
+    @classmethod
+    def settings(cls) -> tuple[Codec, ...]:
+        return cls(16, 4), cls(8, 4), cls(4, 2)
+
     @property
     def is_rough_elsewhere(self) -> bool:
         return self.fold > 1

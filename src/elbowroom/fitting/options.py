@@ -3,7 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
+from elbowroom.codecs import Codec
 from elbowroom.plan.ladder import EXACT_RUNGS, LOSSY_RUNGS, Rung
+from elbowroom.plan.menu import rungs_for
+from elbowroom.plan.registered import by_error
 
 
 @dataclass(frozen=True)
@@ -14,6 +17,8 @@ class FitOptions:
     offload  where plans may move tensors to: "file", "host", or None
     noise    the most that codes may add to the gradient's variance, as a share of that of
              mini-batches; None: as much as the budget asks for
+    codecs   the settings of codes that plans may take; None: all that are registered
+    solver   the name of the one that makes them
     """
 
     budget_nbytes: int
@@ -21,11 +26,16 @@ class FitOptions:
     offload: str | None = None
     min_nbytes: int = 65536
     noise: float | None = None
+    codecs: tuple[Codec, ...] | None = None
+    solver: str = "auto"
 
     @property
     def rungs(self) -> tuple[Rung, ...]:
         """The ladder that they allow."""
-        return EXACT_RUNGS if self.exact else EXACT_RUNGS + LOSSY_RUNGS
+        if self.exact:
+            return EXACT_RUNGS
+        lossy = LOSSY_RUNGS if self.codecs is None else rungs_for(by_error(self.codecs))
+        return EXACT_RUNGS + lossy
 
     def within(self, budget_nbytes: int) -> Self:
         """The same for another budget."""

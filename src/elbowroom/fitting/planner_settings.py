@@ -100,6 +100,8 @@ class PlannerSettings:
             recompute=recompute,
             offload=self.terms.offload,
             noise=noise,
+            solver=self.terms.solver,
+            codecs=self.terms.codecs,
             lossy_helps=self.lossy_helps,
             least_is=self.least_is,
         )

@@ -1,7 +1,9 @@
 """Measures, once a process, how many bytes of a tensor this machine encodes and decodes a second.
 
-On a tensor of 4 MiB, the best of a few runs; a planner that takes a neighbour's noise for the speed
-of a codec plans for the noise.
+What nearly every plan needs (bits, small integers, dither) when it is asked for the rates of a
+device; any other setting of a codec when a plan asks for it, on less, so that no fit begins later
+and no kernel is compiled that no plan weighs. On a tensor of 4 MiB, the best of a few runs; a
+planner that takes a neighbour's noise for the speed of a codec plans for the noise.
 """
 
 import threading
@@ -10,33 +12,66 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from elbowroom.codecs import Codec, Facts, Narrow
-from elbowroom.errors import PlanError
+from elbowroom.codecs import BitMask, Codec, Dither, Facts, Narrow
+from elbowroom.codecs.names import setting_named
+from elbowroom.errors import CodecError, PlanError
 from elbowroom.measure.timing import least_s
 from elbowroom.plan import Offload
-from elbowroom.plan.menu import RATED, rate_name
+from elbowroom.plan.menu import rate_name
 from elbowroom.runtime.tiers import Tier, tier_for
 
 _ELEMENTS = 1 << 20
 _RUNS = 5
 
 
+_FEWER = 1 << 18  # elements, on a CPU, of what is measured in the middle of a training
+_ALWAYS = (BitMask(), Narrow(), *Dither.settings())
+
+
+class Rates(dict[str, float]):
+    """Bytes a second, by name. What is missing is measured when it is asked for, if it can be."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __missing__(self, name: str) -> float:
+        verb, _, setting = name.partition(" ")
+        try:
+            if verb not in ("encode", "decode"):
+                raise KeyError(name)
+            codec = setting_named(setting)
+        except (CodecError, ValueError) as error:
+            raise KeyError(name) from error
+        elements = _FEWER if self._device.type == "cpu" else _ELEMENTS
+        self.update(_rated(codec, self._device, elements))
+        return self[name]
+
+
 @cache
-def rates(device_type: str) -> dict[str, float]:
+def rates(device_type: str) -> Rates:
     """Bytes a second of all codecs that a plan may use: "encode dither, 4 levels", "decode ..."."""
     device = torch.device(device_type)
-    found = {}
-    for codec in RATED:
-        x, facts = _sample(codec, device)
+    found = Rates(device)
+    for codec in _ALWAYS:
+        found.update(_rated(codec, device, _ELEMENTS))
+    found.update(_links(device))
+    return found
+
+
+def _rated(codec: Codec, device: torch.device, elements: int) -> dict[str, float]:
+    """Both rates of one setting, by name."""
+    with unset_fake_temporarily(), torch.no_grad():
+        x, facts = _sample(codec, device, elements)
         encoded = codec.encode(x, 1, facts)  # compiles
         encoded.decode()
-        for verb, run in (
-            ("encode", lambda codec=codec, x=x, facts=facts: codec.encode(x, 1, facts)),
-            ("decode", encoded.decode),
-        ):
-            found[rate_name(verb, codec)] = x.nbytes / least_s(run, device)
-    return found | _links(device)
+        return {
+            rate_name("encode", codec): x.nbytes
+            / least_s(lambda: codec.encode(x, 1, facts), device),
+            rate_name("decode", codec): x.nbytes / least_s(encoded.decode, device),
+        }
 
 
 def _links(device: torch.device) -> dict[str, float]:
@@ -72,12 +107,12 @@ def _round_trip(tier: Tier, x: Tensor) -> tuple[float, float]:
     return out_s, in_s
 
 
-def _sample(codec: Codec, device: torch.device) -> tuple[Tensor, Facts]:
+def _sample(codec: Codec, device: torch.device, elements: int) -> tuple[Tensor, Facts]:
     generator = torch.Generator().manual_seed(0)
     if torch.float32 in codec.dtypes and not codec.lossless:
-        return torch.randn(_ELEMENTS, generator=generator).to(device), Facts()
+        return torch.randn(elements, generator=generator).view(4, 16, 64, -1).to(device), Facts()
     if isinstance(codec, Narrow):
-        x = torch.randint(0, 1000, (_ELEMENTS,), generator=generator)
+        x = torch.randint(0, 1000, (elements,), generator=generator)
         return x.to(device), Facts(smallest=0, largest=999)
-    x = torch.randint(0, 2, (_ELEMENTS,), generator=generator).float()
+    x = torch.randint(0, 2, (elements,), generator=generator).float()
     return x.to(device), Facts(value=1.0)

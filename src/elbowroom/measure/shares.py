@@ -8,11 +8,11 @@ sample of it, and add as much more, or less, as their squared error is larger, o
 from collections.abc import Callable, Sequence
 
 from elbowroom.codecs import Codec, Dither
+from elbowroom.codecs.dither import LEVELS
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.measure.noise import HeldNoise, NoiseTable
 from elbowroom.plan import Lossy, Site
 from elbowroom.plan.gentle import gentle
-from elbowroom.plan.menu import LEVELS
 from elbowroom.plan.shares import NoiseShares, SiteShares
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
@@ -63,7 +63,8 @@ def _unit(shares: SiteShares) -> float:
 
 def _shares(table: NoiseTable, held: HeldNoise, sampling: float) -> SiteShares | None:
     variance = table.variance_of(held.site.name)
-    now = next((trial.error for trial in held.trials if trial.codec == held.codec), 0.0)
+    each = held.energy / max(held.numel, 1)  # of a code that is none of those which are tried
+    now = next((trial.error for trial in held.trials if trial.codec == held.codec), each)
     if variance is None or now <= 0:
         return None
     rated = {
@@ -71,7 +72,7 @@ def _shares(table: NoiseTable, held: HeldNoise, sampling: float) -> SiteShares |
         for trial in held.trials
         if isinstance(trial.codec, Dither)
     }
-    return SiteShares(held.site.name, tuple(rated), tuple(rated.values()))
+    return SiteShares(held.site.name, tuple(rated), tuple(rated.values())) if rated else None
 
 
 def _codes(site: Site) -> Sequence[Codec]:

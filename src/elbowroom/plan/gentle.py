@@ -52,6 +52,7 @@ from math import prod
 from typing import NamedTuple
 
 from elbowroom.codecs import Cast, Codec, Comet, Dither, Division, Group, Sided
+from elbowroom.codecs.quality import quality_of
 from elbowroom.plan.site import CHECKPOINT, NORMS, Formula, Site
 
 ATTENTION = "scaled_dot_product_attention"
@@ -113,13 +114,13 @@ def gentle(codec: Codec, site: Site) -> Codec:
     bits = (floor - 1).bit_length()
     if isinstance(codec, Dither):
         return replace(codec, levels=max(codec.levels, floor))
+    if not _is_fine_enough(codec, floor):
+        return Dither(levels=floor)
     return _at_least(codec, _Mildest(bits, 0.5 / floor))
 
 
 def suffices(codec: Codec, site: Site) -> bool:
     """Returns whether the site, too, may read what this codec holds."""
-    if isinstance(codec, Sided):  # which has no milder setting
-        return min(codec.upper, codec.lower) >= _floor_of(site)
     return gentle(codec, site) == codec
 
 
@@ -173,6 +174,8 @@ def at_least(codec: Codec, levels: int) -> Codec:
     place of what has no setting that is fine enough.
     """
     bits = (levels - 1).bit_length() + 1
+    if not _is_fine_enough(codec, levels):
+        return Dither(levels=levels)
     if levels > _LEVELS[0]:
         match codec:
             case Dither() if codec.group_size > _GROUP:
@@ -184,6 +187,20 @@ def at_least(codec: Codec, levels: int) -> Codec:
     if isinstance(codec, Dither):
         return replace(codec, levels=max(codec.levels, levels))
     return _at_least(codec, _Mildest(bits, _BOUND / (levels - 1)))
+
+
+def _is_fine_enough(codec: Codec, levels: int) -> bool:
+    """Returns whether it has a setting for so many levels (`_at_least`), or is one itself.
+
+    `dither` takes the place of others: of what another package has made, and of what has no finer
+    setting. What is biased is never fine enough, unless it is finer than any dither.
+    """
+    if codec.lossless or isinstance(codec, Cast | Comet | Dither | Division | Group):
+        return True
+    if isinstance(codec, Sided):
+        return min(codec.upper, codec.lower) >= levels
+    quality = quality_of(codec, maps=True)  # the larger error, where there are two
+    return quality.levels >= (levels if quality.unbiased else MOST_LEVELS)
 
 
 def _at_least(codec: Codec, mildest: _Mildest) -> Codec:

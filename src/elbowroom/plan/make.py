@@ -4,12 +4,14 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from math import inf
 
+from elbowroom.codecs import Codec
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.plan.menu import KEEP, RUNGS, action_name, spared
+from elbowroom.plan.menu import KEEP, action_name, rung_named, spared
 from elbowroom.plan.plan import Known, Line, Plan
 from elbowroom.plan.pose import Posed, pose
 from elbowroom.plan.problem import (
     Choice,
+    Item,
     Option,
     Solution,
     cost,
@@ -36,6 +38,7 @@ def make_plan(
     offload: str | None = None,
     noise: float | None = None,
     solver: str = "auto",
+    codecs: tuple[Codec, ...] | None = None,
     lossy_helps: str = LOSSY_HELPS,
     least_is: str = AT_LEAST,
 ) -> Plan:
@@ -48,6 +51,7 @@ def make_plan(
     offload    "file" or "host": where tensors may be moved to; None: nowhere
     noise      variance that codes may add to the gradient, as a share of that of mini-batches;
                None: as much as the budget asks for
+    codecs     the settings of codes that are allowed; None: all that are registered
 
     Raises BudgetTooSmall with the least budget that would do; with exact=True it says, in the words
     of `lossy_helps`, what to allow; what that budget is, it says in the words of `least_is`.
@@ -63,7 +67,7 @@ def make_plan(
     margin += in_flight  # of what is moved, one tensor is on its way at any time
     allowed = budget - margin
     if exact is False or not (exact or found.feasible):
-        freely = pose(profile, exact=False, recompute=recompute, offload=offload)
+        freely = pose(profile, exact=False, recompute=recompute, offload=offload, codecs=codecs)
         variance = inf if noise is None else noise
         other = solve(freely.problem, allowed, variance=variance, solver=solver)
         if not found.feasible or (
@@ -191,9 +195,10 @@ def _lines(profile: Profile, posed: Posed, choice: Choice) -> Iterator[Line]:
             yield _line(storage, storage.nbytes, "keep", first.left)
         elif at[index] not in gone:
             option = problem.items[at[index]].options[choice.options[at[index]]]
-            why = _why(storage, option) if option.name == KEEP.name else ""
+            item = problem.items[at[index]]
+            why = _why(storage, option) if option.name == KEEP.name else _gain(item, option)
             seconds = option.forward_s + option.backward_s
-            action = action_name(RUNGS[option.name], storage)
+            action = action_name(rung_named(option.name), storage)
             yield _line(storage, option.nbytes, action, why, seconds, option.variance)
 
 
@@ -210,6 +215,26 @@ def _why(storage: Storage, option: Option) -> str:
     """Why a storage that something could be done with is kept."""
     asked = [save.site.why for save in storage.saves if save.site.why]
     return asked[0] if asked else "there is room"
+
+
+def _gain(item: Item, option: Option) -> str:
+    """What an option was taken for, over the next that holds more and the next that holds less.
+
+    Nothing is said of exact ones.
+    """
+    if option.exact or option.link:
+        return ""
+    more = [one for one in item.options if one.nbytes > option.nbytes]
+    less = [one for one in item.options if one.nbytes < option.nbytes and not one.link]
+    words = []
+    if more:
+        next_up = min(more, key=lambda one: one.nbytes)
+        words.append(f"{show_nbytes(next_up.nbytes - option.nbytes)} less than {next_up.name}")
+    if less:
+        next_down = max(less, key=lambda one: one.nbytes)
+        times = f"{next_down.variance / option.variance:.2g} times the noise"
+        words.append(f"{next_down.name}: {times}")
+    return "; ".join(words)
 
 
 def _recomputed(profile: Profile, posed: Posed, choice: Choice) -> Iterator[Line]:

@@ -6,15 +6,20 @@ serve the next op?
 
     keep      the tensor
     exact     bits for masks, small integers for indices, what its op can make again not at all
-    dither    the same, and codes of so many levels for what tolerates an error
+    a code    the same, and for what tolerates an error a setting of a codec: "dither, 4 levels"
     offload   exact, and what that would keep, from 1 MiB on, in a file or in host memory
+
+All registered codecs are weighed (`registered.py`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 
-from elbowroom.codecs import BitMask, Codec, Dither, Narrow
+from elbowroom.codecs import BitMask, Codec, Dither
+from elbowroom.codecs.names import setting_name, setting_named
+from elbowroom.codecs.quality import quality_of
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
 from elbowroom.plan.gentle import ATTENTION, keeps_rows_apart, suffices
 from elbowroom.plan.ladder import Rung
@@ -22,22 +27,55 @@ from elbowroom.plan.offload_rest import OffloadRest
 from elbowroom.plan.policy import Exact, KeepAll, Lossy
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
+from elbowroom.plan.registered import all_settings, expected_nbytes, weighed
 from elbowroom.plan.rows import Rows
 from elbowroom.plan.samples import samples_at_once
 from elbowroom.plan.site import NORMS, Need, Reads, Rebuildable, Site
 
 KEEP = Rung("keep", KeepAll(), exact=True)
 EXACT_MENU = (Rung("exact", Exact(), exact=True),)
-LEVELS = (256, 64, 16, 8, 6, 4, 3, 2)
-LOSSY_MENU = tuple(
-    Rung(f"dither, {n} levels", Lossy(Dither(levels=n)), exact=False) for n in LEVELS
-)
 OFFLOAD: dict[str, Rung] = {
     "file": Rung("offload to file", OffloadRest("file"), exact=True),
     "host": Rung("offload to host", OffloadRest("host"), exact=True),
 }
-RUNGS = {rung.name: rung for rung in (KEEP, *EXACT_MENU, *LOSSY_MENU, *OFFLOAD.values())}
-RATED: tuple[Codec, ...] = (BitMask(), Narrow(), *(Dither(levels=n) for n in LEVELS))
+_FIXED = {rung.name: rung for rung in (KEEP, *EXACT_MENU, *OFFLOAD.values())}
+
+
+@cache
+def rung_named(name: str) -> Rung:
+    """The rung of this name, as plans and their files have it. Raises CodecError or ValueError."""
+    known = _FIXED.get(name)
+    return known or Rung(name, Lossy(setting_named(name)), exact=False)
+
+
+def rungs_for(codecs: Sequence[Codec]) -> tuple[Rung, ...]:
+    """A rung for each of these settings."""
+    return tuple(rung_named(setting_name(codec)) for codec in codecs)
+
+
+class Menu:
+    """The rungs of each storage of a profile.
+
+    codecs  the settings of codes that are allowed; None: all that are registered; (): none
+    places  rungs besides
+    """
+
+    def __init__(self, codecs: tuple[Codec, ...] | None, places: tuple[Rung, ...] = ()) -> None:
+        self._codecs, self._places, self._named = codecs, places, codecs is not None
+        self._known: dict[tuple[object, ...], tuple[Rung, ...]] = {}
+
+    def of(self, storage: Storage) -> tuple[Rung, ...]:
+        """The mildest first; those of storages of a kind are the same."""
+        if self._codecs == ():
+            return EXACT_MENU + self._places
+        site = storage.saves[0].site
+        kind = site.dtype, len(site.shape) >= 4, site.facts.has_zeros
+        if kind not in self._known:
+            settings = all_settings() if self._codecs is None else self._codecs
+            taken = weighed(settings, site.dtype, site.facts, maps=kind[1], named=self._named)
+            # Of masks and indices no code is made: any setting does the same with them.
+            self._known[kind] = rungs_for(taken or settings[:1]) + self._places
+        return self._known[kind]
 
 
 @dataclass
@@ -206,7 +244,7 @@ def action_name(rung: Rung, storage: Storage) -> str:
                 names[f"offload to {tier}"] = None
             case Encode(codec):
                 mask = save.site.need is Need.MASK
-                names["bits" if mask else rate_name("", codec).strip()] = None
+                names["bits" if mask else setting_name(codec)] = None
     return " + ".join(names)
 
 
@@ -238,12 +276,12 @@ def _hold(held: _Held, rung: Rung, site: Site, storage: Storage, profile: Profil
             rows = None if site.consumer in NORMS else site.rows
             if rows is not None:
                 codec, rows = rows.coded(codec, by_size=site.by_size)
-            held.nbytes = codec.encoded_nbytes(site.shape, site.dtype, facts)
+            held.nbytes = expected_nbytes(codec, site.shape, site.dtype, facts)
             held.value, held.codec = "exact" if codec.lossless else "lossy", codec
             held.rows = rows
             if rows is not None:
                 held.nbytes += rows.nbytes
-            if facts.has_zeros:
+            if facts.has_zeros and codec.keeps_zeros:
                 held.bits_nbytes, held.zeros = 0, True
             held.forward_s += site.nbytes / _rate(profile, "encode", codec)
             held.restore_s += site.nbytes / _rate(profile, "decode", codec)
@@ -251,28 +289,37 @@ def _hold(held: _Held, rung: Rung, site: Site, storage: Storage, profile: Profil
 
 
 def _rate(profile: Profile, verb: str, codec: Codec) -> float:
-    return profile.rates.get(rate_name(verb, codec), _UNMEASURED)
+    try:
+        return profile.rates[rate_name(verb, codec)]  # what was not asked for is measured now
+    except KeyError:
+        return _UNMEASURED
 
 
 _MAPS = ("relu", "relu_", "batch_norm")  # what they make of a code has parts
 _AHEAD = 4  # moments: about one tensor is back before it is asked for (runtime/prefetcher.py)
-_LIKE_CAST = 16  # levels of a dither with about the error of an 8-bit float
 _UNMEASURED = 4e9  # bytes a second: about what a code takes on one core
 
 
 def rate_name(verb: str, codec: Codec) -> str:
-    """Returns the name of a rate in a profile: "encode dither, 4 levels"."""
-    levels = f", {codec.levels} levels" if isinstance(codec, Dither) else ""
-    return f"{verb} {codec.id}{levels}"
+    """Returns the name of a rate in a profile: "encode dither, 4 levels".
+
+    The size of groups makes no difference to a dither.
+    """
+    named = Dither(levels=codec.levels) if isinstance(codec, Dither) else codec
+    return f"{verb} {setting_name(named)}"
 
 
 def _error(codec: Codec, site: Site, profile: Profile) -> float:
     """Returns the gradient variance that the code adds, as a share of that of mini-batches.
 
     Where that was not measured, all tensors matter as their size: the share of all saved bytes that
-    this is, times the variance of a code of a normal.
+    this is, times the variance of a code of a normal. What is no dither counts as one that makes as
+    large an error of a normal.
     """
-    levels = codec.levels if isinstance(codec, Dither) else _LIKE_CAST
+    if isinstance(codec, Dither):
+        levels: float = codec.levels
+    else:
+        levels = quality_of(codec, maps=len(site.shape) >= 4).levels
     if profile.noise is not None:
         return profile.noise.of(site.name, site.nbytes, levels)
     return site.nbytes / max(profile.saved_nbytes, 1) / (levels - 1) ** 2

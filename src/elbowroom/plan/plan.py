@@ -16,11 +16,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from elbowroom.errors import PlanError
+from elbowroom.codecs import Codec
+from elbowroom.codecs.names import setting_name
+from elbowroom.errors import CodecError, PlanError
 from elbowroom.plan import files
 from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung
-from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, RUNGS
+from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, rung_named
+from elbowroom.plan.policy import Lossy
 from elbowroom.plan.sequence import prefix
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.plan.standing import Standing, standing_from
@@ -51,7 +54,7 @@ class Line:
 class Known:
     """The plan's action at one site, and the facts by which it recognizes the site.
 
-    rung    one of `menu.RUNGS`
+    rung    the name of one (`menu.rung_named`)
     curved  see `Site`
     """
 
@@ -113,7 +116,7 @@ class Plan:
         """The setting that decides for a site; None for a stranger."""
         known = self.sites.get(site.name)
         if known is not None and _is(known, site):
-            return RUNGS[known.rung]
+            return rung_named(known.rung)
         if site.consumer == RECOMPUTE and site.module in self.recompute and known is None:
             return EXACT_MENU[0]  # an input that is saved for the second run only
         return None
@@ -162,6 +165,12 @@ class Plan:
     def is_lossy(self) -> bool:
         """True if codes add errors. If not, and it is not exact, some op rounds otherwise."""
         return self.noise > 0
+
+    @property
+    def codecs(self) -> set[Codec]:
+        """The settings of codes that it takes."""
+        policies = (rung_named(known.rung).policy for known in self.sites.values())
+        return {policy.codec for policy in policies if isinstance(policy, Lossy)}
 
     @property
     def held_nbytes(self) -> int:
@@ -232,6 +241,7 @@ def check_plan(
     exact: bool | None,
     noise: float | None = None,
     offload: str | None = None,
+    codecs: tuple[Codec, ...] | None = None,
 ) -> None:
     """Raise PlanError unless this is None, or a plan to begin with under these terms."""
     if plan is None:
@@ -256,6 +266,13 @@ def check_plan(
         raise PlanError(
             f"noise={noise:g} is asked for, and this plan {adds}; make it with noise={noise:g}, "
             "from er.measure(step, noise=True)"
+        )
+    others = plan.codecs - set(codecs) if codecs is not None else set()
+    if others:
+        name = min(map(setting_name, others))
+        raise PlanError(
+            f"this plan has codes that codecs= leaves out, as '{name}'; make it with the same "
+            "codecs="
         )
     places = {known.rung for known in plan.sites.values()} & {r.name for r in OFFLOAD.values()}
     if places and offload is None:
@@ -291,9 +308,11 @@ def _plan(data: dict[str, Any]) -> Plan:
         SiteName(module, consumer, nth): files.made(Known, known)
         for module, consumer, nth, known in data["sites"]
     }
-    strange = {known.rung for known in sites.values()} - set(RUNGS)
-    if strange:
-        raise ValueError(f"no setting {sorted(strange)}")
+    for rung in sorted({known.rung for known in sites.values()}):
+        try:
+            rung_named(rung)
+        except CodecError as error:
+            raise ValueError(f"no setting {rung!r}: {error}") from error
     lines = tuple(
         files.made(Line, {**line, "shape": _shape(line["shape"])}) for line in data["lines"]
     )

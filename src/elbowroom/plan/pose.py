@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError
 from elbowroom.plan.ladder import Rung
-from elbowroom.plan.menu import EXACT_MENU, LOSSY_MENU, OFFLOAD, option, options, spared
+from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, Menu, option, options, spared
 from elbowroom.plan.problem import Item, Link, Problem, Region
 from elbowroom.plan.profile import ModuleCall, Profile, Storage, is_planned
 from elbowroom.plan.site import Rebuildable
@@ -37,15 +38,21 @@ class Posed:
 
 
 def pose(
-    profile: Profile, *, exact: bool, recompute: bool = True, offload: str | None = None
+    profile: Profile,
+    *,
+    exact: bool,
+    recompute: bool = True,
+    offload: str | None = None,
+    codecs: tuple[Codec, ...] | None = None,
 ) -> Posed:
     """The problem of a profiled step.
 
     exact      only actions that change no bit
     recompute  modules may run a second time
     offload    "file" or "host": a place for tensors outside of the device's memory
+    codecs     the settings of codes that are allowed where it is not exact; None: all
     """
-    menu = (EXACT_MENU if exact else LOSSY_MENU) + _places(profile, offload)
+    menu = Menu(() if exact else codecs, _places(profile, offload))
     planned = [i for i, storage in enumerate(profile.storages) if is_planned(storage)]
     items = tuple(_item(profile, profile.storages[i], menu, exact=exact) for i in planned)
     base, floor = np.array(profile.level, np.int64), np.array(profile.floor, np.int64)
@@ -110,14 +117,14 @@ def _profiled_seconds(profile: Profile, planned: Sequence[int]) -> float:
     return sum(one.forward_s + one.backward_s for one in held)
 
 
-def _item(profile: Profile, storage: Storage, menu: Sequence[Rung], *, exact: bool) -> Item:
+def _item(profile: Profile, storage: Storage, menu: Menu, *, exact: bool) -> Item:
     return Item(
         nbytes=storage.nbytes,
         born=storage.born,
         used=storage.used,
         needs=tuple((need, need) for need in storage.needs),
         freed=storage.freed,
-        options=tuple(options(profile, storage, menu).values()),
+        options=tuple(options(profile, storage, menu.of(storage)).values()),
         spared=() if exact else tuple(spared(profile, storage).items()),
     )
 

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from elbowroom.plan.menu import EXACT_MENU, RUNGS, action_name, option
+from elbowroom.plan.menu import EXACT_MENU, action_name, option, rung_named
 from elbowroom.plan.pose import pose
 from elbowroom.plan.profile import Profile, Storage, is_planned
 
-_LOSSY = RUNGS["dither, 16 levels"]
+_LOSSY = rung_named("dither, 16 levels")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Written down by `measure/shares.py`; without it the menu goes by size alone.
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import log
 
 from elbowroom.plan.site import SiteName
 
@@ -32,13 +33,27 @@ class NoiseShares:
     sites: tuple[SiteShares, ...]
     per_byte: float
 
-    def of(self, site: SiteName, nbytes: int, levels: int) -> float:
-        """Returns the share of a code of so many levels for what this site saves, so many bytes."""
+    def of(self, site: SiteName, nbytes: int, levels: float) -> float:
+        """Returns the share of a code of so many levels for what this site saves, so many bytes.
+
+        Of levels that were not tried it goes by the nearest that were, as the square of a step.
+        """
         known = self._table.get((site, levels))
-        return self.per_byte * nbytes / (levels - 1) ** 2 if known is None else known
+        if known is not None:
+            return known
+        tried = self._sites.get(site)
+        if tried is None or not tried.levels:
+            return self.per_byte * nbytes / (levels - 1) ** 2
+        pairs = zip(tried.levels, tried.shares, strict=True)
+        near, share = min(pairs, key=lambda pair: abs(log((pair[0] - 1) / (levels - 1))))
+        return share * ((near - 1) / (levels - 1)) ** 2
 
     @cached_property
-    def _table(self) -> dict[tuple[SiteName, int], float]:
+    def _sites(self) -> dict[SiteName, SiteShares]:
+        return {known.site: known for known in self.sites}
+
+    @cached_property
+    def _table(self) -> dict[tuple[SiteName, float], float]:
         return {
             (known.site, levels): share
             for known in self.sites

@@ -57,10 +57,7 @@ def solve(
     exact     exact options only
     solver    one of SOLVERS; PlanError for another
     """
-    if not isinstance(solver, str) or solver not in SOLVERS:
-        close = get_close_matches(str(solver), SOLVERS, n=1)
-        meant = f" Did you mean '{close[0]}'?" if close else ""
-        raise PlanError(f"no solver {solver!r}; there are {', '.join(SOLVERS)}.{meant}")
+    check_solver(solver)
     limits = Limits(budget, variance, exact)
     start = perf_counter()
     choice = SOLVERS[solver](problem, limits)
@@ -73,3 +70,11 @@ def solve(
         solve_s=solve_s,
         solver=solver,
     )
+
+
+def check_solver(solver: str) -> None:
+    """Raise PlanError unless there is one of this name."""
+    if not isinstance(solver, str) or solver not in SOLVERS:
+        close = get_close_matches(str(solver), SOLVERS, n=1)
+        meant = f" Did you mean '{close[0]}'?" if close else ""
+        raise PlanError(f"no solver {solver!r}; there are {', '.join(SOLVERS)}.{meant}")

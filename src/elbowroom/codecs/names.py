@@ -1,0 +1,59 @@
+"""The name of a setting, by which plans and their files know it: "dither, 4 levels".
+
+So they are written:
+
+    dither, 16 levels                 a dither with groups of 64
+    group, bits=4                     a codec's id, and the fields that are not as it is made
+    fdsr, bands=6/4, rounding=dither
+    own {"word": "a, b"}              where a field would not be read back as it is written
+"""
+
+import json
+import re
+from dataclasses import fields
+from typing import Any
+
+from elbowroom.codecs.base import Codec
+from elbowroom.codecs.dither import Dither
+from elbowroom.codecs.registry import codec as codec_of
+
+_DITHER = re.compile(r"dither, (\d+) levels")
+
+
+def setting_name(codec: Codec) -> str:
+    """The name of a setting, from which `setting_named` makes an equal codec."""
+    if isinstance(codec, Dither) and codec == Dither(levels=codec.levels):
+        return f"dither, {codec.levels} levels"
+    config = codec.config()
+    defaults = {field.name: field.default for field in fields(codec)}
+    given = {k: v for k, v in config.items() if k != "id" and v != defaults.get(k)}
+    short = ", ".join((codec.id, *(f"{k}={_written(v)}" for k, v in given.items())))
+    return short if _read(short) == (codec.id, given) else f"{codec.id} {json.dumps(given)}"
+
+
+def setting_named(name: str) -> Codec:
+    """The codec of this name. Raises CodecError, or ValueError for what is no name."""
+    dither = _DITHER.fullmatch(name)
+    if dither:
+        return Dither(levels=int(dither[1]))
+    id, config = _read(name)
+    return codec_of(id, **config)
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _read(name: str) -> tuple[str, dict[str, Any]]:
+    id, brace, rest = name.partition(" {")
+    if brace and "," not in id:
+        return id, json.loads("{" + rest)
+    id, *pairs = name.split(", ")
+    return id, {k: _value(v) for k, _, v in (pair.partition("=") for pair in pairs)}
+
+
+def _value(written: str) -> Any:
+    try:
+        return json.loads(written)
+    except ValueError:
+        return written

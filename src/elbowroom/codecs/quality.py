@@ -1,0 +1,143 @@
+"""What a setting of a codec makes of a normal tensor: bits, squared error, bias.
+
+    error     E|x~ - x|^2 / E|x|^2, of maps and of rows
+    unbiased  errors of two draws do not go together, so that they average out over steps
+
+Those of this package's own settings are written down (`_RECORDED`), as to measure them compiles all
+kernels, which takes a minute on a new machine; a test measures them again. Any other setting is
+measured when it is first asked for, and what it says of itself is held against what it does: a
+codec of another package that is wrong about its size, or its error, is no use to a planner.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from math import prod, sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from elbowroom.codecs.base import FLOATS, Codec
+from elbowroom.codecs.names import setting_name
+
+MAPS, ROWS = (4, 16, 64, 64), (64, 1024)
+_ODD = (3, 1667)  # no multiple of any group
+_AT_ONE = 1.85  # the error of a dither of two levels: with n it is that over (n - 1)^2
+_TOGETHER = 0.05  # correlation of two draws' errors, from which on they are said to go together
+
+
+class Quality(NamedTuple):
+    """Of one setting. bits: an element of float32."""
+
+    bits: float
+    error: float
+    unbiased: bool
+
+    @property
+    def levels(self) -> float:
+        """Of the dither that has the same error; fewer than 2 where that is larger."""
+        return 1 + sqrt(_AT_ONE / max(self.error, 1e-30))
+
+
+def quality_of(codec: Codec, *, maps: bool) -> Quality:
+    """Of tensors of four dimensions and more, or of others. Raises what the codec raises."""
+    recorded = _RECORDED.get(setting_name(codec))
+    if recorded is None:
+        return measured(codec, maps=maps)
+    bits, of_maps, of_rows, unbiased = recorded
+    return Quality(bits, of_maps if maps else of_rows, unbiased)
+
+
+@cache
+def measured(codec: Codec, *, maps: bool) -> Quality:
+    """The same, measured now; once a process."""
+    with unset_fake_temporarily(), torch.no_grad():
+        x = _normal(MAPS if maps else ROWS)
+        codes = [codec.encode(x, seed) for seed in (1, 2)]
+        one, other = ((code.decode() - x).double() for code in codes)
+        error = float((one.square().mean() + other.square().mean()) / 2)
+        together = float((one * other).mean()) / max(error, 1e-30)
+        return Quality(8 * codes[0].nbytes / x.numel(), error, error == 0 or together < _TOGETHER)
+
+
+@cache
+def lie_of(codec: Codec) -> str:
+    """What the codec says that is not so, or "". One that is written down is known not to lie."""
+    if setting_name(codec) in _RECORDED:
+        return ""
+    try:
+        with unset_fake_temporarily(), torch.no_grad():
+            return next(_lies(codec), "")
+    except Exception as error:
+        return f"it fails: {type(error).__name__}: {error}"
+
+
+def _lies(codec: Codec) -> Iterator[str]:
+    for dtype in (dtype for dtype in FLOATS if dtype in codec.dtypes):
+        for shape in (MAPS, ROWS, _ODD, (5001,)):
+            x = _normal(shape).to(dtype)
+            code = codec.encode(x, 3)
+            said, held = codec.encoded_nbytes(shape, dtype), code.nbytes
+            at_most = not codec.fixed_size()
+            if held > said or (held != said and not at_most and not code.raw):
+                what = f"{dtype} of shape {shape}".removeprefix("torch.")
+                yield f"it says {said} bytes of {what}, and holds {held}"
+            y = code.decode()
+            if y.shape != x.shape or y.dtype is not x.dtype:
+                yield f"it gives back {y.dtype} of shape {tuple(y.shape)} for {dtype} of {shape}"
+            error = float((y.double() - x.double()).square().sum() / x.double().square().sum())
+            if error != error or error == float("inf"):
+                yield "it gives back what is not finite"
+            if codec.stated_error is not None and error > codec.stated_error:
+                yield f"it promises a squared error of {codec.stated_error:g}, and has {error:.2g}"
+            if not torch.equal(code.decode(), y):
+                yield "it gives back another tensor each time"
+
+
+@cache
+def _normal(shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(prod(shape), generator=generator).view(shape)
+
+
+# bits, error of maps, error of rows, unbiased; measured by `measured` (tests/unit/test_quality.py)
+_RECORDED: dict[str, tuple[float, float, float, bool]] = {
+    "cast": (16.000, 2.76e-06, 2.76e-06, False),
+    "cast, to=fp8_e4m3": (8.125, 0.000662, 0.000661, False),
+    "cast, to=fp8_e5m2": (8.125, 0.00263, 0.00261, False),
+    "comet, bound=0.001": (8.760, 2.7e-05, 2.65e-05, True),
+    "comet": (5.381, 0.00269, 0.00263, True),
+    "comet, bound=0.05": (3.274, 0.0676, 0.0659, True),
+    "dither, 256 levels": (8.266, 2.91e-05, 2.88e-05, True),
+    "dither, 64 levels": (6.266, 0.000477, 0.000473, True),
+    "dither, 16 levels": (4.266, 0.00842, 0.00836, True),
+    "dither, 8 levels": (3.266, 0.0386, 0.0382, True),
+    "dither, 6 levels": (2.934, 0.0756, 0.0749, True),
+    "dither, 4 levels": (2.266, 0.21, 0.209, True),
+    "dither, 3 levels": (1.867, 0.474, 0.47, True),
+    "dither, 2 levels": (1.266, 1.89, 1.88, True),
+    "division, bits=8": (8.258, 0.000135, 0.000108, True),
+    "division, bits=6": (6.258, 0.00222, 0.00177, True),
+    "division, bits=4": (4.258, 0.039, 0.0313, True),
+    "division, bits=3": (3.258, 0.18, 0.143, True),
+    "division": (2.258, 0.998, 0.79, True),
+    "fdsr, bands=6/3/0": (0.336, 0.955, 0, False),
+    "fdsr, bands=6/4/3/0": (0.516, 0.908, 0, False),
+    "fdsr, bands=6/3/1.6/1.6/1.6/0": (0.660, 0.831, 0, False),
+    "fdsr": (0.914, 0.766, 0, False),
+    "fdsr, bands=6/4/3/1.6/1.6/0, reuse=true, rho=0.75": (1.352, 0.707, 0, False),
+    "fdsr, bands=4/1.6/1.6/1.6/1.6/1.6/1.6/1, rounding=dither": (1.496, 1.61, 0, True),
+    "fdsr, bands=4/1.6, rounding=dither": (1.836, 0.586, 0, True),
+    "fdsr, bands=5/2, rounding=dither": (2.242, 0.261, 0, True),
+    "fdsr, bands=5/2.67, rounding=dither": (2.898, 0.0937, 0, True),
+    "fdsr, bands=6/4, rounding=dither": (4.227, 0.0104, 0, True),
+    "group, bits=8": (8.125, 8.4e-05, 8.38e-05, True),
+    "group, bits=6": (6.125, 0.00137, 0.00136, True),
+    "group, bits=4": (4.125, 0.0242, 0.024, True),
+    "group, bits=3": (3.125, 0.11, 0.11, True),
+    "group": (2.125, 0.607, 0.602, True),
+    "sided, upper=16, lower=4": (4.289, 0.0333, 0.0327, True),
+    "sided, upper=8, lower=4": (3.793, 0.0379, 0.0372, True),
+    "sided": (2.791, 0.321, 0.317, True),
+}

@@ -1,0 +1,155 @@
+"""The lossy part of the menu: every registered codec, at the settings that it names.
+
+Of all settings a planner takes those that hold fewer bytes than any milder one. Beside `dither`
+they have to by 3 %, and no smaller one may have nearly their error: what is nearly the same would
+make problems larger, and no plan better. Milder is by the error of a normal (`codecs/quality.py`),
+each at the size that it has for tensors of a kind: maps or rows, of this dtype, with zeros or not.
+
+Where nobody has named codecs, what is biased takes part only if it is finer than 256 levels: what
+does not average out cannot be counted as noise. Of codecs that are named, all settings take part
+that hold less than any milder one. A codec that says of its size or error what is not
+so is named in one warning, and takes no part.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from math import ceil, prod
+
+import torch
+
+from elbowroom.codecs import Codec, Dither, Facts, codec_class, codecs
+from elbowroom.codecs.quality import lie_of, quality_of
+from elbowroom.errors import PlanError
+from elbowroom.plan.gentle import MOST_LEVELS
+
+_log = logging.getLogger("elbowroom.plan")
+_SHAPES = {True: (8, 32, 32, 32), False: (256, 1024)}  # of maps, of rows
+_LESS = 0.97  # of the bytes of what is milder
+_NEAR = 1.25  # times the error: as fine
+_MORE = 1.25  # of the bytes of a normal: what may come where a size depends on the values
+
+Codecs = Sequence[str | Codec]
+
+
+def all_settings() -> tuple[Codec, ...]:
+    """Every useful setting of every registered codec that is lossy, or of another package."""
+    return tuple(setting for id in codecs() for setting in settings_of(id))
+
+
+def settings_of(id: str) -> tuple[Codec, ...]:
+    """The settings that one registered codec names, if it is honest; else it is warned of, once."""
+    return _honest(codec_class(id))
+
+
+@cache
+def _honest(cls: type[Codec]) -> tuple[Codec, ...]:
+    if cls.lossless and cls.__module__.startswith(__package__.partition(".")[0] + "."):
+        return ()  # `Exact` takes it by itself, where it applies
+    try:
+        settings = tuple(cls.settings())
+        lie = next((lie for lie in map(lie_of, settings) if lie), "")
+    except Exception as error:
+        settings, lie = (), f"it fails: {type(error).__name__}: {error}"
+    if lie:
+        _log.warning(
+            "codec '%s' takes no part in plans, because of what it says is not so: %s", cls.id, lie
+        )
+        return ()
+    return settings
+
+
+def chosen_settings(given: Codecs | None, *, exact: bool | None = None) -> tuple[Codec, ...] | None:
+    """The settings of these codecs, by name or themselves; None: no restriction.
+
+    Raises PlanError where nothing is left, and UnknownCodec, each with what is possible.
+    """
+    if given is None:
+        return None
+    possible = f"codecs=None takes all of {', '.join(_useful())}"
+    if isinstance(given, str | Codec) or not isinstance(given, Sequence):
+        raise PlanError(f"codecs={given!r} is not possible; it is a list, as [{'division'!r}]")
+    if not given:
+        raise PlanError(f"codecs=[] leaves no code to plan with; {possible}; for none, exact=True")
+    found: dict[Codec, None] = {}
+    for one in given:
+        if isinstance(one, Codec):
+            lie = lie_of(one) if torch.float32 in one.dtypes else ""
+            if lie:
+                raise PlanError(
+                    f"codec '{one.id}' cannot be planned with, because of what it says is not so: "
+                    f"{lie}; {possible}"
+                )
+            found |= dict.fromkeys((one,) if torch.float32 in one.dtypes else ())
+        else:
+            found |= dict.fromkeys(settings_of(one))
+    shown = [one if isinstance(one, str) else one.id for one in given]
+    if exact:
+        raise PlanError(
+            f"exact=True allows no lossy code, so codecs={shown} has no effect; leave one of the "
+            "two out. exact=None takes codes where exact actions do not suffice"
+        )
+    if not found:
+        raise PlanError(
+            f"codecs={shown} has no code for tensors of floats: exact actions need not be named, "
+            f"and take part anyway; {possible}"
+        )
+    return tuple(found)
+
+
+def _useful() -> list[str]:
+    return [id for id in codecs() if settings_of(id)]
+
+
+def weighed(
+    settings: Sequence[Codec], dtype: torch.dtype, facts: Facts, *, maps: bool, named: bool
+) -> tuple[Codec, ...]:
+    """Those that a planner takes for tensors of one kind, the mildest first.
+
+    named: somebody has asked for these
+    """
+    shape = _SHAPES[maps]
+    facts = Facts(has_zeros=facts.has_zeros)
+    sizes: dict[Codec, int] = {}
+    for codec in by_error(settings, maps=maps):
+        quality = quality_of(codec, maps=maps)
+        counts = named or quality.unbiased or quality.levels >= MOST_LEVELS
+        if counts and dtype in codec.dtypes:
+            size = expected_nbytes(codec, shape, dtype, facts)
+            without_zeros = facts.has_zeros and not codec.keeps_zeros
+            sizes[codec] = size + (prod(shape) // 8 if without_zeros else 0)
+    least, found = prod(shape) * dtype.itemsize, []
+    for codec, size in sizes.items():
+        if size < least * (1 if named or isinstance(codec, Dither) else _LESS):
+            found.append(codec)
+            least = size
+    if named:
+        return tuple(found)
+    return tuple(codec for codec in found if not _is_needless(codec, sizes, maps=maps))
+
+
+def _is_needless(codec: Codec, sizes: dict[Codec, int], *, maps: bool) -> bool:
+    """Returns whether a smaller code is nearly as fine."""
+    coarsest = _NEAR * quality_of(codec, maps=maps).error
+    return not isinstance(codec, Dither) and any(
+        size < sizes[codec] and quality_of(other, maps=maps).error <= coarsest
+        for other, size in sizes.items()
+    )
+
+
+def by_error(settings: Sequence[Codec], *, maps: bool = True) -> list[Codec]:
+    """The mildest first."""
+    return sorted(settings, key=lambda codec: quality_of(codec, maps=maps).error)
+
+
+def expected_nbytes(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype, facts: Facts) -> int:
+    """Bytes that a code will hold, or nearly always at most.
+
+    Where a size depends on the values and the codec can only promise that it is no larger than the
+    tensor, it is that of a normal and a quarter more.
+    """
+    said = codec.encoded_nbytes(shape, dtype, facts)
+    if isinstance(codec, Dither) or codec.fixed_size(facts):
+        return said
+    bits = quality_of(codec, maps=len(shape) >= 4).bits + (1 if facts.has_zeros else 0)
+    return min(said, ceil(_MORE * bits / 8 * prod(shape)))

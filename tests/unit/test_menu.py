@@ -1,0 +1,357 @@
+"""The menu is the registry: whatever is registered, honest and good for something is weighed."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import elbowroom as er
+from elbowroom.codecs import Codec, Dither, Facts, Group, codecs, register, registry
+from elbowroom.codecs.base import FLOATS, Buffers, Encoded, Expected, Layout
+from elbowroom.codecs.names import setting_name, setting_named
+from elbowroom.codecs.quality import _RECORDED, lie_of, measured, quality_of
+from elbowroom.errors import DataError, PlanError, UnknownCodec
+from elbowroom.measure.rates import rates
+from elbowroom.plan import registered
+from elbowroom.plan.gentle import gentle
+from elbowroom.plan.menu import rung_named
+from elbowroom.plan.profile import Profile
+from elbowroom.plan.registered import all_settings, settings_of, weighed
+from elbowroom.plan.site import Formula, Need, Site
+
+
+@dataclass(frozen=True)
+class Signs(Codec):
+    """Four bits an element at the error of about 100 levels: better than anything, by cheating.
+
+    It keeps the tensor itself aside and holds a stand-in of half a byte an element.
+    """
+
+    id: ClassVar[str] = "signs"
+    lossless: ClassVar[bool] = False
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
+    aside: ClassVar[dict[int, Tensor]] = {}
+
+    off: float = 0.01
+
+    def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
+        return (Expected(torch.uint8, (-(-n // 2),)),)
+
+    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers:
+        held = torch.zeros(-(-len(flat) // 2), dtype=torch.uint8)
+        noise = torch.randn(len(flat), generator=torch.Generator().manual_seed(seed))
+        self.aside[held.data_ptr()] = flat + self.off * noise
+        return (held,)
+
+    def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
+        out.copy_(self.aside[encoded.buffers[0].data_ptr()])
+
+
+@dataclass(frozen=True)
+class Small(Signs):
+    """Says that it is half as large as it is."""
+
+    id: ClassVar[str] = "small"
+
+    def encoded_nbytes(self, *args: Any) -> int:
+        return super().encoded_nbytes(*args) // 2
+
+
+@dataclass(frozen=True)
+class Sure(Signs):
+    """Promises a smaller error than it has."""
+
+    id: ClassVar[str] = "sure"
+
+    @property
+    def stated_error(self) -> float:
+        return 1e-6
+
+
+@dataclass(frozen=True)
+class Same(Signs):
+    """Says that it loses nothing."""
+
+    id: ClassVar[str] = "same"
+    lossless: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Broken(Signs):
+    """Fails."""
+
+    id: ClassVar[str] = "broken"
+
+    def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
+        raise RuntimeError("no")
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test registers into a copy, and rates anew."""
+    codecs()
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    caches = registered._honest, lie_of, measured, rung_named
+    for one in caches:
+        one.cache_clear()
+    yield
+    for one in caches:
+        one.cache_clear()
+    Signs.aside.clear()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128)) for _ in range(4)]
+    return nn.Sequential(*layers)
+
+
+def profile_of(model: nn.Module) -> Profile:
+    x = torch.randn(512, 128)
+    return er.measure(lambda: model(x).square().mean().backward(), min_nbytes=4096)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return profile_of(net())
+
+
+def least(profile: Profile, **settings: Any) -> er.Plan:
+    """The plan of the smallest peak."""
+    with pytest.raises(er.errors.BudgetTooSmall) as refused:
+        er.plan(profile, budget=profile.static + 1, recompute=False, **settings)
+    return er.plan(profile, budget=refused.value.least_nbytes, recompute=False, **settings)
+
+
+def codes_of(plan: er.Plan) -> set[str]:
+    return {known.rung for known in plan.sites.values()} - {"keep", "exact"}
+
+
+def site(formula: Formula = Formula.SUMMED, shape: tuple[int, ...] = (512, 128)) -> Site:
+    return Site("m", "linear", "", shape, torch.float32, 4 * 512 * 128, Need.LOSSY, formula=formula)
+
+
+# --- names
+
+
+@pytest.mark.parametrize("codec", all_settings(), ids=setting_name)
+def test_a_setting_is_found_by_its_name(codec: Codec) -> None:
+    assert setting_named(setting_name(codec)) == codec
+    assert rung_named(setting_name(codec)).name == setting_name(codec)
+
+
+@pytest.mark.parametrize(
+    ("codec", "name"),
+    [
+        (Dither(levels=16), "dither, 16 levels"),  # as in plan files since the first
+        (Dither(levels=16, group_size=32), "dither, levels=16, group_size=32"),
+        (Group(bits=4), "group, bits=4"),
+    ],
+)
+def test_names(codec: Codec, name: str) -> None:
+    assert setting_name(codec) == name
+    assert setting_named(name) == codec
+
+
+@dataclass(frozen=True)
+class Worded(Signs):
+    id: ClassVar[str] = "worded"
+    word: str = ""
+
+
+@pytest.mark.parametrize("word", ["a, b", "1", "true", "x=y", '{"a": 1}', " {", "", "plain"])
+def test_any_field_is_read_back(word: str) -> None:
+    register(Worded)
+    assert setting_named(setting_name(Worded(word=word))) == Worded(word=word)
+
+
+def test_a_plan_file_with_an_unknown_setting(profile: Profile, tmp_path: Path) -> None:
+    plan = least(profile)
+    strange = {name: replace(known, rung="nobody, bits=2") for name, known in plan.sites.items()}
+    replace(plan, sites=strange).save(tmp_path / "plan.json")
+    with pytest.raises(DataError, match="no setting"):
+        er.Plan.load(tmp_path / "plan.json")
+
+
+# --- what is written down is what is measured
+
+
+@pytest.mark.parametrize("name", _RECORDED)
+def test_the_recorded_quality(name: str) -> None:
+    bits, maps, rows, unbiased = _RECORDED[name]
+    codec = setting_named(name)
+    assert measured(codec, maps=True).bits == pytest.approx(bits, abs=0.01)
+    assert measured(codec, maps=True).error == pytest.approx(maps, rel=0.03)
+    assert measured(codec, maps=False).error == pytest.approx(rows, rel=0.03)
+    assert measured(codec, maps=True).unbiased == unbiased
+
+
+def test_every_setting_of_ours_is_recorded() -> None:
+    assert {setting_name(codec) for codec in all_settings()} <= set(_RECORDED)
+
+
+# --- what is weighed
+
+
+def test_few_settings_are_left_of_many() -> None:
+    left = weighed(all_settings(), torch.float32, Facts(), maps=False, named=False)
+    names = [setting_name(codec) for codec in left]
+    assert [name for name in names if name.startswith("dither")] == [
+        f"dither, {n} levels" for n in (256, 64, 16, 8, 6, 4, 3, 2)
+    ]
+    assert len(names) <= 10
+    errors = [quality_of(codec, maps=False).error for codec in left]
+    assert errors == sorted(errors)
+
+
+def test_what_is_biased_is_weighed_where_it_is_named() -> None:
+    fdsr = settings_of("fdsr")
+    assert not any(
+        codec.rounding == "nearest"
+        for codec in weighed(fdsr, torch.float32, Facts(), maps=True, named=False)
+    )
+    named = weighed(fdsr, torch.float32, Facts(), maps=True, named=True)
+    assert sum(codec.rounding == "nearest" for codec in named) >= 4
+
+
+def test_a_rate_is_measured_when_it_is_asked_for() -> None:
+    found = rates("cpu")
+    found.pop("encode group, bits=5", None)
+    found.pop("decode group, bits=5", None)
+    assert found["decode group, bits=5"] > 0
+    assert "encode group, bits=5" in found
+    with pytest.raises(KeyError):
+        found["encode nobody"]
+    with pytest.raises(KeyError):
+        found["out nowhere"]
+
+
+def test_a_registered_codec_is_chosen(profile: Profile) -> None:
+    """Without another line: and it is followed, and its plan saved."""
+    assert not codes_of(least(profile)) & {"signs"}
+    register(Signs)
+    plan = least(profile)
+    assert "signs" in codes_of(plan)
+    model, x = net(), torch.randn(512, 128)
+    with er.following(plan, min_nbytes=4096) as followed:
+        loss = model(x).square().mean()
+    loss.backward()
+    assert "signs" in str(followed.ledger)
+    assert not plan.strangers
+
+
+def test_a_registered_codec_keeps_to_the_floors() -> None:
+    coarse = Signs(off=0.5)
+    assert gentle(coarse, site()) == coarse
+    assert gentle(coarse, site(Formula.CURVED)) == Dither(levels=16)
+    assert gentle(Signs(), site(Formula.CURVED)) == Signs()
+    assert gentle(Signs(), site(Formula.EXPONENTIAL)) == Dither(levels=256)
+
+
+# --- who lies
+
+
+@pytest.mark.parametrize(
+    ("liar", "what"),
+    [
+        (Small, "it says 65536 bytes of float32 of shape (4, 16, 64, 64), and holds 131072"),
+        (Sure, "it promises a squared error of 1e-06"),
+        (Same, "it promises a squared error of 0"),
+        (Broken, "it fails: RuntimeError: no"),
+    ],
+)
+def test_a_liar_is_named_once_and_takes_no_part(
+    liar: type[Codec], what: str, profile: Profile, caplog: pytest.LogCaptureFixture
+) -> None:
+    register(liar)
+    with caplog.at_level(logging.WARNING, "elbowroom"):
+        plans = [least(profile), least(profile)]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert f"'{liar.id}'" in said[0]
+    assert what in said[0]
+    assert all(liar.id not in codes_of(plan) for plan in plans)
+    with pytest.raises(PlanError, match=liar.id):
+        er.plan(profile, budget="1 GiB", codecs=[liar()])
+
+
+# --- codecs=
+
+
+@pytest.mark.parametrize("name", ["division", "group", "comet"])
+def test_a_menu_of_one_codec(name: str, profile: Profile) -> None:
+    plan = least(profile, codecs=[name])
+    assert {rung.partition(",")[0] for rung in codes_of(plan)} == {name}
+    assert any(f"{name}" in line.action for line in plan.lines)
+
+
+def test_a_menu_of_one_setting(profile: Profile) -> None:
+    plan = least(profile, codecs=[er.codec("division", bits=4, block=4)])
+    assert codes_of(plan) == {"division, bits=4, block=4"}
+
+
+def test_why_it_won(profile: Profile) -> None:
+    plan = least(profile)
+    coded = [line for line in plan.lines if line.action.startswith(("dither", "group"))]
+    assert coded
+    assert all("less than" in line.why for line in coded)
+    assert "less than" in plan.explain().replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ([], PlanError, "leaves no code"),
+        (["dihter"], UnknownCodec, "Did you mean 'dither'"),
+        ("division", PlanError, "it is a list"),
+        (["bitmask"], PlanError, "takes all of cast, comet, dither"),
+        ([3], UnknownCodec, "a string"),
+    ],
+)
+def test_menus_that_are_refused(given: Any, error: type, words: str, profile: Profile) -> None:
+    with pytest.raises(error, match=words):
+        er.plan(profile, budget="1 GiB", codecs=given)
+    with pytest.raises(error, match=words):
+        er.fit(net(), budget="1 GiB", codecs=given)
+
+
+def test_a_menu_for_an_exact_plan_is_refused(profile: Profile) -> None:
+    with pytest.raises(PlanError, match="exact=True allows no lossy code"):
+        er.plan(profile, budget="1 GiB", exact=True, codecs=["division"])
+
+
+def test_an_unknown_solver_is_refused_by_fit() -> None:
+    with pytest.raises(PlanError, match=r"no solver 'dleta'.*'delta'"):
+        er.fit(net(), budget="1 GiB", solver="dleta")
+
+
+def test_a_plan_with_other_codes_is_refused_by_fit(profile: Profile) -> None:
+    plan = least(profile)
+    with pytest.raises(PlanError, match="codecs="):
+        er.fit(net(), budget="1 GiB", plan=plan, codecs=["division"])
+
+
+def test_fit_keeps_to_the_menu(caplog: pytest.LogCaptureFixture) -> None:
+    """A paper's system as the paper has it: from the first rung on, no other code is seen."""
+    model = net()
+    plain = er.peak(lambda: model(torch.randn(512, 128)).square().mean().backward())
+    x = torch.randn(512, 128)
+    standing = sum(2 * p.nbytes for p in model.parameters())
+    er.fit(
+        model,
+        budget=standing + int(0.8 * plain),
+        exact=False,
+        codecs=["division"],
+        min_nbytes=4096,
+    )
+    for _ in range(8):
+        model(x).square().mean().backward()
+        for p in model.parameters():
+            p.grad = None
+    assert "dither" not in caplog.text
+    er.release(model)
