@@ -6,6 +6,7 @@ Thin: the only file that knows all stages.
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +44,7 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.replay.saving_context import Identical, SavingContext
 from elbowroom.runtime.replay.scribe import Scribe
-from elbowroom.tools import LargestBatch, find_largest
+from elbowroom.tools import ExplainOutOfMemory, LargestBatch, find_largest
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -479,6 +480,22 @@ def step(run: Callable[[], T]) -> T:
     if not found:
         raise PlanError("step runs a step of a fitted model, and there is none; call er.fit first")
     return repeat(run, [model for model, _ in found], [fitting for _, fitting in found])
+
+
+def explain_oom(profile: Profile | str | Path | None = None) -> ExplainOutOfMemory:
+    """Say on stderr what holds the memory if it runs out inside this context.
+
+        with er.explain_oom():
+            train()
+
+    It names the line and the module that asked for more; the weights, gradients, optimizer states
+    and saved tensors, by module; and the tensors that variables hold, by name and line. The error
+    that the program raised goes on, unchanged. Nothing is watched before, so it costs nothing.
+
+    profile  of the step, from `er.measure` or a file of `elbowroom profile`: then it also says
+             which plan would fit. The profile of a fitted model is known
+    """
+    return ExplainOutOfMemory(profile)
 
 
 def _fittings() -> list[tuple[nn.Module, Fitting]]:
