@@ -52,3 +52,10 @@ def test_the_site_leads_to_every_page():
     docs = ROOT / "docs"
     pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
     assert {page for page in pages if page not in shown} == set()
+
+
+@pytest.mark.parametrize("name", ["convnets", "medical", "gnn", "recommenders"])
+def test_the_example_of_a_guide_runs(name, capsys):
+    text = (ROOT / "docs" / "guides" / f"{name}.md").read_text()
+    exec(re.search(r"```python\n(.+?)```", text, re.DOTALL)[1], {"__name__": "guide"})
+    assert 0 < float(capsys.readouterr().out) < 10
