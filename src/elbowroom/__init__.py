@@ -52,6 +52,7 @@ from elbowroom import nn as nn
 from elbowroom import optim as optim
 from elbowroom._api import add_optimizer as add_optimizer
 from elbowroom._api import dry_run as dry_run
+from elbowroom._api import explain_oom as explain_oom
 from elbowroom._api import fit as fit
 from elbowroom._api import following as following
 from elbowroom._api import largest_batch as largest_batch
@@ -70,5 +71,6 @@ from elbowroom.measure.peak import peak as peak
 from elbowroom.nn import convert as convert
 from elbowroom.plan.plan import Plan as Plan
 from elbowroom.plan.profile import Profile as Profile
+from elbowroom.tools import assert_peak as assert_peak
 
 __version__ = "0.1.0"

@@ -6,6 +6,7 @@ Thin: the only file that knows all stages.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -46,7 +47,7 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.replay.saving_context import Identical, SavingContext
 from elbowroom.runtime.replay.scribe import Scribe
-from elbowroom.tools import LargestBatch, find_largest
+from elbowroom.tools import ExplainOutOfMemory, LargestBatch, find_largest
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -442,8 +443,8 @@ def fit(
         return model
     if compile:
         raise PlanError(
-            "compile=True plans inside torch.compile; leave worst, plan, offload, noise, codecs and "
-            "solver out"
+            "compile=True plans inside torch.compile; leave worst, plan, offload, noise, codecs "
+            "and solver out"
         )
     given = None if plan is None else replace(plan, strangers=Counter())  # it counts for this fit
     fitting = Fitting(model, terms, optimizer, given)
@@ -517,6 +518,22 @@ def step(run: Callable[[], T]) -> T:
     if not found:
         raise PlanError("step runs a step of a fitted model, and there is none; call er.fit first")
     return repeat(run, [model for model, _ in found], [fitting for _, fitting in found])
+
+
+def explain_oom(profile: Profile | str | Path | None = None) -> ExplainOutOfMemory:
+    """Say on stderr what holds the memory if it runs out inside this context.
+
+        with er.explain_oom():
+            train()
+
+    It names the line and the module that asked for more; the weights, gradients, optimizer states
+    and saved tensors, by module; and the tensors that variables hold, by name and line. The error
+    that the program raised goes on, unchanged. Nothing is watched before, so it costs nothing.
+
+    profile  of the step, from `er.measure` or a file of `elbowroom profile`: then it also says
+             which plan would fit. The profile of a fitted model is known
+    """
+    return ExplainOutOfMemory(profile)
 
 
 def _fittings() -> list[tuple[nn.Module, Fitting]]:

@@ -22,7 +22,8 @@ from elbowroom.fitting import Fitting, Summary, summary
 from elbowroom.plan.plan import Line, Plan, check_plan
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.compiler import ran_eagerly
-from elbowroom.tools import Discovery
+from elbowroom.runtime.exhaustion import is_out_of_memory
+from elbowroom.tools import Discovery, say_exhaustion
 from elbowroom.units import Share, parse_budget, show_nbytes
 
 NOT_KEPT = 4  # exit code
@@ -141,6 +142,8 @@ class _Run:
                 raise
             except Exception as error:
                 show_traceback(error, script)
+                if is_out_of_memory(error):
+                    say_exhaustion(error)
                 return 1
             finally:
                 if self._fitting is not None:

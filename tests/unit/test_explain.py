@@ -1,0 +1,166 @@
+"""er.explain_oom says what holds the memory and changes nothing; er.assert_peak checks a step."""
+
+import gc
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom as er
+from elbowroom.errors import DataError
+from elbowroom.tools.explain import explanation
+from elbowroom.tools.holders import find_holders
+
+MIB = 1 << 20
+
+
+def model_of(*widths):
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
+    return nn.Sequential(*(one for layer in layers for one in (layer, nn.GELU())))
+
+
+def run_out():
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to")
+
+
+def test_the_error_goes_on_and_the_report_names_modules_lines_and_tensors(capsys):
+    model = model_of(256, 512, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 256)).sum().backward()
+    optimizer.step()
+
+    def train():
+        batch = torch.randn(2048, 256)
+        hidden = model(batch)
+        assert hidden.requires_grad
+        run_out()
+
+    with pytest.raises(RuntimeError, match="can't allocate") as caught, er.explain_oom():
+        train()
+    assert type(caught.value) is RuntimeError
+    told = capsys.readouterr().err
+    assert "memory ran out on cpu" in told
+    assert "test_explain.py" in told
+    for kind in ("weights", "gradients", "optimizer states", "saved for backward"):
+        assert kind in told, told
+    assert "(Addmm)" in told
+    assert "Gelu after" in told
+
+
+def saved_nbytes(begin=""):
+    """Bytes saved for backward; other tests may have left some."""
+    gc.collect()
+    found = [one for one in find_holders("cpu") if one.kind == "saved for backward"]
+    return sum(one.nbytes for one in found if one.where.startswith(begin))
+
+
+def test_what_a_graph_saves_is_found_with_its_bytes():
+    model = model_of(256, 512)
+    x = torch.randn(2048, 256)
+    before = saved_nbytes("Gelu")
+    y = model(x)
+    assert saved_nbytes("Gelu") - before == 2048 * 512 * 4
+    del y
+
+
+def test_what_elbowroom_holds_is_counted_as_held_and_not_unpacked():
+    model = model_of(256, 512)
+    x = torch.randn(2048, 256)
+    before = saved_nbytes()
+    with er.saving("dither", bits=4):
+        y = model(x)
+    assert 0 < saved_nbytes() - before < 0.5 * (x.nbytes + y.nbytes)
+    y.sum().backward()
+
+
+def test_other_errors_say_nothing(capsys):
+    with pytest.raises(ValueError, match="mine"), er.explain_oom():
+        raise ValueError("mine")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_training_inside_has_the_same_bits():
+    def train():
+        model = model_of(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 64)).square().sum().backward()
+            optimizer.step()
+        return model[0].weight
+
+    plain = train()
+    with er.explain_oom():
+        assert torch.equal(train(), plain)
+
+
+def test_a_report_that_fails_hides_no_error(capsys, monkeypatch):
+    monkeypatch.setattr("elbowroom.tools.explain.find_holders", lambda *_: 1 / 0)
+    with pytest.raises(RuntimeError, match="can't allocate"), er.explain_oom():
+        run_out()
+    assert "not enough left to say why" in capsys.readouterr().err
+
+
+def test_a_known_profile_names_the_plan_that_fits():
+    model = model_of(256, 512, 256)
+    x = torch.randn(2048, 256)
+    profile = er.measure(lambda: model(x).sum().backward(), model=model)
+    try:
+        run_out()
+    except RuntimeError as error:
+        told = explanation(error, profile)
+    assert "plan of the known profile" in told
+
+
+def test_a_profile_that_is_not_there_is_refused_at_once(tmp_path):
+    with pytest.raises(DataError):
+        er.explain_oom(tmp_path / "none.json")
+
+
+def test_a_peak_within_what_is_allowed_is_returned():
+    assert er.assert_peak(lambda: torch.empty(MIB, dtype=torch.uint8), "1 MiB") == MIB
+
+
+def test_a_peak_above_it_names_both_figures_and_the_largest_holders():
+    model = model_of(256, 1024)
+    x = torch.randn(2048, 256)
+
+    def step():
+        model.zero_grad()
+        model(x).sum().backward()
+
+    step()
+    with pytest.raises(AssertionError) as caught:
+        er.assert_peak(step, "2 MiB")
+    told = str(caught.value)
+    assert "(measured); 2.00 MiB are allowed" in told
+    assert "8.00 MiB saved for backward" in told
+
+
+def test_a_size_that_cannot_be_read_is_refused():
+    with pytest.raises(ValueError, match="size"):
+        er.assert_peak(lambda: None, "much")
+
+
+SCRIPT = """
+import torch
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss = model(torch.ones(64, 64)).sum()
+torch.empty(1 << 55)
+"""
+
+
+def test_run_shows_the_scripts_own_traceback_first_and_then_explains(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "elbowroom", "run", "--budget", "1GiB", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    first, then = done.stderr.index("can't allocate"), done.stderr.index("memory ran out on cpu")
+    assert first < then
+    assert "train.py:6: torch.empty(1 << 55)" in done.stderr
