@@ -181,6 +181,7 @@ def test_a_plan_file_with_an_unknown_setting(profile: Profile, tmp_path: Path) -
 # --- what is written down is what is measured
 
 
+@pytest.mark.sampled  # each compiles kernels of its own
 @pytest.mark.parametrize("name", _RECORDED)
 def test_the_recorded_quality(name: str) -> None:
     bits, maps, rows, unbiased = _RECORDED[name]

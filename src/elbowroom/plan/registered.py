@@ -5,8 +5,8 @@ they have to by 3 %, and no smaller one may have nearly their error: what is nea
 make problems larger, and no plan better. Milder is by the error of a normal (`codecs/quality.py`),
 each at the size that it has for tensors of a kind: maps or rows, of this dtype, with zeros or not.
 
-Where nobody has named codecs, what is biased takes part only if it is finer than 256 levels: what
-does not average out cannot be counted as noise. Of codecs that are named, all settings take part
+Where nobody has named codecs, what is biased takes no part: what does not average out cannot be
+counted as noise. Of codecs that are named, all settings take part
 that hold less than any milder one. A codec that says of its size or error what is not
 so is named in one warning, and takes no part.
 """
@@ -21,7 +21,6 @@ import torch
 from elbowroom.codecs import Codec, Dither, Facts, codec_class, codecs
 from elbowroom.codecs.quality import lie_of, quality_of
 from elbowroom.errors import PlanError
-from elbowroom.plan.gentle import MOST_LEVELS
 
 _log = logging.getLogger("elbowroom.plan")
 _SHAPES = {True: (8, 32, 32, 32), False: (256, 1024)}  # of maps, of rows
@@ -113,8 +112,7 @@ def weighed(
     sizes: dict[Codec, int] = {}
     for codec in by_error(settings, maps=maps):
         quality = quality_of(codec, maps=maps)
-        counts = named or quality.unbiased or quality.levels >= MOST_LEVELS
-        if counts and dtype in codec.dtypes:
+        if (named or quality.unbiased) and dtype in codec.dtypes:
             size = expected_nbytes(codec, shape, dtype, facts)
             without_zeros = facts.has_zeros and not codec.keeps_zeros
             sizes[codec] = size + (prod(shape) // 8 if without_zeros else 0)
