@@ -83,3 +83,17 @@ def test_a_fitted_module_inside_a_compiled_one():
     close = zip(plain, gradients(model, called, x), strict=True)
     assert all(torch.allclose(p, q, rtol=1e-4, atol=1e-5) for p, q in close)
     er.release(model[0])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_contexts_that_close_in_any_order_leave_compiled_code_compiled(order):
+    import torch._dynamo.eval_frame as eval_frame
+
+    before = eval_frame._stance
+    contexts = [er.saving(), er.saving()]
+    for context in contexts:
+        context.__enter__()
+    assert eval_frame._stance.stance == "force_eager"
+    for n in order:
+        contexts[n].__exit__(None, None, None)
+    assert eval_frame._stance == before

@@ -5,6 +5,7 @@ Most run the partitioner without Inductor's code generation, which takes 10 s a 
 
 import pickle
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -360,3 +361,15 @@ def test_fit_takes_no_plan_of_the_eager_engine_for_compiled_models() -> None:
     model, x = convolutions()
     with pytest.raises(PlanError, match="compile=True plans inside"):
         er.fit(model, budget="1 GiB", worst=x, compile=True)
+
+
+def test_a_fitted_model_inside_of_a_context_runs_as_it_is() -> None:
+    """There compiled code runs eagerly: its own forward, and not once more the fitted one."""
+    torch._dynamo.reset()
+    model, x = convolutions()
+    expected = model(x).detach()
+    fitted = er.fit(torch.compile(model), budget="1 GiB", exact=True)
+    with er.saving(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(fitted(x), expected)
+    er.release(fitted)

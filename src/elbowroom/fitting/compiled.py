@@ -12,6 +12,7 @@ A budget that the graph cannot reach goes to the eager engine, unless `exact` is
 may be coarser.
 """
 
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,12 @@ def how_compiled(model: nn.Module) -> How | None:
     return None
 
 
+class _Thread(threading.local):
+    """Whether the twin runs on this thread."""
+
+    runs = False
+
+
 class CompiledFitting:
     """Runs the forwards of one model, compiled inside a budget.
 
@@ -69,6 +76,7 @@ class CompiledFitting:
         self._twin: Callable[..., Any] | None = None
         self._eager: Fitting | None = None
         self._has_run = False
+        self._here = _Thread()
 
     def run(
         self,
@@ -78,6 +86,21 @@ class CompiledFitting:
         kwargs: dict[str, Any],
     ) -> Any:
         """One forward of the model, through its compiled twin."""
+        if self._here.runs:  # the twin runs eagerly, inside of a context
+            return forward()
+        self._here.runs = True
+        try:
+            return self._run(model, forward, args, kwargs)
+        finally:
+            self._here.runs = False
+
+    def _run(
+        self,
+        model: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if self._eager is not None:
             return self._eager.run(model, forward, args, kwargs)
         if self._has_run:

@@ -5,6 +5,9 @@ that saved it: nothing could be gained there. Worse, Dynamo would try to compile
 themselves, and all that they call. So a context sets the stance "force_eager" while it is open, and
 says so once when it sees a compiled module. Dynamo is asked only if somebody has imported it: the
 import takes seconds. A fitted model that is a part of a larger compiled region is not covered.
+
+The stance is the process's, and contexts need not close in the order in which they were opened, nor
+be of one thread: the first sets it, and the last puts back what was there before.
 """
 
 import sys
@@ -12,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,20 +30,35 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_lock = threading.Lock()
+_forcing = 0  # contexts of the process that are open
+_stance: Any = None  # what the first of them has set
 
 
 @contextmanager
 def eagerly() -> Iterator[None]:
     """A context in which torch.compile'd code runs as it was written."""
+    is_there = "torch._dynamo" in sys.modules
     _thread.depth += 1
+    _force(is_there)
     try:
-        if "torch._dynamo" in sys.modules:
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        else:
-            yield
+        yield
     finally:
+        _force(-is_there)
         _thread.depth -= 1
+
+
+def _force(more: int) -> None:
+    """So many contexts more are open, or fewer."""
+    global _forcing, _stance
+    with _lock:
+        if more > 0 and not _forcing:
+            _stance = torch.compiler.set_stance("force_eager")
+            _stance.__enter__()
+        _forcing += more
+        if more < 0 and not _forcing:
+            _stance.__exit__(None, None, None)
+            _stance = None
 
 
 def original(module: nn.Module) -> nn.Module:
