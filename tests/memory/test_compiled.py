@@ -4,6 +4,7 @@ Most run the partitioner without Inductor's code generation, which takes 10 s a 
 """
 
 import pickle
+import shutil
 import tomllib
 import warnings
 from pathlib import Path
@@ -24,6 +25,10 @@ from elbowroom.compiled.partition import Decision, Partitioner, check_torch, tol
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.fitting import compiled as fitting_compiled
 from elbowroom.measure.peak import peak
+
+needs_a_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor needs a C++ compiler"
+)
 
 # Inductor's import of torch.jit; nothing of ours.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -224,6 +229,7 @@ def test_a_simulated_chain_writes_over_what_it_reads_last() -> None:
     assert curve.end_nbytes == one
 
 
+@needs_a_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "net", [pytest.param("transformer", marks=pytest.mark.whole), "convolutions"]
@@ -257,6 +263,7 @@ def test_inductor_keeps_to_the_predicted_peak_and_gives_the_bits_of_plain_compil
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@needs_a_compiler
 @pytest.mark.whole
 def test_under_autocast_no_value_is_rounded_in_another_place(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -277,6 +284,7 @@ def test_under_autocast_no_value_is_rounded_in_another_place(tmp_path, monkeypat
     assert all(torch.equal(a, b) for a, b in zip(got, run("inductor"), strict=True))
 
 
+@needs_a_compiler
 @pytest.mark.slow
 def test_a_second_start_finds_its_graphs_in_the_cache(tmp_path, monkeypatch) -> None:
     from torch._dynamo.utils import counters
@@ -338,6 +346,7 @@ def test_fit_plans_inside_torch_compile(way: str, uncompiled) -> None:
     assert er.release(fitted) is wanted
 
 
+@needs_a_compiler
 def test_fit_goes_to_the_eager_engine_where_the_graph_cannot_reach_the_budget(
     monkeypatch,
 ) -> None:
