@@ -151,7 +151,7 @@ class CometBounds(Adaptive):
         return None
 
     def _moments(self, weight: Tensor) -> dict[str, Tensor]:
-        """What the optimizer holds for a weight: tensors of floats by name."""
+        """Return what the optimizer holds for a weight: its tensors by name."""
         if isinstance(self._optimizer, EncodedOptimizer):
             return self._optimizer.decoded_state(weight)
         state = self._optimizer.state.get(weight, {})

@@ -1,4 +1,4 @@
-"""What a setting of a codec makes of a normal tensor: bits, squared error, bias.
+"""A setting of a codec is judged by what it makes of a normal tensor: bits, error, bias.
 
     error     E|x~ - x|^2 / E|x|^2, of maps and of rows
     unbiased  errors of two draws do not go together, so that they average out over steps
@@ -28,7 +28,7 @@ _TOGETHER = 0.05  # correlation of two draws' errors, from which on they are sai
 
 
 class Quality(NamedTuple):
-    """Of one setting. bits: an element of float32."""
+    """How good one setting is. bits: what it holds for an element of float32."""
 
     bits: float
     error: float
@@ -36,12 +36,15 @@ class Quality(NamedTuple):
 
     @property
     def levels(self) -> float:
-        """Of the dither that has the same error; fewer than 2 where that is larger."""
+        """Return the levels of the dither that has the same error; below 2, none is as coarse."""
         return 1 + sqrt(_AT_ONE / max(self.error, 1e-30))
 
 
 def quality_of(codec: Codec, *, maps: bool) -> Quality:
-    """Of tensors of four dimensions and more, or of others. Raises what the codec raises."""
+    """Return the quality for maps, of four dimensions and more, or for rows.
+
+    Raises what the codec raises.
+    """
     recorded = _RECORDED.get(setting_name(codec))
     if recorded is None:
         return measured(codec, maps=maps)

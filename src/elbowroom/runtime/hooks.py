@@ -524,7 +524,8 @@ class Saving:
         if call is not None:
             note_copy(x, call, self._identity)
             self._listener.makes(x, self._identity)
-        looks = self.recorder is not None or not self.is_exact()
+        reruns = call is not None and call.would_rerun
+        looks = reruns and (self.recorder is not None or not self.is_exact())
         request = classify(slot, x, call, reading, name, looks=looks)
         noted = None if self.recorder is None else self._noted(request)
         if request.reading.formula.is_fine and call is not None:
