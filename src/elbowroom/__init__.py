@@ -9,6 +9,7 @@
 
     # One line: a plan for the model's own step, obeyed and verified.
     model = er.fit(model, budget="6 GiB", optimizer=opt)
+    print(er.summary(model))    # at any time: peaks, time and what was done
 
     # The same in three stages, each its own data.
     profile = er.measure(step, model=model, optimizer=opt)
@@ -61,6 +62,7 @@ from elbowroom._api import plan as plan
 from elbowroom._api import release as release
 from elbowroom._api import saving as saving
 from elbowroom._api import step as step
+from elbowroom._api import summary as summary
 from elbowroom.codecs import Codec as Codec
 from elbowroom.codecs import Encoded as Encoded
 from elbowroom.codecs import Facts as Facts

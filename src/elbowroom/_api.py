@@ -28,7 +28,8 @@ from elbowroom.adaptive import Adaptive
 from elbowroom.adaptive.policies import meter_of, policy_of, within_noise
 from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError, UnknownField
-from elbowroom.fitting import FitOptions, Fitting, check_alone, repeat
+from elbowroom.fitting import FitOptions, Fitting, Summary, check_alone, repeat
+from elbowroom.fitting import summary as summary_of
 from elbowroom.fitting.compiled import CompiledFitting, How, how_compiled
 from elbowroom.measure.dry import dry_run as run_dry
 from elbowroom.measure.memory import budget_nbytes
@@ -42,6 +43,7 @@ from elbowroom.plan.profile import Profile
 from elbowroom.plan.registered import chosen_settings
 from elbowroom.plan.solve import check_solver
 from elbowroom.runtime.attach import attach, attached, detach, opener_of
+from elbowroom.runtime.compiler import original
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.observer import Observer
@@ -582,6 +584,28 @@ def largest_batch(
     check_optimizer(optimizer, model, "largest_batch")
     terms = FitOptions(budget_nbytes(budget, _home(model)), exact, None, min_nbytes)
     return find_largest(model, make_batch, loss, terms, optimizer)
+
+
+def summary(model: nn.Module) -> Summary:
+    """What `fit` has done for a model so far: peaks, time, exactness and actions.
+
+        print(er.summary(model))    # a table; each figure says whether it was measured or estimated
+
+    It changes nothing and may be asked for at any time. Raises PlanError for a model that is not
+    fitted, and for one that is planned inside torch.compile, where no step is measured.
+    """
+    check_model(model, "summary")
+    fitting = opener_of(model)
+    if isinstance(fitting, CompiledFitting):
+        fitting = fitting.eager
+        if fitting is None:
+            raise PlanError(
+                "summary knows what was measured, and a model that is planned inside torch.compile "
+                "is not measured; the logger 'elbowroom' says at INFO what each region takes"
+            )
+    if not isinstance(fitting, Fitting):
+        raise PlanError("summary takes a fitted model, and this one is not; call er.fit first")
+    return summary_of(fitting, type(original(model)).__name__)
 
 
 def release(model: M) -> M:

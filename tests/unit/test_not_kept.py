@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from elbowroom.cli.run import _rows, _Run, _say_not_kept
+from elbowroom.cli.run import _Run, _say_not_kept
 from elbowroom.fitting import Summary
 from elbowroom.runtime import compiler
 
@@ -66,7 +66,7 @@ def test_exact_is_said_against_eager_where_compiled_code_ran_eagerly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def remark() -> str:
-        return next(row[3] for row in _rows(told(MIB)) if row[0] == "exact")
+        return next(row[3] for row in told(MIB).rows() if row[0] == "exact")
 
     monkeypatch.setattr(compiler, "_said", False)
     assert remark() == "no bit of a gradient changed"

@@ -6,6 +6,7 @@ the step of optimizers, dropout, both widths of floats, tensors short enough for
 and long enough for the threaded.
 """
 
+import logging
 import multiprocessing
 import os
 from collections.abc import Collection, Iterator
@@ -36,9 +37,14 @@ def compile_ahead(processes: int | None = None, threaded: Collection[torch.dtype
     jobs = list(_jobs(threaded))
     spawning = multiprocessing.get_context("spawn")
     processes = processes or min(os.cpu_count() or 1, 8)
-    with ProcessPoolExecutor(processes, mp_context=spawning) as pool:
+    with ProcessPoolExecutor(processes, mp_context=spawning, initializer=_be_quiet) as pool:
         list(pool.map(_call, jobs))
     return len(jobs)
+
+
+def _be_quiet() -> None:
+    """Whoever asks for it knows that kernels are compiled."""
+    logging.getLogger("elbowroom.kernels").setLevel(logging.ERROR)
 
 
 def _jobs(threaded: Collection[torch.dtype] = _DTYPES) -> Iterator[Job]:

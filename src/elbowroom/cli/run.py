@@ -19,9 +19,8 @@ from elbowroom.cli.warm import start_warm
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.files import write_text
 from elbowroom.fitting import Fitting, Summary, summary
-from elbowroom.plan.plan import Line, Plan, check_plan
+from elbowroom.plan.plan import Plan, check_plan
 from elbowroom.runtime.attach import opener_of
-from elbowroom.runtime.compiler import ran_eagerly
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.tools import Discovery, say_exhaustion
 from elbowroom.units import Share, parse_budget, show_nbytes
@@ -229,65 +228,6 @@ def _table(told: Summary) -> Table:
     for name in ("one step", "measured", "estimated"):
         table.add_column(name, justify="left" if name == "one step" else "right")
     table.add_column("", overflow="fold")
-    for row in _rows(told):
+    for row in told.rows():
         table.add_row(*(Text(cell) for cell in row))
     return table
-
-
-def _rows(told: Summary) -> list[tuple[str, str, str, str]]:
-    """Name, measured, estimated, remark."""
-    unknown = "" if told.plain_nbytes else "not known: it takes three steps"
-    rows = [
-        ("peak, plain", "", _size(told.plain_nbytes), unknown),
-        ("peak, planned", "", _size(told.predicted_nbytes), _setting(told)),
-        ("peak", _size(told.last_nbytes), "", _verdict(told)),
-    ]
-    if told.highest_nbytes != told.last_nbytes:
-        over = _over(told.highest_nbytes, told.budget_nbytes)
-        rows.append(
-            ("highest peak", _size(told.highest_nbytes), "", f"of all measured steps; {over}")
-        )
-    if told.slowdown is not None:
-        rows.append(("time", "", f"{100 * told.slowdown:+.1f} %", "over plain autograd"))
-    gradients = "no bit of a gradient changed" if told.exact else "codes add noise to gradients"
-    if told.exact and ran_eagerly():  # compiled kernels round otherwise
-        gradients += " against eager PyTorch; compiled code ran eagerly, and gives other bits"
-    rows.append(("exact" if told.exact else "lossy", "", "", gradients))
-    by_action: dict[str, list[Line]] = {}
-    for line in told.lines:
-        by_action.setdefault(line.action, []).append(line)
-    for action, lines in by_action.items():
-        before, after = sum(line.nbytes for line in lines), sum(line.held for line in lines)
-        what = f"{show_nbytes(before)} -> {show_nbytes(after)}"
-        rows.append((f"  {action}", "", what, _places(lines)))
-    return rows
-
-
-def _size(nbytes: int | None) -> str:
-    return "" if nbytes is None else show_nbytes(nbytes)
-
-
-def _setting(told: Summary) -> str:
-    if told.setting == "plan":
-        return ""
-    return "nothing needs to be done" if told.setting == "keep" else f"no plan: '{told.setting}'"
-
-
-def _verdict(told: Summary) -> str:
-    if told.last_nbytes is None:
-        return f"not measured: {told.steps} steps"
-    before = "" if told.last_setting == told.setting else f", with setting '{told.last_setting}'"
-    return _over(told.last_nbytes, told.budget_nbytes) + before
-
-
-def _over(nbytes: int | None, budget_nbytes: int) -> str:
-    over = (nbytes or 0) - budget_nbytes
-    return f"{show_nbytes(over)} over the budget" if over > 0 else "within the budget"
-
-
-def _places(lines: list[Line], most: int = 3) -> str:
-    """The modules of the largest tensors."""
-    largest = sorted(lines, key=lambda line: -line.nbytes)
-    names = list(dict.fromkeys(line.module or "(outermost)" for line in largest))
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

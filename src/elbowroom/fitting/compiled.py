@@ -64,6 +64,7 @@ class CompiledFitting:
     """Runs the forwards of one model, compiled inside a budget.
 
     regions  what was decided for each compiled region
+    eager    what runs the forwards instead, where no compiled plan fits
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class CompiledFitting:
         self.regions = Regions(Settings(counts_inputs=False, exact=terms.exact))
         self._how = how
         self._twin: Callable[..., Any] | None = None
-        self._eager: Fitting | None = None
+        self.eager: Fitting | None = None
         self._has_run = False
         self._here = _Thread()
 
@@ -101,8 +102,8 @@ class CompiledFitting:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if self._eager is not None:
-            return self._eager.run(model, forward, args, kwargs)
+        if self.eager is not None:
+            return self.eager.run(model, forward, args, kwargs)
         if self._has_run:
             assert self._twin is not None
             return self._twin(*args, **kwargs)
@@ -116,8 +117,8 @@ class CompiledFitting:
             self._go_eager(model, error)
         finally:
             undo.close()
-        assert self._eager is not None
-        return self._eager.run(model, forward, args, kwargs)
+        assert self.eager is not None
+        return self.eager.run(model, forward, args, kwargs)
 
     def _first(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         how = self._how
@@ -142,18 +143,18 @@ class CompiledFitting:
             stacklevel=3,
         )
         optimizers = self.owned.optimizers()
-        self._eager = Fitting(model, self.terms, optimizers[0] if optimizers else None)
+        self.eager = Fitting(model, self.terms, optimizers[0] if optimizers else None)
         for other in optimizers[1:]:
-            self._eager.owned.add(other)
+            self.eager.owned.add(other)
         self._twin = None
 
     def passes(self) -> None:
         """A forward without gradients: it runs as it was compiled by the user."""
-        if self._eager is not None:
-            self._eager.passes()
+        if self.eager is not None:
+            self.eager.passes()
 
     def close(self) -> None:
         """The model is not fitted any more."""
-        if self._eager is not None:
-            self._eager.close()
+        if self.eager is not None:
+            self.eager.close()
         self._twin = None

@@ -64,7 +64,8 @@ class Fitting(MeasuredSteps):
     ) -> None:
         """plan: what the first step begins with."""
         super().__init__(ModelState(model, optimizer), terms)
-        rates(self.owned.device.type)  # once a process; it loads the kernels, and no step waits
+        # Once a process; it loads the kernels, and no step waits.
+        rates(self.owned.device.type, lossy=not terms.exact)
         self._plannings = PlanCache(terms, self.owned, self.context, plan)
         self._shortage = Shortage()
         self._copies_given = True  # until a forward has left the tensors that it is handed alone

@@ -1,4 +1,4 @@
-"""What became of a budget, in a few figures: for the end of a training."""
+"""What became of a budget, in a few figures: at any time, or at the end of a training."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -6,11 +6,15 @@ from typing import Any
 from elbowroom.fitting.session import Fitting
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.plan import Line
+from elbowroom.runtime.compiler import ran_eagerly
+from elbowroom.units import show_nbytes
+
+Row = tuple[str, str, str, str]  # name, measured, estimated, remark
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one fitted model.
+    """Of one fitted model; `print` shows it as a table.
 
     plain_nbytes      the peak of plain autograd: estimated; None where no step was written down
     predicted_nbytes  the peak under the plan: estimated; None without one
@@ -40,6 +44,45 @@ class Summary:
     exact: bool
     steps: int
     lines: tuple[Line, ...]
+
+    def __str__(self) -> str:
+        """Return a table, one row a figure."""
+        title = f"{self.model} inside {show_nbytes(self.budget_nbytes)}"
+        rows = [("one step", "measured", "estimated", ""), *self.rows()]
+        wide = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = (
+            f"{name:<{wide[0]}}  {measured:>{wide[1]}}  {estimated:>{wide[2]}}  {remark}".rstrip()
+            for name, measured, estimated, remark in rows
+        )
+        return "\n".join((title, *lines))
+
+    def rows(self) -> list[Row]:
+        """Return what is known, each figure in the column that says how it is known."""
+        unknown = "" if self.plain_nbytes else "not known: it takes three steps"
+        rows = [
+            ("peak, plain", "", _size(self.plain_nbytes), unknown),
+            ("peak, planned", "", _size(self.predicted_nbytes), _setting(self)),
+            ("peak", _size(self.last_nbytes), "", _verdict(self)),
+        ]
+        if self.highest_nbytes != self.last_nbytes:
+            over = _over(self.highest_nbytes, self.budget_nbytes)
+            rows.append(
+                ("highest peak", _size(self.highest_nbytes), "", f"of all measured steps; {over}")
+            )
+        if self.slowdown is not None:
+            rows.append(("time", "", f"{100 * self.slowdown:+.1f} %", "over plain autograd"))
+        gradients = "no bit of a gradient changed" if self.exact else "codes add noise to gradients"
+        if self.exact and ran_eagerly():  # compiled kernels round otherwise
+            gradients += " against eager PyTorch; compiled code ran eagerly, and gives other bits"
+        rows.append(("exact" if self.exact else "lossy", "", "", gradients))
+        by_action: dict[str, list[Line]] = {}
+        for line in self.lines:
+            by_action.setdefault(line.action, []).append(line)
+        for action, lines in by_action.items():
+            before, after = sum(line.nbytes for line in lines), sum(line.held for line in lines)
+            what = f"{show_nbytes(before)} -> {show_nbytes(after)}"
+            rows.append((f"  {action}", "", what, _places(lines)))
+        return rows
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -71,3 +114,33 @@ def summary(fitting: Fitting, model: str) -> Summary:
         steps=fitting.context.step,
         lines=() if plan is None else tuple(one for one in plan.lines if one.action != "keep"),
     )
+
+
+def _size(nbytes: int | None) -> str:
+    return "" if nbytes is None else show_nbytes(nbytes)
+
+
+def _setting(told: Summary) -> str:
+    if told.setting == "plan":
+        return ""
+    return "nothing needs to be done" if told.setting == "keep" else f"no plan: '{told.setting}'"
+
+
+def _verdict(told: Summary) -> str:
+    if told.last_nbytes is None:
+        return f"not measured: {told.steps} steps"
+    before = "" if told.last_setting == told.setting else f", with setting '{told.last_setting}'"
+    return _over(told.last_nbytes, told.budget_nbytes) + before
+
+
+def _over(nbytes: int | None, budget_nbytes: int) -> str:
+    over = (nbytes or 0) - budget_nbytes
+    return f"{show_nbytes(over)} over the budget" if over > 0 else "within the budget"
+
+
+def _places(lines: list[Line], most: int = 3) -> str:
+    """The modules of the largest tensors."""
+    largest = sorted(lines, key=lambda line: -line.nbytes)
+    names = list(dict.fromkeys(line.module or "(outermost)" for line in largest))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,7 +1,7 @@
 """Measures, once a process, how many bytes of a tensor this machine encodes and decodes a second.
 
-What nearly every plan needs (bits, small integers, dither) when it is asked for the rates of a
-device; any other setting of a codec when a plan asks for it, on less, so that no fit begins later
+What nearly every plan needs (bits, small integers; dither, if codes may be lossy) before a training
+begins; any other setting of a codec when a plan asks for it, on less, so that no fit begins later
 and no kernel is compiled that no plan weighs. On a tensor of 4 MiB, the best of a few runs; a
 planner that takes a neighbour's noise for the speed of a codec plans for the noise.
 """
@@ -27,7 +27,7 @@ _RUNS = 5
 
 
 _FEWER = 1 << 18  # elements, on a CPU, of what is measured in the middle of a training
-_ALWAYS = (BitMask(), Narrow(), *Dither.settings())
+_EXACT = (BitMask(), Narrow())
 
 
 class Rates(dict[str, float]):
@@ -35,7 +35,7 @@ class Rates(dict[str, float]):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device = device
+        self.device = device
 
     def __missing__(self, name: str) -> float:
         verb, _, setting = name.partition(" ")
@@ -45,17 +45,29 @@ class Rates(dict[str, float]):
             codec = setting_named(setting)
         except (CodecError, ValueError) as error:
             raise KeyError(name) from error
-        elements = _FEWER if self._device.type == "cpu" else _ELEMENTS
-        self.update(_rated(codec, self._device, elements))
+        elements = _FEWER if self.device.type == "cpu" else _ELEMENTS
+        self.update(_rated(codec, self.device, elements))
         return self[name]
 
 
+def rates(device_type: str, *, lossy: bool = True) -> Rates:
+    """Bytes a second of the codecs that a plan may use: "encode dither, 4 levels", "decode ...".
+
+    lossy  measure dither now, too, rather than when it is asked for
+    """
+    found = _begun(device_type)
+    for codec in Dither.settings() if lossy else ():
+        if rate_name("encode", codec) not in found:
+            found.update(_rated(codec, found.device, _ELEMENTS))
+    return found
+
+
 @cache
-def rates(device_type: str) -> Rates:
-    """Bytes a second of all codecs that a plan may use: "encode dither, 4 levels", "decode ..."."""
+def _begun(device_type: str) -> Rates:
+    """Those that a plan needs that changes no bit."""
     device = torch.device(device_type)
     found = Rates(device)
-    for codec in _ALWAYS:
+    for codec in _EXACT:
         found.update(_rated(codec, device, _ELEMENTS))
     found.update(_links(device))
     return found

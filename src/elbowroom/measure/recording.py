@@ -64,7 +64,7 @@ class Recording:
             static=self._static,
             storages=recorder.storages(),
             modules=recorder.modules(),
-            rates=rates(self._device.type),
+            rates=rates(self._device.type, lossy=False),  # with what `fit` has asked for
             device=(self._device.type, ""),
         )
 

@@ -1,0 +1,51 @@
+"""Says, once a process, that kernels are being compiled: else a first run looks as if it hung.
+
+numba compiles a loop when it is first called with arguments of a kind, and keeps the machine code
+on disk, so an installation waits once. Nothing is said of what is loaded from there, nor of less
+than `UNNOTICED_S` in all. The events are numba's own (numba.core.event), sent under its lock.
+"""
+
+import logging
+import time
+from typing import Any
+
+from numba.core import event as events
+
+_log = logging.getLogger("elbowroom.kernels")
+UNNOTICED_S = 3.0
+_OURS = __name__.rpartition(".")[0]
+
+
+class FirstTime(events.Listener):  # type: ignore[misc]  # numba has no types
+    """Adds up the seconds in which loops of ours are compiled, until they are worth a line."""
+
+    def __init__(self) -> None:
+        self._depth = 0  # a loop is compiled inside of the one that calls it
+        self._began_s = 0.0
+        self._earlier_s = 0.0
+        self._is_said = False
+
+    def on_start(self, event: Any) -> None:
+        """A loop, or what it calls, is about to be compiled."""
+        if not self._depth:
+            if not event.data["dispatcher"].py_func.__module__.startswith(_OURS):
+                return
+            self._began_s = time.perf_counter()
+        self._depth += 1
+        taken_s = self._earlier_s + time.perf_counter() - self._began_s
+        if taken_s > UNNOTICED_S and not self._is_said:
+            self._is_said = True
+            _log.warning(
+                "compiling kernels for this CPU, once for this installation: up to a minute. "
+                "`elbowroom doctor --compile` does it ahead"
+            )
+
+    def on_end(self, event: Any) -> None:
+        """It was compiled, or could not be."""
+        if self._depth:
+            self._depth -= 1
+            if not self._depth:
+                self._earlier_s += time.perf_counter() - self._began_s
+
+
+events.register("numba:compile", FirstTime())

@@ -1,0 +1,76 @@
+"""A first run says that kernels are being compiled, and no other run says anything."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elbowroom.kernels.numba import first_time
+from elbowroom.kernels.numba.first_time import FirstTime
+
+RUN = """
+import torch
+import elbowroom as er
+from elbowroom.kernels.numba import first_time
+first_time.UNNOTICED_S = 0.0
+x = torch.randn(64)
+er.codec("bitmask").encode(x > 0, 1, er.Facts())
+"""
+
+
+def compiled(module: str) -> Any:
+    """An event of numba's for a loop of this module."""
+    return SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=_of(module))})
+
+
+def _of(module: str) -> Any:
+    def loop() -> None: ...
+
+    loop.__module__ = module
+    return loop
+
+
+def test_a_first_run_says_it_once_and_a_second_says_nothing(tmp_path: Path) -> None:
+    said = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", RUN],
+            env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        )
+        said.append(done.stderr)
+    assert said[0].count("compiling kernels for this CPU, once for this installation") == 1
+    assert said[1] == ""
+
+
+def test_only_seconds_of_our_loops_count(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(first_time, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    listener = FirstTime()
+    ours, other = compiled("elbowroom.kernels.numba.dither"), compiled("somebody.elses")
+
+    def compile_for(seconds: float, event: Any, inner: Any) -> None:
+        listener.on_start(event)
+        now[0] += seconds
+        listener.on_start(inner)
+        listener.on_end(inner)
+        listener.on_end(event)
+
+    compile_for(60, other, other)
+    assert not caplog.records
+    compile_for(2, ours, other)
+    now[0] += 60  # what is between them is not compiling
+    compile_for(0.5, ours, ours)
+    assert not caplog.records
+    compile_for(1, ours, other)
+    compile_for(9, ours, ours)
+    assert len(caplog.records) == 1

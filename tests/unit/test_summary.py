@@ -1,0 +1,57 @@
+"""er.summary says at any time what a fit has done."""
+
+import pytest
+import torch
+from torch import nn
+
+import elbowroom as er
+from elbowroom.errors import PlanError
+
+
+def net() -> nn.Sequential:
+    layers = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.GELU())]
+    return nn.Sequential(*layers)
+
+
+def train(model: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.randn(2048, 128)).square().mean().backward()
+        model.zero_grad()
+
+
+def test_it_tells_budget_peak_and_actions() -> None:
+    model = er.fit(net(), budget="12 MiB", exact=True)
+    before = er.summary(model)
+    assert before.last_nbytes is None
+    assert before.steps == 0
+    train(model, 12)
+    told = er.summary(model)
+    assert told.exact
+    assert told.last_nbytes is not None
+    assert 0 < told.last_nbytes <= told.budget_nbytes == 12 * 2**20
+    assert {line.action for line in told.lines}
+    table = str(told)
+    assert table.startswith("Sequential inside 12.0 MiB\n")
+    assert "within the budget" in table
+    assert "no bit of a gradient changed" in table
+    assert len(table.splitlines()) == 2 + len(told.rows())
+
+
+def test_a_model_that_has_room_needs_nothing() -> None:
+    model = er.fit(net(), budget="1 GiB", exact=True)
+    train(model, 4)
+    told = er.summary(model)
+    assert not told.lines
+    assert "nothing needs to be done" in str(told)
+
+
+def test_it_is_of_fitted_models_only() -> None:
+    model = net()
+    with pytest.raises(PlanError, match=r"this one is not; call er\.fit first"):
+        er.summary(model)
+    er.release(er.fit(model, budget="1 GiB"))
+    with pytest.raises(PlanError, match=r"call er\.fit first"):
+        er.summary(model)
+    compiled = er.fit(model, budget="1 GiB", compile=True)
+    with pytest.raises(PlanError, match=r"planned inside torch\.compile"):
+        er.summary(compiled)
