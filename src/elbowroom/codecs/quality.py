@@ -129,7 +129,6 @@ _RECORDED: dict[str, tuple[float, float, float, bool]] = {
     "fdsr, bands=6/4/3/0": (0.516, 0.908, 0, False),
     "fdsr, bands=6/3/1.6/1.6/1.6/0": (0.660, 0.831, 0, False),
     "fdsr": (0.914, 0.766, 0, False),
-    "fdsr, bands=6/4/3/1.6/1.6/0, reuse=true, rho=0.75": (1.352, 0.707, 0, False),
     "fdsr, bands=4/1.6/1.6/1.6/1.6/1.6/1.6/1, rounding=dither": (1.496, 1.61, 0, True),
     "fdsr, bands=4/1.6, rounding=dither": (1.836, 0.586, 0, True),
     "fdsr, bands=5/2, rounding=dither": (2.242, 0.261, 0, True),
