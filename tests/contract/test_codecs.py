@@ -35,7 +35,6 @@ from elbowroom.codecs import (
     codecs,
 )
 from elbowroom.codecs.base import memory_order
-from elbowroom.codecs.division import _maps
 from elbowroom.errors import CodecError, UnsupportedTensor
 from elbowroom.kernels.layout import TILE
 from elbowroom.kernels.ops import pack_bits
@@ -325,14 +324,14 @@ def half_steps(c: Dither, x: Tensor) -> Tensor:
 def division_bound(c: Codec, x: Tensor, facts: Facts) -> Tensor:
     """From the maps alone: the most that x - mean can span in a range, mean and range rounded."""
     assert isinstance(c, Division)
-    outer, rows, columns, inner = _maps(len(x), facts)
+    _, reach, (outer, rows, columns, inner) = c._how(len(x), facts)
     x = x.view(outer, rows, columns, inner)
     high, wide = (1, c.block**2) if rows == 1 else (c.block, c.block)
-    tall, broad = high * c.range_blocks, wide * c.range_blocks
-    if not c.range_blocks:
+    tall, broad = high * reach, wide * reach
+    if not reach:
         tall, broad = rows, columns
     elif rows == 1:
-        tall, broad = 1, wide * c.range_blocks**2
+        tall, broad = 1, wide * reach**2
     mean, bound = torch.empty_like(x), torch.empty_like(x)
     for r, k in product(range(0, rows, high), range(0, columns, wide)):
         block = x[:, r : r + high, k : k + wide]

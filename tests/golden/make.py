@@ -102,6 +102,7 @@ def goldens() -> list[Golden]:
         Golden("division-dither", division | {"rounding": "dither"}, last),
         Golden("division-3-4-2", division | ranged, last.half()),
         Golden("division-rows", division | {"block": 4}, x),
+        Golden("division-sequence", division | {"block": 4}, maps[0, :2], Facts(sequence=-2)),
         Golden("fdsr", {"id": "fdsr", "min_numel": 0}, small_maps(24, 19)),
         Golden(
             "fdsr-dither",

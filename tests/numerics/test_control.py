@@ -190,6 +190,70 @@ def test_the_guard_goes_up_when_the_loss_rises_and_down_when_it_does_not():
     assert control.alarms > 1
 
 
+def test_a_guard_starts_in_the_middle_of_its_ladder():
+    """An alarm can help, and calm can save: rungs lie on either side, the mildest unbiased."""
+    control = Guard()
+    assert 3 <= control.start <= len(control.ladder) - 3
+    assert control.ladder[0].rounding == "dither"
+    control.loss(1.0)
+    for _ in range(30):
+        control.loss(1.0)
+    start = control.start
+    control.loss(50.0)  # before any look: all tensors get milder
+    assert control.alarms == 1
+    assert control.start == start - 1
+
+
+def test_a_guard_learns_where_it_was_too_lean():
+    """What went down before an alarm goes back, and does not go there again."""
+    control = Guard(er.codec("group", bits=3), patience=10, every=100, noise=1e9)
+    Training().run(control, 1)
+    Training().run(control, 29)
+    before = dict(control.rungs)
+    leaner = list(control._leaner)
+    assert leaner
+    control.loss(1e4)
+    control.loss(1e4)
+    assert control.alarms > 0
+    assert all(control.rungs[name] < before[name] for name in leaner)
+    limits = {name: control.rungs[name] for name in leaner}
+    again = Guard(er.codec("group", bits=3), patience=10, every=100, noise=1e9)
+    again.load_state_dict(pickle.loads(pickle.dumps(control.state_dict())))
+    for one in (control, again):
+        for _ in range(300):
+            one.loss(1.0)  # calm
+        assert all(one.rungs[name] <= limits[name] for name in leaner)
+
+
+def test_a_guard_saves_a_training_that_its_first_setting_harms():
+    """One bit a value, fixed, costs a tenth of a nat and more; the guard leaves it in time."""
+
+    def last_losses(control):
+        training = Training()
+        training.run(control, 100)
+        with torch.no_grad():
+            out = training.model(training.images)
+            return float(nn.functional.cross_entropy(out, training.labels))
+
+    harsh = er.codec("group", bits=1)
+    plain, fixed = last_losses("keep"), last_losses(harsh)
+    guarded = last_losses(Guard(harsh, every=5))
+    assert fixed > plain + 0.1
+    assert guarded < fixed - 0.5 * (fixed - plain)
+
+
+def test_a_guard_that_hears_nothing_says_so(caplog):
+    control = Guard(er.codec("group", bits=4), every=2)
+    training = Training()
+    for nth in range(12):
+        with er.saving(control, min_nbytes=0, seed=nth):
+            loss = nn.functional.cross_entropy(training.model(training.images), training.labels)
+        loss.backward()
+    control.error_report()
+    assert "has not been told any loss" in caplog.text
+    assert "guard.loss(loss)" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["noise", "lean", "actnn", "comet", "guard"])
 @pytest.mark.parametrize("first", [2, 5, 9])
 def test_a_checkpoint_goes_on_with_the_same_choices(kind, first):

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
-from elbowroom.codecs import Encoded, codec
+from elbowroom.codecs import Encoded, Facts, codec
 from elbowroom.codecs.base import memory_order
-from elbowroom.codecs.division import _maps
 from elbowroom.kernels import maps as cells
 from elbowroom.kernels import ops, reference
 from elbowroom.kernels.reference.codes import unpack_codes
@@ -45,8 +44,8 @@ def values(*shape: int) -> Tensor:
 def grid(encoded: Encoded) -> tuple[Tensor, Tensor]:
     """The step [N] of each element and the value of code 0 without dither [N], in memory order."""
     c, (_, mean, scale, low) = encoded.codec, encoded.buffers
-    found = _maps(encoded.numel, encoded.facts)
-    over, over_ranges = cells.blocks(found, c.block), cells.ranges(found, c.block, c.range_blocks)
+    block, reach, found = c._how(encoded.numel, encoded.facts)
+    over, over_ranges = cells.blocks(found, block), cells.ranges(found, block, reach)
     return (
         spread(scale, over_ranges).double(),
         spread(mean, over).double() + spread(low, over_ranges).double(),
@@ -204,9 +203,71 @@ def test_bits_a_value(side):
         assert nbytes * 8 / (64 * 32 * side**2) == pytest.approx(bits)
 
 
-def test_one_row_takes_blocks_of_as_many_elements():
-    c = codec("division")
-    assert c.encoded_nbytes((3, 640), torch.float32) == 3 * (640 // 4 + 640 // 64 * 2 + 4)
+@pytest.mark.parametrize("block", [4, 8, 16])
+def test_one_row_takes_blocks_of_as_many_elements_and_ranges_of_256(block):
+    c = codec("division", block=block)
+    ranges, blocks = 3 * 3, 3 * -(-640 // block**2)
+    assert c.encoded_nbytes((3, 640), torch.float32) == 3 * 640 // 4 + 2 * blocks + 4 * ranges
+
+
+# -- sequences ------------------------------------------------------------------------------------
+
+
+def tokens(B: int, T: int, C: int) -> Tensor:
+    """Each channel with an offset and a spread of its own, which change slowly along T."""
+    draw = torch.Generator().manual_seed(B * T * C)
+    offsets, spreads = (4 * torch.randn(2, C, generator=draw)).unbind()
+    x = torch.randn(B, T, C, generator=draw) * spreads.abs() + offsets
+    return x + torch.linspace(-2, 2, T)[:, None]
+
+
+def square(c, x: Tensor, facts: Facts) -> float:
+    y = c.encode(x, seed=1, facts=facts).decode()
+    return float((y - x).square().sum() / x.square().sum())
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "dither"])
+def test_a_sequence_has_its_blocks_along_itself(rounding):
+    c, x, along = codec("division", rounding=rounding), tokens(2, 300, 96), Facts(sequence=-2)
+    encoded = c.encode(x, seed=1, facts=along)
+    means = encoded.buffers[1].float().view(2, 5, 96)  # 300 are four blocks of 64, and 44
+    for k in range(5):
+        expected = x[:, 64 * k : 64 * k + 64].mean(dim=1)
+        assert torch.allclose(means[:, k], expected, rtol=2**-8, atol=1e-6)
+    assert encoded.nbytes == c.encoded_nbytes((2, 300, 96), torch.float32, along)
+    turned = x.transpose(1, 2)  # as conv1d reads it: the same memory, so the same code
+    again = c.encode(turned, seed=1, facts=Facts(sequence=-1))
+    assert all(torch.equal(a, b) for a, b in zip(encoded.buffers, again.buffers, strict=True))
+    copy = c.encode(turned.contiguous(), seed=1, facts=Facts(sequence=-1))
+    assert torch.equal(copy.buffers[1].view(2, 96, 5), encoded.buffers[1].view(2, 5, 96).mT)
+    assert copy.nbytes == encoded.nbytes
+
+
+def test_along_the_sequence_errors_are_smaller_than_along_rows_and_than_those_of_zeros():
+    """With one range a row, as before, two bits were worse than nothing at all."""
+    x, c = tokens(2, 512, 768), codec("division")
+    x[..., 5] *= 30  # the outlier that hidden states have
+    along, rows = square(c, x, Facts(sequence=-2)), square(c, x, Facts())
+    whole = square(codec("division", range_blocks=64), x, Facts())
+    assert along < 0.25 * rows < rows < whole
+    assert along < 0.5
+    gaussian = torch.randn(64, 3072, generator=torch.Generator().manual_seed(1))
+    assert square(codec("division", range_blocks=64), gaussian, Facts()) > 0.9
+    assert square(c, gaussian, Facts()) < 0.65
+
+
+@pytest.mark.parametrize("sequence", [-5, 0, 7, -1, -2, -3])
+def test_any_sequence_comes_back_within_a_step(sequence):
+    x, c = tokens(3, 70, 65), codec("division", rounding="dither")
+    encoded = c.encode(x, seed=5, facts=Facts(sequence=sequence))
+    gap = (encoded.decode() - x).abs().view(-1).double()
+    assert bool((gap <= grid(encoded)[0] + 2**-20 * float(x.abs().max())).all())
+
+
+def test_a_sequence_shorter_than_a_block_is_coded_by_rows():
+    x, c = tokens(8, 63, 96), codec("division")
+    rows, along = (c.encode(x, seed=1, facts=facts) for facts in (Facts(), Facts(sequence=-2)))
+    assert all(torch.equal(a, b) for a, b in zip(rows.buffers, along.buffers, strict=True))
 
 
 ALWAYS = settings(

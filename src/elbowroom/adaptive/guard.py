@@ -4,20 +4,24 @@ After FDSR's adaptive parameters, re-designed from its abstract (its text is not
 
     alarm   fast average of the loss > (1 + tolerance) x slow average,
             or added variance > `noise` x sampling variance
-      ->    the most sensitive quarter of all tensors goes one rung up
+      ->    what went down last goes back up, and will not go there again; where nothing did, the
+            most sensitive quarter of all tensors goes one rung up
     calm    for `patience` steps
       ->    the least sensitive quarter goes one rung down
 
-A tensor's sensitivity is the variance that it adds, predicted, for each byte that it takes.
+A tensor's sensitivity is the variance that it adds, predicted, for each byte that it takes. All
+start where `codec` stands on its ladder: the default stands in the middle of seven rungs of `fdsr`,
+the three mildest of which are unbiased, so that an alarm can help.
 """
 
+import logging
 from collections import deque
 from typing import Any
 
 from torch import Tensor
 
 from elbowroom.adaptive.base import Adaptive
-from elbowroom.codecs import Codec
+from elbowroom.codecs import Codec, Fdsr
 from elbowroom.errors import UnknownField
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.measure.noise import HeldNoise
@@ -26,11 +30,14 @@ from elbowroom.runtime.late import Sent
 
 _FAST, _SLOW = 0.1, 0.01  # weights of a new loss in the two averages
 _WARM_UP = 20  # losses before an alarm can be raised
+_DEAF = 3  # looks without any loss, until that is said
+_log = logging.getLogger("elbowroom")
 
 
 class Guard(Adaptive):
     """Tell it each loss: `guard.loss(loss)`.
 
+    codec      where every tensor starts (default: `Fdsr()`)
     tolerance  how far the fast average of the loss may lie above the slow one, as a share
     noise      how much added variance is an alarm, as a share of mini-batch variance
     patience   steps of calm before codes become leaner
@@ -38,7 +45,7 @@ class Guard(Adaptive):
 
     def __init__(
         self,
-        codec: Codec,
+        codec: Codec | None = None,
         *,
         tolerance: float = 0.01,
         noise: float = 0.1,
@@ -49,13 +56,16 @@ class Guard(Adaptive):
         for name, value in (("tolerance", tolerance), ("noise", noise), ("patience", patience)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise UnknownField(f"{name}={value!r} is not possible; it is a positive number")
-        super().__init__(codec, rebuild=rebuild, every=every)
+        super().__init__(codec or Fdsr(), rebuild=rebuild, every=every)
         self.tolerance, self.noise, self.patience = tolerance, noise, patience
         self.alarms = 0
         self._losses, self._calm = 0, 0
         self._sent: deque[Sent | float] = deque()  # losses of which nobody has heard yet
         self._fast = self._slow = 0.0
         self._order: list[SiteName] = []  # of all tensors, the most variance for a byte first
+        self._leaner: list[SiteName] = []  # what went down last
+        self._limits: dict[SiteName, int] = {}  # the leanest rung that a tensor still goes to
+        self._deaf = 0  # looks in a row before any loss was told
 
     def loss(self, value: float | Tensor) -> None:
         """The loss of this step. One on a GPU is read when it has arrived, a step or two later."""
@@ -91,7 +101,8 @@ class Guard(Adaptive):
                 self._losses, self._fast, self._slow = 0, 0.0, 0.0
         elif self._calm >= self.patience:
             self._calm = 0
-            self._shift(self._order[-self._quarter() :], 1)
+            self._leaner = self._order[-self._quarter() :]
+            self._shift(self._leaner, 1)
 
     def _tried(self, site: Site) -> tuple[Codec, ...]:
         return ()  # it moves by one rung, whatever that does
@@ -101,16 +112,28 @@ class Guard(Adaptive):
         self._order = [held.site.name for held in tensors]
         if (self.table.ratio or 0.0) > self.noise:
             self._alarm()
+        self._deaf = 0 if self._losses or self.alarms else self._deaf + 1
+        if self._deaf == _DEAF:
+            _log.warning(
+                "Guard has not been told any loss in %d looks, so only noise can raise its alarm. "
+                "Call guard.loss(loss) in each step",
+                _DEAF,
+            )
 
     def _alarm(self) -> None:
         self.alarms += 1
         self._calm = 0
-        self._shift(self._order[: self._quarter()], -1)
+        if not self._order:  # nothing was watched yet: all of them
+            self.start = max(self.start - 1, 0)
+        guilty, self._leaner = self._leaner, []
+        self._shift(guilty or self._order[: self._quarter()], -1)
+        self._limits |= {name: self.rungs[name] for name in guilty}
 
     def _shift(self, names: list[SiteName], by: int) -> None:
         for name in names:
             rung = self.rungs.get(name, self.start) + by
-            self.rungs[name] = min(max(rung, 0), len(self.ladder) - 1)
+            leanest = self._limits.get(name, len(self.ladder) - 1)
+            self.rungs[name] = min(max(rung, 0), leanest)
 
     def _price(self, held: HeldNoise) -> float:
         return (self.table.variance_of(held.site.name) or 0.0) / held.nbytes
@@ -129,6 +152,9 @@ class Guard(Adaptive):
             "slow": self._slow,
             "alarms": self.alarms,
             "order": [list(name) for name in self._order],
+            "leaner": [list(name) for name in self._leaner],
+            "limits": [[*name, rung] for name, rung in self._limits.items()],
+            "start": self.start,
         }
         return state | {"guard": mine}
 
@@ -140,3 +166,6 @@ class Guard(Adaptive):
         self._losses, self._calm, self.alarms = mine["losses"], mine["calm"], mine["alarms"]
         self._fast, self._slow = mine["fast"], mine["slow"]
         self._order = [SiteName(*name) for name in mine["order"]]
+        self._leaner = [SiteName(*name) for name in mine["leaner"]]
+        self._limits = {SiteName(m, op, nth): rung for m, op, nth, rung in mine["limits"]}
+        self.start = mine["start"]

@@ -9,13 +9,18 @@ Per map, one channel of one sample, with blocks of `block` x `block` elements:
     x~    mean + low + scale * (code - u + 1/2)             rounding="dither": u drawn again
 
 low and scale come from min and max of h over the map, as in the paper, or over squares of
-`range_blocks` x `range_blocks` blocks. Unbiased; variance scale^2 / 6 on average, with dither
-scale^2 / 12. It takes bits + 16 / block^2 + 32 / (elements of a range) bits an element. The paper
-is arXiv 2208.04187; the faults of its code are not here: kernels/reference/division.py.
+`range_blocks` x `range_blocks` blocks. Below four dimensions a block is a run of block^2 elements,
+along the sequence where the op that reads the tensor tells which dimension that is (a block is
+then of one channel), else along the last dimension; there a range is RUN elements, since the least
+and the greatest of a whole row lie so far apart that two bits tell less than zeros do.
+
+Unbiased; variance scale^2 / 6 on average, with dither scale^2 / 12. It takes bits + 16 / block^2 +
+32 / (elements of a range) bits an element. The paper is arXiv 2208.04187; the faults of its code
+are not here: kernels/reference/division.py.
 """
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import isqrt, prod
 from typing import ClassVar
 
 import torch
@@ -28,14 +33,17 @@ from elbowroom.kernels import maps, ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import packed_nbytes
 
+RUN = 256  # elements of a range in a map of one row
+
 
 @dataclass(frozen=True)
 class Division(Codec):
     """Lossy: block averages, and `bits` (1 to 8) an element for the rest.
 
-    Any H x W; channels_last is read as it lies. A tensor of fewer than four dimensions is maps of
-    one row, with block^2 elements a block. A tensor with a NaN, an Inf or a value beyond 2^125 is
-    held raw on the CPU; on a GPU, where the check would be a sync, its ranges decode to NaN.
+    Any H x W; channels_last is read as it lies. A tensor of fewer than four dimensions, or with a
+    sequence (`Facts.sequence`), is maps of one row, with block^2 elements a block. A tensor with a
+    NaN, an Inf or a value beyond 2^125 is held raw on the CPU; on a GPU, where the check would be a
+    sync, its ranges decode to NaN.
     """
 
     id: ClassVar[str] = "division"
@@ -59,29 +67,40 @@ class Division(Codec):
         return tuple(cls(bits=bits) for bits in (8, 6, 4, 3, 2))
 
     def _seen(self, shape: tuple[int, ...], stride: tuple[int, ...], facts: Facts) -> Facts:
-        # Below four dimensions runs as long as the last one, whatever the strides: the size then
-        # follows from the shape.
+        # The size follows from the shape: the strides tell only in which order the maps lie.
+        # A sequence shorter than a block would cost more for means and ranges than for codes.
+        along = facts.sequence
+        is_named = along is not None and -len(shape) <= along < 0
+        if along is not None and is_named and shape[along] >= self.block**2:
+            return replace(facts, maps=Maps.along(shape, stride, along))
         last = shape[-1] if shape else 1
         rows = Maps(prod(shape) // max(last, 1), 1, last, 1)
         return replace(facts, maps=rows if len(shape) < 4 else Maps.of(shape, stride))
 
-    def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
+    def _how(self, n: int, facts: Facts) -> tuple[int, int, list[int]]:
+        """The block, the reach of a range, and the maps, as the kernels take them."""
         found = _maps(n, facts)
-        means = maps.blocks(found, self.block).entries
-        ranges = maps.ranges(found, self.block, self.range_blocks).entries
+        in_a_row = RUN // self.block**2  # blocks; a reach is its square root: 1, 2 or 4
+        reach = self.range_blocks or (isqrt(in_a_row) if found[1] == 1 else 0)
+        return self.block, reach, found
+
+    def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
+        block, reach, found = self._how(n, facts)
+        means = maps.blocks(found, block).entries
+        ranges = maps.ranges(found, block, reach).entries
         each = Expected(torch.bfloat16, (ranges,))
         codes = Expected(torch.uint8, (packed_nbytes(1 << self.bits, n),))
         return codes, Expected(torch.bfloat16, (means,)), each, each
 
     def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
-        how = 1 << self.bits, self.block, self.range_blocks, _maps(flat.numel(), facts)
+        how = 1 << self.bits, *self._how(flat.numel(), facts)
         codes, mean, scale, low = ops.division_quantize(flat, seed, *how)
         if not would_wait(flat) and not finite(scale):
             return None
         return codes, mean, scale, low
 
     def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
-        how = 1 << self.bits, self.block, self.range_blocks, _maps(out.numel(), encoded.facts)
+        how = 1 << self.bits, *self._how(out.numel(), encoded.facts)
         dither = self.rounding == "dither"
         ops.division_dequantize(*encoded.buffers, encoded.seed, *how, dither, out)
 

@@ -26,6 +26,12 @@ class Maps(NamedTuple):
     inner: int
 
     @classmethod
+    def along(cls, shape: tuple[int, ...], stride: tuple[int, ...], sequence: int) -> "Maps":
+        """One row for each channel of a dense tensor, along one of its dimensions."""
+        length, inner = shape[sequence], stride[sequence]
+        return cls(prod(shape) // max(length * inner, 1), 1, length, inner)
+
+    @classmethod
     def of(cls, shape: tuple[int, ...], stride: tuple[int, ...]) -> "Maps":
         """The maps of a dense tensor."""
         if len(shape) < 4:
@@ -50,6 +56,8 @@ class Facts:
     error_bound  an absolute error that a bounded codec must keep to
     mask         bits [ceil(N / 8)] that the caller holds anyway, set where a ReLU that follows lets
                  pass; a codec may use them, and does not count them
+    sequence     the dimension, counted from the last (-1), along which neighbours are alike: -2 of
+                 what a linear layer reads [B, T, C], -1 of what conv1d reads [B, C, T]
     maps         how the elements lie in memory, for codecs of maps; `encode` reads it off the shape
     """
 
@@ -59,6 +67,7 @@ class Facts:
     largest: int | None = None
     window: Window | None = None
     error_bound: float | None = None
+    sequence: int | None = None
     maps: Maps | None = None
     mask: Tensor | None = field(default=None, compare=False, repr=False)
 

@@ -8,13 +8,14 @@ from elbowroom.codecs import Codec, Comet, Dither, Division, Fdsr, Group
 from elbowroom.codecs.fdsr import RUNGS
 from elbowroom.errors import PlanError
 
+_LESS_THAN_BIASED = 6  # of RUNGS, the first unbiased one of less error than all biased ones
 _LEVELS = (256, 64, 32, 16, 12, 8, 6, 4, 3, 2)
 _OF: dict[type[Codec], Callable[[Any], tuple[Codec, ...]]] = {
     Dither: lambda c: tuple(replace(c, levels=levels) for levels in _LEVELS),
     Group: lambda c: tuple(replace(c, bits=bits) for bits in (8, 6, 5, 4, 3, 2, 1)),
     Division: lambda c: tuple(replace(c, bits=bits) for bits in (8, 6, 4, 3, 2, 1)),
     Comet: lambda c: tuple(replace(c, bound=c.bound * 2.0**k) for k in range(-6, 5)),
-    Fdsr: lambda c: tuple(rung for rung in reversed(RUNGS) if _alike(rung, c)),
+    Fdsr: lambda c: tuple(rung for rung in reversed(RUNGS) if _is_step(rung, c)),
 }
 
 
@@ -32,5 +33,14 @@ def rungs_of(codec: Codec) -> tuple[Codec, ...]:
     return settings(codec)
 
 
-def _alike(rung: Fdsr, codec: Fdsr) -> bool:
-    return (rung.rounding, rung.reuse) == (codec.rounding, codec.reuse)
+def _is_step(rung: Fdsr, codec: Fdsr) -> bool:
+    """Whether a rung is one on the ladder of a codec.
+
+    An unbiased codec stays so. Above the biased settings stand the unbiased ones of less error, so
+    that the default has milder ones to go to: from 2.3 bits on.
+    """
+    if rung.reuse != codec.reuse:
+        return False
+    if rung.rounding == codec.rounding:
+        return True
+    return rung in RUNGS[_LESS_THAN_BIASED:] and codec.rounding == "nearest"

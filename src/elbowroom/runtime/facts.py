@@ -10,6 +10,7 @@ from torch import Tensor
 from elbowroom.codecs import Facts
 from elbowroom.kernels.windows import Window
 from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.slot import Geometry
 
 
 def facts_of(x: Tensor, call: Call | None) -> Facts:
@@ -21,6 +22,38 @@ def facts_of(x: Tensor, call: Call | None) -> Facts:
     if x.dtype is torch.int64 and call.name in _INDEX_FACTS:
         return _INDEX_FACTS[call.name](call)
     return Facts()
+
+
+def sequence_of(x: Tensor, base: Geometry, op: str) -> int | None:
+    """The dimension of `base`, which covers the storage of x, along which neighbours are alike.
+
+    op  saves x; if it does not tell, the node that made x does. None: neither tells.
+    """
+    if not x.is_floating_point() or x.dim() < 2:
+        return None
+    first = op in _CHANNELS_FIRST
+    if not first and op not in _CHANNELS_LAST:
+        made = _node_of(x)
+        first = made.startswith(_MADE_CHANNELS_FIRST)
+        if not first and not made.startswith(_MADE_CHANNELS_LAST):
+            return None
+    if first and x.dim() != 3:
+        return None  # maps, or samples that do not follow each other
+    step = x.stride(-1 if first else -2)
+    found = (d for d, s in enumerate(base.stride) if s == step and base.shape[d] > 1)
+    return next((d - len(base.shape) for d in found), None)
+
+
+def _node_of(x: Tensor) -> str:
+    """The name of the node that made the values of x, before it was reshaped; or ""."""
+    node = x.grad_fn
+    for _ in range(_MOST_RESHAPES):
+        if node is None:
+            return ""
+        if not node.name().startswith(_RESHAPES):
+            return node.name()
+        node = node.next_functions[0][0] if node.next_functions else None
+    return ""
 
 
 @lru_cache
@@ -83,6 +116,17 @@ def _label_facts(call: Call) -> Facts:
     )
 
 
+# Where the sequence lies in what an op reads or makes: before its channels, or after them.
+_CHANNELS_LAST = frozenset(
+    ("linear", "addmm", "mm", "matmul", "layer_norm", "rms_norm", "scaled_dot_product_attention")
+)
+_CHANNELS_FIRST = frozenset(
+    ("conv1d", "conv_transpose1d", "batch_norm", "group_norm", "instance_norm")
+)
+_MADE_CHANNELS_LAST = ("Addmm", "Mm", "Bmm", "Linear", "NativeLayerNorm", "FusedRmsNorm")
+_MADE_CHANNELS_FIRST = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm", "NativeGroupNorm")
+_RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Clone")
+_MOST_RESHAPES = 3
 _INDEX_FACTS: dict[str, Callable[[Call], Facts]] = {
     **{f"max_pool{n}d": _pool_facts for n in (1, 2, 3)},
     **{f"max_pool{n}d_with_indices": _pool_facts for n in (1, 2, 3)},

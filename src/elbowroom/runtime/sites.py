@@ -12,7 +12,7 @@ from elbowroom.plan.gentle import MOST_LEVELS
 from elbowroom.plan.rows import LEAST_WIDTH, Rows
 from elbowroom.plan.site import Reads
 from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_copy
-from elbowroom.runtime.facts import facts_of
+from elbowroom.runtime.facts import facts_of, sequence_of
 from elbowroom.runtime.identity import Origin, is_made_of_parameters, is_parameter
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.slot import Slot
@@ -40,6 +40,9 @@ def site_of(
     facts = facts_of(x, call)
     if origin is not None and origin.has_zeros and x.is_floating_point():
         facts = replace(facts, has_zeros=True)
+    sequence = sequence_of(x, slot.base, name.consumer)
+    if sequence is not None:
+        facts = replace(facts, sequence=sequence)
     rebuildable = (
         Rebuildable.NO if ready is None else Rebuildable.EXACT if ready.exact else Rebuildable.LOSSY
     )
