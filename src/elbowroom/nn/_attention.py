@@ -141,7 +141,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_twice("fp8")
-        buffers, rest = ctx.saved_tensors[: ctx.n], ctx.saved_tensors[ctx.n :]
+        saved = ctx.saved_tensors  # once: a checkpoint gives each tensor one time
+        buffers, rest = saved[: ctx.n], saved[ctx.n :]
         wanted = [i for i, each in enumerate(ctx.needs_input_grad[:3]) if each]
         with ctx.recorded.filled([*_decoded(ctx.forms, buffers), *rest]):
             found = torch.autograd.grad(

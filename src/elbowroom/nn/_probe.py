@@ -94,8 +94,9 @@ def _fitted(
 
 def _told(module: nn.Module, eps: float) -> float:
     """The number that the module itself holds, if one is as good as that: without rounding."""
-    held = [each for each in vars(module).values() if isinstance(each, float)]
-    return next((each for each in held if abs(each - eps) <= 0.02 * each), max(eps, 0.0))
+    held = (each for each in vars(module).values() if isinstance(each, float))
+    near = (each for each in held if each > 0 and abs(each - eps) <= max(0.02 * each, 1e-9))
+    return min(near, key=lambda each: abs(each - eps), default=max(eps, 0.0))
 
 
 def is_elementwise(module: nn.Module) -> bool:
@@ -111,7 +112,7 @@ def is_elementwise(module: nn.Module) -> bool:
     random = torch.Generator().manual_seed(0)
     x = 3 * torch.randn(3, 5, 24, generator=random)
     y = _run(module, {}, x)
-    if y is None or _alike(y, x):  # what changes nothing saves nothing
+    if y is None or y.shape != x.shape or _alike(y, x):  # what changes nothing saves nothing
         return False
     order = torch.randperm(x.numel(), generator=random)
     moved = _run(module, {}, x.flatten()[order].view_as(x))

@@ -37,6 +37,7 @@ from elbowroom.nn.swap import Replaced, replace
 Scaling = Literal["tensor", "row"]
 _SCALING, _HELD_AS = "_fp8_scaling", "_fp8_held_as"  # in a module's __dict__
 _ALIKE = ("norm", "gelu", "silu", "swish", "activation", "linear", "conv1d")
+_LIKE = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -81,7 +82,8 @@ def fp8(
         return kind
 
     note = f"products are {backend(next(iter(model.parameters()), torch.empty(0)).device)}"
-    done = replace(model, choose, keep=keep, alike=_ALIKE, like=(nn.Linear,), note=note)
+    seen = {"like": _LIKE, "alike": _ALIKE} if flow else {"like": _LIKE[:1]}
+    done = replace(model, choose, keep=keep, note=note, **seen)
     held = _freeze(model, {swap.name for swap in done.swaps}) if frozen else []
     if held:
         done = done.noting(f"{len(held)} frozen weights are held in FP8")
