@@ -23,8 +23,8 @@ def quantize(x: Tensor, to: torch.dtype, *, rows: bool = False) -> tuple[Tensor,
     The scale is [] for the tensor, or [..., 1] with `rows`: one for each run of the last dimension.
     """
     x = x.detach()
-    largest = x.abs().amax(-1, keepdim=True) if rows else x.abs().amax()
-    scale = largest.float().clamp(min=_LEAST) / torch.finfo(to).max
+    low, high = x.aminmax(dim=-1, keepdim=True) if rows else x.aminmax()
+    scale = torch.maximum(high, -low).float().clamp(min=_LEAST) / torch.finfo(to).max
     return cast(x, scale, to), scale
 
 

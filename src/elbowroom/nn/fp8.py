@@ -344,16 +344,17 @@ class _Fp8Linear(torch.autograd.Function):
         weight, w_scale, scale, *read = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         g = grads[0].reshape(-1, len(weight))
-        g8, g_scale = quantize(g, E5M2)
+        coded = quantize(g, E5M2) if scale.dim() == 0 else None
         dx = dw = None
         if for_x:
             w8, w_scale = _codes_of(weight, w_scale, rows=scale.dim() > 0)
-            left, left_scale, w_scale = _taken_in(g, w_scale, g8, g_scale)
+            left, left_scale, w_scale = _left(g, coded, w_scale)
             dx = product(left, w8, left_scale, w_scale, ctx.dtype).view(ctx.shape)
         if for_weight:
             x8 = read[0] if ctx.make is None else cast(ctx.make(read), scale, E4M3)
             x8, scale = _flat(x8, scale)
-            left, left_scale, scale = _taken_in(g.t(), scale, g8.t(), g_scale)
+            turned = None if coded is None else (coded[0].t(), coded[1])
+            left, left_scale, scale = _left(g.t(), turned, scale)
             dw = product(left, x8, left_scale, scale, weight.dtype)
         db = g.sum(0, dtype=ctx.bias_dtype) if for_bias else None
         return dx, dw, db, *(None,) * (5 + ctx.n)
@@ -368,15 +369,15 @@ def _flat(x8: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return x8.reshape(-1, x8.shape[-1]), scale.reshape(-1, 1) if scale.dim() else scale
 
 
-def _taken_in(
-    g: Tensor, scale: Tensor, g8: Tensor, g_scale: Tensor
+def _left(
+    g: Tensor, coded: tuple[Tensor, Tensor] | None, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The left factor of g [M, N] b8 [N, K] with its scale, and the scale that is left for b8.
 
     b8's scales of rows [N, 1] stand inside the sum, so g takes them in before it is rounded, with
     scales of its own rows: b8 serves as it is. E4M3, for the range of one row suffices.
     """
-    if scale.dim() == 0:
-        return g8, g_scale, scale
+    if coded is not None:
+        return *coded, scale
     codes, own = quantize(g * scale.t(), E4M3, rows=True)
     return codes, own, torch.ones_like(scale[:1])
