@@ -61,9 +61,9 @@ def _fp8(model: nn.Module, **settings: Any) -> object:
 ARMS = {
     PLAIN: Arm("bf16"),
     ORDER: Arm("the same, other batch order", other_order=True),
+    FLOW: Arm("er.nn.fp8(model)", _fp8),
     "linear": Arm("er.nn.fp8(model, flow=False)", partial(_fp8, flow=False)),
     "no attention": Arm("er.nn.fp8(model, attention=False)", partial(_fp8, attention=False)),
-    FLOW: Arm("er.nn.fp8(model)", _fp8),
     "rows": Arm('er.nn.fp8(model, scaling="row")', partial(_fp8, scaling="row")),
 }
 PROMISED_U = 7.0
@@ -114,8 +114,8 @@ def main() -> None:
     saved = {name: units(arm) for name, arm in ARMS.items()}
     tell(f"{len(runs)} trainings are done already; saved: {saved}")
     task = NextByte(text, options.hidden, options.batch, options.tokens)
-    for seed in range(options.seeds):
-        for name, arm in ARMS.items():
+    for name, arm in ARMS.items():
+        for seed in range(options.seeds):
             if (key := f"{name}/{seed}") in runs:
                 continue
             training: Any = Training(task, arm, options.depth, options.heads)
