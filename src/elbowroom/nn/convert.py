@@ -4,11 +4,12 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from elbowroom.nn._derived import Derived
 from elbowroom.nn.activations import GELU, SiLU
 from elbowroom.nn.dropout import Dropout
-from elbowroom.nn.fp8 import Fp8Linear
+from elbowroom.nn.fp8 import Fp8Linear, unfreeze
 from elbowroom.nn.norms import LayerNorm, RMSNorm
-from elbowroom.nn.swap import Replaced, replace_classes
+from elbowroom.nn.swap import Replaced, replace, replace_classes
 
 Classes = dict[type[nn.Module], type[nn.Module]]
 _NORMS: Classes = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm}
@@ -51,6 +52,17 @@ def convert(
 
 
 def revert(model: nn.Module) -> Replaced:
-    """Undo `convert` and `fp8`: every module of elbowroom in `model` gets torch's class again."""
+    """Undo `convert` and `fp8`: every module of elbowroom in `model` gets its own class again.
+
+    Weights that `fp8(frozen=True)` holds in 8 bits get their dtype again, and what they decode to.
+    """
     ours = {**_NORMS, **_ACTIVATIONS, **_DROPOUT, nn.Linear: Fp8Linear}
-    return replace_classes(model, {now: before for before, now in ours.items()})
+    before = {now: torchs for torchs, now in ours.items()}
+
+    def choose(module: nn.Module) -> type[nn.Module] | None:
+        kind = type(module)
+        return kind.base if issubclass(kind, Derived) else before.get(kind)
+
+    if isinstance(model, nn.Module):
+        unfreeze(model)
+    return replace(model, choose)

@@ -5,13 +5,15 @@ and names, so that optimizers, `state_dict`, and whoever holds it notice nothing
 classes that are named are taken; a subclass may mean something else, and is left alone.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from dataclasses import replace as changed
 from typing import NamedTuple
 
 from torch import nn
 
 from elbowroom.errors import ModuleError
+from elbowroom.nn._derived import Derived
 
 _NAME = "_converted_as"  # in a module's __dict__: for messages
 
@@ -40,6 +42,16 @@ class Replaced:
 
     def __len__(self) -> int:
         return len(self.swaps)
+
+    def joined(self, swaps: tuple[Swap, ...]) -> "Replaced":
+        """This and more swaps; what one of them has taken is no longer left."""
+        taken = {swap.name for swap in swaps}
+        left = tuple(each for each in self.left if each[0] not in taken)
+        return changed(self, swaps=(*self.swaps, *swaps), left=left)
+
+    def noting(self, more: str) -> "Replaced":
+        """This with one more line to say."""
+        return changed(self, note="\n".join(filter(None, (self.note, more))))
 
     def __str__(self) -> str:
         kinds: dict[tuple[str, str], list[str]] = {}
@@ -80,12 +92,33 @@ def replace_classes(
 
     alike  parts of names, in small letters, of classes that are told if they are left alone
     """
+
+    def choose(module: nn.Module) -> type[nn.Module] | None:
+        return classes.get(type(module))
+
+    return replace(model, choose, keep=keep, like=tuple(classes), alike=alike, note=note)
+
+
+def replace(
+    model: nn.Module,
+    choose: Callable[[nn.Module], type[nn.Module] | None],
+    *,
+    keep: Iterable[str] = (),
+    like: tuple[type[nn.Module], ...] = (),
+    alike: Iterable[str] = (),
+    note: str = "",
+) -> Replaced:
+    """Give each module the class that `choose` gives for it, if any.
+
+    like   classes whose subclasses are told if they are left alone
+    alike  parts of names, in small letters, of classes that are told if they are left alone
+    """
     kept = _checked(model, keep)
     swaps, left = [], []
     for name, module in model.named_modules():
         if any(name == stays or name.startswith(f"{stays}.") for stays in kept):
             continue
-        before, now = type(module), classes.get(type(module))
+        before, now = type(module), choose(module)
         if now is not None and _is_ours(now) and getattr(module, "inplace", False):
             left.append((name, f"{before.__name__}(inplace=True)"))
         elif now is not None:
@@ -95,9 +128,7 @@ def replace_classes(
             if _is_ours(now):
                 module.__dict__[_NAME] = name
             swaps.append(Swap(name, _name(before), _name(now)))
-        elif not _is_ours(before) and (
-            isinstance(module, tuple(classes)) or _is_alike(module, alike)
-        ):
+        elif not _is_ours(before) and (isinstance(module, like) or _is_alike(module, alike)):
             left.append((name, before.__name__))
     return Replaced(tuple(swaps), tuple(left), note)
 
@@ -129,9 +160,12 @@ def _is_alike(module: nn.Module, alike: Iterable[str]) -> bool:
 
 
 def _is_ours(kind: type) -> bool:
-    return kind.__module__.startswith("elbowroom.")
+    return kind.__module__.startswith("elbowroom.nn.") or issubclass(kind, Derived)
 
 
 def _name(kind: type) -> str:
-    home = "er.nn" if _is_ours(kind) else "nn"
-    return f"{home}.{kind.__name__}"
+    if issubclass(kind, Derived):
+        return f"er.nn.{kind.behavior.__name__}"
+    if kind.__module__.startswith("torch."):
+        return f"nn.{kind.__name__}"
+    return f"er.nn.{kind.__name__}" if _is_ours(kind) else kind.__name__
