@@ -128,7 +128,7 @@ def test_a_profile_a_plan_and_a_run_agree_and_an_exact_run_changes_no_bit(folder
     assert len(done.stdout.split("__main__")) - 1 == 2, "the script ends at its third step"
     assert "saved for backward" in done.stdout
     page = path.with_suffix(".html").read_text()
-    assert "<svg" in page
+    assert '<figure class="plot">' in page
     assert not re.search(r"<script|<link|<img|src=|href=|@import|url\(|https?://", page)
     profile = Profile.load(path)
     keeping = in_process("plan", path, "--budget", profile.peak)
