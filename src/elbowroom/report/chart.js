@@ -1,4 +1,4 @@
-// Draws each <figure class="plot"> from the JSON inside of it. Keys: arrows move the cursor, Shift
+// Draws each figure of the class "plot" from the JSON inside of it. Keys: arrows move the cursor, Shift
 // by ten columns, Home and End to the ends, P to the peak, + and - zoom, 0 or Escape shows all.
 "use strict";
 (() => {
