@@ -49,7 +49,7 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.replay.saving_context import Identical, SavingContext
 from elbowroom.runtime.replay.scribe import Scribe
-from elbowroom.tools import ExplainOutOfMemory, LargestBatch, find_largest
+from elbowroom.tools import ExplainOutOfMemory, LargestBatch, Log, find_largest
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -520,6 +520,25 @@ def step(run: Callable[[], T]) -> T:
     if not found:
         raise PlanError("step runs a step of a fitted model, and there is none; call er.fit first")
     return repeat(run, [model for model, _ in found], [fitting for _, fitting in found])
+
+
+def log_to(*targets: Any) -> Log:
+    """Return a function that logs what a fitted model takes: peak, budget, setting, noise.
+
+        log = er.log_to(SummaryWriter())              # or wandb, trackio, a function, several
+        for n, batch in enumerate(batches):
+            train(model, batch)
+            figures = log(model, n)                   # a dict, always
+
+    targets  a SummaryWriter of TensorBoard; the module or a run of wandb or trackio; Accelerate's
+             `accelerator`; a logger of Lightning; a dict, which gets the last figures; a list,
+             which gets an entry a step; or a function of (figures, step). None: the dict alone
+
+    The figures are those that are known when `log` is called: the peak is that of the last step
+    that was measured. A target that raises is named in a warning and gets nothing more.
+    Raises PlanError for a target that cannot log.
+    """
+    return Log(*targets)
 
 
 def explain_oom(profile: Profile | str | Path | None = None) -> ExplainOutOfMemory:

@@ -1,6 +1,8 @@
-"""The page of a profile: its bands come to the level, its chart is XML, every tensor has a line."""
+"""The page of a profile: its bands come to the level, its peak is the profile's own."""
 
-from xml.etree import ElementTree
+import json
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,15 +10,15 @@ import torch
 from torch import nn
 
 import elbowroom as er
+from elbowroom.errors import BudgetTooSmall, DataError
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.plan.savings_report import prospects
 from elbowroom.report import render_profile, step_page
-from elbowroom.report.bands import BEFORE, REST, bands
-from elbowroom.report.stack import stack
+from elbowroom.report.bands import BEFORE, GRADIENTS, REST, STATES, WEIGHTS, by_category, by_module
+from elbowroom.report.step import plain, planned, profiled
 
 
-@pytest.fixture(scope="module")
-def profile():
+def stack():
     torch.manual_seed(0)
     stages = [
         nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(9)
@@ -24,28 +26,138 @@ def profile():
     model = nn.Sequential(*stages, nn.Flatten(), nn.LazyLinear(2))
     x = torch.randn(16, 8, 24, 24)
     model(x)
+    return model, x
+
+
+@pytest.fixture(scope="module")
+def profile():
+    model, x = stack()
     return er.measure(lambda: model(x).sum().backward())
 
 
-def test_bands_come_to_the_level_and_are_few(profile):
-    found = bands(profile)
+@pytest.fixture(scope="module")
+def known():
+    """The profile of a step whose model and optimizer are known."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(4096, 512)
+
+    def step():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return er.measure(step, model=model, optimizer=optimizer)
+
+
+def shown(html):
+    """What the page's script draws."""
+    found = re.findall(r'<script type="application/json">(.+?)</script>', html, re.DOTALL)
+    return [json.loads(text) for text in found]
+
+
+def least_plan(profile, **settings):
+    try:
+        return er.plan(profile, budget=1, **settings)
+    except BudgetTooSmall as error:
+        return er.plan(profile, budget=error.least_nbytes, **settings)
+
+
+@pytest.mark.parametrize("cut", [by_category, by_module])
+def test_bands_come_to_the_level(profile, known, cut):
+    for one in (profile, known):
+        for step in (profiled(one), plain(one), planned(one, least_plan(one))):
+            found = cut(step)
+            assert np.array_equal(sum(band.nbytes for band in found), step.level)
+            assert all((band.nbytes >= 0).all() for band in found)
+
+
+def test_modules_are_few(profile):
+    found = by_module(profiled(profile))
     assert (found[0].name, found[-1].name) == (BEFORE, REST)
-    assert np.array_equal(sum(band.nbytes for band in found), np.array(profile.level))
-    assert all((band.nbytes >= 0).all() for band in found)
     assert [band.colour for band in found] == [*range(len(found) - 1), 8]
     assert len(found) == 2 + 7  # nine stages: six of them, and the others
+    assert found[1].name == "0 (Sequential)"
 
 
-def test_the_chart_is_xml_and_says_the_peak(profile):
-    svg = ElementTree.fromstring(stack(profile, bands(profile)))
-    text = " ".join("".join(e.itertext()) for e in svg.iter("text"))
-    assert "peak " in text
-    assert "backward begins" in text
-    assert len([e for e in svg.iter("path") if "band" in e.get("class", "")]) == 9
+def test_categories_are_those_of_the_model(known):
+    bands = {band.name: band for band in by_category(plain(known))}
+    weights = 4 * 2 * (512 * 512 + 512)
+    assert (bands[WEIGHTS].nbytes == weights).all()
+    assert bands[STATES].most_nbytes == 2 * weights + 4 * 4  # with AdamW's counts
+    gradients = bands[GRADIENTS].nbytes
+    assert gradients[-1] == weights  # whole when backward has ended
+    assert gradients[known.backward] == 0
 
 
-def test_the_page_escapes_what_it_is_told(profile):
-    assert "&lt;b&gt;Net: where the memory" in render_profile(step_page(profile, "<b>Net"), profile)
+def test_gradients_that_a_program_keeps_are_there_all_the_while():
+    model, x = stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        optimizer.zero_grad(set_to_none=False)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    found = er.measure(step, model=model, optimizer=optimizer)
+    bands = {band.name: band for band in by_category(profiled(found))}
+    weights = sum(p.nbytes for p in model.parameters())
+    assert ((0.98 * weights < bands[GRADIENTS].nbytes) & (bands[GRADIENTS].nbytes <= weights)).all()
+
+
+def test_the_peak_of_the_page_is_that_of_the_profile_and_of_the_plan(profile, known):
+    for one in (profile, known):
+        plan = least_plan(one)
+        ours, theirs = shown(render_profile(step_page(one, "Net", plan=plan)))
+        assert ours["peak"] == plan.plain_peak
+        assert theirs["peak"] == plan.peak
+        for chart in (ours, theirs):
+            for view in chart["views"]:
+                sums = [sum(n) for n in zip(*(b["values"] for b in view["bands"]), strict=True)]
+                assert max(sums) == chart["peak"]
+                assert len(sums) == len(chart["x"]) <= 801
+
+
+def test_what_plain_autograd_would_take_is_told_from_a_step_with_exact_actions(profile):
+    assert not all(storage.kept for storage in profile.storages)
+    assert plain(profile).peak == er.plan(profile, budget="1 GiB").plain_peak > profile.peak
+
+
+def test_a_plan_that_offloads_is_drawn(profile):
+    plan = least_plan(profile, offload="file", exact=True)
+    assert plan.peak * 0.5 < planned(profile, plan).peak <= plan.peak
+
+
+def test_a_plan_of_another_step_is_refused(profile, known):
+    with pytest.raises(DataError, match="of another step"):
+        step_page(profile, "Net", plan=least_plan(known))
+
+
+def test_the_line_that_called_the_op_is_known(profile, tmp_path):
+    lines = {save.line for storage in profile.storages for save in storage.saves}
+    assert all(re.fullmatch(r"test_bands\.py:\d+", line) for line in lines)
+    profile.save(tmp_path / "profile.json")
+    again = er.Profile.load(tmp_path / "profile.json")
+    assert again.storages[0].saves[0].line == profile.storages[0].saves[0].line
+
+
+def test_names_cannot_end_the_script_that_they_are_in(profile):
+    evil = "</script><script>alert(1)</script>"
+    storages = tuple(
+        replace(one, saves=tuple(replace(save, modules=(evil,), line=evil) for save in one.saves))
+        for one in profile.storages
+    )
+    html = render_profile(step_page(replace(profile, storages=storages), evil))
+    assert "<script>alert" not in html
+    assert evil in [band["name"] for band in shown(html)[0]["views"][1]["bands"]]
+
+
+def test_a_page_is_alone(profile):
+    html = render_profile(step_page(profile, "<b>Net"))
+    assert "&lt;b&gt;Net: where the memory" in html
+    assert not re.search(r"<link|<img|src=|href=|@import|url\(", html)
+    assert html.count("https://") == 1  # the name of the library's home, in a comment of its own
 
 
 def test_a_profile_is_told_in_a_line(profile):

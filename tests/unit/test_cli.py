@@ -41,7 +41,7 @@ def test_demo_shows_the_four_figures_and_writes_its_page(tmp_path):
     for figure in ("saved bytes", "peak bytes", "seconds a step", "test accuracy"):
         assert figure in result.stdout
     assert str(out) in result.stderr.replace("\n", "")
-    assert "<svg" in out.read_text()
+    assert '<figure class="plot">' in out.read_text()
     assert list(tmp_path.iterdir()) == [out]
 
 

@@ -128,16 +128,19 @@ def test_a_profile_a_plan_and_a_run_agree_and_an_exact_run_changes_no_bit(folder
     assert len(done.stdout.split("__main__")) - 1 == 2, "the script ends at its third step"
     assert "saved for backward" in done.stdout
     page = path.with_suffix(".html").read_text()
-    assert "<svg" in page
-    assert not re.search(r"<script|<link|<img|src=|href=|@import|url\(|https?://", page)
+    assert '<figure class="plot">' in page
+    assert not re.search(r"<link|<img|src=|href=|@import|url\(", page)
     profile = Profile.load(path)
     keeping = in_process("plan", path, "--budget", profile.peak)
     assert keeping.exit_code == 0, keeping.output
     assert "+0.0 % time" in keeping.stdout
     budget = profile.static + (profile.peak - profile.static) * 9 // 10
     out = folder / "plan.json"
-    planned = in_process("plan", path, "--budget", budget, "--exact", "--out", out, "--explain")
+    beside = folder / "plan.html"
+    options = ("--exact", "--out", out, "--html", beside, "--explain")
+    planned = in_process("plan", path, "--budget", budget, *options)
     assert planned.exit_code == 0, planned.output
+    assert beside.read_text().count('<figure class="plot">') == 2
     assert "rebuild" in planned.stdout
     plan = Plan.load(out)
     assert plan.exact

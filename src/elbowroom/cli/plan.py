@@ -14,9 +14,11 @@ import elbowroom as er
 from elbowroom.cli.places import Offload
 from elbowroom.cli.polite import check_writable, errors_console, polite
 from elbowroom.errors import BudgetTooSmall, DataError, UnknownField
+from elbowroom.files import write_text
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
+from elbowroom.report import render_profile, step_page
 from elbowroom.units import parse_budget, show_nbytes
 
 _STEPS = 10  # of a sweep, from the plain peak to nothing
@@ -39,6 +41,10 @@ Solver = Annotated[
     typer.Option(help="auto, milp, rounding, greedy; the baselines uniform, delta, dtr, capuchin."),
 ]
 Out = Annotated[Path | None, typer.Option(help="Write the plan as JSON.")]
+Html = Annotated[
+    Path | None,
+    typer.Option(help="Write a page that shows the step, plain and with the plan, side by side."),
+]
 Explains = Annotated[bool, typer.Option("--explain", help="A line for each tensor.")]
 Sweeps = Annotated[
     bool,
@@ -54,6 +60,7 @@ def plan(
     offload: Offload = None,
     solver: Solver = "auto",
     out: Out = None,
+    html: Html = None,
     explain: Explains = False,
     sweep: Sweeps = False,
 ) -> None:
@@ -64,12 +71,14 @@ def plan(
     """
     if budget is None and not sweep:
         raise UnknownField('a plan needs --budget, as in --budget "6GiB", or --sweep')
-    if budget is None and (out is not None or explain):
-        raise UnknownField("--out and --explain are for one plan: name its --budget")
+    if budget is None and (out is not None or html is not None or explain):
+        raise UnknownField("--out, --html and --explain are for one plan: name its --budget")
     if budget is not None:
         parse_budget(budget)
     if out is not None:
         check_writable(out, "--out", profile)
+    if html is not None:
+        check_writable(html, "--html", profile, out)
     if not profile.is_file():
         raise DataError(f'there is no profile {profile}; "elbowroom profile train.py" writes one')
     known = Profile.load(profile)
@@ -90,6 +99,9 @@ def plan(
     if out is not None:
         made.save(out)
         errors_console().print(f"[dim]The plan:[/] {out}", soft_wrap=True)
+    if html is not None:
+        write_text(render_profile(step_page(known, profile.name, plan=made)), html)
+        errors_console().print(f"[dim]Page:[/] {html}", soft_wrap=True)
 
 
 def _table(made: Plan) -> Table:

@@ -56,7 +56,7 @@ def profile(
 
 def _show(found: Profile, model: str, remark: str, out: Path, html: Path) -> None:
     found.save(out)
-    write_text(render_profile(step_page(found, model, remark), found), html)
+    write_text(render_profile(step_page(found, model, remark)), html)
     Console().print(profile_table(found))
     Console().print(
         f"{model}: peak {show_nbytes(found.peak)}, of which {show_nbytes(found.static)} is held "

@@ -2,6 +2,9 @@
 
 model, optimizer, data = accelerator.prepare(model, optimizer, data)
 fit(accelerator, model, optimizer, budget="6 GiB")
+
+log = er.log_to(accelerator)    # to the trackers of `Accelerator(log_with=...)`
+log(model, step)
 """
 
 from typing import Any, TypeVar

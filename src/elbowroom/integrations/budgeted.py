@@ -11,10 +11,10 @@ import elbowroom as er
 from elbowroom.errors import PlanError
 from elbowroom.fitting import Fitting, Summary, summary
 from elbowroom.runtime.attach import opener_of
+from elbowroom.tools.logging_targets import Log, figures, numbers
 from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
-_MIB = 2**20
 
 
 class Budgeted:
@@ -29,6 +29,7 @@ class Budgeted:
         self.summary: Summary | None = None
         self._model: nn.Module | None = None
         self._fitting: Fitting | None = None
+        self._log: Log | None = None
 
     def begin(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """The training begins: fit the model, and count the optimizers' states.
@@ -55,20 +56,15 @@ class Budgeted:
         estimates.
         """
         self._look()
-        told = self.summary
-        if told is None:
-            return {}
-        found = {
-            "budget_mib": told.budget_nbytes / _MIB,
-            "peak_mib": _mib(told.last_nbytes),
-            "highest_peak_mib": _mib(told.highest_nbytes),
-            "planned_peak_mib": _mib(told.predicted_nbytes),
-            "plain_peak_mib": _mib(told.plain_nbytes),
-            "slowdown": told.slowdown,
-            "exact": float(told.exact),
-            "added_noise": told.noise,
-        }
-        return {f"memory/{name}": n for name, n in found.items() if n is not None}
+        return {} if self.summary is None else numbers(figures(self.summary))
+
+    def log_to(self, targets: Iterable[Any], step: int) -> None:
+        """Give the figures to loggers, as `er.log_to` does."""
+        if self._log is None:
+            self._log = Log(*targets)
+        self._look()
+        if self.summary is not None:
+            self._log.write(figures(self.summary), step)
 
     def end(self) -> None:
         """The training has ended: let go of the model, and say how it went."""
@@ -78,7 +74,7 @@ class Budgeted:
             self._fitting.finish()
         self._look()
         er.release(self._model)
-        self._model = self._fitting = None
+        self._model = self._fitting = self._log = None
         if self.summary is None:  # a compiled model is planned, and not measured
             return
         is_above = (self.summary.last_nbytes or 0) > self.summary.budget_nbytes
@@ -107,7 +103,3 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that holds the states, inside of a wrapper of Accelerate's, say."""
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
-
-
-def _mib(nbytes: int | None) -> float | None:
-    return None if nbytes is None else nbytes / _MIB

@@ -46,8 +46,7 @@ class Budget(Callback):  # type: ignore[misc]  # of a library whose types are sk
     ) -> None:
         """Log the figures."""
         if trainer.loggers and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
-            for logger in trainer.loggers:
-                logger.log_metrics(self._budgeted.figures(), trainer.global_step)
+            self._budgeted.log_to(trainer.loggers, trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Release the network."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from elbowroom.measure.calling_line import calling_line
 from elbowroom.plan import Site
 from elbowroom.plan.profile import ModuleCall, Save, Storage
 from elbowroom.plan.site import RECURRENT
@@ -139,7 +140,7 @@ class StepRecorder:
         known = [self._index.get(source) for source in sources]
         self._storages[index].made_of.update(at for at in known if at is not None)
         saves = self._storages[index].saves
-        saves.append(Save(site, why, modules.stack(), self._now))
+        saves.append(Save(site, why, modules.stack(), self._now, line=calling_line()))
         self._storages[index].nodes.append(node)
         return RecordedView(view, self, index, len(saves) - 1, self._calls)
 

@@ -34,6 +34,7 @@ class Save:
     modules  the modules whose forward ran, outermost first, by name; without the root
     at       the moment of forward at which it did
     asked    the last moment at which backward asked for it on behalf of this op; -1: never
+    line     the file and line of Python that called the op, outside of torch; "": not known
     """
 
     site: Site
@@ -41,6 +42,7 @@ class Save:
     modules: tuple[str, ...]
     at: int
     asked: int = -1
+    line: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

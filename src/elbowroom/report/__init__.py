@@ -1,9 +1,9 @@
 """Shows measurements to people: a page of data, drawn as one HTML file or as a terminal's table.
 
-page     the data: title, rows, curves, settings      svg      curves -> a chart
-html     page -> one self-contained file              table    page -> terminal
-profile  a profiled step -> its page, its table       stack    bands -> a chart
-bands    what a step holds, cut by module
+page     the data: title, rows, curves, settings     table   page -> terminal
+html     page -> one self-contained file             chart   bands, curves -> what chart.js draws
+profile  a profiled step -> its page, its table      step    a step as profiled, or under a plan
+bands    what a step holds, cut by category and by module
 """
 
 from elbowroom.report.html import render as render

@@ -1,20 +1,22 @@
-"""A page as one HTML file: no script, no font, no image and no address outside of it.
+"""A page as one HTML file: no font, no image, no script and no address outside of it.
 
-Everything that comes from data is escaped by the template engine; the chart escapes its own names.
+Everything that comes from data is escaped by the template engine, what a chart shows as JSON in
+which no tag can end.
 """
 
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from elbowroom.files import write_text
-from elbowroom.plan.profile import Profile
-from elbowroom.report.bands import bands
+from elbowroom.report.chart import curves_chart
 from elbowroom.report.page import Page
 from elbowroom.report.profile import StepPage
-from elbowroom.report.stack import stack
-from elbowroom.report.svg import chart
 
 _TEMPLATES = Environment(
     loader=PackageLoader("elbowroom.report", "."),
@@ -26,16 +28,30 @@ _TEMPLATES = Environment(
 
 def render(page: Page) -> str:
     """The page as HTML text."""
-    drawn = Markup(chart(page.curves)) if page.curves else ""
-    return _TEMPLATES.get_template("page.html.j2").render(page=page, chart=drawn)
+    charts = [curves_chart(page.curves)] if page.curves else []
+    return _render("page.html.j2", page, charts)
 
 
-def render_profile(page: StepPage, profile: Profile) -> str:
-    """The page of a profiled step as HTML text."""
-    drawn = Markup(stack(profile, bands(profile)))
-    return _TEMPLATES.get_template("profile.html.j2").render(page=page, chart=drawn)
+def render_profile(page: StepPage) -> str:
+    """The page of a step as HTML text."""
+    return _render("profile.html.j2", page, page.charts)
 
 
 def write(page: Page, path: Path) -> None:
     """Write the page so that `path` is always the old file or the whole new one, never a part."""
     write_text(render(page), path)
+
+
+def _render(template: str, page: Page | StepPage, charts: Sequence[dict[str, Any]]) -> str:
+    shown = {
+        "library": _part("uplot/uPlot.iife.min.js"),
+        "script": _part("chart.js"),
+        "plot_style": _part("uplot/uPlot.min.css"),
+    }
+    return _TEMPLATES.get_template(template).render(page=page, found=charts, **shown)
+
+
+@cache
+def _part(name: str) -> Markup:
+    """A file of this package that goes into the page as it is."""
+    return Markup(files("elbowroom.report").joinpath(name).read_text(encoding="utf-8"))

@@ -1,96 +1,130 @@
-"""A profile as a page: where the memory of one step went, and what could be done about it."""
+"""A profile as a page: where the memory of one step went, and what could be done about it.
+
+With a plan, the page shows the step twice: as it was profiled, and as the plan would have it.
+"""
 
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from rich.table import Table
 from rich.text import Text
 
-from elbowroom.plan.profile import Profile
+from elbowroom.plan.menu import action_name, rung_named
+from elbowroom.plan.plan import Plan
+from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.savings_report import Prospect, Way, prospects
-from elbowroom.report.bands import Band, bands
+from elbowroom.report.chart import step_chart
+from elbowroom.report.step import Step, is_plain, module_label, plain, planned, profiled
 from elbowroom.units import show_nbytes, show_seconds
 
 MOST_TENSORS = 25
+_SMALL = 1000  # a tensor below this part of all that is saved is not listed
 _CHART_NOTE = (
-    "Each colour is what one module has saved for backward, from forward to its last use. The line "
-    "is the allocator's level; times carry the cost of measuring."
+    "The line is the level of all that is held; a column of the picture shows its highest moment. "
+    "Weights and optimizer states are counted; gradients are what comes into being in backward and "
+    "stays to its end; transients are the rest: outputs, workspaces, gradients of activations. "
+    "Times carry the cost of measuring."
+)
+_PLAN_NOTE = (
+    " The plan is drawn at the moments of the profiled step; the seconds that it adds are in the "
+    "table, not in the picture."
 )
 _NOTES = (
     "Size: bytes of the whole storage that autograd holds between forward and backward. Parameters "
     "are not counted there; one storage that several ops save is listed once, with the first of "
     "them.",
-    '"What could be done" is estimated, tensor by tensor, without a budget: "elbowroom plan" '
-    "weighs them against each other. Exact means that no bit of any gradient changes.",
+    "Line: the line of Python that called the op, outside of torch. At the peak: bytes of the "
+    "tensor at the moment with the highest level.",
     "Held before the step: weights, buffers, gradients that are kept, optimizer states. Data that "
     "the script holds itself is not counted on a CPU.",
     "The level between the last use of what was saved and the next forward may contain whatever "
     "else the script does then, evaluation for one.",
 )
+_WAYS_NOTE = (
+    '"What could be done" is estimated, tensor by tensor, without a budget: "elbowroom plan" '
+    "weighs them against each other. Exact means that no bit of any gradient changes."
+)
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One figure of the step."""
+    """One figure of the step. values: plain, and with the plan if there is one."""
 
     name: str
-    value: str
+    values: tuple[str, ...]
     note: str = ""
     kind: str = "measured"
 
 
 @dataclass(frozen=True)
-class Key:
-    """A band in the legend."""
-
-    name: str
-    colour: int
-    most: str
-
-
-@dataclass(frozen=True)
 class TensorRow:
-    """A saved tensor. ways: what could be done, a line each."""
+    """A saved tensor. at_peak: bytes at the peak, in each step; ways: what could be done."""
 
     module: str
+    line: str
     op: str
     shape: str
     dtype: str
     size: str
+    at_peak: tuple[str, ...]
     ways: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class StepPage:
-    """Everything that the page of a profile shows, but for the chart."""
+    """Everything that the page of a step shows."""
 
     title: str
     lead: str
+    heads: Sequence[str]
     facts: Sequence[Fact]
-    bands: Sequence[Key]
+    charts: Sequence[dict[str, Any]]
+    tensors_title: str
+    peak_heads: Sequence[str]
+    ways_title: str
     tensors: Sequence[TensorRow]
     tensors_note: str
-    versions: dict[str, str]
     chart_note: str = _CHART_NOTE
     notes: Sequence[str] = _NOTES
+    versions: dict[str, str] = field(default_factory=dict)
 
 
-def step_page(profile: Profile, model: str, remark: str = "") -> StepPage:
-    """The page of one step of `model`."""
+def step_page(profile: Profile, model: str, remark: str = "", plan: Plan | None = None) -> StepPage:
+    """Return the page of one step of `model`, beside the same step under a plan if one is given.
+
+    Raises DataError for a plan of another step.
+    """
     found = prospects(profile)
-    shown = found[:MOST_TENSORS]
-    rest = sum(one.storage.nbytes for one in found[MOST_TENSORS:])
+    steps = [profiled(profile)] if plan is None else [plain(profile), planned(profile, plan)]
+    order = sorted(found, key=lambda one: _order(profile, steps, one), reverse=True)
+    large = [one for one in order if one.storage.nbytes * _SMALL >= profile.saved_nbytes]
+    shown = large[:MOST_TENSORS]
+    rest = profile.saved_nbytes - sum(one.storage.nbytes for one in shown)
+    is_measured = profile.measured and (plan is None or is_plain(profile))
+    first = "plain" if plan is not None or is_plain(profile) else "with exact actions"
+    names = [(first, "measured" if is_measured else "estimated"), ("with the plan", "estimated")]
     device, name = profile.device
     return StepPage(
         title=f"{model}: where the memory of one step went",
         lead=f"One plain training step on {name or f'the {device.upper()}'}, from one forward to "
-        f"the next. {remark}",
-        facts=_facts(profile, found),
-        bands=[_key(band) for band in bands(profile) if band.most_nbytes],
-        tensors=[tensor_row(one) for one in shown],
-        tensors_note=f"{len(found) - len(shown)} more hold {show_nbytes(rest)}." if rest else "",
+        f"the next. {remark}" + ("" if plan is None else f" Beside it: {plan}."),
+        heads=("one step", "size", "kind")
+        if plan is None
+        else ("one step", "plain", "with the plan", "kind"),
+        facts=_facts(profile, found) if plan is None else _compared(profile, plan, steps),
+        charts=[step_chart(step, *named) for step, named in zip(steps, names, strict=False)],
+        tensors_title="The tensors at the peak",
+        peak_heads=("at the peak",)
+        if plan is None
+        else ("at the peak", "held with the plan", "at its peak"),
+        ways_title="what could be done" if plan is None else "what the plan does",
+        tensors=[_row(profile, one, steps, plan) for one in shown],
+        tensors_note=f"{len(order) - len(shown)} more hold {show_nbytes(rest)}." if rest else "",
+        chart_note=_CHART_NOTE + ("" if plan is None else _PLAN_NOTE),
+        notes=_NOTES if plan is not None else (*_NOTES, _WAYS_NOTE),
         versions={
             "torch": str(torch.__version__),
             "Python": platform.python_version(),
@@ -106,23 +140,54 @@ def profile_table(profile: Profile, most: int = 10) -> Table:
     table.add_column("size", justify="right")
     table.add_column("what could be done", overflow="fold")
     for one in prospects(profile)[:most]:
-        row = tensor_row(one)
+        row = _row(profile, one, [], None)
         cells = (row.module, row.op, row.shape, row.size, "; ".join(row.ways))
         table.add_row(*(Text(cell) for cell in cells))
     return table
 
 
-def tensor_row(one: Prospect) -> TensorRow:
-    """A line of the table."""
-    site = one.storage.saves[0].site
+def _order(profile: Profile, steps: Sequence[Step], one: Prospect) -> tuple[int, int]:
+    """What is largest at the plain peak comes first, then what is largest at all."""
+    index = _index(profile, one.storage)
+    return steps[0].nbytes_at(index, steps[0].peak_moment), one.storage.nbytes
+
+
+def _index(profile: Profile, storage: Storage) -> int:
+    return next(i for i, one in enumerate(profile.storages) if one is storage)
+
+
+def _row(profile: Profile, one: Prospect, steps: Sequence[Step], plan: Plan | None) -> TensorRow:
+    storage, save = one.storage, one.storage.saves[0]
+    index = _index(profile, storage)
+    at_peak = [show_nbytes(step.nbytes_at(index, step.peak_moment)) for step in steps]
+    ways = tuple(_told(way) for way in one.ways) or (f"nothing: {one.why}",)
+    if plan is not None:
+        at_peak.insert(1, show_nbytes(_held(steps[1], index)))
+        ways = (_done(plan, storage),)
     return TensorRow(
-        module=site.module or "(outermost)",
-        op=site.consumer,
-        shape=" x ".join(map(str, site.shape)) or "scalar",
-        dtype=str(site.dtype).removeprefix("torch."),
-        size=show_nbytes(one.storage.nbytes),
-        ways=tuple(_told(way) for way in one.ways) or (f"nothing: {one.why}",),
+        module=module_label(profile, save.site.module) or "(outermost)",
+        line=save.line,
+        op=save.site.consumer,
+        shape=" x ".join(map(str, save.site.shape)) or "scalar",
+        dtype=str(save.site.dtype).removeprefix("torch."),
+        size=show_nbytes(storage.nbytes),
+        at_peak=tuple(at_peak),
+        ways=ways,
     )
+
+
+def _held(step: Step, index: int) -> int:
+    """Bytes that are held of a storage when backward begins."""
+    return step.nbytes_at(index, max(step.profile.backward - 1, 0))
+
+
+def _done(plan: Plan, storage: Storage) -> str:
+    """What a plan does with a storage."""
+    modules = [name for name in storage.saves[0].modules if name in plan.recompute]
+    if modules:
+        return f"recompute {modules[0]}"
+    known = plan.sites.get(storage.saves[0].site.name)
+    return action_name(rung_named(known.rung), storage) if known is not None else "keep"
 
 
 def _told(way: Way) -> str:
@@ -137,22 +202,37 @@ def _facts(profile: Profile, found: Sequence[Prospect]) -> list[Fact]:
         for one in found
     )  # fmt: skip
     return [
-        Fact("peak", show_nbytes(profile.peak), "the highest level, all counted"),
-        Fact("held before the step", show_nbytes(profile.static), "weights, optimizer states"),
+        Fact("peak", (show_nbytes(profile.peak),), "the highest level, all counted"),
+        Fact("held before the step", (show_nbytes(profile.static),), "weights, optimizer states"),
         Fact(
             "saved for backward",
-            show_nbytes(profile.saved_nbytes),
+            (show_nbytes(profile.saved_nbytes),),
             f"{len(profile.storages)} tensors, in plain autograd",
         ),
         Fact(
             "... held exactly instead",
-            show_nbytes(exact),
+            (show_nbytes(exact),),
             "every exact way but recompute taken",
             "estimated",
         ),
-        Fact("seconds", show_seconds(profile.seconds), "with the cost of measuring"),
+        Fact("seconds", (show_seconds(profile.seconds),), "with the cost of measuring"),
     ]
 
 
-def _key(band: Band) -> Key:
-    return Key(band.name, band.colour, show_nbytes(band.most_nbytes))
+def _compared(profile: Profile, plan: Plan, steps: Sequence[Step]) -> list[Fact]:
+    peaks = (show_nbytes(steps[0].peak), show_nbytes(plan.peak))
+    saved = (show_nbytes(profile.saved_nbytes), show_nbytes(plan.held_nbytes))
+    seconds = (show_seconds(plan.plain_seconds), show_seconds(plan.seconds))
+    gradients = "as in plain training, bit for bit" if plan.exact else "with the noise of codes"
+    return [
+        Fact("peak", peaks, "the highest level, all counted", _both(profile)),
+        Fact("budget", ("", show_nbytes(plan.budget)), "", "given"),
+        Fact("held for backward", saved, "all tensors that autograd saves", _both(profile)),
+        Fact("seconds", seconds, f"{100 * plan.slowdown:+.1f} %", "estimated"),
+        Fact("gradients", ("", gradients), "", "by construction" if plan.exact else "estimated"),
+    ]
+
+
+def _both(profile: Profile) -> str:
+    is_measured = profile.measured and is_plain(profile)
+    return "plain measured, plan estimated" if is_measured else "estimated"

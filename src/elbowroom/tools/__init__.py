@@ -4,6 +4,7 @@
     Profiling     writes down one step of a program
     assert_peak   checks the peak of a step, in a test
     ExplainOutOfMemory, say_exhaustion   what holds the memory, once it has run out
+    Log           gives figures of a fitted model to TensorBoard, trackio, wandb and others
     Discovery     finds the model and the optimizers of somebody else's program
 
 They stand above `fitting`, which knows none of them.
@@ -15,4 +16,5 @@ from elbowroom.tools.explain import assert_peak as assert_peak
 from elbowroom.tools.explain import say_exhaustion as say_exhaustion
 from elbowroom.tools.largest_batch import LargestBatch as LargestBatch
 from elbowroom.tools.largest_batch import find_largest as find_largest
+from elbowroom.tools.logging_targets import Log as Log
 from elbowroom.tools.profiling import Profiling as Profiling
