@@ -39,11 +39,15 @@ class Settings:
     room_nbytes    for the whole step; None: as plain torch.compile
     counts_inputs  whether parameters, buffers and inputs count
     exact          True: nothing that changes a bit; None: exact actions first; False: the fastest
+    levels         of codes for all that may have one, whatever the room; see `Partitioner`
+    min_nbytes     values below are not coded, where `levels` are given
     """
 
     room_nbytes: int | None = None
     counts_inputs: bool = True
     exact: bool | None = None
+    levels: int | None = None
+    min_nbytes: int = 32768
 
 
 @dataclass
@@ -99,7 +103,9 @@ def compile_region(
     check_torch()
     room = regions.room_of(gm)
     settings = regions.settings
-    partitioner = Partitioner(room, settings.counts_inputs, settings.exact)
+    partitioner = Partitioner(
+        room, settings.counts_inputs, settings.exact, settings.levels, settings.min_nbytes
+    )
     patches = {**options, "custom_partitioner_fn": partitioner}
     try:
         with told(regions.decided):
