@@ -21,5 +21,6 @@ from elbowroom.compiled.backend import Regions as Regions
 from elbowroom.compiled.backend import Settings as Settings
 from elbowroom.compiled.backend import compile_region as compile_region
 from elbowroom.compiled.backend import elbowroom as elbowroom
+from elbowroom.compiled.backend import frame_of as frame_of
 from elbowroom.compiled.held import GROUP_SIZE as GROUP_SIZE
 from elbowroom.compiled.held import Held as Held

@@ -129,6 +129,12 @@ def original(module: nn.Module) -> nn.Module:
     return found if isinstance(found, nn.Module) else module
 
 
+def has_said() -> None:
+    """Somebody has said it: that compiled code runs eagerly is not said again."""
+    global _said
+    _said = True
+
+
 def ran_eagerly() -> bool:
     """Whether a compiled module has been seen to run eagerly in this process."""
     return _said
