@@ -26,7 +26,8 @@ from elbowroom._checks import (
 )
 from elbowroom.adaptive import Adaptive
 from elbowroom.adaptive.policies import meter_of, policy_of, within_noise
-from elbowroom.codecs import Codec
+from elbowroom.codecs import Codec, Dither
+from elbowroom.compiled import GROUP_SIZE, Held
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.fitting import FitOptions, Fitting, Summary, check_alone, repeat
 from elbowroom.fitting import summary as summary_of
@@ -36,7 +37,7 @@ from elbowroom.measure.memory import budget_nbytes
 from elbowroom.measure.record import record
 from elbowroom.measure.roofline import Speed
 from elbowroom.measure.standing import standing_of
-from elbowroom.plan import Coat, Exact, Lean, Lossy, OffloadRest, Policy
+from elbowroom.plan import Coat, Exact, KeepAll, Lean, Lossy, OffloadRest, Policy
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan, check_plan
 from elbowroom.plan.profile import Profile
@@ -126,7 +127,20 @@ def saving(
 
     repeats = observer is None and type(chosen) in _REPEATED and _has_hash(chosen)
     setting = ("saving", chosen, min_nbytes) if repeats else None
-    return SavingContext(make, context, setting, warns=True)
+    graphs = None if observer is not None else _in_graphs(chosen, min_nbytes, seed)
+    return SavingContext(make, context, setting, warns=True, graphs=graphs)
+
+
+def _in_graphs(policy: Policy, min_nbytes: int, seed: int | None) -> Held | None:
+    """The policy inside of compiled modules; None: it has no form there, and they run eagerly."""
+    if type(policy) is Exact:
+        return Held(0, min_nbytes, seed)
+    if type(policy) is KeepAll:
+        return Held(None)
+    codec = policy.codec if type(policy) is Lossy else None
+    if type(codec) is Dither and codec.group_size == GROUP_SIZE:
+        return Held(codec.levels, min_nbytes, seed)
+    return None
 
 
 def _has_hash(policy: Policy) -> bool:

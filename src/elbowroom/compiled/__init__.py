@@ -11,6 +11,7 @@
     rewrite.py     encode and decode in the joint graph
     ops.py         ... as ops over the kernels of kernels/ops.py
     partition.py   what Inductor calls, with that choice in PyTorch's min-cut
+    held.py        a policy of er.saving in the graph, whatever the budget
     backend.py     torch.compile(..., backend="elbowroom")
 
 Nothing of torch._dynamo or torch._inductor is imported before something is compiled.
@@ -20,3 +21,6 @@ from elbowroom.compiled.backend import Regions as Regions
 from elbowroom.compiled.backend import Settings as Settings
 from elbowroom.compiled.backend import compile_region as compile_region
 from elbowroom.compiled.backend import elbowroom as elbowroom
+from elbowroom.compiled.backend import frame_of as frame_of
+from elbowroom.compiled.held import GROUP_SIZE as GROUP_SIZE
+from elbowroom.compiled.held import Held as Held

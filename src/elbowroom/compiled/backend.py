@@ -15,7 +15,7 @@ Settings are read from the options of each call, and nothing is kept but the sha
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,11 +39,15 @@ class Settings:
     room_nbytes    for the whole step; None: as plain torch.compile
     counts_inputs  whether parameters, buffers and inputs count
     exact          True: nothing that changes a bit; None: exact actions first; False: the fastest
+    levels         of codes for all that may have one, whatever the room; see `Partitioner`
+    min_nbytes     values below are not coded, where `levels` are given
     """
 
     room_nbytes: int | None = None
     counts_inputs: bool = True
     exact: bool | None = None
+    levels: int | None = None
+    min_nbytes: int = 32768
 
 
 @dataclass
@@ -59,12 +63,16 @@ class Regions:
         room = self.settings.room_nbytes
         if room is None:
             return None
-        frame = _frame_of(gm)
+        frame = frame_of(gm)
         room -= sum(share for other, share in self.shares.items() if other != frame)
         reason = getattr(gm, "compile_subgraph_reason", None)
         if getattr(reason, "graph_break", False):
             self.shares[frame] = min(_values_nbytes(gm), max(room, 0) // 2)
         return max(room, 0)
+
+    def restrict(self, room_nbytes: int) -> None:
+        """From now on regions may take this."""
+        self.settings = replace(self.settings, room_nbytes=room_nbytes)
 
     def decided(self, decision: "Decision") -> None:
         """Keep what was decided for a region; the logger "elbowroom" says it in one line."""
@@ -86,11 +94,13 @@ def compile_region(
     example_inputs: Sequence[Any],
     regions: Regions,
     options: Mapping[str, Any],
+    raises: bool = False,
 ) -> Callable[..., Any]:
     """Compile a region with Inductor inside its room.
 
     options: Inductor's own. A budget that is too small is raised by the first call of the region,
-    with its own type: what a backend raises, Dynamo would wrap.
+    with its own type: what a backend raises, Dynamo would wrap. raises: at once, for a caller who
+    catches it.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -99,12 +109,16 @@ def compile_region(
     check_torch()
     room = regions.room_of(gm)
     settings = regions.settings
-    partitioner = Partitioner(room, settings.counts_inputs, settings.exact)
+    partitioner = Partitioner(
+        room, settings.counts_inputs, settings.exact, settings.levels, settings.min_nbytes
+    )
     patches = {**options, "custom_partitioner_fn": partitioner}
     try:
         with told(regions.decided):
             compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
     except BudgetTooSmall as error:
+        if raises:
+            raise
         return _refusal(error)
     return compiled  # type: ignore[no-any-return]
 
@@ -116,7 +130,7 @@ def _refusal(error: Exception) -> Callable[..., Any]:
     return refuse
 
 
-def _frame_of(gm: fx.GraphModule) -> object:
+def frame_of(gm: fx.GraphModule) -> object:
     """Dynamo's number of the code that the region comes from; another shape has the same."""
     compiled = torch._guards.CompileContext.current_compile_id()
     return getattr(compiled, "frame_id", None) if compiled is not None else id(gm)

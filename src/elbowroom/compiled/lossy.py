@@ -58,6 +58,29 @@ def code(
     return None, least
 
 
+def code_all(search: Search, levels: int, min_nbytes: int) -> Step:
+    """Code all that plain torch.compile would save and that may have a code. Returns that step.
+
+    levels      0: masks only, which changes no bit
+    min_nbytes  values below are left alone
+    """
+    joint, plain = search.joint, search.plain
+    coded = [one for one in _coded(joint, plain, levels) if _plain_nbytes(one) >= min_nbytes]
+    if not coded:
+        return plain
+    rewriting = Rewriting(joint, {*plain.saved, *(one.node for one in coded)}, coded)
+    step = joint.step(rewriting.saved)
+    if step is None:
+        rewriting.undo()
+    return step or plain
+
+
+def _plain_nbytes(one: Coded) -> int:
+    """The bytes that eager PyTorch would hold: a comparison stands for its operand."""
+    value = tensors_of(one.node)[0]
+    return value.numel() * (value.dtype.itemsize if one.levels else 4)
+
+
 def _bases(search: Search, step: Step) -> list[Step]:
     """Choices of saved values that are worth coding: plain, the best, and some that save less."""
     steps = sorted(search.steps, key=lambda one: one.seconds)

@@ -15,7 +15,8 @@ touched. It is a number in host memory on every device, so that nothing waits fo
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -52,6 +53,17 @@ class _Draws:
         with self._lock:
             self.count += 1
             return seed_of(self.base, self.count)
+
+    @contextmanager
+    def started_at(self, base: int) -> Iterator[None]:
+        """Meanwhile draw another base's sequence, from its beginning."""
+        with self._lock:
+            before, self.base, self.count = (self.base, self.count), base, 0
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.base, self.count = before
 
 
 def seed_of(base: int, number: int) -> int:

@@ -29,7 +29,8 @@ from torch.utils import _pytree as pytree
 from elbowroom.compiled.collect import nbytes_of
 from elbowroom.compiled.decide import MinCut, Search, choose
 from elbowroom.compiled.joint import Joint, Step
-from elbowroom.compiled.lossy import code
+from elbowroom.compiled.lossy import code, code_all
+from elbowroom.compiled.ops import DECODE
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.units import show_nbytes
 
@@ -40,10 +41,13 @@ _Graphs = tuple[fx.GraphModule, fx.GraphModule]
 class Decision:
     """What was decided for one compiled region; all figures are estimates, in bytes.
 
-    peak_nbytes    of forward and backward, gradients included, parameters and inputs not
-    saved_nbytes   held between forward and backward
-    plain_nbytes   the peak of plain torch.compile
-    inputs_nbytes  of parameters, buffers and other inputs that the region reads
+    peak_nbytes         of forward and backward, gradients included, parameters and inputs not
+    saved_nbytes        held between forward and backward
+    plain_nbytes        the peak of plain torch.compile
+    plain_saved_nbytes  what plain torch.compile would hold
+    inputs_nbytes       of parameters, buffers and other inputs that the region reads
+    recomputed          how many ops backward runs again
+    is_lossy            whether codes add errors
     """
 
     peak_nbytes: int
@@ -51,6 +55,8 @@ class Decision:
     plain_nbytes: int
     inputs_nbytes: int
     recomputed: int
+    plain_saved_nbytes: int = 0
+    is_lossy: bool = False
 
 
 class _Thread(threading.local):
@@ -89,11 +95,16 @@ class Partitioner(_base()):  # type: ignore[misc]
     room_nbytes    the most that forward and backward may take; None: as plain torch.compile does
     counts_inputs  whether parameters, buffers and inputs of the region belong to that
     exact          True: what changes no bit; None: that first, then codes; False: the fastest
+    levels         of the codes of all that may have one, whatever the room; 0: masks as bits alone;
+                   None: only what the room needs
+    min_nbytes     values below are not coded, where `levels` are given
     """
 
     room_nbytes: int | None = None
     counts_inputs: bool = False
     exact: bool | None = True
+    levels: int | None = None
+    min_nbytes: int = 32768
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -143,7 +154,7 @@ class _Answer:
 
         with _remembered_cuts():
             step, plain = self._decided(joint, min_cut, memory_budget, room, inputs_nbytes)
-        _tell(step, plain, inputs_nbytes)
+        _tell(joint, step, plain, inputs_nbytes)
         return list(step.saved)
 
     def _decided(
@@ -155,7 +166,10 @@ class _Answer:
         inputs_nbytes: int,
     ) -> tuple[Step, Step]:
         """The step that was chosen, and that of plain torch.compile; codes are in the graph."""
-        exact = self._settings.exact
+        exact, levels = self._settings.exact, self._settings.levels
+        if levels is not None:
+            search = Search(joint, min_cut, memory_budget, same_bits=False)
+            return code_all(search, levels, self._settings.min_nbytes), search.plain
         search = Search(joint, min_cut, memory_budget, same_bits=exact is not False)
         step = choose(search, room)
         if room is None or (
@@ -191,13 +205,15 @@ def _remembered_cuts() -> Iterator[None]:
         yield
 
 
-def _tell(step: Step, plain: Step, inputs_nbytes: int) -> None:
+def _tell(joint: Joint, step: Step, plain: Step, inputs_nbytes: int) -> None:
     decision = Decision(
         peak_nbytes=step.peak_nbytes,
         saved_nbytes=step.saved_nbytes,
         plain_nbytes=plain.peak_nbytes,
         inputs_nbytes=inputs_nbytes,
         recomputed=len(step.again),
+        plain_saved_nbytes=plain.saved_nbytes,
+        is_lossy=any(n.target is DECODE for n in joint.graph.nodes),
     )
     for listener in _thread.listeners:
         listener(decision)

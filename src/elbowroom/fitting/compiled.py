@@ -8,27 +8,49 @@ step may take is known before it is compiled, so nothing is learned or measured:
 
     room = budget - (weights, buffers, states, gradients that stand) - states to come
 
-A budget that the graph cannot reach goes to the eager engine, unless `exact` is True: there, codes
-may be coarser.
+Each shape that Dynamo compiles gets a plan of its own. A graph with symbols in its sizes serves
+many: its plan holds for calls of N elements as long as peak * (N / planned)^2 stays inside the
+room. For larger ones another twin is compiled, with half as much again to spare, if it can have it.
+
+The eager engine takes over, and says so once, for a model that cannot be compiled, for a budget
+that its graphs cannot reach (unless `exact` is True: there, codes may be coarser), and for shapes
+that come after the last that Dynamo compiles one by one.
 """
 
 import threading
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf, sqrt
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from elbowroom.compiled import Regions, Settings, compile_region
+from elbowroom.compiled import Regions, Settings, compile_region, frame_of
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.session import Fitting
-from elbowroom.runtime.compiler import original
+from elbowroom.fitting.signature import signature_of
+from elbowroom.fitting.summary import Summary
+from elbowroom.runtime.calls import pass_through
+from elbowroom.runtime.compiler import (
+    context_of,
+    eagerly,
+    has_said,
+    inductor_options,
+    is_compiled,
+    original,
+)
 from elbowroom.runtime.undo import Undo
+
+_MOST_SHAPES = 8  # of one piece of code, before Dynamo compiles no more of them
+_MOST_KINDS = 4096  # of calls that are remembered
+_SPARE = 1.5  # a plan for a graph with symbols is made for so many times the elements
 
 
 @dataclass(frozen=True)
@@ -42,16 +64,12 @@ class How:
 
 def how_compiled(model: nn.Module) -> How | None:
     """How torch.compile was asked to compile this model with Inductor; None if it was not."""
-    context = getattr(model, "dynamo_ctx", None)
-    if original(model) is model or context is None:
+    options = inductor_options(model) if is_compiled(model) else None
+    if options is None:
         return None
-    backend = getattr(context, "callback", None)
-    while backend is not None:
-        if isinstance(backend, torch._TorchCompileInductorWrapper):
-            dynamic = getattr(context, "_dynamic", None)
-            return How(dynamic, bool(getattr(context, "fullgraph", False)), dict(backend.config))
-        backend = getattr(backend, "_torchdynamo_orig_backend", None)
-    return None
+    context = context_of(model)
+    dynamic = getattr(context, "_dynamic", None)
+    return How(dynamic, bool(getattr(context, "fullgraph", False)), options)
 
 
 class _Thread(threading.local):
@@ -60,24 +78,117 @@ class _Thread(threading.local):
     runs = False
 
 
+class _Twin:
+    """The compiled model, and its backend.
+
+    regions   what was decided for each compiled region
+    limit     the most elements of inputs that graphs with symbols may serve
+    refused   why a region of the call that runs was not compiled
+    """
+
+    compiler_name = "elbowroom.fit"
+
+    def __init__(self, fitting: "CompiledFitting", model: nn.Module, spare: float) -> None:
+        self._fitting, self._spare = fitting, spare
+        self.regions = Regions(Settings(counts_inputs=False, exact=fitting.terms.exact))
+        self.limit: float = inf
+        self.refused: BudgetTooSmall | None = None
+        self.numel = 0  # of the call that runs
+        how = fitting.how
+        self.call: Callable[..., Any] = torch.compile(
+            model, backend=self, dynamic=how.dynamic, fullgraph=how.fullgraph
+        )
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a region. Dynamo calls this for each region and shape."""
+        room = self._fitting.room_nbytes()
+        symbolic = any(map(_has_symbols, example_inputs))
+        self._fitting.counts_shape(frame_of(gm), symbolic=symbolic)
+        compiled = None
+        if symbolic and self._spare > 1:
+            with suppress(BudgetTooSmall):
+                compiled = self._compiled(gm, example_inputs, int(room / self._spare**2))
+        try:
+            compiled = compiled or self._compiled(gm, example_inputs, room)
+        except BudgetTooSmall as error:
+            self.refused = error
+            raise
+        if symbolic:
+            peak = max((one.peak_nbytes for one in self.regions.decisions[-1:]), default=0)
+            self.limit = min(self.limit, self.numel * max(1.0, sqrt(room / max(peak, 1))))
+        return compiled
+
+    def run(self, numel: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a kind of call that may be compiled now. Raises errors of our own as they are."""
+        self.numel, self.refused = numel, None
+        try:
+            return self.call(*args, **kwargs)
+        except Exception:
+            if self.refused is not None:  # Dynamo wraps what a backend raises
+                raise self.refused.with_traceback(None) from None
+            raise
+
+    def _compiled(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], room: int
+    ) -> Callable[..., Any]:
+        self.regions.restrict(room)
+        # At once: a region that raises when it is called would stay in Dynamo's cache.
+        return compile_region(gm, example_inputs, self.regions, self._fitting.how.options, True)
+
+
 class CompiledFitting:
     """Runs the forwards of one model, compiled inside a budget.
 
-    regions  what was decided for each compiled region
-    eager    what runs the forwards instead, where no compiled plan fits
+    steps  forwards that recorded gradients
     """
 
     def __init__(
         self, model: nn.Module, terms: FitOptions, optimizer: Optimizer | None, how: How
     ) -> None:
-        self.terms = terms
+        self.terms, self.how = terms, how
         self.owned = ModelState(original(model), optimizer)
-        self.regions = Regions(Settings(counts_inputs=False, exact=terms.exact))
-        self._how = how
-        self._twin: Callable[..., Any] | None = None
-        self.eager: Fitting | None = None
-        self._has_run = False
+        self.steps = 0
+        self._twins: list[_Twin] = []
+        self._kinds: set[Hashable] = set()  # of calls that have run compiled
+        self._shapes: Counter[object] = Counter()  # by code: those that were compiled
+        self._is_fixed = False  # the last of them has no symbols
+        self._eager: Fitting | None = None  # for new kinds of calls
+        self._many = ""  # what to say of many shapes
+        self._standing = 0  # what stood when the first region was compiled
         self._here = _Thread()
+
+    @property
+    def regions(self) -> list[Any]:
+        """What was decided for each compiled region, in order."""
+        return [one for twin in self._twins for one in twin.regions.decisions]
+
+    @property
+    def eager(self) -> Fitting | None:
+        """The eager engine, where it has taken over."""
+        return self._eager
+
+    def room_nbytes(self) -> int:
+        """What forward and backward may take."""
+        stock = self.owned.stock()
+        standing = stock.static_nbytes + stock.unborn_state_nbytes
+        self._standing = self._standing or standing
+        return max(self.terms.budget_nbytes - standing, 0)
+
+    def counts_shape(self, frame: object, *, symbolic: bool) -> None:
+        """Count a shape that is compiled, and note what helps where there are many."""
+        self._shapes[frame] += 1
+        self._is_fixed = not symbolic
+        if self._shapes[frame] == _MOST_SHAPES:
+            remedy = (
+                "Pad inputs to a few lengths, or begin with the largest."
+                if symbolic
+                else "Compile with dynamic=True, so that one graph serves all, or pad inputs to a "
+                "few lengths. Other shapes run in the eager engine from now on."
+            )
+            self._many = (
+                f"{_MOST_SHAPES} shapes of one model were compiled, each with a plan of its own. "
+                f"{remedy}"
+            )
 
     def run(
         self,
@@ -90,6 +201,7 @@ class CompiledFitting:
         if self._here.runs:  # the twin runs eagerly, inside of a context
             return forward()
         self._here.runs = True
+        self.steps += 1
         try:
             return self._run(model, forward, args, kwargs)
         finally:
@@ -102,59 +214,148 @@ class CompiledFitting:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if self.eager is not None:
-            return self.eager.run(model, forward, args, kwargs)
-        if self._has_run:
-            assert self._twin is not None
-            return self._twin(*args, **kwargs)
+        kind = signature_of(model, args, kwargs, ())
+        twin = self._twin_for(kind.numel) if kind in self._kinds else None
+        if twin is not None:
+            return twin.call(*args, **kwargs)
+        if self._eager is None:
+            done, out = self._first(model, kind, args, kwargs)
+            if done:
+                return out
+        assert self._eager is not None
+        with eagerly():  # it may have nothing to do, and open no context
+            return self._eager.run(model, forward, args, kwargs)
+
+    def _first(
+        self, model: nn.Module, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bool, Any]:
+        """Run a kind of call that was not seen before. Returns whether that could be done."""
+        if self._is_fixed and max(self._shapes.values(), default=0) >= _MOST_SHAPES:
+            self._begin_eager(model)  # Dynamo would run it outside of any budget
+            return False, None
         undo = Undo(model, (), (args, kwargs))
         try:
-            return self._first(model, args, kwargs)
-        except BudgetTooSmall as error:
-            if self.terms.exact or not undo.is_possible:
+            twin = self._twin_for(kind.numel) or self._grown(model)
+            out = twin.run(kind.numel, args, kwargs)
+        except _failures() as error:
+            if not self._may_go_eager(error) or not undo.is_possible:
                 raise
             undo.back()
             self._go_eager(model, error)
+            return False, None
         finally:
             undo.close()
-        assert self.eager is not None
-        return self.eager.run(model, forward, args, kwargs)
+        if twin.refused is not None:  # Dynamo was told to suppress errors, and ran it plainly
+            self._go_eager(model, twin.refused)
+            return True, out
+        if self._many:
+            warnings.warn(self._many, stacklevel=4)
+            self._many = ""
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        self._kinds.add(kind)
+        return True, out
 
-    def _first(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        how = self._how
-        self._twin = torch.compile(
-            model, backend=self._compile, dynamic=how.dynamic, fullgraph=how.fullgraph
-        )
-        out = self._twin(*args, **kwargs)
-        self._has_run = True
-        return out
+    def _twin_for(self, numel: int) -> _Twin | None:
+        """The first twin whose plans hold for a call of so many elements, if any does."""
+        return next((twin for twin in self._twins if numel <= twin.limit), None)
 
-    def _compile(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """The backend of the twin: Dynamo calls it for each region and shape."""
-        stock = self.owned.stock()
-        room = self.terms.budget_nbytes - stock.static_nbytes - stock.unborn_state_nbytes
-        self.regions.settings = replace(self.regions.settings, room_nbytes=max(room, 0))
-        return compile_region(gm, example_inputs, self.regions, self._how.options)
+    def _grown(self, model: nn.Module) -> _Twin:
+        """Another twin, for larger calls."""
+        import torch._dynamo
 
-    def _go_eager(self, model: nn.Module, error: BudgetTooSmall) -> None:
-        warnings.warn(
-            f"{type(model).__name__} runs eagerly: inside torch.compile the budget cannot be kept "
-            f"({error}) The eager engine has coarser codes. exact=True raises instead.",
-            stacklevel=3,
-        )
+        pass_through()
+        self._twins.append(_Twin(self, model, _SPARE if self._twins else 1))
+        return self._twins[-1]
+
+    def _may_go_eager(self, error: Exception) -> bool:
+        if isinstance(error, BudgetTooSmall):
+            return not self.terms.exact
+        return not self.how.fullgraph  # who asks for that, wants the error
+
+    def _go_eager(self, model: nn.Module, error: Exception) -> None:
+        name = type(model).__name__
+        if isinstance(error, BudgetTooSmall):
+            said = (
+                f"{name} runs eagerly: inside torch.compile the budget cannot be kept ({error}) "
+                "The eager engine has coarser codes. exact=True raises instead."
+            )
+        else:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            said = (
+                f"{name} runs eagerly: torch.compile has failed ({type(error).__name__}: "
+                f"{lines[-1] if len(lines) == 1 else ' '.join(lines[:2])}). The budget is kept by "
+                "the eager engine."
+            )
+        warnings.warn(said, stacklevel=4)
+        self._begin_eager(model)
+
+    def _begin_eager(self, model: nn.Module) -> None:
+        has_said()
         optimizers = self.owned.optimizers()
-        self.eager = Fitting(model, self.terms, optimizers[0] if optimizers else None)
+        self._eager = Fitting(model, self.terms, optimizers[0] if optimizers else None)
         for other in optimizers[1:]:
-            self.eager.owned.add(other)
-        self._twin = None
+            self._eager.owned.add(other)
 
     def passes(self) -> None:
         """A forward without gradients: it runs as it was compiled by the user."""
-        if self.eager is not None:
-            self.eager.passes()
+        if self._eager is not None:
+            self._eager.passes()
+
+    def finish(self) -> None:
+        """The training has ended."""
+        if self._eager is not None:
+            self._eager.finish()
 
     def close(self) -> None:
         """The model is not fitted any more."""
-        if self.eager is not None:
-            self.eager.close()
-        self._twin = None
+        if self._eager is not None:
+            self._eager.close()
+        self._twins.clear()
+        self._kinds.clear()
+
+    def summary(self, model: str) -> Summary:
+        """What was planned, for the end of a training: nothing is measured."""
+        return planned(model, self.owned, self.terms, self._standing, self.regions, self.steps)
+
+
+def planned(
+    model: str,
+    owned: ModelState,
+    terms: FitOptions,
+    standing_nbytes: int,
+    regions: Sequence[Any],
+    steps: int,
+) -> Summary:
+    """The summary of a compiled model, from what was decided for its regions."""
+    plain = max((one.plain_nbytes for one in regions), default=None)
+    peak = max((one.peak_nbytes for one in regions), default=None)
+    return Summary(
+        model=model,
+        device=owned.device.type,
+        budget_nbytes=terms.budget_nbytes,
+        plain_nbytes=None if plain is None else standing_nbytes + plain,
+        predicted_nbytes=None if peak is None else standing_nbytes + peak,
+        last_nbytes=None,
+        last_setting="compiled",
+        highest_nbytes=None,
+        setting="compiled",
+        slowdown=None,
+        noise=None,
+        exact=not any(one.is_lossy for one in regions),
+        steps=steps,
+        lines=(),
+    )
+
+
+def _has_symbols(x: Any) -> bool:
+    if isinstance(x, torch.SymInt):
+        return True
+    return isinstance(x, Tensor) and not all(isinstance(n, int) for n in x.shape)
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What a compiled call raises where it cannot be compiled, and what our backend does."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return BudgetTooSmall, TorchDynamoException

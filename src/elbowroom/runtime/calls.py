@@ -5,6 +5,7 @@ while somebody wants to, and only then, `nn.Module.__call__` itself is another f
 torch.fx's tracer); no module is changed, and nothing is left behind.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,6 +72,7 @@ def _install() -> None:
     with _lock:
         _users += 1
         nn.Module.__call__ = _call  # type: ignore[method-assign]
+    pass_through()
 
 
 def _uninstall() -> None:
@@ -81,10 +83,25 @@ def _uninstall() -> None:
             nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
 
 
+def pass_through() -> None:
+    """Let Dynamo, if it is there, look through our function as it looks through torch.nn's own.
+
+    After a graph break each call of a module would be compiled by itself else, and after eight
+    modules none any more.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None:
+        dynamo.skip_code(_call.__code__)
+
+
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # Asked first, and so that it costs little: Dynamo would guard on whatever else is asked, on the
+    # identity of each module above all.
+    if torch.compiler.is_dynamo_compiling():  # inside somebody's compiled region: not covered
+        return _plain_call(module, *args, **kwargs)
     if _of is not None and not (_thread.around or _of(module)):
-        return _plain_call(module, *args, **kwargs)  # most calls, so nothing else is asked
-    if torch.compiler.is_compiling():  # inside somebody's larger compiled region: not covered
+        return _plain_call(module, *args, **kwargs)  # most calls, so little else is asked
+    if torch.compiler.is_compiling():
         return _plain_call(module, *args, **kwargs)
 
     def inner(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Beside torch.compile: inside a context, compiled code runs eagerly.
+"""Beside torch.compile: inside a context, compiled code runs eagerly, but for `in_graph.py`.
 
 A compiled region hands what it saves to the hooks all at once, after its forward, without the ops
 that saved it: nothing could be gained there. Worse, Dynamo would try to compile the hooks
@@ -13,7 +13,7 @@ be of one thread: the first sets it, and the last puts back what was there befor
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,65 @@ def _force(more: int) -> None:
             _stance = None
 
 
+@contextmanager
+def forced_backend(backend: Callable[..., Any] | None) -> Iterator[None]:
+    """Inside a context, compile with this backend, in place of any other; None: with their own.
+
+    One caller at a time, for the whole process.
+    """
+    with torch.compiler.set_stance("default", force_backend=backend):
+        yield
+
+
+def may_compile() -> bool:
+    """Whether compiled code would run compiled, if no context were open."""
+    with _lock:
+        before = getattr(_stance, "prev", None)
+    return getattr(before, "stance", "default") == "default"
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of the module is compiled: a wrapper, or one with `.compile()`."""
+    return module._compiled_call_impl is not None or original(module) is not module
+
+
+def inductor_options(module: nn.Module) -> dict[str, Any] | None:
+    """The options with which Inductor was asked to compile the module; None: another compiles it.
+
+    Our own backend is Inductor's, too; its budget is not for contexts.
+    """
+    backend = _backend_of(module)
+    if backend is None:
+        return None
+    if isinstance(backend, torch._TorchCompileInductorWrapper):
+        return dict(backend.config)
+    if getattr(backend, "compiler_name", None) != "elbowroom":
+        return None
+    given = getattr(backend, "kwargs", {}).get("options") or {}
+    return {name: value for name, value in given.items() if name not in ("budget", "exact")}
+
+
+def context_of(module: nn.Module) -> Any:
+    """What torch.compile made for the module: it knows backend, dynamic and fullgraph."""
+    call = module._compiled_call_impl
+    if call is None:
+        return getattr(module, "dynamo_ctx", None)
+    names = getattr(call, "__code__", None)
+    cells = getattr(call, "__closure__", None) or ()
+    found = dict(zip(names.co_freevars if names else (), cells, strict=False))
+    return found["self"].cell_contents if "self" in found else None
+
+
+def _backend_of(module: nn.Module) -> Any:
+    """What compiles the module's graphs, as torch.compile was given it."""
+    backend = getattr(context_of(module), "callback", None)
+    while backend is not None:
+        if isinstance(backend, torch._TorchCompileInductorWrapper | torch._TorchCompileWrapper):
+            return backend
+        backend = getattr(backend, "_torchdynamo_orig_backend", None)
+    return None
+
+
 def original(module: nn.Module) -> nn.Module:
     """The module that torch.compile was given, or the module itself."""
     # Asking for an attribute that is not there takes a microsecond, for each call of each module.
@@ -68,6 +127,12 @@ def original(module: nn.Module) -> nn.Module:
         return module
     found = getattr(module, "_orig_mod", module)
     return found if isinstance(found, nn.Module) else module
+
+
+def has_said() -> None:
+    """Somebody has said it: that compiled code runs eagerly is not said again."""
+    global _said
+    _said = True
 
 
 def ran_eagerly() -> bool:

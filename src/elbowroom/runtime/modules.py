@@ -26,6 +26,7 @@ _CALL_IMPL = nn.Module._call_impl.__code__
 _names: "weakref.WeakKeyDictionary[nn.Module, dict[int, str]]" = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 _users = 0
+_by_calls = 0  # how many of them see calls themselves
 _lock = threading.Lock()
 
 
@@ -39,6 +40,7 @@ class _Thread(threading.local):
         self.names: dict[int, str] = {}  # by id, those in the first of them
         self.calls: Calls | None = None  # of outermost modules, so far
         self.prefix = ""  # of all names in the first of them, by its calls
+        self.sees_calls = False  # somebody calls `entered`: the hooks are for other threads
 
 
 _thread = _Thread()
@@ -49,9 +51,7 @@ def watch() -> None:
     global _users
     with _lock:
         _users += 1
-        if _users == 1:
-            _hooks.append(register_module_forward_pre_hook(_enter))
-            _hooks.append(register_module_forward_hook(_leave, always_call=True))
+        _install()
 
 
 def unwatch() -> None:
@@ -59,11 +59,49 @@ def unwatch() -> None:
     global _users
     with _lock:
         _users -= 1
-        while _users == 0 and _hooks:
-            _hooks.pop().remove()
+        _install()
     if _users == 0:
         _thread.running.clear()
         _thread.joined = 0
+
+
+def _install() -> None:
+    """Install the hooks if somebody needs them, or remove them."""
+    if _users > _by_calls and not _hooks:
+        _hooks.append(register_module_forward_pre_hook(_hook_enter))
+        _hooks.append(register_module_forward_hook(_hook_leave, always_call=True))
+    while _users <= _by_calls and _hooks:
+        _hooks.pop().remove()
+
+
+@contextmanager
+def seen_by_calls() -> Iterator[None]:
+    """Inside one `watch` of this thread, `entered` around each call stands in for the hooks.
+
+    Hooks are a part of what torch.compile compiles, and it warns of them.
+    """
+    global _by_calls
+    before, _thread.sees_calls = _thread.sees_calls, True
+    with _lock:
+        _by_calls += 1
+        _install()
+    try:
+        yield
+    finally:
+        with _lock:
+            _by_calls -= 1
+            _install()
+        _thread.sees_calls = before
+
+
+@contextmanager
+def entered(module: nn.Module) -> Iterator[None]:
+    """Inside, this module runs; for `seen_by_calls`."""
+    _enter(module)
+    try:
+        yield
+    finally:
+        _leave(module)
 
 
 @contextmanager
@@ -161,9 +199,17 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(one, kind) for one in (*_thread.running, *module.modules()))
 
 
-def _enter(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
+def _hook_enter(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling() and not _thread.sees_calls:
+        _enter(module)
+
+
+def _hook_leave(module: nn.Module, args: Any, out: Any) -> None:
+    if not torch.compiler.is_compiling() and not _thread.sees_calls:
+        _leave(module)
+
+
+def _enter(module: nn.Module) -> None:
     say_eager(module)
     if not _running():
         _thread.names = _names_in(module)
@@ -180,9 +226,7 @@ def _counted(module: nn.Module) -> str:
     return prefix(calls[module])
 
 
-def _leave(module: nn.Module, args: Any, out: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
+def _leave(module: nn.Module) -> None:
     running = _thread.running
     if running and running[-1] is module:
         running.pop()

@@ -8,10 +8,12 @@ function that is called is none's, the step is looked at and written down.
 A script refers to the parameters that ops were given. It is forgotten with the modules they are of.
 """
 
+import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,6 +25,7 @@ from elbowroom.plan import Policy
 from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.in_graph import GraphForm, compiled_by
 from elbowroom.runtime.ledger import Account, Entry, Ledger, Ledgers, NoEntry, RepeatedLedger
 from elbowroom.runtime.replay.replay import Replay, Token
 from elbowroom.runtime.replay.scribe import Scribe
@@ -169,12 +172,17 @@ class SavingContext:
         setting: tuple[Hashable, ...] | None,
         *,
         warns: bool = False,
+        graphs: GraphForm | None = None,
     ) -> None:
         """make: gives what looks at a step. setting: by which steps are known; None: none is.
 
-        warns: whether to say so if nothing could be changed
+        warns: whether to say so if nothing could be changed. graphs: the policy inside of compiled
+        modules; None: these run eagerly
         """
         self._make, self.context, self._setting, self._warns = make, context, setting, warns
+        self._graphs = graphs
+        self._in_graphs = Ledger()  # what compiled modules hold
+        self._opened = ExitStack()
         self._parts: list[Saving | _Following] = []  # whose graphs are there
         self._is_open = False
 
@@ -186,7 +194,9 @@ class SavingContext:
     @property
     def ledger(self) -> Account:
         """The count of bytes since it was entered when nothing was held."""
-        ledgers = [part.ledger for part in self._parts]
+        ledgers: list[Account] = [part.ledger for part in self._parts]
+        if self._in_graphs.before_nbytes:
+            ledgers.append(self._in_graphs)
         return ledgers[0] if len(ledgers) == 1 else Ledgers(ledgers)
 
     def __enter__(self) -> Self:
@@ -198,8 +208,13 @@ class SavingContext:
                 "as in 'with er.saving(...)'"
             )
         self._parts = [part for part in self._parts if part.ledger.held_nbytes > 0]
+        if not self._in_graphs.held_nbytes:
+            self._in_graphs = Ledger()
         part = self._part()
         part.__enter__()
+        if self._graphs is not None and "torch._dynamo" in sys.modules:
+            watches = isinstance(part, Saving)
+            self._opened.enter_context(compiled_by(self._graphs, self._in_graphs, watches=watches))
         self._parts.append(part)
         self._is_open = True
         return self
@@ -223,6 +238,7 @@ class SavingContext:
         if not self._is_open:
             return
         self._is_open = False
+        self._opened.close()
         part = self._parts[-1]
         part.__exit__(kind, error, trace)
         if not isinstance(part, Saving):

@@ -1,0 +1,169 @@
+"""A policy of `er.saving` as a backend of torch.compile: its graphs hold what they save in codes.
+
+    Held(levels, min_nbytes)     levels 0: masks as bits, which changes no bit of a gradient
+        .backend(options)        one backend for each set of Inductor's options: Dynamo keeps what
+                                 it has compiled by the identity of the backend, so that a policy
+                                 is compiled once, and plain graphs stay beside it
+        .running(told)           meanwhile `told` hears what each region that runs holds
+
+What plain torch.compile would save is what is coded. A graph that cannot be rewritten is compiled
+as it is, and the logger "elbowroom" says so.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from elbowroom.compiled.backend import Regions, Settings, compile_region
+from elbowroom.errors import RestoreError
+
+GROUP_SIZE = 64  # of the codes in graphs (`rewrite.py`)
+_log = logging.getLogger("elbowroom")
+Told = Callable[[int, int, Any], None]  # bytes of plain compile, bytes held, whose death ends it
+
+
+class _Thread(threading.local):
+    """Who hears of regions that run on this thread."""
+
+    told: Told | None = None
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+_backends: dict[tuple[Any, ...], "_Backend"] = {}
+
+
+@dataclass(frozen=True)
+class Held:
+    """A policy for compiled code.
+
+    levels      of the codes of values that tolerate an error; 0: masks as bits alone; None: graphs
+                are those of plain torch.compile
+    min_nbytes  values below are left alone
+    seed        where the noise of the codes starts; None: one sequence for the whole process
+    """
+
+    levels: int | None
+    min_nbytes: int = 32768
+    seed: int | None = None
+
+    def backend(self, options: Mapping[str, Any]) -> Callable[..., Any] | None:
+        """The backend for these options of Inductor, always the same object; None: its own."""
+        if self.levels is None:
+            return None
+        key = self.levels, self.min_nbytes, repr(sorted(options.items()))
+        with _lock:
+            if key not in _backends:
+                settings = Settings(None, False, None, self.levels, self.min_nbytes)
+                _backends[key] = _Backend(settings, dict(options))
+            return _backends[key]
+
+    @contextmanager
+    def running(self, told: Told) -> Iterator[None]:
+        """Meanwhile regions on this thread show what they hold, and draw noise from this seed."""
+        before, _thread.told = _thread.told, told
+        try:
+            if self.seed is None:
+                yield
+            else:
+                from elbowroom.compiled.ops import draws
+
+                with draws.started_at(self.seed):
+                    yield
+        finally:
+            _thread.told = before
+
+
+class _Backend:
+    """Compiles regions whose saved values are coded."""
+
+    compiler_name = "elbowroom"
+
+    def __init__(self, settings: Settings, options: dict[str, Any]) -> None:
+        self._settings, self._options = settings, options
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        regions = Regions(self._settings)
+        try:
+            region = compile_region(gm, example_inputs, regions, self._options)
+        except Exception as error:  # whatever rewriting a graph runs into, the training goes on
+            _log.warning("a compiled region is held as it is; coding it failed: %r", error)
+            regions = Regions(Settings(None, counts_inputs=False))
+            region = compile_region(gm, example_inputs, regions, self._options)
+        plain = [one.plain_saved_nbytes for one in regions.decisions]
+        return _counted(region, plain[0] if plain else None)
+
+
+def _counted(region: Callable[..., Any], plain_nbytes: int | None) -> Callable[..., Any]:
+    """The region; each run shows what it holds, which is counted when it first runs.
+
+    plain_nbytes: what plain torch.compile would hold; None for a region from a cache, of which
+    that is not known any more
+    """
+    held: int | None = None
+
+    def run(*args: Any) -> Any:
+        nonlocal held
+        told = _thread.told
+        if told is None or not torch.is_grad_enabled():
+            return region(*args)
+        if held is None:
+            count = _Count(args)
+            with count:
+                out = region(*args)
+            held = count.nbytes
+        else:
+            out = region(*args)
+        node = next((n for x in _leaves(out) if (n := x.grad_fn) is not None), None)
+        if node is not None:
+            told(held if plain_nbytes is None else plain_nbytes, held, node)
+        return out
+
+    return run
+
+
+class _Count(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes of what is saved inside, without the inputs; and keeps what hooks would not.
+
+    Hooks switch off autograd's check for tensors that were changed in place, so it is made here.
+    """
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        self._seen = {_address(x) for x in given if isinstance(x, Tensor)}
+        self.nbytes = 0
+        super().__init__(self._pack, _unpack)
+
+    def _pack(self, x: Tensor) -> tuple[Tensor, int]:
+        address = _address(x)
+        if address not in self._seen:
+            self._seen.add(address)
+            self.nbytes += x.untyped_storage().nbytes() if address is not None else 0
+        return x.detach(), x._version
+
+
+def _unpack(held: tuple[Tensor, int]) -> Tensor:
+    x, version = held
+    if x._version != version:
+        raise RestoreError(
+            f"a tensor of shape {tuple(x.shape)} that backward of a compiled region needs was "
+            f"changed in place after it was saved (version {version}, now {x._version}). Change a "
+            "copy of it, as in x = x + 1."
+        )
+    return x
+
+
+def _address(x: Tensor) -> int | None:
+    try:
+        return int(x.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # it has no storage
+        return None
+
+
+def _leaves(out: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]

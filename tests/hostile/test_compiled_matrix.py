@@ -1,0 +1,255 @@
+"""What people compile, fitted: the bits of plain torch.compile at a smaller peak.
+
+All but the last run without Inductor's code generation (`uncompiled.py`), so that each takes
+seconds; plain torch.compile runs so, too.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import elbowroom as er
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.runtime import compiler
+from elbowroom.runtime.attach import opener_of
+from uncompiled import uncompiled as uncompiled
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # Inductor's import
+    # Dynamo asks its inputs for their gradients, and hides the warning but from who raises it.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+D = 32
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch):
+    monkeypatch.setattr(compiler, "_said", False)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Four blocks, with something between the second and the third."""
+
+    def __init__(self, between: Callable[[Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        for n, block in enumerate(self.blocks):
+            x = block(x)
+            if n == 1 and self.between is not None:
+                x = self.between(x)
+        return x
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, F.dropout(x, 0.1), use_reentrant=False)
+        return x
+
+
+class Attention(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        self.qkv = nn.ModuleList(nn.Linear(D, 3 * D) for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for qkv, block in zip(self.qkv, self.blocks, strict=True):
+            heads = [y.view(*x.shape[:2], 4, -1).transpose(1, 2) for y in qkv(x).split(D, 2)]
+            y = F.scaled_dot_product_attention(*heads, dropout_p=self.p, is_causal=True)
+            x = block(x + y.transpose(1, 2).reshape(x.shape))
+        return x
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self) -> None:
+        layers: list[nn.Module] = []
+        for i in range(4):
+            layers += [nn.Conv2d(8 if i else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+        super().__init__(*layers)
+
+
+class Mutating(Net):
+    """Changes its input, a buffer, and hands out a view of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls.add_(1)
+        x.mul_(0.5)
+        return super().forward(x), x[0]
+
+
+class Complex(nn.Module):
+    """A spectrum, filtered by complex weights, and an index of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(D // 2 + 1, dtype=torch.complex64))
+        self.table = nn.Embedding(16, D)
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        which = (x.detach().sum(-1) > 0).long() * 3
+        x = torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=D) + self.table(which)
+        return self.net(x)
+
+
+def breaks(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x
+
+
+def random(x: Tensor) -> Tensor:
+    x = x + 0.1 * torch.randn_like(x)
+    return F.dropout(x, 0.2) * torch.rand(x.shape[-1])
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "blocks": Net,
+    "graph breaks": lambda: Net(breaks),
+    "random ops": lambda: Net(random),
+    "checkpoint": Checkpointed,
+    "attention": lambda: Attention(0.0),
+    "attention with dropout": lambda: Attention(0.1),
+    "batch norm": Convolutions,
+    "mutation": Mutating,
+    "complex": Complex,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dynamic": {"dynamic": True},
+    "fullgraph": {"fullgraph": True},
+    "reduce-overhead": {"mode": "reduce-overhead"},
+    "max-autotune": {"mode": "max-autotune"},
+}
+
+
+def batch(net: nn.Module) -> Tensor:
+    torch.manual_seed(2)
+    shape = (4, 3, 16, 16) if isinstance(net, Convolutions) else (8, 64, D)
+    return torch.randn(shape)
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return NETS[name]()
+
+
+def train(net: nn.Module, called: nn.Module, context: Any = nullcontext, steps: int = 2):
+    """Losses, gradients, parameters, buffers, and the random state of a few steps."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    seen = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        for _ in range(2):  # gradients accumulate
+            with context():
+                out = called(batch(net))
+                out = out[0] if isinstance(out, tuple) else out
+                loss = out.float().square().mean()
+            loss.backward()
+            seen.append(loss.detach().clone())
+        seen += [p.grad.clone() for p in net.parameters()]
+        optimizer.step()
+    seen += [t.detach().clone() for t in net.state_dict().values()]
+    return [*seen, torch.get_rng_state()]
+
+
+def compare(
+    name: str,
+    *,
+    how: dict[str, Any] | None = None,
+    context: Any = nullcontext,
+    share: float = 0.8,
+    tightens: bool = True,
+) -> Any:
+    """Train plainly compiled and fitted; ask for the same bits. Returns the decisions."""
+    plain = made(name)
+    expected = train(plain, torch.compile(plain, **(how or {})), context)
+    torch._dynamo.reset()
+    roomy = made(name)
+    fitted = er.fit(torch.compile(roomy, **(how or {})), budget="1 GiB", exact=True)
+    with context():
+        fitted(batch(roomy))
+    regions = opener_of(fitted).regions
+    assert regions
+    standing = sum(t.nbytes for t in roomy.state_dict().values())
+    peak = max(one.plain_nbytes for one in regions)
+    torch._dynamo.reset()
+    net = made(name)
+    budget = standing + int(share * peak)
+    fitted = er.fit(torch.compile(net, **(how or {})), budget=budget, exact=True)
+    got = train(net, fitted, context)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    decided = opener_of(fitted).regions
+    assert not any(one.is_lossy for one in decided)
+    assert all(one.peak_nbytes <= share * peak for one in decided)
+    if tightens:
+        assert sum(d.saved_nbytes for d in decided) < sum(d.saved_nbytes for d in regions)
+    assert opener_of(fitted).eager is None
+    return decided
+
+
+@pytest.mark.parametrize("name", [name for name in NETS if name != "blocks"])
+def test_each_kind_of_model_keeps_its_bits_at_a_smaller_peak(name: str, uncompiled) -> None:
+    decided = compare(name, tightens=name != "checkpoint")  # which saves next to nothing anyway
+    assert len(decided) == (2 if name == "graph breaks" else 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_to_compile_keeps_its_bits_at_a_smaller_peak(way: str, uncompiled) -> None:
+    compare("blocks", how=WAYS[way])
+    for option, value in {
+        "reduce-overhead": {"triton.cudagraphs": True},
+        "max-autotune": {"max_autotune": True, "triton.cudagraphs": True},
+    }.get(way, {}).items():
+        assert all(options[option] is value for options in uncompiled)
+
+
+def test_under_autocast(uncompiled) -> None:
+    compare("blocks", context=lambda: torch.autocast("cpu", torch.bfloat16), share=0.95)
+
+
+def test_a_graph_break_makes_no_more_graphs_than_plain_compile(uncompiled) -> None:
+    """Ten blocks share one graph; eight of their own would be the last that Dynamo compiles."""
+
+    def graphs(fits: bool) -> int:
+        torch._dynamo.reset()
+        uncompiled.clear()
+        torch.manual_seed(0)
+        net = Net(breaks)
+        net.blocks.extend(Block() for _ in range(6))
+        called = torch.compile(net)
+        if fits:
+            er.fit(called, budget="1 GiB", exact=True)
+        called(batch(net)).sum().backward()
+        return len(uncompiled)
+
+    other = er.fit(nn.Linear(2, 2), budget="1 GiB")  # so that calls of modules are looked at
+    assert graphs(False) == graphs(True) == 2
+    er.release(other)

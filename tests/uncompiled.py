@@ -1,0 +1,41 @@
+"""Inductor without its code generation, which takes 10 s a net on a CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+
+
+def without_codegen(partition: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend that partitions as Inductor does, and runs the graphs as they are written."""
+
+    def compile_graph(gm, inputs):
+        return torch._functorch.aot_autograd.make_boxed_func(gm.forward)
+
+    return aot_autograd(
+        fw_compiler=compile_graph,
+        bw_compiler=compile_graph,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Meanwhile all that goes to Inductor runs so. Gives the options of each graph, as it comes."""
+    import torch._inductor.compile_fx as compile_fx
+
+    seen: list[dict[str, Any]] = []
+
+    def run(gm, inputs, *, config_patches=None, **_):
+        options = config_patches or {}
+        seen.append(options)
+        partition = options.get("custom_partitioner_fn") or min_cut_rematerialization_partition
+        return without_codegen(partition)(gm, inputs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", run)
+    return seen
