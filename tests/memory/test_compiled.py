@@ -229,6 +229,38 @@ def test_a_simulated_chain_writes_over_what_it_reads_last() -> None:
     assert curve.end_nbytes == one
 
 
+def test_what_two_loops_of_a_kernel_read_is_free_for_neither() -> None:
+    def gelu_with_its_derivative(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        before = torch.mm(x, w)
+        after = torch.mm(F.gelu(before), w)
+        slope = torch.ops.aten.gelu_backward(torch.mm(grad, w), before)
+        return after, torch.mm(slope, w)
+
+    x, w, grad = (torch.randn(64, 64) for _ in range(3))
+    gm = fx.experimental.proxy_tensor.make_fx(gelu_with_its_derivative, tracing_mode="fake")(
+        x, w, grad
+    )
+    inputs = gm.graph.find_nodes(op="placeholder")
+    work = [n for n in gm.graph.nodes if n.op == "call_function"]
+    outputs = list(gm.graph.find_nodes(op="output")[0].all_input_nodes)
+    curve = curve_of(work, facts_of(gm.graph), given=inputs, outside=inputs, outputs=outputs)
+    names = [[node.name for node in kernel.writes] for kernel in curve.kernels]
+    fused = names.index(["gelu", "gelu_backward"])
+    # Two products are there; GELU gets memory of its own, its derivative writes over the second.
+    assert curve.levels[fused] == 3 * x.nbytes
+
+
+def test_attention_takes_tiles_of_scores_for_each_thread() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    gm = fx.experimental.proxy_tensor.make_fx(
+        attend, tracing_mode="fake", decomposition_table=select_decomp_table()
+    )(*(torch.randn(2, 4, 256, 32, requires_grad=True) for _ in range(3)))
+    taken = [fact.workspace for fact in facts_of(gm.graph).values() if fact.workspace]
+    assert taken == [4 * 64 * 256 * torch.get_num_threads()]
+
+
 @needs_a_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(

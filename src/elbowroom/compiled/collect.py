@@ -140,17 +140,42 @@ def _reduces_rows(node: fx.Node) -> bool:
 
 
 def _workspace(node: fx.Node) -> int:
-    """What oneDNN takes on a CPU: a reordered weight in forward, two of its size in backward.
+    """What a library call takes on a CPU beside what it returns, read off the allocator.
 
-    Read off the allocator: a convolution of 128 channels takes 1.0 and 2.0 times its weight.
+    A convolution takes a reordered weight in forward, and two of its size in backward. Flash
+    attention takes, for each thread, its tiles of scores: one in forward, two in backward.
     """
-    times, weight = {_aten.convolution: (1, 1), _aten.convolution_backward: (2, 2)}.get(
-        _packet(node), (0, 0)
-    )
-    source = node.args[weight] if times else None
-    if not isinstance(source, fx.Node) or any(t.device.type != "cpu" for t in tensors_of(source)):
+    packet = _packet(node)
+    if any(t.device.type != "cpu" for t in tensors_of(node)):
         return 0
-    return times * nbytes_of(source)
+    times, at = _copies_of().get(packet, (0, 0))
+    source = node.args[at] if times else None
+    if isinstance(source, fx.Node):
+        return times * nbytes_of(source)
+    tiles, at = _tiles_of().get(packet, (0, 0))
+    query, key = node.args[at : at + 2] if tiles else (None, None)
+    if not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
+        return 0
+    rows, columns = (known_size(n.meta["val"].shape[2]) for n in (query, key))
+    rows = min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32)
+    return 4 * tiles * rows * min(columns, 512) * torch.get_num_threads()
+
+
+@cache
+def _copies_of() -> dict[Any, tuple[int, int]]:
+    """How many copies of an argument an op makes, and which."""
+    return {_aten.convolution: (1, 1), _aten.convolution_backward: (2, 2)}
+
+
+@cache
+def _tiles_of() -> dict[Any, tuple[int, int]]:
+    """How many tiles of scores an op makes, and where its query stands, with the key after it."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    found = (
+        (getattr(_aten, name, None), (1, 0)),
+        (getattr(_aten, name + "_backward", None), (2, 1)),
+    )
+    return {op: given for op, given in found if op is not None}
 
 
 def _value(node: fx.Node) -> Any:

@@ -47,6 +47,7 @@ class Kernel:
     writes: list[fx.Node] = field(default_factory=list)
     is_fused: bool = True
     heavy: list[fx.Node] = field(default_factory=list)  # exp and the like, inlined ones too
+    sources: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)  # of each loop
 
 
 @dataclass(frozen=True)
@@ -142,17 +143,45 @@ def _levels(
 def _in_place(
     kernel: Kernel, ends: Iterable[fx.Node], facts: dict[fx.Node, Facts]
 ) -> dict[fx.Node, fx.Node]:
-    """What the kernel writes over something that it reads last: written -> read."""
+    """What the kernel writes over something that it reads last: written -> read.
+
+    Inductor decides that loop by loop: what two loops of a kernel read is not free for the first,
+    unless the second follows from it.
+    """
     if not kernel.is_fused:
         return {}
-    free = [s for s in ends if s in kernel.reads]
-    found = {}
-    for storage in kernel.writes:
-        over = next((s for s in free if facts[s].nbytes == facts[storage].nbytes), None)
-        if over is not None:
-            free.remove(over)
-            found[storage] = over
+    free = {s for s in ends if s in kernel.reads}
+    found: dict[fx.Node, fx.Node] = {}
+    for storage in kernel.writes if free else ():
+        earlier = _earlier(storage, kernel)
+        for read in kernel.sources.get(storage, ()):
+            alone = all(
+                read not in sources or loop is storage or loop in earlier
+                for loop, sources in kernel.sources.items()
+            )
+            if read in free and alone and _fits(storage, read, facts):
+                free.remove(read)
+                found[storage] = read
+                break
     return found
+
+
+def _earlier(loop: fx.Node, kernel: Kernel) -> set[fx.Node]:
+    """The loops of a kernel that one follows from."""
+    found: set[fx.Node] = set()
+    pending = [loop]
+    while pending:
+        for source in kernel.sources.get(pending.pop(), ()):
+            if source in kernel.sources and source not in found:
+                found.add(source)
+                pending.append(source)
+    return found
+
+
+def _fits(storage: fx.Node, over: fx.Node, facts: dict[fx.Node, Facts]) -> bool:
+    if facts[storage].kind is Kind.REDUCTION or _dtype(storage) != _dtype(over):
+        return False
+    return 0.95 * facts[over].nbytes <= facts[storage].nbytes <= facts[over].nbytes
 
 
 class _Pool:
@@ -250,6 +279,7 @@ def _kernels(
         if joined is None:
             kernels.append(kernel)
         kernel.nodes.append(node)
+        kernel.sources[node] = sources
         kernel.heavy += [n for n in heavy if n not in kernel.heavy]
         kernel.reads |= sources
         kernel.writes.append(node)
@@ -404,6 +434,7 @@ def _merge(kernels: list[Kernel], one: int, two: int) -> None:
     kept, gone = kernels[one], kernels[two]
     kept.order = min(kept.order, gone.order)
     kept.nodes += gone.nodes
+    kept.sources.update(gone.sources)
     kept.heavy += [n for n in gone.heavy if n not in kept.heavy]
     kept.writes += gone.writes
     kept.reads = (kept.reads | gone.reads) - set(kept.writes)
