@@ -30,7 +30,7 @@ from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.normal import Normalized, Statistics
 from elbowroom.runtime.perform import perform
 from elbowroom.runtime.recipes import Op, Ready, Recipe
-from elbowroom.runtime.slot import Geometry, Slot, View
+from elbowroom.runtime.slot import CountedSlot, Geometry, Slot, View
 from elbowroom.runtime.tiers.choose import file_tier
 
 
@@ -389,7 +389,7 @@ def test_every_view_of_a_slot_is_restored_as_geometry():
             base[0, 0, 0, 0],
             base[:0],
         ):
-            restored = View(slot, view, Need.EXACT).restore()
+            restored = View(slot, Geometry.of(view), Need.EXACT).restore()
             assert torch.equal(restored, view)
             assert restored.stride() == view.stride()
 
@@ -399,14 +399,14 @@ def test_a_mask_serves_relu_through_any_view():
     slot = slot_of(x, EncodeHandle(Group(bits=1).encode(x), x))
     slot.hold_bits(mask_bits(x, "relu"))
     x_t = x.t()[2:]
-    restored = View(slot, x_t, Need.MASK).restore()
+    restored = View(slot, Geometry.of(x_t), Need.MASK).restore()
     assert torch.equal(restored, (x_t > 0).float())
 
 
 def test_a_slot_tells_the_ledger():
     ledger = Ledger()
     x = torch.zeros(1000)
-    slot = Slot(x, ledger.open("conv", "conv2d", "float32", 4000))
+    slot = CountedSlot(x, ledger.open("conv", "conv2d", "float32", 4000))
     slot.hold(KeepHandle(x, ""))
     assert (ledger.before_nbytes, ledger.after_nbytes, ledger.held_nbytes) == (4000, 4000, 4000)
     slot.hold_bits(BitMask().encode(x, facts=Facts(value=1.0)).buffers[0])

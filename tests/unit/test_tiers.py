@@ -14,7 +14,7 @@ from elbowroom.plan import Need, Offload
 from elbowroom.runtime.handles import KeepHandle, OffloadHandle, offload
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.perform import perform
-from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.slot import CountedSlot
 from elbowroom.runtime.tiers import FileTier, HostTier, StagedTier, unlinked
 from elbowroom.runtime.tiers.extents import PAGE, Extents
 from elbowroom.runtime.tiers.slabs import Slabs
@@ -114,7 +114,7 @@ def test_bits_of_nan_survive(tmp_path):
 def test_the_ledger_counts_what_is_away_apart(tmp_path):
     ledger, tier = Ledger(), FileTier(str(tmp_path))
     x = torch.randn(1000)
-    slot = Slot(x, ledger.open("conv", "conv2d", "float32", 4000))
+    slot = CountedSlot(x, ledger.open("conv", "conv2d", "float32", 4000))
     slot.hold(OffloadHandle(tier, x))
     assert ledger.held_nbytes + ledger.held_away_nbytes == 4000
     tier.flush()
@@ -221,7 +221,7 @@ def test_to_the_host_and_back(host, copier):
 
 def test_the_host_tells_the_ledger(host, copier):
     ledger, x = Ledger(), torch.randn(1000)
-    slot = Slot(x, ledger.open("", "", "float32", 4000))
+    slot = CountedSlot(x, ledger.open("", "", "float32", 4000))
     slot.hold(OffloadHandle(host, x))
     assert (ledger.held_nbytes, ledger.held_away_nbytes) == (4000, 0)
     copier.is_stuck = False

@@ -262,8 +262,6 @@ class CompiledFitting:
 
     def _grown(self, model: nn.Module) -> _Twin:
         """Another twin, for larger calls."""
-        import torch._dynamo
-
         pass_through()
         self._twins.append(_Twin(self, model, _SPARE if self._twins else 1))
         return self._twins[-1]

@@ -129,7 +129,7 @@ class _Held:
             case Reads.CODE:
                 return not isinstance(self.codec, Dither)
             case Reads.GRADIENT:
-                return self.codec is None
+                return exact or self.codec is None
             case Reads.SAMPLES:
                 return exact or not (isinstance(self.codec, Dither) or self.mapped)
         return True

@@ -7,6 +7,7 @@ and a run with the same base seed draws the same noise.
 
 import threading
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -50,7 +51,7 @@ class Context:
 
     def seed_of(self, count: int) -> int:
         """Return the seed that `next_seed` gave, or will give, as the count came to this."""
-        return _mix(_mix(self.seed ^ (_rank() << 40)) + count)
+        return _mix(_first(self.seed, _rank()) + count)
 
     def reserve(self, seeds: int) -> int:
         """Take so many seeds at once; return the count before the first of them."""
@@ -103,6 +104,11 @@ def _mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return (x ^ (x >> 31)) & (_MASK >> 1)  # op schemas take a signed 64-bit int
+
+
+@lru_cache(maxsize=16)
+def _first(seed: int, rank: int) -> int:
+    return _mix(seed ^ (rank << 40))
 
 
 def _rank() -> int:

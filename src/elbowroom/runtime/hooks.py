@@ -33,7 +33,7 @@ from elbowroom.plan import (
     SiteName,
 )
 from elbowroom.plan.gentle import ATTENTION
-from elbowroom.plan.site import CHECKPOINT, RECOMPUTE, RECURRENT
+from elbowroom.plan.site import CHECKPOINT, RECOMPUTE, RECURRENT, Reads
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
@@ -72,7 +72,17 @@ from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.request import Request, classify
 from elbowroom.runtime.serving import Serving
 from elbowroom.runtime.sites import left_alone, site_of
-from elbowroom.runtime.slot import Beside, Deferred, Lone, Many, Slot, View, last_node
+from elbowroom.runtime.slot import (
+    Beside,
+    CountedSlot,
+    Deferred,
+    Geometry,
+    Lone,
+    Many,
+    Slot,
+    View,
+    last_node,
+)
 from elbowroom.runtime.waiting import root_of
 
 _log = logging.getLogger("elbowroom")
@@ -412,7 +422,8 @@ class Saving:
         """Whether this node may stand in the graph of this context."""
         if direct.always:
             return True
-        allowed = direct.exact or not self.is_exact()
+        # Those that read a code gain nothing where none is lossy; ReLU's and dropout's read bits.
+        allowed = direct.reads is Reads.BITS or not self.is_exact()
         if direct.again and self.context.runs_again:
             return True
         if (direct.again or direct.swaps) and not getattr(self.policy, "again", False):
@@ -532,7 +543,7 @@ class Saving:
             self._note_fine(root_of(self._identity.origin(x)), call)
         self._serving.serve(request)
         slot.promise(request.need, name.consumer)
-        view = View(slot, x, request.need)
+        view = View(slot, Geometry.of(x), request.need)
         if self.recorder is not None and noted is not None:
             site, sources = noted
             made = self._identity.origin(x)
@@ -570,7 +581,7 @@ class Saving:
         base = dense_base(x)
         dtype = str(x.dtype).removeprefix("torch.")
         entry = self.ledger.open(name.module, name.consumer, dtype, storage_nbytes(x))
-        slot = Slot(x if base is None else base, entry, is_window=base is None)
+        slot = CountedSlot(x if base is None else base, entry, is_window=base is None)
         self._identity.remember(x, slot)
         return slot
 

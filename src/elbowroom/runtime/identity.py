@@ -27,7 +27,7 @@ from elbowroom.runtime.handles.keep import KeepHandle, storage_nbytes, version_o
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.recipes import Recipe
-from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.slot import CountedSlot, Slot
 from elbowroom.runtime.weak import WeakStorage
 
 _WINDOW = 4  # a view of less than a fourth of its storage is a window
@@ -134,7 +134,7 @@ class Identity:
             while len(held) >= most:
                 del held[next(iter(held))]
             entry = self._ledger.open(modules.current(), op, str(x.dtype).removeprefix("torch."), 0)
-            slot = Slot(base, entry)
+            slot = CountedSlot(base, entry)
             slot.hold(
                 KeepHandle(base.detach().clone(), "a constant: something is made again with it")
             )

@@ -11,8 +11,9 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -58,6 +59,7 @@ class Entry:
         "module",
         "why",
     )
+    counts = True
 
     def __init__(
         self, ledger: "Ledger", module: str, consumer: str, dtype: str, before_nbytes: int
@@ -111,7 +113,8 @@ class Counted(NamedTuple):
     slot: int
 
 
-class Counts(NamedTuple):
+@dataclass(frozen=True)
+class Counts:
     """What a ledger has come to. held_nbytes: as forward ended."""
 
     entries: tuple[Counted, ...]
@@ -120,6 +123,16 @@ class Counts(NamedTuple):
     away_nbytes: int
     most_nbytes: int
     held_nbytes: int
+
+    @cached_property
+    def by_slot(self) -> dict[int, Counted]:
+        """The slots that are acted on, by their numbers."""
+        return {e.slot: e for e in self.entries if e.slot >= 0}
+
+    @cached_property
+    def kept_nbytes(self) -> int:
+        """Bytes that are held for all others."""
+        return self.held_nbytes - sum(e.after_nbytes for e in self.by_slot.values())
 
 
 class Mark(NamedTuple):
@@ -136,11 +149,9 @@ class Mark(NamedTuple):
 class NoEntry:
     """In place of an `Entry`, for the slots of a replayed forward: nothing is counted."""
 
-    __slots__ = ("action", "after_nbytes", "before_nbytes", "why")
-
-    def __init__(self) -> None:
-        self.action = self.why = ""
-        self.before_nbytes = self.after_nbytes = 0
+    counts = False
+    action = why = ""
+    before_nbytes = after_nbytes = 0
 
     def hold(self, nbytes: int) -> None:
         """So many bytes are held."""
@@ -153,6 +164,9 @@ class NoEntry:
 
     def close(self) -> None:
         """Nobody waits for it any more."""
+
+
+NOT_COUNTED = NoEntry()
 
 
 class _Graph:
@@ -292,20 +306,7 @@ class Ledger(Account):
     @property
     def rows(self) -> list[Row]:
         """The saved tensors of the fullest moment."""
-        groups: dict[tuple[str, str, str, str, str], list[Entry | Counted]] = defaultdict(list)
-        for entry in self._of_fullest():
-            key = entry.module, entry.consumer, entry.dtype, entry.action, entry.why
-            groups[key].append(entry)
-        return [
-            Row(
-                *key,
-                len(part),
-                sum(e.before_nbytes for e in part),
-                sum(e.after_nbytes for e in part),
-                sum(e.away_nbytes for e in part),
-            )
-            for key, part in groups.items()
-        ]
+        return _summed(self._of_fullest())
 
     def mark(self) -> Mark:
         """Return how far it has come."""
@@ -324,13 +325,13 @@ class Ledger(Account):
                 *(e.before_nbytes, e.after_nbytes, e.away_nbytes, slot_of(e)),
             )
             for e in self._of_fullest()
-            if isinstance(e, Entry) and e.born > since.clock
+            if e.born > since.clock
         )
         _, *now = self.mark()
         _, *before = since
         return Counts(entries, *(x - y for x, y in zip(now, before, strict=True)))
 
-    def _of_fullest(self) -> "list[Entry] | list[Entry | Counted]":
+    def _of_fullest(self) -> list[Entry]:
         with self._lock:
             return [
                 entry
@@ -374,62 +375,108 @@ class Ledger(Account):
         self.after_nbytes, self.away_nbytes = self.held_nbytes, self.held_away_nbytes
 
 
-class RepeatedLedger(Ledger):
+def _summed(entries: Iterable[Entry | Counted]) -> list[Row]:
+    """Return sums by module, consumer, dtype and fate, in order of saving."""
+    groups: dict[tuple[str, str, str, str, str], list[Entry | Counted]] = defaultdict(list)
+    for entry in entries:
+        key = entry.module, entry.consumer, entry.dtype, entry.action, entry.why
+        groups[key].append(entry)
+    return [
+        Row(
+            *key,
+            len(part),
+            sum(e.before_nbytes for e in part),
+            sum(e.after_nbytes for e in part),
+            sum(e.away_nbytes for e in part),
+        )
+        for key, part in groups.items()
+    ]
+
+
+class Repeated:
+    """What a forward that repeats a counted one holds for one of the slots that are acted on."""
+
+    __slots__ = ("action", "after_nbytes", "away_nbytes", "before_nbytes", "why")
+    counts = True
+
+    def __init__(self, known: Counted) -> None:
+        self.action, self.why = known.action, known.why
+        self.before_nbytes, self.after_nbytes = known.before_nbytes, known.after_nbytes
+        self.away_nbytes = known.away_nbytes
+
+    def hold(self, nbytes: int) -> None:
+        """So many bytes are held, here or away."""
+        self.after_nbytes = nbytes - self.away_nbytes
+
+    def move_away(self, nbytes: int) -> None:
+        """So many of them are away from now on, and not here. From any thread."""
+        held = self.after_nbytes + self.away_nbytes
+        self.after_nbytes, self.away_nbytes = held - nbytes, nbytes
+
+    def ask(self) -> None:
+        """Backward asks for it."""
+
+
+class RepeatedLedger(Account):
     """The ledger of a forward that repeats one that was counted.
 
     What is kept is known from that one. What is acted on is counted, for codes of zeros or of sharp
-    logits take another number of bytes in each step.
+    logits take another number of bytes in each step. Nothing is added up until somebody asks.
     """
 
-    def __init__(self, counts: Counts) -> None:
-        super().__init__()
-        self._known = counts
-        self._by_slot = {e.slot: e for e in counts.entries if e.slot >= 0}
-        acted_nbytes = sum(e.after_nbytes for e in self._by_slot.values())
-        self._kept_nbytes = counts.held_nbytes - acted_nbytes
-        self.before_nbytes, self.most_nbytes = counts.before_nbytes, counts.most_nbytes
-        self.after_nbytes, self.away_nbytes = counts.after_nbytes, counts.away_nbytes
-        self.held_nbytes = counts.held_nbytes
+    def __init__(self, known: Counts, token: object) -> None:
+        """token: lives as long as anything that is only kept."""
+        self._known, self._token = known, weakref.ref(token)
+        self._entries: dict[int, tuple[Repeated, weakref.ref[Any]]] = {}
+        self._by_slot = known.by_slot
+        self.before_nbytes = known.before_nbytes
 
-    def entry(self, slot: int) -> Entry | NoEntry:
-        """Return the entry of the slot of this number, as it was counted."""
+    def entry(self, slot: int) -> Repeated | NoEntry:
+        """Return what counts the slot of this number."""
         known = self._by_slot.get(slot)
-        if known is None:
-            return NoEntry()
-        entry = Entry(self, known.module, known.consumer, known.dtype, known.before_nbytes)
-        entry.action, entry.why = known.action, known.why
-        entry.after_nbytes, entry.away_nbytes = known.after_nbytes, known.away_nbytes
-        self._entries[slot] = entry
-        return entry
+        return NOT_COUNTED if known is None else Repeated(known)
 
-    def let_go(self) -> None:
-        """Nothing is held any more of what is only kept."""
-        with self._lock:
-            self.held_nbytes, self._kept_nbytes = self.held_nbytes - self._kept_nbytes, 0
+    def counts(self, number: int, slot: Any, entry: Repeated) -> None:
+        """From now on count a slot by its entry, for as long as it lives."""
+        self._entries[number] = entry, weakref.ref(slot)
 
-    def _of_fullest(self) -> list[Entry | Counted]:
-        entries = self._entries
-        return [entries.get(e.slot, e) for e in self._known.entries]
+    @property
+    def rows(self) -> list[Row]:
+        """The saved tensors of the fullest moment."""
+        return _summed(
+            counted if (mine := self._entries.get(counted.slot)) is None else _now(counted, mine[0])
+            for counted in self._known.entries
+        )
 
-    def _change(self, entry: Entry, nbytes: int, away_nbytes: int) -> None:
-        with self._lock:
-            if entry.died:
-                return
-            more, more_away = nbytes - entry.after_nbytes, away_nbytes - entry.away_nbytes
-            self.held_nbytes += more
-            self.held_away_nbytes += more_away
-            entry.after_nbytes, entry.away_nbytes = nbytes, away_nbytes
-            if not self.was_asked:
-                self.after_nbytes += more
-                self.away_nbytes += more_away
-                self.most_nbytes = max(self._known.most_nbytes, self.after_nbytes)
+    @property
+    def after_nbytes(self) -> int:  # type: ignore[override]
+        """What was held instead, before backward."""
+        each = ((e.after_nbytes, self._by_slot[at]) for at, (e, _) in self._entries.items())
+        return self._known.after_nbytes + sum(now - known.after_nbytes for now, known in each)
 
-    def _close(self, entry: Entry) -> None:
-        with self._lock:
-            if not entry.died:
-                entry.died = 1
-                self.held_nbytes -= entry.after_nbytes
-                self.held_away_nbytes -= entry.away_nbytes
+    @property
+    def away_nbytes(self) -> int:  # type: ignore[override]
+        """What was in another tier."""
+        each = ((e.away_nbytes, self._by_slot[at]) for at, (e, _) in self._entries.items())
+        return self._known.away_nbytes + sum(now - known.away_nbytes for now, known in each)
+
+    @property
+    def most_nbytes(self) -> int:  # type: ignore[override]
+        """The most that was held at any moment."""
+        return max(self._known.most_nbytes, self.after_nbytes)
+
+    @property
+    def held_nbytes(self) -> int:  # type: ignore[override]
+        """What is held now."""
+        kept = 0 if self._token() is None else self._known.kept_nbytes
+        alive = (entry for entry, slot in self._entries.values() if slot() is not None)
+        return kept + sum(entry.after_nbytes for entry in alive)
+
+
+def _now(counted: Counted, entry: Repeated) -> Counted:
+    """Return what a slot is in this forward."""
+    bytes_now = entry.before_nbytes, entry.after_nbytes, entry.away_nbytes
+    return Counted(*counted[:3], entry.action, entry.why, *bytes_now, counted.slot)
 
 
 class Ledgers(Account):

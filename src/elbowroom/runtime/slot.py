@@ -20,7 +20,7 @@ from elbowroom.runtime.handles.base import Handle
 from elbowroom.runtime.handles.encode import EncodeHandle
 from elbowroom.runtime.handles.keep import KeepHandle, storage_nbytes
 from elbowroom.runtime.handles.offload import OffloadHandle
-from elbowroom.runtime.ledger import Entry, Ledger, NoEntry
+from elbowroom.runtime.ledger import Entry, Ledger, NoEntry, Repeated
 from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT
 from elbowroom.runtime.normal import Statistics, flat_of
 
@@ -50,68 +50,50 @@ class Geometry(NamedTuple):
 
     def within(self, base: "Geometry", x: Tensor) -> Tensor:
         """The part of x, which has the geometry `base`, that has this one."""
-        if self == base:
+        if self is base or self == base:
             return x
         return x.as_strided(self.shape, self.stride, self.offset - base.offset + x.storage_offset())
 
 
 class Slot:
-    """What is held for one storage at one version."""
+    """What is held for one storage at one version.
 
-    __slots__ = (
-        "__weakref__",
-        "asked_exact",
-        "base",
-        "bits",
-        "device",
-        "dtype",
-        "entry",
-        "is_source",
-        "is_window",
-        "lossy_views",
-        "mask_of",
-        "pinned",
-        "shape_is_enough",
-        "sites",
-        "statistics",
-        "value",
-        "views",
-        "views_asked",
-        "waits",
-        "whole",
-    )
+    base             the geometry of a dense tensor that covers it
+    bits             of a mask; mask_of: of which op's, if one has asked for it
+    statistics       of the norm that it is the input of
+    views            made so far; views_asked: of them, restored so far
+    whole            restored, while many more views will ask for it
+    sites            what was decided on; empty for what is left alone whatever the policy
+    is_window        base covers only a small part of the storage
+    is_source        something is made again from it; pinned: something exact, so it stays exact
+    waits            it will be encoded once it is known what follows (`waiting.py`)
+    lossy_views      how many ops read it that bear an error; asked_exact: whether one does not
+    shape_is_enough  so far every op has asked for the geometry only
+    """
+
+    # Most of a step's slots have no other values than these, so they are said once.
+    value: Handle | None = None
+    bits: Tensor | None = None
+    mask_of = ""
+    statistics: Statistics | None = None
+    views = views_asked = lossy_views = 0
+    whole: Tensor | None = None
+    asked_exact = is_source = waits = pinned = shape_is_enough = False
 
     def __init__(
         self,
         base: Tensor,
-        entry: Entry | NoEntry,
+        entry: Entry | Repeated | NoEntry,
         *,
         is_window: bool = False,
         geometry: Geometry | None = None,
     ) -> None:
-        """is_window: base covers only a small part of its storage. geometry: base's, if known."""
+        """geometry: base's, if it is known."""
         self.base = Geometry.of(base) if geometry is None else geometry
         self.is_window = is_window
         self.dtype, self.device = base.dtype, base.device
-        self.shape_is_enough = False  # so far every op has asked for the geometry only
         self.entry = entry
-        self.value: Handle | None = None
-        self.bits: Tensor | None = None
-        self.asked_exact = False
-        self.mask_of = ""  # the op that asked for the mask, if one did
-        self.statistics: Statistics | None = None  # of the norm that it is the input of
-        self.views = self.views_asked = 0  # made, and restored so far
-        self.whole: Tensor | None = None  # restored, while many more views will ask for it
-        self.lossy_views = 0  # how many ops read it that bear an error
-        self.is_source = False  # something is made again from it
-        self.waits = False  # it will be encoded once it is known what follows (`waiting.py`)
-        self.pinned = False  # must stay exact: something exact is rebuilt from it
-        self.sites: list[
-            Site
-        ] = []  # what was decided on; empty for what is left alone whatever the policy
-
-    def __del__(self) -> None:
-        self.entry.close()
+        self.sites: list[Site] = []
 
     @property
     def bits_of(self) -> str:
@@ -166,15 +148,13 @@ class Slot:
         Also for who else holds ours: the code of a norm's input, as its mask.
         """
         self.value = value
-        self.entry.action = value.label
         if isinstance(value, KeepHandle):
             self.entry.why = value.why
-        else:
-            bitmap = getattr(value, "bitmap", None)
-            if bitmap is not None and self.mask_of not in CAPPED:
-                if self.bits is not None:
-                    self.bits.set_(bitmap)  # the same bits, in one memory
-                self.bits = bitmap
+        bitmap = getattr(value, "bitmap", None)
+        if bitmap is not None and self.mask_of not in CAPPED:
+            if self.bits is not None:
+                self.bits.set_(bitmap)  # the same bits, in one memory
+            self.bits = bitmap
         self._tell()
         if isinstance(value, OffloadHandle):
             value.when_away(partial(self.entry.move_away, value.full_nbytes))
@@ -182,7 +162,6 @@ class Slot:
     def hold_bits(self, bits: Tensor) -> None:
         """Take the bits of a mask (`masks.py`)."""
         self.bits = bits
-        self.entry.action = "bits" if self.value is None else self.value.label
         self._tell()
 
     def drop_needless_bits(self) -> None:
@@ -194,18 +173,23 @@ class Slot:
     def hold_shape(self) -> None:
         """Hold nothing beyond the geometry: all that has been asked for."""
         self.shape_is_enough = True
-        self.entry.action = self.entry.action or "shape"
         self._tell()
 
     def _tell(self) -> None:
-        value = self.value
-        if value is None:
-            nbytes = 0
-        else:
+        entry, value, bits = self.entry, self.value, self.bits
+        if not entry.counts:
+            return
+        nbytes = 0
+        if value is not None:
+            entry.action = value.label
             nbytes = value.full_nbytes if isinstance(value, OffloadHandle) else value.nbytes
-        if self.bits is not None and self.bits is not getattr(self.value, "bitmap", None):
-            nbytes += self.bits.numel()
-        self.entry.hold(nbytes)
+        elif bits is not None:
+            entry.action = "bits"
+        else:
+            entry.action = entry.action or "shape"
+        if bits is not None and bits is not getattr(value, "bitmap", None):
+            nbytes += bits.numel()
+        entry.hold(nbytes)
 
     def restore_value(self, *, private: bool = False) -> Tensor:
         """The whole tensor that the slot was made from."""
@@ -233,19 +217,25 @@ class Slot:
         affine.in_place(flat_of(x), bits)
         return x
 
-    def restore_mask(self) -> Tensor:
-        """1 where the bits are set, 0 elsewhere: all that the op of that mask reads."""
-        return self.restore_value() if self.bits is None else self._unpacked(self.bits)
-
     def restore_side(self) -> Tensor | None:
         """1 where the upper one of two codes is held, 0 elsewhere; None: one code is held."""
         mask = getattr(self.value, "mask", None)
-        return None if mask is None else self._unpacked(mask)
+        return None if mask is None else self.unpacked(mask)
 
-    def _unpacked(self, bits: Tensor) -> Tensor:
+    def unpacked(self, bits: Tensor) -> Tensor:
+        """1 where a bit is set, 0 elsewhere: all that the op of a mask reads."""
         shape, stride = self.base.shape, self.base.stride
         encoded = Encoded(BitMask(), (bits,), shape, stride, self.dtype, facts=Facts(value=1.0))
         return encoded.decode(ARENA.take(encoded.numel, self.dtype, bits.device))
+
+
+class CountedSlot(Slot):
+    """A slot whose ledger hears of its end."""
+
+    entry: Entry
+
+    def __del__(self) -> None:
+        self.entry.close()
 
 
 class View:
@@ -253,19 +243,9 @@ class View:
 
     __slots__ = ("__weakref__", "geometry", "need", "slot")
 
-    def __init__(self, slot: Slot, x: Tensor, need: Need) -> None:
-        self.slot = slot
-        self.geometry = Geometry.of(x)
-        self.need = need
+    def __init__(self, slot: Slot, geometry: Geometry, need: Need) -> None:
+        self.slot, self.geometry, self.need = slot, geometry, need
         slot.views += 1
-
-    @classmethod
-    def replayed(cls, slot: Slot, geometry: Geometry, need: Need) -> "View":
-        """Return a view whose geometry is known."""
-        view = cls.__new__(cls)
-        view.slot, view.geometry, view.need = slot, geometry, need
-        slot.views += 1
-        return view
 
     def restore(self) -> Tensor:
         """The saved tensor again: same shape, dtype, device, strides."""
@@ -273,23 +253,24 @@ class View:
         slot.entry.ask()
         if type(slot.value) is KeepHandle and self.geometry == slot.base:
             return slot.value.restore()
-        if slot.where is not None and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return self._restored()
+        if slot.where is not None:
             raise RestoreError(
                 "backward with create_graph=True is not linear in what was saved for a batch norm, "
                 "and where the ReLU behind it lets nothing pass only a rough code is held; "
                 "er.saving('lean', fold=1) holds a finer one."
             )
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self._restored()
-        return self._restored()
+        with torch.no_grad():
+            return self._restored()
 
     def _restored(self) -> Tensor:
         slot = self.slot
         if self.need is Need.SHAPE and not isinstance(slot.value, KeepHandle):
             return self._blank()
-        whole = slot.restore_mask() if self.need is Need.MASK else slot.restore_shared()
-        return self.geometry.within(slot.base, whole)
+        if self.need is Need.MASK and slot.bits is not None:
+            return self.geometry.within(slot.base, slot.unpacked(slot.bits))
+        return self.geometry.within(slot.base, slot.restore_shared())
 
     def restore_side(self) -> Tensor | None:
         """1 where the upper one of two codes is held, 0 elsewhere; None: one code is held."""

@@ -22,6 +22,10 @@ class WeakStorage:
     def __del__(self, free: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref) -> None:
         free(self._pointer)  # by a default: at the end of the process no module is left
 
+    def is_under(self, x: Tensor) -> bool:
+        """Return whether it is the storage of x."""
+        return bool(x.untyped_storage()._cdata == self._pointer)
+
     def expired(self) -> bool:
         return bool(torch.UntypedStorage._expired(self._pointer))
 

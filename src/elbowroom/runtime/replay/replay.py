@@ -33,16 +33,15 @@ from elbowroom.runtime.handles import CastHandle, KeepHandle
 from elbowroom.runtime.handles.keep import check_version, version_of
 from elbowroom.runtime.hooks import Saving, unpack
 from elbowroom.runtime.identity import covering
-from elbowroom.runtime.ledger import Entry, NoEntry
+from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.perform import perform
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again
 from elbowroom.runtime.replay.script import NOWHERE, Deed, Like, Save, Script, Step, state_of_torch
-from elbowroom.runtime.slot import Slot, View
+from elbowroom.runtime.slot import Geometry, Slot, View
 from elbowroom.runtime.weak import WeakStorage
 
-_NO_ENTRY = NoEntry()
 _disabled = torch._C.DisableTorchFunction
 
 
@@ -106,11 +105,11 @@ class Replay(TorchFunctionMode):
         self.saving: Saving | None = None
         self._others = others
         self._steps, self._at = script.steps, 0
-        self._saves: tuple[Save, ...] | None = None
+        self._saves: tuple[Save | None, ...] | None = None
         self._saved = 0
         self._is_inside = False  # an op runs, so that no function mode is asked
         self._began = 0
-        self._places: list[tuple[WeakStorage, int, int]] = []
+        self._places: list[tuple[WeakStorage, int]] = []
         self._seeds: int | None = None  # the context's count before those of this forward
         self._drawn = 0
         self._given = 0  # how many inputs the checkpoints of this step have saved
@@ -292,13 +291,16 @@ class Replay(TorchFunctionMode):
     def _is(self, wanted: Any, value: Any) -> bool:
         kind = type(wanted)
         if kind is Like:
+            shape, stride, offset = wanted.geometry
             if (
                 type(value) is not wanted.kind
                 or value.dtype is not wanted.dtype
                 or value.requires_grad is not wanted.requires_grad
                 or value.device != wanted.device
                 or value.layout is not torch.strided
-                or not _has(value, wanted.geometry)
+                or value.shape != shape
+                or value.stride() != stride
+                or value.storage_offset() != offset
             ):
                 return False
             parameter = wanted.parameter
@@ -317,17 +319,17 @@ class Replay(TorchFunctionMode):
 
     def _is_asked(self) -> bool:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return hooks is not None and hooks[0] == self._pack
+        return hooks is not None and getattr(hooks[0], "__self__", None) is self
 
     def _note_place(self, place: int, x: Tensor) -> None:
-        self._places[place] = WeakStorage(x), x.untyped_storage()._cdata, version_of(x)
+        self._places[place] = WeakStorage(x), version_of(x)
 
     def _is_at(self, place: int, x: Tensor) -> bool:
         known = self._places[place]
         if known is None or x.is_inference():  # which has no version that tells of a change
             return False
-        _, address, version = known
-        return x.untyped_storage()._cdata == address and version_of(x) == version
+        storage, version = known
+        return storage.is_under(x) and version_of(x) == version
 
     def _called(
         self,
@@ -384,12 +386,10 @@ class Replay(TorchFunctionMode):
         self._saved = i + 1
         if i < len(saves):
             save = saves[i]
-            if save.slot == NOWHERE and save.noted == NOWHERE and save.place == NOWHERE:
+            if save is None:
                 return Kept(x, self._token)
-            if x.dtype is save.dtype and _has(x, save.geometry):
-                held = self._held(save, x)
-                if held is not None:
-                    return held
+            if self._is_saved_as(save, x):
+                return self._held(save, x)
         self._stray()
         assert self.saving is not None
         return self.saving.take(x)
@@ -404,48 +404,51 @@ class Replay(TorchFunctionMode):
                 self._do_late(deed)
             save = step.saves[i]
             self._given = i + 1
-            if save.slot == NOWHERE and save.noted == NOWHERE and save.place == NOWHERE:
+            if save is None:
                 return Kept(x, self._token)
             alike = type(x) is not nn.Parameter
             alike = alike and (x.requires_grad or save.need is not Need.LOSSY)
-            if alike and x.dtype is save.dtype and _has(x, save.geometry):
-                held = self._held(save, x)
-                if held is not None:
-                    return held
+            if alike and self._is_saved_as(save, x):
+                return self._held(save, x)
         self._stray()
         assert self.saving is not None
         return self.saving.take(x)
 
-    def _held(self, save: Save, x: Tensor) -> View | Kept | None:
-        """Return what is held of x, which has the geometry of the save; None: it is not the one."""
-        if save.same != NOWHERE and not self._is_at(save.same, x):
-            return None
+    def _is_saved_as(self, save: Save, x: Tensor) -> bool:
+        shape, stride, offset = save.geometry
+        return (
+            x.dtype is save.dtype
+            and x.shape == shape
+            and x.stride() == stride
+            and x.storage_offset() == offset
+            and (save.same == NOWHERE or self._is_at(save.same, x))
+            and (not save.fresh or x.untyped_storage().nbytes() == save.nbytes)
+        )
+
+    def _held(self, save: Save, x: Tensor) -> View | Kept:
+        """Return what is held of x, which is the tensor of this save."""
         if save.place != NOWHERE:
             self._note_place(save.place, x)
         if save.noted != NOWHERE:
             self.noted[save.noted] = x.detach()
         if save.slot == NOWHERE:
             return Kept(x, self._token)
-        whole = save.whole
+        whole, deed = save.whole, save.deed
+        assert whole is not None
         if save.fresh:
-            assert whole is not None
-            if x.untyped_storage().nbytes() != save.nbytes:
-                return None
-            entry = self._entry(save.slot)
-            slot = self.slots[save.slot] = Slot(x, entry, geometry=whole)
+            slot = self.slots[save.slot] = self._new_slot(save.slot, x, whole)
         else:
             slot = self.slots[save.slot]
-        if save.waits or (save.fresh and save.deed is None):
-            assert whole is not None
-            slot.value = KeepHandle(whole.on(x), "")
-        if save.deed is not None:
-            assert whole is not None
-            self._do(save.deed, slot, whole.on(x), x)
-        return View.replayed(slot, save.geometry, save.need)
+        base = x if whole is save.geometry else whole.on(x)
+        if save.waits or (save.fresh and deed is None):
+            slot.value = KeepHandle(base, "")
+        if deed is not None:
+            self._do(deed, slot, base, x)
+        return View(slot, save.geometry, save.need)
 
-    def _entry(self, slot: int) -> Entry | NoEntry:
-        """Return what counts the slot of this number."""
-        return _NO_ENTRY
+    def _new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
+        """Return the slot of this number. geometry: of what covers it, as `base` may not."""
+        return Slot(base, NOT_COUNTED, geometry=geometry)
 
     def _do_late(self, deed: Deed) -> None:
         """Give a slot what it gets later than it was saved."""
@@ -493,7 +496,7 @@ class Replay(TorchFunctionMode):
         """A slot gets a copy of a constant, once."""
         base = covering(y)
         if self.slots[index] is None and base is not None:
-            slot = self.slots[index] = Slot(base, self._entry(index))
+            slot = self.slots[index] = self._new_slot(index, base, Geometry.of(base))
             slot.value = KeepHandle(base.detach().clone(), "a constant")
 
     @property
@@ -513,8 +516,3 @@ class Replay(TorchFunctionMode):
             self.context.give_back(self._seeds, self.script.seeds, self._drawn)
             self.saving = self.look()
             self.saving.join(self._pack, self._outside)
-
-
-def _has(x: Tensor, geometry: Any) -> bool:
-    shape, stride, offset = geometry
-    return bool(x.shape == shape) and x.stride() == stride and x.storage_offset() == offset

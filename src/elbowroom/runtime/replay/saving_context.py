@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elbowroom.errors import PlanError
 from elbowroom.plan import Policy
@@ -26,10 +26,11 @@ from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.in_graph import GraphForm, compiled_by
-from elbowroom.runtime.ledger import Account, Entry, Ledger, Ledgers, NoEntry, RepeatedLedger
+from elbowroom.runtime.ledger import Account, Ledger, Ledgers, Repeated, RepeatedLedger
 from elbowroom.runtime.replay.replay import Replay, Token
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script, state_of_torch
+from elbowroom.runtime.slot import Geometry, Slot
 
 _MOST_SETTINGS = 16  # whose scripts are known at a time
 _MOST_SCRIPTS = 8  # of one setting: for other models, shapes, branches
@@ -270,7 +271,7 @@ class _Following(Replay):
         self._repeated: RepeatedLedger  # from the beginning on: `follow` makes it
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> Account:
         """The count of this step."""
         return self._repeated if self.saving is None else self.saving.ledger
 
@@ -283,14 +284,7 @@ class _Following(Replay):
         if self._open is None:
             return
         super().__exit__(kind, error, trace)
-        ledger, token = weakref.ref(self._repeated), self._token
         self._token = None
-
-        def let_go() -> None:
-            if (one := ledger()) is not None:
-                one.let_go()
-
-        weakref.finalize(token, let_go).atexit = False
         if kind is not None:
             return
         saving = self.saving
@@ -304,7 +298,7 @@ class _Following(Replay):
     def follow(self, script: Script) -> None:
         """Go on by another script."""
         super().follow(script)
-        self._repeated = RepeatedLedger(script.counts)
+        self._repeated = RepeatedLedger(script.counts, self._token)
 
     def look(self) -> Saving:
         """Return what looks at the rest: what is held already counts in its ledger."""
@@ -317,5 +311,9 @@ class _Following(Replay):
             return saving
         return self._make(Scribe(selects=True) if self._scripts.wanted else None)
 
-    def _entry(self, slot: int) -> Entry | NoEntry:
-        return self._repeated.entry(slot)
+    def _new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
+        entry = self._repeated.entry(number)
+        slot = Slot(base, entry, geometry=geometry)
+        if isinstance(entry, Repeated):
+            self._repeated.counts(number, slot, entry)
+        return slot

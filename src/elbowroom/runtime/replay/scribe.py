@@ -634,7 +634,7 @@ class _Writer:
             return Step(op.func, inputs, before=before, inputs=True)
         if op.module is not None:
             given = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
-            is_acting = any(save.slot != NOWHERE or save.noted != NOWHERE for save in given)
+            is_acting = any(s is not None and (s.slot, s.noted) != (NOWHERE,) * 2 for s in given)
             return Step(op.func, given if is_acting else None, before=before, module=op.module)
         if not (at in self._guarded or at in self._compared or keeps_run):
             return Step(
@@ -704,7 +704,7 @@ class _Writer:
                 return True
         return False
 
-    def _save(self, at: int, i: int, saved: _Saved, mine: list[tuple[_Done, Deed]]) -> Save:
+    def _save(self, at: int, i: int, saved: _Saved, mine: list[tuple[_Done, Deed]]) -> Save | None:
         view = self._views.get((at, i))
         noted = self._noted.get((at, i), NOWHERE)
         number = None if view is None else self._numbers.get(id(view.slot))
@@ -712,7 +712,8 @@ class _Writer:
         place = self._places.get(saved.at, NOWHERE)
         note = place if is_first and not self._is_made_before(at, saved.at) else NOWHERE
         if view is None or number is None:
-            return Save(saved.geometry, saved.dtype, noted=noted, place=note)
+            is_kept = noted == note == NOWHERE
+            return None if is_kept else Save(saved.geometry, saved.dtype, noted=noted, place=note)
         slot, fresh = view.slot, self._first[id(view.slot)] == (at, i)
         deeds = [
             deed
@@ -728,7 +729,7 @@ class _Writer:
             saved.dtype,
             number,
             fresh,
-            slot.base,
+            saved.geometry if saved.geometry == slot.base else slot.base,
             saved.nbytes,
             view.need,
             deeds[0] if deeds else None,

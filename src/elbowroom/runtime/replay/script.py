@@ -174,7 +174,7 @@ class Like(NamedTuple):
 class Step:
     """One call from Python to torch.
 
-    saves   what it saves, in this order; None: whatever it saves is kept
+    saves   what it saves, in this order, None for what is only kept; None: all of it is
     args    what its arguments must be, with kwargs; None: any
     run     runs in place of func
     direct  what `run` is of, where that depends on more than arguments
@@ -190,7 +190,7 @@ class Step:
     """
 
     func: Callable[..., Any]
-    saves: tuple[Save, ...] | None = None
+    saves: tuple[Save | None, ...] | None = None
     args: tuple[Any, ...] | None = None
     kwargs: tuple[tuple[str, Any], ...] = ()
     run: Callable[..., Any] | None = None
