@@ -1,4 +1,4 @@
-"""er.nn.fp8 on models of transformers, and under adapters of peft: what is recognized, what held."""
+"""er.nn.fp8 on models of transformers and under adapters of peft: what is recognized and held."""
 
 import copy
 
@@ -26,7 +26,13 @@ def llama():
 
 def gpt2():
     config = transformers.GPT2Config(
-        n_embd=HIDDEN, n_layer=2, n_head=4, vocab_size=100, attn_pdrop=0.0, resid_pdrop=0.0
+        n_embd=HIDDEN,
+        n_layer=2,
+        n_head=4,
+        vocab_size=100,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
     )
     ids = torch.randint(0, 100, (2, TOKENS))
     return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
@@ -112,7 +118,7 @@ def test_all_layers_are_recognized_and_a_block_holds_little(make):
     nbytes, loss = held_nbytes(model, inputs, blocks[1])
     tokens = TOKENS if "input_ids" in inputs else TOKENS + 1
     assert nbytes / (2 * tokens * HIDDEN * 2) <= most
-    assert loss.item() == pytest.approx(plain, rel=0.01)
+    assert loss.item() == pytest.approx(plain, rel=0.03)
     assert error2(gradients(model, loss), true) < 0.1
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
     er.nn.revert(model)
