@@ -436,6 +436,30 @@ def test_inside_a_checkpoint_gradients_are_the_same(reentrant):
     assert all(map(torch.equal, found, [dx, *plain]))
 
 
+@pytest.mark.parametrize("first", [0, 1, 2, 3, 5, 6, 7])
+def test_a_checkpointed_region_may_begin_behind_any_layer(first):
+    """There a layer is given its input alone, and not what that could be made from."""
+    net = stack()
+    er.nn.fp8(net)
+    x = torch.randn(5, 48)
+    plain = gradients(net, x)
+
+    def run(h):
+        h = checkpoint(net[first : first + 2], net[:first](h), use_reentrant=False)
+        return net[first + 2 :](h)
+
+    assert all(map(torch.equal, plain, gradients(net, x, run)))
+
+
+def test_a_product_is_the_same_when_its_factor_is_made_in_a_region():
+    """As `er.fit` may run an activation again, and nothing else."""
+    _, net, _ = block(torch.bfloat16)
+    x = torch.randn(2, 24, D).bfloat16()
+    plain, act = gradients(net, x), net.act
+    net.act = Function(lambda h: checkpoint(act, h, use_reentrant=False))
+    assert all(map(torch.equal, plain, gradients(net, x)))
+
+
 def test_backward_twice_gives_the_same_and_a_second_derivative_is_refused():
     _, net, _ = block()
     x = torch.randn(2, 24, D, requires_grad=True)
@@ -651,6 +675,13 @@ def test_frozen_codes_live_through_moves_copies_and_changes_of_dtype():
     held.float()
     er.nn.revert(held)
     assert held["base"].weight.dtype == torch.float32
+
+
+def test_a_frozen_weight_that_is_to_learn_is_refused():
+    _, held, _ = adapters()
+    held.requires_grad_(True)
+    with pytest.raises(ModuleError, match=r"held in FP8 and cannot learn.*er\.nn\.revert"):
+        run(held, torch.randn(5, 64).bfloat16())
 
 
 def test_weights_that_learn_or_are_shared_are_not_frozen():

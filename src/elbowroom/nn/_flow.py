@@ -88,9 +88,17 @@ def is_traced() -> bool:
 _known = WeakTensorKeyDictionary()
 
 
+class _Entry(NamedTuple):
+    """What is known of a tensor, and where that was saved: in which saved-tensor hooks."""
+
+    version: int
+    source: Source | None
+    hooks: Any
+
+
 def remember(y: Tensor, source: Source | None) -> None:
     """Note how y can be made again; None: y itself is saved, and so is every view of it."""
-    _known[y] = version_of(y), source
+    _known[y] = _Entry(version_of(y), source, _hooks())
 
 
 def version_of(x: Tensor) -> int:
@@ -98,22 +106,44 @@ def version_of(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def source_of(x: Tensor) -> Source | None:
-    """How x can be made again, if a node has given it, or a tensor of which it is a view.
+def _hooks() -> Any:
+    """The saved-tensor hook that is called now, if any: each checkpointed region has its own."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if top is None else top[0]
 
-    What autograd has not made may have changed unseen (`x.data`, a NumPy view): then x itself.
-    """
+
+def _entry(x: Tensor) -> tuple[_Entry, Tensor] | None:
+    """What is known of x, or of the tensor that it is a view of; and which of the two."""
     for y in (x, x._base):
         entry = None if y is None else _known.get(y)  # type: ignore[no-untyped-call]
-        if y is None or entry is None or entry[0] != version_of(x):
-            continue
-        source: Source | None = entry[1]
-        if source is None or x.grad_fn is None:
-            return Source(_itself, (x.detach(),))
-        if y is x:
-            return source
-        if x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous():
-            return Source(_Viewed(source.make, x.shape), source.tensors)
+        if y is not None and entry is not None and entry.version == version_of(x):
+            return entry, y
+    return None
+
+
+def is_known(x: Tensor) -> bool:
+    """Whether a node has given x, and it is what it was."""
+    found = _entry(x)
+    return found is not None and found[1] is x
+
+
+def source_of(x: Tensor) -> Source | None:
+    """How x can be made again from what is saved here anyway, if that is known.
+
+    Of what autograd has not made, it is not: that may have changed unseen (`x.data`, a NumPy view).
+    Nor across the border of a checkpointed region, for when that runs again it is given x, and not
+    what x was made from, and has to save as many tensors as before.
+    """
+    found = _entry(x)
+    if found is None or x.grad_fn is None or found[0].hooks is not _hooks():
+        return None
+    (_, source, _), y = found
+    if source is None:
+        return Source(_itself, (x.detach(),))
+    if y is x:
+        return source
+    if x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous():
+        return Source(_Viewed(source.make, x.shape), source.tensors)
     return None
 
 
@@ -332,14 +362,17 @@ class _Product(torch.autograd.Function):
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor | None:
-    """The product of two tensors of one shape, of which one has a source; None if neither has."""
-    sources = source_of(a), source_of(b)
-    if sources[0] is None and sources[1] is None:
+    """The product of two tensors of one shape, of which a node has given one; None if it has not.
+
+    The other is read in FP8. Of the first is saved what it is made again from, or itself.
+    """
+    given = is_known(a), is_known(b)
+    if not any(given):
         return None
     first, second = (
-        known or _decoded(_codes.of(x)) for known, x in zip(sources, (a, b), strict=True)
+        (source_of(x) or Source(_itself, (x.detach(),))) if known else _decoded(_codes.of(x))
+        for known, x in zip(given, (a, b), strict=True)
     )
-    given = sources[0] is not None, sources[1] is not None
     make = _Factors(first.make, second.make, len(first.tensors), given)
     tensors = *first.tensors, *second.tensors
     y: Tensor = apply(_Product, a, b, make, *tensors)

@@ -67,7 +67,8 @@ def fp8(
     the names of their classes. Weights and keys stay (but for frozen ones), and so do optimizers;
     `er.nn.revert(model)` undoes it. Returns what was replaced, which modules only look as if they
     could be, and whether products run in FP8 on this device or are emulated. Raises ModuleError for
-    what is not a model, names in `keep` that do not exist, and other scalings.
+    what is not a model, names in `keep` that do not exist, and other scalings. Layers that are in
+    FP8 already stay as they are: revert first to change settings.
     """
     if scaling not in get_args(Scaling):
         raise ModuleError(
@@ -191,6 +192,12 @@ class _Fp8(nn.Module):
         """x [..., in] -> [..., out]."""
         weight = self.weight.t() if self.transposed else self.weight
         scale = self.weight_scale
+        if scale is not None and weight.requires_grad:
+            raise ModuleError(
+                f"er.nn.{type(self).__name__}: this weight is held in FP8 and cannot learn, but "
+                "requires gradients. Call er.nn.revert(model) first, and er.nn.fp8(model) again "
+                "without frozen=True; or weight.requires_grad_(False)."
+            )
         if scale is not None and self._rows and self.transposed:
             scale = scale.t()
         return linear(x, weight, self.bias, scale, rows=self._rows)
@@ -292,8 +299,7 @@ def linear(
     dtype = autocast_dtype(x) or x.dtype
     last = _by_row if rows else _by_tensor
     x8, scale = last.compute(x) if is_traced() else last.of(x)
-    unsaved = is_traced() or weight_scale is not None or x.grad_fn is None
-    source = None if unsaved else source_of(x)
+    source = None if is_traced() or weight_scale is not None else source_of(x)
     with without_autocast(x):
         args = x, weight, bias, weight_scale, x8, scale, dtype
         make, tensors = (None, ()) if source is None else source
