@@ -24,7 +24,7 @@ The map, from the top down; imports point down only:
 
     cli/  demo/            commands, and the data and models that they show
     _api.py                saving; measure, dry_run, plan, following; fit, step, largest_batch,
-                           release: thin; _checks.py: what they refuse
+                           grow_batch, release: thin; _checks.py: what they refuse
     tools/                 the largest batch, profiles of whole programs, finding their models
     fitting/  report/      the machine behind fit; tables and pages
     adaptive/              controllers that move bits and bounds during training
@@ -56,6 +56,7 @@ from elbowroom._api import dry_run as dry_run
 from elbowroom._api import explain_oom as explain_oom
 from elbowroom._api import fit as fit
 from elbowroom._api import following as following
+from elbowroom._api import grow_batch as grow_batch
 from elbowroom._api import largest_batch as largest_batch
 from elbowroom._api import log_to as log_to
 from elbowroom._api import measure as measure

@@ -4,7 +4,7 @@ Thin: the only file that knows all stages.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,7 +50,8 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.replay.saving_context import Identical, SavingContext
 from elbowroom.runtime.replay.scribe import Scribe
-from elbowroom.tools import ExplainOutOfMemory, LargestBatch, Log, find_largest
+from elbowroom.tools import ExplainOutOfMemory, GrowingBatch, LargestBatch, Log, find_largest
+from elbowroom.tools.grow_batch import check_growing
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -639,6 +640,69 @@ def summary(model: nn.Module) -> Summary:
     if not isinstance(fitting, Fitting):
         raise PlanError("summary takes a fitted model, and this one is not; call er.fit first")
     return summary_of(fitting, type(original(model)).__name__)
+
+
+def grow_batch(
+    loader_factory: Callable[[int], Iterable[Any]],
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    batch: int,
+    budget: float | str,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    rule: str,
+    most: int | None = None,
+    growth: float = 2.0,
+    schedulers: Sequence[Any] = (),
+    exact: bool | None = None,
+    min_nbytes: int = 65536,
+) -> GrowingBatch:
+    """Batches of one epoch after the other; between epochs they grow into the budget.
+
+        model = er.fit(model, budget="6 GiB", optimizer=opt)
+        growing = er.grow_batch(
+            lambda n: DataLoader(data, batch_size=n, shuffle=True),
+            model,
+            opt,
+            batch=32,
+            budget="6 GiB",
+            loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+            rule="sqrt",
+        )
+        for epoch in range(epochs):
+            for images, labels in growing:
+                ...
+
+    loader_factory  batch size -> an iterable over the batches of an epoch
+    batch           samples a batch in the first epoch
+    budget, loss, exact, min_nbytes  as in `largest_batch`, which says what fits before each epoch
+    rule            what the learning rates of all groups do when the batch grows: "none", "linear"
+                    (times new / old), "sqrt" (times its root). There is no default: it changes the
+                    training
+    most            no larger batch is taken; None: an epoch's samples
+    growth          a batch becomes at most so many times as large at once
+    schedulers      whose `base_lrs` follow, too
+
+    The batch never shrinks. `growing.batch` is its size now, `growing.grown` says when it grew.
+    Raises PlanError for arguments that are not possible, ValueError for a budget that cannot be
+    read; while iterating what `largest_batch` raises, but for BudgetTooSmall, which leaves the
+    batch as it is and is said by the logger "elbowroom".
+    """
+    check_model(model, "grow_batch")
+    check_min_nbytes(min_nbytes)
+    check_exact(exact)
+    check_function("loader_factory", loader_factory)
+    check_function("loss", loss)
+    check_optimizer(optimizer, model, "grow_batch")
+    check_growing(batch, rule, most, growth)
+    terms = FitOptions(budget_nbytes(budget, _home(model)), exact, None, min_nbytes)
+
+    def find(make_batch: Callable[[int], Any]) -> int:
+        return find_largest(model, make_batch, loss, terms, optimizer).batch
+
+    return GrowingBatch(
+        loader_factory, optimizer, find, batch, rule, most, float(growth), tuple(schedulers)
+    )
 
 
 def release(model: M) -> M:
