@@ -58,6 +58,7 @@ from elbowroom._api import fit as fit
 from elbowroom._api import following as following
 from elbowroom._api import grow_batch as grow_batch
 from elbowroom._api import largest_batch as largest_batch
+from elbowroom._api import load_snapshot as load_snapshot
 from elbowroom._api import log_to as log_to
 from elbowroom._api import measure as measure
 from elbowroom._api import plan as plan

@@ -36,6 +36,8 @@ from elbowroom.measure.dry import dry_run as run_dry
 from elbowroom.measure.memory import budget_nbytes
 from elbowroom.measure.record import record
 from elbowroom.measure.roofline import Speed
+from elbowroom.measure.snapshot import Snapshot
+from elbowroom.measure.snapshot import load_snapshot as read_snapshot
 from elbowroom.measure.standing import standing_of
 from elbowroom.plan import Coat, Exact, KeepAll, Lean, Lossy, OffloadRest, Policy
 from elbowroom.plan.make import make_plan
@@ -281,8 +283,23 @@ def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.dev
     return check_device(device)
 
 
+def load_snapshot(path: str | Path, device: int | None = None) -> Snapshot:
+    """Read a memory snapshot of PyTorch's, from `torch.cuda.memory._dump_snapshot(path)`.
+
+        snapshot = er.load_snapshot("snapshot.pickle")
+        print(snapshot)                               # the peak, and what it consists of
+        er.plan(snapshot, budget="20 GiB")            # an estimate: could any plan fit?
+
+    device  the index of a GPU; None: the one that held most
+
+    No code of the file runs: whatever is no number, string, list or dict is refused. "elbowroom
+    snapshot" draws a page of it. Raises DataError for what is no snapshot, or only a part of one.
+    """
+    return read_snapshot(path, device)
+
+
 def plan(
-    profile: Profile,
+    profile: Profile | Snapshot,
     *,
     budget: float | str,
     exact: bool | None = None,
@@ -294,6 +311,8 @@ def plan(
 ) -> Plan:
     """What to do with each tensor of a profiled step so that its peak stays within a budget.
 
+    profile    what `measure` or `dry_run` gave; a snapshot (`load_snapshot`) has a plan only if all
+               of it fits, else BudgetTooSmall says that none can, or PlanError how to find one
     budget     bytes (an int, or 6e9), "6 GiB", or a share of this machine's memory, as 0.8 or
                "80%" (of its GPU's, if the step ran on one; see `fit`): the peak, everything that
                is held counted
@@ -315,6 +334,8 @@ def plan(
     read, PlanError for a share of a GPU that is not here, or codecs of which none can be used, and
     BudgetTooSmall with the least that would do.
     """
+    if isinstance(profile, Snapshot):
+        return profile.plan(budget_nbytes(budget, "cuda"))
     if not isinstance(profile, Profile):
         raise PlanError(f"plan takes what er.measure(step) gave; got {type(profile).__name__}")
     check_exact(exact)

@@ -4,6 +4,7 @@
     elbowroom run         train a script of yours, as it is, inside a budget
     elbowroom profile     where the memory of a script of yours goes: a table and a page
     elbowroom plan        a dry run: would a budget be met, at what cost
+    elbowroom snapshot    what a memory snapshot of PyTorch's says
     elbowroom codecs      what can hold a tensor in fewer bytes
     elbowroom doctor      what this machine has, and what that means
 
@@ -25,6 +26,7 @@ from elbowroom.cli.plan import plan
 from elbowroom.cli.profile import profile
 from elbowroom.cli.run import run
 from elbowroom.cli.script import PASSED_ON
+from elbowroom.cli.snapshot import snapshot
 
 app = typer.Typer(
     name="elbowroom",
@@ -56,7 +58,7 @@ def elbowroom(
 app.command()(demo)
 app.command(context_settings=PASSED_ON)(run)
 app.command(context_settings=PASSED_ON)(profile)
-for command in (plan, codecs, doctor):
+for command in (plan, snapshot, codecs, doctor):
     app.command()(command)
 
 

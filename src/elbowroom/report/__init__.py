@@ -4,6 +4,7 @@ page     the data: title, rows, curves, settings     table   page -> terminal
 html     page -> one self-contained file             chart   bands, curves -> what chart.js draws
 profile  a profiled step -> its page, its table      step    a step as profiled, or under a plan
 bands    what a step holds, cut by category and by module
+snapshot a memory snapshot of PyTorch -> its page
 """
 
 from elbowroom.report.html import render as render
@@ -14,4 +15,5 @@ from elbowroom.report.page import Page as Page
 from elbowroom.report.page import Row as Row
 from elbowroom.report.profile import profile_table as profile_table
 from elbowroom.report.profile import step_page as step_page
+from elbowroom.report.snapshot import snapshot_page as snapshot_page
 from elbowroom.report.table import table as table

@@ -14,6 +14,7 @@
     return `${unit === "B" || short === true ? Number(value.toPrecision(3)) : value.toFixed(digits)} ${unit}`;
   };
   const time = (x, unit) => unit === "share" ? `${Math.round(100 * x)} %`
+    : unit === "event" ? `event ${Math.round(x)}`
     : x >= 1 ? `${Number(x.toPrecision(3))} s` : `${Number((1000 * x).toPrecision(3))} ms`;
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const make = (tag, className, text) => {

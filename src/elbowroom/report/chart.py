@@ -4,7 +4,7 @@ A chart is drawn by uPlot 1.6.32 (uplot/, MIT): one file of 50 kB that needs no 
 stepped areas with a cursor and zoom. Plotly's is a few megabytes, in every page.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,23 +19,32 @@ COLUMNS = 800  # of a chart: what happens within one is shown by its highest mom
 def step_chart(step: Step, name: str, kind: str) -> dict[str, Any]:
     """Return the chart of one step: bands by category and by module, the level, the peak."""
     profile = step.profile
-    shown = _columns(profile.starts_s, step.level, profile.seconds)
-    end_s = _end_s(profile.starts_s, profile.seconds)
+    views = {"category": by_category(step), "module": by_module(step)}
+    chart = stacked_chart(profile.starts_s, profile.seconds, step.level, views)
     marks = []
-    if len(shown):
+    if len(step.level):
         backward_s = profile.starts_s[profile.backward]
         marks = [{"name": "backward begins", "x": backward_s, "colour": -1}]
+    return {**chart, "name": name, "kind": kind, "marks": marks}
+
+
+def stacked_chart(
+    starts_s: Sequence[float],
+    seconds: float,
+    level: Any,
+    views: Mapping[str, Sequence[Band]],
+    unit: str = "s",
+) -> dict[str, Any]:
+    """Return bands upon each other, in one or more views; together they come to the level."""
+    shown = _columns(starts_s, level, seconds)
     return {
-        "name": name,
-        "kind": kind,
-        "unit": "s",
-        "x": [*(profile.starts_s[i] for i in shown), end_s],
-        "views": [
-            {"name": "category", "bands": _shown(by_category(step), shown)},
-            {"name": "module", "bands": _shown(by_module(step), shown)},
-        ],
-        "marks": marks,
-        "peak": step.peak,
+        "name": "",
+        "kind": "measured",
+        "unit": unit,
+        "x": [*(starts_s[i] for i in shown), _end_s(starts_s, seconds)],
+        "views": [{"name": name, "bands": _shown(bands, shown)} for name, bands in views.items()],
+        "marks": [],
+        "peak": max(map(int, level), default=0),
         "stacked": True,
     }
 

@@ -90,6 +90,8 @@ class StepPage:
     chart_note: str = _CHART_NOTE
     notes: Sequence[str] = _NOTES
     versions: dict[str, str] = field(default_factory=dict)
+    heading: str = "Memory over one training step"
+    columns: Sequence[str] = ("module", "line", "op", "shape", "dtype", "size")
 
 
 def step_page(profile: Profile, model: str, remark: str = "", plan: Plan | None = None) -> StepPage:
@@ -99,7 +101,8 @@ def step_page(profile: Profile, model: str, remark: str = "", plan: Plan | None 
     """
     found = prospects(profile)
     steps = [profiled(profile)] if plan is None else [plain(profile), planned(profile, plan)]
-    order = sorted(found, key=lambda one: _order(profile, steps, one), reverse=True)
+    places = {id(storage): index for index, storage in enumerate(profile.storages)}
+    order = sorted(found, key=lambda one: _order(places, steps, one), reverse=True)
     large = [one for one in order if one.storage.nbytes * _SMALL >= profile.saved_nbytes]
     shown = large[:MOST_TENSORS]
     rest = profile.saved_nbytes - sum(one.storage.nbytes for one in shown)
@@ -146,9 +149,9 @@ def profile_table(profile: Profile, most: int = 10) -> Table:
     return table
 
 
-def _order(profile: Profile, steps: Sequence[Step], one: Prospect) -> tuple[int, int]:
+def _order(places: dict[int, int], steps: Sequence[Step], one: Prospect) -> tuple[int, int]:
     """What is largest at the plain peak comes first, then what is largest at all."""
-    index = _index(profile, one.storage)
+    index = places[id(one.storage)]
     return steps[0].nbytes_at(index, steps[0].peak_moment), one.storage.nbytes
 
 

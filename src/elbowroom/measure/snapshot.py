@@ -1,0 +1,333 @@
+"""Reads the memory snapshot that PyTorch's CUDA allocator writes, as facts about one period.
+
+    torch.cuda.memory._record_memory_history()
+    ...                                                    # some steps
+    torch.cuda.memory._dump_snapshot("snapshot.pickle")
+
+    segments       the blocks that are allocated when the snapshot is taken
+    device_traces  what was allocated and freed before, the oldest perhaps lost
+
+The level over time is told backwards, from the blocks at the end. A block is
+
+    before            there before the record began: weights, states, data
+    by an optimizer   allocated below torch/optim
+    in backward       allocated by autograd's engine, which has no line of Python or one of its own
+    for backward      allocated elsewhere, and freed in backward: what autograd has saved, mostly
+    else              outputs, workspaces, weights and data that were made meanwhile
+
+A file of somebody else's is read by an unpickler that can make numbers, strings, lists, tuples and
+dicts, and nothing else: no code of it runs.
+"""
+
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+
+from elbowroom.errors import BudgetTooSmall, DataError, PlanError
+from elbowroom.plan.plan import Plan
+from elbowroom.plan.problem import Span, summed
+from elbowroom.units import show_nbytes
+
+BEFORE, OPTIMIZER = "held before the record", "allocated by an optimizer"
+BACKWARD, SAVED, ELSE = "allocated in backward", "held for backward", "everything else"
+_KNOWN = {
+    *("alloc", "free", "free_requested", "free_completed", "segment_alloc", "segment_free"),
+    *("segment_map", "segment_unmap", "snapshot", "oom"),
+}
+_FREES = ("free", "free_completed")
+_ENGINE = ("_engine_run_backward", "autograd::Engine")
+_HINT = (
+    "torch.cuda.memory._record_memory_history() before the steps, and "
+    'torch.cuda.memory._dump_snapshot("snapshot.pickle") after them, write one'
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One allocation. born, freed: the first and the last event at which it is there."""
+
+    nbytes: int
+    born: int
+    freed: int
+    kind: str
+    line: str = ""
+    function: str = ""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one device held over a period.
+
+    level     bytes allocated after each event; of one event where no history was recorded
+    starts_s  seconds from the first event to each; numbers of events where no times were kept
+    blocks    all that were allocated, in order
+    is_timed  whether `starts_s` are seconds
+    unknown   actions in the trace that this version does not know, and how many of each
+    """
+
+    device: int
+    level: tuple[int, ...]
+    starts_s: tuple[float, ...]
+    blocks: tuple[Block, ...]
+    is_timed: bool = True
+    unknown: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def peak(self) -> int:
+        """The highest level, in bytes."""
+        return max(self.level)
+
+    @property
+    def peak_event(self) -> int:
+        """The event after which the level was highest."""
+        return self.level.index(self.peak)
+
+    def at_peak(self) -> list[Block]:
+        """Return the blocks that are held at the peak, the largest first."""
+        at = self.peak_event
+        held = (block for block in self.blocks if block.born <= at <= block.freed)
+        return sorted(held, key=lambda block: -block.nbytes)
+
+    def parts(self) -> dict[str, int]:
+        """Return the bytes at the peak, by kind of block."""
+        found: Counter[str] = Counter()
+        for block in self.at_peak():
+            found[block.kind] += block.nbytes
+        return dict(found.most_common())
+
+    def bands(self) -> Iterator[tuple[str, Any]]:
+        """Yield each kind of block, and the bytes that it takes after each event."""
+        spans: dict[str, list[Span]] = {
+            BEFORE: [],
+            OPTIMIZER: [],
+            SAVED: [],
+            BACKWARD: [],
+            ELSE: [],
+        }
+        for block in self.blocks:
+            spans[block.kind].append((block.born, block.freed, block.nbytes))
+        for kind, found in spans.items():
+            if found:
+                yield kind, summed(found, len(self.level))
+
+    def plan(self, budget: int) -> Plan:
+        """Return the plan that changes nothing, if that fits.
+
+        A snapshot does not say which op saved a tensor, so it is ground for a bound and no more.
+        Raises BudgetTooSmall where no plan could fit, and PlanError, which says how to find one,
+        where one may.
+        """
+        peak, parts = self.peak, self.parts()
+        if peak <= budget:
+            return Plan(budget, peak, peak, 0.0, 0.0, True, "none", {}, frozenset(), ())
+        saved = parts.get(SAVED, 0)
+        told = ", ".join(f"{name} {show_nbytes(nbytes)}" for name, nbytes in parts.items())
+        if peak - saved > budget:
+            raise BudgetTooSmall(
+                f"budget {show_nbytes(budget)} is below what this snapshot holds at its peak "
+                f"without all that is held for backward, {show_nbytes(peak - saved)} (estimated): "
+                f"{told}. Halve the batch, or take smaller optimizer states "
+                "(er.optim.AdamW(state=...))",
+                least_nbytes=peak - saved,
+                parts=parts,
+            )
+        raise PlanError(
+            f"the snapshot's peak is {show_nbytes(peak)}, {show_nbytes(peak - budget)} above the "
+            f"budget. {show_nbytes(saved)} of it are held for backward, so a plan may fit "
+            "(estimated). A snapshot does not say which op saves what: er.measure(step), or "
+            '"elbowroom profile train.py", does, and er.plan takes what that gives'
+        )
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{name} {show_nbytes(nbytes)}" for name, nbytes in self.parts().items())
+        others = f"; events of unknown kinds: {sum(self.unknown.values())}" if self.unknown else ""
+        return (
+            f"snapshot of GPU {self.device}: peak {show_nbytes(self.peak)} (measured by PyTorch): "
+            f"{told}{others}"
+        )
+
+
+def load_snapshot(path: str | Path, device: int | None = None) -> Snapshot:
+    """Read a file of `torch.cuda.memory._dump_snapshot`.
+
+    device  the index of the GPU; None: the one that held most
+
+    Raises DataError for what is no such file, or only a part of one.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            data = _Plain(file).load()
+    except FileNotFoundError:
+        raise DataError(f"there is no file {path}; {_HINT}") from None
+    except _Hostile as error:
+        raise DataError(
+            f"{path} is no memory snapshot: it wants to run {error}, and was not read further. A "
+            "snapshot holds numbers, strings, lists and dicts alone; do not open this file with "
+            "pickle.load"
+        ) from None
+    except OSError:
+        raise
+    except Exception as error:  # a pickle can fail in any way that its bytes can think of
+        raise DataError(
+            f"{path} is truncated, or no memory snapshot ({type(error).__name__}: {error}); {_HINT}"
+        ) from None
+    try:
+        return _snapshot(data, device)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise DataError(
+            f"{path} is a pickle, but no memory snapshot of a form that this version of elbowroom "
+            f"knows ({type(error).__name__}: {error}). It reads those of torch 2.1 to 2.14; {_HINT}"
+        ) from None
+
+
+class _Hostile(Exception):
+    """The pickle names something to import."""
+
+
+class _Plain(pickle.Unpickler):
+    """Makes builtins alone."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise _Hostile(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise _Hostile("a persistent id")
+
+
+def _snapshot(data: Any, device: int | None) -> Snapshot:
+    if not isinstance(data, dict) or not isinstance(data.get("segments"), list):
+        raise ValueError("it has no list of segments")
+    segments, traces = data["segments"], data.get("device_traces", [])
+    if device is None:
+        held: Counter[int] = Counter({i: 0 for i, _ in enumerate(traces)})
+        for segment in segments:
+            held[_int(segment.get("device", 0))] += _int(segment["total_size"])
+        for i, trace in enumerate(traces):
+            held[i] += len(trace)
+        device = max(held, key=lambda one: held[one], default=0)
+    trace = traces[device] if 0 <= device < len(traces) else []
+    last = _blocks(segments, device)
+    if not trace and not last:
+        raise ValueError(f"it says nothing of GPU {device}")
+    unknown = Counter(str(event["action"]) for event in trace) if trace else Counter()
+    unknown = Counter({name: n for name, n in unknown.items() if name not in _KNOWN})
+    events = [event for event in trace if event["action"] in ("alloc", *_FREES)]
+    times = [event.get("time_us") for event in events]
+    is_timed = bool(times) and all(isinstance(one, int) for one in times)
+    starts = [(one - times[0]) / 1e6 for one in times] if is_timed else range(len(events))
+    blocks = _replay(events, last)
+    moments = len(events) + 1
+    spans = [(block.born, block.freed, block.nbytes) for block in blocks]
+    return Snapshot(
+        device=device,
+        level=tuple(summed(spans, moments).tolist()),
+        starts_s=(0.0, *np.maximum.accumulate([float(one) for one in starts] or [0.0]).tolist())[
+            :moments
+        ],
+        blocks=tuple(blocks),
+        is_timed=is_timed,
+        unknown=unknown,
+    )
+
+
+def _blocks(segments: list[Any], device: int) -> dict[int, tuple[int, list[Any]]]:
+    """The blocks that are allocated at the end, by address: bytes and frames."""
+    found = {}
+    for segment in segments:
+        if _int(segment.get("device", 0)) != device:
+            continue
+        address = _int(segment.get("address") or 0)
+        for block in segment["blocks"]:
+            nbytes = _int(block["size"])
+            at = _int(block.get("address", address))
+            address = at + nbytes
+            if str(block["state"]).startswith("active"):
+                frames = block.get("frames") or _history(block)
+                found[at] = (nbytes, frames)
+    return found
+
+
+def _history(block: dict[str, Any]) -> list[Any]:
+    """The frames of a block as older versions wrote them."""
+    history = block.get("history") or [{}]
+    return list(history[0].get("frames", []))
+
+
+def _replay(events: list[Any], last: dict[int, tuple[int, list[Any]]]) -> list[Block]:
+    """All blocks: those that the trace allocates, and those that were there before."""
+    end = len(events)
+    has_frames = any(event.get("frames") for event in events)
+    born: dict[int, tuple[int, int, list[Any]]] = {}
+    found: list[Block] = []
+    in_backward = False  # when the last block was allocated
+    for at, event in enumerate(events, start=1):
+        address, nbytes = _int(event["addr"]), _int(event["size"])
+        frames = event.get("frames") or []
+        if event["action"] == "alloc":
+            if address in born:  # it was freed by an event that was lost
+                start, lost, made = born.pop(address)
+                found.append(_block(lost, start, at - 1, made, has_frames, ended=False))
+            born[address] = at, nbytes, frames
+            in_backward = has_frames and _is_backward(frames)
+        elif address in born:
+            start, nbytes, made = born.pop(address)
+            # Where stacks of frees were not recorded, the allocator repeats that of the allocation.
+            ended = in_backward if frames == made else has_frames and _is_backward(frames)
+            found.append(_block(nbytes, start, at - 1, made, has_frames, ended=ended))
+        else:
+            found.append(Block(nbytes, 0, at - 1, BEFORE))
+    for address, (nbytes, frames) in last.items():
+        if address in born:
+            start, nbytes, made = born.pop(address)
+            found.append(_block(nbytes, start, end, made or frames, has_frames, ended=False))
+        else:
+            line, function = _where(frames)
+            found.append(Block(nbytes, 0, end, BEFORE, line, function))
+    for start, nbytes, made in born.values():  # allocated, and waiting for another stream
+        found.append(_block(nbytes, start, end, made, has_frames, ended=False))
+    return sorted(found, key=lambda block: block.born)
+
+
+def _block(
+    nbytes: int, born: int, freed: int, frames: list[Any], has_frames: bool, *, ended: bool
+) -> Block:
+    """ended: whether it was freed in backward."""
+    kind = ELSE
+    if any("torch/optim" in str(frame["filename"]).replace("\\", "/") for frame in frames):
+        kind = OPTIMIZER
+    elif has_frames and _is_backward(frames):
+        kind = BACKWARD
+    elif ended:
+        kind = SAVED
+    return Block(nbytes, born, freed, kind, *_where(frames))
+
+
+def _is_backward(frames: list[Any]) -> bool:
+    """Whether autograd's engine runs: its threads have no frame of Python."""
+    return not frames or any(word in str(frame["name"]) for frame in frames for word in _ENGINE)
+
+
+def _where(frames: list[Any]) -> tuple[str, str]:
+    """The innermost line of Python outside of torch and of Python itself, and its function."""
+    for frame in frames:
+        path = str(frame["filename"]).replace("\\", "/")
+        is_packaged = "/site-packages/" in path or "/dist-packages/" in path
+        is_own = path.endswith(".py") and "/torch/" not in path and not path.startswith("<")
+        if is_own and (is_packaged or "/lib/python" not in path):
+            return f"{path.rsplit('/', 1)[-1]}:{_int(frame['line'])}", str(frame["name"])
+    return "", ""
+
+
+def _int(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} should be a whole number")
+    return value
