@@ -1,6 +1,11 @@
 """Budgets inside torch.compile against torch.compile's own ways to save memory.
 
-    ./scripts/bench compiled [--quick] [--nets gpt resnet18]
+    ./scripts/bench compiled [--quick] [--nets gpt resnet18] [--arms plain "ours 0.5"]
+
+Nets `gpt`, `resnet18` and `unet` are those of the demo; all whose names begin with `hf_` are of
+transformers, which must be there, in small configurations that one thread of a CPU can compile and
+run. None has dropout, so that all arms compute the same gradient.
+
 
     eager                   no compiler, nothing saved less
     eager, er.saving        our eager engine: dither at 16 levels
@@ -21,6 +26,7 @@ arm pays for its own compilation.
 
 import copy
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -37,7 +43,7 @@ from torch.nn import functional as F
 import elbowroom as er
 from elbowroom.compiled import elbowroom
 from elbowroom.compiled.partition import Decision, told
-from elbowroom.demo.models import GPT, ResNet18
+from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure import paired
 
@@ -82,6 +88,7 @@ def main() -> None:
     parser = arguments(__doc__, threads=1)
     parser.add_argument("--nets", nargs="+", default=["gpt", "resnet18"], help="which nets (both)")
     parser.add_argument("--pairs", type=int, default=15, help="pairs of steps (15)")
+    parser.add_argument("--arms", nargs="+", help="names of the arms to run beside plain (all)")
     parser.add_argument("--small", action="store_true", help="nets of a quarter of the size")
     options = parser.parse_args()
     if options.quick:
@@ -95,7 +102,7 @@ def main() -> None:
     for name in options.nets:
         torch.manual_seed(0)
         net, batch = _nets(small=options.small)[name]()
-        rows += _rows(name, Loss(net), batch, options.pairs, quick=options.quick)
+        rows += _rows(name, Loss(net), batch, options)
     finish(_result(rows, options.pairs, known), out_path(options, NAME))
 
 
@@ -108,33 +115,121 @@ def _nets(*, small: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple[Tenso
     def images(n: int) -> tuple[Tensor, Tensor]:
         return torch.randn(n, 1, 28, 28), torch.randint(0, 10, (n,))
 
+    def pictures(n: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(n, 3, 64, 64), torch.randint(0, 10, (n,))
+
+    def masks(n: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(n, 1, 28, 28), torch.randint(0, 11, (n, 28, 28))
+
     return {
         "gpt": lambda: (GPT(width=width, depth=4, context=256, dropout=0.0), tokens(batch, 256)),
         "resnet18": lambda: (ResNet18(width // 8), images(8 * batch)),
+        "unet": lambda: (_Segmented(UNet(width // 8)), masks(8 * batch)),
+        "hf_gpt2": lambda: (_transformer("GPT2"), tokens(4, 256)),
+        "hf_llama": lambda: (_transformer("Llama"), tokens(4, 256)),
+        "hf_vit": lambda: (_vision_transformer(), pictures(16)),
+        "hf_resnet18": lambda: (_resnet("basic", [2, 2, 2, 2]), pictures(16)),
+        "hf_resnet50": lambda: (_resnet("bottleneck", [3, 4, 6, 3]), pictures(16)),
         "tiny": lambda: (GPT(width=32, depth=2, context=32, dropout=0.0), tokens(2, 32)),
     }
 
 
+class _Logits(nn.Module):
+    """A model of transformers as a function from its input to logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).logits  # type: ignore[no-any-return]
+
+
+class _Segmented(nn.Module):
+    """The U-Net, with the classes of a pixel last."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).movedim(1, -1)  # type: ignore[no-any-return]
+
+
+def _transformer(family: str) -> nn.Module:
+    import transformers
+
+    size = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8}
+    more: dict[str, Any] = {"intermediate_size": 688, "num_key_value_heads": 4}
+    name = "LlamaForCausalLM"
+    if family == "GPT2":
+        size = {"n_embd": 256, "n_layer": 6, "n_head": 8}
+        more = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        name = "GPT2LMHeadModel"
+    config = getattr(transformers, f"{family}Config")(
+        **size, **more, vocab_size=1024, use_cache=False, bos_token_id=0, eos_token_id=0
+    )
+    return _Logits(getattr(transformers, name)(config))
+
+
+def _vision_transformer() -> nn.Module:
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        intermediate_size=1024,
+        image_size=64,
+        patch_size=4,
+        num_labels=10,
+    )
+    return _Logits(transformers.ViTForImageClassification(config))
+
+
+def _resnet(kind: str, depths: list[int]) -> nn.Module:
+    import transformers
+
+    widths = [32 * 2**i * (4 if kind == "bottleneck" else 1) for i in range(4)]
+    config = transformers.ResNetConfig(
+        embedding_size=32, hidden_sizes=widths, depths=depths, layer_type=kind, num_labels=10
+    )
+    return _Logits(transformers.ResNetForImageClassification(config))
+
+
 def _rows(
-    name: str, net: nn.Module, batch: tuple[Tensor, Tensor], pairs: int, *, quick: bool
+    name: str, net: nn.Module, batch: tuple[Tensor, Tensor], options: Namespace
 ) -> list[dict[str, Any]]:
+    def is_wanted(title: str) -> bool:
+        return not options.arms or title in options.arms
+
+    pairs, quick = options.pairs, options.quick
     decided: list[Decision] = []
     with told(decided.append):
         plain = _compiled("plain", net, batch, elbowroom, options={"budget": 2**40})
-    reference, peak = plain[0].gradient(), decided[0].plain_nbytes
+    peak = max(decided, key=lambda one: one.plain_nbytes).plain_nbytes
+    inputs = max(one.inputs_nbytes for one in decided)
+    reference = plain[0].gradient()
     rows = [_row(name, *plain, plain[0], reference, pairs)]
     eager = Arm("eager", *_twin(net), batch)
     coded = Arm("eager, er.saving", *_twin(net), batch, {"levels": 16})
-    rows += [_row(name, arm, 0.0, None, plain[0], reference, pairs) for arm in (eager, coded)]
+    rows += [
+        _row(name, arm, 0.0, None, plain[0], reference, pairs)
+        for arm in (eager, coded)
+        if is_wanted(arm.name)
+    ]
     for budget in BUDGETS[:1] if quick else BUDGETS:
+        if not is_wanted(f"budget {budget}"):
+            continue
         with functorch_config.patch(activation_memory_budget=budget):
             made = _compiled(f"budget {budget}", net, batch, _inductor())
         rows.append(_row(name, *made, plain[0], reference, pairs))
     for exact in (True, False):
         for share in SHARES[:1] if quick else SHARES:
-            room = int(share * peak) + decided[0].inputs_nbytes
-            given = {"budget": room, "exact": exact}
             title = f"ours {share}" if exact else f"ours {share}, codes"
+            if not is_wanted(title):
+                continue
+            given = {"budget": int(share * peak) + inputs, "exact": exact}
             try:
                 made = _compiled(title, net, batch, elbowroom, options=given)
             except BudgetTooSmall as error:

@@ -27,6 +27,7 @@ from torch._functorch import partitioners
 from torch._inductor import custom_graph_pass
 from torch.utils import _pytree as pytree
 
+from elbowroom.compiled.aten import expand
 from elbowroom.compiled.collect import nbytes_of
 from elbowroom.compiled.decide import MinCut, Search, choose
 from elbowroom.compiled.joint import Joint, Step
@@ -113,7 +114,10 @@ class Partitioner(_base()):  # type: ignore[misc]
         """Return the forward and the backward graph."""
         answer = _Answer(self, kwargs["num_fwd_outputs"])
         with _patching, mock.patch.object(partitioners, "choose_saved_values_set", answer):
-            return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            graphs = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        for graph in graphs:
+            expand(graph)
+        return graphs
 
     def uuid(self) -> object:
         """Identify these settings and this code, for Inductor's cache."""
