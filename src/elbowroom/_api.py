@@ -646,21 +646,16 @@ def summary(model: nn.Module) -> Summary:
 
         print(er.summary(model))    # a table; each figure says whether it was measured or estimated
 
-    It changes nothing and may be asked for at any time. Raises PlanError for a model that is not
-    fitted, and for one that is planned inside torch.compile, where no step is measured.
+    It changes nothing and may be asked for at any time. Of a model that is planned inside
+    torch.compile all figures are estimates. Raises PlanError for a model that is not fitted.
     """
     check_model(model, "summary")
-    fitting = opener_of(model)
+    fitting, name = opener_of(model), type(original(model)).__name__
     if isinstance(fitting, CompiledFitting):
-        fitting = fitting.eager
-        if fitting is None:
-            raise PlanError(
-                "summary knows what was measured, and a model that is planned inside torch.compile "
-                "is not measured; the logger 'elbowroom' says at INFO what each region takes"
-            )
+        return fitting.summary(name)
     if not isinstance(fitting, Fitting):
         raise PlanError("summary takes a fitted model, and this one is not; call er.fit first")
-    return summary_of(fitting, type(original(model)).__name__)
+    return summary_of(fitting, name)
 
 
 def grow_batch(

@@ -93,6 +93,12 @@ def show_nbytes(nbytes: float) -> str:
     return f"{'-' if nbytes < 0 else ''}{size:.{digits}f} {unit}"
 
 
+def show_at_least(nbytes: int) -> str:
+    """Bytes as a budget that can be typed: rounded up, so that it is enough."""
+    unit, name = (2**20, "MiB") if nbytes >= 10 * 2**20 else (2**10, "KiB")
+    return f"{-(-nbytes // unit)} {name}"
+
+
 def show_seconds(seconds: float) -> str:
     """0.00342 -> "3.4 ms"; 95 -> "1 min 35 s"."""
     if seconds < 1e-3:

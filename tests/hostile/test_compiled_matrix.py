@@ -4,6 +4,7 @@ All but the last run without Inductor's code generation (`uncompiled.py`), so th
 seconds; plain torch.compile runs so, too.
 """
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -252,3 +253,142 @@ def test_a_graph_break_makes_no_more_graphs_than_plain_compile(uncompiled) -> No
     other = er.fit(nn.Linear(2, 2), budget="1 GiB")  # so that calls of modules are looked at
     assert graphs(False) == graphs(True) == 2
     er.release(other)
+
+
+def test_gradients_of_inputs_and_a_mark_of_a_dynamic_size(uncompiled) -> None:
+    def run(fits: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        net = made("blocks")
+        called = torch.compile(net)
+        if fits:
+            er.fit(called, budget="1300 KiB", exact=True)
+        seen = []
+        for n in (8, 6, 8):
+            x = batch(net)[:n].requires_grad_()
+            torch._dynamo.mark_dynamic(x, 0)
+            called(x).square().mean().backward()
+            seen.append(x.grad)
+        return seen + [p.grad for p in net.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+    assert len(uncompiled) == 2
+
+
+def test_a_larger_size_of_a_graph_with_symbols_gets_a_plan_of_its_own(uncompiled) -> None:
+    net = made("blocks")
+    fitted = er.fit(torch.compile(net, dynamic=True), budget="1300 KiB", exact=True)
+    for n in (4, 3, 4):
+        fitted(batch(net)[:n]).sum().backward()
+    decided = opener_of(fitted).regions
+    assert len(decided) == 1
+    fitted(batch(net)).sum().backward()
+    assert len(decided := opener_of(fitted).regions) > 1
+    for n in (8, 3, 5, 7, 4):  # and each size goes to the plan that holds for it
+        fitted(batch(net)[:n]).sum().backward()
+    assert len(opener_of(fitted).regions) == len(decided)
+
+
+def test_after_eight_shapes_it_says_what_helps_and_others_run_eagerly(uncompiled) -> None:
+    net = made("blocks")
+    fitted = er.fit(torch.compile(net, dynamic=False), budget="1 GiB", exact=True)
+    x = batch(net)
+    for n in range(1, 8):
+        fitted(x[:, :n]).sum().backward()
+    with pytest.warns(UserWarning, match=r"8 shapes of one model.*dynamic=True"):
+        fitted(x[:, :8]).sum().backward()
+    assert opener_of(fitted).eager is None
+    fitted(x[:, :9]).sum().backward()
+    fitted(x[:, :4]).sum().backward()
+    assert opener_of(fitted).eager is not None
+    assert len(uncompiled) == 8
+
+
+def test_a_model_that_cannot_be_compiled_runs_in_the_eager_engine_and_says_so_once(
+    uncompiled, monkeypatch
+) -> None:
+    import torch._inductor.compile_fx as compile_fx
+
+    def fail(*_, **__):
+        raise RuntimeError("no such kernel")
+
+    plain, net = made("batch norm"), made("batch norm")
+    x = batch(net)
+    plain(x).sum().backward()
+    monkeypatch.setattr(compile_fx, "compile_fx", fail)
+    fitted = er.fit(torch.compile(net), budget="1 GiB", exact=True)
+    with pytest.warns(UserWarning, match="runs eagerly: torch.compile has failed"):
+        fitted(x).sum().backward()
+    fitted(x)  # pytest takes a second warning for an error
+    assert all(
+        torch.equal(p.grad, q.grad)
+        for p, q in zip(plain.parameters(), net.parameters(), strict=True)
+    )
+    assert int(net[1].num_batches_tracked) == 2  # one for each call
+    er.release(fitted)
+
+
+def test_fullgraph_raises_what_torch_raises(uncompiled) -> None:
+    net = made("graph breaks")
+    fitted = er.fit(torch.compile(net, fullgraph=True), budget="1 GiB", exact=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        fitted(batch(net))
+
+
+def test_a_mistake_of_the_model_is_its_own_error(uncompiled) -> None:
+    net = made("blocks")
+    fitted = er.fit(torch.compile(net), budget="1 GiB", exact=True)
+    with (
+        pytest.warns(UserWarning, match="runs eagerly: torch.compile has failed"),
+        pytest.raises(RuntimeError, match="normalized_shape"),
+    ):
+        fitted(torch.randn(2, 3))
+    er.release(fitted)
+
+
+def test_the_least_that_fit_names_is_enough(uncompiled) -> None:
+    net = made("blocks")
+    called = torch.compile(net)
+    fitted = er.fit(called, budget="200 KiB", exact=True)
+    with pytest.raises(BudgetTooSmall, match="weights, buffers and optimizer states") as caught:
+        fitted(batch(net))
+    least = re.search(r"Give (\S+ KiB), or halve", str(caught.value)).group(1)
+    er.fit(called, budget=least, exact=True)
+    fitted(batch(net)).sum().backward()
+
+
+def test_a_graph_without_backward(uncompiled) -> None:
+    net = made("blocks")
+    called = torch.compile(net)
+    expected = called(batch(net)).detach()
+    fitted = er.fit(called, budget="400 KiB")  # far too little for a backward
+    with torch.no_grad():
+        assert torch.equal(fitted(batch(net)), expected)
+    net.requires_grad_(False)
+    assert torch.equal(fitted(batch(net)), expected)
+
+
+@pytest.mark.parametrize("exact", [True, None])
+def test_a_nan_stays_a_nan(exact: bool | None, uncompiled) -> None:
+    net = made("batch norm")
+    budget = 240_000 if exact is None else 400_000
+    fitted = er.fit(torch.compile(net), budget=budget, exact=exact)
+    x = batch(net)
+    x[0, 0, 0, 0] = torch.nan
+    fitted(x).sum().backward()
+    assert opener_of(fitted).eager is None
+    assert opener_of(fitted).regions[0].is_lossy is (exact is None)
+    assert all(p.grad.isnan().any() for p in net[0].parameters())
+
+
+def test_compiled_autograd(uncompiled) -> None:
+    def run(fits: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        net = made("blocks")
+        called = torch.compile(net)
+        if fits:
+            er.fit(called, budget="700 KiB", exact=True)
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            torch.compile(lambda: called(batch(net)).square().mean().backward(), backend="eager")()
+        return [p.grad for p in net.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))

@@ -52,6 +52,12 @@ def test_it_is_of_fitted_models_only() -> None:
     er.release(er.fit(model, budget="1 GiB"))
     with pytest.raises(PlanError, match=r"call er\.fit first"):
         er.summary(model)
-    compiled = er.fit(model, budget="1 GiB", compile=True)
-    with pytest.raises(PlanError, match=r"planned inside torch\.compile"):
-        er.summary(compiled)
+
+
+def test_of_a_compiled_model_all_is_estimated() -> None:
+    model = er.fit(net(), budget="1 GiB", compile=True)
+    train(model, 1)
+    told = er.summary(model)
+    assert told.last_nbytes is None
+    assert told.predicted_nbytes is not None
+    assert "planned inside torch.compile" in str(told)

@@ -2,9 +2,11 @@
 
 import json
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.table import Table
 from rich.text import Text
@@ -18,7 +20,10 @@ from elbowroom.cli.script import Arguments, Script, check_script, run_script, sh
 from elbowroom.cli.warm import start_warm
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.files import write_text
-from elbowroom.fitting import Fitting, Summary, summary
+from elbowroom.fitting import FitOptions, Fitting, Summary, summary
+from elbowroom.fitting.compiled import CompiledFitting
+from elbowroom.fitting.program import CompiledProgram
+from elbowroom.measure.memory import budget_nbytes
 from elbowroom.plan.plan import Plan, check_plan
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.exhaustion import is_out_of_memory
@@ -69,6 +74,9 @@ def run(
     The model that the script trains is found at its first call, and kept inside the budget as by
     er.fit; its optimizers' states are counted. A script that trains two models is refused. What a
     loss outside of the model saves is measured, and left as it is.
+
+    What the script compiles with torch.compile stays compiled: a model, a loss, or a whole step is
+    planned inside of its graphs, and the figures are estimates.
 
     Beside --plan, --budget may be left out: then it is what the plan was made for.
 
@@ -126,13 +134,14 @@ class _Run:
         self.discovery = Discovery(self._fit, self._count)
         self._budget, self._plan = budget, plan
         self._exact, self._offload = exact or None, offload
-        self._fitting: Fitting | None = None
+        self._fitting: Fitting | CompiledFitting | None = None
+        self._program: CompiledProgram | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._name = ""
 
     def of(self, script: Path, arguments: list[str]) -> int:
         """The exit code. Raises BudgetTooSmall, or PlanError for what `fit` refuses."""
-        with self.discovery:
+        with self.discovery, self._compiling():
             try:
                 return run_script(script, arguments)
             except KeyboardInterrupt:
@@ -150,7 +159,35 @@ class _Run:
 
     def told(self) -> Summary | None:
         """The figures; None where no model was found."""
-        return None if self._fitting is None else summary(self._fitting, self._name)
+        fitting = self._fitting
+        if isinstance(fitting, CompiledFitting):
+            return fitting.summary(self._name)
+        if fitting is not None:
+            return summary(fitting, self._name)
+        program = self._program
+        return program.summary() if program is not None and program.compiled else None
+
+    def _compiling(self) -> AbstractContextManager[object]:
+        """What the script compiles outside of the model is inside the budget, too.
+
+        A plan of the eager engine, and offloading, are not for graphs: there code runs eagerly.
+        """
+        if self._plan is not None or self._offload is not None:
+            return nullcontext()
+        budget = parse_budget(self._budget)
+        if isinstance(budget, Share):  # of the memory of which device, only a model tells
+            budget = budget_nbytes(
+                self._budget, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            )
+        terms = FitOptions(budget, self._exact)
+        self._program = CompiledProgram(terms, self.discovery.optimizers, self._held)
+        return self._program
+
+    def _held(self) -> int:
+        """What the compiled model holds when the loss runs, at most."""
+        fitting = self._fitting
+        regions = fitting.regions if isinstance(fitting, CompiledFitting) else ()
+        return max((one.saved_nbytes for one in regions), default=0)
 
     def _fit(self, model: nn.Module) -> None:
         name = type(model).__name__
@@ -161,9 +198,10 @@ class _Run:
                 "hand, with er.saving() around their forwards"
             )
         optimizers = self.discovery.optimizers_of(model)
+        called = model if self.discovery.called is None else self.discovery.called
         try:
             er.fit(
-                model,
+                called,
                 budget=self._budget,
                 exact=self._exact,
                 offload=self._offload,
@@ -171,8 +209,8 @@ class _Run:
             )
         except PlanError as error:
             raise _Refused(str(error)) from error
-        fitting = opener_of(model)
-        assert isinstance(fitting, Fitting)
+        fitting = opener_of(called)
+        assert isinstance(fitting, Fitting | CompiledFitting)
         for optimizer in optimizers:
             fitting.owned.add(optimizer)
         self._fitting, self._name = fitting, name

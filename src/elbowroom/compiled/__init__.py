@@ -11,6 +11,7 @@
     rewrite.py     encode and decode in the joint graph
     ops.py         ... as ops over the kernels of kernels/ops.py
     partition.py   what Inductor calls, with that choice in PyTorch's min-cut
+    decision.py    ... in figures
     held.py        a policy of er.saving in the graph, whatever the budget
     backend.py     torch.compile(..., backend="elbowroom")
 
@@ -22,5 +23,7 @@ from elbowroom.compiled.backend import Settings as Settings
 from elbowroom.compiled.backend import compile_region as compile_region
 from elbowroom.compiled.backend import elbowroom as elbowroom
 from elbowroom.compiled.backend import frame_of as frame_of
+from elbowroom.compiled.backend import refusal as refusal
+from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.held import GROUP_SIZE as GROUP_SIZE
 from elbowroom.compiled.held import Held as Held

@@ -16,17 +16,15 @@ Settings are read from the options of each call, and nothing is kept but the sha
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from elbowroom.compiled.collect import known_size
+from elbowroom.compiled.decision import Decision
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownField
 from elbowroom.units import Share, parse_budget, show_nbytes
-
-if TYPE_CHECKING:  # it imports torch._inductor
-    from elbowroom.compiled.partition import Decision
 
 _log = logging.getLogger("elbowroom")
 _OPTIONS = ("budget", "exact")
@@ -56,7 +54,7 @@ class Regions:
 
     settings: Settings
     shares: dict[object, int] = field(default_factory=dict)  # by Dynamo's frame
-    decisions: "list[Decision]" = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
 
     def room_of(self, gm: fx.GraphModule) -> int | None:
         """What forward and backward of this region may take."""
@@ -70,9 +68,9 @@ class Regions:
             self.shares[frame] = min(_values_nbytes(gm), max(room, 0) // 2)
         return max(room, 0)
 
-    def restrict(self, room_nbytes: int) -> None:
+    def restrict(self, room_nbytes: int, *, counts_inputs: bool = False) -> None:
         """From now on regions may take this."""
-        self.settings = replace(self.settings, room_nbytes=room_nbytes)
+        self.settings = replace(self.settings, room_nbytes=room_nbytes, counts_inputs=counts_inputs)
 
     def decided(self, decision: "Decision") -> None:
         """Keep what was decided for a region; the logger "elbowroom" says it in one line."""
@@ -119,11 +117,13 @@ def compile_region(
     except BudgetTooSmall as error:
         if raises:
             raise
-        return _refusal(error)
+        return refusal(error)
     return compiled  # type: ignore[no-any-return]
 
 
-def _refusal(error: Exception) -> Callable[..., Any]:
+def refusal(error: Exception) -> Callable[..., Any]:
+    """A region that raises this when it is called, with its own type."""
+
     def refuse(*args: Any) -> Any:
         raise error.with_traceback(None)
 
@@ -171,7 +171,7 @@ def elbowroom(
     try:
         settings, inductor = read_options(given, _device_of(example_inputs))
     except (ElbowroomError, ValueError) as error:
-        return _refusal(error)
+        return refusal(error)
     if mode not in (None, "default"):
         from torch._inductor import list_mode_options
 

@@ -30,35 +30,14 @@ from torch.utils import _pytree as pytree
 from elbowroom.compiled.aten import expand
 from elbowroom.compiled.collect import nbytes_of
 from elbowroom.compiled.decide import MinCut, Search, choose
+from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.lossy import code, code_all
 from elbowroom.compiled.ops import DECODE
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.units import show_nbytes
+from elbowroom.units import show_at_least, show_nbytes
 
 _Graphs = tuple[fx.GraphModule, fx.GraphModule]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What was decided for one compiled region; all figures are estimates, in bytes.
-
-    peak_nbytes         of forward and backward, gradients included, parameters and inputs not
-    saved_nbytes        held between forward and backward
-    plain_nbytes        the peak of plain torch.compile
-    plain_saved_nbytes  what plain torch.compile would hold
-    inputs_nbytes       of parameters, buffers and other inputs that the region reads
-    recomputed          how many ops backward runs again
-    is_lossy            whether codes add errors
-    """
-
-    peak_nbytes: int
-    saved_nbytes: int
-    plain_nbytes: int
-    inputs_nbytes: int
-    recomputed: int
-    plain_saved_nbytes: int = 0
-    is_lossy: bool = False
 
 
 class _Thread(threading.local):
@@ -255,7 +234,7 @@ def _too_small(
     held = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size)
     return BudgetTooSmall(
         f"budget {show_nbytes(settings.room_nbytes)} is below the {show_nbytes(least)} that this "
-        f"compiled region needs at least: {held}. Give {show_nbytes(least)}, or halve the batch.",
+        f"compiled region needs at least: {held}. Give {show_at_least(least)}, or halve the batch.",
         least_nbytes=least,
         parts=parts,
     )

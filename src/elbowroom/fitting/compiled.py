@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, sqrt
 from typing import Any
 
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from elbowroom.compiled import Regions, Settings, compile_region, frame_of
+from elbowroom.compiled import Decision, Regions, Settings, compile_region, frame_of
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
@@ -39,6 +40,7 @@ from elbowroom.fitting.signature import signature_of
 from elbowroom.fitting.summary import Summary
 from elbowroom.runtime.calls import pass_through
 from elbowroom.runtime.compiler import (
+    compiled_forward,
     context_of,
     eagerly,
     has_said,
@@ -47,6 +49,7 @@ from elbowroom.runtime.compiler import (
     original,
 )
 from elbowroom.runtime.undo import Undo
+from elbowroom.units import show_at_least, show_nbytes
 
 _MOST_SHAPES = 8  # of one piece of code, before Dynamo compiles no more of them
 _MOST_KINDS = 4096  # of calls that are remembered
@@ -95,9 +98,18 @@ class _Twin:
         self.refused: BudgetTooSmall | None = None
         self.numel = 0  # of the call that runs
         how = fitting.how
-        self.call: Callable[..., Any] = torch.compile(
-            model, backend=self, dynamic=how.dynamic, fullgraph=how.fullgraph
-        )
+
+        def compiled(what: Any) -> Callable[..., Any]:
+            return torch.compile(what, backend=self, dynamic=how.dynamic, fullgraph=how.fullgraph)
+
+        self.call: Callable[..., Any]
+        if model._compiled_call_impl is not None:  # by model.compile()
+            self.call = compiled(model._call_impl)
+        elif (given := compiled_forward(model)) is not None:
+            forward = compiled(given._torchdynamo_orig_callable)  # type: ignore[attr-defined]
+            self.call = partial(_with_forward, model, forward)
+        else:
+            self.call = compiled(model)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a region. Dynamo calls this for each region and shape."""
@@ -111,8 +123,9 @@ class _Twin:
         try:
             compiled = compiled or self._compiled(gm, example_inputs, room)
         except BudgetTooSmall as error:
-            self.refused = error
-            raise
+            budget = self._fitting.terms.budget_nbytes
+            self.refused = in_whole(error, budget, budget - room)
+            raise self.refused from None
         if symbolic:
             peak = max((one.peak_nbytes for one in self.regions.decisions[-1:]), default=0)
             self.limit = min(self.limit, self.numel * max(1.0, sqrt(room / max(peak, 1))))
@@ -158,7 +171,7 @@ class CompiledFitting:
         self._here = _Thread()
 
     @property
-    def regions(self) -> list[Any]:
+    def regions(self) -> list[Decision]:
         """What was decided for each compiled region, in order."""
         return [one for twin in self._twins for one in twin.regions.decisions]
 
@@ -262,8 +275,8 @@ class CompiledFitting:
 
     def _grown(self, model: nn.Module) -> _Twin:
         """Another twin, for larger calls."""
-        pass_through()
         self._twins.append(_Twin(self, model, _SPARE if self._twins else 1))
+        pass_through()  # now that Dynamo is there
         return self._twins[-1]
 
     def _may_go_eager(self, error: Exception) -> bool:
@@ -322,7 +335,7 @@ def planned(
     owned: ModelState,
     terms: FitOptions,
     standing_nbytes: int,
-    regions: Sequence[Any],
+    regions: Sequence[Decision],
     steps: int,
 ) -> Summary:
     """The summary of a compiled model, from what was decided for its regions."""
@@ -344,6 +357,28 @@ def planned(
         steps=steps,
         lines=(),
     )
+
+
+def in_whole(error: BudgetTooSmall, budget_nbytes: int, standing_nbytes: int) -> BudgetTooSmall:
+    """The error of a region, which knows its own room, for the budget that the user gave."""
+    least = error.least_nbytes + standing_nbytes
+    parts = {"weights, buffers and optimizer states": standing_nbytes, **error.parts}
+    held = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size)
+    return BudgetTooSmall(
+        f"budget {show_nbytes(budget_nbytes)} is below the {show_nbytes(least)} that this compiled "
+        f"region needs at least: {held}. Give {show_at_least(least)}, or halve the batch.",
+        least_nbytes=least,
+        parts=parts,
+    )
+
+
+def _with_forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of the model, hooks and all, with another forward."""
+    held, model.forward = model.forward, forward
+    try:
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    finally:
+        model.forward = held
 
 
 def _has_symbols(x: Any) -> bool:

@@ -72,6 +72,8 @@ class Summary:
         if self.slowdown is not None:
             rows.append(("time", "", f"{100 * self.slowdown:+.1f} %", "over plain autograd"))
         gradients = "no bit of a gradient changed" if self.exact else "codes add noise to gradients"
+        if self.exact and self.setting == "compiled":
+            gradients += " against plain torch.compile"
         if self.exact and ran_eagerly():  # compiled kernels round otherwise
             gradients += " against eager PyTorch; compiled code ran eagerly, and gives other bits"
         rows.append(("exact" if self.exact else "lossy", "", "", gradients))
@@ -123,10 +125,15 @@ def _size(nbytes: int | None) -> str:
 def _setting(told: Summary) -> str:
     if told.setting == "plan":
         return ""
+    if told.setting == "compiled":
+        cached = told.predicted_nbytes is None
+        return "compiled; planned at an earlier start" if cached else "planned inside torch.compile"
     return "nothing needs to be done" if told.setting == "keep" else f"no plan: '{told.setting}'"
 
 
 def _verdict(told: Summary) -> str:
+    if told.setting == "compiled":
+        return "not measured: estimated from its graphs"
     if told.last_nbytes is None:
         return f"not measured: {told.steps} steps"
     before = "" if told.last_setting == told.setting else f", with setting '{told.last_setting}'"

@@ -17,6 +17,7 @@ from torch import nn
 Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 _plain_call = nn.Module.__call__
+_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _everywhere: Around | None = None
 _of: Callable[[nn.Module], bool] | None = None
 _users = 0
@@ -94,6 +95,11 @@ def pass_through() -> None:
         dynamo.skip_code(_call.__code__)
 
 
+def _dynamo_looks() -> bool:
+    """Whether what runs now is a part of a compiled call: what is called next is compiled, too."""
+    return _dynamo_callback() not in (None, False)
+
+
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Asked first, and so that it costs little: Dynamo would guard on whatever else is asked, on the
     # identity of each module above all.
@@ -101,7 +107,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _plain_call(module, *args, **kwargs)
     if _of is not None and not (_thread.around or _of(module)):
         return _plain_call(module, *args, **kwargs)  # most calls, so little else is asked
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _dynamo_looks():  # after a graph break, the same
         return _plain_call(module, *args, **kwargs)
 
     def inner(*args: Any, **kwargs: Any) -> Any:

@@ -79,8 +79,20 @@ def may_compile() -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of the module is compiled: a wrapper, or one with `.compile()`."""
-    return module._compiled_call_impl is not None or original(module) is not module
+    """Whether a call of the module is compiled: a wrapper, or itself with `.compile()`.
+
+    Or `module.forward = torch.compile(module.forward)`.
+    """
+    if module._compiled_call_impl is not None or original(module) is not module:
+        return True
+    return compiled_forward(module) is not None
+
+
+def compiled_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The compiled function that was put in the place of the module's forward, if one was."""
+    forward = module.__dict__.get("forward")
+    is_ours = forward is not None and original(module) is module
+    return forward if is_ours and hasattr(forward, "_torchdynamo_orig_callable") else None
 
 
 def inductor_options(module: nn.Module) -> dict[str, Any] | None:
@@ -101,12 +113,11 @@ def inductor_options(module: nn.Module) -> dict[str, Any] | None:
 
 def context_of(module: nn.Module) -> Any:
     """What torch.compile made for the module: it knows backend, dynamic and fullgraph."""
-    call = module._compiled_call_impl
+    call = module._compiled_call_impl or compiled_forward(module)
     if call is None:
         return getattr(module, "dynamo_ctx", None)
-    names = getattr(call, "__code__", None)
-    cells = getattr(call, "__closure__", None) or ()
-    found = dict(zip(names.co_freevars if names else (), cells, strict=False))
+    code, cells = getattr(call, "__code__", None), getattr(call, "__closure__", None) or ()
+    found = dict(zip(code.co_freevars if code else (), cells, strict=False))
     return found["self"].cell_contents if "self" in found else None
 
 

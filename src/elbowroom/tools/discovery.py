@@ -25,12 +25,14 @@ Found = Callable[[nn.Module], None]
 class Discovery:
     """A context: `found` is called with each model, before its forward, until it attaches it.
 
-    later  called with each optimizer as it is made
+    later   called with each optimizer as it is made
+    called  what the program called: the model itself, or what torch.compile made of it
     """
 
     def __init__(self, found: Found, later: Callable[[Optimizer], None] | None = None) -> None:
         self._found, self._later = found, later
         self.made_optimizers = False
+        self.called: nn.Module | None = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._plain_init = Optimizer.__init__
 
@@ -55,13 +57,16 @@ class Discovery:
         if Optimizer.__init__ is self._init:  # else somebody has wrapped it since
             Optimizer.__init__ = self._plain_init  # type: ignore[method-assign]
 
+    def optimizers(self) -> list[Optimizer]:
+        """All that are still there, in the order in which they were made."""
+        return [one for known in self._optimizers if (one := known()) is not None]
+
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
         """Those that hold a parameter of the model, in the order in which they were made."""
         own = {id(p) for p in model.parameters()}
-        alive = [one for known in self._optimizers if (one := known()) is not None]
         return [
             one
-            for one in alive
+            for one in self.optimizers()
             if any(id(p) in own for group in one.param_groups for p in group["params"])
         ]
 
@@ -73,5 +78,6 @@ class Discovery:
         if not model.training or any(is_lazy(p) for p in trainable):
             return True
         if self.optimizers_of(model) or any(gradient_of(p) is not None for p in trainable):
+            self.called = module
             self._found(model)
         return True

@@ -1,0 +1,103 @@
+"""What a program compiles by itself: a loss, a step, a method, kept inside one budget.
+
+A module that is called is fitted (`compiled.py`). A compiled function has no call that could be
+seen, so here Inductor itself is given another partitioner, whoever asks it to compile:
+
+    room = budget - (weights, gradients and states of the optimizers that are known)
+                  - what fitted models hold between forward and backward
+
+Where no optimizer has been made yet, what the compiled code is handed counts in their place.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import fx, nn
+from torch.optim import Optimizer
+
+from elbowroom.compiled import Decision, Regions, Settings, compile_region, refusal
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting.compiled import in_whole, planned
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.options import FitOptions
+from elbowroom.fitting.summary import Summary
+
+_inductor: Any = torch._TorchCompileInductorWrapper  # the backend "inductor"
+
+
+class CompiledProgram:
+    """A context: what is compiled with Inductor meanwhile keeps to the budget.
+
+    optimizers  gives those that are known
+    held        gives the bytes that fitted models hold when this code runs
+    """
+
+    def __init__(
+        self,
+        terms: FitOptions,
+        optimizers: Callable[[], list[Optimizer]],
+        held: Callable[[], int],
+    ) -> None:
+        self.terms = terms
+        self._optimizers, self._held = optimizers, held
+        self._regions = Regions(Settings(exact=terms.exact))
+        self._standing = 0
+        self.compiled = 0  # regions, also those from a cache
+
+    def __enter__(self) -> Self:
+        program, plain = self, _inductor.__call__
+
+        def call(
+            inductor: Any, gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any
+        ) -> Any:
+            if not torch.is_grad_enabled():
+                return plain(inductor, gm, example_inputs, **given)
+            options = {**inductor.config, **(given.get("config_patches") or {})}
+            return program._compile(gm, example_inputs, options)
+
+        self._plain, self._ours = plain, call
+        _inductor.__call__ = call
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if _inductor.__call__ is self._ours:  # else somebody has wrapped it since
+            _inductor.__call__ = self._plain
+
+    @property
+    def regions(self) -> Sequence[Decision]:
+        """What was decided, in order."""
+        return self._regions.decisions
+
+    def summary(self) -> Summary:
+        """What was planned, for the end of a training: nothing is measured."""
+        owned, _holder = self._owned()
+        name = "compiled code"
+        return planned(name, owned, self.terms, self._standing, self.regions, self.compiled)
+
+    def _owned(self) -> tuple[ModelState, nn.ParameterList]:
+        """What the optimizers' parameters and states take; and what keeps it alive."""
+        optimizers = self._optimizers()
+        found = {
+            id(p): p for one in optimizers for group in one.param_groups for p in group["params"]
+        }
+        holder = nn.ParameterList(found.values())
+        owned = ModelState(holder, None)
+        for one in optimizers:
+            owned.add(one)
+        return owned, holder
+
+    def _compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]
+    ) -> Any:
+        owned, holder = self._owned()
+        stock = owned.stock()
+        standing = stock.static_nbytes + stock.unborn_state_nbytes + self._held()
+        self._standing = self._standing or standing
+        room = max(self.terms.budget_nbytes - standing, 0)
+        self.compiled += 1
+        self._regions.restrict(room, counts_inputs=not len(holder))
+        try:
+            return compile_region(gm, example_inputs, self._regions, options, True)
+        except BudgetTooSmall as error:
+            return refusal(in_whole(error, self.terms.budget_nbytes, standing))
