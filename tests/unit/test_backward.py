@@ -11,11 +11,13 @@ from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.planning import Planning
 from elbowroom.fitting.rehearse import rehearsed
 from elbowroom.fitting.signature import Signature
+from elbowroom.measure.clocks import levels_of
 from elbowroom.measure.peak import peak
 from elbowroom.plan.backward import Graph, Node, run
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, with_backward
 from elbowroom.runtime.context import Context
+from elbowroom.runtime.weak import WeakStorage
 
 END = ((-1, 0),)  # the op's input needs no gradient
 
@@ -124,11 +126,57 @@ class Convolves(nn.Module):
         return x.square().mean()
 
 
+class Strided(nn.Module):
+    """Maps of half the size cost backward twice what they are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, 2, 1), nn.ReLU()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x).mean()
+        return out
+
+
+class Biased(nn.Module):
+    """Attention with a learned bias for every pair, as of relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.bias = nn.Linear(64, 192), nn.Parameter(torch.zeros(4, 4, 128, 128))
+        self.lift = nn.Linear(16, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).transpose(1, 3).unbind(2)
+        y = F.scaled_dot_product_attention(q, k, v, self.bias)
+        out: Tensor = F.gelu(self.lift(y)).mean()
+        return out
+
+
+class Masked(nn.Module):
+    """Each layer reads a window onto a large buffer, which stands whatever is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.register_buffer("mask", torch.ones(256, 1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.mask[:64, :64]
+        return x.mean()
+
+
 NETS = {
     "checkpointed": (Checkpointed, (8, 64, 64)),
     "graph attention": (Attends, (500, 32)),
     "recurrent": (Recurrent, (16, 64, 32)),
     "convolution": (Convolves, (8, 3, 96, 96)),
+    "masked": (Masked, (8, 64, 64)),
+    "strided": (Strided, (8, 3, 64, 64)),
+    "biased attention": (Biased, (4, 128, 64)),
 }
 
 
@@ -150,3 +198,27 @@ def test_a_forward_alone_tells_the_peak_of_the_step(name):
     born = owned.unborn_gradients(), 0
     likely, careful = (plain_peak(with_backward(heard, *born, care)) for care in (LIKELY, CAREFUL))
     assert 0.85 * took <= likely <= careful <= 1.25 * took, (took, likely, careful)
+
+
+def test_a_rehearsal_lets_go_of_what_was_saved_last_at_once():
+    """Else it would stand in the next moment, and be counted twice by plans that keep it."""
+    owned = ModelState(model := nn.Linear(8, 8), None)
+    planning = Planning(FitOptions(1 << 40, min_nbytes=1), owned, Context())
+    planning.begin(owned.stock(), Signature(None))
+    gone = []
+
+    def forward() -> Tensor:
+        x = torch.randn(64, 8, requires_grad=True) * 2
+        storage = WeakStorage(x)
+        out: Tensor = model(x)
+        del x
+        gone.append(storage.expired())
+        return out
+
+    assert rehearsed(planning, owned, forward) is not None
+    assert gone == [True]
+
+
+def test_what_goes_as_a_moment_begins_counts_in_the_one_before():
+    changes = [10, 30, 12, 4, 9, 8]
+    assert levels_of(changes, [0, 2, 5], [False] * 3) == ([30, 9, 8], [0, 30, 9])

@@ -17,6 +17,7 @@ from elbowroom.runtime.consumers import Call, Reading
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.direct.recurrent import saved_nbytes
+from elbowroom.runtime.handles import DropHandle
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.observer import Recorder
 from elbowroom.runtime.repeats import Unrepeatable
@@ -57,6 +58,7 @@ class FittedSaving(Saving):
     too_much    it would have had to climb, and may not: likewise
     storages    what the step has saved, once the context is closed
     saved_by    autograd's numbers of the nodes that have saved each slot; of a first forward only
+    beside_nbytes  stand until forward has ended: copies of what it may change
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class FittedSaving(Saving):
         self.impossible = False
         self.too_much = counts
         self._may_climb = may_climb
-        self.largest_nbytes = 0
+        self.largest_nbytes = self.beside_nbytes = 0
         self._limit: tuple[int, int] | None = None
         self._has_strayed = self._begins_again = False
         self._earlier = [] if after is None else after.storages
@@ -158,6 +160,8 @@ class FittedSaving(Saving):
         if not self._may_climb:
             number = last_node() if node is None else node
             self.saved_by.setdefault(view.slot, []).append(number)
+        if (self.impossible or self.too_much) and view.slot.sites:
+            view.slot.hold(DropHandle())  # the last one as well, whatever else comes
         return view
 
     def _keep_out(self, module: nn.Module, name: str, why: str) -> None:
@@ -178,6 +182,7 @@ class FittedSaving(Saving):
             self.largest_nbytes = max(self.largest_nbytes, nbytes)
             # Who may not climb is rehearsed instead; who may would only be stricter than need be.
             guessed = self.largest_nbytes * (USUAL if self._may_climb else SAFE)
+            guessed = max(guessed, self.beside_nbytes + self.largest_nbytes * USUAL)
             self._limit = self._fit.allowed_nbytes(guessed), self._fit.surely_allowed_nbytes()
         return self._limit
 

@@ -31,9 +31,11 @@ that size is measured. If no such plan fits, all is learned again, from steps of
 What decides is drawn in `phase.py`, and moved in `transitions.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from elbowroom.errors import BudgetTooSmall, NothingHeld
 from elbowroom.fitting.calls import Calls, Rest, plan_rest
@@ -208,12 +210,13 @@ class Planning(Followed):
         if self.plan is not None and self.plan.changes_nothing:
             self._tell(NothingToDo())
 
-    def rehearse(self, forward: Callable[[], Any]) -> None:
+    def rehearse(self, forward: Callable[[], Any], there: Iterable[Tensor] = ()) -> None:
         """Write down a forward that holds nothing; plan the step by it.
 
-        Raises BudgetTooSmall where no plan of it fits. Does nothing where it cannot be measured.
+        there: tensors that it may read, and has not made. Raises BudgetTooSmall where no plan of it
+        fits. Does nothing where it cannot be measured.
         """
-        heard = rehearsed(self, self.owned, forward)
+        heard = rehearsed(self, self.owned, forward, there=there)
         if heard is not None:
             self._tell(ForwardHeard(heard))
 
@@ -224,7 +227,7 @@ class Planning(Followed):
         """
         while True:
             try:
-                return self.rehearse(forward)
+                return self.rehearse(forward, undo.in_reach)
             except NothingHeld:
                 return None  # backward runs inside of forward, as that of a force
             except BudgetTooSmall:

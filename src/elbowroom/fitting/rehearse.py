@@ -5,7 +5,7 @@ Lossy codes are gone with the step then, while states that were encoded keep a m
 states come after all codes, and only what is hopeful about backward comes after them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from elbowroom.measure.recording import Recording
 from elbowroom.plan.make import AT_LEAST
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Heard
+from elbowroom.runtime.identity import is_touchable
 from elbowroom.units import show_nbytes
 
 _SHOULD_DO = "that should hold this step (estimated from its forward alone; from {} on it may do)"
@@ -43,14 +44,20 @@ _SURE = 0.7  # of the least by the graph: below that it is refused unmeasured
 
 
 def rehearsed(
-    fit: Fit, owned: ModelState, forward: Callable[[], Any], after: FittedSaving | None = None
+    fit: Fit,
+    owned: ModelState,
+    forward: Callable[[], Any],
+    after: FittedSaving | None = None,
+    there: Iterable[Tensor] = (),
 ) -> Heard | None:
     """A forward that holds nothing, and the graph that it has built.
 
     None where it cannot be measured. after: that of an earlier forward of the same step, which is
-    left as it is. It comes once, and is short: a measurement of another model gives way.
+    left as it is. there: what it may read besides the model's own tensors, and has not made.
+    It comes once, and is short: a measurement of another model gives way.
     """
     Background.interrupt()
+    stood = {x.untyped_storage()._cdata for x in (*owned.tensors(), *there) if is_touchable(x)}
     recording = Recording.start(owned.tensors(), owned.device)
     if recording is None:
         return None
@@ -64,7 +71,9 @@ def rehearsed(
         seen = recording.finish()
     finally:
         recording.close()
-    return None if seen is None else Heard(seen, graph, loss_nbytes, out_nbytes)
+    if seen is None:
+        return None
+    return Heard(seen, graph, loss_nbytes, out_nbytes, recording.recorder.on(stood))
 
 
 def _loss_nbytes(outputs: list[Tensor]) -> tuple[int, int]:

@@ -68,7 +68,7 @@ class Fitting(MeasuredSteps):
         rates(self.owned.device.type, lossy=not terms.exact)
         self._plannings = PlanCache(terms, self.owned, self.context, plan)
         self._shortage = Shortage()
-        self._copies_given = True  # until a forward has left the tensors that it is handed alone
+        self._copies = True  # until a forward has left large tensors alone (`rewind.py`)
         self._parameters: list[nn.Parameter] | None = None  # while forwards are known
         self._repeated = 0  # known forwards in a row
 
@@ -141,7 +141,7 @@ class Fitting(MeasuredSteps):
         follows = not planning.state.may_rehearse or self._step is None
         if follows and not planning.takes_trials():
             return self._forward(forward)
-        undo = Undo(model, (), given, copies=self._copies_given)
+        undo = Undo(model, (), given, copies=self._copies)
         planning.redoes = undo.is_possible
         try:
             if follows or not undo.is_possible:
@@ -201,8 +201,8 @@ class Fitting(MeasuredSteps):
     def _learned(self, forward: Callable[[], Any], undo: Undo) -> Any:
         """The forward as it is, if there is room; else, undone, by a plan of a rehearsal."""
         if not (self.planning.state.outgrown or self.planning.calls.are_seen):
-            kept = self._kept(forward)
-            self._copies_given = undo.changed_given
+            kept = self._kept(forward, undo=undo)
+            self._copies = undo.changed_large
             if kept is not None:
                 return kept[0]
             undo.back()
@@ -216,14 +216,23 @@ class Fitting(MeasuredSteps):
             raise
 
     def _kept(
-        self, forward: Callable[[], Any], after: FittedSaving | None = None
+        self,
+        forward: Callable[[], Any],
+        after: FittedSaving | None = None,
+        undo: Undo | None = None,
     ) -> tuple[Any] | None:
-        """What a forward gives that holds all it should; None if there is no room for that."""
+        """What a forward gives that holds all it should; None if there is no room for that.
+
+        undo: has copied what the forward may change, and learns what it does not
+        """
         with self._context(may_climb=False, after=after) as saving:
+            saving.beside_nbytes = 0 if undo is None else undo.copied_nbytes
             try:
                 out = forward()
             except NothingHeld:
                 return None
+        if undo is not None:
+            undo.let_go()
         if saving.too_much or (after is None and self._will_be_too_much(out, saving)):
             return None
         self._ended(saving)

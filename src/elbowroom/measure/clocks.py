@@ -90,18 +90,26 @@ def levels_of(
 ) -> tuple[list[int], list[int]]:
     """The highest level in each moment, and that at its beginning, in bytes.
 
+    What is let go of before anything else happens counts in the moment before alone. Else variables
+    of a function that has returned would stand in a moment in which they are known to be gone, and
+    a plan that keeps what is saved of them would count them twice.
+
     nbytes  the level after each change
     firsts  of each moment, the first change in it
     frees   whether that lets go of what belongs to the moment before
     """
-    levels, floors = [], []
+    levels: list[int] = []
+    floors: list[int] = []
     lasts = (*firsts[1:], len(nbytes))
     for first, last, releases in zip(firsts, lasts, frees, strict=True):
         at_start = nbytes[first - 1] if first else 0
         if releases and first < last:
             at_start = min(at_start, nbytes[first])
         floors.append(at_start)
-        levels.append(max((at_start, *nbytes[first:last])))
+        begun = first
+        while levels and begun < last and nbytes[begun] <= at_start:
+            at_start, begun = nbytes[begun], begun + 1
+        levels.append(max((at_start, *nbytes[begun:last])))
     return levels, floors
 
 

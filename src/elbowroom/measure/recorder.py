@@ -9,7 +9,7 @@ cost.
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -276,6 +276,10 @@ class StepRecorder:
     def asks(self) -> tuple[tuple[int, ...], ...]:
         """Returns, for each storage, autograd's number of the node that has made each save."""
         return tuple(tuple(s.nodes) for s in self._storages)
+
+    def on(self, addresses: Container[int]) -> frozenset[int]:
+        """Returns the storages, by index, that are at these addresses."""
+        return frozenset(i for (address, _), i in self._at.items() if address in addresses)
 
     def hidden(self) -> tuple[tuple[int, int], ...]:
         """Numbers of nodes, from and up to: those in whose place somebody else's hooks hold."""

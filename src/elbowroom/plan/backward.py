@@ -230,8 +230,9 @@ def _between(node: Node, nodes: tuple[Node, ...]) -> int:
     largest, name = max(node.takes, default=0), node.name.rstrip("0123456789")
     sizes = [nodes[to].takes[which] for to, which in node.gives if to >= 0]
     broadcasts = name in _REDUCING and any(size < largest for size in sizes)
-    if name == "ConvolutionBackward":  # what it reads in another layout: two maps, or the weight
-        return max(2 * largest, *sizes, 0)
+    if name == "ConvolutionBackward":  # two maps in another layout (measured), or the weight
+        given = [nodes[to].takes[which] for to, which in node.gives[:1] if to >= 0]
+        return max(2 * max(largest, *given, 0), *sizes, 0)
     return node.workspace + largest * (_BETWEEN.get(name, 0) + broadcasts)
 
 

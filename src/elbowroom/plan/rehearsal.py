@@ -15,7 +15,7 @@ nothing that a graph is found from, what it saves is taken for one chain of ops.
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -50,20 +50,28 @@ class Heard:
     loss_nbytes  of the largest tensor that the loss may be taken of, and of the smallest; 0: the
                  loss is part of forward
     out_nbytes   of all that forward gives
+    standing     storages, by index, that stood before it: buffers, data. They take nothing more
     """
 
     profile: Profile
     graph: Graph = EMPTY
     loss_nbytes: tuple[int, int] = (0, 0)
     out_nbytes: int = 0
+    standing: frozenset[int] = frozenset()
 
     @property
     def left_nbytes(self) -> int:
         """The bytes left behind that were not noted: inputs of somebody's checkpoints, mostly."""
         profile = self.profile
-        noted = sum(one.nbytes for one in profile.storages if not is_planned(one))
+        noted = sum(self.profile.storages[i].nbytes for i in self.small)
         left = profile.floor[-1] - profile.static if profile.floor else 0
         return max(left - noted - self.out_nbytes, 0)
+
+    @property
+    def small(self) -> tuple[int, ...]:
+        """The storages, by index, that autograd holds by itself, and that forward has made."""
+        storages = enumerate(self.profile.storages)
+        return tuple(i for i, one in storages if i not in self.standing and not is_planned(one))
 
     def beside(self, nbytes: int) -> "Heard":
         """Returns the same with so many bytes more held before it, and all the while."""
@@ -72,11 +80,13 @@ class Heard:
     def followed_by(self, later: "Heard") -> "Heard":
         """Returns both forwards joined, before one backward."""
         most, least = self.loss_nbytes
+        shift = len(self.profile.storages)
         return Heard(
             in_sequence(self.profile, later.profile),
             self.graph.followed_by(later.graph),
             (most + later.loss_nbytes[0], least + later.loss_nbytes[1]),
             self.out_nbytes + later.out_nbytes,
+            self.standing.union(i + shift for i in later.standing),
         )
 
 
@@ -106,7 +116,7 @@ def with_backward(
         loss_nbytes = (_LOSS - 1) * heard.loss_nbytes[1]
     moments = _moments(graph, care)
     born = sum(gradient.nbytes for gradient in gradients)
-    small = _small(storages, moments)
+    small = _small({i: storages[i].nbytes for i in heard.small}, moments)
     stands = profile.static + heard.left_nbytes
     base = []
     asked: dict[tuple[int, int], int] = {}
@@ -198,13 +208,15 @@ def _contains(numbers: list[int], one: int) -> bool:
     return at < len(numbers) and numbers[at] == one
 
 
-def _small(storages: tuple[Storage, ...], moments: list[_Moment]) -> list[int]:
-    """Bytes that autograd holds by itself in each moment; a storage goes after its last op."""
+def _small(held: Mapping[int, int], moments: list[_Moment]) -> list[int]:
+    """Bytes that autograd holds by itself in each moment; a storage goes after its last op.
+
+    held: bytes of each of these storages, by index
+    """
     asked_last = {i: k for k, moment in enumerate(moments) for i, _ in moment.asks}
     small = [0] * len(moments)
-    for i, storage in enumerate(storages):
-        if not is_planned(storage):
-            small[asked_last.get(i, len(moments) - 1)] += storage.nbytes
+    for i, nbytes in held.items():
+        small[asked_last.get(i, len(moments) - 1)] += nbytes
     return list(accumulate(reversed(small)))[::-1]
 
 

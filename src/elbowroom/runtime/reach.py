@@ -170,6 +170,18 @@ class Values:
         """tensors: with their versions. most_nbytes: larger ones are not copied."""
         self._tensors = [(x, version, _copy_of(x, most_nbytes)) for x, version in tensors]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all copies."""
+        return sum(nbytes_of(copy) for _, _, copy in self._tensors if copy is not None)
+
+    def let_go(self) -> None:
+        """Hold no large copy of a tensor that has not changed since."""
+        self._tensors = [
+            (x, version, None if is_left_alone(x, version, copy) else copy)
+            for x, version, copy in self._tensors
+        ]
+
     @torch.no_grad()
     def restore(self) -> None:
         """Raises PlanError where that cannot be done."""
@@ -184,6 +196,16 @@ class Values:
                 )
             x.copy_(copy)
             torch._C._autograd._unsafe_set_version_counter((x,), (version,))
+
+
+def is_left_alone(x: Tensor, version: int, copy: Tensor | None) -> bool:
+    """Return whether a large tensor is what it was when it had this version, and was copied."""
+    if copy is None or nbytes_of(copy) <= SMALL or version_of(x) != version:
+        return False
+    if copy.layout is not torch.strided:
+        return False
+    with torch._C.DisableTorchFunction():
+        return torch.equal(x, copy)
 
 
 def behind_calls(module: nn.Module) -> list[Any]:
@@ -202,9 +224,14 @@ def behind_calls(module: nn.Module) -> list[Any]:
 def _copy_of(x: Tensor, most_nbytes: int) -> Tensor | None:
     if x.requires_grad or x.layout is not torch.strided or x.is_inference():
         return None
-    if x.numel() * x.element_size() > most_nbytes:
+    if nbytes_of(x) > most_nbytes:
         return None
     return x.clone()
+
+
+def nbytes_of(x: Tensor) -> int:
+    """Return the bytes of all its elements."""
+    return x.numel() * x.element_size()
 
 
 def _own(module: nn.Module) -> Iterable[Any]:

@@ -11,7 +11,15 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.errors import PlanError
 from elbowroom.runtime.generators import Generators
 from elbowroom.runtime.handles.keep import version_of
-from elbowroom.runtime.reach import LARGE, SMALL, Reach, Values, behind_calls
+from elbowroom.runtime.reach import (
+    LARGE,
+    SMALL,
+    Reach,
+    Values,
+    behind_calls,
+    is_left_alone,
+    nbytes_of,
+)
 
 
 class Rewind:
@@ -21,35 +29,64 @@ class Rewind:
     dictionaries, collected outputs.
     Buffers get their versions back, too: an earlier forward of the same step may have saved them.
     Parameters are not copied: a forward that changes them (a momentum encoder) cannot be undone.
+    Large tensors are copied until a forward has left them alone (`let_go`), for copies stand in the
+    step's own budget: the attention masks of four layers of GPT-Neo are 16 MiB.
     """
 
     def __init__(
         self, module: nn.Module, given: Iterable[Any] = (), *, copies: bool = True
     ) -> None:
-        """given: what the forward is handed. copies: it may change large tensors of it in place."""
+        """given: what the forward is handed. copies: it may change large tensors in place."""
         self._generators = Generators(module, tree_leaves(given))
         self._given, self._beside = Reach(given), Reach(behind_calls(module))
         self._values = (
             Values(self._given.tensors, sys.maxsize if copies else SMALL),
-            Values(self._beside.tensors, LARGE),
+            Values(self._beside.tensors, LARGE if copies else SMALL),
         )
         self._cpu = torch.get_rng_state()
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = torch.cuda.get_rng_state_all() if in_use else []
-        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor, int]] = [
-            (owner, name, buffer, buffer.detach().clone(), version_of(buffer))
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor | None, int]] = [
+            (owner, name, buffer, buffer.detach().clone() if is_copied else None, version)
             for owner in module.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None
+            for version in (version_of(buffer),)
+            for is_copied in (copies or nbytes_of(buffer) <= SMALL or _is_unversioned(owner),)
         ]
         self._parameters = [
             (name, p.detach(), version_of(p)) for name, p in module.named_parameters()
         ]
 
     @property
-    def changed_given(self) -> bool:
-        """Whether a tensor that forward was handed has been changed in place."""
-        return any(version_of(x) != version for x, version in self._given.tensors)
+    def in_reach(self) -> list[Tensor]:
+        """The tensors that forward may read: arguments, attributes and what they hold."""
+        return [x for x, _ in (*self._given.tensors, *self._beside.tensors)]
+
+    @property
+    def changed_large(self) -> bool:
+        """Whether a tensor that forward was handed, or a large one in reach, has been changed."""
+        tensors = [*self._given.tensors, *self._beside.tensors]
+        tensors += [(x, version) for _, _, x, _, version in self._buffers if nbytes_of(x) > SMALL]
+        return any(version_of(x) != version for x, version in tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all copies."""
+        buffers = sum(nbytes_of(copy) for _, _, _, copy, _ in self._buffers if copy is not None)
+        return buffers + sum(values.nbytes for values in self._values)
+
+    def let_go(self) -> None:
+        """A forward has ended: hold no copy of a large tensor that it has left alone.
+
+        The same forward will leave it alone when it runs again; if not, `back` raises.
+        """
+        for values in self._values:
+            values.let_go()
+        self._buffers = [
+            (owner, name, x, None if _is_left_alone(owner, x, version, copy) else copy, version)
+            for owner, name, x, copy, version in self._buffers
+        ]
 
     @property
     def is_possible(self) -> bool:
@@ -72,8 +109,15 @@ class Rewind:
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
-        for owner, name, buffer, before, _ in self._buffers:
-            buffer.copy_(before)
+        for owner, name, buffer, before, version in self._buffers:
+            if before is not None:
+                buffer.copy_(before)
+            elif version_of(buffer) != version:
+                raise PlanError(
+                    f"forward had to be run a second time, and the first has changed the buffer "
+                    f"'{name}' in place, which the forwards before it had left alone; that cannot "
+                    "be undone. Assign a changed clone of it instead."
+                )
             owner._buffers[name] = buffer
         _set_versions([(buffer, version) for _, _, buffer, _, version in self._buffers])
         if self.changed is not None:
@@ -82,6 +126,15 @@ class Rewind:
                 f"parameter '{self.changed}' in place, which cannot be undone. Give a larger "
                 "budget, or change parameters outside of forward."
             )
+
+
+def _is_unversioned(owner: nn.Module) -> bool:
+    """Return whether forward may write to its buffers without raising their versions."""
+    return isinstance(owner, nn.modules.batchnorm._NormBase)
+
+
+def _is_left_alone(owner: nn.Module, x: Tensor, version: int, copy: Tensor | None) -> bool:
+    return not _is_unversioned(owner) and is_left_alone(x, version, copy)
 
 
 def _set_versions(tensors: list[tuple[Tensor, int]]) -> None:

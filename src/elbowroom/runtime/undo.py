@@ -35,15 +35,29 @@ class Undo:
         *,
         copies: bool = True,
     ) -> None:
-        """given: what its forward is handed. copies: it may change large tensors of it in place."""
+        """given: what its forward is handed. copies: it may change large tensors in place."""
         self._rewind = Rewind(model, given, copies=copies)
         self._gradients = [_Gradient(p) for p in model.parameters() if p.requires_grad]
         self._states = [_States(optimizer) for optimizer in optimizers]
 
     @property
-    def changed_given(self) -> bool:
-        """Whether a tensor that forward was handed has been changed in place."""
-        return self._rewind.changed_given
+    def changed_large(self) -> bool:
+        """Whether a tensor that forward was handed, or a large one in reach, has been changed."""
+        return self._rewind.changed_large
+
+    @property
+    def in_reach(self) -> list[Tensor]:
+        """The tensors that forward may read: arguments, attributes and what they hold."""
+        return self._rewind.in_reach
+
+    @property
+    def copied_nbytes(self) -> int:
+        """The bytes of what was copied before the step."""
+        return self._rewind.nbytes
+
+    def let_go(self) -> None:
+        """A forward has ended: hold no copy of a large tensor that it has left alone."""
+        self._rewind.let_go()
 
     @property
     def is_possible(self) -> bool:

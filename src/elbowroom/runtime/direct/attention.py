@@ -182,12 +182,14 @@ def plain_nbytes(call: Call) -> int:
 
 def _workspace_nbytes(how: _How, q: Tensor, k: Tensor, mask: Tensor | None, drawn: "_Drawn") -> int:
     """What backward takes beside gradients where torch has no fused kernel (CPU, measured)."""
-    learned = mask is not None and mask.requires_grad
-    if not (how.dropout_p or learned or q.dim() != 4):
+    learned_nbytes = mask.nbytes if mask is not None and mask.requires_grad else 0
+    if not (how.dropout_p or learned_nbytes or q.dim() != 4):
         return 0
-    matrices = 3 if isinstance(drawn, _Bits) else 4
+    draws_again = how.dropout_p and not isinstance(drawn, _Bits)
+    matrices = 4 if draws_again or q.dim() != 4 else 3
     wide = max(q.itemsize, 4)  # the math path goes by float32 where q has fewer bits
-    return matrices * (q.numel() // q.shape[-1]) * k.shape[-2] * wide
+    nbytes = matrices * (q.numel() // q.shape[-1]) * k.shape[-2] * wide
+    return nbytes - learned_nbytes  # the mask's own gradient is one of them
 
 
 class _Attention(torch.autograd.Function):

@@ -1,0 +1,102 @@
+"""The first steps of a fit, in which forward may begin again: what that takes is in the budget."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import elbowroom as er
+from elbowroom.measure import peak
+from elbowroom.runtime.undo import Undo
+
+
+class Masked(nn.Module):
+    """A large buffer that forward reads, as a causal mask for the longest sequence is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
+        self.register_buffer("mask", torch.ones(512, 1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(x))) * self.mask[0, :128]
+        return y
+
+
+class Remembers(nn.Module):
+    """A large buffer that forward writes to, as a queue of keys is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
+        self.register_buffer("queue", torch.zeros(1024, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(x + self.queue[:1].tanh())))
+        with torch.no_grad():
+            self.queue.add_(y.mean())
+        return y
+
+
+def trained(make, budget_share, steps=4):
+    """Losses with and without a budget; the peaks of the steps inside it, as shares of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), make(), make())
+    model = nn.Sequential(model, nn.Linear(128, 1))
+    plain, x = copy.deepcopy(model), torch.randn(4096, 128)
+    owned_nbytes = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+    losses: list[list[Tensor]] = [[], []]
+    peaks = []
+
+    def step(one, optimizer, told):
+        loss = one(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.detach())
+
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    took = owned_nbytes + max(peak(lambda: step(plain, optimizer, losses[0])) for _ in range(steps))
+    budget = owned_nbytes + int(budget_share * (took - owned_nbytes))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    er.fit(model, budget=budget, optimizer=optimizer, exact=True)
+    for _ in range(steps):
+        peaks.append((owned_nbytes + peak(lambda: step(model, optimizer, losses[1]))) / budget)
+    er.release(model)
+    return losses, peaks
+
+
+def test_copies_of_large_buffers_do_not_stand_in_the_first_steps():
+    (expected, losses), peaks = trained(Masked, 0.75)
+    assert all(map(torch.equal, expected, losses))
+    assert peaks[0] <= 1.01 * peaks[-1] <= 1, peaks
+
+
+def test_a_large_buffer_that_forward_changes_is_given_back():
+    (expected, losses), _ = trained(Remembers, 0.75)
+    assert all(map(torch.equal, expected, losses))
+
+
+def test_an_undo_lets_go_of_copies_of_what_a_forward_has_left_alone():
+    reads, writes = Masked(), Remembers()
+    model = nn.Sequential(reads, writes)
+    undo = Undo(model, ())
+    whole = undo.copied_nbytes
+    before = writes.queue.clone()
+    model(torch.randn(4, 128))
+    undo.let_go()
+    assert undo.copied_nbytes == whole - reads.mask.nbytes
+    assert undo.changed_large
+    undo.back()
+    assert torch.equal(writes.queue, before)
+    undo.close()
+
+
+def test_a_change_of_what_was_left_alone_before_cannot_be_undone():
+    model = Remembers()
+    undo = Undo(model, (), copies=False)
+    model(torch.randn(4, 128))
+    with pytest.raises(er.errors.PlanError, match="'queue' in place"):
+        undo.back()
+    undo.close()
