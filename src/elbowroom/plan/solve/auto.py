@@ -6,7 +6,7 @@ relaxation's bound, which proves that no search would gain more. If it is not, m
 """
 
 from elbowroom.plan.problem import Choice, Problem, keep_all
-from elbowroom.plan.solve.greedy import cheapest_of, greedy_fitting
+from elbowroom.plan.solve.greedy import cheapest_of, from_boundaries, greedy_fitting
 from elbowroom.plan.solve.limits import Limits, fits
 from elbowroom.plan.solve.milp import GAP, least_peak, relaxed, whole
 from elbowroom.plan.solve.rounding import is_near, rounded, rounding
@@ -23,7 +23,7 @@ def auto(problem: Problem, limits: Limits) -> Choice:
         return rounding(problem, limits)
     relaxation = relaxed(problem, limits)
     if relaxation is None:
-        return least_peak(problem, limits)
+        return from_boundaries(problem, limits) or least_peak(problem, limits)
     greedy = greedy_fitting(problem, limits)
     best = cheapest_of(problem, [greedy, rounded(relaxation, greedy)])
     if not is_near(relaxation, best):

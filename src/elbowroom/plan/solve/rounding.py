@@ -11,7 +11,7 @@ Checkmate rounds as well, with no promise on the budget: here every row is check
 """
 
 from elbowroom.plan.problem import Choice, Problem, cost, keep_all
-from elbowroom.plan.solve.greedy import cheapest_of, finished, greedy_fitting
+from elbowroom.plan.solve.greedy import cheapest_of, finished, from_boundaries, greedy_fitting
 from elbowroom.plan.solve.limits import Limits, fits, obeys
 from elbowroom.plan.solve.milp import GAP, Relaxation, cheapest, least_peak, relaxed, whole
 from elbowroom.plan.solve.model import Model
@@ -29,7 +29,7 @@ def rounding(problem: Problem, limits: Limits) -> Choice:
         return keep_all(problem)
     relaxation = relaxed(problem, limits)
     if relaxation is None:
-        return least_peak(problem, limits)
+        return from_boundaries(problem, limits) or least_peak(problem, limits)
     found = cheapest_of(problem, [rounded(relaxation), uniform_fitting(problem, limits)])
     if not is_near(relaxation, found):
         greedy = greedy_fitting(problem, limits)
