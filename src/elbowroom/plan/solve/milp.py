@@ -112,10 +112,11 @@ def whole(
     *,
     gap: float,
     nodes: int = NODES,
+    limit_s: float = LIMIT_S,
     fixed: dict[int, float] | None = None,
 ) -> Choice | None:
     """The best whole numbers; adds moments that bind."""
-    end, margin = perf_counter() + LIMIT_S, 0.0
+    end, margin = perf_counter() + limit_s, 0.0
     for _ in range(_ROUNDS):
         left = end - perf_counter()
         if left <= 0:
