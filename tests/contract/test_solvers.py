@@ -50,7 +50,7 @@ def options(draw: st.DrawFn, nbytes: int) -> tuple[Option, ...]:
     if draw(st.booleans()):
         share, variance = draw(st.sampled_from([0.25, 0.5])), draw(st.integers(0, 4))
         code = Option("code", int(nbytes * share), draw(ms), draw(ms), variance, exact=False)
-        found.append(code)
+        found.append(replace(code, levels=draw(st.sampled_from([0.0, 3.0]))))
     kind = draw(st.sampled_from(["", "offload", "rebuild", "bitmap"]))
     if kind == "offload":
         ahead = draw(st.integers(0, 2))
@@ -100,6 +100,8 @@ def problems(draw: st.DrawFn, *, link_room: bool = True) -> Problem:
                 born=min([found[i].born for i in inside], default=0),
                 start=min(first, default=MOMENTS - 1),
                 within=within,
+                levels=draw(st.sampled_from([inf, 2.0])),
+                noise=draw(st.sampled_from([0.0, 4.0, 8.0])),
             )
         )
     room = draw(st.sampled_from([None, 0, 5 * MB])) if link_room else None
@@ -128,9 +130,9 @@ def binding_case(seed: int) -> tuple[Problem, Limits]:
     for _ in range(random.randint(3, 4)):
         nbytes, born = random.randint(2, 8) * MB, random.randrange(FORWARD)
         need = MOMENTS - 1 - born - random.randrange(2)
-        variance = random.randint(1, 4)
+        variance, levels = random.randint(1, 4), random.choice([0.0, 3.0])
         ways = [
-            Option("code", nbytes // 4, _ms(random), 0.0, variance, exact=False),
+            Option("code", nbytes // 4, _ms(random), 0.0, variance, exact=False, levels=levels),
             Option("offload", 0, _ms(random), link="host", ahead=random.randrange(2)),
             Option("rebuild", 0, _ms(random)),
             Option("bitmap", nbytes // 32, _ms(random), values=False),
@@ -156,6 +158,8 @@ def binding_case(seed: int) -> tuple[Problem, Limits]:
                 born=min([items[i].born for i in inside], default=0),
                 start=min(needs, default=MOMENTS - 1),
                 within=0 if r and random.random() < 0.5 else -1,
+                levels=random.choice([inf, 2.0]),
+                noise=random.choice([4.0, 8.0]),
             )
         )
     rate = random.choice([1, 2, 4]) * MB / 1e-3
@@ -390,7 +394,9 @@ def test_a_draft_knows_what_a_move_does() -> None:
             i, r = random.randrange(len(problem.items)), len(problem.regions)
             move = draft.hold(i, random.randrange(len(problem.items[i].options)))
             if r and random.random() < 0.5:
-                turn = random.choice([draft.recompute, draft.run_once])
+                turn = random.choice(
+                    [draft.recompute, draft.recompute_from_codes, draft.run_once]
+                )
                 move = turn(random.randrange(r))
             options = list(draft.choice.options)
             for j, option in move.options.items():

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
+from elbowroom.errors import BudgetTooSmall
 from elbowroom.runtime import compiler
 from elbowroom.runtime.attach import opener_of
 from uncompiled import uncompiled as uncompiled

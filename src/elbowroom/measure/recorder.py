@@ -24,6 +24,7 @@ from elbowroom.plan.site import RECURRENT
 from elbowroom.runtime import modules
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.arguments import Arguments
+from elbowroom.runtime.checkpoints import is_smooth
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.attention import plain_nbytes
 from elbowroom.runtime.handles import KeepHandle
@@ -101,6 +102,7 @@ class _Module:
     why_not: str = ""
     sources: tuple[int, ...] = ()
     made_nbytes: int = 0
+    rough: str = ""
 
 
 class StepRecorder:
@@ -162,6 +164,7 @@ class StepRecorder:
             self._note_plain(plain_nbytes(call))
         if call.rounds and call.name in RECURRENT:
             self._note_why_not("a recurrent layer of it runs again by itself")
+        self._note_rough(call)
         self._note_nodes()
         self._note_alive()
         for slot in slots:
@@ -177,6 +180,13 @@ class StepRecorder:
         for note in self._modules:
             if not note.last:
                 note.made_nbytes += nbytes
+
+    def _note_rough(self, call: Call) -> None:
+        """The modules that run now may not start from a code, if this op does not tolerate one."""
+        if not is_smooth(call):
+            for note in self._modules:
+                if not (note.last or note.rough):
+                    note.rough = call.name or "a function of no name"
 
     def _note_why_not(self, why: str) -> None:
         """The modules that run now are not to run again as a whole."""

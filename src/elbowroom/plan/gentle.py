@@ -44,7 +44,7 @@ and its ReLUs pass what they did not: what that adds to gErr2 (`dither`; public 
     ViT         0.12     0.006    0.0003
     ResNet-50   0.13     0.03     0.005
 
-So the inputs of a checkpoint get at least 32. The gates of a recurrent layer are as smooth as SiLU.
+So the inputs of a checkpoint, and of a module that a plan runs again, get at least 32. The gates of a recurrent layer are as smooth as SiLU.
 """
 
 from dataclasses import replace
@@ -53,13 +53,14 @@ from typing import NamedTuple
 
 from elbowroom.codecs import Cast, Codec, Comet, Dither, Division, Group, Sided
 from elbowroom.codecs.quality import quality_of
-from elbowroom.plan.site import CHECKPOINT, NORMS, Formula, Site
+from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula, Site
 
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
 MOST_LEVELS = 256
 UNSEEN_LEVELS = 32  # of v, where its values are not looked at
 _FINE, _SHARED = 16, 32
+LEAST_AGAIN = 32  # of the inputs of what runs again
 FEW = 256  # summed elements, of which errors do not average out
 _FLOORS = {
     Formula.MATRIX: _FINE,
@@ -137,8 +138,8 @@ def keeps_rows_apart(codec: Codec, site: Site, *, normalized: bool) -> bool:
 
 def _floor_of(site: Site) -> int:
     """The fewest levels of a code at this site; 0: any."""
-    if site.consumer == CHECKPOINT:
-        return _SHARED
+    if site.consumer in (CHECKPOINT, RECOMPUTE):
+        return LEAST_AGAIN
     if site.formula in _FLOORS:
         return _FLOORS[site.formula]
     if site.curved:

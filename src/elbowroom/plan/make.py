@@ -18,6 +18,7 @@ from elbowroom.plan.problem import (
     keep_all,
     levels,
     recomputed_items,
+    region_variance,
 )
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
@@ -243,6 +244,8 @@ def _recomputed(profile: Profile, posed: Posed, choice: Choice) -> Iterator[Line
         region, call = posed.problem.regions[r], profile.modules[posed.modules[r]]
         nbytes = sum(posed.problem.items[i].nbytes for i in region.inside)
         why = f"{len(region.inside)} tensors are not held"
+        error = region_variance(posed.problem, region, choice.options)
+        why += "; it runs again from a code" if error else ""
         yield Line(
-            region.name, call.kind, (), nbytes, region.extra, RECOMPUTE, region.seconds, 0.0, why
+            region.name, call.kind, (), nbytes, region.extra, RECOMPUTE, region.seconds, error, why
         )

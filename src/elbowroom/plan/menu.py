@@ -163,6 +163,7 @@ def option(profile: Profile, storage: Storage, rung: Rung, *, as_written: bool =
         ahead=_AHEAD if held.link else 0,
         values=held.value == "exact" and not held.rebuilt,
         direct=tuple((at, _taken(profile, storage, at, reads)) for at, reads in direct.items()),
+        levels=_levels(held.codec, storage.saves[0].site) if held.value == "lossy" and held.codec else 0.0,
     )
 
 
@@ -297,6 +298,7 @@ def _rate(profile: Profile, verb: str, codec: Codec) -> float:
 
 _MAPS = ("relu", "relu_", "batch_norm")  # what they make of a code has parts
 _AHEAD = 4  # moments: about one tensor is back before it is asked for (runtime/prefetcher.py)
+_TYPICAL = 32  # levels of a code that a module runs again from
 _UNMEASURED = 4e9  # bytes a second: about what a code takes on one core
 
 
@@ -316,10 +318,32 @@ def _error(codec: Codec, site: Site, profile: Profile) -> float:
     this is, times the variance of a code of a normal. What is no dither counts as one that makes as
     large an error of a normal.
     """
+    return _noise(profile, site, _levels(codec, site))
+
+
+def _levels(codec: Codec, site: Site) -> float:
+    """Returns the levels of the dither that makes an error as large as this code."""
     if isinstance(codec, Dither):
-        levels: float = codec.levels
-    else:
-        levels = quality_of(codec, maps=len(site.shape) >= 4).levels
+        return codec.levels
+    return quality_of(codec, maps=len(site.shape) >= 4).levels
+
+
+def _noise(profile: Profile, site: Site, levels: float) -> float:
     if profile.noise is not None:
         return profile.noise.of(site.name, site.nbytes, levels)
     return site.nbytes / max(profile.saved_nbytes, 1) / (levels - 1) ** 2
+
+
+def noise_again(profile: Profile, storages: Sequence[Storage]) -> float:
+    """Returns the variance that a module adds which runs again from a code of two levels.
+
+    storages  that its forward saves: all of them are then off by what the code of its input is
+              off by, as a share of their size. From n levels it is that over (n - 1)^2.
+    """
+    total = 0.0
+    for storage in storages:
+        sites = [save.site for save in storage.saves]
+        site = next((site for site in sites if site.need is Need.LOSSY), sites[0])
+        if site.dtype.is_floating_point:
+            total += _noise(profile, site, _TYPICAL) * (_TYPICAL - 1) ** 2
+    return total

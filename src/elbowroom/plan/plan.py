@@ -112,6 +112,11 @@ class Plan:
         # Whatever a fine formula reads is made of here is known to be, and has a code for that.
         return rung.policy(replace(site, curved=known.curved or site.formula.is_fine))
 
+    def codes_input(self, name: SiteName) -> bool:
+        """Returns whether a module runs again from a code of the input of this name."""
+        known = self.sites.get(name)
+        return known is not None and not rung_named(known.rung).exact
+
     def _rung_for(self, site: Site) -> Rung | None:
         """The setting that decides for a site; None for a stranger."""
         known = self.sites.get(site.name)

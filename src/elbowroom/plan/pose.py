@@ -8,18 +8,21 @@ and so for seconds.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
 from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError
+from elbowroom.plan.gentle import LEAST_AGAIN
 from elbowroom.plan.ladder import Rung
-from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, Menu, option, options, spared
+from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, Menu, noise_again, option, options, spared
 from elbowroom.plan.problem import Item, Link, Problem, Region
 from elbowroom.plan.profile import ModuleCall, Profile, Storage, is_planned
 from elbowroom.plan.site import Rebuildable
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]  # of each moment
+_TIMES = 4  # the bytes of its inputs that a module saves at least, to start from codes of them
 _SMALLEST_REGION = 1 << 18  # bytes inside; less is not worth a second forward
 
 
@@ -62,7 +65,7 @@ def pose(
         floor -= taken
     at = {storage: item for item, storage in enumerate(planned)}
     calls = _candidates(profile, at) if recompute else []
-    regions = tuple(_region(profile, call, at, base, floor) for call in calls)
+    regions = tuple(_region(profile, call, at, base, floor, exact=exact) for call in calls)
     return Posed(
         Problem(
             base=tuple(int(nbytes) for nbytes in base),
@@ -157,6 +160,8 @@ def _region(
     at: dict[int, int],
     base: Bytes,
     floor: Bytes,
+    *,
+    exact: bool,
 ) -> Region:
     storages = [i for i in _inside(profile, call) if i in at]
     inner = [profile.storages[i] for i in storages]
@@ -170,6 +175,9 @@ def _region(
     # The second forward is over before the op that has asked for it begins.
     second = _workspace(call, inner, base, floor) + call.made_nbytes
     workspace = max(floor[start] + second - base[start], 0)
+    given = sum(profile.storages[i].nbytes for i in call.inputs if i in at)
+    saves = sum(storage.nbytes for storage in inner)
+    may_be_coded = not (exact or call.rough or call.sources) and saves >= _TIMES * given > 0
     return Region(
         name=call.name,
         inside=tuple(at[i] for i in storages),
@@ -182,10 +190,19 @@ def _region(
         ),
         seconds=call.seconds,
         workspace=int(workspace),
-        extra=call.extra_nbytes,
+        extra=call.extra_nbytes + (_rows_nbytes(profile, call, at) if may_be_coded else 0),
         born=call.first,
         start=start,
+        levels=LEAST_AGAIN if may_be_coded else inf,
+        noise=noise_again(profile, inner) if may_be_coded else 0.0,
+        noise_s=profile.seconds,
     )
+
+
+def _rows_nbytes(profile: Profile, call: ModuleCall, at: dict[int, int]) -> int:
+    """Returns the bytes of the means and sizes of rows that codes of its inputs have besides."""
+    sites = (profile.storages[i].saves[0].site for i in call.inputs if i in at)
+    return sum(site.rows.nbytes for site in sites if site.rows is not None)
 
 
 def _made_inside(profile: Profile, call: ModuleCall) -> list[int]:

@@ -11,13 +11,15 @@ backward; what is held changes only there. A storage (an `Item`) held by an opti
 
 for `used` is the last moment of forward that reads it anyway. A recomputed region needs its inputs
 when it starts again: one that is not kept is whole from then to its next need, and none is freed
-before. On top of that lies `base`: weights, gradients, workspaces, all that no option changes. So
+before. Where an input is a code, the region runs again on what that decodes to, and adds a variance
+of its own. On top of that lies `base`: weights, gradients, workspaces, all that no option changes. So
 the level of every moment is a sum of spans (first moment, last moment, bytes), and one function
 (`levels`) is the memory model of every solver and of the plan's promise.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +40,8 @@ class Option:
     link        the name of the link that `nbytes` of the item travel, out and in; "" for none
     ahead       so many moments before a need it is back in memory already (prefetched)
     values      all its values come back, not only what backward asks of them (as from a bitmap)
+    levels      of the dithered code that all its values come back from, or of one with the same
+                error; 0 where they do not, or are exact
     direct      needs for which it is not restored, since backward reads what is held: the first
                 moment of each, and the bytes that its op takes then beyond `base`: less than
                 nothing where it needs less room for its work than torch's own
@@ -54,6 +58,7 @@ class Option:
     values: bool = True
     noise_s: float = 0.0
     direct: tuple[tuple[int, int], ...] = ()
+    levels: float = 0.0
 
     @property
     def cost_s(self) -> float:
@@ -62,7 +67,7 @@ class Option:
 
     @property
     def reproduces(self) -> bool:
-        """True if a region may start again from it."""
+        """True if a region may start again from it, and make the same bits."""
         return self.exact and self.values
 
 
@@ -92,13 +97,17 @@ class Region:
     """A module whose forward can run again in backward, in place of holding what it saves.
 
     inside       items that are then not held
-    inputs       items that its second forward starts from: held by options that reproduce them,
-                 and inside no recomputed region (an earlier one is whole again only later)
+    inputs       items that its second forward starts from: held by options that it may start from
+                 (`takes`), and inside no recomputed region (an earlier one is whole only later)
     seconds      of its forward
     workspace    bytes that its forward takes beyond what it saves
     extra        bytes of inputs that are no item, so held on top, from `born` to `start`
     born, start  the moments of its forward, and of its first need in backward
     within       the region that encloses it, by index; -1 for none
+    levels       the fewest of a code that it may start from; inf: it starts from exact inputs only
+    noise        variance that it adds where it starts from a code of two levels; from one of n
+                 levels: over (n - 1)^2
+    noise_s      seconds that a variance of one is worth
     """
 
     name: str
@@ -110,6 +119,17 @@ class Region:
     born: int
     start: int
     within: int = -1
+    levels: float = inf
+    noise: float = 0.0
+    noise_s: float = 0.0
+
+    def takes(self, option: Option) -> bool:
+        """Returns whether it may start from an input that is held so."""
+        return option.reproduces or option.levels >= self.levels
+
+    def variance(self, option: Option) -> float:
+        """Returns what it adds to the gradient where it starts from an input that is held so."""
+        return 0.0 if option.reproduces else self.noise / (option.levels - 1) ** 2
 
 
 @dataclass(frozen=True)
@@ -276,6 +296,9 @@ def added_seconds(problem: Problem, choice: Choice) -> float:
 def cost(problem: Problem, choice: Choice) -> float:
     """Returns what solvers minimize, in seconds: those added, and those that the noise is worth."""
     noise_s = sum(option.noise_s for _, option in held_options(problem, choice))
+    noise_s += sum(
+        region.noise_s * variance for region, variance in regions_variances(problem, choice)
+    )
     return added_seconds(problem, choice) + noise_s
 
 
@@ -334,4 +357,21 @@ def time_to_return(problem: Problem, moment: int) -> float:
 
 def added_variance(problem: Problem, choice: Choice) -> float:
     """Variance that the choice adds to the gradient, as a share of that of mini-batches."""
-    return sum(option.variance for _, option in held_options(problem, choice))
+    held = sum(option.variance for _, option in held_options(problem, choice))
+    return held + sum(variance for _, variance in regions_variances(problem, choice))
+
+
+def regions_variances(problem: Problem, choice: Choice) -> Iterator[tuple[Region, float]]:
+    """Yields each recomputed region, with the variance that it adds as its inputs are codes."""
+    for r in sorted(choice.recomputed):
+        region = problem.regions[r]
+        yield region, region_variance(problem, region, choice.options)
+
+
+def region_variance(
+    problem: Problem, region: Region, options: Sequence[int] | Mapping[int, int]
+) -> float:
+    """Returns the variance that a region adds, where its inputs are held by these options."""
+    if region.levels == inf:
+        return 0.0
+    return sum(region.variance(problem.items[i].options[options[i]]) for i in region.inputs)

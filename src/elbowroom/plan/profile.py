@@ -83,6 +83,7 @@ class ModuleCall:
     extra_nbytes  of arguments that no op saves, and that somebody would have to hold
     sources       storages that arguments which no op saves are made from again, bit for bit
     made_nbytes   of those arguments
+    rough         a function that it calls which may not tolerate an error of what it is given, or ""
     first, last   the moments of its forward
     why_not       the reason that it cannot be run a second time, or ""
     """
@@ -97,6 +98,7 @@ class ModuleCall:
     why_not: str = ""
     sources: tuple[int, ...] = ()
     made_nbytes: int = 0
+    rough: str = ""
 
 
 _CONTAINERS = {"Sequential", "ModuleList", "ModuleDict"}

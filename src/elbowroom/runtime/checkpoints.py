@@ -6,6 +6,8 @@ such an input (a logarithm, a choice of experts, a test whose outcome decides on
 wrong, or not run. Which functions it calls is seen while it runs for the first time; so its inputs
 are kept until it has ended, and encoded then, if it has called nothing but what is listed here.
 
+Modules that a plan runs again from codes of their inputs are such pieces, too (`recompute.py`).
+
 Inputs that want no gradient (masks, positions) stay as they are. The older form of checkpoint,
 use_reentrant=True, saves its inputs when it has run: they stay, too.
 """
@@ -86,8 +88,7 @@ class Pieces:
 
     def calls(self, call: Call) -> bool:
         """The piece calls this function. Return whether its arguments tell if that is smooth."""
-        by_name = call.name in SMOOTH
-        smooth = by_name or _is_smooth(call)
+        by_name, smooth = call.name in SMOOTH, is_smooth(call)
         self._names.add("" if smooth else call.name or "a function of no name")
         return smooth and not by_name
 
@@ -103,6 +104,11 @@ class Pieces:
     def clear(self) -> None:
         """Nothing waits any more."""
         self._waiting, self._names = [], set()
+
+
+def is_smooth(call: Call) -> bool:
+    """Return whether the function tolerates an error of what it is given."""
+    return call.name in SMOOTH or _is_smooth(call)
 
 
 def _is_smooth(call: Call) -> bool:

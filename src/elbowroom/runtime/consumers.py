@@ -242,7 +242,7 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
     """How the op that saves x reads it, for ops that are told at once."""
     if call is None or not call.name:
         return Reading(Need.EXACT, Formula.UNKNOWN, "saved by an op that Python did not call")
-    if call.name == CHECKPOINT:
+    if call.name in (CHECKPOINT, RECOMPUTE):
         if x.is_floating_point() and x.requires_grad:
             width = features_of(x)  # which a norm inside may read
             return Reading(Need.LOSSY, Formula.CURVED, width=width, by_size=width > 0)

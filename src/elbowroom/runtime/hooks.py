@@ -33,7 +33,7 @@ from elbowroom.plan import (
     SiteName,
 )
 from elbowroom.plan.gentle import ATTENTION
-from elbowroom.plan.site import CHECKPOINT, RECOMPUTE, RECURRENT, Reads
+from elbowroom.plan.site import CHECKPOINT, RECOMPUTE, RECURRENT, Formula, Reads
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
@@ -356,6 +356,7 @@ class Saving:
             return call(*args, **kwargs)
         self._listener.begins_region(module)
         self._serving.waiting.end_all()
+        self._serving.pieces.end()
         with torch._C.DisableTorchFunction():  # what we ask is no op of the model's
             outer, region = consumers.call, Call(recomputed, args, kwargs, name=RECOMPUTE)
 
@@ -450,6 +451,11 @@ class Saving:
         again = getattr(self.policy, "again", False) and not self.is_exact()
         return again and self.recorder is None
 
+    def _codes_input(self, name: SiteName) -> bool:
+        """Whether a module is to run again from a code of this input."""
+        codes_input = getattr(self.policy, "codes_input", None)
+        return codes_input is not None and bool(codes_input(name))
+
     def _is_asked(self) -> bool:
         """Whether what is saved now comes to this context: nobody else's hooks lie over its own."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -471,7 +477,8 @@ class Saving:
         kept = self._left_alone(x, call)
         if kept is not None:
             return kept
-        pieces, is_input = self._serving.pieces, call is not None and call.name == CHECKPOINT
+        pieces = self._serving.pieces
+        is_input = call is not None and call.name in (CHECKPOINT, RECOMPUTE)
         if pieces and (pieces.has_begun or not is_input):
             pieces.end()
         if is_input:
@@ -535,6 +542,8 @@ class Saving:
         if call is not None:
             note_copy(x, call, self._identity)
             self._listener.makes(x, self._identity)
+        if name.consumer == RECOMPUTE and not self._codes_input(name):
+            reading = Reading(Need.EXACT, Formula.UNKNOWN, "a module runs again from it")
         reruns = call is not None and call.would_rerun
         looks = reruns and (self.recorder is not None or not self.is_exact())
         request = classify(slot, x, call, reading, name, looks=looks)
@@ -552,7 +561,8 @@ class Saving:
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:
             call.note_saved(slot, x)
-            readable = call.name != CHECKPOINT  # no op of the graph reads it, to be probed
+            # Of what runs again no op of the graph reads it, to be probed.
+            readable = call.name not in (CHECKPOINT, RECOMPUTE)
             if self._watch is not None and request.need is Need.LOSSY and readable:
                 self._watch.saved(Use(call, view, name.module), x)
         return view

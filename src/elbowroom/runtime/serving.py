@@ -2,7 +2,8 @@
 
 Mostly at once. Three things must be seen first, and the tensor is kept until they are: the
 statistics of the norm that saves it (as the call ends), the op that reads the norm's result
-(`waiting.py`), and the piece of forward that a checkpoint of the user's runs (`checkpoints.py`).
+(`waiting.py`), and the piece of forward that a checkpoint of the user's runs, or a plan runs again
+(`checkpoints.py`).
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from elbowroom.plan import (
     SiteName,
 )
 from elbowroom.plan.gentle import ATTENTION, gentle
-from elbowroom.plan.site import CHECKPOINT, NORMS
+from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE
 from elbowroom.runtime.checkpoints import Pieces
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.context import Context
@@ -42,6 +43,8 @@ from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, site_of
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.statistics import statistics_of
 from elbowroom.runtime.waiting import Waiting, WaitingLine
+
+_AGAIN = (CHECKPOINT, RECOMPUTE)  # run a piece of forward again from what they save
 
 
 class Serving:
@@ -120,7 +123,7 @@ class Serving:
             self._listener.does(slot, name, need, None)
         elif need is Need.MASK and isinstance(action, Encode):
             self._hold_mask(slot, whole, name, covers=covers)
-        elif call is not None and call.name == CHECKPOINT and is_lossy(action, need):
+        elif call is not None and call.name in _AGAIN and is_lossy(action, need):
             self._keep(slot, whole, name)
             self.pieces.wait(partial(self._hold_input, slot, whole, action, hold))
         elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
@@ -136,6 +139,8 @@ class Serving:
         site = site_of(slot, x, call, reading, ready, name, self._identity.origin(x))
         if ready is None:
             return site, None
+        if request.name.consumer == RECOMPUTE and request.need is Need.LOSSY:
+            return replace(site, rebuildable=Rebuildable.NO), None  # the plan counts on a code
         too_coarse = any(map(partial(is_too_coarse_for, site=site), ready.slots))
         if too_coarse or self._would_pin(ready, request.need):
             return replace(site, rebuildable=Rebuildable.NO), None
@@ -231,7 +236,7 @@ class Serving:
     def _hold_input(
         self, slot: Slot, whole: Tensor, action: Action, hold: "partial[None]", why: str
     ) -> None:
-        """A checkpoint's piece has run. why: it may not be given a code, or ""."""
+        """The piece that runs again has run once. why: it may not be given a code, or ""."""
         if why:
             slot.hold(KeepHandle(whole, why))
         else:

@@ -15,6 +15,7 @@ import heapq
 from math import inf
 
 from elbowroom.plan.problem import Choice, Problem, cost, keep_all
+from elbowroom.plan.solve.boundaries import best_start, searched
 from elbowroom.plan.solve.limits import Limits, fits
 from elbowroom.plan.solve.milp import least_peak
 from elbowroom.plan.solve.partial import Move, PartialSolution
@@ -31,7 +32,16 @@ def greedy(problem: Problem, limits: Limits) -> Choice:
 
 def greedy_fitting(problem: Problem, limits: Limits) -> Choice | None:
     """The cheaper of the walk and of `uniform`; None if none fits."""
-    return cheapest_of(problem, [_walked(problem, limits), uniform_fitting(problem, limits)])
+    walks = [_walked(problem, limits), from_boundaries(problem, limits)]
+    return cheapest_of(problem, [*walks, uniform_fitting(problem, limits)])
+
+
+def from_boundaries(problem: Problem, limits: Limits) -> Choice | None:
+    """The choice in which modules start from codes, and what is not needed is taken back."""
+    if limits.exact or searched(problem) is problem:
+        return None
+    start = best_start(problem, limits)
+    return None if start is None else finished(PartialSolution(problem, limits, start))
 
 
 def _walked(problem: Problem, limits: Limits) -> Choice | None:
@@ -82,6 +92,9 @@ def _make_if_it_saves(draft: PartialSolution, move: Move) -> None:
 def _walk(draft: PartialSolution, price: float) -> None:
     """Make moves, the best score first, until the budget is kept or none helps."""
     regions = [("region", r, 0) for r in range(len(draft.problem.regions))]
+    if not draft.limits.exact:
+        coded = (r for r, region in enumerate(draft.problem.regions) if region.levels < inf)
+        regions += [("coded region", r, 0) for r in coded]
     options = [
         ("option", i, a)
         for i, item in enumerate(draft.problem.items)
@@ -110,13 +123,15 @@ def _walk(draft: PartialSolution, price: float) -> None:
 
 def _move(draft: PartialSolution, key: tuple[str, int, int]) -> Move:
     kind, index, option = key
+    if kind == "coded region":
+        return draft.recompute_from_codes(index)
     return draft.recompute(index) if kind == "region" else draft.hold(index, option)
 
 
 def _score(draft: PartialSolution, key: tuple[str, int, int], price: float) -> float:
     """inf: it may not be made, changes nothing, or frees nothing."""
     kind, index, option = key
-    if kind == "region":
+    if kind != "option":
         if index in draft.recomputed:
             return inf
     elif draft.options[index] == option or draft.gone(index):

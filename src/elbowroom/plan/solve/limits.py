@@ -3,7 +3,7 @@
 1. The peak is at most the budget.
 2. Of two nested regions, or of two that hold the same item, at most one is recomputed.
 3. What a recomputed region starts from is inside no recomputed region, and held by an option that
-   reproduces it.
+   the region takes.
 4. The end of a link has room for all that travels there.
 5. The variance of lossy options is at most what is allowed; where only exact ones are, all are.
 
@@ -83,7 +83,7 @@ def regions_agree(problem: Problem, choice: Choice) -> bool:
         len(gone) == sum(len(region.inside) for region in chosen)
         and not any(choice.recomputed & set(outer(problem, r)) for r in choice.recomputed)
         and all(
-            i not in gone and problem.items[i].options[choice.options[i]].reproduces
+            i not in gone and region.takes(problem.items[i].options[choice.options[i]])
             for region in chosen
             for i in region.inputs
         )

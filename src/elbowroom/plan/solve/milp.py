@@ -16,7 +16,8 @@ from time import perf_counter
 import numpy as np
 
 from elbowroom.plan.problem import Choice, Problem, keep_all, levels
-from elbowroom.plan.solve.limits import Limits, fits, obeys
+from elbowroom.plan.solve.boundaries import best_start, searched
+from elbowroom.plan.solve.limits import Limits, fits, obeys, peak
 from elbowroom.plan.solve.model import Model
 from elbowroom.plan.solve.program import Vector
 
@@ -45,12 +46,20 @@ def cheapest(problem: Problem, limits: Limits) -> Choice | None:
 
 
 def least_peak(problem: Problem, limits: Limits) -> Choice:
-    """The choice with the least peak of all that the other limits allow."""
-    model = Model(problem, limits, least=True)
+    """The choice with the least peak of all that the other limits allow.
+
+    Beside it what `boundaries.py` begins with, where programs leave that out.
+    """
+    program = searched(problem)
+    model = Model(program, limits, least=True)
     moments = first_moments(problem)
-    if search_relaxed(model, moments) is None:
-        return keep_all(problem)
-    return whole(model, moments, gap=1e-7) or keep_all(problem)
+    found = None
+    if search_relaxed(model, moments) is not None:
+        found = whole(model, moments, gap=1e-7)
+    choices = [keep_all(problem), *([found] if found else [])]
+    if program is not problem and (start := best_start(problem, limits)) is not None:
+        choices.append(start)
+    return min(choices, key=lambda choice: peak(problem, choice))
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class Relaxation:
 
 def relaxed(problem: Problem, limits: Limits) -> Relaxation | None:
     """The best in fractions; None if not even these fit."""
-    model = Model(problem, limits)
+    model = Model(searched(problem), limits)
     moments = first_moments(problem)
     x = search_relaxed(model, moments)
     return None if x is None else Relaxation(model, moments, x)
@@ -103,10 +112,11 @@ def whole(
     *,
     gap: float,
     nodes: int = NODES,
+    limit_s: float = LIMIT_S,
     fixed: dict[int, float] | None = None,
 ) -> Choice | None:
     """The best whole numbers; adds moments that bind."""
-    end, margin = perf_counter() + LIMIT_S, 0.0
+    end, margin = perf_counter() + limit_s, 0.0
     for _ in range(_ROUNDS):
         left = end - perf_counter()
         if left <= 0:

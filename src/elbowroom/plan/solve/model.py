@@ -1,18 +1,18 @@
 """A planning problem as a linear program.
 
     x_ia   item i is held by its option a          x_R   region R is recomputed      0 or 1
-    y_iaS  both: x_ia, and some region of the set S, which i is an input of           >= 0
+    y_iAS  both: x_ia of some a in A, and some region of S, which i is an input of    >= 0
     s      seconds by which a link is late, out and in                                >= 0
 
     minimise  seconds of all x_ia and x_R, and all s
 
     sum_a x_ia + sum_{R holds i} x_R = 1       each item is held in one way, or made again
     x_R + sum_{R' around R} x_R' <= 1          of nested regions one
-    x_R <= sum_{a reproduces i} x_ia           for each input i of R
-    x_ia + x_R - 1 <= y_iaS                    for each R in S
+    x_R <= sum_{R takes a} x_ia                for each input i of R
+    sum_{a in A} x_ia + x_R - 1 <= y_iAS       for each R in S
     sum_{F_i >= F_k} x_ia size / rate <= F_end - F_k + s_out     for each last use F_k in forward
     sum_{b_i <= b_k} x_ia size / rate <= b_k + s_in              for each need b_k in backward
-    sum size x_ia <= room, sum variance x_ia <= allowed
+    sum size x_ia <= room, sum variance x_ia + sum more variance y_iAR <= allowed
     level at a moment <= budget                for the moments that are asked for (`level_rows`)
 
 All bytes of the levels come from `problem.option_spans` and `problem.region_spans`. Sums over the
@@ -43,6 +43,7 @@ from elbowroom.plan.problem import (
 from elbowroom.plan.solve.limits import Limits, outer
 from elbowroom.plan.solve.program import Program, Vector
 
+_More = tuple[int, frozenset[int], Span]  # of an item, since one of these regions starts from it
 _Queue = defaultdict[int, list[tuple[int, float]]]  # moment -> (column, ms)
 
 _MS = 1e3
@@ -70,13 +71,14 @@ class Model:
             for a, option in enumerate(item.options)
             if limits.allow(option)
         }
-        self._both: dict[tuple[int, int, frozenset[int]], int] = {}
+        self._both: dict[tuple[int, frozenset[int], frozenset[int]], int] = {}
         self._starts: dict[int, dict[int, int]] = defaultdict(dict)  # of regions, by their inputs
         for r, region in enumerate(problem.regions):
             for i in region.inputs:
                 self._starts[i][r] = region.start
         self._choice_rows()
         self._region_rows()
+        self._noises = self._region_noises()
         self._side_rows()
         self._input_levels()
         for name in () if least else problem.links:
@@ -172,12 +174,14 @@ class Model:
                 self.program.row([(c, 1.0) for c in (column, *around)], high=1.0)
             for i in region.inputs:
                 options = enumerate(self.problem.items[i].options)
-                good = [self._options[i, a] for a, o in options if o.reproduces]
+                taken = [a for a, o in options if region.takes(o) and (i, a) in self._options]
+                good = [self._options[i, a] for a in taken]
                 self.program.row([(column, 1.0), *((c, -1.0) for c in good)], high=0.0)
 
     def _side_rows(self) -> None:
         items = self.problem.items
         lossy = [(c, items[i].options[a].variance) for (i, a), c in self._options.items()]
+        lossy += self._noises
         if 0 < self.limits.variance < inf:
             scale = _ALLOWED / self.limits.variance
             self.program.row([(c, v * scale) for c, v in lossy if v], high=_ALLOWED)
@@ -186,6 +190,30 @@ class Model:
                 moved = [(c, items[i].nbytes / self.unit) for i, _, c in self._moved(name)]
                 self.program.row(moved, high=link.room / self.unit)
 
+    def _region_noises(self) -> list[tuple[int, float]]:
+        """(column, variance) of all that regions add which start from codes.
+
+        A column for each variance that an input's options have, of all that have it or more: what
+        these add beyond the next smaller one.
+        """
+        found: list[tuple[int, float]] = []
+        if self.least and self.limits.variance == inf:
+            return found
+        for r, region in enumerate(self.problem.regions):
+            for i in region.inputs if region.noise else ():
+                variances = {
+                    a: region.variance(option)
+                    for a, option in enumerate(self.problem.items[i].options)
+                    if region.takes(option) and not option.exact and (i, a) in self._options
+                }
+                for below, value in pairwise([0.0, *sorted(set(variances.values()))]):
+                    options = frozenset(a for a, v in variances.items() if v >= value)
+                    pair, more = self._pair(i, options, frozenset((r,))), value - below
+                    found.append((pair, more))
+                    if not self.least:
+                        self.program.cost[pair] += _MS * region.noise_s * more
+        return found
+
     def _moved(self, name: str) -> list[tuple[int, int, int]]:
         """(item, option, column) of all that may travel a link."""
         items = self.problem.items
@@ -193,25 +221,30 @@ class Model:
             (i, a, c) for (i, a), c in self._options.items() if items[i].options[a].link == name
         ]
 
-    def _pair(self, i: int, a: int, regions: frozenset[int]) -> int:
-        """The column of: item i is held by option a, and one of these regions is recomputed."""
-        if (i, a, regions) not in self._both:
-            both = self._both[i, a, regions] = self.program.column(0.0)
+    def _pair(self, i: int, options: frozenset[int], regions: frozenset[int]) -> int:
+        """The column of: one of these options holds item i, and one of the regions runs again."""
+        if (i, options, regions) not in self._both:
+            both = self._both[i, options, regions] = self.program.column(0.0)
+            held = [(self._options[i, a], 1.0) for a in sorted(options)]
             for r in sorted(regions):
-                terms = [(self._options[i, a], 1.0), (self._regions[r], 1.0), (both, -1.0)]
+                terms = [*held, (self._regions[r], 1.0), (both, -1.0)]
                 self.program.row(terms, high=1.0)
-        return self._both[i, a, regions]
+        return self._both[i, options, regions]
 
     def _input_levels(self) -> None:
         """Returns the bytes that options take since a recomputed region starts from their item."""
-        moments = len(self.problem.base)
-        for (i, a), _ in [*self._options.items()]:
+        moments, alike = len(self.problem.base), defaultdict[_More, list[int]](list)
+        for i, a in self._options:
             item, starts = self.problem.items[i], self._starts[i]
-            if starts and item.options[a].reproduces:
+            option, regions = item.options[a], self.problem.regions
+            starts = {r: s for r, s in starts.items() if regions[r].takes(option)}
+            if starts:
                 plain = summed(option_spans(item, a), moments)
                 more = {r: summed(option_spans(item, a, (s,)), moments) for r, s in starts.items()}
-                for regions, span in _steps({r: level - plain for r, level in more.items()}):
-                    self._add_spans(self._pair(i, a, regions), [span])
+                for enough, span in _steps({r: level - plain for r, level in more.items()}):
+                    alike[i, enough, span].append(a)
+        for (i, enough, span), options in alike.items():
+            self._add_spans(self._pair(i, frozenset(options), enough), [span])
 
     def _link_rows(self, name: str) -> None:
         problem, link = self.problem, self.problem.links[name]
@@ -233,7 +266,7 @@ class Model:
         last = due(self.problem.items[i])
         starts = {r: start for r, start in self._starts[i].items() if start < last}
         joined = [
-            (moment, self._pair(i, a, frozenset(r for r, s in starts.items() if s <= moment)))
+            (moment, self._pair(i, frozenset((a,)), _until(starts, moment)))
             for moment in sorted(set(starts.values()))
         ]
         joined.append((last, column))
@@ -249,6 +282,11 @@ class Model:
             self.program.row([(busy, -1.0), *before, *queue[moment]], low=0.0, high=0.0)
             self.program.row([(busy, 1.0), (late, -1.0)], high=_MS * allowed_s(moment))
             before = [(busy, 1.0)]
+
+
+def _until(starts: dict[int, int], moment: int) -> frozenset[int]:
+    """The regions that have started by this moment."""
+    return frozenset(r for r, start in starts.items() if start <= moment)
 
 
 def _steps(levels: dict[int, NDArray[np.int64]]) -> Iterator[tuple[frozenset[int], Span]]:

@@ -1,8 +1,9 @@
 """A partial solution: what a move would free and cost, and whether it may be made."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from elbowroom.plan.problem import (
     levels,
     option_spans,
     region_spans,
+    region_variance,
     summed,
 )
 from elbowroom.plan.solve.limits import Limits, outer
@@ -83,12 +85,30 @@ class PartialSolution:
         return Move({i: option}, self.recomputed)
 
     def recompute(self, r: int) -> Move:
-        """Recomputes a region, in place of those that exclude it; its inputs are then kept."""
+        """Recomputes a region, in place of those that exclude it; it starts from what it can.
+
+        That is what holds an input, or else the smallest code that may, or the input itself.
+        """
         region = self.problem.regions[r]
         inside = {o for i in region.inside for o in self.regions_with[i]}
         excluded = inside.union(outer(self.problem, r), self._within[r])
-        inputs = [i for i in region.inputs if not self._option(i).reproduces]
-        return Move(dict.fromkeys(inputs, 0), (self.recomputed - excluded) | {r})
+        recomputed = (self.recomputed - excluded) | {r}
+        inputs = [i for i in region.inputs if not region.takes(self._option(i))]
+        return Move(dict.fromkeys(inputs, 0), recomputed)
+
+    def recompute_from_codes(self, r: int) -> Move:
+        """Recomputes a region likewise, from the smallest code of each input that it takes."""
+        region, move = self.problem.regions[r], self.recompute(r)
+        for i in region.inputs:
+            options = self.problem.items[i].options
+            codes = [
+                a
+                for a, option in enumerate(options)
+                if option.levels >= region.levels and self._agrees(i, a, move.recomputed)
+            ]
+            if codes:
+                move.options[i] = min(codes, key=lambda a: options[a].nbytes)
+        return move
 
     def run_once(self, r: int) -> Move:
         """Holds what is inside a region again."""
@@ -107,6 +127,7 @@ class PartialSolution:
             for r in sorted(recomputed & (move.recomputed ^ self.recomputed)):
                 effect.seconds += signed * self.problem.regions[r].seconds
                 spans += _signed(region_spans(self.problem, self.problem.regions[r]), signed)
+            self._add_noise(effect, recomputed, options, items, signed)
             for i in sorted(items):
                 option = options.get(i, self.options[i])
                 if signed > 0 and not self._agrees(i, option, recomputed):
@@ -120,6 +141,23 @@ class PartialSolution:
             for name in {name for name, _ in effect.traffic}
         )
         return _with_bytes(effect, spans)
+
+    def _add_noise(
+        self,
+        effect: Effect,
+        recomputed: frozenset[int],
+        options: dict[int, int],
+        items: Collection[int],
+        sign: int,
+    ) -> None:
+        """Count what regions add that start from any of these items, as codes."""
+        for r in sorted({r for i in items for r in self._coded_from.get(i, ()) if r in recomputed}):
+            region = self.problem.regions[r]
+            held = {i: options.get(i, self.options[i]) for i in region.inputs}
+            if all(region.takes(self.problem.items[i].options[a]) for i, a in held.items()):
+                variance = region_variance(self.problem, region, held)
+                effect.variance += sign * variance
+                effect.seconds += sign * variance * region.noise_s
 
     def _hold(
         self, effect: Effect, i: int, option: int, recomputed: frozenset[int], sign: int
@@ -138,7 +176,10 @@ class PartialSolution:
         chosen, starts = self.problem.items[i].options[option], self._starts(i, recomputed)
         if self._within_any(i, recomputed):
             return not starts
-        return (chosen.exact or not self.limits.exact) and (not starts or chosen.reproduces)
+        if self.limits.exact and not chosen.exact:
+            return False
+        from_it = (r for r in self._regions_from.get(i, ()) if r in recomputed)
+        return all(self.problem.regions[r].takes(chosen) for r in from_it)
 
     def freed(self, effect: Effect) -> int:
         """Returns by how much an effect lowers the excess."""
@@ -172,6 +213,12 @@ class PartialSolution:
             for i in region.inputs:
                 found.setdefault(i, []).append(r)
         return found
+
+    @cached_property
+    def _coded_from(self) -> dict[int, list[int]]:
+        """Returns, for each item, the regions that may start from a code of it."""
+        coded = {r for r, region in enumerate(self.problem.regions) if region.levels < inf}
+        return {i: found for i, of in self._regions_from.items() if (found := [*coded & {*of}])}
 
     @cached_property
     def _within(self) -> list[set[int]]:

@@ -11,7 +11,7 @@ Checkmate rounds as well, with no promise on the budget: here every row is check
 """
 
 from elbowroom.plan.problem import Choice, Problem, cost, keep_all
-from elbowroom.plan.solve.greedy import cheapest_of, finished, greedy_fitting
+from elbowroom.plan.solve.greedy import cheapest_of, finished, from_boundaries, greedy_fitting
 from elbowroom.plan.solve.limits import Limits, fits, obeys
 from elbowroom.plan.solve.milp import GAP, Relaxation, cheapest, least_peak, relaxed, whole
 from elbowroom.plan.solve.model import Model
@@ -19,7 +19,9 @@ from elbowroom.plan.solve.partial import PartialSolution
 from elbowroom.plan.solve.program import Vector
 from elbowroom.plan.solve.uniform import uniform_fitting
 
-NEAR = 0.01
+NEAR, _FAR = 0.01, 0.02
+_NODES = 200  # of the search tree of what is left
+LIMIT_S = 1.0  # of one search: an answer that a slow machine ends sooner is checked all the same
 _WHOLE = 1e-6  # so near to 0 or 1 counts as that
 
 
@@ -29,26 +31,32 @@ def rounding(problem: Problem, limits: Limits) -> Choice:
         return keep_all(problem)
     relaxation = relaxed(problem, limits)
     if relaxation is None:
-        return least_peak(problem, limits)
-    found = cheapest_of(problem, [rounded(relaxation), uniform_fitting(problem, limits)])
-    if not is_near(relaxation, found):
+        return from_boundaries(problem, limits) or least_peak(problem, limits)
+    others = [from_boundaries(problem, limits), uniform_fitting(problem, limits)]
+    found = cheapest_of(problem, [rounded(relaxation), *others])
+    if found is not None and not is_near(relaxation, found):
+        found = cheapest_of(problem, [found, rounded(relaxation, found)])
+    if not is_near(relaxation, found, _FAR):  # a walk over many items takes the longest of all
         greedy = greedy_fitting(problem, limits)
         found = cheapest_of(problem, [found, greedy, rounded(relaxation, greedy)])
     return found or cheapest(problem, limits) or least_peak(problem, limits)
 
 
-def is_near(relaxation: Relaxation, choice: Choice | None) -> bool:
+def is_near(relaxation: Relaxation, choice: Choice | None, near: float = NEAR) -> bool:
     """Returns whether no choice that fits is much better."""
     if choice is None:
         return False
-    return cost(relaxation.model.problem, choice) <= relaxation.seconds * (1 + NEAR)
+    return cost(relaxation.model.problem, choice) <= relaxation.seconds * (1 + near)
 
 
 def rounded(relaxation: Relaxation, near: Choice | None = None) -> Choice | None:
     """The best between the relaxation and a choice that fits; None if what comes out does not."""
     model, x = relaxation.model, relaxation.x
     fixed = _agreed(model, x, near)
-    choice = whole(model, set(relaxation.moments), gap=GAP, fixed=fixed) or _nearest(model, x)
+    searched = whole(
+        model, set(relaxation.moments), gap=GAP, nodes=_NODES, limit_s=LIMIT_S, fixed=fixed
+    )
+    choice = searched or _nearest(model, x)
     return finished(PartialSolution(model.problem, model.limits, choice)) if choice else None
 
 

@@ -1,0 +1,67 @@
+"""Modules that run again from codes of their inputs, found beside the search.
+
+Whether a module may start from a code is decided together with how its input is held. In fractions
+that says little (half a module from half a code adds no noise), and a search over many modules is
+lost in it: so where there are more than FEW, programs leave codes out of what modules start from,
+and what is tried here stands beside their answer: all modules of one depth from the codes of one
+name, all else by that name too, and from there as `greedy` goes on.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+from elbowroom.plan.problem import Choice, Problem, cost
+from elbowroom.plan.solve.limits import Limits, fits, obeys, outer, peak, regions_agree
+
+FEW = 6
+
+
+def searched(problem: Problem) -> Problem:
+    """Returns the problem as programs search it."""
+    coded = [region for region in problem.regions if region.levels < inf]
+    if len(coded) <= FEW:
+        return problem
+    plain = (replace(region, levels=inf, noise=0.0) for region in problem.regions)
+    return replace(problem, regions=tuple(plain))
+
+
+def best_start(problem: Problem, limits: Limits) -> Choice | None:
+    """The cheapest of the uniform choices that fits, or else the one of the least peak."""
+    found = [choice for choice in uniform_from_codes(problem) if obeys(problem, choice, limits)]
+    fitting = [choice for choice in found if fits(problem, choice, limits)]
+    if fitting:
+        return min(fitting, key=lambda choice: cost(problem, choice))
+    return min(found, key=lambda choice: peak(problem, choice), default=None)
+
+
+def uniform_from_codes(problem: Problem) -> Iterator[Choice]:
+    """Yields all uniform choices in which the modules of one depth start from codes."""
+    coded = [r for r, region in enumerate(problem.regions) if region.levels < inf]
+    depths = {r: len(outer(problem, r)) for r in coded}
+    lossy = (option.name for item in problem.items for option in item.options if not option.exact)
+    for name in dict.fromkeys(lossy):
+        named = tuple(
+            next((a for a, option in enumerate(item.options) if option.name == name), 0)
+            for item in problem.items
+        )
+        for depth in sorted({*depths.values()}):
+            choice = Choice(named)
+            for r in (r for r in coded if depths[r] == depth):
+                options = list(choice.options)
+                for i in problem.regions[r].inputs:
+                    options[i] = _start(problem, r, i, options[i])
+                more = Choice(tuple(options), choice.recomputed | {r})
+                if regions_agree(problem, more):
+                    choice = more
+            if choice.recomputed:
+                yield choice
+
+
+def _start(problem: Problem, r: int, i: int, option: int) -> int:
+    """The option of an input: this one, or the smallest that the region takes."""
+    options, region = problem.items[i].options, problem.regions[r]
+    if region.takes(options[option]):
+        return option
+    taken = (a for a, one in enumerate(options) if region.takes(one))
+    return min(taken, key=lambda a: options[a].nbytes)
