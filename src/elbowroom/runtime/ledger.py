@@ -202,7 +202,7 @@ class Tally:
     def follow(self, out: Any) -> None:
         """The forward has ended, with these results."""
         graph = _Graph()
-        for x in tree_leaves(out):
+        for x in (out,) if type(out) is Tensor else tree_leaves(out):
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 x.grad_fn.register_prehook(graph.begins)
         self._graph = weakref.ref(graph)
