@@ -768,7 +768,7 @@ def _view_of(held: Any) -> View | None:
 
 
 def _like(x: Tensor) -> Like:
-    return Like(type(x), x.dtype, x.device, x.requires_grad, Geometry.of(x))
+    return Like(type(x), (x.dtype, x.device, x.requires_grad, x.layout), Geometry.of(x))
 
 
 def _made_of(each: list[Any], x: Any) -> Any:
