@@ -90,7 +90,7 @@ class Encoded:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers: codes, scales, bitmaps, padding. Not those of a spill."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
+        return sum([buffer.nbytes for buffer in self.buffers])
 
     @property
     def numel(self) -> int:
@@ -255,12 +255,14 @@ class Codec(ABC):
         Raises UnsupportedTensor for a dtype, layout or content that this codec does not take.
         """
         self.check(x)
-        if not isinstance(seed, int) or not isinstance(facts, Facts | None):
+        if not isinstance(seed, int) or not (facts is None or isinstance(facts, Facts)):
             raise CodecError(
                 f"codec '{self.id}': a seed is an int, and facts are er.Facts(...) or None; got "
                 f"seed={seed!r}, facts={facts!r}"
             )
-        x = x.detach().resolve_neg()
+        x = x.detach()
+        if x.is_neg():
+            x = x.resolve_neg()
         seed = (seed + 2**63) % 2**64 - 2**63  # an op takes a signed integer
         flat, stride = memory_order(x)
         facts = self._seen(tuple(x.shape), stride, facts or NOTHING)

@@ -12,7 +12,7 @@ dtype, in no more bytes. A wrong guess costs time or room, never a bit: what a p
 held exactly.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -66,31 +66,32 @@ def signature_of(
 ) -> Signature:
     """Of model(*args, **kwargs). parameters: the model's, if they are known."""
     shapes: list[Shape] = []
-    arguments = tuple(_walk((args, kwargs), shapes))
+    structure: list[Hashable] = []
+    _describe((args, kwargs), structure, shapes)
     known = model.parameters() if parameters is None else parameters
-    trained = sum(p.requires_grad for p in known)
+    trained = [p.requires_grad for p in known].count(True)
     mode = model.training, trained, torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu")
-    return Signature((arguments, mode), tuple(shapes))
+    return Signature((tuple(structure), mode), tuple(shapes))
 
 
-def _walk(x: Any, shapes: list[Shape]) -> Iterator[Hashable]:
-    """What describes the structure of x; the shapes of its tensors go to `shapes`."""
+def _describe(x: Any, structure: list[Hashable], shapes: list[Shape]) -> None:
+    """Append what describes the structure of x, and the shapes of its tensors."""
     if isinstance(x, Tensor):
         shape = (x.numel(),) if x.is_nested else tuple(x.shape)
         shapes.append(shape)
-        yield x.dtype, len(shape), x.requires_grad
-    elif isinstance(x, Mapping):
-        yield "{"
-        for key, value in x.items():
-            yield str(key)
-            yield from _walk(value, shapes)
-        yield "}"
-    elif isinstance(x, list | tuple):
-        yield "["
+        structure.append((x.dtype, len(shape), x.requires_grad))
+    elif isinstance(x, (list, tuple)):
+        structure.append("[")
         for value in x:
-            yield from _walk(value, shapes)
-        yield "]"
-    elif isinstance(x, bool | str | None):
-        yield x
+            _describe(value, structure, shapes)
+        structure.append("]")
+    elif x is None or isinstance(x, (bool, str)):
+        structure.append(x)
+    elif isinstance(x, Mapping):
+        structure.append("{")
+        for key, value in x.items():
+            structure.append(str(key))
+            _describe(value, structure, shapes)
+        structure.append("}")
     else:
-        yield type(x).__qualname__
+        structure.append(type(x).__qualname__)

@@ -104,9 +104,8 @@ class MeasuredSteps:
     def _note_setting(self, saving: FittedSaving | ReplayedForward) -> None:
         chosen, rounds = saving.setting, self.context.runs_again
         self.was_exact = self.was_exact and chosen.exact and not rounds
-        self._say(
-            replace(chosen, exact=chosen.exact and not rounds), rounds=rounds and chosen.exact
-        )
+        said = replace(chosen, exact=False) if rounds and chosen.exact else chosen
+        self._say(said, rounds=rounds and chosen.exact)
 
     def _note_peak(self, peak_nbytes: int, last: FittedSaving | ReplayedForward) -> None:
         self.peak_nbytes, self.peak_setting = peak_nbytes, last.setting.name

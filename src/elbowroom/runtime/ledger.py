@@ -44,6 +44,7 @@ class Entry:
     """One storage: its bytes in plain autograd, and what is held for it now.
 
     away_nbytes: what is held for it in another tier, and not on its own device.
+    counts: whether it wants to know what is held
     """
 
     __slots__ = (
@@ -159,9 +160,6 @@ class NoEntry:
     def move_away(self, nbytes: int) -> None:
         """So many bytes are elsewhere from now on."""
 
-    def ask(self) -> None:
-        """Backward asks for it."""
-
     def close(self) -> None:
         """Nobody waits for it any more."""
 
@@ -202,7 +200,7 @@ class Tally:
     def follow(self, out: Any) -> None:
         """The forward has ended, with these results."""
         graph = _Graph()
-        for x in tree_leaves(out):
+        for x in (out,) if type(out) is Tensor else tree_leaves(out):
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 x.grad_fn.register_prehook(graph.begins)
         self._graph = weakref.ref(graph)
@@ -412,9 +410,6 @@ class Repeated:
         """So many of them are away from now on, and not here. From any thread."""
         held = self.after_nbytes + self.away_nbytes
         self.after_nbytes, self.away_nbytes = held - nbytes, nbytes
-
-    def ask(self) -> None:
-        """Backward asks for it."""
 
 
 class RepeatedLedger(Account):

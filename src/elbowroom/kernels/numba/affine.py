@@ -6,9 +6,11 @@ As an op, and as the pieces that quantizers do it with on a tile that is in the 
 from typing import Any
 
 import numpy as np
+import torch
 from numba import prange
 from torch import Tensor
 
+from elbowroom.kernels.numba.addresses import array_at
 from elbowroom.kernels.numba.bits import blank, unpack_flags
 from elbowroom.kernels.numba.compiled import CHUNK, TILE, counted, f32, jit
 from elbowroom.kernels.numba.launch import array, parallel, words
@@ -41,6 +43,31 @@ def channels(
 def mask_array(bits: Tensor | None) -> np.ndarray[Any, Any]:
     """The bits, or an empty array for no mask."""
     return _NO_BITS if bits is None else array(bits)
+
+
+def at_channels(
+    scale: Tensor | None, shift: Tensor | None, inner: int, n: int
+) -> tuple[int, int, int, int, int, int]:
+    """`channels` by addresses, as `rows_at` takes them: scale, shift, R, C; inner, n of a row."""
+    if scale is None or shift is None:
+        return 0, 0, 0, 0, 1, 1
+    columns = scale.shape[-1]
+    rows = scale.numel() // columns
+    return scale.data_ptr(), shift.data_ptr(), rows, columns, inner, max(n // rows, 1)
+
+
+def has_addresses(scale: Tensor | None, shift: Tensor | None) -> bool:
+    """Whether an affine, if there is one, is float32 and lies in order, so that addresses do."""
+    if scale is None or shift is None:
+        return True
+    in_order = scale.is_contiguous() and shift.is_contiguous()
+    return in_order and scale.dtype is shift.dtype is torch.float32
+
+
+@counted
+def rows_at(address, R, C):
+    """The float32 matrix [R, C] at an address."""
+    return array_at(address, R * C, f32).reshape(R, C)
 
 
 @jit

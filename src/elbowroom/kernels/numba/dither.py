@@ -5,11 +5,27 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels import outputs
-from elbowroom.kernels.numba.affine import channels, map_restored, mapped, mask_array
+from elbowroom.kernels.numba.addresses import array_at
+from elbowroom.kernels.numba.affine import (
+    at_channels,
+    channels,
+    has_addresses,
+    map_restored,
+    mapped,
+    mask_array,
+    rows_at,
+)
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
-from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8
+from elbowroom.kernels.numba.compiled import CHUNK, TILE, counted, f32, i32, jit, u8, u32
 from elbowroom.kernels.numba.grids import dequantize, extremes, finite, quantize
-from elbowroom.kernels.numba.launch import array, parallel, patterns, split_seed, words
+from elbowroom.kernels.numba.launch import (
+    array,
+    parallel,
+    patterns,
+    runs_serially,
+    split_seed,
+    words,
+)
 from elbowroom.kernels.numba.noise import draw, tile_key
 from elbowroom.kernels.numba.rounding import (
     BOTTOM,
@@ -35,6 +51,11 @@ def dither_quantize(
     inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     codes, ranges, bounds = outputs.dither(x, levels, group_size)
+    if runs_serially(x.numel()) and has_addresses(scale, shift):
+        by_address = at_channels(scale, shift, inner, x.numel())
+        there = codes.data_ptr(), codes.numel(), ranges.data_ptr(), bounds.data_ptr()
+        _quantize_at(*words(x), *by_address, seed, levels, group_size, *there)
+        return codes, ranges, bounds
     out = array(codes), array(ranges), patterns(bounds)
     by = channels(scale, shift, inner, x.numel())
     _quantize(*words(x), *by, *split_seed(seed), levels, group_size, *out)
@@ -55,6 +76,13 @@ def dither_dequantize(
     mask: Tensor | None = None,
     first: int = 0,
 ) -> None:
+    if runs_serially(out.numel()) and has_addresses(scale, shift):
+        there = codes.data_ptr(), codes.numel(), ranges.data_ptr(), ranges.shape[0]
+        by_address = at_channels(scale, shift, inner, first * TILE + out.numel())
+        bits = (0, 0) if mask is None else (mask.data_ptr(), mask.numel())
+        coded = bounds.data_ptr(), bounds.shape[0], seed, levels, group_size
+        _dequantize_at(*there, *coded, *by_address, *bits, *words(out), first)
+        return
     source = array(codes), array(ranges), patterns(bounds)
     settings = *split_seed(seed), levels, group_size
     by = *channels(scale, shift, inner, first * TILE + out.numel()), mask_array(mask)
@@ -144,3 +172,43 @@ def _dequantize(
             dequantize(b_code, b_u, S, b_low, b_step, y)
             map_restored(y, i_w * TILE, scale, shift, runs, mask, b_flag)
             from_restored(y, kind, out[start : start + n])
+
+
+_quantize_serial, _dequantize_serial = _quantize.serial, _dequantize.serial
+
+
+@counted
+def bounds_at(address, T):
+    """The bf16 bounds [T, 2] of as many tiles, at an address."""
+    return array_at(address, 2 * T, np.int16).reshape(T, 2)
+
+
+@counted
+def _quantize_at(
+    x, kind, scale, shift, R, C, inner, row, seed, levels, S, codes, nbytes, ranges, bounds
+):  # fmt: skip
+    """The serial loop, with all but x by addresses: an array argument costs 1 us a call."""
+    N = x.shape[0]
+    G, T = (N + S - 1) // S, (N + TILE - 1) // TILE
+    by = rows_at(scale, R, C), rows_at(shift, R, C), (inner, row)
+    there = (
+        array_at(ranges, 2 * G, u8).reshape(G, 2),
+        array_at(bounds, 2 * T, np.int16).reshape(T, 2),
+    )
+    low, high = u32(seed & 0xFFFFFFFF), u32((seed >> 32) & 0xFFFFFFFF)
+    _quantize_serial(x, kind, *by, low, high, levels, S, array_at(codes, nbytes, u8), *there)
+
+
+@counted
+def _dequantize_at(
+    codes, nbytes, ranges, G, bounds, T, seed, levels, S, scale, shift, R, C, inner, row, mask,
+    mask_nbytes, out, kind, first,
+):  # fmt: skip
+    there = (
+        array_at(ranges, 2 * G, u8).reshape(G, 2),
+        array_at(bounds, 2 * T, np.int16).reshape(T, 2),
+    )
+    by = rows_at(scale, R, C), rows_at(shift, R, C), (inner, row), array_at(mask, mask_nbytes, u8)
+    low, high = u32(seed & 0xFFFFFFFF), u32((seed >> 32) & 0xFFFFFFFF)
+    source = array_at(codes, nbytes, u8)
+    _dequantize_serial(source, *there, low, high, levels, S, *by, out, kind, first)

@@ -69,8 +69,11 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def parallel(loop: Callable[..., Any]) -> Callable[..., None]:
-    """Compile `loop` (it uses prange) twice, parallel and serial, and choose at each call."""
+def parallel(loop: Callable[..., Any]) -> Any:
+    """Compile `loop` (it uses prange) twice, parallel and serial, and choose at each call.
+
+    What is returned has the serial one as `serial`, for compiled code that makes its arrays.
+    """
     options: dict[str, Any] = {"error_model": "numpy", "cache": True, "nogil": True}
     threaded = numba.njit(parallel=True, **options)(loop)
     serial = numba.njit(parallel=False, **options)(_renamed(loop))
@@ -89,7 +92,13 @@ def parallel(loop: Callable[..., Any]) -> Callable[..., None]:
         else:
             _launch_locked(threaded, args)
 
+    launch.serial = serial  # type: ignore[attr-defined]
     return launch
+
+
+def runs_serially(size: int) -> bool:
+    """Whether a loop over so many elements runs on this thread alone."""
+    return size <= SERIAL or torch.get_num_threads() == 1 or _forked
 
 
 def _is_small(args: tuple[Any, ...]) -> bool:

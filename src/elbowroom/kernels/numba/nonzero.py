@@ -12,11 +12,15 @@ from torch import Tensor
 
 from elbowroom.kernels import outputs
 from elbowroom.kernels.layout import check_payload, nonzero_tile_nbytes, tiles
+from elbowroom.kernels.numba.addresses import array_at
 from elbowroom.kernels.numba.affine import (
+    at_channels,
     blank_unset,
     channels,
+    has_addresses,
     mapped,
     mask_array,
+    rows_at,
     scale_tile,
 )
 from elbowroom.kernels.numba.bits import (
@@ -30,12 +34,30 @@ from elbowroom.kernels.numba.bits import (
     unpack_flags,
 )
 from elbowroom.kernels.numba.codes import SLACK, codes_nbytes, pack, unpack
-from elbowroom.kernels.numba.compiled import CHUNK, TILE, f32, i32, jit, u8, u16, u64
+from elbowroom.kernels.numba.compiled import (
+    CHUNK,
+    TILE,
+    counted,
+    f32,
+    i32,
+    jit,
+    u8,
+    u16,
+    u32,
+    u64,
+)
 from elbowroom.kernels.numba.compress import HAS, WIDTH, compress, nonzeros
 from elbowroom.kernels.numba.compress import expand as spread
-from elbowroom.kernels.numba.dither import grid, ranges_of
+from elbowroom.kernels.numba.dither import bounds_at, grid, ranges_of
 from elbowroom.kernels.numba.grids import dequantize, extremes, quantize
-from elbowroom.kernels.numba.launch import array, parallel, patterns, split_seed, words
+from elbowroom.kernels.numba.launch import (
+    array,
+    parallel,
+    patterns,
+    runs_serially,
+    split_seed,
+    words,
+)
 from elbowroom.kernels.numba.noise import draw, tile_key
 from elbowroom.kernels.numba.rounding import TOP, from_restored, target, to_float
 from elbowroom.kernels.reference.spill import unite
@@ -50,6 +72,8 @@ def nonzero_quantize(
     shift: Tensor | None = None,
     inner: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if runs_serially(x.numel()) and has_addresses(scale, shift):
+        return _quantized_serially(x, seed, levels, group_size, scale, shift, inner)
     by = channels(scale, shift, inner, x.numel())
     bits = pack_bits(x) if scale is None else _mapped_bits(x, by)
     starts = _starts(bits, x.numel(), levels, group_size)
@@ -75,6 +99,17 @@ def nonzero_dequantize(
     spill: Tensor | None = None,
 ) -> None:
     n = first * TILE + out.numel()
+    if spill is None and runs_serially(out.numel()) and has_addresses(scale, shift):
+        there = bits.data_ptr(), -(-n // 8)
+        nbytes = _payload_nbytes(*there, levels, group_size)
+        check_payload(payload, nbytes, goes_on=8 * bits.numel() >= n + 8)
+        buffers = *there, payload.data_ptr(), nbytes, bounds.data_ptr(), bounds.shape[0]
+        of_mask = (0, 0) if mask is None else (mask.data_ptr(), mask.numel())
+        by_address = *at_channels(scale, shift, inner, n), *of_mask
+        smallest = max(2.0**-126, torch.finfo(out.dtype).tiny)
+        coded = *buffers, seed, levels, group_size, smallest
+        _dequantize_at(*coded, *by_address, *words(out), first)
+        return
     starts = _starts(bits[: -(-n // 8)], n, levels, group_size)
     if spill is not None:
         most = nonzero_tile_nbytes(levels, group_size)
@@ -85,6 +120,26 @@ def nonzero_dequantize(
     settings = *split_seed(seed), levels, group_size, tiniest
     by = *channels(scale, shift, inner, n), mask_array(mask)
     _dequantize(*source, *settings, *by, *words(out), first)
+
+
+def _quantized_serially(
+    x: Tensor,
+    seed: int,
+    levels: int,
+    group_size: int,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    inner: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    by = channels(scale, shift, inner, x.numel())
+    bits = pack_bits(x) if scale is None else _mapped_bits(x, by)
+    there = bits.data_ptr(), bits.numel()
+    payload = outputs.bytes_of(x, _payload_nbytes(*there, levels, group_size))
+    bounds = outputs.bounds(x)
+    buffers = *there, payload.data_ptr(), payload.numel(), bounds.data_ptr()
+    by_address = at_channels(scale, shift, inner, x.numel())
+    _quantize_at(*words(x), *by_address, seed, levels, group_size, *buffers)
+    return bits, payload, bounds
 
 
 def _mapped_bits(x: Tensor, by: tuple[Any, Any, tuple[int, int]]) -> Tensor:
@@ -107,6 +162,23 @@ def _sizes(counts, levels, S, starts):
     for i_t in range(counts.shape[0]):
         n = counts[i_t]
         starts[i_t + 1] = starts[i_t] + 2 * ((n + S - 1) // S) + codes_nbytes(levels, n)
+
+
+@counted
+def _starts_of(bits, levels, S):
+    """`_starts` of the bits of all elements up to the last byte."""
+    T = (bits.shape[0] + TILE // 8 - 1) // (TILE // 8)
+    counts, starts = np.empty(T, np.int64), np.zeros(T + 1, np.int64)
+    for i_t in range(T):
+        counts[i_t] = count(bits[i_t * (TILE // 8) : (i_t + 1) * (TILE // 8)])
+    _sizes(counts, levels, S, starts)
+    return starts
+
+
+@counted
+def _payload_nbytes(bits, nbytes, levels, S):
+    """How long the payload of a bitmap is, which is given by its address."""
+    return _starts_of(array_at(bits, nbytes, u8), levels, S)[-1]
 
 
 @jit
@@ -268,3 +340,34 @@ def _dequantize(
             lift(values, tiniest, b_flag)
             blank_unset(values, start, mask, b_flag)
             from_restored(values, kind, out[first:last])
+
+
+_quantize_serial, _dequantize_serial = _quantize.serial, _dequantize.serial
+
+
+@counted
+def _quantize_at(
+    x, kind, scale, shift, R, C, inner, row, seed, levels, S, bits, bits_nbytes, payload, nbytes,
+    bounds,
+):  # fmt: skip
+    """The serial loop, with all but x by addresses: an array argument costs 1 us a call."""
+    T = (x.shape[0] + TILE - 1) // TILE
+    starts = _starts_of(array_at(bits, bits_nbytes, u8), levels, S)
+    by = rows_at(scale, R, C), rows_at(shift, R, C), (inner, row)
+    low, high = u32(seed & 0xFFFFFFFF), u32((seed >> 32) & 0xFFFFFFFF)
+    out = array_at(payload, nbytes, u8), bounds_at(bounds, T)
+    _quantize_serial(x, kind, *by, low, high, levels, S, starts, *out)
+
+
+@counted
+def _dequantize_at(
+    bits, bits_nbytes, payload, nbytes, bounds, T, seed, levels, S, tiniest, scale, shift, R, C,
+    inner, row, mask, mask_nbytes, out, kind, first,
+):  # fmt: skip
+    flags = array_at(bits, bits_nbytes, u8)
+    source = array_at(payload, nbytes, u8), bounds_at(bounds, T)
+    by = rows_at(scale, R, C), rows_at(shift, R, C), (inner, row), array_at(mask, mask_nbytes, u8)
+    low, high = u32(seed & 0xFFFFFFFF), u32((seed >> 32) & 0xFFFFFFFF)
+    settings = low, high, levels, S, f32(tiniest)
+    starts = _starts_of(flags, levels, S)
+    _dequantize_serial(flags, starts, *source, *settings, *by, out, kind, first)

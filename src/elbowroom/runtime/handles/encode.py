@@ -32,6 +32,7 @@ class EncodeHandle:
         "_restored",
         "_version",
         "_witness",
+        "bitmap",
         "on_outlived",
     )
 
@@ -42,8 +43,12 @@ class EncodeHandle:
         on_outlived: Callable[[], None] | None = None,
         normal: Normalized | None = None,
     ) -> None:
-        """normal: what the code stands for, if that is not base itself."""
+        """normal: what the code stands for, if that is not base itself.
+
+        bitmap: the bits of what is not zero, where the code holds them
+        """
         self._encoded = encoded
+        self.bitmap = encoded.bitmap
         self._normal = normal
         self._offset = base.storage_offset()
         self._original = WeakStorage(base)
@@ -73,11 +78,6 @@ class EncodeHandle:
     def codec(self) -> Codec:
         """What made the code."""
         return self._encoded.codec
-
-    @property
-    def bitmap(self) -> Tensor | None:
-        """The bits of what is not zero, where the code holds them."""
-        return self._encoded.bitmap
 
     @property
     def mask(self) -> Tensor | None:

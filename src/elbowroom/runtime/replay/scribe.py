@@ -442,7 +442,19 @@ class _Writer:
         for _, one, deed in found:
             self._check_order(one.op, deed)
         found.sort(key=lambda each: each[0])
-        return [(one, deed) for _, one, deed in found]
+        read = {number for _, _, deed in found for number in _read_bits(deed)}
+        return [(one, deed) for _, one, deed in found if not self._is_needless(one, deed, read)]
+
+    def _is_needless(self, one: _Done, deed: Deed, read: set[int]) -> bool:
+        """Return whether bits are taken of a tensor whose code will have them.
+
+        The tensor is kept until then, which takes no memory: the op that has it encoded reads it.
+        read: slots whose bits others take
+        """
+        slot = self._slots[deed.slot]
+        is_brought = slot.bits is not None and slot.bits is getattr(slot.value, "bitmap", None)
+        at_first = one.when == _AT_SAVE and self._first.get(id(slot)) == (one.op, one.save)
+        return bool(deed.bits) and is_brought and at_first and deed.slot not in read
 
     def _check_order(self, at: int, deed: Deed) -> None:
         """Raise Unwritable where op `at` makes something of what is saved later.
@@ -740,6 +752,15 @@ class _Writer:
         )
 
 
+def _read_bits(deed: Deed) -> Iterator[int]:
+    """Numbers of the slots whose bits a deed takes."""
+    yield deed.mask
+    remade: int | Remade | None = deed.remade
+    while isinstance(remade, Remade):
+        yield remade.bits
+        remade = remade.source
+
+
 def _view_of(held: Any) -> View | None:
     if isinstance(held, Deferred):
         held = held.held
@@ -747,7 +768,7 @@ def _view_of(held: Any) -> View | None:
 
 
 def _like(x: Tensor) -> Like:
-    return Like(type(x), x.dtype, x.device, x.requires_grad, Geometry.of(x))
+    return Like(type(x), (x.dtype, x.device, x.requires_grad, x.layout), Geometry.of(x))
 
 
 def _made_of(each: list[Any], x: Any) -> Any:
