@@ -29,11 +29,8 @@ CHANGES: dict[str, Change] = {
     "norms": lambda net: er.convert(net),
     "activations": lambda net: er.convert(net, norms=False, activations=True),
     "norms, activations": lambda net: er.convert(net, activations=True),
+    "fp8, linear layers": lambda net: er.nn.fp8(net, flow=False),
     "fp8": lambda net: er.nn.fp8(net),
-    "fp8, activations": lambda net: (
-        er.nn.fp8(net),
-        er.convert(net, norms=False, activations=True),
-    ),
 }
 
 
