@@ -17,7 +17,6 @@ Products are emulated where the device has no FP8: no time is measured.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -123,7 +122,8 @@ def main() -> None:
             runs[key] = trained(Run(training, nullcontext, options.steps, seed))
             tell(f"{key}: held-out {runs[key]['held_out']:.4f}")
             write_json(path, result(runs, saved, settings, known))
-    show(json.loads(path.read_text()))
+    write_json(path, made := result(runs, saved, settings, known))
+    show(made)
 
 
 def _options() -> argparse.Namespace:
