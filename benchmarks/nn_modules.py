@@ -4,9 +4,8 @@
 
 The second of three blocks with torch's RMSNorm and nn.SiLU, in bf16, converted in place: bytes that
 are saved (U = batch x sequence x hidden x 2 bytes), counted by a context that keeps everything;
-gErr2 of all gradients against plain bf16. FP8 products are emulated where the device has none. Then
-a head with its loss: the allocator's peak of forward and backward, plain and chunked, fp32. No
-time is measured.
+gErr2 of all gradients against plain bf16 (FP8: `fp8_flow.py`). Then a head with its loss: the
+allocator's peak of forward and backward, plain and chunked, fp32. No time is measured.
 """
 
 from collections.abc import Callable
@@ -29,11 +28,6 @@ CHANGES: dict[str, Change] = {
     "norms": lambda net: er.convert(net),
     "activations": lambda net: er.convert(net, norms=False, activations=True),
     "norms, activations": lambda net: er.convert(net, activations=True),
-    "fp8": lambda net: er.nn.fp8(net),
-    "fp8, activations": lambda net: (
-        er.nn.fp8(net),
-        er.convert(net, norms=False, activations=True),
-    ),
 }
 
 

@@ -22,6 +22,7 @@ _FIRST = (
     "noise",
     "coat_block",
     "nn_modules",
+    "fp8-flow",
     "end-to-end",
     "public-models",
     "rate-distortion",
@@ -60,6 +61,7 @@ _EXPECTED = {
     "small-parameters": "small_parameters",
     "running-states": "running_states",
     "loss-curves": "loss_curves",
+    "fp8-flow": "fp8_flow",
     "kernels": "kernels",
 }
 _INTRO = """# Measured

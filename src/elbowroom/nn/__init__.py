@@ -4,8 +4,11 @@
     norms                  LayerNorm, RMSNorm that save their output, as the next layer does
     activations            GELU and SiLU that save two bits an element
     dropout                dropout that saves a seed
-    fp8                    linear layers that compute in 8-bit floats and save their input in them
+    fp8                    layers that compute in 8-bit floats and save what they read in them
     convert, swap          put these in place of torch's in a model, and torch's back
+
+FP8 is six files: _scaled (codes and products), _flow (nodes that save codes), _attention (one more
+of them), _probe (what a module computes), _behaviors and _derived (what is put in front of it).
 
 What they save is opaque to `er.saving` (codes are never encoded twice), except a norm's output,
 which is one storage with what the next layer saves, and so is kept exactly. None can be
