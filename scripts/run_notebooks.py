@@ -3,7 +3,7 @@
     pip install -e '.[notebooks]'
     python scripts/run_notebooks.py [--check] [NAME ...]
 
---check writes nothing: it fails if a notebook raises, or if what it prints of "same ..." has changed.
+--check writes nothing. It fails if a notebook raises, or if a line "same ...:" has changed.
 """
 
 import argparse
