@@ -3,7 +3,7 @@
     pip install -e '.[notebooks]'
     python scripts/run_notebooks.py [--check] [NAME ...]
 
---check writes nothing: it fails if a notebook raises, or prints another `same ...:` line than before.
+--check writes nothing. It fails if a notebook raises, or if a line "same ...:" has changed.
 """
 
 import argparse
@@ -53,4 +53,5 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*")
     asked = parser.parse_args()
     paths = [p for p in sorted(FOLDER.glob("*.ipynb")) if not asked.names or p.stem in asked.names]
-    sys.exit(not all([run(path, asked.check) for path in paths]))
+    results = [run(path, asked.check) for path in paths]  # all of them, also after a failure
+    sys.exit(not all(results))
