@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import elbowroom as er
 from elbowroom.errors import PlanError
 from elbowroom.plan.allocation import Option, cheapest, quietest
-from elbowroom.plan.rungs import rungs_of
+from elbowroom.plan.rungs import ladder_of, rungs_of
 
 options = st.lists(
     st.builds(Option, st.integers(1, 40).map(float), st.integers(0, 40).map(float)),
@@ -76,6 +76,24 @@ def test_ladders_hold_the_codec_and_run_from_mild_to_lean(name):
     if name != "comet":  # its size depends on the data
         sizes = [rung.encoded_nbytes((4, 8, 56, 56), er.codec("cast").dtypes[0]) for rung in ladder]
         assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("group", {"bits": 7}),
+        ("dither", {"levels": 5}),
+        ("fdsr", {"bands": "6/3/0", "min_numel": 0}),
+        ("fdsr", {"bands": "6/3/1.6/0"}),
+    ],
+)
+def test_a_setting_between_two_rungs_stands_between_them(name, fields):
+    """At the front, where it seems the mildest, no alarm of a guard could help it."""
+    codec = er.codec(name, **fields)
+    ladder = ladder_of(codec)
+    sizes = [rung.encoded_nbytes((4, 8, 56, 56), er.codec("cast").dtypes[0]) for rung in ladder]
+    assert ladder.index(codec) > 0
+    assert sizes == sorted(sizes, reverse=True)
 
 
 def test_a_codec_with_one_setting_has_no_ladder():

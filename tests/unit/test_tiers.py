@@ -15,7 +15,7 @@ from elbowroom.runtime.handles import KeepHandle, OffloadHandle, offload
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.perform import perform
 from elbowroom.runtime.slot import CountedSlot
-from elbowroom.runtime.tiers import FileTier, HostTier, StagedTier, unlinked
+from elbowroom.runtime.tiers import CLOCK, FileTier, HostTier, StagedTier, Traffic, unlinked
 from elbowroom.runtime.tiers.extents import PAGE, Extents
 from elbowroom.runtime.tiers.slabs import Slabs
 from elbowroom.runtime.tiers.window import Window
@@ -388,3 +388,26 @@ def test_on_a_gpu_several_steps_change_no_bit(kind):
         got = grads(saved)
         assert all(torch.equal(a, b) for a, b in zip(got, exact, strict=True))
         assert saved.ledger.away_nbytes > 0
+
+
+# --- How much of the moving is hidden
+
+
+def test_the_share_of_the_moving_that_nobody_waits_for():
+    assert Traffic().hidden_fraction is None
+    assert Traffic(10, 2.0, 0.5).hidden_fraction == 0.75
+    assert Traffic(10, 2.0, 3.0).hidden_fraction == 0.0  # waits of several threads
+    assert Traffic(30, 2.5, 1.0) - Traffic(10, 0.5, 0.5) == Traffic(20, 2.0, 0.5)
+
+
+def test_a_file_tier_counts_what_it_moves_and_who_waits(tmp_path):
+    tier, before = FileTier(str(tmp_path)), CLOCK.now()
+    ticket = tier.put(torch.arange(1 << 20, dtype=torch.uint8))
+    tier.flush()
+    into = torch.empty(1 << 20, dtype=torch.uint8)
+    ticket.fetch(into).wait()
+    traffic = CLOCK.now() - before
+    assert traffic.nbytes == 2 << 20
+    assert traffic.moved_s > 0
+    assert traffic.waited_s > 0
+    ticket.drop()

@@ -21,7 +21,7 @@ from elbowroom.measure.noise import HeldNoise, NoiseTable, Trial
 from elbowroom.plan import Action, Lossy, Site, SiteName
 from elbowroom.plan.allocation import Option
 from elbowroom.plan.gentle import gentle
-from elbowroom.plan.rungs import rungs_of
+from elbowroom.plan.rungs import ladder_of
 from elbowroom.runtime.observer import Watch
 
 
@@ -40,8 +40,7 @@ class Adaptive(ABC):
     def __init__(self, codec: Codec, *, rebuild: bool = True, every: int = 50) -> None:
         if type(every) is not int or every < 1:
             raise UnknownField(f"every={every!r} is not possible; it is an int of 1 or more: steps")
-        ladder = rungs_of(codec)
-        self.ladder = ladder if codec in ladder else (codec, *ladder)
+        self.ladder = ladder_of(codec)
         self.start = self.ladder.index(codec)
         self.rebuild = rebuild
         self.rungs: dict[SiteName, int] = {}

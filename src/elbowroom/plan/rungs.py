@@ -6,6 +6,7 @@ from typing import Any
 
 from elbowroom.codecs import Codec, Comet, Dither, Division, Fdsr, Group
 from elbowroom.codecs.fdsr import RUNGS
+from elbowroom.codecs.quality import MAPS
 from elbowroom.errors import PlanError
 
 _LESS_THAN_BIASED = 6  # of RUNGS, the first unbiased one of less error than all biased ones
@@ -15,7 +16,11 @@ _OF: dict[type[Codec], Callable[[Any], tuple[Codec, ...]]] = {
     Group: lambda c: tuple(replace(c, bits=bits) for bits in (8, 6, 5, 4, 3, 2, 1)),
     Division: lambda c: tuple(replace(c, bits=bits) for bits in (8, 6, 4, 3, 2, 1)),
     Comet: lambda c: tuple(replace(c, bound=c.bound * 2.0**k) for k in range(-6, 5)),
-    Fdsr: lambda c: tuple(rung for rung in reversed(RUNGS) if _is_step(rung, c)),
+    Fdsr: lambda c: tuple(
+        replace(rung, block=c.block, min_numel=c.min_numel)
+        for rung in reversed(RUNGS)
+        if _is_step(rung, c)
+    ),
 }
 
 
@@ -31,6 +36,23 @@ def rungs_of(codec: Codec) -> tuple[Codec, ...]:
             f"codec '{codec.id}' has no ladder of settings to move along; these have: {known}"
         )
     return settings(codec)
+
+
+def ladder_of(codec: Codec) -> tuple[Codec, ...]:
+    """`rungs_of` with the codec itself among them, by its size.
+
+    Raises PlanError for a codec that has only one setting.
+    """
+    rungs = rungs_of(codec)
+    if codec in rungs:
+        return rungs
+    own = _nbytes(codec)
+    milder = sum(_nbytes(rung) >= own for rung in rungs)
+    return (*rungs[:milder], codec, *rungs[milder:])
+
+
+def _nbytes(codec: Codec) -> int:
+    return codec.encoded_nbytes(MAPS, codec.dtypes[0])
 
 
 def _is_step(rung: Fdsr, codec: Fdsr) -> bool:

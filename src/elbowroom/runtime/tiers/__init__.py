@@ -9,6 +9,7 @@ slabs      pinned host memory, in large pieces
 unlinked   a file that leaves nothing behind, and memory as the buffer of a system call
 file       FileTier: memory -> file
 host       HostTier: device -> host memory
+traffic    how much of the moving is hidden behind computing
 staged     StagedTier: device -> host memory -> file
 choose     which tier serves a tensor
 """
@@ -20,3 +21,5 @@ from elbowroom.runtime.tiers.choose import tier_for as tier_for
 from elbowroom.runtime.tiers.file import FileTier as FileTier
 from elbowroom.runtime.tiers.host import HostTier as HostTier
 from elbowroom.runtime.tiers.staged import StagedTier as StagedTier
+from elbowroom.runtime.tiers.traffic import CLOCK as CLOCK
+from elbowroom.runtime.tiers.traffic import Traffic as Traffic

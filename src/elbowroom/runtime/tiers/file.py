@@ -31,6 +31,7 @@ from torch import Tensor
 from elbowroom.errors import PlanError
 from elbowroom.runtime.tiers import unlinked
 from elbowroom.runtime.tiers.extents import Extents
+from elbowroom.runtime.tiers.traffic import CLOCK
 from elbowroom.runtime.tiers.window import Window
 from elbowroom.runtime.tiers.workers import WORKERS
 from elbowroom.units import show_nbytes
@@ -81,7 +82,8 @@ class FileTier:
         WORKERS.start()
         nbytes = flat.numel()
         self._let_go()
-        self.window.enter(nbytes)
+        with CLOCK.waiting():
+            self.window.enter(nbytes)
         self._let_go()
         with self._lock:
             offset = self._extents.take(nbytes)
@@ -173,7 +175,8 @@ class FileTicket:
         try:
             if before is not None:
                 before()
-            self._checksum = unlinked.write(self._tier.descriptor, self.source, self._offset)
+            with CLOCK.moving(self._nbytes):
+                self._checksum = unlinked.write(self._tier.descriptor, self.source, self._offset)
         except Exception as error:  # whatever it is: nobody else would hear of it
             self._tier.failed(error, self._nbytes)
             self._free()
@@ -225,7 +228,9 @@ class FileTicket:
             self._tier.give_back(self._offset, self._nbytes)
 
     def _read(self, into: Tensor) -> None:
-        if unlinked.read(self._tier.descriptor, into, self._offset) != self._checksum:
+        with CLOCK.moving(self._nbytes):
+            found = unlinked.read(self._tier.descriptor, into, self._offset)
+        if found != self._checksum:
             raise OSError("the checksum differs: what lies in the file is not what was written")
 
 
@@ -250,7 +255,8 @@ class Reading:
         if self._pid != os.getpid():
             self._read()  # rule 4: the worker that would have done it is the parent's
             return
-        self._done.wait()
+        with CLOCK.waiting():
+            self._done.wait()
         if self._error is not None:
             raise self._error
 
