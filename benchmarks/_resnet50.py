@@ -39,16 +39,18 @@ def resnet101() -> nn.Sequential:
     return resnet50(depths=(3, 4, 23, 3))
 
 
-def resnet50(classes: int = 1000, depths: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Sequential:
-    """3, 4, 6 and 3 bottlenecks of width 64, 128, 256 and 512."""
+def resnet50(
+    classes: int = 1000, depths: tuple[int, ...] = (3, 4, 6, 3), first: int = 64
+) -> nn.Sequential:
+    """3, 4, 6 and 3 bottlenecks of width 64, 128, 256 and 512; first: another width than 64."""
     blocks: list[nn.Module] = []
-    inputs = 64
+    inputs = first
     for stage, count in enumerate(depths):
-        width = 64 << stage
+        width = first << stage
         for i in range(count):
             blocks.append(Bottleneck(inputs, width, 2 if stage and i == 0 else 1))
             inputs = 4 * width
-    stem = (_conv_norm(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+    stem = (_conv_norm(3, first, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
     return nn.Sequential(
         *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)
     )

@@ -23,14 +23,13 @@ from elbowroom.plan.problem import (
     levels,
     recomputed_items,
 )
-from elbowroom.plan.solve import SOLVERS, solve
+from elbowroom.plan.solve import BASELINES, SOLVERS, solve
 from elbowroom.plan.solve.limits import Limits, fits, obeys, peak
 from elbowroom.plan.solve.milp import GAP
 from elbowroom.plan.solve.model import Model
 from elbowroom.plan.solve.partial import PartialSolution
 from elbowroom.plan.solve.rounding import NEAR
 
-BASELINES = ("uniform", "delta", "dtr", "capuchin")  # they give what they have
 PROVING = tuple(name for name in SOLVERS if name not in BASELINES)
 FORWARD, MOMENTS = 5, 12
 MB = 1 << 20
@@ -394,9 +393,7 @@ def test_a_draft_knows_what_a_move_does() -> None:
             i, r = random.randrange(len(problem.items)), len(problem.regions)
             move = draft.hold(i, random.randrange(len(problem.items[i].options)))
             if r and random.random() < 0.5:
-                turn = random.choice(
-                    [draft.recompute, draft.recompute_from_codes, draft.run_once]
-                )
+                turn = random.choice([draft.recompute, draft.recompute_from_codes, draft.run_once])
                 move = turn(random.randrange(r))
             options = list(draft.choice.options)
             for j, option in move.options.items():

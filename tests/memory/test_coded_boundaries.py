@@ -1,7 +1,5 @@
 """Modules that a plan runs again from codes of their inputs."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,8 @@ from elbowroom.runtime.hooks import Saving
 
 WIDTH, ROWS, DEPTH = 32, 512, 12
 MIN_NBYTES = 1024
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Block(nn.Module):
@@ -73,19 +73,12 @@ def plan_of(levels: int | None, names: list[str]) -> Plan:
     )
 
 
-@pytest.fixture(autouse=True)
-def _one(one_thread: None) -> Iterator[None]:
-    yield
-
-
 def run(model: nn.Module, plan: Plan, seed: int = 0) -> tuple[Tensor, Tensor, int]:
     """The loss, the gradient, and the bytes that were held before backward."""
     model.zero_grad(set_to_none=True)
     context = Context(learns=False)
     context.seed = seed
-    with Saving(
-        plan, min_nbytes=MIN_NBYTES, context=context, recompute=plan.recompute
-    ) as saving:
+    with Saving(plan, min_nbytes=MIN_NBYTES, context=context, recompute=plan.recompute) as saving:
         loss = model(batch()).square().mean()
     held = saving.ledger.after_nbytes
     loss.backward()
@@ -146,8 +139,6 @@ def test_a_profile_knows_what_chooses() -> None:
 def test_other_policies_leave_inputs_as_they_are() -> None:
     """Only a plan says that a module may start from a code."""
     model = network()
-    _, exact, _ = run(model, plan_of(None, BLOCKS))
-    model.zero_grad(set_to_none=True)
     with Saving(
         Lossy(Dither(levels=64)),
         min_nbytes=MIN_NBYTES,
@@ -161,11 +152,10 @@ def test_other_policies_leave_inputs_as_they_are() -> None:
     loss = model[1:-1](model[0](batch()))
     loss.backward(torch.ones_like(loss))
     assert torch.equal(coded, gradient(model[1:-1]))
-    assert exact.numel()
 
 
 def test_plans_start_modules_from_codes_where_room_is_short() -> None:
-    """Below the least peak of exact boundaries, at a noise that is what was predicted."""
+    """They are taken for all that their modules save, and what the plan says is so."""
     model = network(Three, depth=30)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     generator = torch.Generator().manual_seed(2)
@@ -176,9 +166,7 @@ def test_plans_start_modules_from_codes_where_room_is_short() -> None:
         (model(x) - x[:, :4].sin()).square().mean().backward()
 
     profile = er.measure(step, noise=True, min_nbytes=MIN_NBYTES)
-    with pytest.raises(er.errors.BudgetTooSmall) as refused:
-        er.plan(profile, budget=1, exact=False)
-    plan = er.plan(profile, budget=refused.value.least_nbytes, exact=False)
+    plan = er.plan(profile, budget=int(0.14 * plain_peak(profile)), exact=False, noise=0.1)
     coded = [line for line in plan.lines if line.action == RECOMPUTE and line.error > 0]
     assert coded, plan.explain()
     assert "runs again from a code" in coded[0].why
@@ -187,4 +175,4 @@ def test_plans_start_modules_from_codes_where_room_is_short() -> None:
     _, exact, _ = run(model, plan_of(None, []))
     errors = [(run(model, plan, seed)[1] - exact).square().sum() for seed in range(4)]
     assert not plan.strangers
-    assert sum(errors) > 0
+    assert 0 < sum(errors) / len(errors) < 0.1 * exact.square().sum()

@@ -22,7 +22,7 @@ from elbowroom.plan.problem import (
 )
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
-from elbowroom.plan.solve import solve
+from elbowroom.plan.solve import BASELINES, solve
 from elbowroom.units import show_nbytes
 
 LOSSY_HELPS = "allow lossy codes with exact=None"
@@ -78,7 +78,19 @@ def make_plan(
             posed, found = freely, other
     if not found.feasible:
         ways = (lossy_helps,) if exact else ()
-        raise _refusal(profile, posed, found, budget, margin, ways, noise=noise, least_is=least_is)
+        if solver in BASELINES:
+            ways = (f"leave out solver='{solver}', with which more is needed", *ways)
+        raise _refusal(
+            profile,
+            posed,
+            found,
+            budget,
+            margin,
+            ways,
+            exact=bool(exact),
+            noise=noise,
+            least_is=least_is,
+        )
     return _plan(profile, posed, found, allowed + in_flight, in_flight)
 
 
@@ -96,6 +108,7 @@ def _refusal(
     margin: int,
     more_ways: tuple[str, ...],
     *,
+    exact: bool,
     noise: float | None,
     least_is: str,
 ) -> BudgetTooSmall:
@@ -111,7 +124,7 @@ def _refusal(
         "saved for backward": saved,
     }
     within, ways = "", [*more_ways, "halve the batch"]
-    allows_codes = noise is not None and not more_ways
+    allows_codes = noise is not None and not exact
     if allows_codes and solve(posed.problem, budget - margin).peak < found.peak:
         within = f" with noise={noise:g}"
         ways.insert(0, "allow more noise")

@@ -163,7 +163,9 @@ def option(profile: Profile, storage: Storage, rung: Rung, *, as_written: bool =
         ahead=_AHEAD if held.link else 0,
         values=held.value == "exact" and not held.rebuilt,
         direct=tuple((at, _taken(profile, storage, at, reads)) for at, reads in direct.items()),
-        levels=_levels(held.codec, storage.saves[0].site) if held.value == "lossy" and held.codec else 0.0,
+        levels=_levels(held.codec, storage.saves[0].site)
+        if held.value == "lossy" and held.codec
+        else 0.0,
     )
 
 

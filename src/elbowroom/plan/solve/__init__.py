@@ -42,6 +42,8 @@ SOLVERS: dict[str, Solver] = {
     "capuchin": capuchin,
 }
 
+BASELINES = ("uniform", "delta", "dtr", "capuchin")  # they give what they have
+
 
 def solve(
     problem: Problem,
