@@ -236,6 +236,31 @@ def test_under_autocast(uncompiled) -> None:
     compare("blocks", context=lambda: torch.autocast("cpu", torch.bfloat16), share=0.95)
 
 
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*(Block() for _ in range(3)))
+        self.second = nn.Sequential(*(Block() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_regions_around_a_break_hold_what_they_save_inside_one_budget(uncompiled) -> None:
+    torch.manual_seed(0)
+    net = Halves()
+    standing = sum(p.nbytes for p in net.parameters())
+    room = 2400 * 2**10
+    fitted = er.fit(torch.compile(net), budget=standing + room, exact=True)
+    fitted(batch(net)).sum().backward()
+    first, second = opener_of(fitted).regions
+    assert first.plain_nbytes <= room  # alone it would fit as it is
+    assert first.plain_saved_nbytes > room // 2 >= first.saved_nbytes
+    assert first.saved_nbytes + second.peak_nbytes <= room
+
+
 def test_a_graph_break_makes_no_more_graphs_than_plain_compile(uncompiled) -> None:
     """Ten blocks share one graph; eight of their own would be the last that Dynamo compiles."""
 

@@ -23,6 +23,7 @@ from elbowroom.compiled.backend import Settings as Settings
 from elbowroom.compiled.backend import compile_region as compile_region
 from elbowroom.compiled.backend import elbowroom as elbowroom
 from elbowroom.compiled.backend import frame_of as frame_of
+from elbowroom.compiled.backend import in_whole as in_whole
 from elbowroom.compiled.backend import refusal as refusal
 from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.held import GROUP_SIZE as GROUP_SIZE

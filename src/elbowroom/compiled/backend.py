@@ -4,8 +4,9 @@ Dynamo calls a backend once for each region of a program without a graph break; 
 forward and a backward graph through `partition.py`, and all else is Inductor's.
 
 Several regions of one step hold their saved tensors at the same time, and each is compiled before
-the next is known. So a region that ends in a graph break may hold half of the room that is left, or
-what all its values take if that is less, and the last region may use all that remains:
+the next is known. So a region that ends in a graph break, or is a bucket of DDP's, may hold half of
+the room that is left, or what all its values take if that is less, and the last region may use all
+that remains:
 
     room of region k     R_k = R_1 - sum of shares of the regions before
     share of region k    min(bytes of its values, R_k / 2)
@@ -24,7 +25,7 @@ from torch import fx
 from elbowroom.compiled.collect import known_size
 from elbowroom.compiled.decision import Decision
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownField
-from elbowroom.units import Share, parse_budget, show_nbytes
+from elbowroom.units import Share, parse_budget, show_at_least, show_nbytes
 
 _log = logging.getLogger("elbowroom")
 _OPTIONS = ("budget", "exact")
@@ -53,20 +54,51 @@ class Regions:
     """The regions of one compiled program: what each may hold for the regions after it."""
 
     settings: Settings
-    shares: dict[object, int] = field(default_factory=dict)  # by Dynamo's frame
+    shares: dict[object, int] = field(default_factory=dict)  # by Dynamo's frame, and DDP's bucket
     decisions: list[Decision] = field(default_factory=list)
+    elsewhere_nbytes: int = 0  # what other regions may hold while the last one runs
+    _open: object = None  # whose share may yet grow
+    _bucketed: object = None  # the compilation that DDP cuts
+    _buckets: int = 0
 
-    def room_of(self, gm: fx.GraphModule) -> int | None:
-        """What forward and backward of this region may take."""
+    def room_of(self, gm: fx.GraphModule) -> tuple[int | None, int | None]:
+        """What forward and backward of this region may take; and what it may hold between them.
+
+        The second is None for the last region of a step, which may hold all that is left.
+        """
         room = self.settings.room_nbytes
         if room is None:
-            return None
-        frame = frame_of(gm)
-        room -= sum(share for other, share in self.shares.items() if other != frame)
+            return None, None
+        key, is_bucket = self._key()
+        self.elsewhere_nbytes = sum(share for other, share in self.shares.items() if other != key)
+        room = max(room - self.elsewhere_nbytes, 0)
         reason = getattr(gm, "compile_subgraph_reason", None)
-        if getattr(reason, "graph_break", False):
-            self.shares[frame] = min(_values_nbytes(gm), max(room, 0) // 2)
-        return max(room, 0)
+        self._open = None
+        if not is_bucket and not getattr(reason, "graph_break", False):
+            return room, None
+        self._open = key
+        self.shares[key] = min(_values_nbytes(gm), room // 2)
+        return room, self.shares[key]
+
+    def _key(self) -> tuple[object, bool]:
+        """What tells the region that is compiled from others; whether it is a bucket of DDP's.
+
+        DDP cuts one frame into as many regions as it has buckets, so that its communication can
+        begin before backward has ended.
+        """
+        compiled = torch._guards.CompileContext.current_compile_id()
+        frame = frame_of(None)
+        if not _is_in_ddp():
+            return frame, False
+        if compiled != self._bucketed:  # the frame is compiled once more: its buckets begin anew
+            self._bucketed, self._buckets = compiled, 0
+            self.shares = {
+                key: share
+                for key, share in self.shares.items()
+                if not (isinstance(key, tuple) and key[0] == frame)
+            }
+        self._buckets += 1
+        return (frame, self._buckets), True
 
     def restrict(self, room_nbytes: int, *, counts_inputs: bool = False) -> None:
         """From now on regions may take this."""
@@ -75,6 +107,8 @@ class Regions:
     def decided(self, decision: "Decision") -> None:
         """Keep what was decided for a region; the logger "elbowroom" says it in one line."""
         self.decisions.append(decision)
+        if self._open is not None:  # it could not hold so little
+            self.shares[self._open] = max(self.shares[self._open], decision.saved_nbytes)
         if self.settings.room_nbytes is not None:
             _log.info(
                 "compiled region %d: estimated peak %s (plain torch.compile: %s), %s held, "
@@ -105,20 +139,36 @@ def compile_region(
     from elbowroom.compiled.partition import Partitioner, check_torch, told
 
     check_torch()
-    room = regions.room_of(gm)
+    room, held = regions.room_of(gm)
     settings = regions.settings
     partitioner = Partitioner(
-        room, settings.counts_inputs, settings.exact, settings.levels, settings.min_nbytes
+        room, settings.counts_inputs, settings.exact, settings.levels, settings.min_nbytes, held
     )
     patches = {**options, "custom_partitioner_fn": partitioner}
     try:
         with told(regions.decided):
             compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
     except BudgetTooSmall as error:
+        if regions.elsewhere_nbytes and settings.room_nbytes is not None:
+            others = {"what other regions hold": regions.elsewhere_nbytes}
+            error = in_whole(error, settings.room_nbytes, others)
         if raises:
-            raise
+            raise error from None
         return refusal(error)
     return compiled  # type: ignore[no-any-return]
+
+
+def in_whole(error: BudgetTooSmall, budget_nbytes: int, more: Mapping[str, int]) -> BudgetTooSmall:
+    """The error of a region, which knows its own room, for a budget that holds more than that."""
+    least = error.least_nbytes + sum(more.values())
+    parts = {**more, **error.parts}
+    held = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size)
+    return BudgetTooSmall(
+        f"budget {show_nbytes(budget_nbytes)} is below the {show_nbytes(least)} that this compiled "
+        f"region needs at least: {held}. Give {show_at_least(least)}, or halve the batch.",
+        least_nbytes=least,
+        parts=parts,
+    )
 
 
 def refusal(error: Exception) -> Callable[..., Any]:
@@ -130,10 +180,19 @@ def refusal(error: Exception) -> Callable[..., Any]:
     return refuse
 
 
-def frame_of(gm: fx.GraphModule) -> object:
+def frame_of(gm: fx.GraphModule | None) -> object:
     """Dynamo's number of the code that the region comes from; another shape has the same."""
     compiled = torch._guards.CompileContext.current_compile_id()
     return getattr(compiled, "frame_id", None) if compiled is not None else id(gm)
+
+
+def _is_in_ddp() -> bool:
+    """Whether DDP's forward runs, and Dynamo cuts what it compiles at the ends of buckets."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    module = ddp._get_active_ddp_module()
+    return module is not None and torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
 
 
 def _values_nbytes(gm: fx.GraphModule) -> int:

@@ -37,6 +37,7 @@ from elbowroom.compiled.ops import DECODE
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.units import show_at_least, show_nbytes
 
+_TIGHTER = (0.8, 0.6, 0.4)  # rooms in which a step is looked for that holds less
 _Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
 
@@ -79,6 +80,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     levels         of the codes of all that may have one, whatever the room; 0: masks as bits alone;
                    None: only what the room needs
     min_nbytes     values below are not coded, where `levels` are given
+    held_nbytes    the most that may be held between forward and backward, if that can be; None: all
     """
 
     room_nbytes: int | None = None
@@ -86,6 +88,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     exact: bool | None = True
     levels: int | None = None
     min_nbytes: int = 32768
+    held_nbytes: int | None = None
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -155,7 +158,7 @@ class _Answer:
             search = Search(joint, min_cut, memory_budget, same_bits=False)
             return code_all(search, levels, self._settings.min_nbytes), search.plain
         search = Search(joint, min_cut, memory_budget, same_bits=exact is not False)
-        step = choose(search, room)
+        step = _holding(search, choose(search, room), room, self._settings.held_nbytes)
         if room is None or (
             step.peak_nbytes <= room and (exact is not False or step is search.plain)
         ):
@@ -169,6 +172,22 @@ class _Answer:
         if coded is None and step.peak_nbytes > room:
             raise _too_small(joint, step, least, inputs_nbytes, self._settings)
         return step if coded is None else coded, search.plain
+
+
+def _holding(search: Search, step: Step, room: int | None, held: int | None) -> Step:
+    """The fastest step found that holds so little between forward and backward, if there is one.
+
+    Else the one that holds least. Peaks alone do not say what stands while other regions run.
+    """
+    if room is None or held is None or step.saved_nbytes <= held or step.peak_nbytes > room:
+        return step
+    for share in _TIGHTER:
+        choose(search, int(share * room))  # which judges steps that save less
+        fitting = [one for one in search.steps if one.peak_nbytes <= room]
+        small = [one for one in fitting if one.saved_nbytes <= held]
+        if small:
+            return min(small, key=lambda one: one.seconds)
+    return min(fitting, key=lambda one: (one.saved_nbytes, one.seconds))
 
 
 @contextmanager

@@ -31,7 +31,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from elbowroom.compiled import Decision, Regions, Settings, compile_region, frame_of
+from elbowroom.compiled import (
+    Decision,
+    Regions,
+    Settings,
+    compile_region,
+    frame_of,
+    in_whole,
+)
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
@@ -49,8 +56,8 @@ from elbowroom.runtime.compiler import (
     original,
 )
 from elbowroom.runtime.undo import Undo
-from elbowroom.units import show_at_least, show_nbytes
 
+STANDING = "weights, buffers and optimizer states"  # what an error calls what stands
 _MOST_SHAPES = 8  # of one piece of code, before Dynamo compiles no more of them
 _MOST_KINDS = 4096  # of calls that are remembered
 _SPARE = 1.5  # a plan for a graph with symbols is made for so many times the elements
@@ -124,7 +131,7 @@ class _Twin:
             compiled = compiled or self._compiled(gm, example_inputs, room)
         except BudgetTooSmall as error:
             budget = self._fitting.terms.budget_nbytes
-            self.refused = in_whole(error, budget, budget - room)
+            self.refused = in_whole(error, budget, {STANDING: budget - room})
             raise self.refused from None
         if symbolic:
             peak = max((one.peak_nbytes for one in self.regions.decisions[-1:]), default=0)
@@ -356,19 +363,6 @@ def planned(
         exact=not any(one.is_lossy for one in regions),
         steps=steps,
         lines=(),
-    )
-
-
-def in_whole(error: BudgetTooSmall, budget_nbytes: int, standing_nbytes: int) -> BudgetTooSmall:
-    """The error of a region, which knows its own room, for the budget that the user gave."""
-    least = error.least_nbytes + standing_nbytes
-    parts = {"weights, buffers and optimizer states": standing_nbytes, **error.parts}
-    held = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size)
-    return BudgetTooSmall(
-        f"budget {show_nbytes(budget_nbytes)} is below the {show_nbytes(least)} that this compiled "
-        f"region needs at least: {held}. Give {show_at_least(least)}, or halve the batch.",
-        least_nbytes=least,
-        parts=parts,
     )
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from elbowroom.compiled import Decision, Regions, Settings, compile_region, refusal
+from elbowroom.compiled import Decision, Regions, Settings, compile_region, in_whole, refusal
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.compiled import in_whole, planned
+from elbowroom.fitting.compiled import STANDING, planned
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.summary import Summary
@@ -100,4 +100,4 @@ class CompiledProgram:
         try:
             return compile_region(gm, example_inputs, self._regions, options, True)
         except BudgetTooSmall as error:
-            return refusal(in_whole(error, self.terms.budget_nbytes, standing))
+            return refusal(in_whole(error, self.terms.budget_nbytes, {STANDING: standing}))
