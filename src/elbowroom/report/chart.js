@@ -100,15 +100,20 @@
       ctx.save();
       ctx.font = `${12 * ratio}px system-ui, sans-serif`;
       const ink = style("--ink");
-      this.data.marks.forEach((mark, nth) => {
+      this.data.marks.forEach((mark) => {
         const x = u.valToPos(mark.x, "x", true);
         if (x < bbox.left || x > bbox.left + bbox.width) return;
         ctx.strokeStyle = mark.colour < 0 ? ink : style(`--b${mark.colour}`);
+        ctx.lineWidth = ratio;
         ctx.setLineDash([4 * ratio, 4 * ratio]);
         ctx.beginPath();
         ctx.moveTo(x, bbox.top);
         ctx.lineTo(x, bbox.top + bbox.height);
         ctx.stroke();
+      });
+      this.data.marks.forEach((mark, nth) => {   // over all lines
+        const x = u.valToPos(mark.x, "x", true);
+        if (x < bbox.left || x > bbox.left + bbox.width) return;
         this.text(ctx, mark.name, x, bbox.top + (13 + 16 * nth) * ratio, bbox, ratio);
       });
       if (this.level) {
