@@ -132,10 +132,10 @@ def encode(
     low, step = _grid(ranges, bounds, levels)
     u = _uniform(seed, number, rows)
     v = (rows - low) * _inverse(step)
-    codes = (v + u).nan_to_num(0.0).clamp(0, levels - 1).to(torch.int32)
+    codes = (v + u).nan_to_num(0.0).clamp(0, levels - 1).to(torch.uint8)  # stored as bytes
     per = _PER_BYTE[levels]
     planes = codes.view(-1, per, TILE // per)
-    packed = _joined([planes.select(1, k) for k in range(per)], 8 // per)
+    packed = _joined([planes.select(1, k).to(torch.int32) for k in range(per)], 8 // per)
     return packed.view(-1), ranges.view(-1, 2), bounds
 
 
