@@ -24,12 +24,8 @@ def without_codegen(partition: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Meanwhile all that goes to Inductor runs so. Gives the options of each graph, as it comes."""
-    import torch._inductor.compile_fx as compile_fx
-
-    seen: list[dict[str, Any]] = []
+def inductor_without_codegen(seen: list[dict[str, Any]]) -> Callable[..., Any]:
+    """What stands in for Inductor's compile_fx; the options of each graph go to `seen`."""
 
     def run(gm, inputs, *, config_patches=None, **_):
         options = config_patches or {}
@@ -37,5 +33,14 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         partition = options.get("custom_partitioner_fn") or min_cut_rematerialization_partition
         return without_codegen(partition)(gm, inputs)
 
-    monkeypatch.setattr(compile_fx, "compile_fx", run)
+    return run
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Meanwhile all that goes to Inductor runs so. Gives the options of each graph, as it comes."""
+    import torch._inductor.compile_fx as compile_fx
+
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(compile_fx, "compile_fx", inductor_without_codegen(seen))
     return seen

@@ -28,3 +28,5 @@ from elbowroom.compiled.backend import refusal as refusal
 from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.held import GROUP_SIZE as GROUP_SIZE
 from elbowroom.compiled.held import Held as Held
+from elbowroom.compiled.held import counted as counted
+from elbowroom.compiled.held import hearing as hearing

@@ -11,6 +11,9 @@ that remains:
     room of region k     R_k = R_1 - sum of shares of the regions before
     share of region k    min(bytes of its values, R_k / 2)
 
+One graph may run several times in a forward: for blocks that are compiled one by one, as they are
+with FSDP2. Who has counted these runs says so (`runs`); half of the room is for all they hold.
+
 Settings are read from the options of each call, and nothing is kept but the shares of a step.
 """
 
@@ -56,6 +59,7 @@ class Regions:
     settings: Settings
     shares: dict[object, int] = field(default_factory=dict)  # by Dynamo's frame, and DDP's bucket
     decisions: list[Decision] = field(default_factory=list)
+    runs: int = 1  # of regions in a forward, where that is known and more than they are
     elsewhere_nbytes: int = 0  # what other regions may hold while the last one runs
     _open: object = None  # whose share may yet grow
     _bucketed: object = None  # the compilation that DDP cuts
@@ -69,6 +73,10 @@ class Regions:
         room = self.settings.room_nbytes
         if room is None:
             return None, None
+        if self.runs > 1:
+            held = room // (2 * self.runs)
+            self.elsewhere_nbytes = held * (self.runs - 1)
+            return room - self.elsewhere_nbytes, held
         key, is_bucket = self._key()
         self.elsewhere_nbytes = sum(share for other, share in self.shares.items() if other != key)
         room = max(room - self.elsewhere_nbytes, 0)

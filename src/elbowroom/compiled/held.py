@@ -39,6 +39,16 @@ _lock = threading.Lock()
 _backends: dict[tuple[Any, ...], "_Backend"] = {}
 
 
+@contextmanager
+def hearing(told: Told) -> Iterator[None]:
+    """Meanwhile regions on this thread that are `counted` show what they hold, at each run."""
+    before, _thread.told = _thread.told, told
+    try:
+        yield
+    finally:
+        _thread.told = before
+
+
 @dataclass(frozen=True)
 class Held:
     """A policy for compiled code.
@@ -67,8 +77,7 @@ class Held:
     @contextmanager
     def running(self, told: Told) -> Iterator[None]:
         """Meanwhile regions on this thread show what they hold, and draw noise from this seed."""
-        before, _thread.told = _thread.told, told
-        try:
+        with hearing(told):
             if self.seed is None:
                 yield
             else:
@@ -76,8 +85,6 @@ class Held:
 
                 with draws.started_at(self.seed):
                     yield
-        finally:
-            _thread.told = before
 
 
 class _Backend:
@@ -97,10 +104,10 @@ class _Backend:
             regions = Regions(Settings(None, counts_inputs=False))
             region = compile_region(gm, example_inputs, regions, self._options)
         plain = [one.plain_saved_nbytes for one in regions.decisions]
-        return _counted(region, plain[0] if plain else None)
+        return counted(region, plain[0] if plain else None)
 
 
-def _counted(region: Callable[..., Any], plain_nbytes: int | None) -> Callable[..., Any]:
+def counted(region: Callable[..., Any], plain_nbytes: int | None = None) -> Callable[..., Any]:
     """The region; each run shows what it holds, which is counted when it first runs.
 
     plain_nbytes: what plain torch.compile would hold; None for a region from a cache, of which

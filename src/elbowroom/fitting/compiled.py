@@ -36,7 +36,9 @@ from elbowroom.compiled import (
     Regions,
     Settings,
     compile_region,
+    counted,
     frame_of,
+    hearing,
     in_whole,
 )
 from elbowroom.errors import BudgetTooSmall
@@ -56,6 +58,7 @@ from elbowroom.runtime.compiler import (
     original,
 )
 from elbowroom.runtime.undo import Undo
+from elbowroom.units import show_at_least, show_nbytes
 
 STANDING = "weights, buffers and optimizer states"  # what an error calls what stands
 _MOST_SHAPES = 8  # of one piece of code, before Dynamo compiles no more of them
@@ -98,11 +101,15 @@ class _Twin:
 
     compiler_name = "elbowroom.fit"
 
-    def __init__(self, fitting: "CompiledFitting", model: nn.Module, spare: float) -> None:
+    def __init__(
+        self, fitting: "CompiledFitting", model: nn.Module, spare: float, runs: int = 1
+    ) -> None:
         self._fitting, self._spare = fitting, spare
         self.regions = Regions(Settings(counts_inputs=False, exact=fitting.terms.exact))
+        self.regions.runs = runs
         self.limit: float = inf
         self.refused: BudgetTooSmall | None = None
+        self.ran: list[int] = []  # bytes that each run of a region holds, of a new kind of call
         self.numel = 0  # of the call that runs
         how = fitting.how
 
@@ -142,18 +149,41 @@ class _Twin:
         """Run a kind of call that may be compiled now. Raises errors of our own as they are."""
         self.numel, self.refused = numel, None
         try:
-            return self.call(*args, **kwargs)
+            self.ran.clear()
+            with hearing(lambda _, held, __: self.ran.append(held)):
+                return self.call(*args, **kwargs)
         except Exception:
             if self.refused is not None:  # Dynamo wraps what a backend raises
                 raise self.refused.with_traceback(None) from None
             raise
+
+    def excess_nbytes(self) -> int:
+        """By how much the runs of regions in the last forward hold more than the room, at least."""
+        spent = min((d.peak_nbytes - d.saved_nbytes for d in self.regions.decisions), default=0)
+        return sum(self.ran) + spent - self._fitting.room_nbytes()
+
+    def check(self) -> None:
+        """Raise BudgetTooSmall if the room is exceeded."""
+        excess = self.excess_nbytes()
+        if excess <= 0:
+            return
+        budget = self._fitting.terms.budget_nbytes
+        raise BudgetTooSmall(
+            f"budget {show_nbytes(budget)} is below the {show_nbytes(budget + excess)} that "
+            f"{len(self.ran)} runs of compiled regions need: they hold "
+            f"{show_nbytes(sum(self.ran))} between forward and backward. Give "
+            f"{show_at_least(budget + excess)}, compile the model as a whole, or halve the batch.",
+            least_nbytes=budget + excess,
+            parts={"held by compiled regions": sum(self.ran)},
+        )
 
     def _compiled(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], room: int
     ) -> Callable[..., Any]:
         self.regions.restrict(room)
         # At once: a region that raises when it is called would stay in Dynamo's cache.
-        return compile_region(gm, example_inputs, self.regions, self._fitting.how.options, True)
+        options = self._fitting.how.options
+        return counted(compile_region(gm, example_inputs, self.regions, options, True))
 
 
 class CompiledFitting:
@@ -257,6 +287,12 @@ class CompiledFitting:
         try:
             twin = self._twin_for(kind.numel) or self._grown(model)
             out = twin.run(kind.numel, args, kwargs)
+            if twin.excess_nbytes() > 0 and undo.is_possible:  # a graph runs several times
+                out = None
+                undo.back()
+                twin = self._twins[-1] = _Twin(self, model, 1, runs=len(twin.ran))
+                out = twin.run(kind.numel, args, kwargs)
+                twin.check()
         except _failures() as error:
             if not self._may_go_eager(error) or not undo.is_possible:
                 raise

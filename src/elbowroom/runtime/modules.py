@@ -40,7 +40,7 @@ class _Thread(threading.local):
         self.names: dict[int, str] = {}  # by id, those in the first of them
         self.calls: Calls | None = None  # of outermost modules, so far
         self.prefix = ""  # of all names in the first of them, by its calls
-        self.sees_calls = False  # somebody calls `entered`: the hooks are for other threads
+        self.sees_calls = 0  # who calls `entered`: the hooks are for other threads
 
 
 _thread = _Thread()
@@ -81,7 +81,7 @@ def seen_by_calls() -> Iterator[None]:
     Hooks are a part of what torch.compile compiles, and it warns of them.
     """
     global _by_calls
-    before, _thread.sees_calls = _thread.sees_calls, True
+    _thread.sees_calls += 1  # contexts need not close in the order in which they were opened
     with _lock:
         _by_calls += 1
         _install()
@@ -91,7 +91,7 @@ def seen_by_calls() -> Iterator[None]:
         with _lock:
             _by_calls -= 1
             _install()
-        _thread.sees_calls = before
+        _thread.sees_calls -= 1
 
 
 @contextmanager

@@ -1,0 +1,111 @@
+"""Compiled DDP and FSDP2 in two processes with gloo, fitted: the bits that they have without us."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import elbowroom as er
+from elbowroom.runtime.attach import opener_of
+from uncompiled import inductor_without_codegen
+
+pytestmark = [
+    pytest.mark.whole,
+    pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed"),
+]
+D = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def work(rank: int, way: str, port: int, out: str) -> None:
+    """One of two processes: trains plainly compiled, then fitted, and compares."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 2**15  # so that there are buckets
+    import torch._inductor.compile_fx as compile_fx
+
+    compile_fx.compile_fx = inductor_without_codegen([])
+    budget, states, said = None, [], []
+    for fits in (False, True, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = Net()
+        held = sum(p.nbytes for p in net.parameters())
+        called = wrapped(net, way)
+        if fits:
+            er.fit(called, budget=budget or "1 GiB", exact=True)
+        train(net, called, rank)
+        states.append([full(p).clone() for p in net.parameters()])
+        if fits:
+            regions = opener_of(called).regions
+            said.append([(one.peak_nbytes, one.saved_nbytes) for one in regions])
+            if budget is None:  # FSDP2's hooks break graphs: each block is compiled by itself
+                runs = said[0] if way == "ddp" else [said[0][-1]] * 4
+                peak = max(sum(s for _, s in runs[:n]) + p for n, (p, _) in enumerate(runs))
+                budget = held + int(0.8 * peak)
+            assert opener_of(called).eager is None
+    if rank == 0:
+        torch.save((states, said), out)
+    dist.destroy_process_group()
+
+
+def wrapped(net: nn.Module, way: str) -> nn.Module:
+    if way == "ddp":
+        return torch.compile(nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.05))
+    from torch.distributed.fsdp import fully_shard
+
+    for block in net.blocks:
+        fully_shard(block)
+    return torch.compile(fully_shard(net))
+
+
+def train(net: nn.Module, called: nn.Module, rank: int) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(2):
+        torch.manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        called(torch.randn(8, 64, D)).square().mean().backward()
+        optimizer.step()
+
+
+def full(p: Tensor) -> Tensor:
+    return p.full_tensor() if hasattr(p, "full_tensor") else p.detach()
+
+
+@pytest.mark.parametrize("way", ["ddp", "fully_shard"])
+def test_two_processes_keep_their_bits_at_a_smaller_peak(way: str, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = str(tmp_path / "out.pt")
+    torch.multiprocessing.spawn(work, (way, port, out), nprocs=2)
+    (plain, roomy, tight), (regions, decided) = torch.load(out)
+    for state in (roomy, tight):
+        assert all(torch.equal(a, b) for a, b in zip(state, plain, strict=True))
+    assert len(decided) == len(regions) > 1 or way != "ddp"
+    assert sum(s for _, s in decided) < sum(s for _, s in regions)
