@@ -15,6 +15,9 @@ from elbowroom.plan.site import RECOMPUTE, SiteName
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.replay.replay import Replay
+from elbowroom.runtime.replay.saving_context import forget_all
+from elbowroom.runtime.replay.script import Deed
 
 WIDTH, ROWS, DEPTH = 32, 512, 12
 MIN_NBYTES = 1024
@@ -113,6 +116,27 @@ def test_an_input_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EncodeHandle, "restore", counting)
     run(network(), plan_of(64, BLOCKS))
     assert len(decoded) == DEPTH
+
+
+def test_steps_that_follow_a_script_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan, found, late = network(), plan_of(64, BLOCKS), [], []
+    do_late = Replay._do_late
+
+    def counting(self: Replay, deed: Deed) -> None:
+        late.append(deed)
+        do_late(self, deed)
+
+    monkeypatch.setattr(Replay, "_do_late", counting)
+    forget_all()
+    for _ in range(6):
+        model.zero_grad(set_to_none=True)
+        with er.following(plan, min_nbytes=MIN_NBYTES, seed=5) as saving:
+            loss = model(batch()).square().mean()
+        loss.backward()
+        found.append((gradient(model), saving.ledger.after_nbytes))
+    assert all(torch.equal(found[0][0], one) for one, _ in found)
+    assert len({held for _, held in found}) == 1
+    assert len(late) >= 2 * DEPTH  # the last two steps at least did all by script
 
 
 def test_a_module_that_chooses_starts_from_its_exact_input() -> None:

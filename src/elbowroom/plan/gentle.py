@@ -44,7 +44,8 @@ and its ReLUs pass what they did not: what that adds to gErr2 (`dither`; public 
     ViT         0.12     0.006    0.0003
     ResNet-50   0.13     0.03     0.005
 
-So the inputs of a checkpoint, and of a module that a plan runs again, get at least 32. The gates of a recurrent layer are as smooth as SiLU.
+So the inputs of a checkpoint, and of a module that a plan runs again, get at least 32. The gates of
+a recurrent layer are as smooth as SiLU.
 """
 
 from dataclasses import replace

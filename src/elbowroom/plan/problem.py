@@ -12,8 +12,8 @@ backward; what is held changes only there. A storage (an `Item`) held by an opti
 for `used` is the last moment of forward that reads it anyway. A recomputed region needs its inputs
 when it starts again: one that is not kept is whole from then to its next need, and none is freed
 before. Where an input is a code, the region runs again on what that decodes to, and adds a variance
-of its own. On top of that lies `base`: weights, gradients, workspaces, all that no option changes. So
-the level of every moment is a sum of spans (first moment, last moment, bytes), and one function
+of its own. On top of that lies `base`: weights, gradients, workspaces, all that no option changes.
+So the level of every moment is a sum of spans (first moment, last moment, bytes), and one function
 (`levels`) is the memory model of every solver and of the plan's promise.
 """
 

@@ -83,7 +83,7 @@ class ModuleCall:
     extra_nbytes  of arguments that no op saves, and that somebody would have to hold
     sources       storages that arguments which no op saves are made from again, bit for bit
     made_nbytes   of those arguments
-    rough         a function that it calls which may not tolerate an error of what it is given, or ""
+    rough         a function that it calls which may not tolerate an error of its input, or ""
     first, last   the moments of its forward
     why_not       the reason that it cannot be run a second time, or ""
     """

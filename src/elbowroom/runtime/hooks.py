@@ -357,8 +357,8 @@ class Saving:
             return call(*args, **kwargs)
         self._listener.begins_region(module)
         self._serving.waiting.end_all()
-        self._serving.pieces.end()
-        with torch._C.DisableTorchFunction():  # what we ask is no op of the model's
+        with torch._C.DisableTorchFunction():  # what we do and ask is no op of the model's
+            self._serving.pieces.end()
             outer, region = consumers.call, Call(recomputed, args, kwargs, name=RECOMPUTE)
 
         def begin() -> None:
