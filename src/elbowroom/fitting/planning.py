@@ -31,11 +31,9 @@ that size is measured. If no such plan fits, all is learned again, from steps of
 What decides is drawn in `phase.py`, and moved in `transitions.py`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
-from torch import Tensor
 
 from elbowroom.errors import BudgetTooSmall, NothingHeld
 from elbowroom.fitting.calls import Calls, Rest, plan_rest
@@ -210,13 +208,12 @@ class Planning(Followed):
         if self.plan is not None and self.plan.changes_nothing:
             self._tell(NothingToDo())
 
-    def rehearse(self, forward: Callable[[], Any], there: Iterable[Tensor] = ()) -> None:
+    def rehearse(self, forward: Callable[[], Any]) -> None:
         """Write down a forward that holds nothing; plan the step by it.
 
-        there: tensors that it may read, and has not made. Raises BudgetTooSmall where no plan of it
-        fits. Does nothing where it cannot be measured.
+        Raises BudgetTooSmall where no plan of it fits. Does nothing where it cannot be measured.
         """
-        heard = rehearsed(self, self.owned, forward, there=there)
+        heard = rehearsed(self, self.owned, forward)
         if heard is not None:
             self._tell(ForwardHeard(heard))
 
@@ -227,7 +224,7 @@ class Planning(Followed):
         """
         while True:
             try:
-                return self.rehearse(forward, undo.in_reach)
+                return self.rehearse(forward)
             except NothingHeld:
                 return None  # backward runs inside of forward, as that of a force
             except BudgetTooSmall:

@@ -5,7 +5,7 @@ Lossy codes are gone with the step then, while states that were encoded keep a m
 states come after all codes, and only what is hopeful about backward comes after them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,20 +44,15 @@ _SURE = 0.7  # of the least by the graph: below that it is refused unmeasured
 
 
 def rehearsed(
-    fit: Fit,
-    owned: ModelState,
-    forward: Callable[[], Any],
-    after: FittedSaving | None = None,
-    there: Iterable[Tensor] = (),
+    fit: Fit, owned: ModelState, forward: Callable[[], Any], after: FittedSaving | None = None
 ) -> Heard | None:
     """A forward that holds nothing, and the graph that it has built.
 
     None where it cannot be measured. after: that of an earlier forward of the same step, which is
-    left as it is. there: what it may read besides the model's own tensors, and has not made.
-    It comes once, and is short: a measurement of another model gives way.
+    left as it is. It comes once, and is short: a measurement of another model gives way.
     """
     Background.interrupt()
-    stood = {x.untyped_storage()._cdata for x in (*owned.tensors(), *there) if is_touchable(x)}
+    stood = {x.untyped_storage()._cdata for x in owned.tensors() if is_touchable(x)}
     recording = Recording.start(owned.tensors(), owned.device)
     if recording is None:
         return None

@@ -50,7 +50,7 @@ class Heard:
     loss_nbytes  of the largest tensor that the loss may be taken of, and of the smallest; 0: the
                  loss is part of forward
     out_nbytes   of all that forward gives
-    standing     storages, by index, that stood before it: buffers, data. They take nothing more
+    standing     storages, by index, that stood before it: the model's buffers, which take no more
     """
 
     profile: Profile

@@ -59,11 +59,6 @@ class Rewind:
         ]
 
     @property
-    def in_reach(self) -> list[Tensor]:
-        """The tensors that forward may read: arguments, attributes and what they hold."""
-        return [x for x, _ in (*self._given.tensors, *self._beside.tensors)]
-
-    @property
     def changed_large(self) -> bool:
         """Whether a tensor that forward was handed, or a large one in reach, has been changed."""
         tensors = [*self._given.tensors, *self._beside.tensors]

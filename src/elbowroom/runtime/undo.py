@@ -46,11 +46,6 @@ class Undo:
         return self._rewind.changed_large
 
     @property
-    def in_reach(self) -> list[Tensor]:
-        """The tensors that forward may read: arguments, attributes and what they hold."""
-        return self._rewind.in_reach
-
-    @property
     def copied_nbytes(self) -> int:
         """The bytes of what was copied before the step."""
         return self._rewind.nbytes
