@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.errors import ElbowroomError, PlanError, RestoreError
+from elbowroom.errors import PlanError
 from elbowroom.plan import (
     Encode,
     Need,
@@ -82,6 +82,7 @@ from elbowroom.runtime.slot import (
     Slot,
     View,
     last_node,
+    unpack,
 )
 from elbowroom.runtime.waiting import root_of
 
@@ -610,16 +611,3 @@ class Saving:
     def _consumer(self) -> str:
         call = None if self._consumers is None else self._consumers.call
         return "" if call is None else call.name
-
-
-def unpack(held: Any) -> Tensor:
-    """Return the saved tensor that autograd asks for: the hook of backward."""
-    try:
-        x: Tensor = held.restore()
-        return x
-    except ElbowroomError:
-        raise
-    except Exception as error:
-        raise RestoreError(
-            f"a saved tensor could not be given back to backward: {error}"
-        ) from error

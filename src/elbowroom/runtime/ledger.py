@@ -44,6 +44,7 @@ class Entry:
     """One storage: its bytes in plain autograd, and what is held for it now.
 
     away_nbytes: what is held for it in another tier, and not on its own device.
+    counts: whether it wants to know what is held
     """
 
     __slots__ = (
@@ -158,9 +159,6 @@ class NoEntry:
 
     def move_away(self, nbytes: int) -> None:
         """So many bytes are elsewhere from now on."""
-
-    def ask(self) -> None:
-        """Backward asks for it."""
 
     def close(self) -> None:
         """Nobody waits for it any more."""
@@ -412,9 +410,6 @@ class Repeated:
         """So many of them are away from now on, and not here. From any thread."""
         held = self.after_nbytes + self.away_nbytes
         self.after_nbytes, self.away_nbytes = held - nbytes, nbytes
-
-    def ask(self) -> None:
-        """Backward asks for it."""
 
 
 class RepeatedLedger(Account):

@@ -7,13 +7,13 @@ that op needs. The last view to die takes the slot with it, and the ledger hears
 
 import weakref
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from elbowroom.codecs import Affine, BitMask, Encoded, Facts
-from elbowroom.errors import RestoreError
+from elbowroom.errors import ElbowroomError, RestoreError
 from elbowroom.plan import Need, Site
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.base import Handle
@@ -250,7 +250,8 @@ class View:
     def restore(self) -> Tensor:
         """The saved tensor again: same shape, dtype, device, strides."""
         slot = self.slot
-        slot.entry.ask()
+        if isinstance(slot.entry, Entry):
+            slot.entry.ask()
         if type(slot.value) is KeepHandle and self.geometry == slot.base:
             return slot.value.restore()
         if not torch.is_grad_enabled():
@@ -363,3 +364,16 @@ class Many:
         one = Lone(handle, ledger.open(module, consumer, dtype, storage_nbytes(x)))
         self._storages[at] = weakref.ref(one)
         return one
+
+
+def unpack(held: Any) -> Tensor:
+    """Return the saved tensor that autograd asks for: the hook of backward."""
+    try:
+        x: Tensor = held.restore()
+        return x
+    except ElbowroomError:
+        raise
+    except Exception as error:
+        raise RestoreError(
+            f"a saved tensor could not be given back to backward: {error}"
+        ) from error

@@ -12,33 +12,29 @@ from torch import Tensor
 
 
 class WeakStorage:
-    """Weak reference to the storage under a tensor."""
+    """Weak reference to the storage under a tensor, which has `address` as its `_cdata`."""
 
-    __slots__ = ("_pointer",)
+    __slots__ = ("address",)
 
     def __init__(self, x: Tensor) -> None:
-        self._pointer: Any = x.untyped_storage()._weak_ref()  # typed otherwise, but an int
+        self.address: Any = x.untyped_storage()._weak_ref()  # typed otherwise, but an int
 
     def __del__(self, free: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref) -> None:
-        free(self._pointer)  # by a default: at the end of the process no module is left
-
-    def is_under(self, x: Tensor) -> bool:
-        """Return whether it is the storage of x."""
-        return bool(x.untyped_storage()._cdata == self._pointer)
+        free(self.address)  # by a default: at the end of the process no module is left
 
     def expired(self) -> bool:
-        return bool(torch.UntypedStorage._expired(self._pointer))
+        return bool(torch.UntypedStorage._expired(self.address))
 
     def holders(self) -> int:
         """How many tensors share it, views and detached ones counted."""
         return 0 if self.expired() else self._count() - _counted_always()
 
     def _count(self) -> int:
-        return torch._C._storage_Use_Count(self._pointer)
+        return torch._C._storage_Use_Count(self.address)
 
     def tensor(self, dtype: torch.dtype) -> Tensor | None:
         """An empty tensor of `dtype` on the storage (use `as_strided`); None if it is gone."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._pointer)
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.address)
         if storage is None:
             return None
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)

@@ -31,7 +31,7 @@ from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.handles import CastHandle, KeepHandle
 from elbowroom.runtime.handles.keep import check_version, version_of
-from elbowroom.runtime.hooks import Saving, unpack
+from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.identity import covering
 from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.masks import mask_bits
@@ -39,7 +39,7 @@ from elbowroom.runtime.perform import perform
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again
 from elbowroom.runtime.replay.script import NOWHERE, Deed, Like, Save, Script, Step, state_of_torch
-from elbowroom.runtime.slot import Geometry, Slot, View
+from elbowroom.runtime.slot import Geometry, Slot, View, unpack
 from elbowroom.runtime.weak import WeakStorage
 
 _disabled = torch._C.DisableTorchFunction
@@ -291,17 +291,12 @@ class Replay(TorchFunctionMode):
     def _is(self, wanted: Any, value: Any) -> bool:
         kind = type(wanted)
         if kind is Like:
-            shape, stride, offset = wanted.geometry
-            if (
-                type(value) is not wanted.kind
-                or value.dtype is not wanted.dtype
-                or value.requires_grad is not wanted.requires_grad
-                or value.device != wanted.device
-                or value.layout is not torch.strided
-                or value.shape != shape
-                or value.stride() != stride
-                or value.storage_offset() != offset
-            ):
+            if type(value) is not wanted.kind:
+                return False
+            traits = value.dtype, value.device, value.requires_grad, value.layout
+            if traits != wanted.traits:
+                return False
+            if (value.shape, value.stride(), value.storage_offset()) != wanted.geometry:
                 return False
             parameter = wanted.parameter
             if parameter is not None:
@@ -329,7 +324,7 @@ class Replay(TorchFunctionMode):
         if known is None or x.is_inference():  # which has no version that tells of a change
             return False
         storage, version = known
-        return storage.is_under(x) and version_of(x) == version
+        return bool(x.untyped_storage()._cdata == storage.address) and version_of(x) == version
 
     def _called(
         self,
@@ -415,12 +410,9 @@ class Replay(TorchFunctionMode):
         return self.saving.take(x)
 
     def _is_saved_as(self, save: Save, x: Tensor) -> bool:
-        shape, stride, offset = save.geometry
         return (
-            x.dtype is save.dtype
-            and x.shape == shape
-            and x.stride() == stride
-            and x.storage_offset() == offset
+            (x.shape, x.stride(), x.storage_offset()) == save.geometry
+            and x.dtype is save.dtype
             and (save.same == NOWHERE or self._is_at(save.same, x))
             and (not save.fresh or x.untyped_storage().nbytes() == save.nbytes)
         )
@@ -475,7 +467,7 @@ class Replay(TorchFunctionMode):
             else:
                 slot.hold(cast or KeepHandle(whole, "no cast of a parameter"))
             return
-        action = deed.action_of(self)
+        action = deed.action if deed.mask == NOWHERE else deed.masked(self.slots[deed.mask].bits)
         seed = self._draw(deed.draw) if isinstance(action, Encode) else 0
         ready = deed.remade.ready(self) if isinstance(action, Rebuild) and deed.remade else None
         if ready is not None and not (ready.exact or ready.works_lossy):

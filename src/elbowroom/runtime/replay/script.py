@@ -116,13 +116,10 @@ class Deed:
     covers: bool = False
     draw: int = 0
 
-    def action_of(self, replay: Replay) -> Action:
-        """Return the action in the forward that runs: with the bits of this one."""
+    def masked(self, bits: Tensor | None) -> Action:
+        """Return the encoding with the bits of the forward that runs."""
         action = self.action
-        assert action is not None
-        if self.mask == NOWHERE or not isinstance(action, Encode):
-            return action
-        bits = replay.slots[self.mask].bits
+        assert isinstance(action, Encode)
         return replace(action, facts=replace(action.facts, mask=bits))
 
 
@@ -154,15 +151,14 @@ class Save(NamedTuple):
 class Like(NamedTuple):
     """What a tensor among the arguments of an op must be.
 
+    traits     dtype, device, requires_grad and layout
     same       it is the storage of this place, and at that version; NOWHERE: any
     place      it is that place from now on
     parameter  it is this one, at this address
     """
 
     kind: type
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
+    traits: tuple[Any, ...]
     geometry: Geometry
     same: int = NOWHERE
     place: int = NOWHERE
