@@ -445,3 +445,13 @@ def test_bits_of_minus_zero_are_not_those_of_zero():
         out = torch.ones(8)
         ops.unpack_bits(torch.tensor([255], dtype=torch.uint8), value, out)
         assert torch.equal(out.signbit(), torch.full((8,), value).signbit())
+
+
+@pytest.mark.parametrize("op", ["dither", "nonzero"])
+def test_scale_and_shift_may_lie_in_any_order(op):
+    quantize = getattr(ops, f"{op}_quantize")
+    x, rows = torch.randn(64).relu(), torch.rand(4, 2) + 0.5
+    scale, shift = rows[:, 0], torch.zeros(8)[::2]
+    apart = quantize(x, 3, 4, 32, scale, shift, 16)
+    together = quantize(x, 3, 4, 32, scale.contiguous(), shift.contiguous(), 16)
+    assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))

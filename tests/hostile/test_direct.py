@@ -716,3 +716,13 @@ def test_a_changed_bias_is_torchs_error():
         norm.bias.mul_(2)
     with pytest.raises(RestoreError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_a_norm_is_torchs_own_where_no_code_is_lossy():
+    x = torch.randn(8, 16, requires_grad=True)
+    with er.saving(min_nbytes=0):
+        exact = F.layer_norm(x * 2, (16,))
+    with er.saving("dither", levels=16, min_nbytes=0):
+        coded = F.layer_norm(x * 2, (16,))
+    assert exact.grad_fn.name() == "NativeLayerNormBackward0"
+    assert coded.grad_fn.name() == "_LayerNormBackward"

@@ -356,3 +356,40 @@ def test_nothing_of_a_followed_step_is_left_to_the_garbage_collector():
         assert not [p for p in left if p() is not None]
     finally:
         gc.enable()
+
+
+class _Squares(torch.autograd.Function):
+    """A function of the user's, which saves what no call of torch's saves at that time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * grads[0] * x
+
+
+def test_what_a_function_of_the_users_saves_first_is_there_for_the_calls_behind_it():
+    torch.manual_seed(0)
+    norm, reads = nn.LayerNorm(16), nn.BatchNorm1d(16, track_running_stats=False)
+    x = torch.randn(8, 16)
+
+    def forward() -> Tensor:
+        a = F.relu(norm(x))
+        return (_Squares.apply(a) + reads(a)).square().sum()
+
+    wanted = [*norm.parameters(), *reads.parameters()]
+    plain = grads(forward, wanted)
+    for _ in range(3):
+        assert same(grads(forward, wanted, er.saving(min_nbytes=0)), plain)
+
+
+def test_no_bits_are_packed_of_a_tensor_whose_code_brings_them():
+    first, second, x = nn.Linear(16, 16), nn.Linear(16, 16), torch.randn(8, 16)
+    script = written(lambda: second(F.relu(first(x))).sum(), dithered)
+    deeds = [save.deed for step in script.steps for save in step.saves or () if save and save.deed]
+    assert any(deed.action is not None for deed in deeds)
+    assert not any(deed.bits for deed in deeds)

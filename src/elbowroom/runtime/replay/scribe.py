@@ -22,6 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -434,6 +435,7 @@ class _Writer:
         for mine in of_slot.values():
             if mine:
                 self._number(mine[0][2])
+                _check_kept([one for _, one, _ in mine])
         found: list[tuple[int, _Done, Deed]] = []
         for slot in self._slots:  # which grows meanwhile
             for order, one, _ in of_slot.get(id(slot), []):
@@ -750,6 +752,19 @@ class _Writer:
             note,
             place if not fresh or self._is_made_before(at, saved.at) else NOWHERE,
         )
+
+
+def _check_kept(mine: list[_Done]) -> None:
+    """Raise Unwritable where a slot is acted on at the end, and nothing is kept of it until then.
+
+    It was acted on as it was saved by no call (by a function of the user's); calls that came later
+    were served by what that gave.
+    """
+    for before, one in pairwise(mine):
+        leaves_it = isinstance(before.deed.action, Keep)
+        leaves_it = leaves_it or (bool(before.deed.bits) and before.when != _AT_SAVE)
+        if one.op == NOWHERE and not leaves_it:
+            raise Unwritable("what no call saves is made of what is not kept")
 
 
 def _read_bits(deed: Deed) -> Iterator[int]:
