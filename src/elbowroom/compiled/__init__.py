@@ -10,6 +10,7 @@
     readers.py     ... and which values may have them: what backward does with each
     rewrite.py     encode and decode in the joint graph
     ops.py         ... as ops over the kernels of kernels/ops.py
+    aten.py        ... written out in aten ops, for GPUs
     partition.py   what Inductor calls, with that choice in PyTorch's min-cut
     decision.py    ... in figures
     held.py        a policy of er.saving in the graph, whatever the budget

@@ -52,7 +52,6 @@ def expand(gm: fx.GraphModule, device: str = "cuda") -> int:
         _inline(gm.graph, node, traced, given)
         count += 1
     if count:
-        gm.graph.eliminate_dead_code()
         gm.graph.lint()
         gm.recompile()
     return count
@@ -90,12 +89,14 @@ def _inline(graph: fx.Graph, node: fx.Node, traced: fx.GraphModule, given: list[
 
 def _is_whole(node: fx.Node) -> bool:
     """Whether the form can serve: whole tiles, whole bytes of bits, and sizes that are known."""
-    if node.target in (ops.ENCODE, ops.DECODE):
-        x = node.meta["val"] if node.target is ops.DECODE else node.args[0].meta["val"]
-        levels = node.args[4] if node.target is ops.ENCODE else node.args[5]
-        return isinstance(x.numel(), int) and x.numel() % TILE == 0 and levels in _PER_BYTE
-    x = node.meta["val"] if node.target is ops.UNPACK_MASK else node.args[0].meta["val"]
-    return isinstance(x.numel(), int) and x.numel() % 8 == 0
+    is_made = node.target in (ops.DECODE, ops.UNPACK_MASK)
+    numel = (node if is_made else node.all_input_nodes[0]).meta["val"].numel()
+    if not isinstance(numel, int):
+        return False
+    if node.target in (ops.PACK_MASK, ops.UNPACK_MASK):
+        return numel % 8 == 0
+    levels = node.args[4] if node.target is ops.ENCODE else node.args[5]
+    return numel % TILE == 0 and levels in _PER_BYTE
 
 
 def _device_of(node: fx.Node) -> str:
@@ -251,7 +252,8 @@ def _seed_of(seed: Tensor, number: int) -> Tensor:
 
 def _shifted(x: Tensor, by: int, bits: int = 64) -> Tensor:
     """A shift to the right that brings in zeros."""
-    return (x >> by) & (2 ** (bits - by) - 1)
+    mask: int = 2 ** (bits - by) - 1
+    return (x >> by) & mask
 
 
 def _signed(x: int, bits: int = 64) -> int:
