@@ -2,7 +2,8 @@
 
 PyTorch's own non-reentrant checkpoint does it: placeholders in forward; at the first one that is
 asked for, the module runs again from its inputs, with RNG and autocast as they were. The inputs are
-saved through the hooks around it, so they can be kept, rebuilt or offloaded like anything else.
+saved through the hooks around it, so they can be kept, rebuilt or offloaded like anything else. A
+plan that may be lossy may hold them as codes, from the end of the first run on (`checkpoints.py`).
 What checkpoint leaves to its user is seen to here:
 
     buffers      those that forward changes (BatchNorm's statistics, spectral_norm's vectors) are
