@@ -190,7 +190,8 @@ def test_plans_start_modules_from_codes_where_room_is_short() -> None:
         (model(x) - x[:, :4].sin()).square().mean().backward()
 
     profile = er.measure(step, noise=True, min_nbytes=MIN_NBYTES)
-    plan = er.plan(profile, budget=int(0.14 * plain_peak(profile)), exact=False, noise=0.1)
+    budget = int(0.13 * plain_peak(profile))  # too little to hold all as such codes
+    plan = er.plan(profile, budget=budget, exact=False, codecs=[Dither(levels=64)])
     coded = [line for line in plan.lines if line.action == RECOMPUTE and line.error > 0]
     assert coded, plan.explain()
     assert "runs again from a code" in coded[0].why
