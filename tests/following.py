@@ -42,7 +42,7 @@ PURPOSE = {
     "kernels/numba/launch.py": "turns tensors into arrays, chooses serial or parallel",
     "kernels/ops.py": "chooses the backend",
     "kernels/outputs.py": "allocates what an op returns",
-    "plan/gentle.py": "the fewest levels that the op's formula allows",
+    "plan/precision_floor.py": "the fewest levels that the op's formula allows",
     "plan/plan.py": "the plan's action for this site",
     "plan/policy.py": "the policy's action for this site",
     "plan/rows.py": "whether rows of the tensor are coded apart",
@@ -76,7 +76,7 @@ PURPOSE = {
     "runtime/serving.py": "asks the policy, performs, or lets wait",
     "runtime/sites.py": "the site of the save: module, op, number",
     "runtime/slot.py": "holds one storage for all of its readers",
-    "runtime/waiting.py": "decisions that wait for the end of a call",
+    "runtime/deferred.py": "decisions that wait for the end of a call",
     "runtime/weak.py": "a weak reference to a storage",
     "runtime/witness.py": "the version counter that is compared in backward",
 }

@@ -43,7 +43,7 @@ ended, readers.py -> formulas.py, the table of derivative formulas) -> plan/poli
 runtime/perform.py -> codecs/dither.py -> kernels/ops.py -> kernels/numba/dither.py, and back
 through runtime/slot.py `View.restore`; or, for ops that need no restored tensor, runtime/direct/.
 
-To follow a budget: measure/recorder.py -> plan/profile.py -> plan/menu.py, pose.py ->
+To follow a budget: measure/recorder.py -> plan/profile.py -> plan/menu.py, build_problem.py ->
 plan/problem.py -> plan/solve/ -> plan/make.py -> plan/plan.py `action_for`; and fitting/session.py.
 """
 

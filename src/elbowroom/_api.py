@@ -35,10 +35,10 @@ from elbowroom.fitting.compiled import CompiledFitting, How, how_compiled
 from elbowroom.measure.dry import dry_run as run_dry
 from elbowroom.measure.memory import budget_nbytes
 from elbowroom.measure.record import record
+from elbowroom.measure.resident_bytes import resident_bytes_of
 from elbowroom.measure.roofline import Speed
 from elbowroom.measure.snapshot import Snapshot
 from elbowroom.measure.snapshot import load_snapshot as read_snapshot
-from elbowroom.measure.standing import standing_of
 from elbowroom.plan import Coat, Exact, KeepAll, Lean, Lossy, OffloadRest, Policy
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan, check_plan
@@ -211,7 +211,9 @@ def measure(
     profile = record(step, device=device, min_nbytes=min_nbytes, warm_up=warm_up, noise=noise)
     if model is None:
         return profile
-    return replace(profile, standing=standing_of(model, [] if optimizer is None else [optimizer]))
+    return replace(
+        profile, standing=resident_bytes_of(model, [] if optimizer is None else [optimizer])
+    )
 
 
 def dry_run(

@@ -54,10 +54,10 @@ def test_a_budget_counts_the_states_before_they_are_made(cls, state):
     net = model()
     optimizer = cls(net.parameters(), lr=1e-3, state=state)
     owned = ModelState(net, optimizer)
-    unborn = owned.unborn_state_nbytes()
+    unallocated = owned.unallocated_state_nbytes()
     steps(net, optimizer, 1)
-    assert unborn == sum(t.nbytes for s in optimizer.state.values() for t in s.values())
-    assert owned.unborn_state_nbytes() == 0
+    assert unallocated == sum(t.nbytes for s in optimizer.state.values() for t in s.values())
+    assert owned.unallocated_state_nbytes() == 0
 
 
 @every

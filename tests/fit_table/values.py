@@ -128,7 +128,7 @@ def said_given(peak_nbytes):
     return say(Line.MEASURED, plan=GIVEN, peak_nbytes=peak_nbytes)
 
 
-class Heard(NamedTuple):
+class ForwardProfile(NamedTuple):
     profile: Profile
 
 
@@ -141,7 +141,7 @@ class Row(NamedTuple):
     asks: tuple[Any, ...] = ()
 
 
-HEARD = Heard(Profile(is_recurrent=True))
+HEARD = ForwardProfile(Profile(is_recurrent=True))
 ESTIMATES = (KnownStep(Profile(), rehearsed=True),)
 LEFT = Attempts(taken=(MUCH,), smallest=(Smallest(OTHER, rehearsed=False),))
 DROPPED = say(Line.GIVEN, plan=GIVEN)

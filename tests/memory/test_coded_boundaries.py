@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 import elbowroom as er
 from elbowroom.codecs import Dither
-from elbowroom.plan.gentle import LEAST_AGAIN
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.plan import Known, Plan
 from elbowroom.plan.policy import Lossy
+from elbowroom.plan.precision_floor import LEAST_AGAIN
 from elbowroom.plan.rows import Rows
 from elbowroom.plan.site import RECOMPUTE, SiteName
 from elbowroom.runtime.context import Context

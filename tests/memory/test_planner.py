@@ -24,8 +24,8 @@ from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.errors import BudgetTooSmall, DataError, PlanError, UnknownField
 from elbowroom.measure.recording import Recording
 from elbowroom.plan import KeepAll, menu
+from elbowroom.plan.build_problem import BuiltProblem, build_problem, profiled_level
 from elbowroom.plan.plan import Plan, difference
-from elbowroom.plan.pose import Posed, pose, profiled_level
 from elbowroom.plan.problem import Choice, keep_all, levels, option_spans, summed
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.site import Need, Site, SiteName
@@ -343,16 +343,16 @@ def planned(kind: str, share: float, **settings: Any) -> Plan | None:
 def test_a_problem_gives_back_what_was_measured(kind: str) -> None:
     """Base + what the profiled step held = its levels: to the byte."""
     profile = profiled(kind)
-    posed = pose(profile, exact=True)
-    held = sum(profiled_level(profile.storages[i], len(profile.level)) for i in posed.storages)
-    assert np.array_equal(np.array(posed.problem.base) + held, profile.level)
+    built = build_problem(profile, exact=True)
+    held = sum(profiled_level(profile.storages[i], len(profile.level)) for i in built.storages)
+    assert np.array_equal(np.array(built.problem.base) + held, profile.level)
     assert max(profile.level) == profile.peak
 
 
-def profiled_choice(profile: Profile, posed: Posed) -> Choice:
+def profiled_choice(profile: Profile, built: BuiltProblem) -> Choice:
     """What the profiled step did, as options."""
     options = []
-    for index, item in zip(posed.storages, posed.problem.items, strict=True):
+    for index, item in zip(built.storages, built.problem.items, strict=True):
         names = [option.name for option in item.options]
         options.append(0 if profile.storages[index].kept else names.index("exact"))
     return Choice(tuple(options))
@@ -366,10 +366,10 @@ def test_the_options_of_the_profiled_step_are_what_it_held(kind: str) -> None:
     what is held at the end. So it is never less than measured, and equal in backward.
     """
     profile = profiled(kind)
-    posed = pose(profile, exact=True)
-    choice = profiled_choice(profile, posed)
+    built = build_problem(profile, exact=True)
+    choice = profiled_choice(profile, built)
     for index, item, option in zip(
-        posed.storages, posed.problem.items, choice.options, strict=True
+        built.storages, built.problem.items, choice.options, strict=True
     ):
         chosen = replace(item.options[option], direct=())  # it is written down with none
         written = replace(item, options=(item.options[0], chosen))
@@ -412,8 +412,8 @@ def test_what_backward_reads_as_it_is_held_is_not_restored(
 
 @ALL
 def test_plain_autograd_is_predicted(kind: str) -> None:
-    posed = pose(profiled(kind), exact=True)
-    said = int(levels(posed.problem, keep_all(posed.problem)).max())
+    built = build_problem(profiled(kind), exact=True)
+    said = int(levels(built.problem, keep_all(built.problem)).max())
     assert said == pytest.approx(plain_peak(kind), rel=0.01)
 
 
@@ -891,17 +891,17 @@ def test_what_a_module_that_runs_again_has_made_is_not_rebuilt_outside(between: 
     net = nn.Sequential(Gate(), between, nn.Linear(256, 64))
     x = torch.randn(32, 64, 64)
     profile = er.measure(lambda: net(x).square().mean().backward(), min_nbytes=MIN_NBYTES)
-    posed = pose(profile, exact=True)
-    (region,) = (one for one in posed.problem.regions if one.name == "0")
+    built = build_problem(profile, exact=True)
+    (region,) = (one for one in built.problem.regions if one.name == "0")
     outside = [
         at
-        for at, i in enumerate(posed.storages)
+        for at, i in enumerate(built.storages)
         if any(save.site.module == "2" for save in profile.storages[i].saves)
     ]
     assert outside
     assert set(outside) <= set(region.inputs)
     gelu = next(i for i, s in enumerate(profile.storages) if s.saves[0].site.consumer == "gelu")
-    assert [profile.storages[posed.storages[at]].made_of for at in outside] == [(gelu,)]
+    assert [profile.storages[built.storages[at]].made_of for at in outside] == [(gelu,)]
 
 
 def test_a_class_is_found_out_once() -> None:

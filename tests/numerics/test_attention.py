@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import elbowroom as er
 from elbowroom.codecs import Dither
-from elbowroom.plan.gentle import levels_for
+from elbowroom.plan.precision_floor import levels_for
 from elbowroom.runtime import direct
 from elbowroom.runtime.direct.attention import _LeanMask, attention, spread
 

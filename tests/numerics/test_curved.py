@@ -14,8 +14,8 @@ from elbowroom.adaptive.noise_budget import NoiseBudget
 from elbowroom.codecs import Dither
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.plan import Lean, Lossy
-from elbowroom.plan.gentle import gentle
 from elbowroom.plan.plan import Plan
+from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.profile import Profile
 from elbowroom.runtime.hooks import Saving
 
@@ -177,8 +177,8 @@ def test_controllers_stay_above(kind):
     kind.error_report()
     (held,) = [h for h in kind.table.held.values() if h.site.name[:2] == ("norms.0", "batch_norm")]
     assert held.site.curved
-    assert gentle(held.codec, held.site) == held.codec
+    assert at_precision_floor(held.codec, held.site) == held.codec
     taken = kind.codec_of(held.site.name)
     assert taken in [trial.codec for trial in possible(held)]
-    assert gentle(taken, held.site) == taken
+    assert at_precision_floor(taken, held.site) == taken
     assert len(possible(held)) < len(held.trials)

@@ -195,7 +195,7 @@ def test_a_forward_alone_tells_the_peak_of_the_step(name):
     planning.begin(owned.stock(), Signature(None))
     heard = rehearsed(planning, owned, lambda: model(x))
     assert heard is not None
-    born = owned.unborn_gradients(), 0
+    born = owned.unallocated_gradients(), 0
     likely, careful = (plain_peak(with_backward(heard, *born, care)) for care in (LIKELY, CAREFUL))
     assert 0.85 * took <= likely <= careful <= 1.25 * took, (took, likely, careful)
 

@@ -184,12 +184,12 @@ def test_states_of_several_optimizers_count_once_a_parameter():
     owned = ModelState(model, first)
     for optimizer in (first, second, torch.optim.SGD(model[0].parameters(), lr=1)):
         owned.add(optimizer)
-    assert owned.unborn_state_nbytes() == 4 * (2 * 16 + 32)
+    assert owned.unallocated_state_nbytes() == 4 * (2 * 16 + 32)
     model(torch.ones(1, 4)).sum().backward()
     first.step()
-    assert owned.unborn_state_nbytes() == 4 * 32
+    assert owned.unallocated_state_nbytes() == 4 * 32
     second.step()
-    assert owned.unborn_state_nbytes() == 0
+    assert owned.unallocated_state_nbytes() == 0
     weights = 4 * (16 + 32)
     assert owned.nbytes == 2 * weights + 4 * (2 * 16 + 32 + 1)  # gradients, states, AdamW's count
 
@@ -199,7 +199,7 @@ def test_the_history_of_lbfgs_is_counted_before_and_as_it_grows():
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2, history_size=3)
     owned, n = ModelState(model, optimizer), sum(p.numel() for p in model.parameters())
     full = 4 * n * (2 * 3 + 2)
-    assert owned.unborn_state_nbytes() == full
+    assert owned.unallocated_state_nbytes() == full
 
     def closure():
         optimizer.zero_grad()
@@ -210,6 +210,8 @@ def test_the_history_of_lbfgs_is_counted_before_and_as_it_grows():
     for _ in range(4):
         optimizer.step(closure)
         states = owned.nbytes - 8 * n
-        assert full - 64 <= states + owned.unborn_state_nbytes() <= full + 64  # and a few scalars
-    assert owned.unborn_state_nbytes() == 0
+        assert (
+            full - 64 <= states + owned.unallocated_state_nbytes() <= full + 64
+        )  # and a few scalars
+    assert owned.unallocated_state_nbytes() == 0
     assert abs(owned.standing().states_nbytes - full) <= 64

@@ -40,7 +40,12 @@ def test_what_is_known_of_transients(after, transient, guess, seen):
         (Headroom(50), STOCK, 650, 650),
         (Headroom(50, None, 980), STOCK, 680, 680),  # a step that held as much has fit
         (Headroom(50, None, 800), STOCK, 650, 650),
-        (Headroom(50), MemoryState(300, unborn_state_nbytes=701), 650, -1),  # states do not fit
+        (
+            Headroom(50),
+            MemoryState(300, unallocated_state_nbytes=701),
+            650,
+            -1,
+        ),  # states do not fit
     ],
 )
 def test_what_a_forward_may_hold(known, stock, allowed, surely):

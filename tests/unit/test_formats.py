@@ -14,9 +14,9 @@ import elbowroom as er
 from elbowroom.codecs import Facts
 from elbowroom.plan.plan import Known, Line
 from elbowroom.plan.profile import ModuleCall, Save, Storage
+from elbowroom.plan.resident_bytes import ResidentBytes
 from elbowroom.plan.shares import NoiseShares, SiteShares
 from elbowroom.plan.site import Site
-from elbowroom.plan.standing import Standing
 
 DOCS = Path(__file__).parents[2] / "docs" / "formats"
 CLASSES = {
@@ -24,7 +24,7 @@ CLASSES = {
         kind.__name__: kind
         for kind in (
             *(er.Profile, Storage, Save, Site, Facts, ModuleCall),
-            *(NoiseShares, SiteShares, Standing),
+            *(NoiseShares, SiteShares, ResidentBytes),
         )
     },
     "plan": {kind.__name__: kind for kind in (er.Plan, Known, Line)},
@@ -68,7 +68,7 @@ def profile():
     x = torch.randn(256, 64)
     return replace(
         er.measure(lambda: model(x).square().mean().backward()),
-        standing=Standing(10, 40, 10, 40),
+        standing=ResidentBytes(10, 40, 10, 40),
         noise=NoiseShares(8, (SiteShares(("1", "relu", 0), (4, 2), (0.5, 1.0)),), 0.1),
     )
 

@@ -20,11 +20,13 @@ def fitted() -> tuple[nn.Module, Fitting]:
 
 def test_states_of_an_optimizer_that_is_added_later_are_counted() -> None:
     model, fitting = fitted()
-    assert fitting.owned.unborn_state_nbytes() == 0
+    assert fitting.owned.unallocated_state_nbytes() == 0
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):  # twice is once
         er.add_optimizer(model, optimizer)
-        assert fitting.owned.unborn_state_nbytes() >= 2 * sum(p.nbytes for p in model.parameters())
+        assert fitting.owned.unallocated_state_nbytes() >= 2 * sum(
+            p.nbytes for p in model.parameters()
+        )
     assert fitting.owned.optimizers() == [optimizer]
     er.release(model)
 

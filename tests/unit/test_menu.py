@@ -18,8 +18,8 @@ from elbowroom.codecs.quality import _RECORDED, lie_of, measured, quality_of
 from elbowroom.errors import DataError, PlanError, UnknownCodec
 from elbowroom.measure.rates import rates
 from elbowroom.plan import registered
-from elbowroom.plan.gentle import gentle
 from elbowroom.plan.menu import rung_named
+from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.registered import all_settings, settings_of, weighed
 from elbowroom.plan.site import Formula, Need, Site
@@ -248,10 +248,10 @@ def test_a_registered_codec_is_chosen(profile: Profile) -> None:
 
 def test_a_registered_codec_keeps_to_the_floors() -> None:
     coarse = Signs(off=0.5)
-    assert gentle(coarse, site()) == coarse
-    assert gentle(coarse, site(Formula.CURVED)) == Dither(levels=16)
-    assert gentle(Signs(), site(Formula.CURVED)) == Signs()
-    assert gentle(Signs(), site(Formula.EXPONENTIAL)) == Dither(levels=256)
+    assert at_precision_floor(coarse, site()) == coarse
+    assert at_precision_floor(coarse, site(Formula.CURVED)) == Dither(levels=16)
+    assert at_precision_floor(Signs(), site(Formula.CURVED)) == Signs()
+    assert at_precision_floor(Signs(), site(Formula.EXPONENTIAL)) == Dither(levels=256)
 
 
 # --- who lies

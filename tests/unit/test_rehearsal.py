@@ -6,7 +6,7 @@ import torch
 
 from elbowroom.plan.backward import Graph, Node
 from elbowroom.plan.profile import Profile, Save, Storage
-from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Heard, Unborn, with_backward
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile, Unallocated, with_backward
 from elbowroom.plan.site import Need, Site
 
 STATIC = 1000
@@ -24,7 +24,7 @@ def of(*storages: Storage) -> Profile:
     return Profile(level, level, (0.0,) * moments, moments - 1, 1.0, STATIC, storages, ())
 
 
-def levels(heard: Heard, care: float = LIKELY, *gradients: Unborn) -> list[int]:
+def levels(heard: ForwardProfile, care: float = LIKELY, *gradients: Unallocated) -> list[int]:
     """Of backward, without what is restored for a moment, above what stood before."""
     step = with_backward(heard, gradients, 0, care)
     found = [level - STATIC for level in step.level[step.backward :]]
@@ -36,30 +36,32 @@ def levels(heard: Heard, care: float = LIKELY, *gradients: Unborn) -> list[int]:
 
 
 def test_the_last_op_of_forward_asks_first():
-    step = with_backward(Heard(of(saved(10, 0), saved(20, 1), saved(30, 2))), [], 0, LIKELY)
+    step = with_backward(
+        ForwardProfile(of(saved(10, 0), saved(20, 1), saved(30, 2))), [], 0, LIKELY
+    )
     assert [storage.needs for storage in step.storages] == [(5,), (4,), (3,)]
 
 
 def test_without_a_graph_ops_are_taken_for_a_chain():
-    assert levels(Heard(of(saved(10, 0), saved(20, 1), saved(30, 2)))) == [50, 30, 10]
+    assert levels(ForwardProfile(of(saved(10, 0), saved(20, 1), saved(30, 2)))) == [50, 30, 10]
 
 
 def test_a_mask_or_an_index_has_no_gradient():
     masks = of(saved(10, 0), saved(20, 1, dtype=torch.int64), saved(20, 2, dtype=torch.bool))
-    assert levels(Heard(masks)) == [0, 10, 10]
+    assert levels(ForwardProfile(masks)) == [0, 10, 10]
 
 
 def test_an_op_with_a_workspace_takes_another_for_its_backward():
-    heard = Heard(of(saved(10, 0), saved(100, 1, dtype=torch.uint8)))
+    heard = ForwardProfile(of(saved(10, 0), saved(100, 1, dtype=torch.uint8)))
     assert levels(heard, LIKELY) == [10 + 50, 10]
     assert levels(heard, CAREFUL) == [12 + 75, 12]
 
 
 def test_a_loss_outside_of_forward_takes_its_input_three_times_before_backward_begins():
     profile = of(saved(10, 0), saved(20, 1))
-    assert levels(Heard(profile, loss_nbytes=(50, 50)), CAREFUL) == [150, 12]
-    assert levels(Heard(profile, loss_nbytes=(5, 5)), CAREFUL) == [37, 12]
-    assert levels(Heard(profile, loss_nbytes=(50, 50)), LIKELY) == [
+    assert levels(ForwardProfile(profile, loss_nbytes=(50, 50)), CAREFUL) == [150, 12]
+    assert levels(ForwardProfile(profile, loss_nbytes=(5, 5)), CAREFUL) == [37, 12]
+    assert levels(ForwardProfile(profile, loss_nbytes=(50, 50)), LIKELY) == [
         100,
         10,
     ]  # the input is let go of
@@ -67,12 +69,12 @@ def test_a_loss_outside_of_forward_takes_its_input_three_times_before_backward_b
 
 def test_what_is_too_small_to_be_planned_is_there_until_it_was_asked_for():
     masks = [saved(n, k, "small", torch.bool) for k, n in enumerate((1, 2, 4))]
-    assert levels(Heard(of(*masks))) == [7, 3, 1]
+    assert levels(ForwardProfile(of(*masks))) == [7, 3, 1]
 
 
 def test_what_forward_has_left_behind_is_there_all_the_while():
     profile = replace(of(saved(10, 0)), floor=(STATIC + 70,))
-    assert levels(Heard(profile, out_nbytes=20)) == [10 + 50]
+    assert levels(ForwardProfile(profile, out_nbytes=20)) == [10 + 50]
 
 
 GRAPH = Graph(
@@ -88,11 +90,13 @@ GRAPH = Graph(
 
 def test_a_gradient_of_a_parameter_stays_from_the_op_that_makes_it():
     profile = of(saved(1, 0), saved(2, 1))
-    assert levels(Heard(profile, GRAPH), LIKELY, Unborn(100, ())) == [130, 110]
+    assert levels(ForwardProfile(profile, GRAPH), LIKELY, Unallocated(100, ())) == [130, 110]
 
 
 def test_of_gradients_that_are_released_the_largest_stays():
-    assert levels(Heard(of(saved(1, 0), saved(2, 1)), GRAPH), LIKELY, Unborn(7, ())) == [130, 17]
+    assert levels(
+        ForwardProfile(of(saved(1, 0), saved(2, 1)), GRAPH), LIKELY, Unallocated(7, ())
+    ) == [130, 17]
 
 
 def test_the_input_of_a_checkpoint_is_asked_for_by_the_op_that_runs_first_of_those_inside():
@@ -100,5 +104,5 @@ def test_the_input_of_a_checkpoint_is_asked_for_by_the_op_that_runs_first_of_tho
     numbers = (0, 2, 3, 4, 5)
     nodes = tuple(Node(n, "Mul", (n,), ((k - 1, 0),)) for k, n in enumerate(numbers))
     graph = Graph(nodes, ((4, 0),), asks=((1,), (5,)))
-    step = with_backward(Heard(of(saved(1, 0), saved(2, 1)), graph), [], 0, LIKELY)
+    step = with_backward(ForwardProfile(of(saved(1, 0), saved(2, 1)), graph), [], 0, LIKELY)
     assert [storage.needs[0] - step.backward for storage in step.storages] == [1, 0]

@@ -20,7 +20,7 @@ from elbowroom.measure.meter import NoiseMeter
 from elbowroom.measure.noise import HeldNoise, NoiseTable, Trial
 from elbowroom.plan import Action, Lossy, Site, SiteName
 from elbowroom.plan.allocation import Option
-from elbowroom.plan.gentle import gentle
+from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.rungs import ladder_of
 from elbowroom.runtime.observer import Watch
 
@@ -127,5 +127,7 @@ class Adaptive(ABC):
 
 
 def possible(held: HeldNoise) -> list[Trial]:
-    """The trials of what this tensor may be held with (`plan/gentle.py`)."""
-    return [trial for trial in held.trials if gentle(trial.codec, held.site) == trial.codec]
+    """The trials of what this tensor may be held with (`plan/precision_floor.py`)."""
+    return [
+        trial for trial in held.trials if at_precision_floor(trial.codec, held.site) == trial.codec
+    ]

@@ -15,7 +15,7 @@ from elbowroom.kernels.layout import TILE, codes_nbytes
 from elbowroom.measure.noise import HeldNoise
 from elbowroom.plan import Action, Lean, Site
 from elbowroom.plan.allocation import Option
-from elbowroom.plan.gentle import gentle
+from elbowroom.plan.precision_floor import at_precision_floor
 
 _CODED = 0.5  # of a tensor that ReLU splits: what it lets pass
 
@@ -47,7 +47,7 @@ class LeanBudget(NoiseBudget):
         coded = held.numel * (_CODED if is_split else 1.0)
         found = []
         for codec in self.ladder:
-            levels = _levels(gentle(codec, held.site))
+            levels = _levels(at_precision_floor(codec, held.site))
             more = coded * (codes_nbytes(levels, TILE) - codes_nbytes(now, TILE)) / TILE
             variance = rough + fine * ((now - 1) / (levels - 1)) ** 2
             found.append(Option(held.nbytes + more, variance))

@@ -7,10 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 import elbowroom as er
-from elbowroom.cli.polite import polite
+from elbowroom.cli.mistakes import says_mistakes
 
 
-@polite
+@says_mistakes
 def codecs() -> None:
     """List the codecs: what can hold a tensor in fewer bytes."""
     table = Table("codec", "lossless", "dtypes", "fields", "what it does")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import elbowroom as er
-from elbowroom.cli.polite import check_writable, errors_console, polite
+from elbowroom.cli.mistakes import check_writable, errors_console, says_mistakes
 from elbowroom.demo.compare import Comparison, Saving, compare, try_out
 from elbowroom.demo.compare import Progress as Told
 from elbowroom.demo.page import page
@@ -48,7 +48,7 @@ AsJson = Annotated[
 Out = Annotated[Path, typer.Option(help="Where the HTML page goes.")]
 
 
-@polite
+@says_mistakes
 def demo(
     model: Annotated[Model, typer.Option(help="What to train.")] = Model.resnet18,
     steps: Steps = None,

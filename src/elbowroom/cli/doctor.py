@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 import elbowroom as er
-from elbowroom.cli.polite import polite
+from elbowroom.cli.mistakes import says_mistakes
 from elbowroom.cli.precompile import compile_ahead
 from elbowroom.cli.warm import WARM, has_glibc
 from elbowroom.units import show_nbytes
@@ -31,7 +31,7 @@ Compile = Annotated[
 ]
 
 
-@polite
+@says_mistakes
 def doctor(compile: Compile = False) -> None:
     """Say what this machine has, and what that means for elbowroom."""
     if compile:

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 import elbowroom as er
+from elbowroom.cli.mistakes import check_writable, errors_console, says_mistakes
 from elbowroom.cli.places import Offload
-from elbowroom.cli.polite import check_writable, errors_console, polite
 from elbowroom.errors import BudgetTooSmall, DataError, UnknownField
 from elbowroom.files import write_text
 from elbowroom.plan.make import plain_peak
@@ -52,7 +52,7 @@ Sweeps = Annotated[
 ]
 
 
-@polite
+@says_mistakes
 def plan(
     profile: From,
     budget: Budget = None,

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from elbowroom.cli.polite import check_writable, errors_console, polite
+from elbowroom.cli.mistakes import check_writable, errors_console, says_mistakes
 from elbowroom.cli.script import Arguments, Script, check_script, run_script, show_traceback
 from elbowroom.errors import DataError, PlanError
 from elbowroom.files import write_text
@@ -21,7 +21,7 @@ Out = Annotated[Path, typer.Option(help="Where the profile goes, as JSON.")]
 Html = Annotated[Path | None, typer.Option(help="Where the page goes; by default beside --out.")]
 
 
-@polite
+@says_mistakes
 def profile(
     script: Script,
     arguments: Arguments = None,

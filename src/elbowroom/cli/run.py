@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import elbowroom as er
+from elbowroom.cli.mistakes import check_writable, errors_console, mistake, says_mistakes
 from elbowroom.cli.places import Offload
-from elbowroom.cli.polite import check_writable, errors_console, mistake, polite
 from elbowroom.cli.script import Arguments, Script, check_script, run_script, show_traceback
 from elbowroom.cli.warm import start_warm
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
@@ -58,7 +58,7 @@ IsWarm = Annotated[
 Report = Annotated[Path | None, typer.Option(help="Write the figures at the end as JSON.")]
 
 
-@polite
+@says_mistakes
 def run(
     script: Script,
     budget: Budget = None,

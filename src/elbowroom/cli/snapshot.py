@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 import elbowroom as er
-from elbowroom.cli.polite import check_writable, errors_console, polite
+from elbowroom.cli.mistakes import check_writable, errors_console, says_mistakes
 from elbowroom.files import write_text
 from elbowroom.report import render_profile, snapshot_page
 
@@ -19,7 +19,7 @@ Html = Annotated[Path | None, typer.Option(help="Where the page goes; by default
 Device = Annotated[int | None, typer.Option(help="The GPU; by default the one that held most.")]
 
 
-@polite
+@says_mistakes
 def snapshot(file: File, html: Html = None, device: Device = None) -> None:
     """Show what a memory snapshot of PyTorch holds at its peak, and write a page of it.
 

@@ -41,6 +41,6 @@ def peak_of_backward(outputs: Iterable[Tensor], saving: FittedSaving, stock: Mem
     for moment in run(graph_of(outputs)):
         node = node if moment.is_leaf else moment.nth
         still = below[bisect_right(firsts, node)] + restored.get(node, 0)
-        stay = min(moment.stay, stock.unborn_gradient_nbytes)
+        stay = min(moment.stay, stock.unallocated_gradient_nbytes)
         highest = max(highest, moment.nbytes + moment.hidden + stay + still)
     return highest and stock.static_nbytes + highest

@@ -21,7 +21,7 @@ from elbowroom.fitting.signature import Signature
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import Heard
+from elbowroom.plan.rehearsal import ForwardProfile
 from elbowroom.runtime.context import Context
 
 MOST_CALLS = 64  # of a step that is planned as one
@@ -37,7 +37,7 @@ class _Later:
     """
 
     signature: Signature
-    seen: Heard | None
+    seen: ForwardProfile | None
 
 
 class Calls:
@@ -83,7 +83,7 @@ class Calls:
         self._is_small |= signature.numel < _NEAR * known[0].signature.numel
         return known[0].signature.covers(signature) and not (rehearsed and known[0].seen is None)
 
-    def note(self, signature: Signature, seen: Heard | None) -> None:
+    def note(self, signature: Signature, seen: ForwardProfile | None) -> None:
         """What is to be known of the one that runs."""
         later = self._later
         if self._at > len(later):
@@ -121,10 +121,10 @@ class Calls:
         """Whether there are later ones, and all have been rehearsed."""
         return bool(self._later) and all(one.seen is not None for one in self._later)
 
-    def joined(self, first: Heard) -> Heard:
+    def joined(self, first: ForwardProfile) -> ForwardProfile:
         """All forwards of a step, as one."""
         seen = (one.seen for one in self._later if one.seen is not None)
-        return reduce(Heard.followed_by, seen, first)
+        return reduce(ForwardProfile.followed_by, seen, first)
 
 
 class Rest:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from elbowroom.fitting.chosen import Chosen
     from elbowroom.fitting.forward import FittedSaving
     from elbowroom.fitting.observations import Observation
-    from elbowroom.plan.rehearsal import Heard
+    from elbowroom.plan.rehearsal import ForwardProfile
 
 
 class Line(Enum):
@@ -84,7 +84,7 @@ class MakeSmallest:
 class PlanByForward:
     """Make a plan by a rehearsed forward, and take it -> Rehearsed or RehearsedInVain."""
 
-    heard: "Heard"
+    heard: "ForwardProfile"
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ class CompiledFitting:
     def room_nbytes(self) -> int:
         """What forward and backward may take."""
         stock = self.owned.stock()
-        standing = stock.static_nbytes + stock.unborn_state_nbytes
+        standing = stock.static_nbytes + stock.unallocated_state_nbytes
         self._standing = self._standing or standing
         return max(self.terms.budget_nbytes - standing, 0)
 

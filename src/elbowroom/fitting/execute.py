@@ -56,7 +56,7 @@ from elbowroom.measure.shares import STEPS, menu_meter, shares_of
 from elbowroom.plan.ladder import choose
 from elbowroom.plan.make import LOSSY_HELPS
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Heard, with_backward
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile, with_backward
 
 if TYPE_CHECKING:
     from elbowroom.fitting.forward import FittedSaving
@@ -211,9 +211,9 @@ def repeatable(kind: "Planning", profile: Profile) -> Profile:
     return profile.never_again(context.unrepeatable, alike=context.blames_classes)
 
 
-def step_of(kind: "Planning", heard: Heard, care: float) -> Profile:
+def step_of(kind: "Planning", heard: ForwardProfile, care: float) -> Profile:
     """The whole step of a forward that was rehearsed: its backward is an estimate."""
-    born = kind.owned.unborn_gradients(), kind.stock.unborn_state_nbytes
+    born = kind.owned.unallocated_gradients(), kind.stock.unallocated_state_nbytes
     return with_backward(replace(heard, profile=repeatable(kind, heard.profile)), *born, care)
 
 
@@ -234,7 +234,7 @@ def _stock_of(kind: "Planning") -> MemoryState:
     return kind.owned.stock().beside(kind.stock.beside_nbytes)
 
 
-def _planned_by_forward(kind: "Planning", heard: Heard) -> Observation:
+def _planned_by_forward(kind: "Planning", heard: ForwardProfile) -> Observation:
     heard = kind.calls.joined(heard).beside(kind.state.beside_nbytes)
     standing = kind.owned.standing()
     heard = replace(heard, profile=replace(heard.profile, standing=standing))

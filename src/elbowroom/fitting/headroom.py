@@ -69,7 +69,7 @@ class Headroom:
         More than this cannot be held, or the optimizer's states would not fit.
         """
         free = terms.budget_nbytes - stock.static_nbytes
-        if stock.unborn_nbytes > free:
+        if stock.unallocated_nbytes > free:
             return -1
         allowed = free - (self.transient_nbytes or 0) + _passing_nbytes(plan)
         return max(allowed, self.seen_nbytes - stock.static_nbytes)

@@ -42,7 +42,7 @@ class Measurement:
     @property
     def makes_states(self) -> bool:
         """Whether the optimizer had no states as it began."""
-        return self.stock.unborn_state_nbytes > 0
+        return self.stock.unallocated_state_nbytes > 0
 
     def end(self) -> None:
         """Read what it saw. Twice is harmless."""

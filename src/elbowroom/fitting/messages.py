@@ -228,7 +228,7 @@ def refusal(
     saved = held_nbytes(least_rung, step)
     other, kind = transient_nbytes, "measured"
     if other is None:  # a guess must be named generously
-        other, kind = stock.unborn_nbytes + _GENEROUS * saving.largest_nbytes, "estimated"
+        other, kind = stock.unallocated_nbytes + _GENEROUS * saving.largest_nbytes, "estimated"
     least = stock.static_nbytes + saved + other
     weight_nbytes = owned.weight_nbytes
     parts = (

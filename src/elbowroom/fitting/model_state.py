@@ -9,15 +9,15 @@ from torch.optim import Optimizer
 
 from elbowroom.fitting.options import MemoryState
 from elbowroom.fitting.state_formats import States
-from elbowroom.measure.standing import (
+from elbowroom.measure.resident_bytes import (
     expected_nbytes,
     gradients_nbytes,
     growing_nbytes,
     parameters_of,
-    standing_of,
+    resident_bytes_of,
 )
-from elbowroom.plan.rehearsal import Unborn
-from elbowroom.plan.standing import Standing
+from elbowroom.plan.rehearsal import Unallocated
+from elbowroom.plan.resident_bytes import ResidentBytes
 from elbowroom.runtime.undo import gradient_of, tensors_of
 
 
@@ -69,30 +69,32 @@ class ModelState:
 
     def stock(self) -> MemoryState:
         """What stands now, and what the next step will add to it."""
-        return MemoryState(self.nbytes, self.unborn_gradient_nbytes(), self.unborn_state_nbytes())
+        return MemoryState(
+            self.nbytes, self.unallocated_gradient_nbytes(), self.unallocated_state_nbytes()
+        )
 
-    def unborn_gradient_nbytes(self) -> int:
+    def unallocated_gradient_nbytes(self) -> int:
         """Bytes of the gradients that a step will create, and hold at one time.
 
         Of those that are released inside backward, that is the largest.
         """
-        unborn = [p for p in self._trainable() if gradient_of(p) is None]
-        return gradients_nbytes(unborn, self.optimizers())
+        unallocated = [p for p in self._trainable() if gradient_of(p) is None]
+        return gradients_nbytes(unallocated, self.optimizers())
 
-    def unborn_gradients(self) -> list[Unborn]:
+    def unallocated_gradients(self) -> list[Unallocated]:
         """The same, one by one; as one where they are released."""
         model = self._model()
-        unborn = [p for p in self._trainable() if gradient_of(p) is None]
-        at_one_time = self.unborn_gradient_nbytes()
-        if model is None or at_one_time < sum(p.nbytes for p in unborn):
-            return [Unborn(at_one_time, ())]
+        unallocated = [p for p in self._trainable() if gradient_of(p) is None]
+        at_one_time = self.unallocated_gradient_nbytes()
+        if model is None or at_one_time < sum(p.nbytes for p in unallocated):
+            return [Unallocated(at_one_time, ())]
         owners: dict[int, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             for p in module.parameters(recurse=False):
                 owners.setdefault(id(p), []).append(name)
-        return [Unborn(p.nbytes, tuple(owners[id(p)])) for p in unborn]
+        return [Unallocated(p.nbytes, tuple(owners[id(p)])) for p in unallocated]
 
-    def unborn_state_nbytes(self) -> int:
+    def unallocated_state_nbytes(self) -> int:
         """Bytes of the optimizer states that the next steps will create.
 
         A parameter that one optimizer has states for, or that two hold (as wrappers do), counts
@@ -107,10 +109,10 @@ class ModelState:
                     states[id(p)] = max(expected_nbytes(one, p), states.get(id(p), 0))
         return sum(states.values()) + sum(map(growing_nbytes, optimizers))
 
-    def standing(self) -> Standing | None:
+    def standing(self) -> ResidentBytes | None:
         """What stands between steps; None: the model is gone."""
         model = self._model()
-        return None if model is None else standing_of(model, self.optimizers())
+        return None if model is None else resident_bytes_of(model, self.optimizers())
 
     def optimizers(self) -> list[Optimizer]:
         """Those that are counted, and still there."""

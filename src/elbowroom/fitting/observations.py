@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from elbowroom.fitting.signature import Signature
     from elbowroom.plan.plan import Plan
     from elbowroom.plan.profile import Profile
-    from elbowroom.plan.rehearsal import Heard
+    from elbowroom.plan.rehearsal import ForwardProfile
     from elbowroom.plan.shares import NoiseShares
 
 
@@ -218,7 +218,7 @@ class NothingToDo:
 class ForwardHeard:
     """A forward has run without holding anything."""
 
-    heard: "Heard"
+    heard: "ForwardProfile"
 
 
 @dataclass(frozen=True)

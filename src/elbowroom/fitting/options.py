@@ -47,20 +47,20 @@ class MemoryState:
     """Bytes as a step begins.
 
     static_nbytes           held: weights, buffers, gradients, optimizer states, what is beside
-    unborn_gradient_nbytes  of gradients that the step will create, and hold at one time
-    unborn_state_nbytes     of states that the optimizer will
+    unallocated_gradient_nbytes  of gradients that the step will create, and hold at one time
+    unallocated_state_nbytes     of states that the optimizer will
     beside_nbytes           the part of what is held that is not the model's (`co_resident.py`)
     """
 
     static_nbytes: int
-    unborn_gradient_nbytes: int = 0
-    unborn_state_nbytes: int = 0
+    unallocated_gradient_nbytes: int = 0
+    unallocated_state_nbytes: int = 0
     beside_nbytes: int = 0
 
     @property
-    def unborn_nbytes(self) -> int:
+    def unallocated_nbytes(self) -> int:
         """What the step will create on top."""
-        return self.unborn_gradient_nbytes + self.unborn_state_nbytes
+        return self.unallocated_gradient_nbytes + self.unallocated_state_nbytes
 
     def beside(self, nbytes: int) -> "MemoryState":
         """With so many bytes beside it."""

@@ -92,7 +92,7 @@ class CompiledProgram:
     ) -> Any:
         owned, holder = self._owned()
         stock = owned.stock()
-        standing = stock.static_nbytes + stock.unborn_state_nbytes + self._held()
+        standing = stock.static_nbytes + stock.unallocated_state_nbytes + self._held()
         self._standing = self._standing or standing
         room = max(self.terms.budget_nbytes - standing, 0)
         self.compiled += 1

@@ -24,7 +24,7 @@ from elbowroom.measure.graph import graph_of
 from elbowroom.measure.recording import Recording
 from elbowroom.plan.make import AT_LEAST
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Heard
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile
 from elbowroom.runtime.identity import is_touchable
 from elbowroom.units import show_nbytes
 
@@ -45,7 +45,7 @@ _SURE = 0.7  # of the least by the graph: below that it is refused unmeasured
 
 def rehearsed(
     fit: Fit, owned: ModelState, forward: Callable[[], Any], after: FittedSaving | None = None
-) -> Heard | None:
+) -> ForwardProfile | None:
     """A forward that holds nothing, and the graph that it has built.
 
     None where it cannot be measured. after: that of an earlier forward of the same step, which is
@@ -68,7 +68,7 @@ def rehearsed(
         recording.close()
     if seen is None:
         return None
-    return Heard(seen, graph, loss_nbytes, out_nbytes, recording.recorder.on(stood))
+    return ForwardProfile(seen, graph, loss_nbytes, out_nbytes, recording.recorder.on(stood))
 
 
 def _loss_nbytes(outputs: list[Tensor]) -> tuple[int, int]:

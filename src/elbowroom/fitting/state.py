@@ -230,7 +230,7 @@ class FitState:
     @property
     def wants_writing(self) -> bool:
         """Whether the step that begins should be written down, not just measured."""
-        makes_states = self.stock.unborn_state_nbytes > 0
+        makes_states = self.stock.unallocated_state_nbytes > 0
         match self.phase:
             case Phase.LAST_RESORT | Phase.GIVEN:  # given: written down it takes more (no turns)
                 return False

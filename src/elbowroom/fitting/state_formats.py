@@ -33,7 +33,7 @@ from elbowroom.optim.auto import auto_groups, held_as, hold, nbytes_as
 from elbowroom.optim.base import EncodedOptimizer
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.standing import Standing
+from elbowroom.plan.resident_bytes import ResidentBytes
 
 CHOICES = ("fp32", "int8", "int4")  # the mildest first; not coat, int4x2: see docs/optim/states.md
 _CHOSEN = {
@@ -53,7 +53,7 @@ class States:
     def __init__(
         self,
         optimizers: Callable[[], list[Optimizer]],
-        standing: Callable[[], Standing | None],
+        standing: Callable[[], ResidentBytes | None],
     ) -> None:
         """Both callables are evaluated each time they are needed."""
         self._optimizers, self._standing = optimizers, standing
@@ -152,9 +152,12 @@ class States:
 
         stock: as they would be born now
         """
-        if terms.exact or not stock.unborn_state_nbytes or not self.auto():
+        if terms.exact or not stock.unallocated_state_nbytes or not self.auto():
             return False
-        free, now = terms.budget_nbytes - stock.static_nbytes - stock.unborn_nbytes, self._now()
+        free, now = (
+            terms.budget_nbytes - stock.static_nbytes - stock.unallocated_nbytes,
+            self._now(),
+        )
         for state in CHOICES[CHOICES.index(now) :]:
             saved = self._nbytes_as(now) - self._nbytes_as(state)
             if free + saved >= self._converting_nbytes(state):
@@ -186,7 +189,7 @@ class States:
                 return state
         return CHOICES[-1]
 
-    def _candidate(self, state: str, profile: Profile, now: Standing) -> Candidate:
+    def _candidate(self, state: str, profile: Profile, now: ResidentBytes) -> Candidate:
         """The profiled step, had states been held so. now: what stands at this moment."""
         assert profile.standing is not None
         nbytes = now.states_nbytes - self._nbytes_as(self._now()) + self._nbytes_as(state)

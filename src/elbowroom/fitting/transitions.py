@@ -151,7 +151,7 @@ def _given_held(state: FitState, seen: GivenHeld) -> Step:
     """What a plan that was given leaves beside what stands and what it holds is for transients."""
     given = state.given
     assert given is not None
-    stands = seen.stock.static_nbytes + seen.stock.unborn_nbytes
+    stands = seen.stock.static_nbytes + seen.stock.unallocated_nbytes
     headroom = state.headroom.learned(given.peak - stands - given.held_nbytes)
     return replace(state, stock=seen.stock, headroom=headroom), ()
 

@@ -29,11 +29,11 @@ from elbowroom.measure.counting import Counting
 from elbowroom.measure.fakes import Fakes
 from elbowroom.measure.rates import rates
 from elbowroom.measure.record import check_saves, run_recorded
+from elbowroom.measure.resident_bytes import resident_bytes_of
 from elbowroom.measure.roofline import Speed, speed_of
-from elbowroom.measure.standing import standing_of
 from elbowroom.plan import KeepAll
 from elbowroom.plan.profile import Profile
-from elbowroom.runtime.plain import standing_in
+from elbowroom.runtime.supported_types import standing_in
 
 Loss = Callable[[nn.Module, Any], Tensor]
 _NEED_VALUES = (
@@ -75,7 +75,7 @@ def dry_run(
         rates=rates(device.type) if speed is None else {},
         device=(device.type, ""),
         measured=False,
-        standing=standing_of(model, [] if optimizer is None else [optimizer]),
+        standing=resident_bytes_of(model, [] if optimizer is None else [optimizer]),
     )
 
 

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 from torch.utils._pytree import tree_map
 
 from elbowroom.measure.sensitivity import energy, is_weight
-from elbowroom.plan.gentle import ATTENTION
+from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.runtime.consumers import BUFFERS, TOLERANT, Call, tolerant_arguments
 from elbowroom.runtime.slot import View
 

@@ -12,7 +12,7 @@ from elbowroom.codecs.dither import LEVELS
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.measure.noise import HeldNoise, NoiseTable
 from elbowroom.plan import Lossy, Site
-from elbowroom.plan.gentle import gentle
+from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.shares import NoiseShares, SiteShares
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
@@ -76,5 +76,5 @@ def _shares(table: NoiseTable, held: HeldNoise, sampling: float) -> SiteShares |
 
 
 def _codes(site: Site) -> Sequence[Codec]:
-    codes = (gentle(Dither(levels=levels), site) for levels in LEVELS)
+    codes = (at_precision_floor(Dither(levels=levels), site) for levels in LEVELS)
     return tuple(dict.fromkeys(code for code in codes if site.dtype in code.dtypes))

@@ -20,7 +20,7 @@ from elbowroom.measure.noise import HeldNoise, NoiseTable, OpReading, Trial
 from elbowroom.measure.probe import RESULT, Probe, arguments, can_probe, keys_of, second_pass
 from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
 from elbowroom.plan import Site, SiteName
-from elbowroom.plan.gentle import gentle
+from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.observer import Use
@@ -141,7 +141,7 @@ class StepWatch:
         if held is None:
             return
         site = replace(held.site, curved=True)
-        if gentle(held.codec, site) == held.codec:
+        if at_precision_floor(held.codec, site) == held.codec:
             self._held[site.name] = replace(held, site=site)
 
     def ended(self, call: Call, out: Any) -> None:

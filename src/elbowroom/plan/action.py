@@ -23,7 +23,7 @@ class Encode:
     ReLU, whose mask is held anyway (`facts.mask`), or a GELU or SiLU, which is not linear in it.
 
     with_mask   if the ReLU is that of the norm's output
-    gated       if, besides, all of the norm's gradient comes through it (`runtime/gate.py`)
+    gated       if, besides, all of the norm's gradient comes through it (`runtime/relu_gating.py`)
     behind_sum  if all of it comes through the ReLU of a sum that the norm's output is a part of
     curved      if it is read by a GELU or SiLU
     rows        normalized by their own mean and std, where a reader divides by their size

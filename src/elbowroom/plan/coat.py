@@ -27,8 +27,8 @@ from elbowroom.codecs import Cast, Codec, Dither
 from elbowroom.errors import UnknownField
 from elbowroom.kernels.layout import GROUP_SIZES
 from elbowroom.plan.action import Action, Encode, Keep, Rebuild
-from elbowroom.plan.gentle import ATTENTION
 from elbowroom.plan.policy import Exact
+from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.site import Need, Rebuildable, Site
 
 Format = Literal["fp8", "int8", "int4"]

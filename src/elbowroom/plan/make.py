@@ -6,9 +6,9 @@ from math import inf
 
 from elbowroom.codecs import Codec
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.plan.build_problem import BuiltProblem, build_problem
 from elbowroom.plan.menu import KEEP, action_name, rung_named, spared
 from elbowroom.plan.plan import Known, Line, Plan
-from elbowroom.plan.pose import Posed, pose
 from elbowroom.plan.problem import (
     Choice,
     Item,
@@ -58,31 +58,33 @@ def make_plan(
     of `lossy_helps`, what to allow; what that budget is, it says in the words of `least_is`.
     """
     in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
-    posed = pose(profile, exact=True, recompute=recompute, offload=offload)
-    found = solve(posed.problem, budget - margin - in_flight, exact=True, solver=solver)
+    built = build_problem(profile, exact=True, recompute=recompute, offload=offload)
+    found = solve(built.problem, budget - margin - in_flight, exact=True, solver=solver)
     if offload is not None and not found.feasible:  # where all stays, nothing is on its way
-        staying = pose(profile, exact=True, recompute=recompute, offload=None)
+        staying = build_problem(profile, exact=True, recompute=recompute, offload=None)
         other = solve(staying.problem, budget - margin, exact=True, solver=solver)
         if other.feasible or (exact and other.peak < found.peak + in_flight):
-            posed, found, offload, in_flight = staying, other, None, 0
+            built, found, offload, in_flight = staying, other, None, 0
     margin += in_flight  # of what is moved, one tensor is on its way at any time
     allowed = budget - margin
     if exact is False or not (exact or found.feasible):
-        freely = pose(profile, exact=False, recompute=recompute, offload=offload, codecs=codecs)
+        freely = build_problem(
+            profile, exact=False, recompute=recompute, offload=offload, codecs=codecs
+        )
         variance = inf if noise is None else noise
         other = solve(freely.problem, allowed, variance=variance, solver=solver)
         if not found.feasible or (
             other.feasible
-            and cost(freely.problem, other.choice) < cost(posed.problem, found.choice)
+            and cost(freely.problem, other.choice) < cost(built.problem, found.choice)
         ):
-            posed, found = freely, other
+            built, found = freely, other
     if not found.feasible:
         ways = (lossy_helps,) if exact else ()
         if solver in BASELINES:
             ways = (f"leave out solver='{solver}', with which more is needed", *ways)
         raise _refusal(
             profile,
-            posed,
+            built,
             found,
             budget,
             margin,
@@ -91,18 +93,18 @@ def make_plan(
             noise=noise,
             least_is=least_is,
         )
-    return _plan(profile, posed, found, allowed + in_flight, in_flight)
+    return _plan(profile, built, found, allowed + in_flight, in_flight)
 
 
 def plain_peak(profile: Profile) -> int:
     """The peak of plain autograd, in bytes: measured if the profiled step was that."""
-    problem = pose(profile, exact=True, recompute=False).problem
+    problem = build_problem(profile, exact=True, recompute=False).problem
     return int(levels(problem, keep_all(problem)).max(initial=0))
 
 
 def _refusal(
     profile: Profile,
-    posed: Posed,
+    built: BuiltProblem,
     found: Solution,
     budget: int,
     margin: int,
@@ -113,10 +115,10 @@ def _refusal(
     least_is: str,
 ) -> BudgetTooSmall:
     """The error that says what takes the room, and what to type next."""
-    level = levels(posed.problem, found.choice)
+    level = levels(built.problem, found.choice)
     moment = int(level.argmax())
     static = min(profile.static, found.peak)
-    saved = int(level[moment]) - posed.problem.base[moment]
+    saved = int(level[moment]) - built.problem.base[moment]
     least = found.peak + margin
     parts = {
         "weights and what else is held before the step": static,
@@ -125,7 +127,7 @@ def _refusal(
     }
     within, ways = "", [*more_ways, "halve the batch"]
     allows_codes = noise is not None and not exact
-    if allows_codes and solve(posed.problem, budget - margin).peak < found.peak:
+    if allows_codes and solve(built.problem, budget - margin).peak < found.peak:
         within = f" with noise={noise:g}"
         ways.insert(0, "allow more noise")
     return too_small(budget, least, parts, least_is.format(within=within), *ways)
@@ -145,17 +147,19 @@ def too_small(
     )
 
 
-def _plan(profile: Profile, posed: Posed, found: Solution, budget: int, in_flight: int) -> Plan:
-    problem, choice = posed.problem, found.choice
-    sites = dict(_sites(profile, posed, choice))
-    lines = (*_lines(profile, posed, choice), *_recomputed(profile, posed, choice))
+def _plan(
+    profile: Profile, built: BuiltProblem, found: Solution, budget: int, in_flight: int
+) -> Plan:
+    problem, choice = built.problem, found.choice
+    sites = dict(_sites(profile, built, choice))
+    lines = (*_lines(profile, built, choice), *_recomputed(profile, built, choice))
     return Plan(
         budget=budget,
         peak=found.peak + in_flight,
         plain_peak=plain_peak(profile),
         seconds=problem.seconds + found.slowdown_s,
         plain_seconds=problem.seconds,
-        exact=posed.exact or (all(line.error == 0 for line in lines) and not _takes_turns(profile)),
+        exact=built.exact or (all(line.error == 0 for line in lines) and not _takes_turns(profile)),
         solver=found.solver,
         sites=sites,
         recompute=frozenset(problem.regions[r].name for r in choice.recomputed),
@@ -166,16 +170,18 @@ def _plan(profile: Profile, posed: Posed, found: Solution, budget: int, in_fligh
 
 
 def _takes_turns(profile: Profile) -> bool:
-    """Returns whether some op rounds otherwise in a plan that was not posed as an exact one."""
+    """Returns whether some op rounds otherwise in a plan that was not built as an exact one."""
     return any(map(partial(spared, profile), profile.storages))
 
 
-def _sites(profile: Profile, posed: Posed, choice: Choice) -> Iterator[tuple[SiteName, Known]]:
-    problem = posed.problem
+def _sites(
+    profile: Profile, built: BuiltProblem, choice: Choice
+) -> Iterator[tuple[SiteName, Known]]:
+    problem = built.problem
     gone = recomputed_items(problem, choice.recomputed)
     rungs = {}
     for i, (index, item, option) in enumerate(
-        zip(posed.storages, problem.items, choice.options, strict=True)
+        zip(built.storages, problem.items, choice.options, strict=True)
     ):
         if i not in gone:
             rungs[index] = item.options[option].name
@@ -183,7 +189,7 @@ def _sites(profile: Profile, posed: Posed, choice: Choice) -> Iterator[tuple[Sit
             for save in storage.saves:
                 yield save.site.name, _known(rungs[index], storage, save.site)
     for r in choice.recomputed:
-        call = profile.modules[posed.modules[r]]
+        call = profile.modules[built.modules[r]]
         for nth, index in enumerate(call.inputs):
             if index in rungs:
                 storage = profile.storages[index]
@@ -198,11 +204,11 @@ def _known(rung: str, storage: Storage, site: Site) -> Known:
     return Known(rung, dtype, storage.nbytes, bool(site.curved))
 
 
-def _lines(profile: Profile, posed: Posed, choice: Choice) -> Iterator[Line]:
+def _lines(profile: Profile, built: BuiltProblem, choice: Choice) -> Iterator[Line]:
     """A line for each storage that is not recomputed."""
-    problem = posed.problem
+    problem = built.problem
     gone = recomputed_items(problem, choice.recomputed)
-    at = {index: i for i, index in enumerate(posed.storages)}
+    at = {index: i for i, index in enumerate(built.storages)}
     for index, storage in enumerate(profile.storages):
         first = storage.saves[0]
         if index not in at:
@@ -251,13 +257,13 @@ def _gain(item: Item, option: Option) -> str:
     return "; ".join(words)
 
 
-def _recomputed(profile: Profile, posed: Posed, choice: Choice) -> Iterator[Line]:
+def _recomputed(profile: Profile, built: BuiltProblem, choice: Choice) -> Iterator[Line]:
     """A line for each module that runs again."""
     for r in sorted(choice.recomputed):
-        region, call = posed.problem.regions[r], profile.modules[posed.modules[r]]
-        nbytes = sum(posed.problem.items[i].nbytes for i in region.inside)
+        region, call = built.problem.regions[r], profile.modules[built.modules[r]]
+        nbytes = sum(built.problem.items[i].nbytes for i in region.inside)
         why = f"{len(region.inside)} tensors are not held"
-        error = region_variance(posed.problem, region, choice.options)
+        error = region_variance(built.problem, region, choice.options)
         why += "; it runs again from a code" if error else ""
         yield Line(
             region.name, call.kind, (), nbytes, region.extra, RECOMPUTE, region.seconds, error, why

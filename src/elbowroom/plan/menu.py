@@ -21,10 +21,10 @@ from elbowroom.codecs import BitMask, Codec, Dither
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.codecs.quality import quality_of
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
-from elbowroom.plan.gentle import ATTENTION, keeps_rows_apart, suffices
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.offload_rest import OffloadRest
 from elbowroom.plan.policy import Exact, KeepAll, Lossy
+from elbowroom.plan.precision_floor import ATTENTION, keeps_rows_apart, suffices
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.registered import all_settings, expected_nbytes, weighed

@@ -24,9 +24,9 @@ from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, rung_named
 from elbowroom.plan.policy import Lossy
+from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
 from elbowroom.plan.sequence import prefix
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
-from elbowroom.plan.standing import Standing, standing_from
 from elbowroom.units import show_nbytes, show_seconds
 
 VERSION = 1
@@ -88,7 +88,7 @@ class Plan:
     recompute: frozenset[str]
     lines: tuple[Line, ...]
     watched: int = 0
-    standing: Standing | None = None
+    standing: ResidentBytes | None = None
     strangers: Counter[SiteName] = field(default_factory=Counter, compare=False, repr=False)
 
     def __call__(self, site: Site) -> Action:
@@ -331,7 +331,7 @@ def _plan(data: dict[str, Any]) -> Plan:
             "sites": sites,
             "recompute": frozenset(recompute),
             "lines": lines,
-            "standing": standing_from(data.get("standing")),
+            "standing": resident_bytes_from(data.get("standing")),
         },
     )
 

@@ -22,7 +22,7 @@ from elbowroom.codecs import BitMask, Codec, Dither, Facts, Narrow, Sided
 from elbowroom.errors import UnknownField
 from elbowroom.kernels.layout import FOLDS, GROUP_SIZES
 from elbowroom.plan.action import Action, Encode, Keep, Rebuild
-from elbowroom.plan.gentle import gentle, if_curved
+from elbowroom.plan.precision_floor import at_precision_floor, if_curved
 from elbowroom.plan.site import Need, Rebuildable, Site
 
 Policy = Callable[[Site], Action]
@@ -66,7 +66,7 @@ class Exact:
 class Lossy:
     """Exact actions where they apply, and `codec` for the rest that tolerates an error.
 
-    Attention, GELU and SiLU get a milder setting of it (`gentle.py`).
+    Attention, GELU and SiLU get a milder setting of it (`precision_floor.py`).
 
     rebuild  outputs may be made again from encoded sources
     again    ops may run forward again, in place of saving what they made on the way
@@ -92,7 +92,7 @@ class Lossy:
                 f"codec '{self.codec.id}' does not take {str(site.dtype).removeprefix('torch.')}"
             )
         curved = if_curved(self.codec, site) if self.rebuild else None
-        return Encode(gentle(self.codec, site), site.facts, curved=curved)
+        return Encode(at_precision_floor(self.codec, site), site.facts, curved=curved)
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,11 @@ class Lean:
             return Keep(f"dither does not take {str(site.dtype).removeprefix('torch.')}")
         if site.facts.has_zeros:
             zeros = Dither(levels=self.upper, group_size=self.group_size)
-            return Encode(gentle(zeros, site), site.facts)
-        plain, curved = gentle(levels, site), if_curved(levels, site) if self.rebuild else None
+            return Encode(at_precision_floor(zeros, site), site.facts)
+        plain, curved = (
+            at_precision_floor(levels, site),
+            if_curved(levels, site) if self.rebuild else None,
+        )
         if not self.rebuild or site.consumer != "batch_norm" or site.curved:
             return Encode(plain, site.facts, curved=curved)
         with_mask = Sided(self.upper, self.lower, self.group_size)

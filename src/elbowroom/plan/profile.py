@@ -17,10 +17,10 @@ import torch
 from elbowroom.codecs import Facts
 from elbowroom.kernels.windows import Window
 from elbowroom.plan import files
+from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
 from elbowroom.plan.rows import Rows
 from elbowroom.plan.shares import NoiseShares, SiteShares
 from elbowroom.plan.site import RECURRENT, Formula, Need, Reads, Rebuildable, Site, SiteName
-from elbowroom.plan.standing import Standing, standing_from
 from elbowroom.units import show_nbytes, show_seconds
 
 VERSION = 1
@@ -132,7 +132,7 @@ class Profile:
     device: tuple[str, str] = ("cpu", "")
     measured: bool = True
     noise: NoiseShares | None = None
-    standing: Standing | None = None
+    standing: ResidentBytes | None = None
 
     def __str__(self) -> str:
         kind = "measured" if self.measured else "estimated"
@@ -245,7 +245,7 @@ def _profile(data: dict[str, Any]) -> Profile:
         data[name] = tuple(data[name])
     if data.get("noise") is not None:
         data["noise"] = _noise(data["noise"])
-    data["standing"] = standing_from(data.get("standing"))
+    data["standing"] = resident_bytes_from(data.get("standing"))
     profile = Profile(**data)
     _check(profile)
     return profile

@@ -36,7 +36,7 @@ EMPTY = Graph()
 
 
 @dataclass(frozen=True)
-class Unborn:
+class Unallocated:
     """A gradient that the step will create. owners: modules that have the parameter; by name."""
 
     nbytes: int
@@ -44,7 +44,7 @@ class Unborn:
 
 
 @dataclass(frozen=True)
-class Heard:
+class ForwardProfile:
     """A forward that was written down, and held nothing.
 
     loss_nbytes  of the largest tensor that the loss may be taken of, and of the smallest; 0: the
@@ -73,15 +73,15 @@ class Heard:
         storages = enumerate(self.profile.storages)
         return tuple(i for i, one in storages if i not in self.standing and not is_planned(one))
 
-    def beside(self, nbytes: int) -> "Heard":
+    def beside(self, nbytes: int) -> "ForwardProfile":
         """Returns the same with so many bytes more held before it, and all the while."""
         return replace(self, profile=self.profile.shifted(nbytes))
 
-    def followed_by(self, later: "Heard") -> "Heard":
+    def followed_by(self, later: "ForwardProfile") -> "ForwardProfile":
         """Returns both forwards joined, before one backward."""
         most, least = self.loss_nbytes
         shift = len(self.profile.storages)
-        return Heard(
+        return ForwardProfile(
             in_sequence(self.profile, later.profile),
             self.graph.followed_by(later.graph),
             (most + later.loss_nbytes[0], least + later.loss_nbytes[1]),
@@ -100,7 +100,10 @@ class _Moment:
 
 
 def with_backward(
-    heard: Heard, gradients: Iterable[Unborn], state_nbytes: int, care: float = CAREFUL
+    heard: ForwardProfile,
+    gradients: Iterable[Unallocated],
+    state_nbytes: int,
+    care: float = CAREFUL,
 ) -> Profile:
     """A whole step, from a forward whose storages were all dropped.
 

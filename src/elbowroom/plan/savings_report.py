@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.menu import EXACT_MENU, action_name, option, rung_named
-from elbowroom.plan.pose import pose
 from elbowroom.plan.profile import Profile, Storage, is_planned
 
 _LOSSY = rung_named("dither, 16 levels")
@@ -62,9 +62,9 @@ def _prospect(profile: Profile, storage: Storage, again: str) -> Prospect:
 
 def _run_again(profile: Profile) -> dict[int, str]:
     """Returns, for each storage, the innermost module whose second forward would make it again."""
-    posed = pose(profile, exact=True)
+    built = build_problem(profile, exact=True)
     found: dict[int, str] = {}
-    for region in sorted(posed.problem.regions, key=lambda region: region.name.count(".")):
+    for region in sorted(built.problem.regions, key=lambda region: region.name.count(".")):
         for item in region.inside:
-            found[posed.storages[item]] = region.name
+            found[built.storages[item]] = region.name
     return found

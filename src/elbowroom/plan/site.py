@@ -38,8 +38,8 @@ class Need(Enum):
 class Formula(Enum):
     """The way in which an op's derivative formula uses the value of a saved tensor.
 
-    The first six tolerate an unbiased error (`plan/gentle.py` says how large a one); the others do
-    not, and `shape` reads no value at all.
+    The first six tolerate an unbiased error (`plan/precision_floor.py` says how large a one); the
+    others do not, and `shape` reads no value at all.
     """
 
     SUMMED = "summed"  # in sums over many elements (matmul, a norm's means): errors average out
@@ -98,7 +98,7 @@ class Site:
     formula how the saving op's derivative uses the value
     curved  an op whose formula is fine reads what is made of it; or, of what such an op saves: what
             that is made of has a code for it; None: not known yet
-    least_levels  of attention: how many a code of it must have (`gentle.py`)
+    least_levels  of attention: how many a code of it must have (`precision_floor.py`)
     rows    that a code should keep apart (`rows.py`); by_size: that it must
     """
 

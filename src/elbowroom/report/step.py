@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elbowroom.errors import DataError
+from elbowroom.plan.build_problem import BuiltProblem, build_problem
 from elbowroom.plan.plan import Plan
-from elbowroom.plan.pose import Posed, pose
 from elbowroom.plan.problem import (
     Choice,
     Item,
@@ -106,9 +106,9 @@ def planned(profile: Profile, plan: Plan) -> Step:
         )
     rungs = {one.rung for one in plan.sites.values()}
     place = next((place for rung, place in _PLACES.items() if rung in rungs), None)
-    posed = pose(profile, exact=plan.exact, offload=place)
-    choice = _choice(profile, posed, plan)
-    problem = posed.problem
+    built = build_problem(profile, exact=plan.exact, offload=place)
+    choice = _choice(profile, built, plan)
+    problem = built.problem
     gone = recomputed_items(problem, choice.recomputed)
     starts = region_starts(problem, choice.recomputed)
     held = {
@@ -118,13 +118,13 @@ def planned(profile: Profile, plan: Plan) -> Step:
     }
     for i, (item, option) in enumerate(zip(problem.items, choice.options, strict=True)):
         if i not in gone:
-            held[posed.storages[i]] = option_spans(item, option, starts.get(i, ()))
+            held[built.storages[i]] = option_spans(item, option, starts.get(i, ()))
     more: list[Span] = []
     for r in choice.recomputed:
         region = problem.regions[r]
         more.append((region.born, region.start, region.extra))
         for i in region.inside:
-            held[posed.storages[i]] = _again(problem.items[i], region)
+            held[built.storages[i]] = _again(problem.items[i], region)
     return Step(profile, levels(problem, choice), held, more)
 
 
@@ -142,11 +142,11 @@ def _again(item: Item, region: Region) -> list[Span]:
     return [(item.born, item.used, item.nbytes), (later, item.freed, item.nbytes)]
 
 
-def _choice(profile: Profile, posed: Posed, plan: Plan) -> Choice:
+def _choice(profile: Profile, built: BuiltProblem, plan: Plan) -> Choice:
     options = []
-    for index, item in zip(posed.storages, posed.problem.items, strict=True):
+    for index, item in zip(built.storages, built.problem.items, strict=True):
         names = [option.name for option in item.options]
         known = plan.sites.get(profile.storages[index].saves[0].site.name)
         options.append(names.index(known.rung) if known and known.rung in names else 0)
-    regions = enumerate(posed.problem.regions)
+    regions = enumerate(built.problem.regions)
     return Choice(tuple(options), frozenset(r for r, one in regions if one.name in plan.recompute))

@@ -24,15 +24,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan import Need
-from elbowroom.plan.gentle import ATTENTION, CURVED, FEW
+from elbowroom.plan.precision_floor import ATTENTION, CURVED, FEW
 from elbowroom.plan.rows import LEAST_FEATURES, LEAST_WIDTH
 from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, RECURRENT, Formula, Reads
 from elbowroom.runtime.formulas import INVERSES, SIZES, WHY
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.identity import is_made_of_parameters
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
-from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.slot import Deferred, Slot
+from elbowroom.runtime.supported_types import PLAIN
 
 # Functions that are told at once -> the arguments (position, name) that may carry an error.
 _FIRST = ((0, "input"),)

@@ -32,7 +32,7 @@ from elbowroom.plan import (
     Site,
     SiteName,
 )
-from elbowroom.plan.gentle import ATTENTION
+from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.site import CHECKPOINT, RECOMPUTE, RECURRENT, Formula, Reads
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
@@ -48,6 +48,7 @@ from elbowroom.runtime.consumers import (
     reading_of,
 )
 from elbowroom.runtime.context import PROCESS, Context
+from elbowroom.runtime.deferred import root_of
 from elbowroom.runtime.direct import Direct, direct_of, is_overridden, may_run
 from elbowroom.runtime.direct.attention import as_node
 from elbowroom.runtime.handles import DropHandle, KeepHandle
@@ -84,7 +85,6 @@ from elbowroom.runtime.slot import (
     last_node,
     unpack,
 )
-from elbowroom.runtime.waiting import root_of
 
 _log = logging.getLogger("elbowroom")
 _kept_out: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # of which that has been said

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.runtime import modules
 from elbowroom.runtime.handles.keep import KeepHandle, storage_nbytes, version_of
 from elbowroom.runtime.ledger import Ledger
-from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.recipes import Recipe
 from elbowroom.runtime.slot import CountedSlot, Slot
+from elbowroom.runtime.supported_types import PLAIN
 from elbowroom.runtime.weak import WeakStorage
 
 _WINDOW = 4  # a view of less than a fourth of its storage is a window

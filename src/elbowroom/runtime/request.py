@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from elbowroom.plan import Action, Encode, Need, Offload, Site, SiteName
-from elbowroom.plan.gentle import MOST_LEVELS, keeps_rows_apart, suffices
+from elbowroom.plan.precision_floor import MOST_LEVELS, keeps_rows_apart, suffices
 from elbowroom.plan.site import NORMS, Formula
 from elbowroom.runtime.consumers import Call, Reading
 from elbowroom.runtime.direct.attention import attention_reading

@@ -26,11 +26,12 @@ from elbowroom.plan import (
     Site,
     SiteName,
 )
-from elbowroom.plan.gentle import ATTENTION, gentle
+from elbowroom.plan.precision_floor import ATTENTION, at_precision_floor
 from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE
 from elbowroom.runtime.checkpoints import Pieces
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.context import Context
+from elbowroom.runtime.deferred import Waiting, WaitingLine
 from elbowroom.runtime.handles import CastHandle, KeepHandle
 from elbowroom.runtime.identity import Identity, covering
 from elbowroom.runtime.listener import Listener
@@ -42,7 +43,6 @@ from elbowroom.runtime.request import Request, is_lossy, is_served, is_too_coars
 from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, site_of
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.statistics import statistics_of
-from elbowroom.runtime.waiting import Waiting, WaitingLine
 
 _AGAIN = (CHECKPOINT, RECOMPUTE)  # run a piece of forward again from what they save
 
@@ -179,7 +179,7 @@ class Serving:
             # What it would be made of may be a code that is too rough, or become one.
             action = self._policy(replace(site, rebuildable=Rebuildable.NO))
             if isinstance(action, Encode):  # whatever the policy: by the logits of this step
-                return replace(action, codec=gentle(action.codec, site))
+                return replace(action, codec=at_precision_floor(action.codec, site))
             return action
         action = self._policy(site)
         if isinstance(action, Rebuild) and ready is None and site.need is not Need.SHAPE:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
-from elbowroom.plan.gentle import MOST_LEVELS
+from elbowroom.plan.precision_floor import MOST_LEVELS
 from elbowroom.plan.rows import LEAST_WIDTH, Rows
 from elbowroom.plan.site import Reads
 from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_copy

@@ -209,7 +209,7 @@ class _Trial:
                 f"a step with batch {batch} cannot be written down: it must run model's forward "
                 "once and give a loss that depends on it, on the main thread, under no profiler"
             )
-        born = self.owned.unborn_state_nbytes()
+        born = self.owned.unallocated_state_nbytes()
         return replace(
             profile,
             static=profile.static + born,
@@ -220,7 +220,7 @@ class _Trial:
     def _stock(self) -> MemoryState:
         """As a step begins whose optimizer has its states."""
         stock = self.owned.stock()
-        return MemoryState(stock.static_nbytes + stock.unborn_state_nbytes)
+        return MemoryState(stock.static_nbytes + stock.unallocated_state_nbytes)
 
     def _run(self, data: Any) -> None:
         self._loss(self._model, data).backward()  # type: ignore[no-untyped-call]

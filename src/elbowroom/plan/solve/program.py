@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, vstack
 
-from elbowroom.plan.solve.quiet import no_noise
+from elbowroom.plan.solve.silence_stdout import silent_stdout
 
 Vector = NDArray[np.float64]
 
@@ -88,7 +88,7 @@ class Program:
             options["time_limit"] = limit_s
         constraints = LinearConstraint(A, lows, highs) if lows else None
         for presolve in (True, False):  # HiGHS 1.12's presolve now and then ends in an error
-            with no_noise():
+            with silent_stdout():
                 answer = milp(
                     np.array(self.cost),
                     integrality=np.zeros(n) if relaxed else np.array(self.whole, float),

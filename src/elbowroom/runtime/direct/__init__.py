@@ -49,7 +49,7 @@ from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
 from elbowroom.runtime.direct.recurrent import fits_recurrent, recurrent
 from elbowroom.runtime.direct.relu import fits_relu, relu, relu_
 from elbowroom.runtime.identity import untouchable
-from elbowroom.runtime.plain import PLAIN
+from elbowroom.runtime.supported_types import PLAIN
 from elbowroom.runtime.transforms import is_transformed
 
 

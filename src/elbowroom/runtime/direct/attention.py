@@ -38,15 +38,15 @@ from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan import Need, Site
-from elbowroom.plan.gentle import MOST_LEVELS, UNSEEN_LEVELS, levels_for, levels_for_values
+from elbowroom.plan.precision_floor import MOST_LEVELS, UNSEEN_LEVELS, levels_for, levels_for_values
 from elbowroom.plan.site import Formula, Reads
 from elbowroom.runtime.consumers import Call, Levels, Reading, tolerant_arguments
-from elbowroom.runtime.plain import PLAIN
 from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.supported_types import PLAIN
 
 _MATH = 0  # what torch._fused_sdp_choice calls the way without a fused kernel
 _WORTH_BITS = 1 << 16  # weights: to draw as many takes as long as to see the ops of the math path
-_GROUP = 64  # elements that share a step of a code, at most (`plan/gentle.py`)
+_GROUP = 64  # elements that share a step of a code, at most (`plan/precision_floor.py`)
 _NAMES = ("query", "key", "value", "attn_mask")
 _LOGITS, _VALUES = frozenset((0, 1, "query", "key")), frozenset((2, "value"))
 _DIVIDES = (torch.ops.aten.div_.Tensor, torch.ops.aten.div_.Scalar)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from elbowroom.plan import Action, Encode, Keep, Need, SiteName
-from elbowroom.plan.gentle import ATTENTION
+from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.site import CHECKPOINT, RECOMPUTE
 from elbowroom.runtime import opened
 from elbowroom.runtime.consumers import Call, Levels

@@ -19,11 +19,11 @@ from torch import Tensor
 from elbowroom.codecs import Codec
 from elbowroom.plan import Action, Encode
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.gate import Gate
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.identity import Identity, Origin
 from elbowroom.runtime.masks import MASKED_OUTPUT
 from elbowroom.runtime.recipes import Recipe, same_order
+from elbowroom.runtime.relu_gating import Gate
 from elbowroom.runtime.slot import Slot
 
 _MOST_SAVES = 6  # calls that save, of the branch that is added

@@ -14,9 +14,9 @@ import numpy as np
 
 from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError
-from elbowroom.plan.gentle import LEAST_AGAIN
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, Menu, noise_again, option, options, spared
+from elbowroom.plan.precision_floor import LEAST_AGAIN
 from elbowroom.plan.problem import Item, Link, Problem, Region
 from elbowroom.plan.profile import ModuleCall, Profile, Storage, is_planned
 from elbowroom.plan.site import Rebuildable
@@ -27,7 +27,7 @@ _SMALLEST_REGION = 1 << 18  # bytes inside; less is not worth a second forward
 
 
 @dataclass(frozen=True)
-class Posed:
+class BuiltProblem:
     """A problem, and which storage each item is.
 
     modules  of each region, by index
@@ -40,14 +40,14 @@ class Posed:
     exact: bool
 
 
-def pose(
+def build_problem(
     profile: Profile,
     *,
     exact: bool,
     recompute: bool = True,
     offload: str | None = None,
     codecs: tuple[Codec, ...] | None = None,
-) -> Posed:
+) -> BuiltProblem:
     """The problem of a profiled step.
 
     exact      only actions that change no bit
@@ -66,7 +66,7 @@ def pose(
     at = {storage: item for item, storage in enumerate(planned)}
     calls = _candidates(profile, at) if recompute else []
     regions = tuple(_region(profile, call, at, base, floor, exact=exact) for call in calls)
-    return Posed(
+    return BuiltProblem(
         Problem(
             base=tuple(int(nbytes) for nbytes in base),
             starts_s=profile.starts_s,

@@ -7,18 +7,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elbowroom.optim.base import EncodedOptimizer
-from elbowroom.plan.standing import Standing
+from elbowroom.plan.resident_bytes import ResidentBytes
 from elbowroom.runtime.undo import tensors_of
 
 
-def standing_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Standing:
+def resident_bytes_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> ResidentBytes:
     """Returns what stands between two steps, once all states have been made."""
     optimizers = list(optimizers)
     weights = list(model.parameters())
     trained = [p for p in weights if p.requires_grad]
     updated = {id(p): (one, p) for one in optimizers for p in parameters_of(one)}
     pairs = updated.values()
-    return Standing(
+    return ResidentBytes(
         weights=_elements(weights),
         weights_nbytes=sum(p.nbytes for p in weights),
         trained=_elements(trained),

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 
-from elbowroom.plan.solve.quiet import no_noise
+from elbowroom.plan.solve.silence_stdout import silent_stdout
 
 LIBC = ctypes.CDLL(None)
 
@@ -18,7 +18,7 @@ def flush() -> None:
 
 def test_what_highs_prints_is_printed_nowhere(capfd):
     os.write(1, b"before ")
-    with no_noise():
+    with silent_stdout():
         LIBC.printf(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();\n")
     os.write(1, b"after")
     flush()
@@ -26,7 +26,7 @@ def test_what_highs_prints_is_printed_nowhere(capfd):
 
 
 def test_what_anybody_else_prints_meanwhile_is_printed(capfd):
-    with no_noise():
+    with silent_stdout():
         LIBC.printf(b"HighsMipSolverData::noise\n")
         LIBC.printf(b"of another library\n")
         os.write(1, b"of another thread\n")
@@ -47,7 +47,7 @@ def test_what_anybody_else_prints_meanwhile_is_printed(capfd):
 
 def test_each_time_only_what_was_printed_then(capfd):
     for text in (b"a long line\n", b"short\n", b""):
-        with no_noise():
+        with silent_stdout():
             LIBC.printf(text)
     flush()
     assert capfd.readouterr() == ("a long line\nshort\n", "")
@@ -55,7 +55,7 @@ def test_each_time_only_what_was_printed_then(capfd):
 
 def test_what_c_has_buffered_before_stays_in_stdout(capfd):
     LIBC.printf(b"result")
-    with no_noise():
+    with silent_stdout():
         pass
     flush()
     assert capfd.readouterr() == ("result", "")
@@ -64,7 +64,7 @@ def test_what_c_has_buffered_before_stays_in_stdout(capfd):
 def test_many_threads_leave_stdout_where_it_was(capfd):
     def work():
         for _ in range(50):
-            with no_noise():
+            with silent_stdout():
                 pass
 
     threads = [threading.Thread(target=work) for _ in range(4)]

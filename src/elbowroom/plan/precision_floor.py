@@ -78,7 +78,7 @@ _BOUND = 0.3  # of `comet`, times (levels - 1): half a step, as a share of a lar
 _MOST_BITS = 8
 
 
-class _Mildest(NamedTuple):
+class _PrecisionFloor(NamedTuple):
     """The bits that a code must have, and the bound of `comet` that has about their error."""
 
     bits: int
@@ -104,7 +104,7 @@ def levels_for_values(spread: float) -> int | None:
     return next((n for n in _LEVELS if spread <= _LINEAR * (n - 1) ** 2), None)
 
 
-def gentle(codec: Codec, site: Site) -> Codec:
+def at_precision_floor(codec: Codec, site: Site) -> Codec:
     """The codec itself, or a milder setting of it."""
     if site.consumer == ATTENTION:
         return at_least(codec, site.least_levels)
@@ -118,12 +118,12 @@ def gentle(codec: Codec, site: Site) -> Codec:
         return replace(codec, levels=max(codec.levels, floor))
     if not _is_fine_enough(codec, floor):
         return Dither(levels=floor)
-    return _at_least(codec, _Mildest(bits, 0.5 / floor))
+    return _at_least(codec, _PrecisionFloor(bits, 0.5 / floor))
 
 
 def suffices(codec: Codec, site: Site) -> bool:
     """Returns whether the site, too, may read what this codec holds."""
-    return gentle(codec, site) == codec
+    return at_precision_floor(codec, site) == codec
 
 
 def keeps_rows_apart(codec: Codec, site: Site, *, normalized: bool) -> bool:
@@ -164,8 +164,8 @@ def if_curved(codec: Codec, site: Site) -> Codec | None:
     """
     if site.consumer not in NORMS or site.curved is not None:
         return None
-    found = gentle(codec, replace(site, curved=True))
-    return None if found == gentle(codec, site) else found
+    found = at_precision_floor(codec, replace(site, curved=True))
+    return None if found == at_precision_floor(codec, site) else found
 
 
 def at_least(codec: Codec, levels: int) -> Codec:
@@ -188,7 +188,7 @@ def at_least(codec: Codec, levels: int) -> Codec:
                 return Dither(levels=levels)
     if isinstance(codec, Dither):
         return replace(codec, levels=max(codec.levels, levels))
-    return _at_least(codec, _Mildest(bits, _BOUND / (levels - 1)))
+    return _at_least(codec, _PrecisionFloor(bits, _BOUND / (levels - 1)))
 
 
 def _is_fine_enough(codec: Codec, levels: int) -> bool:
@@ -205,7 +205,7 @@ def _is_fine_enough(codec: Codec, levels: int) -> bool:
     return quality.levels >= (levels if quality.unbiased else MOST_LEVELS)
 
 
-def _at_least(codec: Codec, mildest: _Mildest) -> Codec:
+def _at_least(codec: Codec, mildest: _PrecisionFloor) -> Codec:
     match codec:
         case Group() | Division() if codec.bits < mildest.bits:
             return replace(codec, bits=mildest.bits)

@@ -11,7 +11,7 @@ _NOISE = b"HighsMipSolverData::"  # how the lines begin that are HiGHS's
 
 
 @contextmanager
-def no_noise() -> Iterator[None]:
+def silent_stdout() -> Iterator[None]:
     """Inside, what HiGHS prints is kept out of stdout, and nothing else is.
 
     HiGHS 1.12 (in scipy 1.17) prints a line of its own, by C's `printf`, whenever a heuristic's

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import elbowroom as er
 from elbowroom.codecs import Sided
 from elbowroom.plan import Encode, Lean, Lossy, Need, Site
-from elbowroom.plan.gentle import gentle, if_curved, suffices
+from elbowroom.plan.precision_floor import at_precision_floor, if_curved, suffices
 from elbowroom.plan.site import Formula
 
 ABSOLUTE = er.codec("comet", bound=0.1, relative=False)
@@ -54,8 +54,8 @@ SHARED = [
     ],
 )
 def test_attention_is_treated_gently_and_a_linear_op_is_not(lean, mild):
-    assert gentle(lean, site("scaled_dot_product_attention")) == mild
-    assert gentle(lean, site("linear")) == lean
+    assert at_precision_floor(lean, site("scaled_dot_product_attention")) == mild
+    assert at_precision_floor(lean, site("linear")) == lean
     assert Lossy(lean)(site("scaled_dot_product_attention")) == Encode(mild)
 
 
@@ -75,11 +75,15 @@ def test_so_are_sums_over_few_elements(consumer, lean, mild):
 @pytest.mark.parametrize("id", ["dither", "group", "division", "comet"])
 def test_probabilities_have_relative_codes_and_what_is_exponential_fine_ones(id):
     codec = er.codec(id)
-    assert gentle(codec, site("softmax", Formula.PROBABILITY)) == er.codec("cast", to="fp8_e4m3")
-    fine = gentle(codec, site("log_softmax", Formula.EXPONENTIAL))
+    assert at_precision_floor(codec, site("softmax", Formula.PROBABILITY)) == er.codec(
+        "cast", to="fp8_e4m3"
+    )
+    fine = at_precision_floor(codec, site("log_softmax", Formula.EXPONENTIAL))
     assert getattr(fine, "levels", 256) == 256
     assert getattr(fine, "bits", 8) in (8, None)
-    assert gentle(er.codec("cast"), site("softmax", Formula.PROBABILITY)) == er.codec("cast")
+    assert at_precision_floor(er.codec("cast"), site("softmax", Formula.PROBABILITY)) == er.codec(
+        "cast"
+    )
 
 
 def test_a_sided_code_suffices_where_both_of_its_codes_have_the_levels():

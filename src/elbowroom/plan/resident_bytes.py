@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Standing:
+class ResidentBytes:
     """Bytes, and by how many parameters they are shared.
 
     weights     elements of all parameters
@@ -40,11 +40,11 @@ class Standing:
         return f"states {self.states}: {states} bytes a parameter (fp32 {fp32}), {rest}"
 
 
-def standing_from(data: dict[str, Any] | None) -> Standing | None:
+def resident_bytes_from(data: dict[str, Any] | None) -> ResidentBytes | None:
     """Reads it from JSON. Raises TypeError for what is no standing."""
     if data is None:
         return None
-    standing = Standing(**data)
+    standing = ResidentBytes(**data)
     numbers = [value for name, value in vars(standing).items() if name != "states"]
     if not all(isinstance(value, int) for value in numbers):
         raise TypeError("bytes and elements are whole numbers")

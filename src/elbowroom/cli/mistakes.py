@@ -14,7 +14,7 @@ from elbowroom.files import beside
 P = ParamSpec("P")
 
 
-def polite(command: Callable[P, None]) -> Callable[P, None]:
+def says_mistakes(command: Callable[P, None]) -> Callable[P, None]:
     """Turn errors that a user can cause into a line on stderr. The signature stays, for typer."""
 
     @functools.wraps(command)
