@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.runtime import compiler
-from elbowroom.runtime.attach import opener_of
+from elbowroom.runtime.attach import attached, opener_of
 from uncompiled import uncompiled as uncompiled
 
 pytestmark = [
@@ -35,6 +35,8 @@ def nothing_compiled(monkeypatch):
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    for model, _ in attached():  # what pytest still holds, and garbage of the compiler's
+        er.release(model)
 
 
 class Block(nn.Module):
@@ -252,7 +254,7 @@ def test_regions_around_a_break_hold_what_they_save_inside_one_budget(uncompiled
     torch.manual_seed(0)
     net = Halves()
     standing = sum(p.nbytes for p in net.parameters())
-    room = 2400 * 2**10
+    room = 2688 * 2**10
     fitted = er.fit(torch.compile(net), budget=standing + room, exact=True)
     fitted(batch(net)).sum().backward()
     first, second = opener_of(fitted).regions
@@ -309,7 +311,7 @@ def test_gradients_of_inputs_and_a_mark_of_a_dynamic_size(uncompiled) -> None:
         net = made("blocks")
         called = torch.compile(net)
         if fits:
-            er.fit(called, budget="1500 KiB", exact=True)
+            er.fit(called, budget="1650 KiB", exact=True)
         seen = []
         for n in (8, 6, 8):
             x = batch(net)[:n].requires_grad_()
@@ -323,7 +325,7 @@ def test_gradients_of_inputs_and_a_mark_of_a_dynamic_size(uncompiled) -> None:
 
 def test_a_larger_size_of_a_graph_with_symbols_gets_a_plan_of_its_own(uncompiled) -> None:
     net = made("blocks")
-    fitted = er.fit(torch.compile(net, dynamic=True), budget="1500 KiB", exact=True)
+    fitted = er.fit(torch.compile(net, dynamic=True), budget="1650 KiB", exact=True)
     for n in (4, 3, 4):
         fitted(batch(net)[:n]).sum().backward()
     decided = opener_of(fitted).regions

@@ -34,7 +34,9 @@ def delta(problem: Problem, limits: Limits, *, rule: Rule = "delta") -> Choice:
     """Returns what the rule evicts; it stays over the budget if nothing more can be evicted."""
     draft = PartialSolution(problem, limits, keep_all(problem))
     evict = {"delta": _delta, "dtr": _dtr, "capuchin": _capuchin}[rule]
-    while draft.excess > 0:
+    been: set[Choice] = set()  # a module inside of another is evicted in its place, and back
+    while draft.excess > 0 and draft.choice not in been:
+        been.add(draft.choice)
         over = (draft.level > limits.budget).nonzero()[0].tolist()
         if not any(evict(draft, moment) for moment in over):
             break
