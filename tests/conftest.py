@@ -194,3 +194,14 @@ def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return x
 
     return poisoned
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_stays_fitted() -> Iterator[None]:
+    """What one file of tests has left fitted is not looked at by the next."""
+    yield
+    import elbowroom as er
+    from elbowroom.runtime.attach import attached
+
+    for model, _ in attached():
+        er.release(model)

@@ -528,6 +528,8 @@ def test_every_exception_of_the_package_is_public_or_waited_for():
         "Unwritable": (Exception,),  # a forward that nothing can follow: the next is looked at
         "OnceUnwritable": (Unwritable,),  # likewise
         "_Refused": (errors.PlanError,),  # the command line shows its message
+        "_Hostile": (Exception,),  # in a snapshot: test_snapshot.py
+        "_NoRoomError": (Exception,),  # inside the simulator of evictions: test_eviction.py
         "_Enough": (SystemExit,),  # the command line ends a script that has run for long enough
     }
 

@@ -15,7 +15,7 @@ from elbowroom.runtime import late
 from elbowroom.runtime.capacities import Capacities, HostSpill, NoSpill, can_spill
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.perform import perform
-from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.slot import CountedSlot
 from waiting import no_waiting, pretended
 
 HOST = torch.device("cpu")
@@ -176,7 +176,7 @@ def test_the_ledger_counts_the_capacity():
     action = Encode(Dither(levels=4), Facts(has_zeros=True))
     held = []
     for number in range(4):
-        slot = Slot(x, ledger.open("", "", "float32", x.nbytes))
+        slot = CountedSlot(x, ledger.open("", "", "float32", x.nbytes))
         given = action, x, Need.LOSSY, None, number
         slot.hold(perform(*given, capacities=capacities))
         payload = slot.value._encoded.buffers[1]

@@ -1,6 +1,7 @@
 """Which op saves, what its backward needs of each tensor, and what is known of the values."""
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -246,7 +247,7 @@ def test_dropout_knows_the_bits_of_its_factor(p, dtype):
 def test_what_comes_from_relu_has_zeros():
     for forward in (F.relu, lambda h: F.dropout(F.relu(h), 0.5), lambda h: h.relu_()):
         (site,) = sites_of(lambda h, f=forward: F.linear(f(h), W))["linear"]
-        assert site.facts == Facts(has_zeros=True)
+        assert replace(site.facts, sequence=None) == Facts(has_zeros=True)
         assert site.producer in ("relu", "relu_", "dropout")
     for forward in (F.gelu, lambda h: F.relu(h) - 1, lambda h: F.relu(h).sub_(1)):
         sites = sites_of(lambda h, f=forward: F.linear(f(h), W))["linear"]

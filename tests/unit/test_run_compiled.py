@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elbowroom.cli.run import _rows, _Run
+from elbowroom.cli.run import _Run
 from elbowroom.cli.script import run_script
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.runtime import compiler
@@ -115,7 +115,7 @@ def test_a_compiled_script_is_planned_in_its_graphs_and_keeps_its_bits(
     assert told is not None
     budget = parse_budget("4 MiB")
     assert told.predicted_nbytes <= budget < told.plain_nbytes
-    rows = {row[0]: row for row in _rows(told)}
+    rows = {row[0]: row for row in told.rows()}
     assert rows["peak, planned"][3] == "planned inside torch.compile"
     assert rows["exact"][3].endswith("against plain torch.compile")
     assert not compiler.ran_eagerly()

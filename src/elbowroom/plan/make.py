@@ -1,4 +1,4 @@
-"""Makes a plan from a profile: poses the problem, solves it, and names an action for each site."""
+"""Makes a plan from a profile: builds the problem, solves it, and names an action for each site."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -13,6 +13,7 @@ from elbowroom.plan.problem import (
     Choice,
     Item,
     Option,
+    Problem,
     Solution,
     cost,
     keep_all,
@@ -26,6 +27,7 @@ from elbowroom.plan.solve import BASELINES, solve
 from elbowroom.units import show_nbytes
 
 LOSSY_HELPS = "allow lossy codes with exact=None"
+_LOWER = 8  # searches for a lower least peak, where no search proves one
 AT_LEAST = "that this step needs{within} at the least (estimated)"
 
 
@@ -79,6 +81,9 @@ def make_plan(
         ):
             built, found = freely, other
     if not found.feasible:
+        # Where modules may start from codes, no search proves the least peak.
+        if any(region.levels < inf for region in built.problem.regions):
+            found = _lower(built.problem, found, inf if noise is None else noise, solver)
         ways = (lossy_helps,) if exact else ()
         if solver in BASELINES:
             ways = (f"leave out solver='{solver}', with which more is needed", *ways)
@@ -94,6 +99,16 @@ def make_plan(
             least_is=least_is,
         )
     return _plan(profile, built, found, allowed + in_flight, in_flight)
+
+
+def _lower(problem: Problem, found: Solution, variance: float, solver: str) -> Solution:
+    """The solution of the least peak that a few searches below one another find."""
+    for _ in range(_LOWER):
+        other = solve(problem, found.peak - 1, variance=variance, solver=solver)
+        if not other.feasible:
+            break
+        found = other
+    return found
 
 
 def plain_peak(profile: Profile) -> int:
