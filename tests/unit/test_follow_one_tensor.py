@@ -1,5 +1,6 @@
 """The page that follows one tensor is true: files, functions and lines; and no way gets longer."""
 
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -20,7 +21,10 @@ CEILINGS = {
 
 @pytest.fixture(scope="module")
 def ways():
-    return following.ways()
+    """As in a process that compiles nothing: beside Dynamo calls of modules are looked at, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "torch._dynamo", raising=False)
+        return following.ways()
 
 
 @pytest.fixture(scope="module")

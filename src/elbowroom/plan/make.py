@@ -27,7 +27,7 @@ from elbowroom.plan.solve import BASELINES, solve
 from elbowroom.units import show_nbytes
 
 LOSSY_HELPS = "allow lossy codes with exact=None"
-_LOWER = 8  # searches for a lower least peak, where no search proves one
+_LOWER = 24  # searches for a lower least peak, where no search proves one
 AT_LEAST = "that this step needs{within} at the least (estimated)"
 
 
@@ -81,8 +81,7 @@ def make_plan(
         ):
             built, found = freely, other
     if not found.feasible:
-        # Where modules may start from codes, no search proves the least peak.
-        if any(region.levels < inf for region in built.problem.regions):
+        if not exact and solver not in BASELINES:  # no search proves the least peak of many codes
             found = _lower(built.problem, found, inf if noise is None else noise, solver)
         ways = (lossy_helps,) if exact else ()
         if solver in BASELINES:
@@ -103,11 +102,15 @@ def make_plan(
 
 def _lower(problem: Problem, found: Solution, variance: float, solver: str) -> Solution:
     """The solution of the least peak that a few searches below one another find."""
+    step = max(found.peak >> 5, 1)
     for _ in range(_LOWER):
-        other = solve(problem, found.peak - 1, variance=variance, solver=solver)
-        if not other.feasible:
+        other = solve(problem, found.peak - step, variance=variance, solver=solver)
+        if other.feasible:
+            found = other
+        elif step == 1:
             break
-        found = other
+        else:
+            step = max(step >> 3, 1)
     return found
 
 
