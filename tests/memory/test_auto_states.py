@@ -433,7 +433,7 @@ def test_a_given_plan_brings_its_format() -> None:
     for _ in range(8):
         training()
     plan = fitting.planning.plan
-    assert plan.resident_bytes.states == training.held_as != "fp32"
+    assert plan.standing.states == training.held_as != "fp32"
     again = Training(rows=SOME)
     later = again.fit(budget, plan=plan)
     for _ in range(4):

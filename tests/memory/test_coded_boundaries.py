@@ -190,13 +190,14 @@ def test_plans_start_modules_from_codes_where_room_is_short() -> None:
         (model(x) - x[:, :4].sin()).square().mean().backward()
 
     profile = er.measure(step, noise=True, min_nbytes=MIN_NBYTES)
-    budget = int(0.13 * plain_peak(profile))  # too little to hold all as such codes
+    room = plain_peak(profile) - profile.static  # what other tests hold is static, too
+    budget = profile.static + int(0.093 * room)  # too little to hold all as such codes
     plan = er.plan(profile, budget=budget, exact=False, codecs=[Dither(levels=64)])
     coded = [line for line in plan.lines if line.action == RECOMPUTE and line.error > 0]
     assert coded, plan.explain()
     assert "runs again from a code" in coded[0].why
     assert not plan.exact
-    assert plan.peak < 0.2 * plain_peak(profile)
+    assert plan.peak < profile.static + 0.15 * room
     _, exact, _ = run(model, plan_of(None, []))
     errors = [(run(model, plan, seed)[1] - exact).square().sum() for seed in range(4)]
     assert not plan.strangers
