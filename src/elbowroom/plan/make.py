@@ -1,6 +1,6 @@
 """Makes a plan from a profile: builds the problem, solves it, and names an action for each site."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import inf
 
@@ -13,7 +13,6 @@ from elbowroom.plan.problem import (
     Choice,
     Item,
     Option,
-    Problem,
     Solution,
     cost,
     keep_all,
@@ -23,11 +22,11 @@ from elbowroom.plan.problem import (
 )
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
-from elbowroom.plan.solve import BASELINES, solve
+from elbowroom.plan.solve import BASELINES, Limits, least_peak, peak, solve
 from elbowroom.units import show_nbytes
 
 LOSSY_HELPS = "allow lossy codes with exact=None"
-_LOWER = 24  # searches for a lower least peak, where no search proves one
+_SEARCHES = 16  # for a lower least peak
 AT_LEAST = "that this step needs{within} at the least (estimated)"
 
 
@@ -61,10 +60,13 @@ def make_plan(
     """
     in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
     built = build_problem(profile, exact=True, recompute=recompute, offload=offload)
-    found = solve(built.problem, budget - margin - in_flight, exact=True, solver=solver)
+    least = bool(exact)  # else nobody asks how little would do with exact actions alone
+    found = solve(
+        built.problem, budget - margin - in_flight, exact=True, solver=solver, least=least
+    )
     if offload is not None and not found.feasible:  # where all stays, nothing is on its way
         staying = build_problem(profile, exact=True, recompute=recompute, offload=None)
-        other = solve(staying.problem, budget - margin, exact=True, solver=solver)
+        other = solve(staying.problem, budget - margin, exact=True, solver=solver, least=least)
         if other.feasible or (exact and other.peak < found.peak + in_flight):
             built, found, offload, in_flight = staying, other, None, 0
     margin += in_flight  # of what is moved, one tensor is on its way at any time
@@ -81,8 +83,17 @@ def make_plan(
         ):
             built, found = freely, other
     if not found.feasible:
-        if not exact and solver not in BASELINES:  # no search proves the least peak of many codes
-            found = _lower(built.problem, found, inf if noise is None else noise, solver)
+        least_nbytes = found.peak
+        if solver not in BASELINES:
+            search = partial(
+                solve,
+                built.problem,
+                variance=inf if noise is None else noise,
+                exact=bool(exact),
+                solver=solver,
+                lowest=found.choice,
+            )
+            least_nbytes, found = _least(found, search)
         ways = (lossy_helps,) if exact else ()
         if solver in BASELINES:
             ways = (f"leave out solver='{solver}', with which more is needed", *ways)
@@ -91,7 +102,7 @@ def make_plan(
             built,
             found,
             budget,
-            margin,
+            least_nbytes + margin,
             ways,
             exact=bool(exact),
             noise=noise,
@@ -100,18 +111,24 @@ def make_plan(
     return _plan(profile, built, found, allowed + in_flight, in_flight)
 
 
-def _lower(problem: Problem, found: Solution, variance: float, solver: str) -> Solution:
-    """The solution of the least peak that a few searches below one another find."""
-    step = max(found.peak >> 5, 1)
-    for _ in range(_LOWER):
-        other = solve(problem, found.peak - step, variance=variance, solver=solver)
-        if other.feasible:
-            found = other
+def _least(found: Solution, search: Callable[[int], Solution]) -> tuple[int, Solution]:
+    """The least budget and its solution: with one byte less, the same search finds nothing.
+
+    found  where the search has ended, without one that fits
+    """
+    least, step = found.peak, 1
+    for _ in range(_SEARCHES):
+        other = search(least - step)
+        if other.feasible:  # by luck, as no search proves the least peak of many codes
+            least, found = least - step, other
+            if (tighter := search(other.peak)).feasible:
+                least, found = other.peak, tighter
+            step = max(least >> 5, 1)
         elif step == 1:
             break
         else:
             step = max(step >> 3, 1)
-    return found
+    return least, found
 
 
 def plain_peak(profile: Profile) -> int:
@@ -125,7 +142,7 @@ def _refusal(
     built: BuiltProblem,
     found: Solution,
     budget: int,
-    margin: int,
+    least: int,
     more_ways: tuple[str, ...],
     *,
     exact: bool,
@@ -137,7 +154,6 @@ def _refusal(
     moment = int(level.argmax())
     static = min(profile.static, found.peak)
     saved = int(level[moment]) - built.problem.base[moment]
-    least = found.peak + margin
     parts = {
         "weights and what else is held before the step": static,
         "gradients and workspaces": max(least - static - saved, 0),
@@ -145,7 +161,8 @@ def _refusal(
     }
     within, ways = "", [*more_ways, "halve the batch"]
     allows_codes = noise is not None and not exact
-    if allows_codes and solve(built.problem, budget - margin).peak < found.peak:
+    freely = least_peak(built.problem, Limits(0)) if allows_codes else None
+    if freely is not None and peak(built.problem, freely) < found.peak:
         within = f" with noise={noise:g}"
         ways.insert(0, "allow more noise")
     return too_small(budget, least, parts, least_is.format(within=within), *ways)

@@ -7,8 +7,8 @@
     uniform   one setting for all                                                    a baseline
     delta     DELTA's filter and director; dtr, capuchin: their rules in its place   baselines
 
-Where no choice fits, the first four give the one with the least peak of all; the baselines give
-what they have.
+Where no choice fits, the first four give none, and the one with the least peak of all takes its
+place (`least.py`); the baselines give what they have.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,11 @@ from math import inf
 from time import perf_counter
 
 from elbowroom.errors import PlanError
-from elbowroom.plan.problem import Choice, Problem, Solution, added_seconds
+from elbowroom.plan.problem import Choice, Problem, Solution, added_seconds, keep_all
 from elbowroom.plan.solve.auto import auto
 from elbowroom.plan.solve.delta import capuchin, delta, dtr
 from elbowroom.plan.solve.greedy import greedy
+from elbowroom.plan.solve.least import least_peak as least_peak
 from elbowroom.plan.solve.limits import Limits as Limits
 from elbowroom.plan.solve.limits import fits as fits
 from elbowroom.plan.solve.limits import peak as peak
@@ -29,7 +30,7 @@ from elbowroom.plan.solve.milp import relaxed as relaxed
 from elbowroom.plan.solve.rounding import rounding
 from elbowroom.plan.solve.uniform import uniform
 
-Solver = Callable[[Problem, Limits], Choice]
+Solver = Callable[[Problem, Limits], Choice | None]
 
 SOLVERS: dict[str, Solver] = {
     "auto": auto,
@@ -52,17 +53,26 @@ def solve(
     variance: float = inf,
     exact: bool = False,
     solver: str = "auto",
+    least: bool = True,
+    lowest: Choice | None = None,
 ) -> Solution:
     """Returns the action for each item, so that no moment holds more than `budget` bytes.
 
     variance  allowed in all, as a share of that of mini-batches
     exact     exact options only
     solver    one of SOLVERS; PlanError for another
+    least     where none fits, the one with the least peak is given; False: plain autograd is
+    lowest    the one with the least peak, where that is known already
     """
     check_solver(solver)
     limits = Limits(budget, variance, exact)
     start = perf_counter()
-    choice = SOLVERS[solver](problem, limits)
+    choice = (
+        SOLVERS[solver](problem, limits)
+        or lowest
+        or least_peak(problem, limits, fitting=not least)
+        or keep_all(problem)
+    )
     solve_s = perf_counter() - start
     return Solution(
         choice,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 
 from elbowroom.plan.problem import Choice, Problem, cost
-from elbowroom.plan.solve.limits import Limits, fits, obeys, outer, peak, regions_agree
+from elbowroom.plan.solve.limits import Limits, obeys, outer, peak
 
 FEW = 6
 
@@ -26,13 +26,18 @@ def searched(problem: Problem) -> Problem:
     return replace(problem, regions=tuple(plain))
 
 
-def best_start(problem: Problem, limits: Limits) -> Choice | None:
-    """The cheapest of the uniform choices that fits, or else the one of the least peak."""
+def best_start(problem: Problem, limits: Limits, *, least: bool = False) -> Choice | None:
+    """The cheapest of the uniform choices that fits, or else the one of the least peak.
+
+    least  the one of the least peak in any case
+    """
     found = [choice for choice in uniform_from_codes(problem) if obeys(problem, choice, limits)]
-    fitting = [choice for choice in found if fits(problem, choice, limits)]
-    if fitting:
+    peaks = [peak(problem, choice) for choice in found]
+    fitting = [c for c, held in zip(found, peaks, strict=True) if held <= limits.budget]
+    if fitting and not least:
         return min(fitting, key=lambda choice: cost(problem, choice))
-    return min(found, key=lambda choice: peak(problem, choice), default=None)
+    lowest = min(range(len(found)), key=peaks.__getitem__, default=None)
+    return None if lowest is None else found[lowest]
 
 
 def uniform_from_codes(problem: Problem) -> Iterator[Choice]:
@@ -41,21 +46,42 @@ def uniform_from_codes(problem: Problem) -> Iterator[Choice]:
     depths = {r: len(outer(problem, r)) for r in coded}
     lossy = (option.name for item in problem.items for option in item.options if not option.exact)
     for name in dict.fromkeys(lossy):
-        named = tuple(
+        named = [
             next((a for a, option in enumerate(item.options) if option.name == name), 0)
             for item in problem.items
-        )
+        ]
         for depth in sorted({*depths.values()}):
-            choice = Choice(named)
-            for r in (r for r in coded if depths[r] == depth):
-                options = list(choice.options)
-                for i in problem.regions[r].inputs:
-                    options[i] = _start(problem, r, i, options[i])
-                more = Choice(tuple(options), choice.recomputed | {r})
-                if regions_agree(problem, more):
-                    choice = more
+            choice = _recomputed(problem, named, [r for r in coded if depths[r] == depth])
             if choice.recomputed:
                 yield choice
+
+
+def _recomputed(problem: Problem, named: list[int], coded: list[int]) -> Choice:
+    """These modules from codes, but those that an earlier one excludes.
+
+    Of one depth, none lies within another; they may still hold an item together, start from what
+    another holds, or take another code of what both start from.
+    """
+    options, chosen = list(named), set[int]()
+    gone, starts = set[int](), dict[int, list[int]]()  # the items inside; by input, the modules
+    for r in coded:
+        region = problem.regions[r]
+        if not gone.isdisjoint((*region.inside, *region.inputs)):
+            continue
+        if not starts.keys().isdisjoint(region.inside) or {*region.inside} & {*region.inputs}:
+            continue
+        taken = {i: _start(problem, r, i, options[i]) for i in region.inputs}
+        if all(
+            problem.regions[other].takes(problem.items[i].options[a])
+            for i, a in taken.items()
+            for other in (r, *starts.get(i, ()))
+        ):
+            chosen.add(r)
+            gone.update(region.inside)
+            for i, a in taken.items():
+                options[i] = a
+                starts.setdefault(i, []).append(r)
+    return Choice(tuple(options), frozenset(chosen))
 
 
 def _start(problem: Problem, r: int, i: int, option: int) -> int:

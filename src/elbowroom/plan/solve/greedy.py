@@ -17,22 +17,15 @@ from math import inf
 from elbowroom.plan.problem import Choice, Problem, cost, keep_all
 from elbowroom.plan.solve.boundaries import best_start, searched
 from elbowroom.plan.solve.limits import Limits, fits
-from elbowroom.plan.solve.milp import least_peak
 from elbowroom.plan.solve.partial import Move, PartialSolution
 from elbowroom.plan.solve.uniform import uniform_fitting
 
 _PRICES = (0.0, 0.01, 0.1, 1.0, 10.0)  # steps that all the allowed variance is worth
 
 
-def greedy(problem: Problem, limits: Limits) -> Choice:
-    """The cheapest of the walks and of `uniform`; the least peak of all choices if none fits."""
-    found = greedy_fitting(problem, limits)
-    return least_peak(problem, limits) if found is None else found
-
-
-def greedy_fitting(problem: Problem, limits: Limits) -> Choice | None:
-    """The cheaper of the walk and of `uniform`; None if none fits."""
-    walks = [_walked(problem, limits), from_boundaries(problem, limits)]
+def greedy(problem: Problem, limits: Limits) -> Choice | None:
+    """The cheapest of the walks and of `uniform`; None if none fits."""
+    walks = [walked(problem, limits), from_boundaries(problem, limits)]
     return cheapest_of(problem, [*walks, uniform_fitting(problem, limits)])
 
 
@@ -44,7 +37,8 @@ def from_boundaries(problem: Problem, limits: Limits) -> Choice | None:
     return None if start is None else finished(PartialSolution(problem, limits, start))
 
 
-def _walked(problem: Problem, limits: Limits) -> Choice | None:
+def walked(problem: Problem, limits: Limits) -> Choice | None:
+    """The walk from plain autograd, at the lowest price of variance that fits; None if none."""
     bounded = 0 < limits.variance < inf
     for price in _PRICES if bounded else (0.0,):
         draft = PartialSolution(problem, limits, keep_all(problem))
@@ -62,10 +56,9 @@ def cheapest_of(problem: Problem, found: list[Choice | None]) -> Choice | None:
 
 def finished(draft: PartialSolution, price: float = 0.0) -> Choice | None:
     """Go on from a draft until it fits, and take back what is not needed; None if it will not."""
-    while (before := draft.excess) > 0:
-        _walk(draft, price)
-        if draft.excess == before:
-            return None
+    walk(draft, price)
+    if draft.excess > 0:
+        return None
     take_back(draft)
     return draft.choice if fits(draft.problem, draft.choice, draft.limits) else None
 
@@ -89,15 +82,25 @@ def _make_if_it_saves(draft: PartialSolution, move: Move) -> None:
             draft.make(move, effect)
 
 
-def _walk(draft: PartialSolution, price: float) -> None:
+def walk(draft: PartialSolution, price: float = 0.0) -> None:
     """Make moves, the best score first, until the budget is kept or none helps."""
+    while (before := draft.excess) > 0:
+        _walk(draft, price)
+        if draft.excess == before:
+            return
+
+
+def _walk(draft: PartialSolution, price: float) -> None:
+    """Make moves as far as those that are known at the start go."""
     regions = [("region", r, 0) for r in range(len(draft.problem.regions))]
     if not draft.limits.exact:
         coded = (r for r, region in enumerate(draft.problem.regions) if region.levels < inf)
         regions += [("coded region", r, 0) for r in coded]
+    matters = draft.in_excess()
     options = [
         ("option", i, a)
         for i, item in enumerate(draft.problem.items)
+        if matters(i)
         for a, option in enumerate(item.options)
         if draft.limits.allow(option)
     ]

@@ -2,8 +2,7 @@
 
 The rows and columns are those of `model.py`. Few moments bind, so their rows come lazily: the
 linear relaxation is solved at some, the most loaded ones that it violates are added, again; then
-the same with whole numbers, each answer checked by `problem.levels`. Where no choice fits, a second
-program minimises the peak.
+the same with whole numbers, each answer checked by `problem.levels`.
 
 Origin: Checkmate (Jain et al., MLSys 2020, arXiv 1910.02653) put rematerialization as a MILP over
 O(n^2) binaries; here a saved tensor has one binary for each way to hold it (O(n)), since autograd
@@ -16,8 +15,8 @@ from time import perf_counter
 import numpy as np
 
 from elbowroom.plan.problem import Choice, Problem, keep_all, levels
-from elbowroom.plan.solve.boundaries import best_start, searched
-from elbowroom.plan.solve.limits import Limits, fits, obeys, peak
+from elbowroom.plan.solve.boundaries import searched
+from elbowroom.plan.solve.limits import Limits, fits, obeys
 from elbowroom.plan.solve.model import Model
 from elbowroom.plan.solve.program import Vector
 
@@ -29,37 +28,15 @@ _ROUNDS = 100  # of rows added
 _TOLERANCE = 1e-4  # of the model's unit: what HiGHS's own tolerances may add up to
 
 
-def milp(problem: Problem, limits: Limits) -> Choice:
-    """The cheapest choice to within GAP, or the one with the least peak if none fits.
+def milp(problem: Problem, limits: Limits) -> Choice | None:
+    """The cheapest choice that fits, to within GAP; None if there is none, or none came in time.
 
     A search ends at NODES, and then the gap may be larger. Deterministic, unless LIMIT_S ends it.
     """
     if fits(problem, keep_all(problem), limits):
         return keep_all(problem)
-    return cheapest(problem, limits) or least_peak(problem, limits)
-
-
-def cheapest(problem: Problem, limits: Limits) -> Choice | None:
-    """The cheapest choice that fits, to within GAP; None if there is none, or none came in time."""
     found = relaxed(problem, limits)
     return None if found is None else whole(found.model, found.moments, gap=GAP)
-
-
-def least_peak(problem: Problem, limits: Limits) -> Choice:
-    """The choice with the least peak of all that the other limits allow.
-
-    Beside it what `boundaries.py` begins with, where programs leave that out.
-    """
-    program = searched(problem)
-    model = Model(program, limits, least=True)
-    moments = first_moments(problem)
-    found = None
-    if search_relaxed(model, moments) is not None:
-        found = whole(model, moments, gap=1e-7)
-    choices = [keep_all(problem), *([found] if found else [])]
-    if program is not problem and (start := best_start(problem, limits)) is not None:
-        choices.append(start)
-    return min(choices, key=lambda choice: peak(problem, choice))
 
 
 @dataclass(frozen=True)

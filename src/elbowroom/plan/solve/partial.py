@@ -1,8 +1,9 @@
 """A partial solution: what a move would free and cost, and whether it may be made."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -21,7 +22,6 @@ from elbowroom.plan.problem import (
     option_spans,
     region_spans,
     region_variance,
-    summed,
 )
 from elbowroom.plan.solve.limits import Limits, outer
 
@@ -65,6 +65,7 @@ class PartialSolution:
             if option.link:
                 self._traffic[option.link][i] = self._starts(i, self.recomputed)
         self._stall_s = {name: self._stalls(name, {}) for name in problem.links}
+        self._spans: dict[tuple[int, int], list[Span]] = {}  # of options that no region starts from
 
     @property
     def choice(self) -> Choice:
@@ -116,6 +117,10 @@ class PartialSolution:
 
     def effect(self, move: Move) -> Effect | None:
         """Returns the effect of a move; None if it breaks a limit other than the budget."""
+        if move.recomputed is self.recomputed and len(move.options) == 1:
+            ((i, option),) = move.options.items()
+            if not self.gone(i):
+                return self._effect_of_holding(i, option)
         turned = [self.problem.regions[r] for r in sorted(move.recomputed ^ self.recomputed)]
         items = {*move.options, *(i for region in turned for i in (*region.inside, *region.inputs))}
         spans: list[Span] = []
@@ -140,6 +145,22 @@ class PartialSolution:
             self._stalls(name, effect.traffic) - self._stall_s[name]
             for name in {name for name, _ in effect.traffic}
         )
+        return _with_bytes(effect, spans)
+
+    def _effect_of_holding(self, i: int, option: int) -> Effect | None:
+        """The same, where all that changes is how one item is held."""
+        if not self._agrees(i, option, self.recomputed):
+            return None
+        effect = Effect(0, self.level[:0], 0.0, 0.0, {})
+        if i in self._coded_from:
+            self._add_noise(effect, self.recomputed, {}, (i,), -1)
+            self._add_noise(effect, self.recomputed, {i: option}, (i,), 1)
+        spans = [*_signed(self._hold(effect, i, self.options[i], self.recomputed, -1), -1)]
+        spans += self._hold(effect, i, option, self.recomputed, 1)
+        if not self._sides_hold(effect):
+            return None
+        for name in {name for name, _ in effect.traffic}:
+            effect.seconds += self._stalls(name, effect.traffic) - self._stall_s[name]
         return _with_bytes(effect, spans)
 
     def _add_noise(
@@ -169,17 +190,32 @@ class PartialSolution:
         effect.variance += sign * chosen.variance
         if chosen.link:
             effect.traffic[chosen.link, i] = starts if sign > 0 else None
-        return option_spans(item, option, starts)
+        if starts:
+            return option_spans(item, option, starts)
+        if (i, option) not in self._spans:
+            self._spans[i, option] = option_spans(item, option)
+        return self._spans[i, option]
 
     def _agrees(self, i: int, option: int, recomputed: frozenset[int]) -> bool:
         """Returns whether an item may be held so, or inside, beside these regions."""
-        chosen, starts = self.problem.items[i].options[option], self._starts(i, recomputed)
+        from_it = [r for r in self._regions_from.get(i, ()) if r in recomputed]
         if self._within_any(i, recomputed):
-            return not starts
+            return not from_it
+        chosen = self.problem.items[i].options[option]
         if self.limits.exact and not chosen.exact:
             return False
-        from_it = (r for r in self._regions_from.get(i, ()) if r in recomputed)
         return all(self.problem.regions[r].takes(chosen) for r in from_it)
+
+    def in_excess(self) -> Callable[[int], bool]:
+        """Returns a function of an item: whether it is held while more than the budget is."""
+        over = np.concatenate([[0], np.cumsum(self.level > self.limits.budget)])
+
+        def is_held_there(i: int) -> bool:
+            item = self.problem.items[i]
+            freed = max(item.freed, *self._starts(i, self.recomputed), item.freed)
+            return bool(over[freed + 1] > over[item.born])
+
+        return is_held_there
 
     def freed(self, effect: Effect) -> int:
         """Returns by how much an effect lowers the excess."""
@@ -260,7 +296,7 @@ class PartialSolution:
         return sum(lateness(self.problem, name, [(self.problem.items[i], s) for i, s in moved]))
 
     def _within_any(self, i: int, recomputed: frozenset[int]) -> bool:
-        return not recomputed.isdisjoint(self.regions_with.get(i, ()))
+        return i in self.regions_with and not recomputed.isdisjoint(self.regions_with[i])
 
     def _over(self, level: NDArray[np.int64]) -> int:
         return int(np.maximum(level - self.limits.budget, 0).sum())
@@ -271,9 +307,17 @@ def _signed(spans: Iterable[Span], sign: int) -> Iterator[Span]:
 
 
 def _with_bytes(effect: Effect, spans: list[Span]) -> Effect:
-    spans = [span for span in spans if span[0] <= span[1]]
-    first = min((span[0] for span in spans), default=0)
-    after = max((span[1] + 1 for span in spans), default=first)
-    moved = [(start - first, last - first, nbytes) for start, last, nbytes in spans]
-    effect.first, effect.nbytes = first, summed(moved, after - first)
+    steps: dict[int, int] = {}  # what begins there, less what ended just before
+    for first, last, nbytes in spans:
+        if first <= last:
+            steps[first] = steps.get(first, 0) + nbytes
+            steps[last + 1] = steps.get(last + 1, 0) - nbytes
+    moments = sorted(moment for moment, step in steps.items() if step)
+    if moments:
+        effect.first, level = moments[0], np.zeros(moments[-1] - moments[0], np.int64)
+        held = 0
+        for first, after in pairwise(moments):
+            held += steps[first]
+            level[first - effect.first : after - effect.first] = held
+        effect.nbytes = level
     return effect

@@ -1,0 +1,56 @@
+"""The choice with the least peak of all, whatever it costs: named where a budget is too small.
+
+    minimise t    subject to    level at every moment <= t, and all limits but the budget
+
+by the program of `milp.py`; beside its answer stands what `boundaries.py` begins with, where
+programs leave that out. The lower of both goes further down by greedy walks towards a budget below,
+one share of the peak after another. Nothing of it depends on the budget, so the peak that is named
+is one that the same search finds when it is given as the budget.
+"""
+
+from dataclasses import replace
+
+from elbowroom.plan.problem import Choice, Problem, keep_all
+from elbowroom.plan.solve.boundaries import best_start, searched
+from elbowroom.plan.solve.greedy import walk
+from elbowroom.plan.solve.limits import Limits, peak
+from elbowroom.plan.solve.milp import first_moments, search_relaxed, whole
+from elbowroom.plan.solve.model import Model
+from elbowroom.plan.solve.partial import PartialSolution
+
+_STEPS = (5, 8, 11, 14)  # halvings of the peak: steps down from it, the next where one fails
+LIMIT_S = 4.0  # of the search in whole numbers
+
+
+def least_peak(problem: Problem, limits: Limits, *, fitting: bool = False) -> Choice | None:
+    """The choice with the least peak of all that the other limits allow.
+
+    fitting  only one that fits is of use: None as soon as it is proved that none does
+    """
+    program = searched(problem)
+    model, moments = Model(program, limits, least=True), first_moments(problem)
+    x = search_relaxed(model, moments)
+    if fitting and program is problem and (x is None or model.ceiling(x) > limits.budget + 1):
+        return None
+    choices = [keep_all(problem)]
+    if x is not None and (found := whole(model, moments, gap=1e-7, limit_s=LIMIT_S)):
+        choices.append(found)
+    if program is not problem and (start := best_start(problem, limits, least=True)) is not None:
+        choices.append(start)
+    return lowered(problem, limits, min(choices, key=lambda choice: peak(problem, choice)))
+
+
+def lowered(problem: Problem, limits: Limits, choice: Choice) -> Choice:
+    """The choice with the least peak that greedy walks find from this one on."""
+    least, known = peak(problem, choice) + 1, peak(problem, choice)
+    for halvings in _STEPS:
+        while known < least:
+            least = known
+            budget = least - max(least >> halvings, 1)
+            draft = PartialSolution(problem, replace(limits, budget=budget), choice)
+            walk(draft)
+            known = int(draft.level.max(initial=0))
+            if known < least:
+                choice = draft.choice
+        known, least = least, least + 1
+    return choice
