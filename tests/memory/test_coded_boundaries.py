@@ -180,7 +180,7 @@ def test_other_policies_leave_inputs_as_they_are() -> None:
 
 def test_plans_start_modules_from_codes_where_room_is_short() -> None:
     """They are taken for all that their modules save, and what the plan says is so."""
-    model = network(Three, depth=30)
+    model = network(Three, depth=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     generator = torch.Generator().manual_seed(2)
 
@@ -191,13 +191,13 @@ def test_plans_start_modules_from_codes_where_room_is_short() -> None:
 
     profile = er.measure(step, noise=True, min_nbytes=MIN_NBYTES)
     room = plain_peak(profile) - profile.static  # what other tests hold is static, too
-    budget = profile.static + int(0.093 * room)  # too little to hold all as such codes
+    budget = profile.static + int(0.13 * room)  # too little to hold all as such codes
     plan = er.plan(profile, budget=budget, exact=False, codecs=[Dither(levels=64)])
     coded = [line for line in plan.lines if line.action == RECOMPUTE and line.error > 0]
     assert coded, plan.explain()
     assert "runs again from a code" in coded[0].why
     assert not plan.exact
-    assert plan.peak < profile.static + 0.15 * room
+    assert plan.peak <= budget
     _, exact, _ = run(model, plan_of(None, []))
     errors = [(run(model, plan, seed)[1] - exact).square().sum() for seed in range(4)]
     assert not plan.strangers
