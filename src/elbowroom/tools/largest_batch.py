@@ -139,7 +139,7 @@ def _confirmed(trial: "_Trial", pair: TwoBatches, batch: int, terms: FitOptions)
     if found is not None:
         return found
     raise PlanError(
-        f"{_MOST_RUNS} predictions were too hopeful for {show_nbytes(terms.budget_nbytes)}, the "
+        f"{_MOST_RUNS} predictions were too optimistic for {show_nbytes(terms.budget_nbytes)}, the "
         f"last for batch {batch}: what this step needs does not grow evenly with its batch. Give "
         "a larger budget, or try batches by er.fit"
     )
@@ -274,7 +274,7 @@ def _largest(pair: TwoBatches, budget: int, exact: bool | None) -> int:
 
 
 def _corrected(pair: TwoBatches, budget: int, allowed: int, exact: bool | None) -> int:
-    """The same where less is allowed than the budget, because predictions were too hopeful."""
+    """The same where less is allowed than the budget, because predictions were too optimistic."""
     try:
         return _largest(pair, allowed, exact)
     except BudgetTooSmall as error:
