@@ -36,7 +36,7 @@ The map, from the top down; imports point down only:
     plan/                  DECISION: site -> action, pure data
     codecs/                HOW BYTES SHRINK: one codec a file
     kernels/               NUMBERS: reference (the specification), numba (CPU), triton (GPU)
-    errors.py  files.py  units.py
+    errors.py  files.py  units.py  waiting.py
 
 To follow one tensor: runtime/hooks.py `_pack` -> identity.py -> consumers.py (or, when its op has
 ended, readers.py -> formulas.py, the table of derivative formulas) -> plan/policy.py ->

@@ -138,9 +138,9 @@ def test_a_tight_budget_is_met_at_every_step_and_said_in_one_line(caplog):
         optimizer.zero_grad(set_to_none=True)
         total = static_nbytes(model, optimizer) + peak(lambda: step(model, optimizer))
     assert total <= budget
-    said = [record for record in caplog.records if "at rung" in record.getMessage()]
+    said = [record for record in caplog.records if "at setting" in record.getMessage()]
     assert len(said) == 1
-    assert "lossy, because the exact rungs do not fit" in caplog.text
+    assert "lossy, because exact actions do not fit" in caplog.text
     er.release(model)
 
 
@@ -567,7 +567,8 @@ def measured_peaks(run, steps):
 def test_all_steps_of_a_tight_exact_budget_are_within_it(kind):
     """The exact rung, where fit begins, would be too much: the first step is rehearsed.
 
-    A rehearsal knows nothing of workspaces; where it has to be hopeful, the first step may be over.
+    A rehearsal knows nothing of workspaces; where it has to be optimistic, the first step may be
+    over.
     """
     rehearsed = 0
     for share in (0.8, 0.7, 0.6):
@@ -779,7 +780,7 @@ def test_a_backward_inside_of_forward():
 
     model, optimizer, x = forces()
     er.fit(model, budget=needed // 3, optimizer=optimizer, exact=True)
-    with pytest.raises(BudgetTooSmall, match=r"needs at rung .exact.|backward inside of forward"):
+    with pytest.raises(BudgetTooSmall, match=r"at setting .exact.|backward inside of forward"):
         descend(model, optimizer, x)
     with pytest.raises(PlanError, match="Leave worst= out"):
         er.fit(model, budget="1 GiB", optimizer=optimizer, worst=x)
@@ -1204,7 +1205,7 @@ def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
     )
     planning.learn(last, measured, stock)
     assert planning.settled
-    assert "budget 1.00 MiB: steps take 3.00 MiB, and go on so" in caplog.text
+    assert "budget 1.00 MiB: steps take 3.00 MiB, and later ones will, too" in caplog.text
     assert "Give budget=3145728" in caplog.text
 
 

@@ -13,7 +13,8 @@ from elbowroom.report import Curve, Page, render, render_profile, step_page
 from elbowroom.units import show_nbytes
 
 playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 EVIL = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 

@@ -52,13 +52,61 @@ def batch(seed):
     return torch.randn(16, 3, 32, 32, generator=generator), torch.arange(16) % 10
 """
 GAN = """
+import hashlib
 import torch
 from torch import nn
 
-one, two = nn.Linear(256, 256), nn.Linear(256, 256)
+class Generator(nn.Sequential):
+    pass
+
+class Discriminator(nn.Sequential):
+    pass
+
+def layers(i, o):
+    norms = [(nn.Linear(128, 128), nn.LayerNorm(128), nn.GELU()) for _ in range(2)]
+    return nn.Linear(i, 128), *(m for block in norms for m in block), nn.Linear(128, o)
+
+torch.manual_seed(0)
+one, two = Generator(*layers(16, 32)), Discriminator(*layers(32, 1))
 optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, two)]
-for _ in range(4):
-    two(one(torch.randn(256, 256))).sum().backward()
+for _ in range(8):
+    fake = one(torch.randn(1024, 16))
+    optimizers[1].zero_grad()
+    (two(torch.randn(1024, 32)).sigmoid().mean() - two(fake.detach()).sigmoid().mean()).backward()
+    optimizers[1].step()
+    optimizers[0].zero_grad()
+    two(one(torch.randn(1024, 16))).sigmoid().mean().backward()
+    optimizers[0].step()
+weights = [p.detach().numpy().tobytes() for model in (one, two) for p in model.parameters()]
+print(hashlib.sha256(b"".join(weights)).hexdigest())
+"""
+UNSEEN = """
+import sys
+import torch
+from torch import nn
+from torch.func import functional_call, grad
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 1)
+
+    def forward(this, x):
+        return this.down(this.norm(this.up(x)))
+
+net, x = Net(), torch.randn(4, 8)
+if sys.argv[1] == "forward":
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.forward(x).sum().backward()
+    optimizer.step()
+elif sys.argv[1] == "functions":
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    nn.functional.linear(x, net.up.weight).sum().backward()
+    optimizer.step()
+else:
+    params = dict(net.named_parameters())
+    found = grad(lambda params: functional_call(net, params, (x,)).sum())(params)
+print("trained")
 """
 BY_HAND = """
 import torch
@@ -82,7 +130,13 @@ def folder(tmp_path):
 
 def with_scripts(folder):
     (folder / "sub").mkdir()
-    for name, text in {"train": TRAIN, "helper": HELPER, "gan": GAN, "by_hand": BY_HAND}.items():
+    for name, text in {
+        "train": TRAIN,
+        "helper": HELPER,
+        "gan": GAN,
+        "by_hand": BY_HAND,
+        "unseen": UNSEEN,
+    }.items():
         (folder / "sub" / f"{name}.py").write_text(text)
     return folder
 
@@ -240,17 +294,36 @@ def test_a_run_inside_a_share_of_the_memory(folder):
     assert json.loads(report.read_text())["budget_nbytes"] == budget_nbytes(0.5, "cpu")
 
 
-def test_two_models_are_refused_with_their_names(folder):
-    ran = elbowroom(folder, "run", "--budget", "1GiB", "sub/gan.py")
-    assert ran.returncode == 2
-    assert "the script trains two models, Linear and Linear" in ran.stderr
-    assert "Traceback" not in ran.stderr
+def test_models_that_train_in_turns_share_the_budget_and_keep_their_bits(folder):
+    plain = python(folder, "sub/gan.py")
+    assert plain.returncode == 0, plain.stderr
+    report = folder / "r.json"
+    options = ["--budget", "13MiB", "--exact", "--report", report]
+    ran = elbowroom(folder, "run", *options, "sub/gan.py")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == plain.stdout
+    assert "Generator inside 13.0 MiB" in ran.stderr
+    assert "Discriminator inside 13.0 MiB" in ran.stderr
+    told = json.loads(report.read_text())
+    assert [one["model"] for one in told["models"]] == ["Generator", "Discriminator"]
+    assert all(one["last_nbytes"] <= 13 * 2**20 for one in told["models"])
+    assert any(one["last_setting"] != "keep" for one in told["models"]), "there was room for all"
+
+
+def test_a_plan_is_for_one_model(folder, profiled):
+    _, path = profiled
+    out = folder / "plan.json"
+    assert in_process("plan", path, "--budget", "1GiB", "--out", out).exit_code == 0
+    ran = in_process("run", "--plan", out, folder / "sub" / "gan.py")
+    assert ran.exit_code == 2
+    assert "Generator and Discriminator, and a plan is for one" in ran.stderr
+    assert ran.stdout == ""
 
 
 def test_of_two_models_the_first_is_profiled_and_the_other_named(folder):
     done = elbowroom(folder, "profile", "sub/gan.py")
     assert done.returncode == 0, done.stderr
-    assert "The script trains Linear as well" in done.stdout
+    assert "The script trains Discriminator as well" in done.stdout
     assert {"profile.json", "profile.html"} <= {path.name for path in folder.iterdir()}
 
 
@@ -271,7 +344,7 @@ def test_weights_that_are_updated_by_hand_are_a_model_too(folder):
             "import torch\nw = torch.nn.Linear(2, 2)\n"
             "torch.optim.SGD(w.parameters(), lr=1)\n(w.weight * 2).sum().backward()",
             2,
-            "so the budget was not kept",
+            "so the budget is not kept",
         ),
     ],
 )
@@ -281,6 +354,28 @@ def test_a_script_ends_as_it_would(folder, text, code, message):
     assert ran.returncode == code
     assert message in ran.stderr
     assert "runpy" not in ran.stderr, "frames that are not the script's"
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("forward", "calls the forward method of Net by itself"),
+        ("functions", "call the model itself, model(x), rather than functions of its weights"),
+        ("gradients", "takes gradients of Net by torch.func"),
+    ],
+)
+def test_what_cannot_be_seen_is_said_before_the_first_update(folder, way, message):
+    """In this process: such a script is refused before it has changed anything."""
+    script = folder / "sub" / "unseen.py"
+    ran = in_process("run", "--budget", "1GiB", script, "--", way)
+    assert ran.exit_code == 2, ran.output
+    assert message in ran.stderr
+    assert "trained" not in ran.stdout
+    assert len(ran.stderr.splitlines()) == 1
+    if way != "functions":
+        profiled = in_process("profile", "--out", folder / "p.json", script, "--", way)
+        assert profiled.exit_code == 2
+        assert message in profiled.stderr
 
 
 def test_too_few_steps_are_no_profile(folder):

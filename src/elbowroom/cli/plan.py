@@ -20,6 +20,7 @@ from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.report import render_profile, step_page
 from elbowroom.units import parse_budget, show_nbytes
+from elbowroom.waiting import waiting
 
 _STEPS = 10  # of a sweep, from the plain peak to nothing
 
@@ -90,7 +91,8 @@ def plan(
         )
     if budget is None:
         return
-    made = er.plan(known, budget=budget, exact=exact or None, offload=offload, solver=solver)
+    with waiting("the plan"):
+        made = er.plan(known, budget=budget, exact=exact or None, offload=offload, solver=solver)
     if explain:
         Console().print(Text(made.explain()), soft_wrap=True)
     else:
@@ -126,14 +128,16 @@ def _sweep(known: Profile, make: Callable[..., Plan]) -> Table:
     for name in ("budget", "of plain", "peak", "time", "held"):
         table.add_column(name, justify="right")
     table.add_column("gradients")
-    for nbytes in (plain * step // _STEPS for step in range(_STEPS, 0, -1)):
-        try:
-            _add(table, make(budget=nbytes), plain)
-        except BudgetTooSmall as error:
-            least = error.least_nbytes
-            made = make(budget=least)
-            _add(table, made, plain, note="the least")
-            break
+    with waiting("plans") as tell:
+        for nbytes in (plain * step // _STEPS for step in range(_STEPS, 0, -1)):
+            tell(show_nbytes(nbytes))
+            try:
+                _add(table, make(budget=nbytes), plain)
+            except BudgetTooSmall as error:
+                least = error.least_nbytes
+                made = make(budget=least)
+                _add(table, made, plain, note="the least")
+                break
     return table
 
 

@@ -14,7 +14,7 @@ from elbowroom.files import write_text
 from elbowroom.plan.profile import Profile
 from elbowroom.report import profile_table, render_profile, step_page
 from elbowroom.runtime.attach import attach, detach
-from elbowroom.tools import Discovery, Profiling
+from elbowroom.tools import Discovery, Profiling, Unseen
 from elbowroom.units import show_nbytes
 
 Out = Annotated[Path, typer.Option(help="Where the profile goes, as JSON.")]
@@ -118,6 +118,8 @@ class _Run:
         try:
             with self._discovery:
                 return run_script(script, arguments)
+        except Unseen:
+            raise
         except Exception as error:
             show_traceback(error, script)
             return 1

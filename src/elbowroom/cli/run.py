@@ -4,7 +4,7 @@ import json
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -26,11 +26,18 @@ from elbowroom.fitting.program import CompiledProgram
 from elbowroom.measure.memory import budget_nbytes
 from elbowroom.plan.plan import Plan, check_plan
 from elbowroom.runtime.attach import opener_of
+from elbowroom.runtime.compiler import is_compiled
 from elbowroom.runtime.exhaustion import is_out_of_memory
-from elbowroom.tools import Discovery, say_exhaustion
+from elbowroom.tools import Discovery, Unseen, say_exhaustion
 from elbowroom.units import Share, parse_budget, show_nbytes
 
 NOT_KEPT = 4  # exit code
+_MOST_MODELS = 8
+_NOT_FOUND = (
+    "the script made an optimizer, but no module that holds its parameters was called in training "
+    "mode with gradients on, on the main thread, so the budget is not kept; call the model "
+    "itself, model(x), rather than functions of its weights"
+)
 
 Budget = Annotated[
     str | None,
@@ -72,8 +79,9 @@ def run(
     """Train an unmodified script inside a budget of bytes.
 
     The model that the script trains is found at its first call, and kept inside the budget as by
-    er.fit; its optimizers' states are counted. A script that trains two models is refused. What a
-    loss outside of the model saves is measured, and left as it is.
+    er.fit; its optimizers' states are counted. If it trains several (a generator and a
+    discriminator), each keeps to the budget and counts what the others hold. What a loss outside of
+    the model saves is measured, and left as it is.
 
     What the script compiles with torch.compile stays compiled: a model, a loss, or a whole step is
     planned inside of its graphs, and the figures are estimates.
@@ -89,7 +97,7 @@ def run(
 
     Exit code: the script's own; 3 if nothing that is allowed fits the budget; 4 if the script ended
     well and its last measured step was above the budget; 2 for a mistake that one line explains, or
-    if a model was trained that could not be found; 130 if stopped.
+    before the first update of a model that cannot be found; 130 if stopped.
     """
     given = None if plan is None else Plan.load(plan)
     asked: int | str
@@ -110,34 +118,44 @@ def run(
     running = _Run(asked, exact, offload, given)
     code = running.of(script, arguments or [])
     told = running.told()
-    if told is None:
+    if not told:
         code = _say_not_found(code, made_optimizers=running.discovery.made_optimizers)
     else:
-        errors_console().print(_table(told))
-        code = _say_not_kept(code, told)
+        for one in told:
+            errors_console().print(_table(one))
+        worst = max(told, key=lambda one: one.last_nbytes or 0)
+        code = _say_not_kept(code, worst)
         if report is not None:
-            figures = told.as_dict() | {"exit_code": code}
+            figures = worst.as_dict() | {"exit_code": code}
+            if len(told) > 1:
+                figures |= {"models": [one.as_dict() for one in told]}
             write_text(json.dumps(figures, indent=2) + "\n", report)
     raise typer.Exit(code)
 
 
-class _Refused(PlanError):
+class _Refused(Unseen):
     """Raised if what was asked for cannot be had of the model that the script trains."""
 
 
+class _Model(NamedTuple):
+    """A model that the script trains."""
+
+    name: str
+    fitting: Fitting | CompiledFitting
+    module: "weakref.ref[nn.Module]"
+
+
 class _Run:
-    """One run of a script: the model that was found in it, and what became of it."""
+    """One run of a script: the models that were found in it, and what became of them."""
 
     def __init__(
         self, budget: int | str, exact: bool, offload: str | None, plan: Plan | None
     ) -> None:
-        self.discovery = Discovery(self._fit, self._count)
+        self.discovery = Discovery(self._fit, self._count, self._unmet)
         self._budget, self._plan = budget, plan
         self._exact, self._offload = exact or None, offload
-        self._fitting: Fitting | CompiledFitting | None = None
+        self._models: list[_Model] = []
         self._program: CompiledProgram | None = None
-        self._model: weakref.ref[nn.Module] | None = None
-        self._name = ""
 
     def of(self, script: Path, arguments: list[str]) -> int:
         """The exit code. Raises BudgetTooSmall, or PlanError for what `fit` refuses."""
@@ -146,7 +164,7 @@ class _Run:
                 return run_script(script, arguments)
             except KeyboardInterrupt:
                 return 130
-            except (BudgetTooSmall, _Refused):
+            except (BudgetTooSmall, Unseen):
                 raise
             except Exception as error:
                 show_traceback(error, script)
@@ -154,18 +172,21 @@ class _Run:
                     say_exhaustion(error)
                 return 1
             finally:
-                if self._fitting is not None:
-                    self._fitting.finish()
+                for one in self._models:
+                    one.fitting.finish()
 
-    def told(self) -> Summary | None:
-        """The figures; None where no model was found."""
-        fitting = self._fitting
-        if isinstance(fitting, CompiledFitting):
-            return fitting.summary(self._name)
-        if fitting is not None:
-            return summary(fitting, self._name)
+    def told(self) -> list[Summary]:
+        """The figures of each model; none where no model was found."""
+        found = [
+            one.fitting.summary(one.name)
+            if isinstance(one.fitting, CompiledFitting)
+            else summary(one.fitting, one.name)
+            for one in self._models
+        ]
         program = self._program
-        return program.summary() if program is not None and program.compiled else None
+        if not found and program is not None and program.compiled:
+            found = [program.summary()]
+        return found
 
     def _compiling(self) -> AbstractContextManager[object]:
         """What the script compiles outside of the model is inside the budget, too.
@@ -185,20 +206,15 @@ class _Run:
 
     def _held(self) -> int:
         """What the compiled model holds when the loss runs, at most."""
-        fitting = self._fitting
+        fitting = self._models[0].fitting if self._models else None
         regions = fitting.regions if isinstance(fitting, CompiledFitting) else ()
         return max((one.saved_nbytes for one in regions), default=0)
 
     def _fit(self, model: nn.Module) -> None:
         name = type(model).__name__
-        if self._fitting is not None:
-            raise _Refused(
-                f"the script trains two models, {self._name} and {name}, and run keeps one inside "
-                "a budget; call both in the forward of one nn.Module, or save what they hold by "
-                "hand, with er.saving() around their forwards"
-            )
-        optimizers = self.discovery.optimizers_of(model)
         called = model if self.discovery.called is None else self.discovery.called
+        self._check_others(name, called)
+        optimizers = self.discovery.optimizers_of(model)
         try:
             er.fit(
                 called,
@@ -213,15 +229,37 @@ class _Run:
         assert isinstance(fitting, Fitting | CompiledFitting)
         for optimizer in optimizers:
             fitting.owned.add(optimizer)
-        self._fitting, self._name = fitting, name
-        self._model = weakref.ref(model)
+        self._models.append(_Model(name, fitting, weakref.ref(model)))
+
+    def _check_others(self, name: str, called: nn.Module) -> None:
+        """Raises PlanError where another model cannot stand beside those that there are."""
+        if not self._models:
+            return
+        names = f"{', '.join(one.name for one in self._models)} and {name}"
+        if self._plan is not None:
+            why = "and a plan is for one; leave out --plan"
+        elif is_compiled(called) or isinstance(self._models[-1].fitting, CompiledFitting):
+            why = "and a compiled one keeps to the budget alone; leave them uncompiled"
+        elif len(self._models) == _MOST_MODELS:
+            why = f"more than the {_MOST_MODELS} that share a budget"
+        else:
+            return
+        raise _Refused(
+            f"the script trains several models, {names}, {why}, call all of them in the forward of "
+            "one nn.Module, or save what they hold by hand, with er.saving() around their forwards"
+        )
 
     def _count(self, optimizer: Optimizer) -> None:
         """Counts an optimizer that is made after the first forward, as some trainers do."""
-        model = None if self._model is None else self._model()
-        if model is not None and optimizer in self.discovery.optimizers_of(model):
-            assert self._fitting is not None
-            self._fitting.owned.add(optimizer)
+        for one in self._models:
+            model = one.module()
+            if model is not None and optimizer in self.discovery.optimizers_of(model):
+                one.fitting.owned.add(optimizer)
+
+    def _unmet(self) -> None:
+        """An optimizer is about to take its first step."""
+        if not self.told():
+            raise _Refused(_NOT_FOUND)
 
 
 def _say_not_found(code: int, *, made_optimizers: bool) -> int:
@@ -231,11 +269,7 @@ def _say_not_found(code: int, *, made_optimizers: bool) -> int:
     if not made_optimizers:
         errors_console().print("[dim]elbowroom: the script trained nothing, so nothing was done[/]")
         return code
-    mistake(
-        "the script made an optimizer, but no module that holds its parameters was called in "
-        "training mode with gradients on, on the main thread; so the budget was not kept. Call "
-        "the model itself, model(x), rather than functions of its weights"
-    )
+    mistake(_NOT_FOUND)
     return 2
 
 

@@ -10,6 +10,7 @@ import elbowroom as er
 from elbowroom.cli.mistakes import check_writable, errors_console, says_mistakes
 from elbowroom.files import write_text
 from elbowroom.report import render_profile, snapshot_page
+from elbowroom.waiting import waiting
 
 File = Annotated[
     Path,
@@ -27,7 +28,8 @@ def snapshot(file: File, html: Html = None, device: Device = None) -> None:
     """
     page = html or file.with_suffix(".html")
     check_writable(page, "--html", file)
-    found = er.load_snapshot(file, device)
+    with waiting("the snapshot is read"):
+        found = er.load_snapshot(file, device)
     write_text(render_profile(snapshot_page(found, file.name)), page)
     Console().print(str(found), soft_wrap=True, highlight=False, markup=False)
     errors_console().print(f"[dim]Page:[/] {page}", soft_wrap=True)

@@ -37,7 +37,7 @@ def warn_stray(terms: FitOptions, *, learns: bool) -> None:
         "budget %s: this step saves more than those before it, and may need more than the budget; "
         "%s",
         show_nbytes(terms.budget_nbytes),
-        "it is learned from anew" if learns else "so may others from now on",
+        "it is measured, and a new plan is made" if learns else "so may others from now on",
     )
 
 
@@ -55,7 +55,8 @@ def warn_outside(terms: FitOptions, peak_nbytes: int, seen_nbytes: int) -> None:
 def warn_above(terms: FitOptions, peak_nbytes: int, why: str) -> None:
     """Steps stay above the budget. why: what they do, in words."""
     _log.warning(
-        "budget %s: steps take %s, and go on so: they %s. Give budget=%d, or halve the batch",
+        "budget %s: steps take %s, and later ones will, too: they %s. Give budget=%d, or halve the "
+        "batch",
         *map(show_nbytes, (terms.budget_nbytes, peak_nbytes)),
         why,
         peak_nbytes,
@@ -84,8 +85,8 @@ def warn_runs_again(terms: FitOptions) -> None:
 def warn_uncorrected(terms: FitOptions, least_nbytes: int, rung: str) -> None:
     """No plan holds, however often it is made again. least_nbytes: what the best of them took."""
     _log.warning(
-        "budget %s: no plan kept to it (%s was the least measured), so all tensors are at rung "
-        "'%s' now; of all that was tried, what took least stays",
+        "budget %s: no plan kept to it (%s was the least measured), so all tensors are at setting "
+        "'%s' now; of all that was tried, what took the least is kept",
         *map(show_nbytes, (terms.budget_nbytes, least_nbytes)),
         rung,
     )
@@ -135,11 +136,12 @@ def say_noise(terms: FitOptions, plan: Plan) -> None:
     )
 
 
-def warn_hopeful(terms: FitOptions) -> None:
-    """Say that only a hopeful estimate fits: the first step may be above the budget."""
+def warn_optimistic(terms: FitOptions) -> None:
+    """Say that only an optimistic estimate fits: the first step may be above the budget."""
     _log.warning(
-        "budget %s: no careful estimate of the first step of this size fits, so it goes by a "
-        "hopeful one, and may be above the budget; it is measured, and those after it go by that",
+        "budget %s: by a careful estimate the first step of this size does not fit, so it follows "
+        "an optimistic one, and may be above the budget; it is measured, and later steps follow "
+        "that",
         show_nbytes(terms.budget_nbytes),
     )
 
@@ -170,11 +172,11 @@ def say_setting(terms: FitOptions, chosen: Rung, *, rounds: bool, was_lossy: boo
     At WARNING, which Python shows by default, when it becomes lossy. rounds: though no code is
     lossy, bits differ.
     """
-    lossy = "lossy" if terms.exact is False else "lossy, because the exact rungs do not fit"
+    lossy = "lossy" if terms.exact is False else "lossy, because exact actions do not fit"
     kind = "exact" if chosen.exact else "exact but for rounding" if rounds else lossy
     _log.log(
         logging.INFO if chosen.exact or rounds or was_lossy else logging.WARNING,
-        "budget %s: saved tensors at rung '%s' (%s)",
+        "budget %s: saved tensors at setting '%s' (%s)",
         show_nbytes(terms.budget_nbytes),
         chosen.name,
         kind,
@@ -243,7 +245,7 @@ def refusal(
     more = f"{helps[0].upper()}{helps[1:]}, or h" if helps else "H"
     return BudgetTooSmall(
         f"budget {show_nbytes(terms.budget_nbytes)} is below the {show_nbytes(least)} that this "
-        f"step needs at rung '{least_rung.name}' ({kind}): {what}. "
+        f"step needs at setting '{least_rung.name}' ({kind}): {what}. "
         f"{more}alve the batch, or give budget={least}.",
         least_nbytes=least,
         parts=dict(parts),

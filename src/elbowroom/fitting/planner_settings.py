@@ -17,7 +17,7 @@ class PlannerSettings:
     """How plans are made.
 
     ratio          how much larger than the profiled call the largest is
-    margin_nbytes  by which plans in which no module runs again have been too hopeful
+    margin_nbytes  by which plans in which no module runs again have been too optimistic
     again_nbytes   by which those have been in which some do
     lossy_helps    what a refusal under exact=True tells to type
     least_is       what a refusal says of the budget that it names

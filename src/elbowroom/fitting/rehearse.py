@@ -2,7 +2,7 @@
 
 A rehearsed plan is an estimate (`plan/rehearsal.py`), and is made again once its step was measured.
 Lossy codes are gone with the step then, while states that were encoded keep a mark: so encoded
-states come after all codes, and only what is hopeful about backward comes after them.
+states come after all codes, and only what is optimistic about backward comes after them.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.chosen import Chosen
 from elbowroom.fitting.forward import Fit, FittedSaving
-from elbowroom.fitting.messages import warn_hopeful
+from elbowroom.fitting.messages import warn_optimistic
 from elbowroom.fitting.model_state import ModelState, storage_nbytes
 from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.state_formats import CHOICES, States
@@ -31,7 +31,7 @@ from elbowroom.units import show_nbytes
 _SHOULD_DO = "that should hold this step (estimated from its forward alone; from {} on it may do)"
 _MARGIN = 0.03  # of what is not static, in what is named
 # Exact or lossy, with how much care, and whether modules may run again. A step in which none does
-# can be written down, which ends all guessing. Less care is hopeful, and comes last.
+# can be written down, which ends all guessing. Less care is optimistic, and comes last.
 _TRIES: dict[bool | None, tuple[tuple[bool | None, float, bool], ...]] = {
     True: ((True, CAREFUL, False), (True, CAREFUL, True), (True, LIKELY, True)),
     None: (
@@ -98,14 +98,14 @@ def plan_by_forward(
             plan = making.plan_for(candidate.profile, 0, exact=one.exact, recompute=one.recompute)
             if plan is not None:
                 if one.care < CAREFUL:
-                    warn_hopeful(making.terms)
+                    warn_optimistic(making.terms)
                 return Chosen(candidate, plan)
     smallest = states.smallest(step(LIKELY), who, making) if measures else None
     static = step(LIKELY).static
     if smallest is not None:
         free = making.terms.budget_nbytes - static
         if _SURE * (smallest.plan.peak - static) <= free:
-            warn_hopeful(making.terms)
+            warn_optimistic(making.terms)
             return smallest
     raise _refusal(step, states, who, making)
 
@@ -122,10 +122,10 @@ class _Try:
 
 def _tries(exact: bool | None) -> Iterator[_Try]:
     """Under terms of this exactness."""
-    for hopeful in (False, True):
+    for optimistic in (False, True):
         for state in range(1 if exact else len(CHOICES)):
             for allowed, care, recompute in _TRIES[exact]:
-                if (care < CAREFUL) == hopeful:
+                if (care < CAREFUL) == optimistic:
                     yield _Try(state, allowed, care, recompute)
 
 

@@ -51,7 +51,7 @@ class FitState:
     rehearsed     the backward of that is an estimate
     profiled      the call that it is of
     beside_nbytes what stood beside the model in it
-    once_nbytes   by which plans in which no module runs again have been too hopeful
+    once_nbytes   by which plans in which no module runs again have been too optimistic
     again_nbytes  by which those have been in which some do
     is_recurrent  of what was written down, layers could run again
 

@@ -84,7 +84,8 @@ def discover(meet: Meet | None) -> None:
 
     Those that are attached already are not shown, nor what is called in backward or on a thread of
     its own. `meet` may attach a module: then this very call goes through it. It returns whether
-    what is called inside is part of it; else that is met in its turn.
+    what is called inside is part of it; else that is met in its turn. Inside transforms of
+    torch.func and torch.jit.trace it is shown modules, too, and what it does there has no effect.
     """
     global _meet
     with _lock:
@@ -125,6 +126,8 @@ def _around(
     if is_traced():
         if around is not None:
             say_traced()
+        elif _meet is not None and _is_outermost():
+            _meet(module)
         return call(*args, **kwargs)
     if around is None:
         if _meet is None or not _is_outermost() or not _meet(module):

@@ -12,6 +12,12 @@ def is_traced() -> bool:
     return torch._C._is_tracing() or torch._C._are_functorch_transforms_active()
 
 
+def takes_gradients() -> bool:
+    """Inside torch.func.grad and what is made of it: vjp, jacrev, hessian."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(one.key() == torch._C._functorch.TransformType.Grad for one in stack)
+
+
 def is_transformed() -> bool:
     """The same, or differentiated forwards."""
     return is_traced() or torch.autograd.forward_ad._current_level >= 0

@@ -6,12 +6,13 @@
     assert_peak   checks the peak of a step, in a test
     ExplainOutOfMemory, say_exhaustion   what holds the memory, once it has run out
     Log           gives figures of a fitted model to TensorBoard, trackio, wandb and others
-    Discovery     finds the model and the optimizers of somebody else's program
+    Discovery     finds the models and the optimizers of somebody else's program
 
 They stand above `fitting`, which knows none of them.
 """
 
 from elbowroom.tools.discovery import Discovery as Discovery
+from elbowroom.tools.discovery import Unseen as Unseen
 from elbowroom.tools.explain import ExplainOutOfMemory as ExplainOutOfMemory
 from elbowroom.tools.explain import assert_peak as assert_peak
 from elbowroom.tools.explain import say_exhaustion as say_exhaustion

@@ -4,33 +4,51 @@ A model is an outermost module that is called in training mode with gradients on
 optimizer holds parameters; or, where a program updates them by hand, one that has gradients by now.
 So a loss without parameters, a frozen teacher, a moving average and a first call that only makes
 lazy parameters are none.
+
+What cannot be seen is said before the first update: a forward method that is called by itself, a
+gradient of torch.func, and an optimizer whose gradients come from no module that was called.
 """
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from elbowroom.errors import PlanError
 from elbowroom.runtime.attach import discover
 from elbowroom.runtime.compiler import original
+from elbowroom.runtime.transforms import is_traced, takes_gradients
 from elbowroom.runtime.undo import gradient_of
 
 Found = Callable[[nn.Module], None]
+
+
+class Unseen(PlanError):
+    """Raised in a program that trains in a way that cannot be seen."""
 
 
 class Discovery:
     """A context: `found` is called with each model, before its forward, until it attaches it.
 
     later   called with each optimizer as it is made
+    unmet   called before an optimizer's first steps, if it has gradients and no model was found
     called  what the program called: the model itself, or what torch.compile made of it
     """
 
-    def __init__(self, found: Found, later: Callable[[Optimizer], None] | None = None) -> None:
-        self._found, self._later = found, later
+    def __init__(
+        self,
+        found: Found,
+        later: Callable[[Optimizer], None] | None = None,
+        unmet: Callable[[], None] | None = None,
+    ) -> None:
+        self._found, self._later, self._unmet = found, later, unmet
         self.made_optimizers = False
         self.called: nn.Module | None = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -49,11 +67,13 @@ class Discovery:
 
         self._init = init
         Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
+        self._before_steps = register_optimizer_step_pre_hook(self._before_step)
         discover(self._meet)
         return self
 
     def __exit__(self, *_: object) -> None:
         discover(None)
+        self._before_steps.remove()
         if Optimizer.__init__ is self._init:  # else somebody has wrapped it since
             Optimizer.__init__ = self._plain_init  # type: ignore[method-assign]
 
@@ -70,14 +90,48 @@ class Discovery:
             if any(id(p) in own for group in one.param_groups for p in group["params"])
         ]
 
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if torch.compiler.is_compiling() or self._unmet is None or self.called is not None:
+            return
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            self._unmet()
+
     def _meet(self, module: nn.Module) -> bool:
         model = original(module)
+        if is_traced():
+            if model.training and takes_gradients() and not self.made_optimizers:
+                raise Unseen(
+                    f"the script takes gradients of {type(model).__name__} by torch.func, which "
+                    "lets nobody hold saved tensors in another way, so no budget can be kept; "
+                    "train by loss.backward()"
+                )
+            return True
         trainable = [p for p in model.parameters() if p.requires_grad]
         if not trainable:
             return False  # what is called inside may yet have some, kept in a plain list
         if not model.training or any(is_lazy(p) for p in trainable):
             return True
         if self.optimizers_of(model) or any(gradient_of(p) is not None for p in trainable):
+            whole = _whose_forward(model)
+            if whole is not None:
+                name = type(whole).__name__
+                raise Unseen(
+                    f"the script calls the forward method of {name} by itself, and elbowroom sees "
+                    "calls of modules; where it says model.forward(x), write model(x)"
+                )
             self.called = module
             self._found(model)
         return True
+
+
+def _whose_forward(module: nn.Module) -> nn.Module | None:
+    """The module that has this one as a part, and whose forward runs without having been called."""
+    found, frame = None, sys._getframe(1)
+    while (caller := frame.f_back) is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount and caller.f_code.co_name != "_call_impl":
+            owner = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(owner, nn.Module) and any(m is module for m in owner.modules()):
+                found = owner
+        frame = caller
+    return found if found is not module else None

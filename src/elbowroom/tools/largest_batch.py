@@ -36,6 +36,7 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.undo import Undo
 from elbowroom.tools.profiling import Profiling
 from elbowroom.units import show_nbytes, show_seconds
+from elbowroom.waiting import Tell, waiting
 
 MakeBatch = Callable[[int], Any]
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -94,16 +95,20 @@ def find_largest(
             "release gradients again afterwards"
         )
     trial, budget = _Trial(model, make_batch, loss, terms, optimizer), terms.budget_nbytes
-    with _untouched(model, trial.owned):
+    with _untouched(model, trial.owned), waiting("the largest batch") as tell:
+        tell(f"a step with batch {_SMALL} is written down")
         pair = trial.pair(_SMALL)
         batch = _largest(pair, budget, terms.exact)
         if batch > _FAR * pair.two:
+            tell(f"a step with batch {batch // _FAR} is written down")
             pair = trial.pair(batch // _FAR)
             batch = _largest(pair, budget, terms.exact)
-        return _confirmed(trial, pair, batch, terms)
+        return _confirmed(trial, pair, batch, terms, tell)
 
 
-def _confirmed(trial: "_Trial", pair: TwoBatches, batch: int, terms: FitOptions) -> LargestBatch:
+def _confirmed(
+    trial: "_Trial", pair: TwoBatches, batch: int, terms: FitOptions, tell: Tell
+) -> LargestBatch:
     """The largest batch that was seen to fit.
 
     error  by which the last run took more than its plan had said
@@ -111,6 +116,7 @@ def _confirmed(trial: "_Trial", pair: TwoBatches, batch: int, terms: FitOptions)
     budget, found = terms.budget_nbytes, None
     allowed, error, was_over = budget, 0, False
     for _ in range(_MOST_RUNS):
+        tell(f"batch {batch} is measured")
         plan = pair.plan(batch, allowed, exact=terms.exact)
         peak = trial.peak(batch, plan)
         if peak is None or peak <= budget:
@@ -139,7 +145,7 @@ def _confirmed(trial: "_Trial", pair: TwoBatches, batch: int, terms: FitOptions)
     if found is not None:
         return found
     raise PlanError(
-        f"{_MOST_RUNS} predictions were too hopeful for {show_nbytes(terms.budget_nbytes)}, the "
+        f"{_MOST_RUNS} predictions were too optimistic for {show_nbytes(terms.budget_nbytes)}, the "
         f"last for batch {batch}: what this step needs does not grow evenly with its batch. Give "
         "a larger budget, or try batches by er.fit"
     )
@@ -274,7 +280,7 @@ def _largest(pair: TwoBatches, budget: int, exact: bool | None) -> int:
 
 
 def _corrected(pair: TwoBatches, budget: int, allowed: int, exact: bool | None) -> int:
-    """The same where less is allowed than the budget, because predictions were too hopeful."""
+    """The same where less is allowed than the budget, because predictions were too optimistic."""
     try:
         return _largest(pair, allowed, exact)
     except BudgetTooSmall as error:
