@@ -83,6 +83,14 @@ def _backend(name: str) -> ModuleType | None:
         return None
 
 
+def compact() -> ModuleType | None:
+    """Return a CPU's kernels of codes in one run of bytes (`numba/compact.py`), if it has them.
+
+    They are no ops: nothing but their bytes is seen of them by modes and by torch.compile.
+    """
+    return None if _backend("numba") is None else _backend("numba.compact")
+
+
 _given_up: set[tuple[str, str]] = set()  # (op, backend) that failed once
 
 
