@@ -49,7 +49,7 @@ class Coder:
     """`Dither.encode` for float32 tensors of one shape and strides."""
 
     def __init__(self, codec: Dither, x: Tensor, facts: Facts, kernels: Any) -> None:
-        """kernels: those of `kernels/numba/compact.py`."""
+        """kernels: those of `kernels/numba/by_address.py`."""
         self.codec, self.facts, self.numel = codec, facts, x.numel()
         self.shape, self.stride = tuple(x.shape), tuple(x.stride())
         self.settings = codec.levels, codec.group_size
@@ -75,13 +75,11 @@ class Coder:
     @classmethod
     def of(cls, codec: Codec, x: Tensor, facts: Facts) -> "Coder | None":
         """Return what encodes tensors like x, which lies without gaps; None: `codec` must."""
-        if type(codec) is not Dither or x.dtype is not torch.float32 or x.device != _CPU:
+        kernels = ops.by_address(x) if isinstance(codec, Dither) else None
+        if kernels is None or not torch.ops.aten.is_non_overlapping_and_dense(x):
             return None
-        kernels = ops.compact()
-        if kernels is None or not 0 < x.numel() <= kernels.MOST:
-            return None
-        dense = torch.ops.aten.is_non_overlapping_and_dense(x)
-        return cls(codec, x, facts, kernels) if dense else None
+        assert isinstance(codec, Dither)
+        return cls(codec, x, facts, kernels)
 
     def encode(self, x: Tensor, seed: int, affine: Affine | None = None) -> Encoded:
         """Return the code of x, which is like the tensor that this was made for."""

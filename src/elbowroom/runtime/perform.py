@@ -78,7 +78,7 @@ def rebuilt(ready: Ready, base: Tensor, need: Need) -> RebuildHandle:
 
 
 def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> Normalized | None:
-    """Return what is encoded in place of base: normalized by its rows, or by a norm's statistics."""
+    """Return what is encoded in place of base: normalized by its rows, or as its norm does."""
     if not is_normalized(action):
         return None
     rows, keep_zeros = action.rows, action.facts.has_zeros

@@ -25,7 +25,7 @@ from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.checkpoints import checkpoint_call
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import QUESTIONS, Call
-from elbowroom.runtime.context import Context
+from elbowroom.runtime.context import Context, mixed
 from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.handles import KeepHandle
@@ -115,7 +115,7 @@ class Replay(TorchFunctionMode):
         self.began = 0
         self._places: list[tuple[WeakStorage, int]] = []
         self._seeds: int | None = None  # the context's count before those of this forward
-        self._drawn = 0
+        self._first_seed = self._drawn = 0
         self._given = 0  # how many inputs the checkpoints of this step have saved
         self._token: Token | None = None
         self._numel = 0  # of all that was saved
@@ -145,6 +145,7 @@ class Replay(TorchFunctionMode):
             self.context.give_back(self._seeds, self.script.seeds)
         # The same noise for the same tensors, whether a forward is looked at or not.
         self._seeds = self.context.reserve(script.seeds)
+        self._first_seed = self.context.first_seed() + self._seeds
         self.script, self._acts = script, script.compiled.acts
         self.slots = [nowhere] * script.slots
         self.noted = [nowhere] * script.noted
@@ -336,20 +337,11 @@ class Replay(TorchFunctionMode):
             self._holds, self._saved, self._is_inside = outer
 
     def _pack(self, x: Tensor) -> Any:
-        if self._is_inside:
-            return self._packed(x)
-        with _disabled():
-            return self._packed(x)
-
-    def _packed(self, x: Tensor) -> Any:
+        """Return what is held of x, which autograd saves."""
         holds = self._holds
+        if not self._is_inside or holds is None or self.saving is not None:
+            return self._pack_uncompared(x)
         self._numel += x.numel()
-        if self.saving is not None:
-            return self.saving.take(x)
-        if holds is None:
-            if self._is_inside or not self.script.codes_checkpoints:
-                return Kept(x, self._token)
-            return self._input(x)
         i = self._saved
         self._saved = i + 1
         if i < len(holds):
@@ -357,6 +349,27 @@ class Replay(TorchFunctionMode):
             held = Kept(x, self._token) if hold is None else hold(self, x)
             if held is not None:
                 return held
+        return self._stray_at(x)
+
+    def _pack_uncompared(self, x: Tensor) -> Any:
+        """The same of what no act looks at, and of what is saved between two calls."""
+        if self._is_inside:
+            self._numel += x.numel()
+            return Kept(x, self._token) if self.saving is None else self.saving.take(x)
+        with _disabled():
+            if self.saving is None and self._holds is not None:  # a module that runs again gets it
+                self._is_inside = True
+                try:
+                    return self._pack(x)
+                finally:
+                    self._is_inside = False
+            self._numel += x.numel()
+            if self.saving is not None:
+                return self.saving.take(x)
+            return self._input(x) if self.script.codes_checkpoints else Kept(x, self._token)
+
+    def _stray_at(self, x: Tensor) -> Any:
+        """The forward is another one, as x tells: let it be looked at."""
         self._stray()
         assert self.saving is not None
         return self.saving.take(x)
@@ -378,9 +391,7 @@ class Replay(TorchFunctionMode):
             held = hold(self, x) if alike else None
             if held is not None:
                 return held
-        self._stray()
-        assert self.saving is not None
-        return self.saving.take(x)
+        return self._stray_at(x)
 
     def kept(self, x: Tensor) -> Kept:
         """Return what is held of a tensor that is only kept."""
@@ -392,9 +403,9 @@ class Replay(TorchFunctionMode):
 
     def draw(self, nth: int) -> int:
         """Return one of the seeds of this forward, from 1 on."""
-        assert self._seeds is not None
-        self._drawn = max(self._drawn, nth)
-        return self.context.seed_of(self._seeds + nth)
+        if nth > self._drawn:
+            self._drawn = nth
+        return mixed(self._first_seed + nth)
 
     def _copy(self, index: int, y: Tensor) -> None:
         """A slot gets a copy of a constant, once."""

@@ -1,14 +1,20 @@
-"""A dithered code in one run of bytes, which one launch makes and one reads.
+"""Kernels that take nothing but numbers: addresses, sizes, settings. For small float32 tensors.
+
+An address costs 20 ns a call, an array 1 us, and an op that the dispatcher serves 4 us. So what is
+done with a small tensor in every step (`codecs/compact.py`, masks) is launched so. A dithered code
+lies in one run of bytes, which one launch makes and one reads:
 
     dither     bounds [T, 2] bf16 | ranges [G, 2] uint8 | codes
     nonzero    bounds [T, 2] bf16 | bits [ceil(N / 8)]  | payload, whose size depends on x
 
-The same bytes as `dither.py` and `nonzero.py` write into three tensors. For float32, and for loops
-that run serially. All arguments are numbers: a tensor's address costs 20 ns a call, an array 1 us.
+The same bytes as `dither.py` and `nonzero.py` write into three tensors.
 """
+
+import numpy as np
 
 from elbowroom.kernels.numba.addresses import array_at
 from elbowroom.kernels.numba.affine import rows_at
+from elbowroom.kernels.numba.bits import pack_flags, unpack_flags
 from elbowroom.kernels.numba.compiled import TILE, counted, f32, i32, jit, u8, u32
 from elbowroom.kernels.numba.dither import _dequantize as _dither_dequantize
 from elbowroom.kernels.numba.dither import _quantize as _dither_quantize
@@ -93,3 +99,33 @@ def nonzero_restored(
     there = array_at(out, N, i32), 0, 0
     _dequantize_nonzero(bits, starts, payload, bounds, *settings, *by, *there)
     return True
+
+
+@counted
+def masked(x, N, bits, out):
+    """Write x [N] where its bit is set, else +0, to out [N]."""
+    values, flags, made = (
+        array_at(x, N, i32),
+        array_at(bits, (N + 7) // 8, u8),
+        array_at(out, N, i32),
+    )
+    b_flag = np.empty(TILE, np.int8)
+    for start in range(0, N, TILE):
+        last = min(start + TILE, N)
+        unpack_flags(flags[start // 8 : (last + 7) // 8], b_flag)
+        part, source = made[start:last], values[start:last]
+        for o in range(part.shape[0]):
+            part[o] = source[o] & b_flag[o]
+
+
+@counted
+def positive(x, N, out):
+    """Write whether an element of x [N] is above 0, or a NaN, to out: one bit each."""
+    values, bits = array_at(x, N, f32), array_at(out, (N + 7) // 8, u8)
+    b_is, b_flag = np.empty(TILE, u8), np.empty(TILE, u8)
+    for start in range(0, N, TILE):
+        last = min(start + TILE, N)
+        part, found = values[start:last], b_is[: last - start]
+        for o in range(part.shape[0]):
+            found[o] = not (part[o] <= f32(0))
+        pack_flags(found, u8(1), bits[start // 8 : (last + 7) // 8], b_flag)
