@@ -11,7 +11,7 @@ coder. So a followed step looks nothing up.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,16 +49,19 @@ class Act:
         *("levels", "module", "numel", "opens", "place", "run", "saves"),
     )
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, *, is_exact: bool = True) -> None:
+        """is_exact: nothing in its script is lossy."""
         self.func: Callable[..., Any] = step.func
         self.is_plain: bool = step.is_plain
         self.guard: Guard | None = None if step.args is None else _guard(step)
         self.saves: tuple[Save | None, ...] | None = step.saves
         self.holds: tuple[Hold | None, ...] | None = (
-            None if step.saves is None else tuple(s and _hold(s) for s in step.saves)
+            None if step.saves is None else tuple(s and _hold(s, is_exact) for s in step.saves)
         )
         self.run: Callable[..., Any] = step.run or step.func
-        self.before, self.after = (tuple(map(_late, some)) for some in (step.before, step.after))
+        self.before, self.after = (
+            tuple(_late(deed, is_exact) for deed in some) for some in (step.before, step.after)
+        )
         self.direct: Direct | None = step.direct
         self.levels: Levels | None = step.levels
         self.opens, self.place, self.copies = step.opens, step.place, step.copies
@@ -70,9 +73,21 @@ class Compiled:
     """The acts of a script, and what is done as the forward ends."""
 
     def __init__(self, steps: Sequence[Step], last: Sequence[Deed]) -> None:
+        exact = not any(map(_is_lossy, _deeds(steps, last)))
         # The last one is no call: nothing is equal to its function.
-        self.acts = (*map(Act, steps), Act(Step(_nothing)))
-        self.last = tuple(map(_late, last))
+        self.acts = (*(Act(step, is_exact=exact) for step in steps), Act(Step(_nothing)))
+        self.last = tuple(_late(deed, exact) for deed in last)
+
+
+def _deeds(steps: Sequence[Step], last: Sequence[Deed]) -> Iterator[Deed]:
+    for step in steps:
+        yield from (*step.before, *step.after)
+        yield from (save.deed for save in step.saves or () if save and save.deed)
+    yield from last
+
+
+def _is_lossy(deed: Deed) -> bool:
+    return isinstance(deed.action, Encode) and not deed.action.codec.lossless
 
 
 def _nothing() -> None:
@@ -190,11 +205,11 @@ def _fits_parameter(like: Like) -> Check:
 # --- What is held of a tensor
 
 
-def _hold(save: Save) -> Hold:
+def _hold(save: Save, is_exact: bool) -> Hold:
     (shape, stride, offset), dtype, same = save.geometry, save.dtype, save.same
     number, fresh, nbytes, whole = save.slot, save.fresh, save.nbytes, save.whole
     geometry, need, place, noted = save.geometry, save.need, save.place, save.noted
-    deed = None if save.deed is None else _do(save.deed)
+    deed = None if save.deed is None else _do(save.deed, is_exact)
     keeps = save.waits or (fresh and deed is None)
 
     def hold(replay: Replay, x: Tensor) -> Any:
@@ -231,9 +246,9 @@ def _hold(save: Save) -> Hold:
 # --- What a slot is given
 
 
-def _late(deed: Deed) -> Late:
+def _late(deed: Deed, is_exact: bool) -> Late:
     """Give a slot what it gets later than it was saved: it is kept until then."""
-    number, do = deed.slot, _do(deed)
+    number, do = deed.slot, _do(deed, is_exact)
 
     def late(replay: Replay) -> None:
         slot = replay.slots[number]
@@ -245,7 +260,7 @@ def _late(deed: Deed) -> Late:
     return late
 
 
-def _do(deed: Deed) -> Do:
+def _do(deed: Deed, is_exact: bool) -> Do:
     action = deed.action
     if deed.bits:
         return _pack_bits(deed)
@@ -254,7 +269,7 @@ def _do(deed: Deed) -> Do:
     if isinstance(action, Encode):
         return _encode(deed, action)
     if isinstance(action, Rebuild):
-        return _rebuild(deed)
+        return _rebuild(deed, is_exact)
     return _perform(deed)
 
 
@@ -312,8 +327,9 @@ def _encode(deed: Deed, action: Encode) -> Do:
     return encode
 
 
-def _rebuild(deed: Deed) -> Do:
-    remade, is_exact, need = deed.remade, deed.need is Need.EXACT, deed.need
+def _rebuild(deed: Deed, is_exact: bool) -> Do:
+    """Hold the recipe; in an exact script without the statistics that it reads of codes alone."""
+    remade, need = deed.remade, deed.need
     assert remade is not None
 
     def rebuild(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
