@@ -17,7 +17,6 @@ from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.saving_context import forget_all
-from elbowroom.runtime.replay.script import Deed
 
 WIDTH, ROWS, DEPTH = 32, 512, 12
 MIN_NBYTES = 1024
@@ -119,14 +118,14 @@ def test_an_input_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_that_follow_a_script_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plan, found, late = network(), plan_of(64, BLOCKS), [], []
-    do_late = Replay._do_late
+    model, plan, found, drawn = network(), plan_of(64, BLOCKS), [], []
+    draw = Replay.draw
 
-    def counting(self: Replay, deed: Deed) -> None:
-        late.append(deed)
-        do_late(self, deed)
+    def counting(self: Replay, nth: int) -> int:
+        drawn.append(nth)
+        return draw(self, nth)
 
-    monkeypatch.setattr(Replay, "_do_late", counting)
+    monkeypatch.setattr(Replay, "draw", counting)
     forget_all()
     for _ in range(6):
         model.zero_grad(set_to_none=True)
@@ -136,7 +135,7 @@ def test_steps_that_follow_a_script_do_the_same(monkeypatch: pytest.MonkeyPatch)
         found.append((gradient(model), saving.ledger.after_nbytes))
     assert all(torch.equal(found[0][0], one) for one, _ in found)
     assert len({held for _, held in found}) == 1
-    assert len(late) >= 2 * DEPTH  # the last two steps at least did all by script
+    assert len(drawn) >= 2 * DEPTH  # the last two steps at least made all codes by script
 
 
 def test_a_module_that_chooses_starts_from_its_exact_input() -> None:

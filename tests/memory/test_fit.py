@@ -37,7 +37,7 @@ from elbowroom.fitting.transitions import advance
 from elbowroom.measure import peak
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.measure.recording import Recording
-from elbowroom.runtime import attach, calls, modules, transforms
+from elbowroom.runtime import attach, calls, known_calls, modules, transforms
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import Context
 from elbowroom.tools import Discovery
@@ -51,6 +51,9 @@ def nothing_stays_attached():
     for model in list(attach._attached):  # only after a failure
         er.release(model)
     assert nn.Module.__call__ is calls._plain_call, "a test left the interception in place"
+    assert not known_calls._ours
+    assert known_calls._optimized is None
+    assert "__init_subclass__" not in nn.Module.__dict__
     assert modules._users == 0
 
 
@@ -923,10 +926,10 @@ def test_steps_that_cannot_be_brought_below_are_said(caplog):
 def test_a_model_that_dies_takes_the_interception_along():
     model = er.fit(nn.Linear(4, 4), budget="1 GiB")
     model(torch.randn(2, 4)).sum().backward()
-    assert nn.Module.__call__ is not calls._plain_call
+    assert nn.Linear.__call__ is not nn.Module.__call__ is calls._plain_call
     del model
     gc.collect()
-    assert nn.Module.__call__ is calls._plain_call
+    assert "__call__" not in nn.Linear.__dict__
 
 
 def test_an_optimizer_of_another_model_is_said(caplog):

@@ -83,6 +83,26 @@ def _backend(name: str) -> ModuleType | None:
         return None
 
 
+_watchers = torch._C._len_torch_dispatch_stack
+
+
+def by_address(x: Tensor) -> ModuleType | None:
+    """Return kernels that take x by its address (`numba/by_address.py`); None: ops must serve it.
+
+    Nothing is seen of them by dispatch modes, by autograd and by torch.compile, so the caller knows
+    that x is a plain tensor; a mode that is open shall see ops.
+    """
+    if x.dtype is not torch.float32 or not x.is_cpu or x.is_neg() or _watchers():
+        return None
+    kernels = _kernels_by_address()
+    return kernels if kernels is not None and 0 < x.numel() <= kernels.MOST else None
+
+
+@cache
+def _kernels_by_address() -> ModuleType | None:
+    return None if _backend("numba") is None else _backend("numba.by_address")
+
+
 _given_up: set[tuple[str, str]] = set()  # (op, backend) that failed once
 
 

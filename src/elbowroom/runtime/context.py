@@ -51,7 +51,11 @@ class Context:
 
     def seed_of(self, count: int) -> int:
         """Return the seed that `next_seed` gave, or will give, as the count came to this."""
-        return _mix(_first(self.seed, _rank()) + count)
+        return mixed(self.first_seed() + count)
+
+    def first_seed(self) -> int:
+        """Return what the count is added to; `mixed` makes a seed of the sum."""
+        return _first(self.seed, _rank())
 
     def reserve(self, seeds: int) -> int:
         """Take so many seeds at once; return the count before the first of them."""
@@ -98,7 +102,7 @@ class Context:
         self.seed, self.count, self.step = state["seed"], state["count"], state["step"]
 
 
-def _mix(x: int) -> int:
+def mixed(x: int) -> int:
     """A bijective hash of 64 bits (multiply and xor-shift, twice)."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -108,7 +112,7 @@ def _mix(x: int) -> int:
 
 @lru_cache(maxsize=16)
 def _first(seed: int, rank: int) -> int:
-    return _mix(seed ^ (rank << 40))
+    return mixed(seed ^ (rank << 40))
 
 
 def _rank() -> int:

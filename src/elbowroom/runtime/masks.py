@@ -6,6 +6,7 @@ relu6       its input: where that lies between 0 and 6. A NaN does on a GPU; on 
             place, so that a tensor with one is kept, as codecs keep it
 """
 
+import torch
 from torch import Tensor
 
 from elbowroom.codecs.base import memory_order
@@ -24,6 +25,12 @@ def mask_bits(base: Tensor, consumer: str, *, only_output: bool = False) -> Tens
     ReLU's output is never negative, so there != 0 says it too, if `base` is `only_output`, and not
     a larger tensor that ReLU changed a part of.
     """
+    if consumer in MASKED_OUTPUT and base.is_contiguous():
+        kernels = ops.by_address(base)
+        if kernels is not None:
+            bits = torch.empty(-(-base.numel() // 8), dtype=torch.uint8, device="cpu")
+            kernels.positive(base.data_ptr(), base.numel(), bits.data_ptr())
+            return bits
     if consumer in CAPPED and not would_wait(base) and bool(base.isnan().any()):
         return None
     if consumer in CAPPED:

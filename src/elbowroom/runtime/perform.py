@@ -48,18 +48,14 @@ def perform(
         case Keep(why):
             return KeepHandle(base, why)
         case Encode(codec, facts):
-            normal, waits = _normalized(action, base, statistics), would_wait(base)
+            normal, waits = normalized(action, base, statistics), would_wait(base)
             room = capacities.room((name, codec, base.numel())) if waits and capacities else None
             affine = None if normal is None else normal.normalize()
             encoded = codec.encode(base, seed, facts, affine, room)
             return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else normal)
         case Rebuild():
             assert ready is not None
-            if need is Need.EXACT or not ready.works_lossy:
-                ready.pin()
-            for slot in ready.slots:
-                slot.is_source = True
-            return RebuildHandle(ready, base)
+            return rebuilt(ready, base, need)
         case Offload():
             tier = tier_for(action, base)
             if isinstance(tier, str):
@@ -72,8 +68,17 @@ def perform(
             )
 
 
-def _normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> Normalized | None:
-    """What is encoded in place of base: normalized by its rows, or by the norm that reads it."""
+def rebuilt(ready: Ready, base: Tensor, need: Need) -> RebuildHandle:
+    """Hold a recipe in place of base; what it reads stays exact if it must."""
+    if need is Need.EXACT or not ready.works_lossy:
+        ready.pin()
+    for slot in ready.slots:
+        slot.is_source = True
+    return RebuildHandle(ready, base)
+
+
+def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> Normalized | None:
+    """Return what is encoded in place of base: normalized by its rows, or as its norm does."""
     if not is_normalized(action):
         return None
     rows, keep_zeros = action.rows, action.facts.has_zeros

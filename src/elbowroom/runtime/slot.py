@@ -148,13 +148,14 @@ class Slot:
         Also for who else holds ours: the code of a norm's input, as its mask.
         """
         self.value = value
-        if isinstance(value, KeepHandle):
+        if isinstance(value, EncodeHandle):
+            bitmap = value.bitmap
+            if bitmap is not None and self.mask_of not in CAPPED:
+                if self.bits is not None:
+                    self.bits.set_(bitmap)  # the same bits, in one memory
+                self.bits = bitmap
+        elif isinstance(value, KeepHandle):
             self.entry.why = value.why
-        bitmap = getattr(value, "bitmap", None)
-        if bitmap is not None and self.mask_of not in CAPPED:
-            if self.bits is not None:
-                self.bits.set_(bitmap)  # the same bits, in one memory
-            self.bits = bitmap
         self._tell()
         if isinstance(value, OffloadHandle):
             value.when_away(partial(self.entry.move_away, value.full_nbytes))
@@ -176,10 +177,10 @@ class Slot:
         self._tell()
 
     def _tell(self) -> None:
-        entry, value, bits = self.entry, self.value, self.bits
+        entry = self.entry
         if not entry.counts:
             return
-        nbytes = 0
+        value, bits, nbytes = self.value, self.bits, 0
         if value is not None:
             entry.action = value.label
             nbytes = value.full_nbytes if isinstance(value, OffloadHandle) else value.nbytes
@@ -203,6 +204,9 @@ class Slot:
         them, and held until the last has asked.
         """
         if self.views < _MANY_VIEWS:
+            value = self.value
+            if type(value) is EncodeHandle:
+                value.is_shared = self.views > 1 or self.is_source
             return self.restore_value()
         self.views_asked += 1
         whole = self.restore_value() if self.whole is None else self.whole

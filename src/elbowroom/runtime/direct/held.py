@@ -33,13 +33,18 @@ def flat_like(grad: Tensor, view: View) -> Tensor | None:
     To bring it into that order would give a gradient of a layout that is not torch's, and from
     which ops behind it may compute other bits.
     """
-    geometry = view.geometry
-    if view.slot.is_window or type(grad) is not Tensor or untouchable(grad):  # batched, for one
-        return None
-    alike = grad.dtype is view.slot.dtype and grad.stride() == geometry.stride
-    if not alike or grad.shape != geometry.shape or grad.device != view.slot.device:
+    if not lies_like(grad, view):
         return None
     return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
+
+
+def lies_like(grad: Tensor, view: View) -> bool:
+    """Return whether grad has the dtype and order of the view, and is a plain tensor."""
+    geometry, slot = view.geometry, view.slot
+    if slot.is_window or type(grad) is not Tensor or untouchable(grad):  # batched, for one
+        return False
+    alike = grad.dtype is slot.dtype and grad.stride() == geometry.stride
+    return alike and grad.shape == geometry.shape and grad.device == slot.device
 
 
 def by_element(grad: Tensor, view: View, run: Callable[[Tensor, Tensor], None]) -> Tensor | None:

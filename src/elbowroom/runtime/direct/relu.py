@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from elbowroom.kernels import ops
 from elbowroom.plan import Need
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.direct.held import by_element, view_of
+from elbowroom.runtime.direct.held import by_element, lies_like, view_of
 from elbowroom.runtime.handles import KeepHandle
 
 
@@ -36,7 +35,7 @@ def fits_relu(call: Call, x: Tensor) -> bool:
 class _ReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
-        out = F.relu(x, inplace)
+        out = torch.relu_(x) if inplace else torch.relu(x)
         if inplace:
             ctx.mark_dirty(x)
         ctx.save_for_backward(out)
@@ -63,4 +62,8 @@ def _masked(ctx: Any, grad: Tensor) -> Tensor | None:
     if isinstance(view.slot.value, KeepHandle):
         return None  # which knows whether it was changed meanwhile
     bits = view.slot.bits
+    if lies_like(grad, view) and (kernels := ops.by_address(grad)) is not None:
+        made = torch.empty_like(grad)
+        kernels.masked(grad.data_ptr(), grad.numel(), bits.data_ptr(), made.data_ptr())
+        return made
     return by_element(grad, view, lambda flat, made: ops.masked(flat, bits, made))

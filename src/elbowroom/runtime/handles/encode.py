@@ -10,6 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from elbowroom.codecs import Affine, BitMask, Codec, Encoded
+from elbowroom.codecs.compact import Compact
 from elbowroom.plan.rows import Rows
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
@@ -33,6 +34,7 @@ class EncodeHandle:
         "_version",
         "_witness",
         "bitmap",
+        "is_shared",
         "on_outlived",
     )
 
@@ -46,6 +48,7 @@ class EncodeHandle:
         """normal: what the code stands for, if that is not base itself.
 
         bitmap: the bits of what is not zero, where the code holds them
+        is_shared: several may ask for it, so that one finds what another has restored
         """
         self._encoded = encoded
         self.bitmap = encoded.bitmap
@@ -57,6 +60,7 @@ class EncodeHandle:
         self._nbytes = storage_nbytes(base)
         self._restored: tuple[WeakStorage, Tensor, int] | None = None
         self.on_outlived = on_outlived
+        self.is_shared = True
 
     @property
     def nbytes(self) -> int:
@@ -95,9 +99,8 @@ class EncodeHandle:
             seen = self._still_there()
             if seen is not None:
                 return seen
-        flat = self._room()
-        x = self._encoded.decode_own(flat, None if self._normal is None else self._normal.undo())
-        if not private and not ARENA.owns(flat):
+        x = self._decoded(None if self._normal is None else self._normal.undo(), None)
+        if not private and self.is_shared and not ARENA.owns(x):
             self._restored = WeakStorage(x), witness_of(x), x._version
         return x
 
@@ -105,7 +108,7 @@ class EncodeHandle:
         """affine(x), and 0 where a bit is not set: by one pass, in memory that nobody else sees."""
         both = affine if self._normal is None else self._normal.undo().then(affine)
         if both is not None:
-            return self._encoded.decode_own(self._room(), both, bits)
+            return self._decoded(both, bits)
         x = self.restore(private=True)
         affine.in_place(flat_of(x), bits)
         return x
@@ -147,9 +150,12 @@ class EncodeHandle:
             return None
         return encoded.buffers[0], value
 
-    def _room(self) -> Tensor:
+    def _decoded(self, affine: Affine | None, bits: Tensor | None) -> Tensor:
         encoded = self._encoded
-        return ARENA.take(encoded.numel, encoded.dtype, encoded.buffers[0].device)
+        if isinstance(encoded, Compact):
+            return encoded.decoded(affine, bits)
+        room = ARENA.take(encoded.numel, encoded.dtype, encoded.buffers[0].device)
+        return encoded.decode_own(room, affine, bits)
 
     def _still_there(self) -> Tensor | None:
         """The original, unchanged, or a decoded tensor that a reader in backward still holds."""

@@ -311,7 +311,8 @@ class _Following(Replay):
             return saving
         return self._make(Scribe(selects=True) if self._scripts.wanted else None)
 
-    def _new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
+    def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
+        """Return the slot of this number, which the ledger counts if it is acted on."""
         entry = self._repeated.entry(number)
         slot = Slot(base, entry, geometry=geometry)
         if isinstance(entry, Repeated):

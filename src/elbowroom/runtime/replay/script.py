@@ -32,6 +32,7 @@ from elbowroom.runtime.recipes import Op, Ready
 from elbowroom.runtime.slot import Geometry
 
 if TYPE_CHECKING:
+    from elbowroom.runtime.replay.compiled import Compiled
     from elbowroom.runtime.replay.replay import Replay
 
 NOWHERE = -1
@@ -77,14 +78,17 @@ class Remade:
     other: int
     given: tuple[Ref, ...]
 
-    def ready(self, replay: Replay) -> Ready:
-        """Return the recipe with the slots of the forward that runs."""
+    def ready(self, replay: Replay, *, is_exact: bool = False) -> Ready:
+        """Return the recipe with the slots of the forward that runs.
+
+        is_exact: they stay exact, so that it reads no statistics
+        """
         slots, op, source = replay.slots, self.op, self.source
-        if op.bound is not None:
+        if op.bound is not None and not is_exact:
             op = op.bound(*(ref.tensor(replay) for ref in self.given))
         return Ready(
             op,
-            slots[source] if isinstance(source, int) else source.ready(replay),
+            slots[source] if isinstance(source, int) else source.ready(replay, is_exact=is_exact),
             self.seen,
             self.made,
             tuple(map(version_of, op.fixed)),
@@ -233,6 +237,13 @@ class Script:
     seeds: int
     state: tuple[Any, ...]
     calls: CallCounts = ()
+
+    @cached_property
+    def compiled(self) -> Compiled:
+        """The functions that a forward is followed by."""
+        from elbowroom.runtime.replay.compiled import Compiled
+
+        return Compiled(self.steps, self.last)
 
     @property
     def held_nbytes(self) -> int:

@@ -1,0 +1,178 @@
+"""A codec bound to tensors of one kind: what depends on shape and settings alone is known.
+
+    x --Coder.encode--> Compact (one run of bytes) --decoded--> x~
+
+A followed step encodes the same kind of tensor in every step. So nothing is checked that is known,
+all buffers of a code lie in one run of bytes, and one launch each makes and reads it. The bytes are
+those of `Codec.encode`; `Compact.buffers` shows them as it would have given them.
+
+Only of `dither`, of float32 on a CPU, and of tensors so small that the loops run serially: of a
+larger one the arithmetic takes so long that nobody sees the rest.
+"""
+
+import ctypes
+import threading
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs.affine import Affine
+from elbowroom.codecs.base import Buffers, Codec, Encoded
+from elbowroom.codecs.dither import Dither
+from elbowroom.codecs.facts import Facts
+from elbowroom.kernels import ops
+from elbowroom.kernels.layout import groups, packed_nbytes, tiles
+
+_watchers = torch._C._len_torch_dispatch_stack
+_CPU = torch.device("cpu")
+_NO_AFFINE = 0, 0, 0, 0, 1, 1
+_NO_MASK = 0, 0
+
+
+class _Scratch(threading.local):
+    """Where a code is written whose size is not known before."""
+
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def of(self, nbytes: int) -> Tensor:
+        if self.memory.numel() < nbytes:
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return self.memory
+
+
+_scratch = _Scratch()
+
+
+class Coder:
+    """`Dither.encode` for float32 tensors of one shape and strides."""
+
+    def __init__(self, codec: Dither, x: Tensor, facts: Facts, kernels: Any) -> None:
+        """kernels: those of `kernels/numba/by_address.py`."""
+        self.codec, self.facts, self.numel = codec, facts, x.numel()
+        self.shape, self.stride = tuple(x.shape), tuple(x.stride())
+        self.settings = codec.levels, codec.group_size
+        each = groups(self.numel, codec.group_size)
+        codes = packed_nbytes(codec.levels, self.numel)
+        self.start = 4 * tiles(self.numel)  # where the bounds end
+        self.middle = self.start + (-(-self.numel // 8) if facts.has_zeros else 2 * each)
+        self.most = self.middle + codes + (2 * each if facts.has_zeros else 0)
+        self.fixed = not facts.has_zeros
+        self.quantize = kernels.dither if self.fixed else kernels.nonzero
+        self.dequantize = kernels.dither_restored if self.fixed else kernels.nonzero_restored
+        self.known = {
+            "coder": self,
+            "codec": codec,
+            "shape": self.shape,
+            "stride": self.stride,
+            "dtype": torch.float32,
+            "facts": facts,
+            "raw": False,
+            "spill": None,
+        }
+
+    @classmethod
+    def of(cls, codec: Codec, x: Tensor, facts: Facts) -> "Coder | None":
+        """Return what encodes tensors like x, which lies without gaps; None: `codec` must."""
+        kernels = ops.by_address(x) if isinstance(codec, Dither) else None
+        if kernels is None or not torch.ops.aten.is_non_overlapping_and_dense(x):
+            return None
+        assert isinstance(codec, Dither)
+        return cls(codec, x, facts, kernels)
+
+    def encode(self, x: Tensor, seed: int, affine: Affine | None = None) -> Encoded:
+        """Return the code of x, which is like the tensor that this was made for."""
+        by = _NO_AFFINE if affine is None else at_channels(affine, self.numel)
+        if by is None or x.is_neg() or _watchers():
+            return self.codec.encode(x, seed, self.facts, affine)
+        most = self.most
+        if self.fixed:
+            memory = torch.empty(most, dtype=torch.uint8, device=_CPU)
+        else:
+            memory = _scratch.of(most)
+        address = memory.data_ptr()
+        coded = x.data_ptr(), self.numel, seed, *self.settings, *by, address, most
+        nbytes = self.quantize(*coded)
+        if nbytes < 0:  # it is held raw
+            return self.codec.encode(x, seed, self.facts, affine)
+        if not self.fixed:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
+            ctypes.memmove(memory.data_ptr(), address, nbytes)
+        return Compact(self, memory, seed)
+
+
+class Compact(Encoded):
+    """The code of one tensor, in one run of bytes."""
+
+    coder: Coder
+    memory: Tensor
+
+    def __init__(self, coder: Coder, memory: Tensor, seed: int) -> None:
+        self.__dict__.update(coder.known, memory=memory, seed=seed)
+
+    @cached_property
+    def buffers(self) -> Buffers:  # type: ignore[override]
+        """The parts of the run, as `Dither` has them."""
+        memory, start, middle = self.memory, self.coder.start, self.coder.middle
+        bounds = memory[:start].view(torch.bfloat16).view(-1, 2)
+        if self.coder.fixed:
+            return memory[middle:], memory[start:middle].view(-1, 2), bounds
+        return memory[start:middle], memory[middle:], bounds
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the run."""
+        return self.memory.numel()
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return self.coder.numel
+
+    @property
+    def bitmap(self) -> Tensor | None:
+        """The bits of what is not zero, if zeros are held apart."""
+        coder = self.coder
+        if coder.fixed:
+            return None
+        return self.memory.as_strided((coder.middle - coder.start,), (1,), coder.start)
+
+    def decoded(self, affine: Affine | None = None, bits: Tensor | None = None) -> Tensor:
+        """Return the tensor in fresh memory; `affine` of it, and 0 where a bit is not set."""
+        out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_CPU)
+        if not self._writes(out, affine, bits):
+            super().decode_own(out.as_strided((self.numel,), (1,)), affine, bits)
+        return out
+
+    def decode_own(
+        self, out: Tensor, affine: Affine | None = None, bits: Tensor | None = None
+    ) -> Tensor:
+        """Decode into out [numel], without checks."""
+        if self._writes(out, affine, bits):
+            return out.as_strided(self.shape, self.stride)
+        return super().decode_own(out, affine, bits)
+
+    def _writes(self, out: Tensor, affine: Affine | None, bits: Tensor | None) -> bool:
+        """Write out, if that can be done by addresses."""
+        coder, memory = self.coder, self.memory
+        by = _NO_AFFINE if affine is None else at_channels(affine, coder.numel)
+        if by is None or _watchers():
+            return False
+        mask = _NO_MASK if bits is None else (bits.data_ptr(), bits.numel())
+        code = memory.data_ptr(), memory.numel(), coder.numel, self.seed, *coder.settings
+        if not coder.dequantize(*code, *by, *mask, out.data_ptr()):
+            raise self.damaged("as many bytes as its bitmap says", str(memory.numel()))
+        return True
+
+
+def at_channels(affine: Affine, numel: int) -> tuple[int, int, int, int, int, int] | None:
+    """An affine by addresses: scale, shift, R, C; inner, elements of a row. None: it has none."""
+    scale, shift, inner = affine
+    if not (scale.is_contiguous() and shift.is_contiguous()):
+        return None
+    if not scale.dtype is shift.dtype is torch.float32:
+        return None
+    columns = scale.shape[-1]
+    rows = scale.numel() // columns
+    return scale.data_ptr(), shift.data_ptr(), rows, columns, inner, max(numel // rows, 1)

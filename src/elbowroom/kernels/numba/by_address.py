@@ -1,0 +1,131 @@
+"""Kernels that take nothing but numbers: addresses, sizes, settings. For small float32 tensors.
+
+An address costs 20 ns a call, an array 1 us, and an op that the dispatcher serves 4 us. So what is
+done with a small tensor in every step (`codecs/compact.py`, masks) is launched so. A dithered code
+lies in one run of bytes, which one launch makes and one reads:
+
+    dither     bounds [T, 2] bf16 | ranges [G, 2] uint8 | codes
+    nonzero    bounds [T, 2] bf16 | bits [ceil(N / 8)]  | payload, whose size depends on x
+
+The same bytes as `dither.py` and `nonzero.py` write into three tensors.
+"""
+
+import numpy as np
+
+from elbowroom.kernels.numba.addresses import array_at
+from elbowroom.kernels.numba.affine import rows_at
+from elbowroom.kernels.numba.bits import pack_flags, unpack_flags
+from elbowroom.kernels.numba.compiled import TILE, counted, f32, i32, jit, u8, u32
+from elbowroom.kernels.numba.dither import _dequantize as _dither_dequantize
+from elbowroom.kernels.numba.dither import _quantize as _dither_quantize
+from elbowroom.kernels.numba.dither import bounds_at
+from elbowroom.kernels.numba.launch import SERIAL
+from elbowroom.kernels.numba.nonzero import _dequantize as _nonzero_dequantize
+from elbowroom.kernels.numba.nonzero import _pack_mapped, _starts_of
+from elbowroom.kernels.numba.nonzero import _quantize as _nonzero_quantize
+
+MOST = SERIAL  # elements
+_quantize, _dequantize = _dither_quantize.serial, _dither_dequantize.serial
+_pack, _quantize_nonzero = _pack_mapped.serial, _nonzero_quantize.serial
+_dequantize_nonzero = _nonzero_dequantize.serial
+
+
+@jit
+def _are_finite(bounds):
+    for i_t in range(bounds.shape[0]):
+        for side in range(2):
+            if (i32(bounds[i_t, side]) & i32(0x7F80)) == i32(0x7F80):
+                return False
+    return True
+
+
+@counted
+def dither(x, N, seed, levels, S, scale, shift, R, C, inner, row, out, nbytes):
+    """Write the code of x [N] to out [nbytes]; return nbytes, or -1: x must be held raw."""
+    T, G = (N + TILE - 1) // TILE, (N + S - 1) // S
+    bounds = bounds_at(out, T)
+    ranges = array_at(out + 4 * T, 2 * G, u8).reshape(G, 2)
+    codes = array_at(out + 4 * T + 2 * G, nbytes - 4 * T - 2 * G, u8)
+    by = rows_at(scale, R, C), rows_at(shift, R, C), (inner, row)
+    low, high = u32(seed & 0xFFFFFFFF), u32((seed >> 32) & 0xFFFFFFFF)
+    _quantize(array_at(x, N, i32), 0, *by, low, high, levels, S, codes, ranges, bounds)
+    return nbytes if _are_finite(bounds) else -1
+
+
+@counted
+def dither_restored(
+    code, nbytes, N, seed, levels, S, scale, shift, R, C, inner, row, mask, mask_nbytes, out
+):  # fmt: skip
+    """Write what a code of N elements stands for to out [N]; return whether it is one."""
+    T, G = (N + TILE - 1) // TILE, (N + S - 1) // S
+    bounds = bounds_at(code, T)
+    ranges = array_at(code + 4 * T, 2 * G, u8).reshape(G, 2)
+    codes = array_at(code + 4 * T + 2 * G, nbytes - 4 * T - 2 * G, u8)
+    by = rows_at(scale, R, C), rows_at(shift, R, C), (inner, row), array_at(mask, mask_nbytes, u8)
+    low, high = u32(seed & 0xFFFFFFFF), u32((seed >> 32) & 0xFFFFFFFF)
+    there = array_at(out, N, i32), 0, 0
+    _dequantize(codes, ranges, bounds, low, high, levels, S, *by, *there)
+    return True
+
+
+@counted
+def nonzero(x, N, seed, levels, S, scale, shift, R, C, inner, row, out, most):
+    """The same of the non-zeros of x. Return how many of the `most` bytes of out are the code."""
+    T, B = (N + TILE - 1) // TILE, (N + 7) // 8
+    bounds, bits = bounds_at(out, T), array_at(out + 4 * T, B, u8)
+    by = rows_at(scale, R, C), rows_at(shift, R, C), (inner, row)
+    values = array_at(x, N, i32)
+    _pack(values, 0, *by, bits)
+    starts = _starts_of(bits, levels, S)
+    payload = array_at(out + 4 * T + B, starts[-1], u8)
+    low, high = u32(seed & 0xFFFFFFFF), u32((seed >> 32) & 0xFFFFFFFF)
+    _quantize_nonzero(values, 0, *by, low, high, levels, S, starts, payload, bounds)
+    return 4 * T + B + starts[-1] if _are_finite(bounds) else -1
+
+
+@counted
+def nonzero_restored(
+    code, nbytes, N, seed, levels, S, scale, shift, R, C, inner, row, mask, mask_nbytes, out
+):  # fmt: skip
+    T, B = (N + TILE - 1) // TILE, (N + 7) // 8
+    bounds, bits = bounds_at(code, T), array_at(code + 4 * T, B, u8)
+    starts = _starts_of(bits, levels, S)
+    if 4 * T + B + starts[-1] != nbytes:
+        return False
+    payload = array_at(code + 4 * T + B, starts[-1], u8)
+    by = rows_at(scale, R, C), rows_at(shift, R, C), (inner, row), array_at(mask, mask_nbytes, u8)
+    low, high = u32(seed & 0xFFFFFFFF), u32((seed >> 32) & 0xFFFFFFFF)
+    settings = low, high, levels, S, f32(2.0**-126)
+    there = array_at(out, N, i32), 0, 0
+    _dequantize_nonzero(bits, starts, payload, bounds, *settings, *by, *there)
+    return True
+
+
+@counted
+def masked(x, N, bits, out):
+    """Write x [N] where its bit is set, else +0, to out [N]."""
+    values, flags, made = (
+        array_at(x, N, i32),
+        array_at(bits, (N + 7) // 8, u8),
+        array_at(out, N, i32),
+    )
+    b_flag = np.empty(TILE, np.int8)
+    for start in range(0, N, TILE):
+        last = min(start + TILE, N)
+        unpack_flags(flags[start // 8 : (last + 7) // 8], b_flag)
+        part, source = made[start:last], values[start:last]
+        for o in range(part.shape[0]):
+            part[o] = source[o] & b_flag[o]
+
+
+@counted
+def positive(x, N, out):
+    """Write whether an element of x [N] is above 0, or a NaN, to out: one bit each."""
+    values, bits = array_at(x, N, f32), array_at(out, (N + 7) // 8, u8)
+    b_is, b_flag = np.empty(TILE, u8), np.empty(TILE, u8)
+    for start in range(0, N, TILE):
+        last = min(start + TILE, N)
+        part, found = values[start:last], b_is[: last - start]
+        for o in range(part.shape[0]):
+            found[o] = not (part[o] <= f32(0))
+        pack_flags(found, u8(1), bits[start // 8 : (last + 7) // 8], b_flag)

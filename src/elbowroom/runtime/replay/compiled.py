@@ -1,0 +1,362 @@
+"""A script as functions: one for each thing that a followed step compares or does.
+
+    guard(replay, args, kwargs) -> bool     whether a call is the one
+    hold(replay, x) -> held                 what autograd holds of a tensor; None: it is another one
+    deed(replay, slot, whole, x)            gives a slot what it holds
+
+All that is known beforehand is bound: kinds, shapes, sizes, numbers of slots and seeds, the codec's
+coder. So a followed step looks nothing up.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from elbowroom.codecs.compact import Coder
+from elbowroom.plan import Need
+from elbowroom.plan.action import Encode, Keep, Rebuild
+from elbowroom.runtime.consumers import Levels
+from elbowroom.runtime.direct import Direct
+from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle
+from elbowroom.runtime.masks import mask_bits
+from elbowroom.runtime.perform import is_normalized, normalized, perform, rebuilt
+from elbowroom.runtime.replay.script import NOWHERE, Deed, Like, Save, Step
+from elbowroom.runtime.slot import Slot, View
+
+if TYPE_CHECKING:
+    from elbowroom.runtime.replay.replay import Replay
+
+Guard = Callable[["Replay", tuple[Any, ...], dict[str, Any]], bool]
+Check = Callable[["Replay", Any], bool]
+Hold = Callable[["Replay", Tensor], Any]
+Do = Callable[["Replay", Slot, Tensor, Tensor], None]
+Late = Callable[["Replay"], None]
+
+
+class Act:
+    """A step of a script, compiled.
+
+    holds  one for each tensor that it saves, None for what is only kept; None: all of it is
+    """
+
+    __slots__ = (
+        *("after", "before", "copies", "direct", "func", "guard", "holds", "inputs", "is_plain"),
+        *("levels", "module", "numel", "opens", "place", "run", "saves"),
+    )
+
+    def __init__(self, step: Step, *, is_exact: bool = True) -> None:
+        """is_exact: nothing in its script is lossy."""
+        self.func: Callable[..., Any] = step.func
+        self.is_plain: bool = step.is_plain
+        self.guard: Guard | None = None if step.args is None else _guard(step)
+        self.saves: tuple[Save | None, ...] | None = step.saves
+        self.holds: tuple[Hold | None, ...] | None = (
+            None if step.saves is None else tuple(s and _hold(s, is_exact) for s in step.saves)
+        )
+        self.run: Callable[..., Any] = step.run or step.func
+        self.before, self.after = (
+            tuple(_late(deed, is_exact) for deed in some) for some in (step.before, step.after)
+        )
+        self.direct: Direct | None = step.direct
+        self.levels: Levels | None = step.levels
+        self.opens, self.place, self.copies = step.opens, step.place, step.copies
+        self.module: weakref.ref[nn.Module] | None = step.module
+        self.inputs, self.numel = step.inputs, step.numel
+
+
+class Compiled:
+    """The acts of a script, and what is done as the forward ends."""
+
+    def __init__(self, steps: Sequence[Step], last: Sequence[Deed]) -> None:
+        exact = not any(map(_is_lossy, _deeds(steps, last)))
+        # The last one is no call: nothing is equal to its function.
+        self.acts = (*(Act(step, is_exact=exact) for step in steps), Act(Step(_nothing)))
+        self.last = tuple(_late(deed, exact) for deed in last)
+
+
+def _deeds(steps: Sequence[Step], last: Sequence[Deed]) -> Iterator[Deed]:
+    for step in steps:
+        yield from (*step.before, *step.after)
+        yield from (save.deed for save in step.saves or () if save and save.deed)
+    yield from last
+
+
+def _is_lossy(deed: Deed) -> bool:
+    return isinstance(deed.action, Encode) and not deed.action.codec.lossless
+
+
+def _nothing() -> None:
+    """No call is this one."""
+
+
+# --- What a call must be
+
+
+def _guard(step: Step) -> Guard:
+    """Compare the arguments of a call: tensors by `_fits`, others by identity first."""
+    assert step.args is not None
+    count, named = len(step.args), len(step.kwargs)
+    checks = tuple((i, _fits(want)) for i, want in enumerate(step.args) if _is_compared(want))
+    others = tuple((i, x, _fits(x)) for i, x in enumerate(step.args) if not _is_compared(x))
+    by_name = tuple((name, _fits(want)) for name, want in step.kwargs)
+    saves, only_saves = bool(step.saves), step.run is None
+    needs_more = step.direct is not None
+
+    def guard(replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if len(args) != count or len(kwargs) != named:
+            return False
+        for i, want, fits in others:
+            value = args[i]
+            if value is not want and not fits(replay, value):
+                return False
+        for i, fits in checks:
+            if not fits(replay, args[i]):
+                return False
+        for name, fits in by_name:
+            if name not in kwargs or not fits(replay, kwargs[name]):
+                return False
+        if not saves and only_saves:
+            return True  # it saves nothing: a mask that is made without gradients, too
+        if not torch.is_grad_enabled() or (saves and not replay.is_asked()):
+            return False
+        return not needs_more or replay.may_stand(step, args, kwargs)
+
+    return guard
+
+
+def _is_compared(want: Any) -> bool:
+    """Whether the same object may still be another argument than it was."""
+    return type(want) in (Like, tuple, list)
+
+
+def _fits(want: Any) -> Check:
+    kind = type(want)
+    if kind is Like:
+        return _fits_parameter(want) if want.parameter is not None else _fits_tensor(want)
+    if kind is tuple or kind is list:
+        each = tuple(map(_fits, want))
+        stays = kind is tuple and not any(map(_is_compared, want))
+
+        def fits_all(replay: Replay, value: Any) -> bool:
+            if stays and value is want:
+                return True
+            if type(value) is not kind or len(value) != len(each):
+                return False
+            return all(fits(replay, x) for fits, x in zip(each, value, strict=True))
+
+        return fits_all
+
+    def equals(replay: Replay, value: Any) -> bool:
+        return value is want or (type(value) is kind and bool(want == value))
+
+    return equals
+
+
+def _fits_tensor(like: Like) -> Check:
+    kind, (dtype, device, requires_grad, layout) = like.kind, like.traits
+    (shape, stride, offset), same, place = like.geometry, like.same, like.place
+
+    def fits(replay: Replay, x: Any) -> bool:
+        if (
+            type(x) is not kind
+            or x.dtype is not dtype
+            or x.requires_grad is not requires_grad
+            or x.layout is not layout
+            or x.device != device
+            or x.shape != shape
+            or x.stride() != stride
+            or x.storage_offset() != offset
+            or (same != NOWHERE and not replay.is_at(same, x))
+        ):
+            return False
+        if place != NOWHERE:
+            replay.note_place(place, x)
+        return True
+
+    return fits
+
+
+def _fits_parameter(like: Like) -> Check:
+    kind, (dtype, device, requires_grad, layout) = like.kind, like.traits
+    (shape, stride, offset), parameter, address = like.geometry, like.parameter, like.address
+
+    def fits(replay: Replay, x: Any) -> bool:
+        return bool(
+            x is parameter
+            and type(x) is kind
+            and x.dtype is dtype
+            and x.requires_grad is requires_grad
+            and x.layout is layout
+            and x.device == device
+            and x.shape == shape
+            and x.stride() == stride
+            and x.storage_offset() == offset
+            and x.data_ptr() == address
+        )
+
+    return fits
+
+
+# --- What is held of a tensor
+
+
+def _hold(save: Save, is_exact: bool) -> Hold:
+    (shape, stride, offset), dtype, same = save.geometry, save.dtype, save.same
+    number, fresh, nbytes, whole = save.slot, save.fresh, save.nbytes, save.whole
+    geometry, need, place, noted = save.geometry, save.need, save.place, save.noted
+    deed = None if save.deed is None else _do(save.deed, is_exact)
+    keeps = save.waits or (fresh and deed is None)
+
+    def hold(replay: Replay, x: Tensor) -> Any:
+        if (
+            x.shape != shape
+            or x.stride() != stride
+            or x.storage_offset() != offset
+            or x.dtype is not dtype
+            or (same != NOWHERE and not replay.is_at(same, x))
+            or (fresh and x.untyped_storage().nbytes() != nbytes)
+        ):
+            return None
+        if place != NOWHERE:
+            replay.note_place(place, x)
+        if noted != NOWHERE:
+            replay.noted[noted] = x.detach()
+        if number == NOWHERE:
+            return replay.kept(x)
+        assert whole is not None
+        if fresh:
+            slot = replay.slots[number] = replay.new_slot(number, x, whole)
+        else:
+            slot = replay.slots[number]
+        base = x if whole is geometry else whole.on(x)
+        if keeps:
+            slot.value = KeepHandle(base, "")
+        if deed is not None:
+            deed(replay, slot, base, x)
+        return View(slot, geometry, need)
+
+    return hold
+
+
+# --- What a slot is given
+
+
+def _late(deed: Deed, is_exact: bool) -> Late:
+    """Give a slot what it gets later than it was saved: it is kept until then."""
+    number, do = deed.slot, _do(deed, is_exact)
+
+    def late(replay: Replay) -> None:
+        slot = replay.slots[number]
+        kept = slot.value
+        if isinstance(kept, KeepHandle) and not kept.was_changed:
+            x = kept.restore()
+            do(replay, slot, x, x)
+
+    return late
+
+
+def _do(deed: Deed, is_exact: bool) -> Do:
+    action = deed.action
+    if deed.bits:
+        return _pack_bits(deed)
+    if action is None:
+        return _hold_shape if deed.need is Need.SHAPE else _cast_or_keep(deed)
+    if isinstance(action, Encode):
+        return _encode(deed, action)
+    if isinstance(action, Rebuild):
+        return _rebuild(deed, is_exact)
+    return _perform(deed)
+
+
+def _pack_bits(deed: Deed) -> Do:
+    op, covers = deed.bits, deed.covers
+
+    def pack_bits(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
+        bits = mask_bits(whole, op, only_output=covers)
+        if bits is None:
+            slot.hold(KeepHandle(whole, "a NaN, of which a bit cannot tell"))
+        else:
+            slot.mask_of = op
+            slot.hold_bits(bits)
+
+    return pack_bits
+
+
+def _hold_shape(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
+    slot.value = None
+    slot.hold_shape()
+
+
+def _cast_or_keep(deed: Deed) -> Do:
+    is_exact = deed.need is Need.EXACT
+
+    def cast_or_keep(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
+        cast = CastHandle.of(x, whole, replay.began) if is_exact else None
+        slot.hold(cast or KeepHandle(whole, "no cast of a parameter"))
+
+    return cast_or_keep
+
+
+def _encode(deed: Deed, action: Encode) -> Do:
+    """Encode by a coder of tensors of this shape, where the codec has one."""
+    if deed.mask != NOWHERE:  # bits of this forward, which the codec reads
+        return _perform(deed)
+    codec, facts, nth, norm = action.codec, action.facts, deed.draw, deed.norm
+    is_normal, perform_it = is_normalized(action), _perform(deed)
+    coders: list[Coder | None] = []  # one, made of the first tensor
+
+    def encode(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
+        if not coders:
+            coders.append(Coder.of(codec, whole, facts))
+        coder = coders[0]
+        if coder is None:
+            perform_it(replay, slot, whole, x)
+            return
+        normal = None
+        if is_normal:
+            normal = normalized(action, whole, None if norm is None else norm.statistics(replay))
+        affine = None if normal is None else normal.normalize()
+        encoded = coder.encode(whole, replay.draw(nth), affine)
+        slot.hold(EncodeHandle(encoded, whole, None, None if encoded.raw else normal))
+
+    return encode
+
+
+def _rebuild(deed: Deed, is_exact: bool) -> Do:
+    """Hold the recipe; in an exact script without the statistics that it reads of codes alone."""
+    remade, need = deed.remade, deed.need
+    assert remade is not None
+
+    def rebuild(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
+        ready = remade.ready(replay, is_exact=is_exact)
+        if ready.exact or ready.works_lossy:
+            slot.hold(rebuilt(ready, whole, need))
+        else:
+            why = "what it would be made of has no bits for it in this step"
+            slot.hold(KeepHandle(whole, why))
+
+    return rebuild
+
+
+def _perform(deed: Deed) -> Do:
+    """Do what has no shorter way."""
+    action = deed.action
+    assert action is not None
+    takes_seed, stays_itself = isinstance(action, Encode), isinstance(action, Keep)
+
+    def perform_it(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
+        now = action if deed.mask == NOWHERE else deed.masked(replay.slots[deed.mask].bits)
+        seed = replay.draw(deed.draw) if takes_seed else 0
+        norm = None if deed.norm is None else deed.norm.statistics(replay)
+        context = replay.context
+        shared = context.prefetcher, deed.name, context.capacities
+        slot.hold(perform(now, whole, deed.need, None, seed, None, norm, *shared))
+        if not stays_itself:  # which comes between two codes, and drops no bits
+            slot.drop_needless_bits()
+
+    return perform_it

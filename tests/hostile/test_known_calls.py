@@ -1,0 +1,145 @@
+"""Models whose calls are seen by their class: every way to call them is, and no other module."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from elbowroom.runtime import attach, calls, known_calls
+
+
+class Around:
+    """Counts the forwards of a model."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def run(self, model: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        self.runs += 1
+        return forward()
+
+    def passes(self) -> None:
+        """Nothing is to be done."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    for model, _ in attach.attached():
+        attach.detach(model)
+    assert nn.Module.__call__ is calls._plain_call
+    assert not known_calls._ours
+    assert "__init_subclass__" not in nn.Module.__dict__
+
+
+def attached(model: nn.Module) -> Around:
+    around = Around()
+    attach.attach(model, around)
+    return around
+
+
+def test_a_model_inside_of_another_of_its_class_is_seen_alone() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4))
+    outer = nn.Sequential(inner, nn.Sequential(nn.ReLU()))
+    around = attached(inner)
+    outer(torch.randn(2, 4))
+    assert around.runs == 1
+    assert nn.Linear.__call__ is nn.Module.__call__
+
+
+class Loud(nn.Linear):
+    """Has a `__call__` of its own."""
+
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x + 1)
+
+
+class Bare(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Child(Bare):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Loud, nn.LazyLinear])
+def test_unusual_classes_are_seen(cls: Any) -> None:
+    model = cls(4) if cls is nn.LazyLinear else cls(4, 4)
+    around = attached(model)
+    model(torch.randn(2, 4))
+    model(torch.randn(2, 4))
+    assert around.runs == 2
+
+
+def test_a_class_and_one_below_it() -> None:
+    one, other, third = Bare(), Child(), Child()
+    around, below = attached(one), attached(other)
+    x = torch.randn(2, requires_grad=True)
+    for model in (one, other, third):
+        model(x)
+    assert (around.runs, below.runs) == (1, 1)
+    attach.detach(one)
+    other(x)
+    one(x)
+    assert (around.runs, below.runs) == (1, 2)
+
+
+def test_what_traces_modules_sees_those_of_the_class() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    attached(nn.Linear(4, 4))
+    graph = fx.symbolic_trace(model).graph
+    assert [node.op for node in graph.nodes].count("call_module") == 2
+
+
+def test_who_wants_to_see_calls_sees_the_model_too() -> None:
+    model, seen = nn.Linear(4, 4), []
+
+    class Intercepting(Around):
+        def run(self, model: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+            def around(module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+                seen.append(module)
+                return call(*args, **kwargs)
+
+            with calls.intercepted(around):
+                return forward()
+
+    attach.attach(model, Intercepting())
+    model(torch.randn(2, 4))
+    assert seen == [model]
+
+
+def test_a_model_that_is_compiled_after_it_was_attached_is_seen() -> None:
+    """In a process that has not imported torch.compile yet."""
+    script = """
+import sys, torch
+from torch import nn
+from elbowroom.runtime import attach, known_calls
+from test_known_calls import Around
+assert "torch._dynamo" not in sys.modules
+model, around = nn.Sequential(nn.Linear(4, 4)), Around()
+attach.attach(model, around)
+compiled = torch.compile(model, backend="eager")
+compiled(torch.randn(2, 4))
+assert around.runs == 1, around.runs
+model(torch.randn(2, 4))
+assert around.runs == 2, around.runs
+attach.detach(model)
+compiled(torch.randn(2, 4))
+model(torch.randn(2, 4))
+assert around.runs == 2, around.runs
+assert "__init_subclass__" not in nn.Module.__dict__
+assert known_calls._optimized is None
+"""
+    folder = __file__.rsplit("/", 1)[0]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {folder!r})\n{script}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
