@@ -104,7 +104,7 @@ def _source(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geome
     x = call.arg(0, "input")
     seen = Geometry.of(x)
     held = identity.slot(x) if version_of(x) == call.version else None
-    if held is not None and held in call.saved and held.value is not None:
+    if held is not None and held.value is not None and (held in call.saved or held.is_shared_now):
         return held, seen
     for slot in call.saved:  # a cast that autocast made
         if (
@@ -381,7 +381,7 @@ def _operand(x: Tensor, call: Call, identity: Identity) -> Slot | Recipe | None:
     held = identity.slot(x)
     if held is not None and held.value is None:
         held = None
-    if held is not None and held in call.saved:
+    if held is not None and (held in call.saved or held.is_shared_now):
         return held
     origin = identity.origin(x)
     return held if origin is None or origin.recipe is None else origin.recipe
@@ -491,20 +491,56 @@ def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     statistics = statistics_of(call, call.arg(0, "input"))
     if statistics is None:
         return _make(call, out, identity, plain)
-    inner = statistics.inner
+    inner, of_batch = statistics.inner, training and _is_one_pass(call.arg(0, "input"), weight, bias)
 
     def bound(mean: Tensor, rstd: Tensor, *_: Tensor) -> Op:
-        mean, rstd = (part.float().flatten() for part in (mean, rstd))
+        mean, rstd = (part.flatten() for part in (mean, rstd))
+        op = _batch_norm_of(mean, rstd, weight, bias, plain.fixed) if of_batch else plain
+        mean, rstd = (part.float() for part in (mean, rstd))
 
         def affine() -> Affine:
             scale = rstd if weight is None else rstd * weight.float()
             shift = -mean * scale if bias is None else bias.float() - mean * scale
             return Affine(scale, shift, inner)
 
-        return replace(plain, affine=affine)
+        return replace(op, affine=affine)
 
     op = _of_statistics(bound, statistics.mean, statistics.rstd, *plain.given)
     return _make(call, out, identity, op)
+
+
+def _is_one_pass(x: Tensor, *given: Tensor | None) -> bool:
+    """Whether torch's kernel makes a batch norm by x * scale + shift, once it has the statistics.
+
+    A CPU's does, of a tensor in order; of another it subtracts the mean first.
+    """
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    orders = [torch.contiguous_format, *([] if last is None else [last])]
+    serves = x.device.type == "cpu" and x.dtype is torch.float32
+    in_order = all(one is None or one.is_contiguous() for one in given)
+    return serves and in_order and any(x.is_contiguous(memory_format=order) for order in orders)
+
+
+def _batch_norm_of(
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    fixed: tuple[Tensor, ...],
+) -> Op:
+    """A batch norm by the statistics that it had: the same kernel, told not to count them again.
+
+    It is given a variance of 1 and no eps, and so divides by 1; what it multiplies by is rounded as
+    in forward, and the shift is made by its own code. To count again takes most of the time: 0.40
+    ms of 0.44 for 4 maps of 96 x 24 x 24 (AMD EPYC, one thread, torch 2.13).
+    """
+
+    def exact(x: Tensor, private: bool) -> Tensor:
+        scale = rstd if weight is None else rstd * weight
+        one = torch.ones_like(mean)
+        return torch.batch_norm(x, scale, bias, mean, one, False, 0.0, 0.0, False)
+
+    return Op(exact, fixed=fixed)
 
 
 def _instance_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
