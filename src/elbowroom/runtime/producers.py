@@ -315,6 +315,36 @@ def _contraction(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
 
+def _moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """The recipe of a copy in another order: of what can be made again, or is its op's own result.
+
+    What an op saves of its own result is read by backward on the way from the copy, so that a
+    change of it in place is an error in plain autograd, too. Of what else is held it is not.
+    """
+    x, rest, named, func = call.arg(0, "input"), call.args[1:], dict(call.kwargs), call.func
+    named.pop("input", None)
+    held, origin = identity.slot(x), identity.origin(x, call.version)
+    source: Slot | Recipe | None = None if origin is None else origin.recipe
+    if held is not None and (held.is_shared_now or _is_own_result(x, held)):
+        source = held
+    if source is None or version_of(x) != call.version:
+        return None
+    op = Op(lambda x, _: func(x, *rest, **named))
+    recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
+    has_zeros = origin is not None and origin.has_zeros
+    return None if recipe is None else Origin(call.name, has_zeros, recipe)
+
+
+def _is_own_result(x: Tensor, held: Slot) -> bool:
+    """Whether x is a view of what its op has made, and saved as what is held."""
+    node = x.grad_fn
+    while node is not None and node.name() in _REORDERED:
+        node = node.next_functions[0][0]
+    saved = (getattr(node, f"_raw_saved_{field}", None) for field in ("result", "output"))
+    views = (view for one in saved if (view := _view_of(one)) is not None)
+    return held.exact and any(view.slot is held for view in views)
+
+
 def _view_of(saved: Any) -> View | None:
     """The view that a node holds under one of its names; None for a parameter, or for nothing."""
     packed = getattr(saved, "data", None)
@@ -491,7 +521,10 @@ def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     statistics = statistics_of(call, call.arg(0, "input"))
     if statistics is None:
         return _make(call, out, identity, plain)
-    inner, of_batch = statistics.inner, training and _is_one_pass(call.arg(0, "input"), weight, bias)
+    inner, of_batch = (
+        statistics.inner,
+        training and _is_one_pass(call.arg(0, "input"), weight, bias),
+    )
 
     def bound(mean: Tensor, rstd: Tensor, *_: Tensor) -> Op:
         mean, rstd = (part.flatten() for part in (mean, rstd))
@@ -570,6 +603,7 @@ _MUCH_LARGER = 4  # a result is at least so many times as large as a constant co
 _EXPANDED = 8  # ... and so many times as large as a copy of what it is made of
 _FEW = 256  # the most elements that a product may sum: the columns of an attention head
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
+_REORDERED = (*_VIEWS, "TransposeBackward0", "PermuteBackward0", "TBackward0")
 _CONTRACTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BmmBackward0": torch.bmm,
     "MmBackward0": torch.mm,
@@ -614,4 +648,5 @@ _MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {
     **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), _contraction),
     **dict.fromkeys(("softmax", "log_softmax"), _softmax),
     **dict.fromkeys(("index_select", "__getitem__"), _gather),
+    **dict.fromkeys(("contiguous", "clone", "reshape", "flatten", "roll"), _moved),
 }

@@ -199,12 +199,13 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: _How
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        drawn = _drawn(how, q, k)
-        with saved_tensors_hooks(_nothing, _same), drawn.first():
-            out = _run(how, _leaves((q, k, v, mask), ctx.needs_input_grad)).detach()
+        drawn, tensors = _drawn(how, q, k), (q, k, v, mask)
         ctx.how, ctx.drawn = how, drawn
         ctx.workspace_nbytes = _workspace_nbytes(how, q, k, mask, drawn)
-        ctx.save_for_backward(q, k, v, mask, *drawn.take())
+        given = _written_out(ctx, tensors)
+        run = partial(_run_first, ctx, tensors)
+        out, *bits = run() if given is None else MATH_ATTENTION.output(given, run)
+        ctx.save_for_backward(*tensors, *bits)
         return out
 
     @staticmethod
@@ -214,17 +215,31 @@ class _Attention(torch.autograd.Function):
             return (None,) * 5
         tensors = ctx.saved_tensors
         saved, drawn = tensors[:4], tensors[4:]
-        how = ctx.how
-        if torch.is_grad_enabled() or how.enable_gqa or not isinstance(ctx.drawn, _Bits):
-            return *_run_again(ctx, saved, drawn, grad), None
-        given = Given(*saved, how.dropout_p, how.is_causal, how.scale)
-        if len(drawn) != 1 or not given.fits:
-            return *_run_again(ctx, saved, drawn, grad), None
         run = partial(_run_again, ctx, saved, drawn, grad)
+        given = _written_out(ctx, saved)
+        if given is None or len(drawn) != 1 or torch.is_grad_enabled():
+            return *run(), None
         with torch.autocast("cpu", enabled=False):
             found = MATH_ATTENTION.gradients(given, drawn[0], grad, run)
         wanted = zip(found, ctx.needs_input_grad, strict=False)
         return *(x if needed else None for x, needed in wanted), None
+
+
+def _written_out(ctx: Any, tensors: tuple[Any, ...]) -> Given | None:
+    """What the math path's ops, called one by one, are given; None: it is left to torch."""
+    how, (q, k, v, mask) = ctx.how, tensors
+    if how.enable_gqa or not isinstance(ctx.drawn, _Bits):
+        return None
+    learned = ctx.needs_input_grad[3]
+    given = Given(q, k, v, mask, how.dropout_p, how.is_causal, how.scale, learned)
+    return given if given.fits else None
+
+
+def _run_first(ctx: Any, tensors: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The result, and what was drawn for it."""
+    with saved_tensors_hooks(_nothing, _same), ctx.drawn.first():
+        out = _run(ctx.how, _leaves(tensors, ctx.needs_input_grad)).detach()
+    return out, *ctx.drawn.take()
 
 
 def _run_again(ctx: Any, saved: Any, drawn: Any, grad: Tensor) -> _Grads:
