@@ -270,7 +270,8 @@ class Ready:
             return self.source.restore_mapped(affine(), self.bits)
         else:
             private, base = not exact, self.source.base
-            x = self.source.restore_value(private=private)
+            slot = self.source
+            x = slot.restore_value(private=True) if private else slot.restore_source()
         if self.seen != base:
             x = x.as_strided(
                 self.seen.shape,
@@ -302,13 +303,13 @@ class Ready:
         assert self.other is not None
         assert self.op.other is not None
         assert self.op.combine is not None
-        y = self.op.other[1].within(self.other.base, self.other.restore_value())
+        y = self.op.other[1].within(self.other.base, self.other.restore_source())
         fits = tuple(x.shape) == self.made.shape and torch.result_type(x, y) is x.dtype
         return self.op.combine(x, y, x if private and fits else None)
 
     def _noise_like(self, x: Tensor) -> Tensor:
         assert self.noise is not None
-        noise = self.noise.restore_value()
+        noise = self.noise.restore_source()
         if noise.shape != x.shape:
             raise RestoreError(
                 "dropout's factor has another shape than its input; "
