@@ -44,6 +44,7 @@ def make_plan(
     codecs: tuple[Codec, ...] | None = None,
     lossy_helps: str = LOSSY_HELPS,
     least_is: str = AT_LEAST,
+    finest: float = 1,
 ) -> Plan:
     """The plan that adds the fewest seconds within `budget` bytes.
 
@@ -55,16 +56,21 @@ def make_plan(
     noise      variance that codes may add to the gradient, as a share of that of mini-batches;
                None: as much as the budget asks for
     codecs     the settings of codes that are allowed; None: all that are registered
+    finest     bytes to within which the least budget is searched for where no plan fits; inf: not
+               at all, for who does not ask for it
 
     Raises BudgetTooSmall with the least budget that would do; with exact=True it says, in the words
     of `lossy_helps`, what to allow; what that budget is, it says in the words of `least_is`.
     """
     in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
     built = build_problem(profile, exact=True, recompute=recompute, offload=offload)
-    found = solve(built.problem, budget - margin - in_flight, exact=True, solver=solver)
+    asks, refuses = finest < inf, bool(exact) and finest < inf
+    found = solve(
+        built.problem, budget - margin - in_flight, exact=True, solver=solver, least=refuses
+    )
     if offload is not None and not found.feasible:  # where all stays, nothing is on its way
         staying = build_problem(profile, exact=True, recompute=recompute, offload=None)
-        other = solve(staying.problem, budget - margin, exact=True, solver=solver)
+        other = solve(staying.problem, budget - margin, exact=True, solver=solver, least=refuses)
         if other.feasible or (exact and other.peak < found.peak + in_flight):
             built, found, offload, in_flight = staying, other, None, 0
     margin += in_flight  # of what is moved, one tensor is on its way at any time
@@ -74,15 +80,18 @@ def make_plan(
             profile, exact=False, recompute=recompute, offload=offload, codecs=codecs
         )
         variance = inf if noise is None else noise
-        other = solve(freely.problem, allowed, variance=variance, solver=solver)
+        other = solve(freely.problem, allowed, variance=variance, solver=solver, least=asks)
         if not found.feasible or (
             other.feasible
             and cost(freely.problem, other.choice) < cost(built.problem, found.choice)
         ):
             built, found = freely, other
     if not found.feasible:
-        if not exact and solver not in BASELINES:  # no search proves the least peak of many codes
-            found = _lower(built.problem, found, inf if noise is None else noise, solver)
+        if (
+            asks and not exact and solver not in BASELINES
+        ):  # no search proves the least peak of many codes
+            allowed_noise = inf if noise is None else noise
+            found = _lower(built.problem, found, allowed_noise, solver, finest)
         ways = (lossy_helps,) if exact else ()
         if solver in BASELINES:
             ways = (f"leave out solver='{solver}', with which more is needed", *ways)
@@ -100,17 +109,18 @@ def make_plan(
     return _plan(profile, built, found, allowed + in_flight, in_flight)
 
 
-def _lower(problem: Problem, found: Solution, variance: float, solver: str) -> Solution:
+def _lower(
+    problem: Problem, found: Solution, variance: float, solver: str, finest: float
+) -> Solution:
     """The solution of the least peak that a few searches below one another find."""
-    step = max(found.peak >> 5, 1)
-    for _ in range(_LOWER):
+    step, searches = max(found.peak >> 5, 1), 0
+    while step >= finest and searches < _LOWER:
         other = solve(problem, found.peak - step, variance=variance, solver=solver)
+        searches += 1
         if other.feasible:
             found = other
-        elif step == 1:
-            break
         else:
-            step = max(step >> 3, 1)
+            step = max(step >> 3, 1) if step > 1 else 0
     return found
 
 

@@ -7,8 +7,8 @@
     uniform   one setting for all                                                    a baseline
     delta     DELTA's filter and director; dtr, capuchin: their rules in its place   baselines
 
-Where no choice fits, the first four give the one with the least peak of all; the baselines give
-what they have.
+Where no choice fits, the first four give None, and `solve` the one with the least peak of all, if
+it is asked for; the baselines give what they have.
 """
 
 from collections.abc import Callable
@@ -17,19 +17,19 @@ from math import inf
 from time import perf_counter
 
 from elbowroom.errors import PlanError
-from elbowroom.plan.problem import Choice, Problem, Solution, added_seconds
+from elbowroom.plan.problem import Choice, Problem, Solution, added_seconds, keep_all
 from elbowroom.plan.solve.auto import auto
 from elbowroom.plan.solve.delta import capuchin, delta, dtr
 from elbowroom.plan.solve.greedy import greedy
 from elbowroom.plan.solve.limits import Limits as Limits
 from elbowroom.plan.solve.limits import fits as fits
 from elbowroom.plan.solve.limits import peak as peak
-from elbowroom.plan.solve.milp import milp
+from elbowroom.plan.solve.milp import least_peak, milp
 from elbowroom.plan.solve.milp import relaxed as relaxed
 from elbowroom.plan.solve.rounding import rounding
 from elbowroom.plan.solve.uniform import uniform
 
-Solver = Callable[[Problem, Limits], Choice]
+Solver = Callable[[Problem, Limits], Choice | None]  # None: none fits
 
 SOLVERS: dict[str, Solver] = {
     "auto": auto,
@@ -52,17 +52,23 @@ def solve(
     variance: float = inf,
     exact: bool = False,
     solver: str = "auto",
+    least: bool = True,
 ) -> Solution:
     """Returns the action for each item, so that no moment holds more than `budget` bytes.
 
     variance  allowed in all, as a share of that of mini-batches
     exact     exact options only
     solver    one of SOLVERS; PlanError for another
+    least     where no choice fits, that of the least peak is asked for; else any will do
     """
     check_solver(solver)
     limits = Limits(budget, variance, exact)
     start = perf_counter()
-    choice = SOLVERS[solver](problem, limits)
+    if (solver, limits) not in problem.answers:
+        problem.answers[solver, limits] = SOLVERS[solver](problem, limits)
+    choice: Choice | None = problem.answers[solver, limits]
+    if choice is None:
+        choice = least_peak(problem, limits) if least else keep_all(problem)
     solve_s = perf_counter() - start
     return Solution(
         choice,

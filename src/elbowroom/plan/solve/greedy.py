@@ -17,21 +17,14 @@ from math import inf
 from elbowroom.plan.problem import Choice, Problem, cost, keep_all
 from elbowroom.plan.solve.boundaries import best_start, searched
 from elbowroom.plan.solve.limits import Limits, fits
-from elbowroom.plan.solve.milp import least_peak
 from elbowroom.plan.solve.partial import Move, PartialSolution
 from elbowroom.plan.solve.uniform import uniform_fitting
 
 _PRICES = (0.0, 0.01, 0.1, 1.0, 10.0)  # steps that all the allowed variance is worth
 
 
-def greedy(problem: Problem, limits: Limits) -> Choice:
-    """The cheapest of the walks and of `uniform`; the least peak of all choices if none fits."""
-    found = greedy_fitting(problem, limits)
-    return least_peak(problem, limits) if found is None else found
-
-
-def greedy_fitting(problem: Problem, limits: Limits) -> Choice | None:
-    """The cheaper of the walk and of `uniform`; None if none fits."""
+def greedy(problem: Problem, limits: Limits) -> Choice | None:
+    """The cheapest of the walks and of `uniform`; None if none fits."""
     walks = [_walked(problem, limits), from_boundaries(problem, limits)]
     return cheapest_of(problem, [*walks, uniform_fitting(problem, limits)])
 

@@ -11,42 +11,44 @@ Checkmate rounds as well, with no promise on the budget: here every row is check
 """
 
 from elbowroom.plan.problem import Choice, Problem, cost, keep_all
-from elbowroom.plan.solve.greedy import cheapest_of, finished, from_boundaries, greedy_fitting
+from elbowroom.plan.solve.greedy import cheapest_of, finished, from_boundaries, greedy
 from elbowroom.plan.solve.limits import Limits, fits, obeys
-from elbowroom.plan.solve.milp import GAP, Relaxation, cheapest, least_peak, relaxed, whole
+from elbowroom.plan.solve.milp import GAP, Relaxation, cheapest, relaxed, whole
 from elbowroom.plan.solve.model import Model
 from elbowroom.plan.solve.partial import PartialSolution
 from elbowroom.plan.solve.program import Vector
 from elbowroom.plan.solve.uniform import uniform_fitting
 
 NEAR, _FAR = 0.01, 0.02
+_WORTH = 0.005  # of a step: what a search may gain at the most to be worth the steps that it takes
 _NODES = 200  # of the search tree of what is left
 LIMIT_S = 1.0  # of one search: an answer that a slow machine ends sooner is checked all the same
 _WHOLE = 1e-6  # so near to 0 or 1 counts as that
 
 
-def rounding(problem: Problem, limits: Limits) -> Choice:
-    """A choice near the relaxation's cost; the least peak of all choices if none fits."""
+def rounding(problem: Problem, limits: Limits) -> Choice | None:
+    """A choice near the relaxation's cost; None if none fits."""
     if fits(problem, keep_all(problem), limits):
         return keep_all(problem)
     relaxation = relaxed(problem, limits)
     if relaxation is None:
-        return from_boundaries(problem, limits) or least_peak(problem, limits)
+        return from_boundaries(problem, limits)
     others = [from_boundaries(problem, limits), uniform_fitting(problem, limits)]
     found = cheapest_of(problem, [rounded(relaxation), *others])
     if found is not None and not is_near(relaxation, found):
         found = cheapest_of(problem, [found, rounded(relaxation, found)])
     if not is_near(relaxation, found, _FAR):  # a walk over many items takes the longest of all
-        greedy = greedy_fitting(problem, limits)
-        found = cheapest_of(problem, [found, greedy, rounded(relaxation, greedy)])
-    return found or cheapest(problem, limits) or least_peak(problem, limits)
+        walked = greedy(problem, limits)
+        found = cheapest_of(problem, [found, walked, rounded(relaxation, walked)])
+    return found or cheapest(problem, limits)
 
 
 def is_near(relaxation: Relaxation, choice: Choice | None, near: float = NEAR) -> bool:
     """Returns whether no choice that fits is much better."""
     if choice is None:
         return False
-    return cost(relaxation.model.problem, choice) <= relaxation.seconds * (1 + near)
+    problem, bound = relaxation.model.problem, relaxation.seconds
+    return cost(problem, choice) <= bound + max(near * bound, _WORTH * problem.seconds)
 
 
 def rounded(relaxation: Relaxation, near: Choice | None = None) -> Choice | None:
