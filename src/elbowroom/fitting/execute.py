@@ -5,6 +5,7 @@ FitState --transitions--> commands --here--> observations --transitions--> FitSt
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from elbowroom.errors import BudgetTooSmall
@@ -202,7 +203,14 @@ def settings_of(kind: "Planning") -> PlannerSettings:
     """How plans are made, by what is known."""
     state = kind.state
     helps = kind.owned.states.lossy_helps() or LOSSY_HELPS
-    return PlannerSettings(state.terms, state.ratio, state.once_nbytes, state.again_nbytes, helps)
+    return PlannerSettings(
+        state.terms,
+        state.ratio,
+        state.once_nbytes,
+        state.again_nbytes,
+        helps,
+        finest=inf if state.corrects else 1,
+    )
 
 
 def repeatable(kind: "Planning", profile: Profile) -> Profile:

@@ -2,7 +2,7 @@
 
 import weakref
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -17,12 +17,12 @@ from elbowroom.runtime.consumers import Call, Reading
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.direct.recurrent import saved_nbytes
-from elbowroom.runtime.handles import DropHandle
+from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.observer import Recorder
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.replay.scribe import Scribe
-from elbowroom.runtime.slot import Slot, View, last_node
+from elbowroom.runtime.slot import Beside, Deferred, Lone, Slot, View, last_node
 
 
 class Fit(Protocol):
@@ -96,7 +96,7 @@ class FittedSaving(Saving):
         self.rung: int = after.rung if after is not None and after.climbed else fit.rung
         self.impossible = False
         self.too_much = counts
-        self._may_climb = may_climb
+        self._may_climb, self._only_counts = may_climb, counts
         self.largest_nbytes = self.beside_nbytes = 0
         self._limit: tuple[int, int] | None = None
         self._has_strayed = self._begins_again = False
@@ -152,6 +152,18 @@ class FittedSaving(Saving):
             if held > self._fit.surely_allowed_nbytes():
                 self._fit.lets_layers_run_again()
         return super()._may_stand(direct, call)
+
+    @property
+    def _is_in_vain(self) -> bool:
+        """Whether the forward only goes to its end: nobody asks what it saves, and how."""
+        return self.too_much and not (self._may_climb or self._only_counts)
+
+    def _taken(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle | DropHandle:
+        return DropHandle() if self._is_in_vain else super()._taken(x)
+
+    def _finished(self, call: Call, out: Any) -> None:
+        if not self._is_in_vain:
+            super()._finished(call, out)
 
     def _packed(
         self, x: Tensor, call: Call | None, reading: Reading, node: int | None = None

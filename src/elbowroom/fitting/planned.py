@@ -99,7 +99,7 @@ def no_plan(state: FitState, seen: NoPlan) -> Step:
     assert profile is not None
     if state.is_scaled:
         return learn_anew(state)
-    if state.plan is not None and (state.rounds > 0 or state.rehearsed):
+    if state.corrects:
         return go_smaller(state, seen.spare)
     state = replace(state, phase=Phase.IDLE, plan=None, is_recurrent=profile.is_recurrent)
     more = tries_more(state, seen.spare)

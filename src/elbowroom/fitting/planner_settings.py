@@ -1,7 +1,9 @@
 """A plan of one profile under the terms of a fit, for calls larger than the profiled one, too."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
+from typing import Self
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.options import FitOptions
@@ -21,6 +23,7 @@ class PlannerSettings:
     again_nbytes   by which those have been in which some do
     lossy_helps    what a refusal under exact=True tells to type
     least_is       what a refusal says of the budget that it names
+    finest         bytes to within which that budget is searched for
     """
 
     terms: FitOptions
@@ -29,6 +32,7 @@ class PlannerSettings:
     again_nbytes: int = 0
     lossy_helps: str = LOSSY_HELPS
     least_is: str = AT_LEAST
+    finest: float = 1
 
     def exact_plan(self, profile: Profile) -> Plan | None:
         """Rather exact with less left free than lossy."""
@@ -44,17 +48,14 @@ class PlannerSettings:
         )
 
     def _found(self, profile: Profile, *, exact: bool | None) -> Plan | None:
-        """With a little left free if it can be; else with nothing, where that has a chance."""
-        careful = int(_CAREFUL * (self.terms.budget_nbytes - profile.static))
-        try:
-            return self._cheaper(profile, careful, exact=exact)
-        except BudgetTooSmall as error:
-            if self.ratio == 1 and error.least_nbytes - careful > self.terms.budget_nbytes:
-                return None
-        try:
-            return self._cheaper(profile, 0, exact=exact)
-        except BudgetTooSmall:
-            return None
+        """With a little left free if it can be; else with nothing."""
+        careful, hasty = int(_CAREFUL * (self.terms.budget_nbytes - profile.static)), self._hasty
+        for more in (careful, 0):
+            try:
+                return hasty._cheaper(profile, more, exact=exact)
+            except BudgetTooSmall:
+                continue
+        return None
 
     def _cheaper(self, profile: Profile, more: int, *, exact: bool | None) -> Plan:
         """The cheaper of a plan in which modules may run again and one in which none does.
@@ -83,9 +84,14 @@ class PlannerSettings:
     ) -> Plan | None:
         """None where nothing fits. margin: bytes that are left free."""
         try:
-            return self.make(profile, margin, exact=exact, recompute=recompute)
+            return self._hasty.make(profile, margin, exact=exact, recompute=recompute)
         except BudgetTooSmall:
             return None
+
+    @property
+    def _hasty(self) -> Self:
+        """The same for who does not ask which budget would do."""
+        return replace(self, finest=inf)
 
     def make(
         self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool = True
@@ -104,6 +110,7 @@ class PlannerSettings:
             codecs=self.terms.codecs,
             lossy_helps=self.lossy_helps,
             least_is=self.least_is,
+            finest=self.finest,
         )
         if self.ratio == 1:
             return make(budget_nbytes, margin=margin)

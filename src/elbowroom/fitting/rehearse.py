@@ -136,8 +136,10 @@ def _refusal(step: Step, states: States, who: object, making: PlannerSettings) -
     def refused(care: float, margin: int = 0, least_is: str = AT_LEAST) -> BudgetTooSmall:
         formats = states.candidates(step(care), who)
         profile = formats[0 if exact else -1].profile
+        finest = making.terms.budget_nbytes >> 8  # an estimate is not known better than that
+        asked = replace(making, least_is=least_is, finest=finest)
         try:
-            plan = replace(making, least_is=least_is).make(profile, margin, exact=exact)
+            plan = asked.make(profile, margin, exact=exact)
         except BudgetTooSmall as error:
             return error
         # A solver that ran out of time before has found one now: the same budget, once more.

@@ -172,6 +172,11 @@ class FitState:
         return not (self.has_fit or self.settled or self.varies)
 
     @property
+    def corrects(self) -> bool:
+        """Whether smaller plans are measured where none is left: no budget is named then."""
+        return self.plan is not None and (self.rounds > 0 or self.rehearsed)
+
+    @property
     def ratio(self) -> float:
         """How much larger than the profiled call the largest is."""
         if self.profile is None or self.profiled is None:

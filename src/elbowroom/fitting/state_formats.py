@@ -116,7 +116,8 @@ class States:
         candidates, exact = self.candidates(profile, who), making.terms.exact
         one = candidates[0 if exact else -1]
         try:
-            replace(making, terms=making.terms.within(1)).make(
+            finest = making.terms.budget_nbytes >> 8
+            replace(making, terms=making.terms.within(1), finest=finest).make(
                 one.profile, 0, exact=exact, recompute=recompute
             )
         except BudgetTooSmall as error:

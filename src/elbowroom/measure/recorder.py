@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from elbowroom.measure.calling_line import calling_line
 from elbowroom.plan import Site
@@ -31,6 +30,7 @@ from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.identity import is_parameter, untouchable
+from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.recompute import LARGEST_BUFFER, state_nbytes
 from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.weak import WeakStorage
@@ -77,7 +77,7 @@ class _Alive(NamedTuple):
     def is_held(self) -> bool:
         """Returns whether somebody besides the slot holds the storage."""
         slot = self.slot()
-        return slot is not None and self.weak.holders() > isinstance(slot.value, KeepHandle)
+        return slot is not None and self.weak.is_held_by_more(isinstance(slot.value, KeepHandle))
 
 
 class _Made(NamedTuple):
@@ -119,6 +119,7 @@ class StepRecorder:
         self._made: dict[tuple[int, int], _Made] = {}  # by address and version: the op that made it
         self._known: dict[int, WeakStorage] = {}  # by address: of all those above
         self._alive: deque[_Alive] = deque()
+        self._owned: dict[nn.Module, dict[int, Tensor]] = {}  # until forward has ended
         self._calls = 0  # so many ops have ended
         self._task = -1  # the backward that runs, or ran last
         self._asking = -1  # the op whose backward asks
@@ -171,8 +172,8 @@ class StepRecorder:
             index = self._index.get(slot)
             if index is not None:
                 self._storages[index].used = self._now
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and not untouchable(x):
+        for x in tensors_in(out):
+            if not untouchable(x):
                 self._note_made(x, _Made(seconds, modules.stack()))
 
     def _note_plain(self, nbytes: int) -> None:
@@ -212,8 +213,7 @@ class StepRecorder:
             self._modules.append(note)
             arguments = Arguments(args, kwargs)
             inputs, note.why_not = arguments.tensors, arguments.why_not
-            large = [b for b in module.buffers() if b.nbytes > LARGEST_BUFFER]
-            changing = [*inputs, *large, *module.parameters()]
+            changing = [*inputs, *self._owned_by(module).values()]
             versions = [version_of(x) for x in changing]
         start_s = self._now_s()
         out = call(*args, **kwargs)
@@ -221,7 +221,7 @@ class StepRecorder:
         with torch._C.DisableTorchFunction():
             if versions != [version_of(x) for x in changing]:
                 note.why_not = "it changes an input, a parameter or a large buffer in place"
-            if not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(out)):
+            if not any(x.requires_grad for x in tensors_in(out)):
                 note.why_not = "nothing that it gives needs a gradient"
             if modules.is_sharded(module):
                 note.why_not = modules.SHARDED
@@ -230,9 +230,20 @@ class StepRecorder:
         self._begin()
         return out
 
+    def _owned_by(self, module: nn.Module) -> dict[int, Tensor]:
+        """Returns the parameters and the large buffers of a module and of those inside it."""
+        found = self._owned.get(module)
+        if found is None:
+            own = (*module._parameters.values(), *filter(_is_large, module._buffers.values()))
+            found = self._owned[module] = {id(x): x for x in own if x is not None}
+            for one in module.children():
+                found |= self._owned_by(one)
+        return found
+
     def forward_ended(self) -> None:
         """The context closes."""
         self._theirs = None  # they hold what their forward began with
+        self._owned.clear()
         self._note_held()
         if self.backward is None:
             self._look_at(len(self._alive))
@@ -340,13 +351,14 @@ class StepRecorder:
 
     def _look_at(self, most: int) -> None:
         """Looks whether those that were not looked at for longest are there still."""
-        for _ in range(min(most, len(self._alive))):
-            one = self._alive.popleft()
+        alive, now = self._alive, self._now
+        for _ in range(min(most, len(alive))):
+            one = alive.popleft()
             if one.is_held():
-                one.record.used = self._now
-                self._alive.append(one)
+                one.record.used = now
+                alive.append(one)
             else:
-                one.record.used = max(one.record.used, self._now - 1)
+                one.record.used = max(one.record.used, now - 1)
 
     def _begin(self, *, frees: bool = False) -> int:
         self._note_alive()
@@ -407,6 +419,10 @@ class StepRecorder:
                     note.made_nbytes += storage_nbytes(x)
                     sources.append(self._index[source])
         note.inputs, note.sources = tuple(found), tuple(sources)
+
+
+def _is_large(buffer: Tensor | None) -> bool:
+    return buffer is not None and buffer.nbytes > LARGEST_BUFFER
 
 
 def _others() -> object:

@@ -19,6 +19,7 @@ from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, Menu, noise_again, option, 
 from elbowroom.plan.precision_floor import LEAST_AGAIN
 from elbowroom.plan.problem import Item, Link, Problem, Region
 from elbowroom.plan.profile import ModuleCall, Profile, Storage, is_planned
+from elbowroom.plan.registered import all_settings
 from elbowroom.plan.site import Rebuildable
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]  # of each moment
@@ -55,6 +56,21 @@ def build_problem(
     offload    "file" or "host": a place for tensors outside of the device's memory
     codecs     the settings of codes that are allowed where it is not exact; None: all
     """
+    weighed = all_settings() if codecs is None and not exact else codecs
+    asked = exact, recompute, offload, codecs is None, weighed  # more may be registered meanwhile
+    if asked not in profile.problems:
+        profile.problems[asked] = _built(profile, exact, recompute, offload, codecs)
+    built: BuiltProblem = profile.problems[asked]
+    return built
+
+
+def _built(
+    profile: Profile,
+    exact: bool,
+    recompute: bool,
+    offload: str | None,
+    codecs: tuple[Codec, ...] | None,
+) -> BuiltProblem:
     menu = Menu(() if exact else codecs, _places(profile, offload))
     planned = [i for i, storage in enumerate(profile.storages) if is_planned(storage)]
     items = tuple(_item(profile, profile.storages[i], menu, exact=exact) for i in planned)

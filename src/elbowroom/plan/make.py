@@ -43,6 +43,7 @@ def make_plan(
     codecs: tuple[Codec, ...] | None = None,
     lossy_helps: str = LOSSY_HELPS,
     least_is: str = AT_LEAST,
+    finest: float = 1,
 ) -> Plan:
     """The plan that adds the fewest seconds within `budget` bytes.
 
@@ -54,13 +55,16 @@ def make_plan(
     noise      variance that codes may add to the gradient, as a share of that of mini-batches;
                None: as much as the budget asks for
     codecs     the settings of codes that are allowed; None: all that are registered
+    finest     bytes to within which the least budget is searched for where no plan fits; inf: not
+               at all, for who does not ask for it
 
     Raises BudgetTooSmall with the least budget that would do; with exact=True it says, in the words
     of `lossy_helps`, what to allow; what that budget is, it says in the words of `least_is`.
     """
     in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
     built = build_problem(profile, exact=True, recompute=recompute, offload=offload)
-    least = bool(exact)  # else nobody asks how little would do with exact actions alone
+    asks = finest < inf
+    least = asks and bool(exact)  # else nobody asks how little would do with exact actions alone
     found = solve(
         built.problem, budget - margin - in_flight, exact=True, solver=solver, least=least
     )
@@ -76,7 +80,7 @@ def make_plan(
             profile, exact=False, recompute=recompute, offload=offload, codecs=codecs
         )
         variance = inf if noise is None else noise
-        other = solve(freely.problem, allowed, variance=variance, solver=solver)
+        other = solve(freely.problem, allowed, variance=variance, solver=solver, least=asks)
         if not found.feasible or (
             other.feasible
             and cost(freely.problem, other.choice) < cost(built.problem, found.choice)
@@ -84,7 +88,7 @@ def make_plan(
             built, found = freely, other
     if not found.feasible:
         least_nbytes = found.peak
-        if solver not in BASELINES:
+        if asks and solver not in BASELINES:
             search = partial(
                 solve,
                 built.problem,
@@ -93,7 +97,7 @@ def make_plan(
                 solver=solver,
                 lowest=found.choice,
             )
-            least_nbytes, found = _least(found, search)
+            least_nbytes, found = _least(found, search, int(finest))
         ways = (lossy_helps,) if exact else ()
         if solver in BASELINES:
             ways = (f"leave out solver='{solver}', with which more is needed", *ways)
@@ -107,27 +111,28 @@ def make_plan(
             exact=bool(exact),
             noise=noise,
             least_is=least_is,
+            is_least=asks,
         )
     return _plan(profile, built, found, allowed + in_flight, in_flight)
 
 
-def _least(found: Solution, search: Callable[[int], Solution]) -> tuple[int, Solution]:
-    """The least budget and its solution: with one byte less, the same search finds nothing.
+def _least(found: Solution, search: Callable[[int], Solution], finest: int) -> tuple[int, Solution]:
+    """Returns the least budget and its solution: the same search finds none `finest` bytes below.
 
     found  where the search has ended, without one that fits
     """
-    least, step = found.peak, 1
+    least, step = found.peak, finest
     for _ in range(_SEARCHES):
         other = search(least - step)
         if other.feasible:  # by luck, as no search proves the least peak of many codes
             least, found = least - step, other
             if (tighter := search(other.peak)).feasible:
                 least, found = other.peak, tighter
-            step = max(least >> 5, 1)
-        elif step == 1:
+            step = max(least >> 5, finest)
+        elif step == finest:
             break
         else:
-            step = max(step >> 3, 1)
+            step = max(step >> 3, finest)
     return least, found
 
 
@@ -148,6 +153,7 @@ def _refusal(
     exact: bool,
     noise: float | None,
     least_is: str,
+    is_least: bool,
 ) -> BudgetTooSmall:
     """The error that says what takes the room, and what to type next."""
     level = levels(built.problem, found.choice)
@@ -160,7 +166,7 @@ def _refusal(
         "saved for backward": saved,
     }
     within, ways = "", [*more_ways, "halve the batch"]
-    allows_codes = noise is not None and not exact
+    allows_codes = noise is not None and not exact and is_least
     freely = least_peak(built.problem, Limits(0)) if allows_codes else None
     if freely is not None and peak(built.problem, freely) < found.peak:
         within = f" with noise={noise:g}"

@@ -19,7 +19,9 @@ So the level of every moment is a sum of spans (first moment, last moment, bytes
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,6 +164,11 @@ class Problem:
     items: tuple[Item, ...]
     regions: tuple[Region, ...] = ()
     links: Mapping[str, Link] = field(default_factory=dict)
+
+    @cached_property
+    def answers(self) -> dict[object, Any]:
+        """What solvers have answered, by what they were asked: a plan is often asked for again."""
+        return {}
 
 
 @dataclass(frozen=True)

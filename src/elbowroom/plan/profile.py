@@ -9,6 +9,7 @@ is saved, asked for or let go of, and wherever a module begins or ends.
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,11 @@ class Profile:
             f"before; {show_nbytes(self.saved_nbytes)} saved for backward in {len(self.storages)} "
             f"tensors; {show_seconds(self.seconds)} ({kind})"
         )
+
+    @cached_property
+    def problems(self) -> dict[object, Any]:
+        """What was built of it, by what it was built with (`build_problem.py`)."""
+        return {}
 
     @property
     def peak(self) -> int:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan import Need
 from elbowroom.plan.precision_floor import ATTENTION, CURVED, FEW
@@ -31,6 +30,7 @@ from elbowroom.runtime.formulas import INVERSES, SIZES, WHY
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.identity import is_made_of_parameters
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
+from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.slot import Deferred, Slot
 from elbowroom.runtime.supported_types import PLAIN
 
@@ -344,7 +344,7 @@ def _as_product(formula: Formula, x: Tensor, call: Call) -> Formula:
     A linear layer's input is read for the gradient of weights, which ends there. In a product of
     two activations (q k^T) its error goes on upstream, however many are summed.
     """
-    given = (one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, Tensor))
+    given = tensors_in((call.args, call.kwargs))
     if sum(one.grad_fn is not None and not is_made_of_parameters(one) for one in given) > 1:
         return Formula.MATRIX
     if x.dim() == 3 and x.shape[0] > 1 and min(x.shape[1:]) < FEW:

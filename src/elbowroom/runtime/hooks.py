@@ -22,7 +22,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import PlanError
 from elbowroom.plan import (
@@ -63,6 +62,7 @@ from elbowroom.runtime.identity import (
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.listener import NOBODY, Listener
 from elbowroom.runtime.masks import mask_bits
+from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.observer import Observer, Recorder, Use, Watch
 from elbowroom.runtime.perform import perform
 from elbowroom.runtime.producers import note_copy, note_origin
@@ -465,13 +465,13 @@ class Saving:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == (self._hook or self._pack)
 
-    def _pack(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle:
+    def _pack(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle | DropHandle:
         with torch._C.DisableTorchFunction():
             held = self._taken(x)
             self._listener.saved(x, held)
             return held
 
-    def _taken(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle:
+    def _taken(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle | DropHandle:
         consumers = self._consumers
         call = None if consumers is None else consumers.call
         if call is None and self._codes_checkpoints:
@@ -503,7 +503,7 @@ class Saving:
             return []
         wanted = [one for one, x in saved if storage_nbytes(x) >= self.min_nbytes]
         readers = readers_of(call, out, wanted) if wanted else {}
-        made = {x.untyped_storage()._cdata for x in tree_leaves(out) if is_touchable(x)}
+        made = {x.untyped_storage()._cdata for x in tensors_in(out) if is_touchable(x)}
         results: list[Callable[[], None]] = []
         for one, x in saved:
             reader = readers.get(id(one), Reader())

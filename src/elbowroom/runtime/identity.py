@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from elbowroom.runtime import modules
 from elbowroom.runtime.handles.keep import KeepHandle, storage_nbytes, version_of
 from elbowroom.runtime.ledger import Ledger
+from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.recipes import Recipe
 from elbowroom.runtime.slot import CountedSlot, Slot
 from elbowroom.runtime.supported_types import PLAIN
@@ -87,7 +87,7 @@ class Identity:
 
     def slots_of(self, *values: Any) -> list[Slot]:
         """The slots of all tensors in these arguments."""
-        tensors = filter(is_touchable, tree_leaves(values))
+        tensors = filter(is_touchable, tensors_in(values))
         return [slot for x in tensors if (slot := self.slot(x)) is not None]
 
     def remember(self, x: Tensor, slot: Slot) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
 from elbowroom.codecs import Affine
 from elbowroom.runtime.consumers import Call, is_capped
 from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.identity import Identity, Origin, is_dense, is_touchable, untouchable
 from elbowroom.runtime.masks import CAPPED
+from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.recipes import Op, Recipe, same_order
 from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
 from elbowroom.runtime.statistics import logical_statistics, statistics_of
@@ -56,7 +56,7 @@ def _note_data(call: Call, out: Tensor, identity: Identity) -> None:
     """
     if out.numel() < _LEAST_DATA or not is_touchable(out):
         return
-    given = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor)]
+    given = [*tensors_in(call.args), *tensors_in(call.kwargs)]
     if not given or not all(map(is_touchable, given)):
         return  # memory may come from elsewhere: an array, a buffer, a file
     at = out.untyped_storage()._cdata

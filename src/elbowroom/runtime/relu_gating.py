@@ -14,11 +14,11 @@ does not see reads one (a kernel of the user's own), the gradient is noisier, an
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.identity import Identity, is_touchable
 from elbowroom.runtime.masks import MASKED_OUTPUT
+from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.recipes import same_order
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.weak import WeakStorage
@@ -82,7 +82,7 @@ class Gate:
 
 
 def _tensors(*values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if is_touchable(x)]
+    return [x for x in tensors_in(values) if is_touchable(x)]
 
 
 def _address(x: Tensor) -> int:

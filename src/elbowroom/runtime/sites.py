@@ -5,7 +5,6 @@ from math import gcd, prod
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
 from elbowroom.plan.precision_floor import MOST_LEVELS
@@ -14,6 +13,7 @@ from elbowroom.plan.site import Reads
 from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_copy
 from elbowroom.runtime.facts import facts_of, sequence_of
 from elbowroom.runtime.identity import Origin, is_made_of_parameters, is_parameter
+from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.statistics import layout_of
@@ -123,6 +123,6 @@ def _ends_in_parameters(x: Tensor, call: Call | None) -> bool:
     """
     if call is None:
         return False
-    given = (one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, Tensor))
+    given = tensors_in((call.args, call.kwargs))
     others = [one for one in given if one.requires_grad]
     return all(is_parameter(one) or is_made_of_parameters(one) for one in others)

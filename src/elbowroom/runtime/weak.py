@@ -29,6 +29,10 @@ class WeakStorage:
         """How many tensors share it, views and detached ones counted."""
         return 0 if self.expired() else self._count() - _counted_always()
 
+    def is_held_by_more(self, than: int) -> bool:
+        """Whether more tensors than this share it. Asked of many in each moment of a step."""
+        return torch._C._storage_Use_Count(self.address) > than + _counted_always()
+
     def _count(self) -> int:
         return torch._C._storage_Use_Count(self.address)
 

@@ -67,8 +67,10 @@ def solve(
     check_solver(solver)
     limits = Limits(budget, variance, exact)
     start = perf_counter()
+    if (solver, limits) not in problem.answers:
+        problem.answers[solver, limits] = SOLVERS[solver](problem, limits)
     choice = (
-        SOLVERS[solver](problem, limits)
+        problem.answers[solver, limits]
         or lowest
         or least_peak(problem, limits, fitting=not least)
         or keep_all(problem)

@@ -2,12 +2,12 @@
 
 Plain autograd if that fits; `rounding` for many items. Else the cheapest of uniform, greedy and
 what the relaxation and greedy differ in, searched; it is done if that is within NEAR of the
-relaxation's bound, which proves that no search would gain more. If it is not, milp searches it all.
+relaxation's bound, which proves that no search would gain more; so is greedy's choice alone. If it
+is not, milp searches it all.
 """
 
 from elbowroom.plan.problem import Choice, Problem, keep_all
-from elbowroom.plan.solve.greedy import cheapest_of, from_boundaries
-from elbowroom.plan.solve.greedy import greedy as greedy_fitting
+from elbowroom.plan.solve.greedy import cheapest_of, from_boundaries, greedy
 from elbowroom.plan.solve.limits import Limits, fits
 from elbowroom.plan.solve.milp import GAP, relaxed, whole
 from elbowroom.plan.solve.rounding import LIMIT_S, is_near, rounded, rounding
@@ -25,8 +25,9 @@ def auto(problem: Problem, limits: Limits) -> Choice | None:
     relaxation = relaxed(problem, limits)
     if relaxation is None:
         return from_boundaries(problem, limits)
-    greedy = greedy_fitting(problem, limits)
-    best = cheapest_of(problem, [greedy, rounded(relaxation, greedy)])
+    best = walked = greedy(problem, limits)
+    if not is_near(relaxation, best):
+        best = cheapest_of(problem, [walked, rounded(relaxation, walked)])
     if not is_near(relaxation, best):
         moments = set(relaxation.moments)
         searched = whole(relaxation.model, moments, gap=GAP, nodes=_NODES, limit_s=LIMIT_S)

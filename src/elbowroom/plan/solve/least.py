@@ -27,6 +27,14 @@ def least_peak(problem: Problem, limits: Limits, *, fitting: bool = False) -> Ch
 
     fitting  only one that fits is of use: None as soon as it is proved that none does
     """
+    asked = "least peak", limits if fitting else replace(limits, budget=0), fitting
+    if asked not in problem.answers:
+        problem.answers[asked] = _least_peak(problem, limits, fitting=fitting)
+    found: Choice | None = problem.answers[asked]
+    return found
+
+
+def _least_peak(problem: Problem, limits: Limits, *, fitting: bool) -> Choice | None:
     program = searched(problem)
     model, moments = Model(program, limits, least=True), first_moments(problem)
     x = search_relaxed(model, moments)

@@ -20,6 +20,7 @@ from elbowroom.plan.solve.program import Vector
 from elbowroom.plan.solve.uniform import uniform_fitting
 
 NEAR, _FAR = 0.01, 0.02
+_WORTH = 0.005  # of a step: what a search may gain at the most to be worth the steps that it takes
 _NODES = 200  # of the search tree of what is left
 LIMIT_S = 1.0  # of one search: an answer that a slow machine ends sooner is checked all the same
 _WHOLE = 1e-6  # so near to 0 or 1 counts as that
@@ -49,7 +50,8 @@ def is_near(relaxation: Relaxation, choice: Choice | None, near: float = NEAR) -
     """Returns whether no choice that fits is much better."""
     if choice is None:
         return False
-    return cost(relaxation.model.problem, choice) <= relaxation.seconds * (1 + near)
+    problem, bound = relaxation.model.problem, relaxation.seconds
+    return cost(problem, choice) <= bound + max(near * bound, _WORTH * problem.seconds)
 
 
 def rounded(relaxation: Relaxation, near: Choice | None = None) -> Choice | None:
