@@ -1,6 +1,7 @@
 """The cost of each moment of a recorded step: seconds, or bytes.
 
-WallClock      the time at which each moment begins
+StepClock      the time at which each moment begins
+Undisturbed    seconds without those in which other processes had the processor
 CpuMemory      the highest level in each moment, from the marks among the allocations
 CudaMemory     the same from the caching allocator's counters, read and reset at each moment
 """
@@ -18,20 +19,42 @@ from elbowroom.measure.peak import MemoryCurve, mark
 _recordings = itertools.count()
 
 
-class WallClock:
+class Undisturbed:
+    """Seconds of a CPU, as far as this process could use them.
+
+    Between two readings the lesser of what the wall clock and the process's own processor time
+    (of all its threads) have gone on by: on a machine that does other work, a step would seem
+    several times as long as what codes and copies are measured at, the best of many runs. On one
+    that does nothing else, both clocks agree, but where the step itself waits.
+    """
+
+    def __init__(self) -> None:
+        self._total_s = 0.0
+        self._wall_s, self._process_s = time.perf_counter(), time.process_time()
+
+    def now_s(self) -> float:
+        """Seconds since its making."""
+        wall_s, process_s = time.perf_counter(), time.process_time()
+        self._total_s += min(wall_s - self._wall_s, process_s - self._process_s)
+        self._wall_s, self._process_s = wall_s, process_s
+        return self._total_s
+
+
+class StepClock:
     """Seconds from its making to each moment: of the CPU, or of the current CUDA stream."""
 
     def __init__(self) -> None:
         self._cuda: list[torch.cuda.Event] | None = None
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._cuda = [self._event()]
-        self._cpu_s = [time.perf_counter()]
+        self._cpu = Undisturbed()
+        self._cpu_s = [self._cpu.now_s()]
 
     def begin(self, moment: int, *, frees: bool = False) -> None:
         if self._cuda is not None:
             self._cuda.append(self._event())
         else:
-            self._cpu_s.append(time.perf_counter())
+            self._cpu_s.append(self._cpu.now_s())
 
     @property
     def starts_s(self) -> list[float]:
@@ -45,7 +68,7 @@ class WallClock:
     def seconds(self) -> float:
         """Until now."""
         if self._cuda is None:
-            return time.perf_counter() - self._cpu_s[0]
+            return self._cpu.now_s() - self._cpu_s[0]
         now = self._event()
         torch.cuda.synchronize()
         return float(self._cuda[0].elapsed_time(now)) / 1000

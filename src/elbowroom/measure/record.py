@@ -9,7 +9,6 @@ still be measured, and no bit of any gradient changes. The step is the user's: i
 """
 
 import gc
-import time
 from collections.abc import Callable
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from elbowroom.errors import PlanError
 from elbowroom.measure.allocations import Allocations
 from elbowroom.measure.background import Background
-from elbowroom.measure.clocks import CpuMemory, CudaMemory, WallClock
+from elbowroom.measure.clocks import CpuMemory, CudaMemory, StepClock
 from elbowroom.measure.held import Held, all_tensors
 from elbowroom.measure.peak import curve_of, pick_device
 from elbowroom.measure.rates import rates
@@ -51,7 +50,7 @@ def record(
     for _ in range(warm_up):
         with Saving(policy, min_nbytes=min_nbytes, context=Context(learns=False)):
             step()
-    clock = WallClock()
+    clock = StepClock()
     timed = run_recorded(step, clock, policy, min_nbytes)
     seconds = clock.seconds
     sized, (levels, floors), static = _sized(step, chosen, policy, min_nbytes)
@@ -81,7 +80,7 @@ def run_recorded(
     clock: Clock,
     policy: Policy,
     min_nbytes: int,
-    now_s: Callable[[], float] = time.perf_counter,
+    now_s: Callable[[], float] | None = None,
 ) -> StepRecorder:
     """Run a step once, inside a context of `policy`, and write it down."""
     recorder = StepRecorder(clock, now_s)

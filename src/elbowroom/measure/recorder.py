@@ -6,7 +6,6 @@ module, moments. A clock (`measure/clocks.py`) is told of every moment, and know
 cost.
 """
 
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.measure.calling_line import calling_line
+from elbowroom.measure.clocks import Undisturbed
 from elbowroom.plan import Site
 from elbowroom.plan.profile import ModuleCall, Save, Storage
 from elbowroom.plan.site import RECURRENT
@@ -108,8 +108,9 @@ class _Module:
 class StepRecorder:
     """One step's record. It is complete when the step, backward included, is over."""
 
-    def __init__(self, clock: Clock, now_s: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Clock, now_s: Callable[[], float] | None = None) -> None:
         """now_s: seconds on any clock, to tell how long ops and modules take."""
+        now_s = now_s or Undisturbed().now_s
         # Weakly: whoever owns both would be a cycle, and hold what it measures until a collection.
         self._clock, self._now_s = weakref.ref(clock), now_s
         self._storages: list[_Storage] = []

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from elbowroom.measure.clocks import CpuMemory, CudaMemory, WallClock
+from elbowroom.measure.clocks import CpuMemory, CudaMemory, StepClock
 from elbowroom.measure.held import Held
 from elbowroom.measure.interval import Interval
 from elbowroom.measure.rates import rates
@@ -24,7 +24,7 @@ class Recording:
         self._interval, self._device = interval, device
         self._held = Held(owned)
         self._static = self._held.nbytes()
-        self._wall = WallClock()
+        self._wall = StepClock()
         self._cpu = CpuMemory(self._held) if device.type != "cuda" else None
         self._cuda = CudaMemory(device) if device.type == "cuda" else None
         self.recorder = StepRecorder(self)

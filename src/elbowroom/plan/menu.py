@@ -147,6 +147,9 @@ def option(profile: Profile, storage: Storage, rung: Rung, *, as_written: bool =
     for save in storage.saves:
         if not save.left and not (held.serves(save.site.need) and held.is_fine_for(save.site)):
             _hold(held, rung, save.site, storage, profile)
+    if not rung.exact and held.codec is not None:
+        for moment in {s.asked for s in storage.saves if s.site.consumer == ATTENTION}:
+            held.forward_s += profile.attention_s.get(moment, 0.0)
     nbytes = held.nbytes + held.bits_nbytes
     direct = {} if as_written else _direct_needs(storage, held, exact=rung.exact)
     decoded = {Reads.GRADIENT, Reads.SAMPLES}

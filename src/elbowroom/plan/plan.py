@@ -24,6 +24,7 @@ from elbowroom.plan.action import Action
 from elbowroom.plan.ladder import Rung
 from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, rung_named
 from elbowroom.plan.policy import Lossy
+from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
 from elbowroom.plan.sequence import prefix
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
@@ -116,6 +117,21 @@ class Plan:
         """Returns whether a module runs again from a code of the input of this name."""
         known = self.sites.get(name)
         return known is not None and not rung_named(known.rung).exact
+
+    def reruns_attention(self, module: str) -> bool:
+        """Returns whether an attention of this module has a code of anything that it saves.
+
+        Else it is torch's own, which holds what it needs to run once.
+        """
+        return module in self._coded_attention
+
+    @cached_property
+    def _coded_attention(self) -> frozenset[str]:
+        return frozenset(
+            name.module
+            for name, known in self.sites.items()
+            if name.consumer == ATTENTION and not rung_named(known.rung).exact
+        )
 
     def _rung_for(self, site: Site) -> Rung | None:
         """The setting that decides for a site; None for a stranger."""

@@ -18,6 +18,7 @@ import torch
 from elbowroom.codecs import Facts
 from elbowroom.kernels.windows import Window
 from elbowroom.plan import files
+from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
 from elbowroom.plan.rows import Rows
 from elbowroom.plan.shares import NoiseShares, SiteShares
@@ -147,6 +148,20 @@ class Profile:
     def problems(self) -> dict[object, Any]:
         """What was built of it, by what it was built with (`build_problem.py`)."""
         return {}
+
+    @cached_property
+    def attention_s(self) -> dict[int, float]:
+        """Seconds of the forward of each attention, for each tensor that it saves.
+
+        By the moment of its backward. What is coded of it makes it run again.
+        """
+        found: dict[int, list[float]] = {}
+        for storage in self.storages:
+            for save in storage.saves:
+                if save.site.consumer == ATTENTION and save.asked >= 0 and not save.left:
+                    made_s = storage.producer_s if save.site.reads is Reads.GRADIENT else 0.0
+                    found.setdefault(save.asked, []).append(made_s)
+        return {moment: max(seconds) / len(seconds) for moment, seconds in found.items()}
 
     @property
     def peak(self) -> int:

@@ -434,7 +434,8 @@ class Saving:
         if (direct.again or direct.swaps) and not getattr(self.policy, "again", False):
             return False
         if call.would_rerun:  # else q and k could have no code
-            return allowed and getattr(self.policy, "reruns_attention", True)
+            reruns = getattr(self.policy, "reruns_attention", True)
+            return allowed and bool(reruns(self._module) if callable(reruns) else reruns)
         return allowed and self.recorder is None
 
     def is_exact(self) -> bool:

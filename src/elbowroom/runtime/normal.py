@@ -24,6 +24,7 @@ from elbowroom.codecs import Affine
 from elbowroom.plan.rows import Rows
 
 _LEAST_STD = 16  # of a row, in units of how it is rounded: below that, its mean is all that it has
+_PART = 1 << 16  # elements that are read twice, in a cache's reach, and held once more
 _RANGE = 1e-18, 1e18  # of 1 / std: of a row of zeros, and so that a quotient of two is a float32
 
 
@@ -104,14 +105,34 @@ def of_rows(x: Tensor, *, keep_zeros: bool) -> tuple[Tensor, Tensor]:
     keep_zeros: x will be scaled and not shifted, so that 1 / rms takes the place of 1 / std.
     """
     with torch.no_grad():
-        wide = x.detach().float()
-        var, mean = torch.var_mean(wide, dim=-1, correction=0, keepdim=True)
+        var, mean = (moment.float() for moment in var_mean(x.detach()))
         square = mean.square()
         if keep_zeros:
             rstd = (var + square).rsqrt_()
         else:
             rstd = (var + square * (_LEAST_STD * torch.finfo(x.dtype).eps) ** 2).rsqrt_()
         return mean, rstd.clamp_(*_RANGE).bfloat16()
+
+
+def var_mean(x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """The variance and mean over one dimension, which stays as one of size 1; at least float32.
+
+    torch's own takes about ten times as long on a CPU as two passes over what lies in a cache.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if x.device.type == "cpu" and x.numel() > 1:
+        along = max((d for d in range(x.dim()) if d != dim % x.dim()), key=x.size, default=None)
+        count = x.numel() if along is None else max(_PART * x.size(along) // x.numel(), 1)
+        found = []
+        for part in (x,) if along is None else torch.split(x, count, along):
+            part = part.to(wide)
+            mean = part.mean(dim, keepdim=True)
+            found.append(((part - mean).square_().mean(dim, keepdim=True), mean))
+        var, mean = (torch.cat(parts, along or 0) for parts in zip(*found, strict=True))
+        if bool(mean.isfinite().all()):  # else there is a NaN, or the sum of a row is too large
+            return var, mean
+    var, mean = torch.var_mean(x.to(wide), dim=dim, correction=0, keepdim=True)
+    return var, mean
 
 
 def flat_of(x: Tensor) -> Tensor:

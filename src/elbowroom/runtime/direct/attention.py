@@ -42,6 +42,7 @@ from elbowroom.plan.precision_floor import MOST_LEVELS, UNSEEN_LEVELS, levels_fo
 from elbowroom.plan.site import Formula, Reads
 from elbowroom.runtime.consumers import Call, Levels, Reading, tolerant_arguments
 from elbowroom.runtime.direct.math_attention import MATH_ATTENTION, Given
+from elbowroom.runtime.normal import var_mean
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.supported_types import PLAIN
 
@@ -604,7 +605,6 @@ def spread_of_values(v: Tensor) -> float:
     with torch._C.DisableTorchFunction():
         if v.shape[-2] == 1:
             return 0.0  # the only weight is 1, whatever v is
-        wide = torch.promote_types(v.dtype, torch.float32)
-        varies = v.detach().to(wide).var(dim=-2, correction=0).sum(-1).float()  # [...]
+        varies = var_mean(v.detach(), dim=-2)[0].sum((-2, -1)).float()  # [...]
         noise = _ranges(v).square().mean(-1) * v.shape[-1] / 12
         return float((noise / varies).where(noise > 0, noise).max())
