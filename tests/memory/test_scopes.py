@@ -151,9 +151,11 @@ def test_marks_are_told_from_the_allocations_of_the_program() -> None:
 
 
 QUIET = """
+import sys
 import torch
 from torch import nn
 import elbowroom as er
+assert not {"scipy", "rich", "numba", "triton", "statistics"} & set(sys.modules), "a slow import"
 before = [torch.ones(1000) for _ in range(3)]
 model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)))
 optimizer = torch.optim.AdamW(model.parameters())

@@ -108,6 +108,21 @@ else:
     found = grad(lambda params: functional_call(net, params, (x,)).sum())(params)
 print("trained")
 """
+ADDS_UP = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+layers = [m for _ in range(3) for m in (nn.Linear(256, 256), nn.GELU())]
+model = nn.Sequential(*layers)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(8):
+    model(torch.randn(256, 256)).square().mean().backward()
+    if step % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+    print(step)
+"""
 BY_HAND = """
 import torch
 from torch import nn
@@ -136,6 +151,7 @@ def with_scripts(folder):
         "gan": GAN,
         "by_hand": BY_HAND,
         "unseen": UNSEEN,
+        "adds_up": ADDS_UP,
     }.items():
         (folder / "sub" / f"{name}.py").write_text(text)
     return folder
@@ -318,6 +334,20 @@ def test_a_plan_is_for_one_model(folder, profiled):
     assert ran.exit_code == 2
     assert "Generator and Discriminator, and a plan is for one" in ran.stderr
     assert ran.stdout == ""
+
+
+def test_where_gradients_are_added_up_the_profile_has_gradients_and_states(folder):
+    out = folder / "p.json"
+    done = in_process("profile", "--out", out, folder / "sub" / "adds_up.py")
+    assert done.exit_code == 0, done.output
+    weights = 3 * (256 * 256 + 256) * 4
+    profile = Profile.load(out)
+    assert profile.static == pytest.approx(4 * weights, rel=0.01)  # gradients, and two states
+    report = folder / "r.json"
+    options = ["--budget", profile.peak - 2**19, "--exact", "--report", report]
+    ran = in_process("run", *options, folder / "sub" / "adds_up.py")
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(report.read_text())["highest_nbytes"] <= profile.peak - 2**19
 
 
 def test_of_two_models_the_first_is_profiled_and_the_other_named(folder):

@@ -31,7 +31,9 @@ def profile(
     """Run a script until one of its training steps was written down; show where its memory goes.
 
     The first step passes, the second is recorded; at the third the script is ended (SystemExit is
-    raised in it). Writes a profile, which "elbowroom plan" reads, and a self-contained page.
+    raised in it). Where gradients are added up over several forwards, that is the last forward
+    before the optimizer's second step. Writes a profile, which "elbowroom plan" reads, and a
+    self-contained page.
 
     Options of elbowroom stand before the script; all that follows it is the script's.
 
@@ -147,3 +149,5 @@ class _Run:
         if self._fitted is not None:
             detach(self._fitted)
             self._fitted = None
+        if self._profiling is not None:
+            self._profiling.close()

@@ -3,9 +3,6 @@
 import io
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-
 from elbowroom.measure.noise import NoiseTable
 
 
@@ -67,6 +64,9 @@ class ErrorReport:
                 "errors: nothing to report yet. A step is watched from its forward to the end of "
                 "its backward, and only tensors with lossy codes count.\n"
             )
+        from rich.console import Console  # most trainings draw no table
+        from rich.table import Table
+
         table = Table(title=self._title())
         for name in ("module", "read by", "codec", "bits"):
             table.add_column(name, justify="right" if name == "bits" else "left")

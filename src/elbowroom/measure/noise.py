@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite
-from statistics import mean, pstdev
 from typing import Any
 
 from torch import Tensor
@@ -206,6 +205,8 @@ class NoiseTable:
             for other_name, other in self.ops.items()
             if other.gains[part].count and other_name.consumer == name.consumer
         ]
+        from statistics import mean, pstdev  # it imports decimals and fractions
+
         return mean(alike) + pstdev(alike) if alike else None
 
     @property

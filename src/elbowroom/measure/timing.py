@@ -8,11 +8,11 @@ pair is far steadier than the quotient of two averages taken minutes apart. Swap
 cancels what a first run leaves warm.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -36,25 +36,29 @@ class Paired:
     @property
     def ratio(self) -> float:
         """The median of the ratios."""
-        return statistics.median(self.ratios)
+        return _median(self.ratios)
 
     @property
     def ratio_iqr(self) -> tuple[float, float]:
         """The lower and upper quartile of the ratios."""
         if self.n < 2:
             return self.ratio, self.ratio
-        lower, _, upper = statistics.quantiles(self.ratios, n=4, method="inclusive")
-        return lower, upper
+        lower, upper = np.quantile(self.ratios, (0.25, 0.75))
+        return float(lower), float(upper)
 
     @property
     def median_a_s(self) -> float:
         """The median of a, in seconds."""
-        return statistics.median(self.a_s)
+        return _median(self.a_s)
 
     @property
     def median_b_s(self) -> float:
         """The median of b, in seconds."""
-        return statistics.median(self.b_s)
+        return _median(self.b_s)
+
+
+def _median(values: tuple[float, ...]) -> float:
+    return float(np.median(values))
 
 
 def paired(

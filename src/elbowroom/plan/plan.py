@@ -13,9 +13,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from elbowroom.codecs import Codec
 from elbowroom.codecs.names import setting_name
 from elbowroom.errors import CodecError, PlanError
@@ -359,6 +356,9 @@ def _shape(sizes: Any) -> tuple[int, ...]:
 
 
 def _table(plan: Plan) -> str:
+    from rich.console import Console  # most trainings draw no table
+    from rich.table import Table
+
     table = Table(title=str(plan))
     for name in ("module", "op", "shape"):
         table.add_column(name)

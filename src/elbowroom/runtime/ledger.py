@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -498,6 +496,9 @@ def _render(ledger: Account) -> str:
             "(open the context around its call instead), by a plan that changes nothing, or not at "
             "all.\n"
         )
+    from rich.console import Console  # most trainings draw no table
+    from rich.table import Table
+
     before, after = show_nbytes(ledger.before_nbytes), show_nbytes(ledger.after_nbytes)
     any_away = ledger.away_nbytes > 0
     away = f", and {show_nbytes(ledger.away_nbytes)} away" if any_away else ""

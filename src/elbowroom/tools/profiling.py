@@ -5,7 +5,9 @@
     forward 3       ends it
 
 A forward that had no backward before the next one (evaluation with gradients on, a model that is
-called twice a step) does not count, and the next is recorded instead. Everything is kept, so what
+called twice a step) does not count, and the next is recorded instead. Where gradients are added up
+over several forwards, the last one is recorded, which a step of the optimizer follows. It needs
+most: it begins with gradients, and from the second step on with states. Everything is kept, so what
 is written down is the plain step.
 """
 
@@ -13,8 +15,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.measure.recording import Recording
@@ -23,7 +27,7 @@ from elbowroom.plan.profile import Profile
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 
-_MOST_TRIES = 20  # records without a backward, before it is given up
+_MOST_TRIES = 64  # records, before the last one is taken
 
 
 class Profiling:
@@ -51,6 +55,10 @@ class Profiling:
         self._done = done
         self._min_nbytes, self._warm_up = min_nbytes, warm_up
         self._tries = 0
+        self._updates = self._updates_before = 0  # steps of optimizers; before the record began
+        self._waits = bool(optimizers) and warm_up > 0
+        self._is_whole = False  # the profile is that of a step that is like the next ones
+        self._hook = register_optimizer_step_post_hook(self._updated) if self._waits else None
         self._recording: Recording | None = None
 
     def passes(self) -> None:
@@ -65,12 +73,13 @@ class Profiling:
     ) -> Any:
         """One forward of the model."""
         self.finish()
-        if self.profile is not None or self._tries >= _MOST_TRIES:
+        if self._is_whole or self._tries >= _MOST_TRIES:
             self._done()
             return forward()
         self.steps += 1
         if self.steps > self._warm_up:
             self._tries += 1
+            self._updates_before = self._updates
             self._recording = Recording.start(self.owned.tensors(), self.owned.device)
         if self._recording is None:
             return forward()
@@ -89,6 +98,17 @@ class Profiling:
             return
         try:
             found = recording.finish() if recording.has_backward else None
-            self.profile = found and replace(found, standing=self.owned.standing())
+            if found is not None:
+                self.profile = replace(found, standing=self.owned.standing())
+                self._is_whole = not self._waits or 0 < self._updates_before < self._updates
         finally:
             recording.close()
+
+    def close(self) -> None:
+        """Count no more steps of optimizers."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _updated(self, optimizer: Optimizer, *_: object) -> None:
+        if not torch.compiler.is_compiling() and optimizer in self.owned.optimizers():
+            self._updates += 1

@@ -13,6 +13,7 @@ place (`least.py`); the baselines give what they have.
 
 from collections.abc import Callable
 from difflib import get_close_matches
+from importlib import import_module
 from math import inf
 from time import perf_counter
 
@@ -87,8 +88,9 @@ def solve(
 
 
 def check_solver(solver: str) -> None:
-    """Raise PlanError unless there is one of this name."""
+    """Raise PlanError unless there is one of this name. What it needs is imported by then."""
     if not isinstance(solver, str) or solver not in SOLVERS:
         close = get_close_matches(str(solver), SOLVERS, n=1)
         meant = f" Did you mean '{close[0]}'?" if close else ""
         raise PlanError(f"no solver {solver!r}; there are {', '.join(SOLVERS)}.{meant}")
+    import_module("scipy.optimize")  # a third of a second, which no step has to wait for

@@ -9,8 +9,6 @@ from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array, vstack
 
 from elbowroom.plan.solve.silence_stdout import silent_stdout
 
@@ -68,6 +66,9 @@ class Program:
         nodes    of the search tree that are looked at
         dense    further rows: factors [rows, columns], and their highest values
         """
+        from scipy.optimize import Bounds, LinearConstraint, milp  # see check_solver
+        from scipy.sparse import csr_array, vstack
+
         n = len(self.cost)
         if n == 0:  # rows without terms
             below = [*self.high, *(dense[1] if dense is not None else ())]
