@@ -32,14 +32,9 @@ _NO_MASK = 0, 0
 
 
 class _Scratch(threading.local):
-    """Where a code is written whose size is not known before."""
+    """Where a code is written whose size is not known before: as much as the largest one takes."""
 
     memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def of(self, nbytes: int) -> Tensor:
-        if self.memory.numel() < nbytes:
-            self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return self.memory
 
 
 _scratch = _Scratch()
@@ -90,7 +85,9 @@ class Coder:
         if self.fixed:
             memory = torch.empty(most, dtype=torch.uint8, device=_CPU)
         else:
-            memory = _scratch.of(most)
+            memory = _scratch.memory
+            if memory.numel() < most:
+                memory = _scratch.memory = torch.empty(most, dtype=torch.uint8, device=_CPU)
         address = memory.data_ptr()
         coded = x.data_ptr(), self.numel, seed, *self.settings, *by, address, most
         nbytes = self.quantize(*coded)

@@ -61,7 +61,7 @@ class Slot:
     base             the geometry of a dense tensor that covers it
     bits             of a mask; mask_of: of which op's, if one has asked for it
     statistics       of the norm that it is the input of
-    views            made so far; views_asked: of them, restored so far
+    views            made so far; views_asked: of them, restored so far; readers: that read values
     whole            restored, while many more views will ask for it
     sites            what was decided on; empty for what is left alone whatever the policy
     is_window        base covers only a small part of the storage
@@ -76,7 +76,7 @@ class Slot:
     bits: Tensor | None = None
     mask_of = ""
     statistics: Statistics | None = None
-    views = views_asked = lossy_views = 0
+    views = views_asked = lossy_views = readers = 0
     whole: Tensor | None = None
     asked_exact = is_source = waits = pinned = shape_is_enough = False
 
@@ -205,9 +205,10 @@ class Slot:
         """
         if self.views < _MANY_VIEWS:
             value = self.value
+            assert value is not None
             if type(value) is EncodeHandle:
-                value.is_shared = self.views > 1 or self.is_source
-            return self.restore_value()
+                value.is_shared = self.readers > 1 or self.is_source
+            return value.restore()
         self.views_asked += 1
         whole = self.restore_value() if self.whole is None else self.whole
         self.whole = whole if self.views_asked < self.views else None
@@ -250,6 +251,8 @@ class View:
     def __init__(self, slot: Slot, geometry: Geometry, need: Need) -> None:
         self.slot, self.geometry, self.need = slot, geometry, need
         slot.views += 1
+        if need is Need.LOSSY or need is Need.EXACT:
+            slot.readers += 1
 
     def restore(self) -> Tensor:
         """The saved tensor again: same shape, dtype, device, strides."""

@@ -42,10 +42,12 @@ class Act:
     """A step of a script, compiled.
 
     holds  one for each tensor that it saves, None for what is only kept; None: all of it is
+    ends   something is done when it has run
     """
 
     __slots__ = (
-        *("after", "before", "copies", "direct", "func", "guard", "holds", "inputs", "is_plain"),
+        *("after", "before", "copies", "direct", "ends", "func", "guard", "holds", "inputs"),
+        *("is_plain",),
         *("levels", "module", "numel", "opens", "place", "run", "saves"),
     )
 
@@ -65,6 +67,7 @@ class Act:
         self.direct: Direct | None = step.direct
         self.levels: Levels | None = step.levels
         self.opens, self.place, self.copies = step.opens, step.place, step.copies
+        self.ends = bool(step.place != NOWHERE or step.copies or step.after)
         self.module: weakref.ref[nn.Module] | None = step.module
         self.inputs, self.numel = step.inputs, step.numel
 
@@ -103,7 +106,7 @@ def _guard(step: Step) -> Guard:
     count, named = len(step.args), len(step.kwargs)
     checks = tuple((i, _fits(want)) for i, want in enumerate(step.args) if _is_compared(want))
     others = tuple((i, x, _fits(x)) for i, x in enumerate(step.args) if not _is_compared(x))
-    by_name = tuple((name, _fits(want)) for name, want in step.kwargs)
+    by_name = tuple((name, want, _fits(want)) for name, want in step.kwargs)
     saves, only_saves = bool(step.saves), step.run is None
     needs_more = step.direct is not None
 
@@ -117,8 +120,9 @@ def _guard(step: Step) -> Guard:
         for i, fits in checks:
             if not fits(replay, args[i]):
                 return False
-        for name, fits in by_name:
-            if name not in kwargs or not fits(replay, kwargs[name]):
+        for name, want, fits in by_name:
+            value = kwargs.get(name, _nothing)
+            if value is not want and not fits(replay, value):
                 return False
         if not saves and only_saves:
             return True  # it saves nothing: a mask that is made without gradients, too
@@ -228,7 +232,6 @@ def _hold(save: Save, is_exact: bool) -> Hold:
             replay.noted[noted] = x.detach()
         if number == NOWHERE:
             return replay.kept(x)
-        assert whole is not None
         if fresh:
             slot = replay.slots[number] = replay.new_slot(number, x, whole)
         else:
@@ -307,7 +310,8 @@ def _encode(deed: Deed, action: Encode) -> Do:
     if deed.mask != NOWHERE:  # bits of this forward, which the codec reads
         return _perform(deed)
     codec, facts, nth, norm = action.codec, action.facts, deed.draw, deed.norm
-    is_normal, perform_it = is_normalized(action), _perform(deed)
+    by_rows, perform_it = action.rows is not None, _perform(deed)
+    is_normal = is_normalized(action) and (by_rows or norm is not None)
     coders: list[Coder | None] = []  # one, made of the first tensor
 
     def encode(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
