@@ -152,7 +152,7 @@ class Slot:
             bitmap = value.bitmap
             if bitmap is not None and self.mask_of not in CAPPED:
                 if self.bits is not None:
-                    self.bits.set_(bitmap)  # the same bits, in one memory
+                    self.bits.set_(bitmap)  # type: ignore[call-overload]  # the same bits, once
                 self.bits = bitmap
         elif isinstance(value, KeepHandle):
             self.entry.why = value.why
