@@ -32,6 +32,7 @@ HEAD = "| file | what it does | functions, by their first call | lines |\n|---|-
 PURPOSE = {
     "codecs/_checks.py": "checks a codec's settings",
     "codecs/base.py": "checks the tensor, encodes it, counts bytes, decodes",
+    "codecs/compact.py": "makes and reads a code in one run of bytes",
     "codecs/dither.py": "the codec: chooses buffers, calls the kernel",
     "codecs/facts.py": "facts about a tensor that a codec may use",
     "fitting/forward.py": "looks at a save as the fitted model's phase wants it",
@@ -63,12 +64,14 @@ PURPOSE = {
     "runtime/hooks.py": "autograd's pack and unpack hooks",
     "runtime/identity.py": "whether the tensor may be touched and is known",
     "runtime/ledger.py": "counts the bytes held",
+    "runtime/known_calls.py": "sees calls of a fitted model",
     "runtime/listener.py": "who is told of each op",
     "runtime/modules.py": "which module is running",
     "runtime/perform.py": "carries out the action",
     "runtime/producers.py": "which op made the tensor, and how it is made again",
     "runtime/recipes.py": "makes the tensor again from what is held",
-    "runtime/replay/replay.py": "compares the op with the script, holds what it saves",
+    "runtime/replay/compiled.py": "compares the op, holds what it saves, with all bound",
+    "runtime/replay/replay.py": "runs the op by its place in the script",
     "runtime/replay/saving_context.py": "chooses a script, counts what is kept",
     "runtime/replay/scribe.py": "writes the op and its save into the script",
     "runtime/replay/script.py": "what is done with this tensor",
@@ -165,11 +168,11 @@ class Net(nn.Module):
 
 
 def by_hand(*policy: str, **settings: Any) -> tuple[Way, Way]:
-    """The ways under `er.saving`: in a step that is looked at, and in the next, a replay."""
+    """The ways under `er.saving`: in a step that is looked at, and in the second replay."""
     torch.manual_seed(0)
     net, x = Net(), torch.randn(512, 64)
     found = []
-    for number in range(4):
+    for number in range(5):  # the first replay makes what a script is followed by
         if number == 2:  # what is done once in a process has been done
             forget_all()
         net.followed.tracer = Tracer()
@@ -177,7 +180,7 @@ def by_hand(*policy: str, **settings: Any) -> tuple[Way, Way]:
             loss = net(x).square().mean()
         loss.backward()
         found.append(net.followed.tracer.way())
-    return found[2], found[3]
+    return found[2], found[4]
 
 
 def fitted() -> tuple[Way, Way]:

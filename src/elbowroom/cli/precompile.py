@@ -16,6 +16,7 @@ from contextlib import suppress
 import torch
 
 from elbowroom.codecs import Facts, codec, codecs
+from elbowroom.codecs.compact import Coder
 from elbowroom.errors import UnsupportedTensor
 from elbowroom.nn import Dropout
 from elbowroom.optim import AdamW
@@ -81,6 +82,8 @@ def _code(id: str, size: int, dtype: torch.dtype) -> None:
         if _is_true(facts, x):
             with suppress(UnsupportedTensor):  # a codec for masks, say
                 coder.encode(x, 1, facts).decode()
+                if size == min(_SIZES) and (bound := Coder.of(coder, x, facts)) is not None:
+                    bound.encode(x, 1).decode()  # as a followed step does
 
 
 def _is_true(facts: Facts, x: torch.Tensor) -> bool:

@@ -6,8 +6,8 @@ A followed step encodes the same kind of tensor in every step. So nothing is che
 all buffers of a code lie in one run of bytes, and one launch each makes and reads it. The bytes are
 those of `Codec.encode`; `Compact.buffers` shows them as it would have given them.
 
-Only of `dither`, of float32 on a CPU, and of tensors so small that the loops run serially: of a
-larger one the arithmetic takes so long that nobody sees the rest.
+Only of `dither`, of float32 on a CPU, and where the loops run on one thread: of a tensor for which
+several are worth it the arithmetic takes so long that nobody sees the rest.
 """
 
 import ctypes
@@ -32,14 +32,9 @@ _NO_MASK = 0, 0
 
 
 class _Scratch(threading.local):
-    """Where a code is written whose size is not known before."""
+    """Where a code is written whose size is not known before: as much as the largest one takes."""
 
     memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def of(self, nbytes: int) -> Tensor:
-        if self.memory.numel() < nbytes:
-            self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return self.memory
 
 
 _scratch = _Scratch()
@@ -58,7 +53,7 @@ class Coder:
         self.start = 4 * tiles(self.numel)  # where the bounds end
         self.middle = self.start + (-(-self.numel // 8) if facts.has_zeros else 2 * each)
         self.most = self.middle + codes + (2 * each if facts.has_zeros else 0)
-        self.fixed = not facts.has_zeros
+        self.fixed, self.is_serial = not facts.has_zeros, kernels.runs_serially
         self.quantize = kernels.dither if self.fixed else kernels.nonzero
         self.dequantize = kernels.dither_restored if self.fixed else kernels.nonzero_restored
         self.known = {
@@ -76,21 +71,25 @@ class Coder:
     def of(cls, codec: Codec, x: Tensor, facts: Facts) -> "Coder | None":
         """Return what encodes tensors like x, which lies without gaps; None: `codec` must."""
         kernels = ops.by_address(x) if isinstance(codec, Dither) else None
-        if kernels is None or not torch.ops.aten.is_non_overlapping_and_dense(x):
+        if kernels is None or not x.numel() or not torch.ops.aten.is_non_overlapping_and_dense(x):
             return None
         assert isinstance(codec, Dither)
+        if facts.has_zeros and x.numel() > kernels.MOST_UNSIZED:
+            return None
         return cls(codec, x, facts, kernels)
 
     def encode(self, x: Tensor, seed: int, affine: Affine | None = None) -> Encoded:
         """Return the code of x, which is like the tensor that this was made for."""
         by = _NO_AFFINE if affine is None else at_channels(affine, self.numel)
-        if by is None or x.is_neg() or _watchers():
+        if by is None or x.is_neg() or _watchers() or not self.is_serial(self.numel):
             return self.codec.encode(x, seed, self.facts, affine)
         most = self.most
         if self.fixed:
             memory = torch.empty(most, dtype=torch.uint8, device=_CPU)
         else:
-            memory = _scratch.of(most)
+            memory = _scratch.memory
+            if memory.numel() < most:
+                memory = _scratch.memory = torch.empty(most, dtype=torch.uint8, device=_CPU)
         address = memory.data_ptr()
         coded = x.data_ptr(), self.numel, seed, *self.settings, *by, address, most
         nbytes = self.quantize(*coded)
@@ -112,7 +111,7 @@ class Compact(Encoded):
         self.__dict__.update(coder.known, memory=memory, seed=seed)
 
     @cached_property
-    def buffers(self) -> Buffers:  # type: ignore[override]
+    def buffers(self) -> Buffers:
         """The parts of the run, as `Dither` has them."""
         memory, start, middle = self.memory, self.coder.start, self.coder.middle
         bounds = memory[:start].view(torch.bfloat16).view(-1, 2)
@@ -157,7 +156,7 @@ class Compact(Encoded):
         """Write out, if that can be done by addresses."""
         coder, memory = self.coder, self.memory
         by = _NO_AFFINE if affine is None else at_channels(affine, coder.numel)
-        if by is None or _watchers():
+        if by is None or _watchers() or not coder.is_serial(coder.numel):
             return False
         mask = _NO_MASK if bits is None else (bits.data_ptr(), bits.numel())
         code = memory.data_ptr(), memory.numel(), coder.numel, self.seed, *coder.settings

@@ -89,13 +89,14 @@ _watchers = torch._C._len_torch_dispatch_stack
 def by_address(x: Tensor) -> ModuleType | None:
     """Return kernels that take x by its address (`numba/by_address.py`); None: ops must serve it.
 
-    Nothing is seen of them by dispatch modes, by autograd and by torch.compile, so the caller knows
-    that x is a plain tensor; a mode that is open shall see ops.
+    They run on one thread, as its ops would. Nothing is seen of them by dispatch modes, by autograd
+    and by torch.compile, so the caller knows that x is a plain tensor; a mode that is open shall
+    see ops.
     """
     if x.dtype is not torch.float32 or not x.is_cpu or x.is_neg() or _watchers():
         return None
     kernels = _kernels_by_address()
-    return kernels if kernels is not None and 0 < x.numel() <= kernels.MOST else None
+    return kernels if kernels is not None and kernels.runs_serially(x.numel()) else None
 
 
 @cache

@@ -94,8 +94,9 @@ def pass_through() -> None:
     modules none any more.
     """
     skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
-    for function in OURS if skip is not None else ():
-        skip(function.__code__)
+    if skip is not None:
+        for function in OURS:
+            skip(function.__code__)
 
 
 def dynamo_looks() -> bool:

@@ -69,7 +69,7 @@ def _keep_in_step() -> None:
             if optimized.__call__ is _call_optimized:
                 optimized.__call__ = _plain_optimized  # type: ignore[method-assign]
     if _wanted and optimized is None:  # it may be imported while we watch
-        nn.Module.__init_subclass__ = classmethod(_begins)  # type: ignore[assignment]
+        nn.Module.__init_subclass__ = classmethod(_begins)  # type: ignore[assignment,arg-type]
     elif "__init_subclass__" in nn.Module.__dict__:
         del nn.Module.__init_subclass__
     pass_through()

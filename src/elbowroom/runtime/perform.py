@@ -55,7 +55,7 @@ def perform(
             return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else normal)
         case Rebuild():
             assert ready is not None
-            return rebuilt(ready, base, need)
+            return RebuildHandle.of(ready, base, need)
         case Offload():
             tier = tier_for(action, base)
             if isinstance(tier, str):
@@ -66,15 +66,6 @@ def perform(
                 f"a policy returns Keep, Encode, Rebuild or Offload; got {action!r}. "
                 "Import them from elbowroom.plan, and return one for every site."
             )
-
-
-def rebuilt(ready: Ready, base: Tensor, need: Need) -> RebuildHandle:
-    """Hold a recipe in place of base; what it reads stays exact if it must."""
-    if need is Need.EXACT or not ready.works_lossy:
-        ready.pin()
-    for slot in ready.slots:
-        slot.is_source = True
-    return RebuildHandle(ready, base)
 
 
 def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> Normalized | None:

@@ -62,9 +62,9 @@ class Slot:
     base             the geometry of a dense tensor that covers it
     bits             of a mask; mask_of: of which op's, if one has asked for it
     statistics       of the norm that it is the input of
-    views            made so far; views_asked: of them, restored so far
+    views            made so far; views_asked: of them, restored so far; readers: that read values
     whole            restored, while more views will ask for it
-    shares           what is made again for one reader waits for the next (`Slot.shared`)
+    shares           what is made again for one reader waits for the next (`Slot.is_shared`)
     sites            what was decided on; empty for what is left alone whatever the policy
     is_window        base covers only a small part of the storage
     is_source        something is made again from it; pinned: something exact, so it stays exact
@@ -78,7 +78,7 @@ class Slot:
     bits: Tensor | None = None
     mask_of = ""
     statistics: Statistics | None = None
-    views = views_asked = lossy_views = 0
+    views = views_asked = lossy_views = readers = 0
     whole: Tensor | None = None
     asked_exact = is_source = waits = pinned = shape_is_enough = shares = False
 
@@ -154,7 +154,7 @@ class Slot:
             bitmap = value.bitmap
             if bitmap is not None and self.mask_of not in CAPPED:
                 if self.bits is not None:
-                    self.bits.set_(bitmap)  # the same bits, in one memory
+                    self.bits.set_(bitmap)  # type: ignore[call-overload]  # the same bits, once
                 self.bits = bitmap
         elif isinstance(value, KeepHandle):
             self.entry.why = value.why
@@ -208,9 +208,10 @@ class Slot:
         shared = self.is_shared
         if not shared and self.views < _MANY_VIEWS:
             value = self.value
+            assert value is not None
             if type(value) is EncodeHandle:
-                value.is_shared = self.views > 1 or self.is_source
-            return self.restore_value()
+                value.is_shared = self.readers > 1 or self.is_source
+            return value.restore()
         self.views_asked += 1
         whole = self.restore_value() if self.whole is None else self.whole
         self.whole = whole if self.views_asked < self.views else None
@@ -293,6 +294,8 @@ class View:
     def __init__(self, slot: Slot, geometry: Geometry, need: Need) -> None:
         self.slot, self.geometry, self.need = slot, geometry, need
         slot.views += 1
+        if need is Need.LOSSY or need is Need.EXACT:
+            slot.readers += 1
 
     def restore(self) -> Tensor:
         """The saved tensor again: same shape, dtype, device, strides."""

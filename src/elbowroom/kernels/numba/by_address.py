@@ -1,4 +1,4 @@
-"""Kernels that take nothing but numbers: addresses, sizes, settings. For small float32 tensors.
+"""Kernels that take nothing but numbers: addresses, sizes, settings. For float32, on one thread.
 
 An address costs 20 ns a call, an array 1 us, and an op that the dispatcher serves 4 us. So what is
 done with a small tensor in every step (`codecs/compact.py`, masks) is launched so. A dithered code
@@ -20,11 +20,12 @@ from elbowroom.kernels.numba.dither import _dequantize as _dither_dequantize
 from elbowroom.kernels.numba.dither import _quantize as _dither_quantize
 from elbowroom.kernels.numba.dither import bounds_at
 from elbowroom.kernels.numba.launch import SERIAL
+from elbowroom.kernels.numba.launch import runs_serially as runs_serially
 from elbowroom.kernels.numba.nonzero import _dequantize as _nonzero_dequantize
 from elbowroom.kernels.numba.nonzero import _pack_mapped, _starts_of
 from elbowroom.kernels.numba.nonzero import _quantize as _nonzero_quantize
 
-MOST = SERIAL  # elements
+MOST_UNSIZED = SERIAL  # elements, where a code is written to scratch memory first
 _quantize, _dequantize = _dither_quantize.serial, _dither_dequantize.serial
 _pack, _quantize_nonzero = _pack_mapped.serial, _nonzero_quantize.serial
 _dequantize_nonzero = _nonzero_dequantize.serial

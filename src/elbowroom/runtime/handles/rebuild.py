@@ -1,6 +1,7 @@
 """Rebuild: nothing is held but the way back. The recipe holds the handles that it starts at."""
 
 from math import prod
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from elbowroom.codecs import Affine
 from elbowroom.errors import RestoreError
 from elbowroom.kernels import ops
+from elbowroom.plan import Need
 from elbowroom.runtime.handles.encode import EncodeHandle, Parts
 from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.recipes import Ready
@@ -25,6 +27,15 @@ class RebuildHandle:
     def __init__(self, ready: Ready, base: Tensor) -> None:
         self.ready = ready
         self._base, self._dtype = Geometry.of(base), base.dtype
+
+    @classmethod
+    def of(cls, ready: Ready, base: Tensor, need: Need) -> Self:
+        """Hold a recipe in place of base; what it reads stays exact if it must."""
+        if need is Need.EXACT or not ready.works_lossy:
+            ready.pin()
+        for slot in ready.slots:
+            slot.is_source = True
+        return cls(ready, base)
 
     @property
     def exact(self) -> bool:

@@ -3,6 +3,7 @@
     learning    every op is looked at (`runtime/hooks.py`); a `Scribe` writes down what is done
     replaying   the i-th op of a forward does what the i-th op did (`replay.py`)
 
-A `Script` (`script.py`) is what the one writes and the other follows. Its guards are asked before
-an op runs, so nothing is ever done with a tensor that another op saves.
+A `Script` (`script.py`) is what the one writes and the other follows, once it has been made into
+functions with all that they need bound (`compiled.py`). Its guards are asked before an op runs, so
+nothing is ever done with a tensor that another op saves.
 """

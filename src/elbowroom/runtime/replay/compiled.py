@@ -22,10 +22,12 @@ from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Keep, Rebuild
 from elbowroom.runtime.consumers import Levels
 from elbowroom.runtime.direct import Direct
-from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle
+from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle, RebuildHandle
+from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.masks import mask_bits
-from elbowroom.runtime.perform import is_normalized, normalized, perform, rebuilt
-from elbowroom.runtime.replay.script import NOWHERE, Deed, Like, Save, Step
+from elbowroom.runtime.perform import is_normalized, normalized, perform
+from elbowroom.runtime.recipes import Ready
+from elbowroom.runtime.replay.script import NOWHERE, Deed, Like, Remade, Save, Step
 from elbowroom.runtime.slot import Slot, View
 
 if TYPE_CHECKING:
@@ -42,10 +44,12 @@ class Act:
     """A step of a script, compiled.
 
     holds  one for each tensor that it saves, None for what is only kept; None: all of it is
+    ends   something is done when it has run
     """
 
     __slots__ = (
-        *("after", "before", "copies", "direct", "func", "guard", "holds", "inputs", "is_plain"),
+        *("after", "before", "copies", "direct", "ends", "func", "guard", "holds", "inputs"),
+        *("is_plain",),
         *("levels", "module", "numel", "opens", "place", "run", "saves"),
     )
 
@@ -65,6 +69,7 @@ class Act:
         self.direct: Direct | None = step.direct
         self.levels: Levels | None = step.levels
         self.opens, self.place, self.copies = step.opens, step.place, step.copies
+        self.ends = bool(step.place != NOWHERE or step.copies or step.after)
         self.module: weakref.ref[nn.Module] | None = step.module
         self.inputs, self.numel = step.inputs, step.numel
 
@@ -103,7 +108,7 @@ def _guard(step: Step) -> Guard:
     count, named = len(step.args), len(step.kwargs)
     checks = tuple((i, _fits(want)) for i, want in enumerate(step.args) if _is_compared(want))
     others = tuple((i, x, _fits(x)) for i, x in enumerate(step.args) if not _is_compared(x))
-    by_name = tuple((name, _fits(want)) for name, want in step.kwargs)
+    by_name = tuple((name, want, _fits(want)) for name, want in step.kwargs)
     saves, only_saves = bool(step.saves), step.run is None
     needs_more = step.direct is not None
 
@@ -117,8 +122,9 @@ def _guard(step: Step) -> Guard:
         for i, fits in checks:
             if not fits(replay, args[i]):
                 return False
-        for name, fits in by_name:
-            if name not in kwargs or not fits(replay, kwargs[name]):
+        for name, want, fits in by_name:
+            value = kwargs.get(name, _nothing)
+            if value is not want and not fits(replay, value):
                 return False
         if not saves and only_saves:
             return True  # it saves nothing: a mask that is made without gradients, too
@@ -158,7 +164,8 @@ def _fits(want: Any) -> Check:
 
 
 def _fits_tensor(like: Like) -> Check:
-    kind, (dtype, device, requires_grad, layout) = like.kind, like.traits
+    kind: Any = like.kind
+    dtype, device, requires_grad, layout = like.traits
     (shape, stride, offset), same, place = like.geometry, like.same, like.place
 
     def fits(replay: Replay, x: Any) -> bool:
@@ -182,11 +189,13 @@ def _fits_tensor(like: Like) -> Check:
 
 
 def _fits_parameter(like: Like) -> Check:
-    kind, (dtype, device, requires_grad, layout) = like.kind, like.traits
-    (shape, stride, offset), parameter, address = like.geometry, like.parameter, like.address
+    kind: Any = like.kind
+    dtype, device, requires_grad, layout = like.traits
+    (shape, stride, offset), address = like.geometry, like.address
+    parameter: Any = like.parameter
 
     def fits(replay: Replay, x: Any) -> bool:
-        return bool(
+        return (
             x is parameter
             and type(x) is kind
             and x.dtype is dtype
@@ -207,7 +216,8 @@ def _fits_parameter(like: Like) -> Check:
 
 def _hold(save: Save, is_exact: bool) -> Hold:
     (shape, stride, offset), dtype, same = save.geometry, save.dtype, save.same
-    number, fresh, nbytes, whole = save.slot, save.fresh, save.nbytes, save.whole
+    number, fresh, nbytes = save.slot, save.fresh, save.nbytes
+    whole = save.geometry if save.whole is None else save.whole
     geometry, need, place, noted = save.geometry, save.need, save.place, save.noted
     deed = None if save.deed is None else _do(save.deed, is_exact)
     keeps = save.waits or (fresh and deed is None)
@@ -228,7 +238,6 @@ def _hold(save: Save, is_exact: bool) -> Hold:
             replay.noted[noted] = x.detach()
         if number == NOWHERE:
             return replay.kept(x)
-        assert whole is not None
         if fresh:
             slot = replay.slots[number] = replay.new_slot(number, x, whole)
         else:
@@ -307,7 +316,8 @@ def _encode(deed: Deed, action: Encode) -> Do:
     if deed.mask != NOWHERE:  # bits of this forward, which the codec reads
         return _perform(deed)
     codec, facts, nth, norm = action.codec, action.facts, deed.draw, deed.norm
-    is_normal, perform_it = is_normalized(action), _perform(deed)
+    by_rows, perform_it = action.rows is not None, _perform(deed)
+    is_normal = is_normalized(action) and (by_rows or norm is not None)
     coders: list[Coder | None] = []  # one, made of the first tensor
 
     def encode(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
@@ -329,18 +339,43 @@ def _encode(deed: Deed, action: Encode) -> Do:
 
 def _rebuild(deed: Deed, is_exact: bool) -> Do:
     """Hold the recipe; in an exact script without the statistics that it reads of codes alone."""
-    remade, need = deed.remade, deed.need
-    assert remade is not None
+    assert deed.remade is not None
+    make_ready, need = _ready(deed.remade, is_exact), deed.need
 
     def rebuild(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
-        ready = remade.ready(replay, is_exact=is_exact)
+        ready = make_ready(replay)
         if ready.exact or ready.works_lossy:
-            slot.hold(rebuilt(ready, whole, need))
+            slot.hold(RebuildHandle.of(ready, whole, need))
         else:
             why = "what it would be made of has no bits for it in this step"
             slot.hold(KeepHandle(whole, why))
 
     return rebuild
+
+
+def _ready(remade: Remade, is_exact: bool) -> Callable[[Replay], Ready]:
+    """Return the recipe with the slots of the forward that runs."""
+    op, source, fixed = remade.op, remade.source, remade.op.fixed
+    number = source if isinstance(source, int) else NOWHERE
+    seen, made, given = remade.seen, remade.made, remade.given
+    bits, noise, other = remade.bits, remade.noise, remade.other
+    below = None if isinstance(source, int) else _ready(source, is_exact)
+    bound = None if is_exact else op.bound
+
+    def make_ready(replay: Replay) -> Ready:
+        slots = replay.slots
+        return Ready(
+            op if bound is None else bound(*(ref.tensor(replay) for ref in given)),
+            slots[number] if below is None else below(replay),
+            seen,
+            made,
+            tuple([version_of(tensor) for tensor in fixed]),
+            None if bits == NOWHERE else slots[bits].bits,
+            None if noise == NOWHERE else slots[noise],
+            None if other == NOWHERE else slots[other],
+        )
+
+    return make_ready
 
 
 def _perform(deed: Deed) -> Do:

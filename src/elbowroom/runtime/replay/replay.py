@@ -29,7 +29,7 @@ from elbowroom.runtime.context import Context, mixed
 from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.handles import KeepHandle
-from elbowroom.runtime.handles.keep import check_version, version_of
+from elbowroom.runtime.handles.keep import check_version
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.identity import covering
 from elbowroom.runtime.ledger import NOT_COUNTED
@@ -37,7 +37,8 @@ from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again
 from elbowroom.runtime.replay.compiled import Act, Hold
 from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torch
-from elbowroom.runtime.slot import Geometry, Slot, unpack
+from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.slot import unpack as unpack_view
 from elbowroom.runtime.weak import WeakStorage
 
 _disabled = torch._C.DisableTorchFunction
@@ -51,25 +52,30 @@ class Token:
     __slots__ = ("__weakref__",)
 
 
-class Kept:
+class Kept(tuple[Tensor, int, Token | None]):
     """A tensor that is only kept, with the version check that hooks switch off.
 
-    token: lives as long as anything that is only kept
+    The tensor without its node; its version; what lives as long as anything that is only kept. A
+    tuple, for a class of ours would take a call of Python's to make.
     """
 
-    __slots__ = ("_tensor", "_token", "_version")
-
-    def __init__(self, x: Tensor, token: Token | None) -> None:
-        self._tensor = x if x.is_leaf else x.detach()  # to ask for `grad_fn` makes an object
-        self._version = version_of(x)
-        self._token = token
+    __slots__ = ()
 
     def restore(self) -> Tensor:
         """Return the tensor; raise RestoreError if it was changed in place."""
-        x, version = self._tensor, self._version
-        if version_of(x) != version:
-            check_version(x, version)
+        x, version, _ = self
+        check_version(x, version)
         return x
+
+
+def unpack(held: Any) -> Tensor:
+    """Return the saved tensor that autograd asks for: the hook of backward."""
+    if type(held) is Kept:
+        x: Tensor = held[0]
+        if not x.is_inference() and x._version == held[1]:
+            return x
+        return held.restore()
+    return unpack_view(held)
 
 
 class _Again(TorchFunctionMode):
@@ -178,7 +184,9 @@ class Replay(TorchFunctionMode):
     ) -> Any:
         if self.saving is None:
             kwargs = kwargs or {}
-            act = self._act()
+            act = self._acts[self._at]
+            if act.inputs:
+                act = self._act()
             # Equal, not the same: what gets an attribute is another object each time.
             if act.func is func or act.func == func:
                 at, self._at = self._at, self._at + 1
@@ -259,7 +267,7 @@ class Replay(TorchFunctionMode):
                 out = act.run(*args, **kwargs)
             if holds is not None and self._saved != len(holds):
                 self._stray()
-            if self.saving is None:
+            if act.ends and self.saving is None:
                 self._end(act, args, out)
         finally:
             self._holds, self._saved, self._is_inside = outer
@@ -290,7 +298,7 @@ class Replay(TorchFunctionMode):
 
     def note_place(self, place: int, x: Tensor) -> None:
         """Compare later tensors with this one by the number of this place."""
-        self._places[place] = WeakStorage(x), version_of(x)
+        self._places[place] = WeakStorage(x), 0 if x.is_inference() else x._version
 
     def is_at(self, place: int, x: Tensor) -> bool:
         """Return whether x lies in the storage of this place, at the same version."""
@@ -338,35 +346,38 @@ class Replay(TorchFunctionMode):
 
     def _pack(self, x: Tensor) -> Any:
         """Return what is held of x, which autograd saves."""
-        holds = self._holds
-        if not self._is_inside or holds is None or self.saving is not None:
-            return self._pack_uncompared(x)
+        if not self._is_inside or self.saving is not None:
+            return self._pack_outside(x)
         self._numel += x.numel()
+        holds = self._holds
+        if holds is None:
+            return self.kept(x)
         i = self._saved
         self._saved = i + 1
         if i < len(holds):
             hold = holds[i]
-            held = Kept(x, self._token) if hold is None else hold(self, x)
+            held = self.kept(x) if hold is None else hold(self, x)
             if held is not None:
                 return held
         return self._stray_at(x)
 
-    def _pack_uncompared(self, x: Tensor) -> Any:
-        """The same of what no act looks at, and of what is saved between two calls."""
-        if self._is_inside:
+    def _pack_outside(self, x: Tensor) -> Any:
+        """The same of what is saved between two calls, or in a forward that has strayed."""
+        saving = self.saving
+        if saving is not None and self._is_inside:
             self._numel += x.numel()
-            return Kept(x, self._token) if self.saving is None else self.saving.take(x)
+            return saving.take(x)
         with _disabled():
-            if self.saving is None and self._holds is not None:  # a module that runs again gets it
+            if saving is None and self._holds is not None:  # a module that runs again gets it
                 self._is_inside = True
                 try:
                     return self._pack(x)
                 finally:
                     self._is_inside = False
             self._numel += x.numel()
-            if self.saving is not None:
-                return self.saving.take(x)
-            return self._input(x) if self.script.codes_checkpoints else Kept(x, self._token)
+            if saving is not None:
+                return saving.take(x)
+            return self._input(x) if self.script.codes_checkpoints else self.kept(x)
 
     def _stray_at(self, x: Tensor) -> Any:
         """The forward is another one, as x tells: let it be looked at."""
@@ -377,7 +388,7 @@ class Replay(TorchFunctionMode):
     def _input(self, x: Tensor) -> Any:
         """Return what is held of x, which no call of the model's saves."""
         if checkpoint_call(x) is None:
-            return Kept(x, self._token)
+            return self.kept(x)
         act, i = self._act(), self._given
         if act.inputs and act.saves is not None and act.holds is not None:
             for late in () if i else act.before:
@@ -385,7 +396,7 @@ class Replay(TorchFunctionMode):
             save, hold = act.saves[i], act.holds[i]
             self._given = i + 1
             if save is None or hold is None:
-                return Kept(x, self._token)
+                return self.kept(x)
             alike = type(x) is not nn.Parameter
             alike = alike and (x.requires_grad or save.need is not Need.LOSSY)
             held = hold(self, x) if alike else None
@@ -395,7 +406,8 @@ class Replay(TorchFunctionMode):
 
     def kept(self, x: Tensor) -> Kept:
         """Return what is held of a tensor that is only kept."""
-        return Kept(x, self._token)
+        alone = x if x.is_leaf else x.detach()  # to ask for `grad_fn` makes an object
+        return Kept((alone, 0 if x.is_inference() else x._version, self._token))
 
     def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
         """Return the slot of this number. geometry: of what covers it, as `base` may not."""

@@ -24,11 +24,10 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.plan import Action, Encode, Need, SiteName
 from elbowroom.runtime.consumers import Levels
 from elbowroom.runtime.direct import Direct
-from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.ledger import Counts
 from elbowroom.runtime.modules import Counts as CallCounts
 from elbowroom.runtime.normal import Statistics
-from elbowroom.runtime.recipes import Op, Ready
+from elbowroom.runtime.recipes import Op
 from elbowroom.runtime.slot import Geometry
 
 if TYPE_CHECKING:
@@ -77,25 +76,6 @@ class Remade:
     noise: int
     other: int
     given: tuple[Ref, ...]
-
-    def ready(self, replay: Replay, *, is_exact: bool = False) -> Ready:
-        """Return the recipe with the slots of the forward that runs.
-
-        is_exact: they stay exact, so that it reads no statistics
-        """
-        slots, op, source = replay.slots, self.op, self.source
-        if op.bound is not None and not is_exact:
-            op = op.bound(*(ref.tensor(replay) for ref in self.given))
-        return Ready(
-            op,
-            slots[source] if isinstance(source, int) else source.ready(replay, is_exact=is_exact),
-            self.seen,
-            self.made,
-            tuple(map(version_of, op.fixed)),
-            None if self.bits == NOWHERE else slots[self.bits].bits,
-            None if self.noise == NOWHERE else slots[self.noise],
-            None if self.other == NOWHERE else slots[self.other],
-        )
 
 
 @dataclass(frozen=True)
