@@ -14,7 +14,7 @@ CEILINGS = {
     "`er.saving()`, the next ones: made again": (10, 224),
     '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (40, 763),
     '`er.saving("dither", levels=16, rebuild=False)`, the next ones: encoded': (22, 332),
-    "`er.fit`, a step that learns: made again": (30, 636),
+    "`er.fit`, a step that learns: made again": (30, 640),
     "`er.fit`, a settled step: made again": (10, 209),
 }
 
