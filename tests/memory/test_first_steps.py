@@ -100,3 +100,15 @@ def test_a_change_of_what_was_left_alone_before_cannot_be_undone():
     with pytest.raises(er.errors.PlanError, match="'queue' in place"):
         undo.back()
     undo.close()
+
+
+def test_a_forward_that_runs_again_makes_its_own_casts_of_weights():
+    """Those of the forward before would stand while it is measured, and not in later steps."""
+    model, x = nn.Linear(512, 512), torch.randn(1, 512)
+    with torch.autocast("cpu", torch.bfloat16):
+        undo = Undo(model, ())
+        model(x)
+        assert peak(lambda: model(x)) < model.weight.numel()
+        undo.back()
+        assert peak(lambda: model(x)) >= 2 * model.weight.numel()
+        undo.close()

@@ -32,6 +32,14 @@ def test_an_op_takes_what_comes_in_and_what_it_makes():
     assert [one.nbytes for one in run(chain(10, 30, 20))] == [50, 40, 10]
 
 
+def test_a_cross_entropy_of_ours_takes_the_place_of_what_it_has_saved():
+    first = Node(1, "_LogProbabilitiesBackward", (10,), ((0, 0),), workspace=2 - 10)
+    loss = Node(2, "_NegativeLogLikelihoodBackward", (1,), ((1, 0),))
+    graph = Graph((Node(0, "Mul", (10,), END), first, loss), ((2, 0),))
+    # What is saved is counted apart: 10 of it become the gradient.
+    assert [one.nbytes for one in run(graph)] == [1, 2, 10]
+
+
 def test_a_view_hands_on_what_it_was_given():
     view = Node(1, "ViewBackward0", (10,), ((0, 0),))
     graph = Graph((Node(0, "Mul", (10,), END), view), ((1, 0),))

@@ -1,8 +1,10 @@
 """The menu is the registry: whatever is registered, honest and good for something is weighed."""
 
+import importlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,14 +17,19 @@ from elbowroom.codecs import Codec, Dither, Facts, Group, codecs, register, regi
 from elbowroom.codecs.base import FLOATS, Buffers, Encoded, Expected, Layout
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.codecs.quality import _RECORDED, lie_of, measured, quality_of
-from elbowroom.errors import DataError, PlanError, UnknownCodec
+from elbowroom.errors import BudgetTooSmall, DataError, PlanError, UnknownCodec
 from elbowroom.measure.rates import rates
 from elbowroom.plan import registered
+from elbowroom.plan.make import make_plan
 from elbowroom.plan.menu import rung_named
 from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.registered import all_settings, settings_of, weighed
 from elbowroom.plan.site import Formula, Need, Site
+
+solve_module, auto_module = map(
+    importlib.import_module, ("elbowroom.plan.solve", "elbowroom.plan.solve.auto")
+)
 
 
 @dataclass(frozen=True)
@@ -230,6 +237,38 @@ def test_a_rate_is_measured_when_it_is_asked_for() -> None:
         found["encode nobody"]
     with pytest.raises(KeyError):
         found["out nowhere"]
+
+
+def test_the_least_budget_is_searched_for_only_where_it_is_named(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no planner is asked the same twice."""
+    asked: list[object] = []
+    for name in ("relaxed", "least_peak"):
+        before = getattr(solve_module if name == "least_peak" else auto_module, name)
+
+        def spied(*args: Any, name: str = name, before: Any = before) -> Any:
+            asked.append(name)
+            return before(*args)
+
+        monkeypatch.setattr(solve_module if name == "least_peak" else auto_module, name, spied)
+
+    def refused(finest: float) -> BudgetTooSmall:
+        asked.clear()
+        with pytest.raises(BudgetTooSmall) as caught:
+            make_plan(profile, 1, finest=finest)
+        return caught.value
+
+    refused(inf)
+    assert asked == ["relaxed"] * 2  # exact, and with codes
+    coarse = refused(1 << 20)
+    assert asked.count("least_peak") >= 1
+    fine = refused(1)
+    assert fine.least_nbytes <= coarse.least_nbytes
+    assert make_plan(profile, fine.least_nbytes).peak <= fine.least_nbytes
+    asked.clear()
+    make_plan(profile, fine.least_nbytes)
+    assert not asked
 
 
 def test_a_registered_codec_is_chosen(profile: Profile) -> None:

@@ -209,7 +209,7 @@ def settings_of(kind: "Planning") -> PlannerSettings:
         state.once_nbytes,
         state.again_nbytes,
         helps,
-        finest=inf if state.corrects else 1,
+        finest=inf if state.corrects else state.terms.budget_nbytes >> 8,
     )
 
 

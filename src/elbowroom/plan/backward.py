@@ -32,6 +32,7 @@ _PASS = (  # their gradient is what came in, or a view of it
     *("UnsqueezeBackward", "ViewBackward"),
 )
 _PARTS = ("CatBackward", "StackBackward")  # each gets a part of what came in
+_EMPTY = ("_NegativeLogLikelihoodBackward",)  # what they hand on has no memory
 _REDUCING = ("MulBackward", "DivBackward")  # a broadcast factor: the whole product, then its sum
 
 
@@ -196,6 +197,8 @@ class _Backward:
     def _made(self, node: Node, to: int, which: int, came: dict[int, int]) -> int:
         if to < 0:
             return -1
+        if node.name in _EMPTY:
+            return self._gradients.make(0)
         nbytes = self._nodes[to].takes[which]
         if len(came) == 1 and node.name.rstrip("0123456789") in _PASS:
             (one,) = came.values()

@@ -392,6 +392,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "WhereBackward0": {"condition": INDEX},  # grad on either side
 }
 _POWER = "PowBackward0"
+_OURS = {"_LogProbabilitiesBackward": "LogSoftmaxBackward0"}  # saves its result, likewise
 _REDUCTIONS = ("IndexReduceBackward0", "ScatterReduceBackward0", "SegmentReduceBackward0")
 
 
@@ -403,7 +404,9 @@ def formula_of(node: object, name: str, field: str) -> Formula:
     """
     if name == _POWER and field == "self":
         return _power(getattr(node, "_saved_exponent", None))
-    formula = FORMULAS.get(name, {}).get(field, Formula.UNKNOWN)
+    formula = FORMULAS.get(_OURS.get(name, name), {}).get(
+        "result" if name in _OURS else field, Formula.UNKNOWN
+    )
     if name in _REDUCTIONS and formula is Formula.SINGULAR:
         return _reduction(getattr(node, "_saved_reduce", None))
     return formula

@@ -67,7 +67,12 @@ class Undo:
         return "the optimizer's states" if any(one.changed for one in self._states) else None
 
     def back(self) -> None:
-        """Make all of it what it was."""
+        """Make all of it what it was.
+
+        Copies of weights that autocast has made meanwhile are none of the next run's own: it would
+        be measured without them.
+        """
+        torch.clear_autocast_cache()
         self._rewind.back()
         for gradient in self._gradients:
             gradient.back()

@@ -8,6 +8,7 @@
     gelu, silu   any code            what is decoded, which becomes the gradient
     conv*d       anything            a few samples at a time (CPU; not in exact mode)
     attention    any code            q, k, v restored: the op runs again (attention.py)
+    cross_entropy  log-probabilities  these, restored: the gradient takes their place (CPU)
     clamp        a bit an element    the bits, restored: what lies between its limits
     lstm, gru    input and states    what is decoded, from which forward runs again (CPU; likewise)
 
@@ -44,6 +45,7 @@ from elbowroom.runtime.direct.attention import (
 from elbowroom.runtime.direct.batch_norm import batch_norm, fits_batch_norm
 from elbowroom.runtime.direct.clamp import clamp, clamp_max, clamp_min, fits_clamp
 from elbowroom.runtime.direct.convolution import convolution, fits_convolution
+from elbowroom.runtime.direct.cross_entropy import cross_entropy, fits_cross_entropy
 from elbowroom.runtime.direct.dropout import dropout, fits_dropout
 from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
 from elbowroom.runtime.direct.recurrent import fits_recurrent, recurrent
@@ -105,6 +107,7 @@ _OPS: dict[Callable[..., Any], Direct] = {
     F.batch_norm: Direct(batch_norm, Reads.CODE, fits_batch_norm),
     F.layer_norm: Direct(layer_norm, Reads.GRADIENT, fits_layer_norm),
     F.dropout: Direct(dropout, Reads.BITS, fits_dropout),
+    F.cross_entropy: Direct(cross_entropy, Reads.RESTORED, fits_cross_entropy, always=True),
     F.gelu: Direct(gelu, Reads.GRADIENT, _always),
     F.silu: Direct(silu, Reads.GRADIENT, _not_in_place),
     **dict.fromkeys((torch.clamp, Tensor.clamp, torch.clip, Tensor.clip), _CLAMP),

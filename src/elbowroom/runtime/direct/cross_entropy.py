@@ -1,0 +1,160 @@
+"""Cross entropy whose backward takes no more memory than what it has saved.
+
+    forward    logp = log_softmax(x); loss = nll_loss(logp, target); logp is saved
+    backward   grad_x = grad - exp(logp) sum(grad), in the place of logp, some rows at a time
+
+At the first op of backward everything is held that forward has saved, and torch's own ops add the
+gradient of logp, zero but for one element a row, and that of x: with logp three times the logits.
+Here the gradient of logp is made for some rows at a time, by torch's own kernels, which see each
+row by itself: the bits are theirs. The gradient of x takes the place of logp where nothing can ask
+for that again: it is kept, the graph is let go of, and nobody else holds it; or it was decoded.
+
+There are two nodes, as torch has them. What the first one hands to the second has no memory: that
+makes its own gradient of logp.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs.base import FLOATS
+from elbowroom.runtime.arena import ARENA
+from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.direct.held import packed
+from elbowroom.runtime.handles import EncodeHandle, KeepHandle
+from elbowroom.runtime.slot import Deferred, View
+from elbowroom.runtime.weak import WeakStorage
+
+_aten: Any = torch.ops.aten
+_LEAST_NBYTES = 1 << 16  # of logits: less is not worth two nodes of ours
+_ROWS_NBYTES = 1 << 20  # that are made at a time
+_REDUCTIONS = {"mean": 1, "sum": 2}  # as torch numbers them
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """As torch.nn.functional.cross_entropy, for what `fits_cross_entropy`."""
+    labels = _Labels(target, weight, _REDUCTIONS[reduction], ignore_index)
+    logp: Tensor = _LogProbabilities.apply(input, labels)  # type: ignore[no-untyped-call]
+    loss: Tensor = _NegativeLogLikelihood.apply(  # type: ignore[no-untyped-call]
+        logp, target, weight, labels
+    )
+    return loss
+
+
+def fits_cross_entropy(call: Call, x: Tensor) -> bool:
+    """Whether it is of rows of logits in float32 or so, on a CPU, by class numbers."""
+    target, weight = call.arg(1, "target"), call.arg(2, "weight")
+    on_cpu = x.device.type == "cpu" and x.dtype in (*FLOATS, torch.float64)
+    if not on_cpu or x.dim() != 2 or not x.is_contiguous() or x.nbytes < _LEAST_NBYTES:
+        return False
+    if not isinstance(target, Tensor) or target.dtype is not torch.int64 or target.dim() != 1:
+        return False
+    if weight is not None and weight.requires_grad:
+        return False
+    old = (call.arg(3, "size_average"), call.arg(5, "reduce"))
+    smooth, how = call.arg(7, "label_smoothing", 0.0), call.arg(6, "reduction", "mean")
+    plain = old == (None, None) and how in _REDUCTIONS and smooth == 0.0
+    return plain and (x.dtype is torch.float32 or not torch.is_autocast_enabled("cpu"))
+
+
+class _Labels:
+    """What the two nodes share: how the loss is made, and what the second tells the first.
+
+    came  the gradient of the loss, the labels, their weights and what these add up to
+    """
+
+    def __init__(
+        self, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+    ) -> None:
+        self.reduction, self.ignore_index = reduction, ignore_index
+        self.came: tuple[Tensor, Tensor, Tensor | None, Tensor] | None = None
+
+    def gradient(
+        self, grad: Tensor, logp: Tensor, target: Tensor, weight: Tensor | None, total: Tensor
+    ) -> Tensor:
+        """The gradient of these rows of logp, whose values do not matter."""
+        made: Tensor = _aten.nll_loss_backward(
+            grad, logp, target, weight, self.reduction, self.ignore_index, total
+        )
+        return made
+
+
+class _NegativeLogLikelihood(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logp: Tensor, target: Tensor, weight: Tensor | None, labels: _Labels
+    ) -> Tensor:
+        loss, total = _aten.nll_loss_forward(
+            logp, target, weight, labels.reduction, labels.ignore_index
+        )
+        ctx.save_for_backward(target, weight, total)
+        ctx.set_materialize_grads(False)
+        ctx.labels, ctx.shape = labels, logp.shape
+        made: Tensor = loss
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (grad,), (target, weight, total) = grads, ctx.saved_tensors
+        if grad is None:
+            return (None,) * 4
+        nothing = grad.new_zeros(()).expand(ctx.shape)
+        if torch.is_grad_enabled():  # somebody wants the gradient's own gradient
+            return ctx.labels.gradient(grad, nothing, target, weight, total), None, None, None
+        ctx.labels.came = grad, target, weight, total
+        return nothing, None, None, None
+
+
+class _LogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, labels: _Labels) -> Tensor:
+        logp = torch.log_softmax(x, 1)
+        ctx.save_for_backward(logp)
+        ctx.set_materialize_grads(False)
+        ctx.labels = labels
+        ctx.workspace_nbytes = min(2 * _ROWS_NBYTES, 2 * logp.nbytes) - logp.nbytes
+        return logp
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        (grad,), labels = grads, ctx.labels
+        came, labels.came = labels.came, None
+        if grad is None:
+            return None, None
+        if came is None:
+            (logp,) = ctx.saved_tensors
+            return _aten._log_softmax_backward_data(grad, logp, 1, logp.dtype), None
+        logp, is_private = _restored(ctx)
+        made = logp if is_private else torch.empty_like(logp)
+        loss_grad, target, weight, total = came
+        rows = max(_ROWS_NBYTES // (logp.shape[1] * logp.element_size()), 1)
+        for start in range(0, len(logp), rows):
+            some, end = logp[start : start + rows], start + rows
+            of_logp = labels.gradient(loss_grad, some, target[start:end], weight, total)
+            made[start:end] = _aten._log_softmax_backward_data(of_logp, some, 1, logp.dtype)
+        return made, None
+
+
+def _restored(ctx: Any) -> tuple[Tensor, bool]:
+    """What was saved, and whether nobody else can ask for it: it may be written over."""
+    held = packed(ctx, 0)
+    held = held.held if isinstance(held, Deferred) else held
+    handle = held.slot.value if isinstance(held, View) else None
+    is_code = isinstance(handle, EncodeHandle) and handle.is_needed()
+    is_kept = isinstance(handle, KeepHandle) or not isinstance(held, View)
+    (saved,) = ctx.saved_tensors
+    logp: Tensor = saved.detach()
+    del saved
+    known = 2 if is_kept else is_code * (1 + ARENA.owns(logp))  # who holds it, and `logp` here
+    alone = WeakStorage(logp).holders() <= known
+    return logp, alone and not torch._C._autograd._get_current_graph_task_keep_graph()
