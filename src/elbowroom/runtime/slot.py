@@ -215,7 +215,7 @@ class Slot:
         self.views_asked += 1
         whole = self.restore_value() if self.whole is None else self.whole
         self.whole = whole if self.views_asked < self.views else None
-        if shared:
+        if shared and self.whole is not None:
             _note_shared(self)
         return whole
 
@@ -269,7 +269,7 @@ def _note_shared(slot: Slot) -> None:
     a key and a value of one norm; a SiLU's input, which is made on the way to its output.
     """
     known = [one for one in _shared if (other := one()) is not None and other.whole is not None]
-    if slot.whole is not None and all(one() is not slot for one in known):
+    if all(one() is not slot for one in known):
         known.append(weakref.ref(slot))
     for one in known[:-_MOST_SHARED]:
         if (oldest := one()) is not None:

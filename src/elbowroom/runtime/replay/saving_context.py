@@ -358,7 +358,9 @@ class _Following(Replay):
         entry = self._repeated.entry(number)
         slot = Slot(base, entry, geometry=geometry)
         slot.shares = self._shares
-        if number == 0 and any(map(is_compiled, modules.on_stack())):
+        looks = number == 0 and "torch._dynamo" in sys.modules
+        if looks and any(map(is_compiled, modules.on_stack())):
+            # Somebody has compiled the model before, and called it only now.
             self.scripts.has_seen_calls(compiled=True)
         if isinstance(entry, Repeated):
             self._repeated.counts(number, slot, entry)
