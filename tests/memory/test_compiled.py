@@ -467,7 +467,7 @@ def uncompiled(monkeypatch):
     """Inductor without its code generation, wherever our backend calls it."""
     import torch._inductor.compile_fx as compile_fx
 
-    def run(gm, inputs, *, config_patches):
+    def run(gm, inputs, *, config_patches, **_):
         return without_codegen(config_patches["custom_partitioner_fn"])(gm, inputs)
 
     monkeypatch.setattr(compile_fx, "compile_fx", run)
