@@ -116,6 +116,21 @@ def test_policies_without_a_form_for_graphs_run_eagerly_and_say_so(uncompiled) -
     assert uncompiled == []
 
 
+def test_a_compiled_function_runs_eagerly_and_says_so_once(uncompiled) -> None:
+    model, x = make()
+    called, asked = (
+        torch.compile(lambda x: model(x)),
+        torch._dynamo.eval_frame._callback_from_stance,
+    )
+    with pytest.warns(UserWarning, match="A compiled function is called, and runs eagerly"):
+        step(model, called, x, er.saving("exact"))
+    step(model, called, x, er.saving("exact"))  # a second warning would be an error
+    assert uncompiled == []
+    step(model, called, x)
+    assert len(uncompiled) == 1
+    assert torch._dynamo.eval_frame._callback_from_stance is asked
+
+
 def test_a_stance_of_the_users_is_kept(uncompiled) -> None:
     model, x = make()
     called = torch.compile(model)

@@ -95,6 +95,19 @@ def test_the_same_draws_give_the_same_bits_and_leave_the_users_generator_alone(p
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_each_process_draws_noise_of_its_own(monkeypatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    seen = []
+    for rank in range(4):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        with ops.draws.started_at(5):
+            seen += [ops.draws.next() for _ in range(3)]
+    assert len(set(seen)) == len(seen)
+    monkeypatch.undo()
+    with ops.draws.started_at(5):
+        assert [ops.draws.next() for _ in range(3)] == seen[:3]
+
+
 def test_masks_of_dropout_are_bits_and_add_nothing() -> None:
     (expected,), decision = run(None, True, p=0.3)
     (got,), tight = run(int(0.72 * decision.peak_nbytes), True, p=0.3)

@@ -11,7 +11,9 @@
     rewrite.py     encode and decode in the joint graph
     ops.py         ... as ops over the kernels of kernels/ops.py
     aten.py        ... written out in aten ops, for GPUs
+    sums.py        products that Inductor joins with a sum, before it is asked
     partition.py   what Inductor calls, with that choice in PyTorch's min-cut
+    scheduling.py  ... and the order that Inductor then keeps
     decision.py    ... in figures
     held.py        a policy of er.saving in the graph, whatever the budget
     backend.py     torch.compile(..., backend="elbowroom")

@@ -19,6 +19,7 @@ Settings are read from the options of each call, and nothing is kept but the sha
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -142,9 +143,10 @@ def compile_region(
     with its own type: what a backend raises, Dynamo would wrap. raises: at once, for a caller who
     catches it.
     """
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     from elbowroom.compiled.partition import Partitioner, check_torch, told
+    from elbowroom.compiled.scheduling import in_order
 
     check_torch()
     room, held = regions.room_of(gm)
@@ -153,9 +155,18 @@ def compile_region(
         room, settings.counts_inputs, settings.exact, settings.levels, settings.min_nbytes, held
     )
     patches = {**options, "custom_partitioner_fn": partitioner}
+    made: list[Decision] = []
+
+    def compile_graph(*args: Any, **kwargs: Any) -> Any:
+        planned = [one for one in made if not one.is_plain]
+        with in_order(fuses_alike=planned[-1].fuses_alike) if planned else nullcontext():
+            return compile_fx_inner(*args, **kwargs)
+
     try:
-        with told(regions.decided):
-            compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
+        with told(regions.decided), told(made.append):
+            compiled: Any = compile_fx(
+                gm, list(example_inputs), inner_compile=compile_graph, config_patches=patches
+            )
     except BudgetTooSmall as error:
         if regions.elsewhere_nbytes and settings.room_nbytes is not None:
             others = {"what other regions hold": regions.elsewhere_nbytes}

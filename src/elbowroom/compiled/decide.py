@@ -53,7 +53,7 @@ class Search:
         joint, cut = self.joint, self.min_cut
         fixed = [node for node in joint.required if is_random(node)]
         with must_save(fixed):
-            plain = joint.step(cut(self.budget))
+            plain = joint.step(cut(self.budget), is_plain=True)
         assert plain is not None, "the min-cut has left out what backward needs"
         self.plain = plain
         self.rounded = rounded_values(joint) if self.same_bits else frozenset()

@@ -14,6 +14,8 @@ class Decision:
     inputs_nbytes       of parameters, buffers and other inputs that the region reads
     recomputed          how many ops backward runs again
     is_lossy            whether codes add errors
+    is_plain            whether all is as in plain torch.compile
+    fuses_alike         whether bits depend on which loops are fused
     """
 
     peak_nbytes: int
@@ -23,3 +25,5 @@ class Decision:
     recomputed: int
     plain_saved_nbytes: int = 0
     is_lossy: bool = False
+    is_plain: bool = True
+    fuses_alike: bool = False

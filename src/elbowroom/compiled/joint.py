@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch import partitioners
+from torch.utils import _pytree as pytree
 
 from elbowroom.compiled.collect import Facts, facts_of
 from elbowroom.compiled.cost import Clock
@@ -51,19 +52,21 @@ class Joint:
         graph: fx.Graph,
         required: Collection[fx.Node],
         inputs: Sequence[fx.Node],
-        forward_outputs: Sequence[Any],
-        backward_outputs: Sequence[Any],
+        n_forward_outputs: int,
     ) -> None:
         """Take a graph apart. required: the nodes that forward's outputs need."""
         self.graph = graph
         self.inputs = list(inputs)
         self.required = set(required)
-        self.forward_outputs = [n for n in forward_outputs if isinstance(n, fx.Node)]
-        self.backward_outputs = [n for n in backward_outputs if isinstance(n, fx.Node)]
+        self._n_forward_outputs = n_forward_outputs
         self.refresh()
 
     def refresh(self) -> None:
         """The graph has been rewritten."""
+        n = self._n_forward_outputs
+        results = pytree.arg_tree_leaves(*next(iter(self.graph.find_nodes(op="output"))).args)
+        self.forward_outputs = [one for one in results[:n] if isinstance(one, fx.Node)]
+        self.backward_outputs = [one for one in results[n:] if isinstance(one, fx.Node)]
         self.facts: dict[fx.Node, Facts] = facts_of(self.graph)
         self.place = {node: at for at, node in enumerate(self.graph.nodes)}
         self.clock = Clock(self.facts)
@@ -73,8 +76,11 @@ class Joint:
         copied = _copied(self.inputs) if self.is_channels_last else set()
         self.outside = {n for n in self.inputs if n not in copied}
 
-    def step(self, saved: Iterable[fx.Node]) -> Step | None:
-        """Judge a choice; None where backward cannot be computed from it."""
+    def step(self, saved: Iterable[fx.Node], *, is_plain: bool = False) -> Step | None:
+        """Judge a choice; None where backward cannot be computed from it.
+
+        is_plain: as plain torch.compile would run it
+        """
         chosen = set(saved)
         after = self._needed(self.backward_outputs, chosen | set(self.tangents))
         if after is None:
@@ -89,6 +95,7 @@ class Joint:
             given=self.inputs,
             outside=self.outside,
             outputs=[*self.forward_outputs, *used],
+            waits=is_plain,
         )
         outputs = [n for n in self.forward_outputs if n not in self.outside]
         backward = curve_of(
@@ -98,6 +105,7 @@ class Joint:
             outside=[n for n in used if n in self.outside],
             # Autograd's engine holds the tangents until backward returns.
             outputs=[*self.backward_outputs, *outputs, *self.tangents],
+            waits=is_plain,
         )
         return Step(
             saved=tuple(sorted(used, key=self.place.__getitem__)),

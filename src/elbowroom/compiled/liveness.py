@@ -88,6 +88,7 @@ def curve_of(
     given: Collection[fx.Node],
     outside: Collection[fx.Node],
     outputs: Collection[fx.Node],
+    waits: bool = False,
 ) -> Curve:
     """Simulate a graph.
 
@@ -95,6 +96,8 @@ def curve_of(
     given    what the graph begins with: its inputs and saved values
     outside  those of `given` whose memory belongs to the caller: neither counted nor freed
     outputs  what must stand when it ends
+    waits    whether freed memory waits for the next tensor of its size, as Inductor has it by
+             itself; in planned graphs that is off (`scheduling.py`)
     """
     kernels = _scheduled(_kernels(order, facts, set(given), set(outputs)))
     kept = {facts[node].storage for node in outputs if node in facts}
@@ -112,7 +115,7 @@ def curve_of(
         last[storage] = end
     for storage in owned - kept:  # never read: freed with the arguments, at the beginning
         last[storage] = max(last[storage], -1)
-    return _levels(kernels, facts, made, last)
+    return _levels(kernels, facts, made, last, waits=waits)
 
 
 def _levels(
@@ -120,6 +123,8 @@ def _levels(
     facts: dict[fx.Node, Facts],
     made: dict[fx.Node, int],
     last: dict[fx.Node, int],
+    *,
+    waits: bool,
 ) -> Curve:
     dying: list[list[fx.Node]] = [[] for _ in range(len(kernels) + 1)]
     for storage, at in last.items():
@@ -136,7 +141,7 @@ def _levels(
         level += written - sum(facts[s].nbytes for s in dying[at])
         pool.take(at, [s for s in kernel.writes if s not in over])
         pool.give(at, [s for s in dying[at] if made[s] >= 0 and s not in over.values()])
-    levels = pool.extended(strict, loose)
+    levels = pool.extended(strict, loose) if waits else strict
     return Curve(tuple(kernels), tuple(levels), start, level, last, made)
 
 
@@ -271,7 +276,7 @@ def _kernels(
             kernel_of[node] = kernel
             reads[node], level[node] = frozenset([node]), depth + (not is_part)
             continue
-        if not _is_stored(node, fact, sources, readers, facts, kept):
+        if not _is_stored(node, fact, sources, heavy, readers, facts, kept):
             reads[node], level[node], slow[node] = sources, depth, heavy
             continue
         joined = _joined(fact, sources, depth, kernel_of, level, facts)
@@ -297,16 +302,18 @@ def _is_stored(
     node: fx.Node,
     fact: Facts,
     sources: frozenset[fx.Node],
+    heavy: frozenset[fx.Node],
     readers: dict[fx.Node, list[fx.Node]],
     facts: dict[fx.Node, Facts],
     kept: set[fx.Node],
 ) -> bool:
+    """Whether a value is written to memory. heavy: slow ops that are inlined into it."""
     if fact.kind is Kind.REDUCTION or node in kept:
         return not isinstance(node.meta.get("val"), (tuple, list))
     if _is_read_by_extern(node, readers, facts):
         return True
     many = len(readers[node]) > 1
-    if many and (len(sources) > _SHARED_READS or fact.is_heavy):
+    if many and (len(sources) > _SHARED_READS or heavy):
         return True
     return len(sources) > _MOST_READS
 
@@ -363,11 +370,18 @@ def _fused(kernels: list[Kernel], facts: dict[fx.Node, Facts]) -> list[Kernel]:
     before, after = _reach(kernels, made_by)
     pairs = _pairs(kernels, facts, made_by)
     home = list(range(len(kernels)))  # where each kernel has gone
+    latest = list(home)  # the last of those that were fused into each
+    calls = sum(1 << at for at, kernel in enumerate(kernels) if not kernel.is_fused)
     for _, first, second in pairs:
         one, two = home[first], home[second]
         if one == two or (after[one] & before[two]) | (after[two] & before[one]):
             continue
+        follows = before[two] >> one & 1 or before[one] >> two & 1
+        early, late = sorted((one, two))
+        if not follows and (before[late] & calls) >> latest[early] + 1:  # see scheduling.py
+            continue
         _merge(kernels, one, two)
+        latest[one] = max(latest[one], latest[two])
         home = [one if place == two else place for place in home]
         gone = ~(1 << two | 1 << one)
         before[one] = (before[one] | before[two]) & gone

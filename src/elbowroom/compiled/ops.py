@@ -52,7 +52,7 @@ class _Draws:
     def next(self) -> int:
         with self._lock:
             self.count += 1
-            return seed_of(self.base, self.count)
+            return seed_of(seed_of(self.base, rank) if (rank := _rank()) else self.base, self.count)
 
     @contextmanager
     def started_at(self, base: int) -> Iterator[None]:
@@ -72,6 +72,14 @@ def seed_of(base: int, number: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return (x ^ (x >> 31)) & (_MASK >> 1)
+
+
+def _rank() -> int:
+    """Of this process among those that train together: each draws noise of its own."""
+    distributed = torch.distributed
+    return (
+        distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    )
 
 
 draws = _Draws()

@@ -25,7 +25,6 @@ import torch
 from torch import fx
 from torch._functorch import partitioners
 from torch._inductor import custom_graph_pass
-from torch.utils import _pytree as pytree
 
 from elbowroom.compiled.aten import expand
 from elbowroom.compiled.collect import nbytes_of
@@ -34,6 +33,8 @@ from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.lossy import code, code_all
 from elbowroom.compiled.ops import DECODE
+from elbowroom.compiled.rounding import rounded_values
+from elbowroom.compiled.sums import fuse, split
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.units import show_at_least, show_nbytes
 
@@ -95,6 +96,8 @@ class Partitioner(_base()):  # type: ignore[misc]
     ) -> _Graphs:
         """Return the forward and the backward graph."""
         answer = _Answer(self, kwargs["num_fwd_outputs"])
+        if self.room_nbytes is not None:
+            fuse(gm.graph)
         with _patching, mock.patch.object(partitioners, "choose_saved_values_set", answer):
             graphs = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         for graph in graphs:
@@ -126,11 +129,8 @@ class _Answer:
     def __call__(
         self, joint_graph: fx.Graph, node_info: Any, memory_budget: float = 1
     ) -> list[fx.Node]:
-        output = next(iter(joint_graph.find_nodes(op="output")))
-        results = pytree.arg_tree_leaves(*output.args)
-        n = self._n_forward_outputs
         required = node_info.required_fw_nodes
-        joint = Joint(joint_graph, required, node_info.inputs, results[:n], results[n:])
+        joint = Joint(joint_graph, required, node_info.inputs, self._n_forward_outputs)
         inputs_nbytes = sum(nbytes_of(node) for node in joint.inputs)
         room = self._settings.room_nbytes
         if room is not None and self._settings.counts_inputs:
@@ -139,15 +139,28 @@ class _Answer:
         def min_cut(budget: float) -> list[fx.Node]:
             return list(self._choose(joint_graph, node_info, memory_budget=budget))
 
+        def without_sums() -> bool:
+            made = split(joint_graph, node_info.required_bw_nodes)
+            node_info.required_bw_nodes.update(made)
+            node_info.tangents_closure.update(made)
+            for node in made:
+                node.dist_from_bw = 0  # as the partitioner has marked all of backward
+            if made:
+                joint.refresh()
+            return bool(made)
+
         with _remembered_cuts():
-            step, plain = self._decided(joint, min_cut, memory_budget, room, inputs_nbytes)
-        _tell(joint, step, plain, inputs_nbytes)
+            step, plain = self._decided(
+                joint, min_cut, without_sums, memory_budget, room, inputs_nbytes
+            )
+        _tell(joint, step, plain, inputs_nbytes, self._settings.exact)
         return list(step.saved)
 
     def _decided(
         self,
         joint: Joint,
         min_cut: MinCut,
+        without_sums: Callable[[], bool],
         memory_budget: float,
         room: int | None,
         inputs_nbytes: int,
@@ -163,15 +176,16 @@ class _Answer:
             step.peak_nbytes <= room and (exact is not False or step is search.plain)
         ):
             return step, search.plain
-        if exact is None and search.rounded:  # the next best: other roundings
+        plain = search.plain
+        if exact is not True and (without_sums() or search.rounded):  # the next best: roundings
             search = Search(joint, min_cut, memory_budget, same_bits=False)
             step = choose(search, room)
-            if step.peak_nbytes <= room:
-                return step, search.plain
+            if exact is None and step.peak_nbytes <= room:
+                return step, plain
         coded, least = code(search, step, room, exact=exact)
         if coded is None and step.peak_nbytes > room:
             raise _too_small(joint, step, least, inputs_nbytes, self._settings)
-        return step if coded is None else coded, search.plain
+        return step if coded is None else coded, plain
 
 
 def _holding(search: Search, step: Step, room: int | None, held: int | None) -> Step:
@@ -203,7 +217,7 @@ def _remembered_cuts() -> Iterator[None]:
 
     def solve_once(graph: fx.Graph, info: Any, options: Any, dont_ban: Any = None) -> Any:
         marks = tuple(n for n in graph.nodes if "recompute" in n.meta)
-        key = repr(options), frozenset(dont_ban or ()), marks
+        key = repr(options), frozenset(dont_ban or ()), marks, len(graph.nodes)
         if not known:
             known[key] = solve(graph, info, options, dont_ban)
         elif key not in known:
@@ -217,7 +231,7 @@ def _remembered_cuts() -> Iterator[None]:
         yield
 
 
-def _tell(joint: Joint, step: Step, plain: Step, inputs_nbytes: int) -> None:
+def _tell(joint: Joint, step: Step, plain: Step, inputs_nbytes: int, exact: bool | None) -> None:
     decision = Decision(
         peak_nbytes=step.peak_nbytes,
         saved_nbytes=step.saved_nbytes,
@@ -226,6 +240,8 @@ def _tell(joint: Joint, step: Step, plain: Step, inputs_nbytes: int) -> None:
         recomputed=len(step.again),
         plain_saved_nbytes=plain.saved_nbytes,
         is_lossy=any(n.target is DECODE for n in joint.graph.nodes),
+        is_plain=step is plain,
+        fuses_alike=exact is not False and bool(rounded_values(joint)),
     )
     for listener in _thread.listeners:
         listener(decision)

@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ _thread = _Thread()
 _lock = threading.Lock()
 _forcing = 0  # contexts of the process that are open
 _stance: Any = None  # what the first of them has set
+_heard = ExitStack()  # what puts Dynamo's function back
 
 
 @contextmanager
@@ -55,10 +56,33 @@ def _force(more: int) -> None:
         if more > 0 and not _forcing:
             _stance = torch.compiler.set_stance("force_eager")
             _stance.__enter__()
+            _notice_functions()
         _forcing += more
         if more < 0 and not _forcing:
             _stance.__exit__(None, None, None)
             _stance = None
+            _heard.close()
+
+
+def _notice_functions() -> None:
+    """Until `_heard` is closed, hear of compiled functions that are called.
+
+    Nothing public tells of them: Dynamo asks one function of its own what its stance makes of each
+    compiled call. A version without it leaves functions unmentioned.
+    """
+    dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
+    plain = getattr(dynamo, "_callback_from_stance", None)
+    if _said or plain is None:
+        return
+
+    def asked(callback: Any) -> Any:
+        found = plain(callback)
+        if found is None and callback not in (False, None) and _thread.depth and may_compile():
+            _say("A compiled function is called, and")
+        return found
+
+    dynamo._callback_from_stance = asked
+    _heard.callback(setattr, dynamo, "_callback_from_stance", plain)
 
 
 @contextmanager
@@ -162,13 +186,17 @@ def ran_eagerly() -> bool:
 
 def say_eager(module: nn.Module) -> None:
     """Warn, once, if a compiled module is called while a context is open."""
+    if _thread.depth and original(module) is not module:
+        _say(f"{type(original(module)).__name__} is compiled, and")
+
+
+def _say(what: str) -> None:
     global _said
-    if _said or not _thread.depth or original(module) is module:
+    if _said:
         return
     _said = True
     warnings.warn(
-        f"{type(original(module)).__name__} is compiled, and runs eagerly inside an elbowroom "
-        "context: saved tensors of a compiled region cannot be told apart. Fit or save without "
-        "torch.compile to silence this.",
-        stacklevel=3,
+        f"{what} runs eagerly inside an elbowroom context: saved tensors of a compiled region "
+        "cannot be told apart. Fit or save without torch.compile to silence this.",
+        stacklevel=4,
     )
