@@ -64,7 +64,11 @@ class Division(Codec):
     @classmethod
     def settings(cls) -> tuple[Codec, ...]:
         # Not 1: its error is 7 to 12 times the tensor's own square.
-        return tuple(cls(bits=bits) for bits in (8, 6, 4, 3, 2))
+        return tuple(
+            cls(bits=bits, rounding=rounding)
+            for rounding in ("stochastic", "dither")
+            for bits in (8, 6, 4, 3, 2)
+        )
 
     def _seen(self, shape: tuple[int, ...], stride: tuple[int, ...], facts: Facts) -> Facts:
         # The size follows from the shape: the strides tell only in which order the maps lie.

@@ -104,7 +104,7 @@ def _normal(shape: tuple[int, ...]) -> Tensor:
     return torch.randn(prod(shape), generator=generator).view(shape)
 
 
-# bits, error of maps, error of rows, unbiased; measured by `measured` (tests/unit/test_quality.py)
+# bits, error of maps, error of rows, unbiased; measured by `measured` (tests/unit/test_menu.py)
 _RECORDED: dict[str, tuple[float, float, float, bool]] = {
     "cast": (16.000, 2.76e-06, 2.76e-06, False),
     "cast, to=fp8_e4m3": (8.125, 0.000662, 0.000661, False),
@@ -125,6 +125,11 @@ _RECORDED: dict[str, tuple[float, float, float, bool]] = {
     "division, bits=4": (4.258, 0.039, 0.0237, True),
     "division, bits=3": (3.258, 0.18, 0.107, True),
     "division": (2.258, 0.998, 0.596, True),
+    "division, bits=8, rounding=dither": (8.258, 6.74e-05, 4.1e-05, True),
+    "division, bits=6, rounding=dither": (6.258, 0.00111, 0.000673, True),
+    "division, bits=4, rounding=dither": (4.258, 0.0195, 0.0119, True),
+    "division, bits=3, rounding=dither": (3.258, 0.0897, 0.0544, True),
+    "division, rounding=dither": (2.258, 0.488, 0.298, True),
     "fdsr, bands=6/3/0": (0.336, 0.955, 0, False),
     "fdsr, bands=6/4/3/0": (0.516, 0.908, 0, False),
     "fdsr, bands=6/3/1.6/1.6/1.6/0": (0.660, 0.831, 0, False),

@@ -19,7 +19,8 @@ from elbowroom.codecs.names import setting_named
 from elbowroom.errors import CodecError, PlanError
 from elbowroom.measure.timing import least_s
 from elbowroom.plan import Offload
-from elbowroom.plan.menu import rate_name
+from elbowroom.plan.menu import ROWS, rate_name
+from elbowroom.runtime.normal import of_rows
 from elbowroom.runtime.tiers import Tier, tier_for
 
 _ELEMENTS = 1 << 20
@@ -59,7 +60,15 @@ def rates(device_type: str, *, lossy: bool = True) -> Rates:
     for codec in Dither.settings() if lossy else ():
         if rate_name("encode", codec) not in found:
             found.update(_rated(codec, found.device, _ELEMENTS))
+    if lossy and ROWS not in found:
+        found[ROWS] = _rate_of_rows(found.device)
     return found
+
+
+def _rate_of_rows(device: torch.device) -> float:
+    with unset_fake_temporarily(), torch.no_grad():
+        x = torch.ones(_ELEMENTS, device=device).view(-1, 64)
+        return x.nbytes / least_s(lambda: of_rows(x, keep_zeros=False), device)
 
 
 @cache

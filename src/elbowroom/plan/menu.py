@@ -287,6 +287,7 @@ def _hold(held: _Held, rung: Rung, site: Site, storage: Storage, profile: Profil
             held.rows = rows
             if rows is not None:
                 held.nbytes += rows.nbytes
+                held.forward_s += site.nbytes / profile.rates.get(ROWS, _UNMEASURED)
             if facts.has_zeros and codec.keeps_zeros:
                 held.bits_nbytes, held.zeros = 0, True
             held.forward_s += site.nbytes / _rate(profile, "encode", codec)
@@ -301,6 +302,7 @@ def _rate(profile: Profile, verb: str, codec: Codec) -> float:
         return _UNMEASURED
 
 
+ROWS = "rows"  # the rate at which the means and sizes of rows are found
 _MAPS = ("relu", "relu_", "batch_norm")  # what they make of a code has parts
 _AHEAD = 4  # moments: about one tensor is back before it is asked for (runtime/prefetcher.py)
 _TYPICAL = 32  # levels of a code that a module runs again from
