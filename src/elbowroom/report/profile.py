@@ -206,16 +206,20 @@ def _facts(profile: Profile, found: Sequence[Prospect]) -> list[Fact]:
     )  # fmt: skip
     return [
         Fact("peak", (show_nbytes(profile.peak),), "the highest level, all counted"),
-        Fact("held before the step", (show_nbytes(profile.static),), "weights, optimizer states"),
+        Fact(
+            "held before the step",
+            (show_nbytes(profile.static),),
+            "weights, optimizer states, gradients that are added up",
+        ),
         Fact(
             "saved for backward",
             (show_nbytes(profile.saved_nbytes),),
             f"{len(profile.storages)} tensors, in plain autograd",
         ),
         Fact(
-            "... held exactly instead",
+            "the same by exact actions",
             (show_nbytes(exact),),
-            "every exact way but recompute taken",
+            "all of them but recompute",
             "estimated",
         ),
         Fact("seconds", (show_seconds(profile.seconds),), "with the cost of measuring"),
