@@ -58,6 +58,15 @@ def test_a_code_has_the_bytes_of_the_codec(shape: Any, levels: int, zeros: bool)
         assert plain.bitmap is None or torch.equal(compact.bitmap, plain.bitmap)
 
 
+def test_another_tensor_than_the_coder_was_made_for_goes_to_the_codec() -> None:
+    coder = Coder.of(Dither(levels=4), torch.randn(64, 32), Facts())
+    assert coder is not None
+    for other in (torch.randn(32, 64), torch.randn(32, 64).t(), torch.randn(64, 32).bfloat16()):
+        encoded = coder.encode(other, 5)
+        assert type(encoded) is not Compact
+        assert encoded.shape == other.shape
+
+
 def test_strides_come_back() -> None:
     x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     plain, compact = coded(x, Dither(levels=4), zeros=False)

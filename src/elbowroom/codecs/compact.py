@@ -70,18 +70,24 @@ class Coder:
     @classmethod
     def of(cls, codec: Codec, x: Tensor, facts: Facts) -> "Coder | None":
         """Return what encodes tensors like x, which lies without gaps; None: `codec` must."""
-        kernels = ops.by_address(x) if isinstance(codec, Dither) else None
+        if not isinstance(codec, Dither) or type(codec) is not Dither:  # one below it may differ
+            return None
+        kernels = ops.by_address(x)
         if kernels is None or not x.numel() or not torch.ops.aten.is_non_overlapping_and_dense(x):
             return None
-        assert isinstance(codec, Dither)
         if facts.has_zeros and x.numel() > kernels.MOST_UNSIZED:
             return None
         return cls(codec, x, facts, kernels)
 
+    def is_watched(self) -> bool:
+        """Return whether somebody wants to see ops, or several threads are worth it now."""
+        return _watchers() > 0 or not self.is_serial(self.numel)
+
     def encode(self, x: Tensor, seed: int, affine: Affine | None = None) -> Encoded:
-        """Return the code of x, which is like the tensor that this was made for."""
+        """Return the code of x; that of the codec unless x is like the tensor this was made for."""
         by = _NO_AFFINE if affine is None else at_channels(affine, self.numel)
-        if by is None or x.is_neg() or _watchers() or not self.is_serial(self.numel):
+        alike = x.shape == self.shape and x.stride() == self.stride and x.dtype is torch.float32
+        if not (alike and x.is_cpu) or by is None or x.is_neg() or self.is_watched():
             return self.codec.encode(x, seed, self.facts, affine)
         most = self.most
         if self.fixed:
@@ -156,7 +162,7 @@ class Compact(Encoded):
         """Write out, if that can be done by addresses."""
         coder, memory = self.coder, self.memory
         by = _NO_AFFINE if affine is None else at_channels(affine, coder.numel)
-        if by is None or _watchers() or not coder.is_serial(coder.numel):
+        if by is None or coder.is_watched():
             return False
         mask = _NO_MASK if bits is None else (bits.data_ptr(), bits.numel())
         code = memory.data_ptr(), memory.numel(), coder.numel, self.seed, *coder.settings

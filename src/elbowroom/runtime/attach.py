@@ -95,9 +95,10 @@ def discover(meet: Meet | None) -> None:
 
 
 def _watch() -> None:
+    models = list(_attached)  # alive until the end: what dies in between would be watched after all
     _ids.clear()
-    _ids.update(map(id, _attached))
-    classes = _classes_of(_attached)
+    _ids.update(map(id, models))
+    classes = _classes_of(models)
     if _meet is not None or any(map(known_calls.calls_by_itself, classes)):
         known_calls.watch_known(_around, _is_attached, ())
         calls.watch(_around, _is_attached if _meet is None else None)

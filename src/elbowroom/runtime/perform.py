@@ -1,4 +1,7 @@
-"""An action becomes a handle: the only place that matches on actions."""
+"""An action becomes a handle: the only place that matches on actions.
+
+A script has shorter ways for small codes and for recipes (`replay/compiled.py`), to the same end.
+"""
 
 from collections.abc import Callable
 

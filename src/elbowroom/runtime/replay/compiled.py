@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from elbowroom.codecs.compact import Coder
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Keep, Rebuild
-from elbowroom.runtime.consumers import Levels
-from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle, RebuildHandle
 from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.masks import mask_bits
@@ -48,9 +46,8 @@ class Act:
     """
 
     __slots__ = (
-        *("after", "before", "copies", "direct", "ends", "func", "guard", "holds", "inputs"),
-        *("is_plain",),
-        *("levels", "module", "numel", "opens", "place", "run", "saves"),
+        *("after", "before", "copies", "ends", "func", "guard", "holds", "inputs", "is_plain"),
+        *("module", "numel", "opens", "place", "run", "saves"),
     )
 
     def __init__(self, step: Step, *, is_exact: bool = True) -> None:
@@ -66,8 +63,6 @@ class Act:
         self.before, self.after = (
             tuple(_late(deed, is_exact) for deed in some) for some in (step.before, step.after)
         )
-        self.direct: Direct | None = step.direct
-        self.levels: Levels | None = step.levels
         self.opens, self.place, self.copies = step.opens, step.place, step.copies
         self.ends = bool(step.place != NOWHERE or step.copies or step.after)
         self.module: weakref.ref[nn.Module] | None = step.module
@@ -109,8 +104,7 @@ def _guard(step: Step) -> Guard:
     checks = tuple((i, _fits(want)) for i, want in enumerate(step.args) if _is_compared(want))
     others = tuple((i, x, _fits(x)) for i, x in enumerate(step.args) if not _is_compared(x))
     by_name = tuple((name, want, _fits(want)) for name, want in step.kwargs)
-    saves, only_saves = bool(step.saves), step.run is None
-    needs_more = step.direct is not None
+    saves, runs_itself, needs_more = bool(step.saves), step.run is None, step.direct is not None
 
     def guard(replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if len(args) != count or len(kwargs) != named:
@@ -126,7 +120,7 @@ def _guard(step: Step) -> Guard:
             value = kwargs.get(name, _nothing)
             if value is not want and not fits(replay, value):
                 return False
-        if not saves and only_saves:
+        if not saves and runs_itself:
             return True  # it saves nothing: a mask that is made without gradients, too
         if not torch.is_grad_enabled() or (saves and not replay.is_asked()):
             return False
