@@ -587,7 +587,7 @@ def _batch_norm_of(
         one = torch.ones_like(mean)
         return torch.batch_norm(x, scale, bias, mean, one, False, 0.0, 0.0, False)
 
-    return Op(exact, fixed=fixed)
+    return Op(exact, fixed=fixed, is_of_given=True)
 
 
 def _instance_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:

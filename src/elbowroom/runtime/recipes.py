@@ -63,6 +63,7 @@ class Op:
     combine             what is done with both: (x, y, out) -> the result, in `out` if that is given
     given, bound        tensors of this forward alone that its functions read, statistics, and what
                         makes the same op of those of another forward; None: nothing does
+    is_of_given         `exact` reads them, too, and not only what works on codes
     """
 
     exact: Callable[[Tensor, bool], Tensor]
@@ -76,6 +77,7 @@ class Op:
     combine: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     given: tuple[Tensor, ...] = ()
     bound: "Callable[..., Op] | None" = None
+    is_of_given: bool = False
 
     @property
     def works_lossy(self) -> bool:

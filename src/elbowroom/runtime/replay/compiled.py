@@ -354,7 +354,7 @@ def _ready(remade: Remade, is_exact: bool) -> Callable[[Replay], Ready]:
     seen, made, given = remade.seen, remade.made, remade.given
     bits, noise, other = remade.bits, remade.noise, remade.other
     below = None if isinstance(source, int) else _ready(source, is_exact)
-    bound = None if is_exact else op.bound
+    bound = None if is_exact and not op.is_of_given else op.bound
 
     def make_ready(replay: Replay) -> Ready:
         slots = replay.slots
