@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from elbowroom.codecs import Affine
 from elbowroom.runtime.consumers import Call, is_capped
-from elbowroom.runtime.handles.keep import storage_nbytes, version_of
+from elbowroom.runtime.handles.keep import KeepHandle, storage_nbytes, version_of
 from elbowroom.runtime.identity import Identity, Origin, is_dense, is_touchable, untouchable
 from elbowroom.runtime.masks import CAPPED
 from elbowroom.runtime.nested import tensors_in
@@ -316,22 +316,20 @@ def _contraction(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 
 def _moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
-    """The recipe of a copy in another order: of what can be made again, or is its op's own result.
+    """The recipe of a copy in another order of what an op holds as its own result.
 
-    What an op saves of its own result is read by backward on the way from the copy, so that a
-    change of it in place is an error in plain autograd, too. Of what else is held it is not.
+    Backward reads that on the way from the copy, so that a change of it in place is an error in
+    plain autograd, too; of what is held for another reader it is not. And it is one pass: what is
+    itself made again would be made for the copy, too.
     """
     x, rest, named, func = call.arg(0, "input"), call.args[1:], dict(call.kwargs), call.func
     named.pop("input", None)
-    held, origin = identity.slot(x), identity.origin(x, call.version)
-    source: Slot | Recipe | None = None if origin is None else origin.recipe
-    if held is not None and (held.is_shared_now or _is_own_result(x, held)):
-        source = held
-    if source is None or version_of(x) != call.version:
+    held, before = identity.slot(x), identity.origin(x, call.version)
+    if held is None or version_of(x) != call.version or not _is_own_result(x, held):
         return None
     op = Op(lambda x, _: func(x, *rest, **named))
-    recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
-    has_zeros = origin is not None and origin.has_zeros
+    recipe = Recipe.of(op, held, Geometry.of(x), out, identity.slot(out))
+    has_zeros = before is not None and before.has_zeros
     return None if recipe is None else Origin(call.name, has_zeros, recipe)
 
 
@@ -356,7 +354,7 @@ def _is_own_result(x: Tensor, held: Slot) -> bool:
         node = node.next_functions[0][0]
     saved = (getattr(node, f"_raw_saved_{field}", None) for field in ("result", "output"))
     views = (view for one in saved if (view := _view_of(one)) is not None)
-    return held.exact and any(view.slot is held for view in views)
+    return isinstance(held.value, KeepHandle) and any(view.slot is held for view in views)
 
 
 def _view_of(saved: Any) -> View | None:

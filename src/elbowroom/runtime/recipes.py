@@ -7,7 +7,7 @@
     LayerNorm   x, mean, rstd            the same op              (x~ - mean) * rstd * weight + bias
     GroupNorm,  x, mean, rstd            the same op              x~ * scale + shift
     InstanceNorm                                                  by (sample, channel)
-    BatchNorm   x, mean, rstd            the same op, own stats   x~ * scale + shift by channel
+    BatchNorm   x, mean, rstd            the same op, mean, rstd  x~ * scale + shift by channel
     RMSNorm     x                        the same op              the same op
     dropout     noise {0, 1 / (1 - p)}   x * noise                x~ * noise
     product,    x, y, or a parameter y   the same op              x~ * y~, x~ + y~
@@ -15,6 +15,8 @@
     tanh, exp,  (nothing)                the same op              the same op
     power, ...
     cast        (nothing)                the same op              the same op
+    moved copy  (nothing)                the same op              (none)
+    embedding   indices                  the same op              (none)
 
 With an exact source the op itself runs again: same kernel, same bits. With an encoded source the
 *saved* mean and rstd are used, never statistics of x~, and masks come from their own bitmap, never
