@@ -368,7 +368,7 @@ def test_the_schedule_of_inductor_has_the_peak_that_was_predicted(net, exact, mo
         step()
     measured = peak(step, device="cpu")
     assert found[-1].peak_nbytes <= room < found[0].plain_nbytes
-    assert abs(measured - found[-1].peak_nbytes) <= 0.02 * measured
+    assert abs(measured - found[-1].peak_nbytes) <= 0.05 * measured
 
 
 def test_attention_takes_tiles_of_scores_for_each_thread() -> None:
