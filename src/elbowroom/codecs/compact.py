@@ -86,10 +86,11 @@ class Coder:
         nbytes = self.quantize(*coded)
         if nbytes < 0:  # it is held raw
             return self.codec.encode(x, seed, self.facts, affine)
-        if not self.fixed:  # what it takes was not known: no more is held
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
-            ctypes.memmove(memory.data_ptr(), address, nbytes)
-        return Compact(self, memory, seed)
+        if self.fixed:
+            return Compact(self, memory, seed)
+        exact = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)  # what it took was not known
+        ctypes.memmove(exact.data_ptr(), address, nbytes)
+        return Compact(self, exact, seed)
 
 
 class Compact(Encoded):
