@@ -44,7 +44,7 @@ class Affine(NamedTuple):
         """other(self(x)) as one affine; None where the channels of neither split the other's."""
         if self.scale.dim() > 1 or other.scale.dim() > 1:
             return None
-        fine = min((self, other), key=lambda affine: (len(affine.scale) == 1, affine.inner))
+        fine = min((self, other), key=lambda affine: (affine.scale.numel() == 1, affine.inner))
         first, second = self._split_like(fine), other._split_like(fine)
         if first is None or second is None:
             return None
@@ -53,10 +53,10 @@ class Affine(NamedTuple):
 
     def _split_like(self, fine: "Affine") -> "Affine | None":
         """Returns the same affine in the channels of `fine`, or in one if this has one channel."""
-        if len(self.scale) == 1:
+        if self.scale.numel() == 1:  # `len` of a tensor goes through Python
             return self
         each, rest = divmod(self.inner, fine.inner)
-        if rest or each * len(self.scale) != len(fine.scale):
+        if rest or each * self.scale.numel() != fine.scale.numel():
             return None
         if each == 1:
             return self

@@ -11,7 +11,6 @@ several are worth it the arithmetic takes so long that nobody sees the rest.
 """
 
 import ctypes
-import threading
 from functools import cached_property
 from typing import Any
 
@@ -29,15 +28,6 @@ _watchers = torch._C._len_torch_dispatch_stack
 _CPU = torch.device("cpu")
 _NO_AFFINE = 0, 0, 0, 0, 1, 1
 _NO_MASK = 0, 0
-
-
-class _Scratch(threading.local):
-    """Where a code is written whose size is not known before: as much as the largest one takes."""
-
-    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-_scratch = _Scratch()
 
 
 class Coder:
@@ -90,21 +80,17 @@ class Coder:
         if not (alike and x.is_cpu) or by is None or x.is_neg() or self.is_watched():
             return self.codec.encode(x, seed, self.facts, affine)
         most = self.most
-        if self.fixed:
-            memory = torch.empty(most, dtype=torch.uint8, device=_CPU)
-        else:
-            memory = _scratch.memory
-            if memory.numel() < most:
-                memory = _scratch.memory = torch.empty(most, dtype=torch.uint8, device=_CPU)
+        memory = torch.empty(most, dtype=torch.uint8, device=_CPU)
         address = memory.data_ptr()
         coded = x.data_ptr(), self.numel, seed, *self.settings, *by, address, most
         nbytes = self.quantize(*coded)
         if nbytes < 0:  # it is held raw
             return self.codec.encode(x, seed, self.facts, affine)
-        if not self.fixed:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
-            ctypes.memmove(memory.data_ptr(), address, nbytes)
-        return Compact(self, memory, seed)
+        if self.fixed:
+            return Compact(self, memory, seed)
+        exact = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)  # what it took was not known
+        ctypes.memmove(exact.data_ptr(), address, nbytes)
+        return Compact(self, exact, seed)
 
 
 class Compact(Encoded):

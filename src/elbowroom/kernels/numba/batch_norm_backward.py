@@ -13,7 +13,17 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels.layout import tiles
-from elbowroom.kernels.numba.compiled import CHUNK, MOST_ITEMS, TILE, f32, jit, summing
+from elbowroom.kernels.numba.addresses import array_at
+from elbowroom.kernels.numba.compiled import (
+    CHUNK,
+    MOST_ITEMS,
+    TILE,
+    counted,
+    f32,
+    i32,
+    jit,
+    summing,
+)
 from elbowroom.kernels.numba.launch import array, parallel, words
 from elbowroom.kernels.numba.rounding import from_float, to_float
 
@@ -21,12 +31,18 @@ from elbowroom.kernels.numba.rounding import from_float, to_float
 def batch_norm_backward(
     grad: Tensor, factor: Tensor, inner: int, x: Tensor
 ) -> tuple[Tensor, Tensor]:
-    items = max(1, min(MOST_ITEMS, -(-tiles(grad.numel()) // CHUNK)))
-    sums = np.zeros((items, 2, len(factor)))
+    n, C = grad.numel(), factor.numel()
+    if n <= CHUNK * TILE and grad.dtype is torch.float32 and factor.is_contiguous():
+        weight, bias = torch.empty_like(factor), torch.empty_like(factor)
+        sums_at = weight.data_ptr(), bias.data_ptr()
+        _backward_at(grad.data_ptr(), n, factor.data_ptr(), C, inner, x.data_ptr(), *sums_at)
+        return weight, bias
+    items = max(1, min(MOST_ITEMS, -(-tiles(n) // CHUNK)))
+    sums = np.zeros((items, 2, C))
     source, made = words(grad), words(x)[0]
     _sums(*source, inner, made, sums)
     both = torch.from_numpy(sums.sum(0))
-    count = grad.numel() / len(factor)
+    count = n / C
     by_value, shift = (-both.float() / count * factor).flip(0)
     _gradient(*source, array(factor), array(by_value), array(shift), inner, made)
     return both[1].float(), both[0].float()
@@ -153,3 +169,22 @@ def _gradient(grad, kind, factor, by, shift, inner, x):
             else:
                 _mix_runs(y, dy, first, inner, factor, by, shift)
             from_float(y, kind, x[first:last])
+
+
+_sums_serial, _gradient_serial = _sums.serial, _gradient.serial
+
+
+@counted
+def _backward_at(grad, N, factor, C, inner, x, weight, bias):
+    """All of it for one work item of float32, by addresses."""
+    dy, made = array_at(grad, N, i32), array_at(x, N, i32)
+    of_channel = array_at(factor, C, f32)
+    of_weight, of_bias = array_at(weight, C, f32), array_at(bias, C, f32)
+    sums, by_value, shift = np.zeros((1, 2, C)), np.empty(C, f32), np.empty(C, f32)
+    _sums_serial(dy, 0, inner, made, sums)
+    count = f32(N / C)
+    for c in range(C):
+        of_bias[c], of_weight[c] = f32(sums[0, 0, c]), f32(sums[0, 1, c])
+        by_value[c] = -of_weight[c] / count * of_channel[c]
+        shift[c] = -of_bias[c] / count * of_channel[c]
+    _gradient_serial(dy, 0, of_channel, by_value, shift, inner, made)

@@ -25,7 +25,7 @@ from elbowroom.kernels.numba.nonzero import _dequantize as _nonzero_dequantize
 from elbowroom.kernels.numba.nonzero import _pack_mapped, _starts_of
 from elbowroom.kernels.numba.nonzero import _quantize as _nonzero_quantize
 
-MOST_UNSIZED = SERIAL  # elements, where a code is written to scratch memory first
+MOST_UNSIZED = SERIAL  # elements, where a code is written to memory of its bound first
 _quantize, _dequantize = _dither_quantize.serial, _dither_dequantize.serial
 _pack, _quantize_nonzero = _pack_mapped.serial, _nonzero_quantize.serial
 _dequantize_nonzero = _nonzero_dequantize.serial
