@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom as er
-from elbowroom.errors import RestoreError
 from elbowroom.runtime.direct import math_attention
 from elbowroom.runtime.direct.math_attention import MATH_ATTENTION
 from elbowroom.runtime.slot import _MOST_SHARED, Slot
@@ -218,20 +217,6 @@ def test_a_moved_copy_of_what_another_op_holds_is_kept() -> None:
             y.add_(1)
         torch.autograd.grad(z.sum(), w)
         del unused
-
-
-def test_rows_of_an_embedding_are_gathered_again() -> None:
-    table, ids = nn.Embedding(32, 16), torch.randint(0, 32, (4, 64))
-    norm, linear = nn.LayerNorm(16), nn.Linear(16, 16)
-    wanted = (*table.parameters(), *norm.parameters(), *linear.parameters())
-    assert same(both(lambda: linear(norm(table(ids))).square().sum(), *wanted))
-    with er.saving(min_nbytes=0) as saved:
-        out = linear(norm(table(ids))).square().sum()
-    assert any(r.action == "rebuild" and r.consumer == "layer_norm" for r in saved.ledger.rows)
-    with torch.no_grad():
-        table.weight.add_(1)
-    with pytest.raises(RestoreError, match="modified by an inplace"):
-        out.backward()
 
 
 def test_modules_calls_are_not_seen_in_steps_that_call_nothing_compiled() -> None:

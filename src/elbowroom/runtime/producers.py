@@ -333,20 +333,6 @@ def _moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     return None if recipe is None else Origin(call.name, has_zeros, recipe)
 
 
-def _embedding(call: Call, out: Tensor, identity: Identity) -> Origin | None:
-    """The recipe of rows of a parameter, by indices that are saved."""
-    ids, weight = call.arg(0, "input"), call.arg(1, "weight")
-    held = identity.slot(ids)
-    if held is None or held.value is None or call.arg(3, "max_norm") is not None:
-        return None
-    if type(weight) is not nn.Parameter:
-        return None
-    rows = weight.detach()
-    op = Op(lambda ids, _: F.embedding(ids, rows), fixed=(rows,))
-    recipe = Recipe.of(op, held, Geometry.of(ids), out, identity.slot(out))
-    return None if recipe is None else Origin(call.name, recipe=recipe)
-
-
 def _is_own_result(x: Tensor, held: Slot) -> bool:
     """Whether x is a view of what its op has made, and saved as what is held."""
     node = x.grad_fn
@@ -660,6 +646,5 @@ _MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {
     **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), _contraction),
     **dict.fromkeys(("softmax", "log_softmax"), _softmax),
     **dict.fromkeys(("index_select", "__getitem__"), _gather),
-    "embedding": _embedding,
     **dict.fromkeys(("contiguous", "clone", "reshape", "flatten", "roll"), _moved),
 }

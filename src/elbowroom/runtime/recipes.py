@@ -16,7 +16,6 @@
     power, ...
     cast        (nothing)                the same op              the same op
     moved copy  (nothing)                the same op              (none)
-    embedding   indices                  the same op              (none)
 
 With an exact source the op itself runs again: same kernel, same bits. With an encoded source the
 *saved* mean and rstd are used, never statistics of x~, and masks come from their own bitmap, never
