@@ -24,7 +24,8 @@ def looking(
 ) -> Saving:
     """What `er.saving` opens for a step that it does not know."""
     context = PROCESS if seed is None else Context(seed, learns=False)
-    return Saving(policy_of(policy, rebuild, fields), min_nbytes=min_nbytes, context=context)
+    chosen = policy_of(policy, rebuild, fields)
+    return Saving(chosen, min_nbytes=min_nbytes, context=context, shares=True)
 
 
 N = 8  # every value is [N, N]

@@ -125,13 +125,18 @@ def saving(
 
     def make(scribe: Scribe | None) -> Saving:
         return Saving(
-            chosen, min_nbytes=min_nbytes, context=context, observer=observer, scribe=scribe
+            chosen,
+            min_nbytes=min_nbytes,
+            context=context,
+            observer=observer,
+            scribe=scribe,
+            shares=True,
         )
 
     repeats = observer is None and type(chosen) in _REPEATED and _has_hash(chosen)
     setting = ("saving", chosen, min_nbytes) if repeats else None
     graphs = None if observer is not None else _in_graphs(chosen, min_nbytes, seed)
-    return SavingContext(make, context, setting, warns=True, graphs=graphs)
+    return SavingContext(make, context, setting, warns=True, graphs=graphs, shares=True)
 
 
 def _in_graphs(policy: Policy, min_nbytes: int, seed: int | None) -> Held | None:

@@ -78,6 +78,15 @@ def may_compile() -> bool:
     return getattr(before, "stance", "default") == "default"
 
 
+def compilations() -> frozenset[int] | None:
+    """What has been given to torch.compile so far in this process; None: it is not known.
+
+    Dynamo notes a backend for each.
+    """
+    noted = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", None)
+    return None if noted is None else frozenset(noted)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of the module is compiled: a wrapper, or itself with `.compile()`.
 

@@ -105,6 +105,7 @@ class Saving:
     idle        nothing is to be done: open no hooks at all
     after       of the forward before in the same step: its ledger and watch go on
     scribe      writes down what is done, for the forwards that follow
+    shares      what is made again for one reader waits for the next: less time, a larger peak
     """
 
     def __init__(
@@ -119,8 +120,10 @@ class Saving:
         idle: bool = False,
         after: "Saving | None" = None,
         scribe: Scribe | None = None,
+        shares: bool = False,
     ) -> None:
         self.policy = policy
+        self._shares = shares
         self.scribe = scribe
         self.recorder = recorder
         self.recompute = recompute
@@ -593,6 +596,7 @@ class Saving:
         dtype = str(x.dtype).removeprefix("torch.")
         entry = self.ledger.open(name.module, name.consumer, dtype, storage_nbytes(x))
         slot = CountedSlot(x if base is None else base, entry, is_window=base is None)
+        slot.shares = self._shares
         self._identity.remember(x, slot)
         return slot
 

@@ -44,12 +44,15 @@ class GraphForm(Protocol):
 
 
 @contextmanager
-def compiled_by(form: GraphForm, ledger: Ledger, *, watches: bool) -> Iterator[None]:
+def compiled_by(form: GraphForm, ledger: Ledger, *, watches: bool) -> Iterator[list[str]]:
     """Inside, on this thread, modules that Inductor compiles are compiled by `form`.
+
+    Gives the names of those that have been called so far.
 
     ledger   counts what they hold
     watches  whether the context around knows which module runs (`modules.watch`)
     """
+    called: list[str] = []
 
     def call(
         module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -58,17 +61,18 @@ def compiled_by(form: GraphForm, ledger: Ledger, *, watches: bool) -> Iterator[N
         if options is None:
             with modules.entered(module) if watches else nullcontext():
                 return plain(*args, **kwargs)
+        called.append(modules.name_of(module))
         with ExitStack() as alone:
             if not may_compile() or not _leave_context(alone):
                 return plain(*args, **kwargs)
             alone.enter_context(_running)
             alone.enter_context(forced_backend(form.backend(options)))
-            alone.enter_context(form.running(_teller(ledger, modules.name_of(module))))
+            alone.enter_context(form.running(_teller(ledger, called[-1])))
             alone.enter_context(undisturbed())
             return plain(*args, **kwargs)
 
     with modules.seen_by_calls() if watches else nullcontext(), intercepted(call):
-        yield
+        yield called
 
 
 def _teller(ledger: Ledger, module: str) -> Callable[[int, int, Any], None]:

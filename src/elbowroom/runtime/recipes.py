@@ -7,7 +7,7 @@
     LayerNorm   x, mean, rstd            the same op              (x~ - mean) * rstd * weight + bias
     GroupNorm,  x, mean, rstd            the same op              x~ * scale + shift
     InstanceNorm                                                  by (sample, channel)
-    BatchNorm   x, mean, rstd            the same op, own stats   x~ * scale + shift by channel
+    BatchNorm   x, mean, rstd            the same op, mean, rstd  x~ * scale + shift by channel
     RMSNorm     x                        the same op              the same op
     dropout     noise {0, 1 / (1 - p)}   x * noise                x~ * noise
     product,    x, y, or a parameter y   the same op              x~ * y~, x~ + y~
@@ -15,6 +15,7 @@
     tanh, exp,  (nothing)                the same op              the same op
     power, ...
     cast        (nothing)                the same op              the same op
+    moved copy  (nothing)                the same op              (none)
 
 With an exact source the op itself runs again: same kernel, same bits. With an encoded source the
 *saved* mean and rstd are used, never statistics of x~, and masks come from their own bitmap, never
@@ -270,7 +271,8 @@ class Ready:
             return self.source.restore_mapped(affine(), self.bits)
         else:
             private, base = not exact, self.source.base
-            x = self.source.restore_value(private=private)
+            slot = self.source
+            x = slot.restore_value(private=True) if private else slot.restore_source()
         if self.seen != base:
             x = x.as_strided(
                 self.seen.shape,
@@ -302,13 +304,13 @@ class Ready:
         assert self.other is not None
         assert self.op.other is not None
         assert self.op.combine is not None
-        y = self.op.other[1].within(self.other.base, self.other.restore_value())
+        y = self.op.other[1].within(self.other.base, self.other.restore_source())
         fits = tuple(x.shape) == self.made.shape and torch.result_type(x, y) is x.dtype
         return self.op.combine(x, y, x if private and fits else None)
 
     def _noise_like(self, x: Tensor) -> Tensor:
         assert self.noise is not None
-        noise = self.noise.restore_value()
+        noise = self.noise.restore_source()
         if noise.shape != x.shape:
             raise RestoreError(
                 "dropout's factor has another shape than its input; "

@@ -25,6 +25,7 @@ from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT
 from elbowroom.runtime.normal import Statistics, flat_of
 
 _MANY_VIEWS = 8
+_MOST_SHARED = 4  # tensors that are held at a time, made again, for their next readers
 
 
 class Geometry(NamedTuple):
@@ -62,7 +63,8 @@ class Slot:
     bits             of a mask; mask_of: of which op's, if one has asked for it
     statistics       of the norm that it is the input of
     views            made so far; views_asked: of them, restored so far
-    whole            restored, while many more views will ask for it
+    whole            restored, while more views will ask for it
+    shares           what is made again for one reader waits for the next (`Slot.shared`)
     sites            what was decided on; empty for what is left alone whatever the policy
     is_window        base covers only a small part of the storage
     is_source        something is made again from it; pinned: something exact, so it stays exact
@@ -78,7 +80,7 @@ class Slot:
     statistics: Statistics | None = None
     views = views_asked = lossy_views = 0
     whole: Tensor | None = None
-    asked_exact = is_source = waits = pinned = shape_is_enough = False
+    asked_exact = is_source = waits = pinned = shape_is_enough = shares = False
 
     def __init__(
         self,
@@ -202,11 +204,34 @@ class Slot:
         A loop over time saves hundreds of slices of one tensor: it is restored once for all of
         them, and held until the last has asked.
         """
-        if self.views < _MANY_VIEWS:
+        shared = self.is_shared
+        if not shared and self.views < _MANY_VIEWS:
             return self.restore_value()
         self.views_asked += 1
         whole = self.restore_value() if self.whole is None else self.whole
         self.whole = whole if self.views_asked < self.views else None
+        if shared and self.whole is not None:
+            _note_shared(self)
+        return whole
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is made again, and what is made waits for its next readers."""
+        return self.shares and hasattr(self.value, "ready")
+
+    @property
+    def is_shared_now(self) -> bool:
+        """Whether that is so, and a recipe may start here: what is made has every bit."""
+        return self.is_shared and self.exact
+
+    def restore_source(self) -> Tensor:
+        """The whole tensor for a recipe that only reads it: shared with the views that will ask."""
+        if self.whole is not None:
+            return self.whole
+        whole = self.restore_value()
+        if self.views_asked < self.views and self.is_shared:
+            self.whole = whole
+            _note_shared(self)
         return whole
 
     def restore_mapped(self, affine: Affine, bits: Tensor | None) -> Tensor:
@@ -227,6 +252,24 @@ class Slot:
         shape, stride = self.base.shape, self.base.stride
         encoded = Encoded(BitMask(), (bits,), shape, stride, self.dtype, facts=Facts(value=1.0))
         return encoded.decode(ARENA.take(encoded.numel, self.dtype, bits.device))
+
+
+_shared: "list[weakref.ref[Slot]]" = []
+
+
+def _note_shared(slot: Slot) -> None:
+    """Of what is made again and waits for more readers hold the last few, and let the others go.
+
+    Readers of one tensor, and of what is made of it, come one after the other in backward: a query,
+    a key and a value of one norm; a SiLU's input, which is made on the way to its output.
+    """
+    known = [one for one in _shared if (other := one()) is not None and other.whole is not None]
+    if all(one() is not slot for one in known):
+        known.append(weakref.ref(slot))
+    for one in known[:-_MOST_SHARED]:
+        if (oldest := one()) is not None:
+            oldest.whole = None
+    _shared[:] = known[-_MOST_SHARED:]
 
 
 class CountedSlot(Slot):

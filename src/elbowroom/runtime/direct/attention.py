@@ -41,6 +41,7 @@ from elbowroom.plan import Need, Site
 from elbowroom.plan.precision_floor import MOST_LEVELS, UNSEEN_LEVELS, levels_for, levels_for_values
 from elbowroom.plan.site import Formula, Reads
 from elbowroom.runtime.consumers import Call, Levels, Reading, tolerant_arguments
+from elbowroom.runtime.direct.math_attention import MATH_ATTENTION, Given
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.supported_types import PLAIN
 
@@ -198,12 +199,13 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: _How
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        drawn = _drawn(how, q, k)
-        with saved_tensors_hooks(_nothing, _same), drawn.first():
-            out = _run(how, _leaves((q, k, v, mask), ctx.needs_input_grad)).detach()
+        drawn, tensors = _drawn(how, q, k), (q, k, v, mask)
         ctx.how, ctx.drawn = how, drawn
         ctx.workspace_nbytes = _workspace_nbytes(how, q, k, mask, drawn)
-        ctx.save_for_backward(q, k, v, mask, *drawn.take())
+        given = _written_out(ctx, tensors)
+        run = partial(_run_first, ctx, tensors)
+        out, *bits = run() if given is None else MATH_ATTENTION.output(given, run)
+        ctx.save_for_backward(*tensors, *bits)
         return out
 
     @staticmethod
@@ -211,25 +213,54 @@ class _Attention(torch.autograd.Function):
         (grad,) = grads
         if grad is None:
             return (None,) * 5
-        again = torch.is_grad_enabled()  # somebody wants the gradient's own gradient
         tensors = ctx.saved_tensors
         saved, drawn = tensors[:4], tensors[4:]
-        given = _aliases(saved) if again else _leaves(saved, ctx.needs_input_grad)
-        with ExitStack() as around:
-            around.enter_context(torch._C.DisableTorchFunction())
-            lean = None if again else ctx.drawn.lean(*drawn)
-            pack, unpack = (Tensor.detach, _same) if lean is None else (lean.pack, lean.unpack)
-            around.enter_context(saved_tensors_hooks(pack, unpack))
-            around.enter_context(torch.autocast(grad.device.type, enabled=False))
-            around.enter_context(ctx.drawn.again(*drawn) if lean is None else lean.drawing())
-            out = _run(ctx.how, given)
-        asked = [i for i in range(4) if ctx.needs_input_grad[i]]
-        with nullcontext() if lean is None else lean:
-            found = torch.autograd.grad(
-                out, [given[i] for i in asked], grad, create_graph=again, allow_unused=True
-            )
-        made: dict[int, Tensor | None] = dict(zip(asked, found, strict=True))
-        return *(made.get(i) for i in range(4)), None
+        run = partial(_run_again, ctx, saved, drawn, grad)
+        given = _written_out(ctx, saved)
+        if given is None or len(drawn) != 1 or torch.is_grad_enabled():
+            return *run(), None
+        with torch.autocast("cpu", enabled=False):
+            found = MATH_ATTENTION.gradients(given, drawn[0], grad, run)
+        wanted = zip(found, ctx.needs_input_grad, strict=False)
+        return *(x if needed else None for x, needed in wanted), None
+
+
+def _written_out(ctx: Any, tensors: tuple[Any, ...]) -> Given | None:
+    """What the math path's ops, called one by one, are given; None: it is left to torch."""
+    how, (q, k, v, mask) = ctx.how, tensors
+    if how.enable_gqa or not isinstance(ctx.drawn, _Bits):
+        return None
+    learned = ctx.needs_input_grad[3]
+    given = Given(q, k, v, mask, how.dropout_p, how.is_causal, how.scale, learned)
+    return given if given.fits else None
+
+
+def _run_first(ctx: Any, tensors: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The result, and what was drawn for it."""
+    with saved_tensors_hooks(_nothing, _same), ctx.drawn.first():
+        out = _run(ctx.how, _leaves(tensors, ctx.needs_input_grad)).detach()
+    return out, *ctx.drawn.take()
+
+
+def _run_again(ctx: Any, saved: Any, drawn: Any, grad: Tensor) -> _Grads:
+    """The gradients of q, k, v and the mask by forward, run again, and autograd."""
+    again = torch.is_grad_enabled()  # somebody wants the gradient's own gradient
+    given = _aliases(saved) if again else _leaves(saved, ctx.needs_input_grad)
+    with ExitStack() as around:
+        around.enter_context(torch._C.DisableTorchFunction())
+        lean = None if again else ctx.drawn.lean(*drawn)
+        pack, unpack = (Tensor.detach, _same) if lean is None else (lean.pack, lean.unpack)
+        around.enter_context(saved_tensors_hooks(pack, unpack))
+        around.enter_context(torch.autocast(grad.device.type, enabled=False))
+        around.enter_context(ctx.drawn.again(*drawn) if lean is None else lean.drawing())
+        out = _run(ctx.how, given)
+    asked = [i for i in range(4) if ctx.needs_input_grad[i]]
+    with nullcontext() if lean is None else lean:
+        found = torch.autograd.grad(
+            out, [given[i] for i in asked], grad, create_graph=again, allow_unused=True
+        )
+    made: dict[int, Tensor | None] = dict(zip(asked, found, strict=True))
+    return tuple(made.get(i) for i in range(4))
 
 
 def _run(how: _How, given: list[Any]) -> Tensor:

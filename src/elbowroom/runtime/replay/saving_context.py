@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from elbowroom.errors import PlanError
 from elbowroom.plan import Policy
+from elbowroom.runtime import modules
 from elbowroom.runtime.advice import warn_if_useless
+from elbowroom.runtime.compiler import compilations, is_compiled
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.in_graph import GraphForm, compiled_by
@@ -50,6 +52,8 @@ class Scripts:
         self._owners: dict[int, list[weakref.ref[nn.Module]]] = {}  # by the id of a script
         self._unwritten = _MOST_UNWRITTEN
         self._followed = 0
+        self._calls_compiled = False
+        self._none_called_of: frozenset[int] | None = None  # what had been compiled by then
 
     def begin(self) -> tuple[Script, ...]:
         """A step begins. Return the scripts that it may follow; none: it is looked at."""
@@ -62,6 +66,21 @@ class Scripts:
                 self._scripts.clear()
                 self._owners.clear()
             return tuple(self._scripts)
+
+    @property
+    def calls_nothing_compiled(self) -> bool:
+        """Whether no module that is called is compiled, as far as is known.
+
+        To see each call of a module takes a tenth of a step of 60 ms: Python forgets what it knew
+        of the attributes of all modules' classes.
+        """
+        known = self._none_called_of
+        return not self._calls_compiled and known is not None and known == compilations()
+
+    def has_seen_calls(self, *, compiled: bool) -> None:
+        """The calls of a step were seen. compiled: whether one was of a compiled module."""
+        self._calls_compiled |= compiled
+        self._none_called_of = compilations()
 
     @property
     def wanted(self) -> bool:
@@ -174,18 +193,21 @@ class SavingContext:
         *,
         warns: bool = False,
         graphs: GraphForm | None = None,
+        shares: bool = False,
     ) -> None:
         """make: gives what looks at a step. setting: by which steps are known; None: none is.
 
         warns: whether to say so if nothing could be changed. graphs: the policy inside of compiled
-        modules; None: these run eagerly
+        modules; None: these run eagerly. shares: as that of what `make` gives
         """
+        self._shares = shares
         self._make, self.context, self._setting, self._warns = make, context, setting, warns
         self._graphs = graphs
         self._in_graphs = Ledger()  # what compiled modules hold
         self._opened = ExitStack()
         self._parts: list[Saving | _Following] = []  # whose graphs are there
         self._is_open = False
+        self._compiled: list[str] | None = None  # modules that were called; None: nobody looks
 
     @property
     def policy(self) -> Policy:
@@ -213,12 +235,21 @@ class SavingContext:
             self._in_graphs = Ledger()
         part = self._part()
         part.__enter__()
-        if self._graphs is not None and "torch._dynamo" in sys.modules:
+        self._compiled = None
+        if self._sees_calls(part):
+            assert self._graphs is not None
             watches = isinstance(part, Saving)
-            self._opened.enter_context(compiled_by(self._graphs, self._in_graphs, watches=watches))
+            seen = compiled_by(self._graphs, self._in_graphs, watches=watches)
+            self._compiled = self._opened.enter_context(seen)
         self._parts.append(part)
         self._is_open = True
         return self
+
+    def _sees_calls(self, part: "Saving | _Following") -> bool:
+        """Whether a module that is called may be one that torch.compile compiles."""
+        if self._graphs is None or "torch._dynamo" not in sys.modules:
+            return False
+        return isinstance(part, Saving) or not part.scripts.calls_nothing_compiled
 
     def _part(self) -> "Saving | _Following":
         if self._setting is None:
@@ -227,7 +258,7 @@ class SavingContext:
         state = state_of_torch()
         known = tuple(script for script in scripts.begin() if script.state == state)
         if known:
-            return _Following(known, scripts, self._make, self.context)
+            return _Following(known, scripts, self._make, self.context, shares=self._shares)
         return self._make(Scribe(selects=True) if scripts.wanted else None)
 
     def __exit__(
@@ -242,12 +273,16 @@ class SavingContext:
         self._opened.close()
         part = self._parts[-1]
         part.__exit__(kind, error, trace)
+        scripts = None
+        if self._setting is not None:
+            scripts = scripts_of(*self._setting, min(len(self._parts) - 1, _MOST_PARTS))
+            if self._compiled is not None:
+                scripts.has_seen_calls(compiled=bool(self._compiled))
         if not isinstance(part, Saving):
             return
         scribe, part.scribe = part.scribe, None
-        if scribe is not None and self._setting is not None:
-            nth = min(len(self._parts) - 1, _MOST_PARTS)
-            scripts_of(*self._setting, nth).add(scribe, part.called)
+        if scribe is not None and scripts is not None:
+            scripts.add(scribe, part.called)
         if kind is None and self._warns:
             warn_if_useless(part.ledger, part.policy, stacklevel=3)
 
@@ -263,10 +298,17 @@ class _Following(Replay):
     """A step that follows a script, or another one that begins alike."""
 
     def __init__(
-        self, known: tuple[Script, ...], scripts: Scripts, make: Make, context: Context
+        self,
+        known: tuple[Script, ...],
+        scripts: Scripts,
+        make: Make,
+        context: Context,
+        *,
+        shares: bool,
     ) -> None:
         super().__init__(known[0], context, known[1:])
-        self._scripts, self._make = scripts, make
+        self._shares = shares
+        self.scripts, self._make = scripts, make
         self._token = Token()
         self._repeated: RepeatedLedger  # from the beginning on: `follow` makes it
 
@@ -289,11 +331,11 @@ class _Following(Replay):
             return
         saving = self.saving
         if saving is not None and saving.scribe is not None:
-            self._scripts.add(saving.scribe, saving.called)
+            self.scripts.add(saving.scribe, saving.called)
         elif self.strayed or self._numel != self.script.numel:
-            self._scripts.forget(self.script)
+            self.scripts.forget(self.script)
         else:
-            self._scripts.was_followed(self.script)
+            self.scripts.was_followed(self.script)
 
     def follow(self, script: Script) -> None:
         """Go on by another script."""
@@ -309,11 +351,16 @@ class _Following(Replay):
             entry.hold(int(share * self.script.held_nbytes))
             weakref.finalize(self._token, entry.close).atexit = False
             return saving
-        return self._make(Scribe(selects=True) if self._scripts.wanted else None)
+        return self._make(Scribe(selects=True) if self.scripts.wanted else None)
 
     def _new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
         entry = self._repeated.entry(number)
         slot = Slot(base, entry, geometry=geometry)
+        slot.shares = self._shares
+        looks = number == 0 and "torch._dynamo" in sys.modules
+        if looks and any(map(is_compiled, modules.on_stack())):
+            # Somebody has compiled the model before, and called it only now.
+            self.scripts.has_seen_calls(compiled=True)
         if isinstance(entry, Repeated):
             self._repeated.counts(number, slot, entry)
         return slot
