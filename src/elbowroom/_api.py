@@ -140,7 +140,7 @@ def saving(
 
 
 def _in_graphs(policy: Policy, min_nbytes: int, seed: int | None) -> Held | None:
-    """The policy inside of compiled modules; None: it has no form there, and they run eagerly."""
+    """Returns the policy for compiled modules; None: it has no form there, and they run eagerly."""
     if type(policy) is Exact:
         return Held(0, min_nbytes, seed)
     if type(policy) is KeepAll:
@@ -152,7 +152,7 @@ def _in_graphs(policy: Policy, min_nbytes: int, seed: int | None) -> Held | None
 
 
 def _has_hash(policy: Policy) -> bool:
-    """Return whether it can be looked up: the codec of somebody else's may have no hash."""
+    """Returns whether a codec can be looked up: the codec of somebody else's may have no hash."""
     try:
         hash(policy)
     except TypeError:
@@ -231,7 +231,9 @@ def dry_run(
     min_nbytes: int = 65536,
     speed: Speed | None = None,
 ) -> Profile:
-    """What `measure` would write down, from shapes alone: no memory, no data, estimated seconds.
+    """Computes the profile that `measure` would write down, from shapes alone.
+
+    It takes no memory and no data; its seconds are estimated.
 
         with torch.device("meta"):
             model = Model()    # of any size
@@ -278,12 +280,12 @@ def dry_run(
 
 
 def _home(model: nn.Module) -> torch.device:
-    """Where its first parameter is; without one, the CPU."""
+    """Returns the device of the first parameter; the CPU if there is none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Where a dry run of this model pretends to be."""
+    """Returns the device on which a dry run of this model pretends to be."""
     if device is None:
         own = _home(model)
         device = torch.device("cpu") if own.type == "meta" else own
@@ -316,7 +318,7 @@ def plan(
     solver: str = "auto",
     codecs: Sequence[str | Codec] | None = None,
 ) -> Plan:
-    """What to do with each tensor of a profiled step so that its peak stays within a budget.
+    """Plans what to do with each tensor of a profiled step so that its peak stays within a budget.
 
     profile    what `measure` or `dry_run` gave; a snapshot (`load_snapshot`) has a plan only if all
                of it fits, else BudgetTooSmall says that none can, or PlanError how to find one
@@ -525,7 +527,7 @@ def add_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model is called with for this batch."""
+    """Returns the arguments and keyword arguments that a model is called with for this batch."""
     if batch is None or isinstance(batch, tuple):
         return batch or (), {}
     if isinstance(batch, torch.Tensor):
@@ -566,7 +568,7 @@ def step(run: Callable[[], T]) -> T:
 
 
 def log_to(*targets: Any) -> Log:
-    """Return a function that logs what a fitted model takes: peak, budget, setting, noise.
+    """Returns a function that logs what a fitted model takes: peak, budget, setting, noise.
 
         log = er.log_to(SummaryWriter())              # or wandb, trackio, a function, several
         for n, batch in enumerate(batches):
@@ -601,7 +603,7 @@ def explain_oom(profile: Profile | str | Path | None = None) -> ExplainOutOfMemo
 
 
 def _fittings() -> list[tuple[nn.Module, Fitting]]:
-    """All fitted models."""
+    """Returns the fittings of all fitted models."""
     return [(model, one) for model, one in attached() if isinstance(one, Fitting)]
 
 
@@ -649,7 +651,7 @@ def largest_batch(
 
 
 def summary(model: nn.Module) -> Summary:
-    """What `fit` has done for a model so far: peaks, time, exactness and actions.
+    """Returns what `fit` has done for a model so far: peaks, time, exactness and actions.
 
         print(er.summary(model))    # a table; each figure says whether it was measured or estimated
 

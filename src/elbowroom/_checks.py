@@ -1,4 +1,4 @@
-"""What the public verbs refuse, each in one sentence that says what is possible."""
+"""Checks of the public verbs' arguments: each refusal is a sentence that says what is possible."""
 
 import logging
 
@@ -34,7 +34,7 @@ def check_exact(exact: bool | None) -> None:
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """The device, which is a CPU or one of this machine's GPUs of CUDA."""
+    """Returns the device, which is a CPU or one of this machine's GPUs of CUDA."""
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -51,7 +51,10 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 def check_optimizer(optimizer: Optimizer | None, model: nn.Module, verb: str = "fit") -> None:
-    """One that trains something else is only said: parameters may be wrapped."""
+    """Checks that an optimizer trains this model.
+
+    One that trains something else is only warned of: parameters may be wrapped.
+    """
     if optimizer is None:
         return
     if not isinstance(optimizer, Optimizer):

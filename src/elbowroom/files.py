@@ -64,7 +64,10 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring the new name to the disk. Not all systems can: there it comes when it comes."""
+    """Syncs a folder, so that a new name is on the disk.
+
+    Systems that cannot are left to do so when they do.
+    """
     with suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -74,5 +77,5 @@ def _sync_folder(folder: Path) -> None:
 
 
 def beside(path: Path) -> Path:
-    """Where this process writes before it replaces."""
+    """Returns the path that this process writes to before it replaces `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}.part")

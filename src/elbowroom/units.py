@@ -60,7 +60,7 @@ def parse_budget(budget: float | str) -> int | Share:
 
 
 def _nbytes(size: float | str, ways: str) -> int:
-    """As `parse_nbytes`. ways: what is possible, in words."""
+    """Converts a size to bytes, as `parse_nbytes` does. ways: what is possible, in words."""
     if _is_number(size) and not size > 0:
         raise ValueError(f"a size in bytes is positive; got {size}. {ways[0].upper()}{ways[1:]}")
     match = _NBYTES.fullmatch(size) if isinstance(size, str) else None

@@ -49,24 +49,24 @@ class Adaptive(ABC):
 
     @property
     def table(self) -> NoiseTable:
-        """What is known of the noise."""
+        """Table of what is known of the noise."""
         return self.meter.table
 
     def __call__(self, site: Site) -> Action:
-        """The policy: `Lossy` with this tensor's own codec."""
+        """Returns, as a policy, the action for a site: `Lossy` with this tensor's own codec."""
         return Lossy(self.codec_of(site.name), self.rebuild)(site)
 
     def codec_of(self, name: SiteName) -> Codec:
-        """What this tensor is held with now."""
+        """Returns the codec that this tensor is held with now."""
         return self.ladder[self.rungs.get(name, self.start)]
 
     def begin(self) -> Watch | None:
-        """The observer: a forward begins."""
+        """Begins a forward, as the observer of a context."""
         self._look()
         return self.meter.begin()
 
     def error_report(self) -> ErrorReport:
-        """What the codes add, predicted and measured, as far as it is known now."""
+        """Returns what the codes add, predicted and measured, as far as it is known now."""
         self._look()
         return self.meter.error_report()
 
@@ -78,18 +78,21 @@ class Adaptive(ABC):
 
     @abstractmethod
     def _move(self) -> None:
-        """A step was watched: choose rungs."""
+        """Chooses rungs after a step that was watched."""
 
     def _tried(self, site: Site) -> tuple[Codec, ...]:
         return tuple(codec for codec in self.ladder if site.dtype in codec.dtypes)
 
     def _movable(self) -> list[HeldNoise]:
-        """The tensors whose noise is known, and which the ladder was tried on."""
+        """Returns the tensors whose noise is known, and which the ladder was tried on."""
         held = self.table.held.values()
         return [h for h in held if possible(h) and self.table.variance_of(h.site.name) is not None]
 
     def _options(self, held: HeldNoise) -> list[Option]:
-        """What each rung would hold and add: the measured variance, in the ratio of the trials."""
+        """Returns, by rung, what would be held and what noise added.
+
+        It is the measured variance, in the ratio of the trials.
+        """
         variance = self.table.variance_of(held.site.name) or 0.0
         each = held.energy / held.numel
         now = next((t.error for t in held.trials if t.codec == held.codec), each)
@@ -100,7 +103,7 @@ class Adaptive(ABC):
         self.rungs[held.site.name] = self.ladder.index(possible(held)[option].codec)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a checkpoint needs to go on with the same choices."""
+        """Returns all that a checkpoint needs to go on with the same choices."""
         self._look()
         rungs = [[*name, rung] for name, rung in self.rungs.items()]
         return {
@@ -111,7 +114,10 @@ class Adaptive(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises PlanError for a state of another controller, or of another ladder."""
+        """Restores from `state_dict()`.
+
+        Raises PlanError for a state of another controller, or of another ladder.
+        """
         if not isinstance(state, dict) or not self.state_dict().keys() <= state.keys():
             raise PlanError(
                 f"this is no state of a {type(self).__name__}: load what state_dict() of one gave"
@@ -127,7 +133,7 @@ class Adaptive(ABC):
 
 
 def possible(held: HeldNoise) -> list[Trial]:
-    """The trials of what this tensor may be held with (`plan/precision_floor.py`)."""
+    """Returns the trials of what this tensor may be held with (`plan/precision_floor.py`)."""
     return [
         trial for trial in held.trials if at_precision_floor(trial.codec, held.site) == trial.codec
     ]

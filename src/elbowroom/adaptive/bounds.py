@@ -86,7 +86,7 @@ class CometBounds(Adaptive):
         return replace(self.codec, bound=bound, prediction=prediction)
 
     def _tried(self, site: Site) -> tuple[Codec, ...]:
-        """The predictions; what another bound would do it says itself."""
+        """Returns the predictions to try; what another bound would do is computed from them."""
         now = self.codec_of(site.name)
         return tuple(replace(now, prediction=name) for name in PREDICTIONS)
 
@@ -100,7 +100,7 @@ class CometBounds(Adaptive):
                 self.bounds[name] = min(max(bound, _SMALLEST), _LARGEST)
 
     def _check_learns(self) -> None:
-        """Say it, once, if the optimizer tells of no momentum."""
+        """Logs, once, that the optimizer has no momentum."""
         refs = [op.weight for op in self.table.ops.values() if op.weight is not None]
         weights = [weight for ref in refs if (weight := ref()) is not None]
         found = any(self._momentum(weight) is not None for weight in weights)
@@ -116,7 +116,7 @@ class CometBounds(Adaptive):
             )
 
     def _factor(self, held: HeldNoise) -> float | None:
-        """By how much the bound may grow before some layer has more noise than it should."""
+        """Returns the factor by which the bound may grow before a layer has too much noise."""
         factors = []
         for op in self.table.ops.values():
             weight = None if op.weight is None else op.weight()
@@ -128,7 +128,7 @@ class CometBounds(Adaptive):
         return min(factors) if factors else None
 
     def _momentum(self, weight: Tensor) -> float | None:
-        """Root mean square of the layer's momentum, in units of a gradient; None: there is none."""
+        """Returns the RMS of a layer's momentum, in units of a gradient; None without one."""
         state = self._moments(weight)
         group = next(
             (g for g in self._optimizer.param_groups if any(p is weight for p in g["params"])), {}
@@ -151,14 +151,14 @@ class CometBounds(Adaptive):
         return None
 
     def _moments(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return what the optimizer holds for a weight: its tensors by name."""
+        """Returns what the optimizer holds for a weight: its tensors by name."""
         if isinstance(self._optimizer, EncodedOptimizer):
             return self._optimizer.decoded_state(weight)
         state = self._optimizer.state.get(weight, {})
         return {name: x for name, x in state.items() if isinstance(x, Tensor) and x.dim()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The bounds and predictions, too."""
+        """Returns the controller's state, the bounds and predictions included."""
         state = super().state_dict()  # first: it may choose others
         return state | {
             "bounds": [[*name, bound] for name, bound in self.bounds.items()],

@@ -68,7 +68,10 @@ class Guard(Adaptive):
         self._deaf = 0  # looks in a row before any loss was told
 
     def loss(self, value: float | Tensor) -> None:
-        """The loss of this step. One on a GPU is read when it has arrived, a step or two later."""
+        """Reports the loss of this step.
+
+        One on a GPU is read when it has arrived, a step or two later.
+        """
         if isinstance(value, Tensor):
             value = value.detach()
         if isinstance(value, Tensor) and would_wait(value):
@@ -80,7 +83,7 @@ class Guard(Adaptive):
         self._hear(wait=False)
 
     def _hear(self, *, wait: bool) -> None:
-        """Take the losses that have arrived, in their order. wait: take all of them."""
+        """Processes the losses that have arrived, in their order. wait: all of them."""
         while self._sent:
             first = self._sent[0]
             if isinstance(first, Sent) and not (wait or first.has_arrived):
@@ -142,7 +145,10 @@ class Guard(Adaptive):
         return -(-len(self._order) // 4)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages of the loss, too. Losses that are still on their way are waited for."""
+        """Returns the state, the averages of the loss included.
+
+        Losses that are still on their way are waited for.
+        """
         self._hear(wait=True)
         state = super().state_dict()
         mine = {

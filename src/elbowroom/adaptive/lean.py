@@ -29,7 +29,7 @@ class LeanBudget(NoiseBudget):
         self.lean = lean
 
     def __call__(self, site: Site) -> Action:
-        """The policy: `Lean` with this tensor's own levels."""
+        """Returns, as a policy, the action for a site: `Lean` with this tensor's own levels."""
         levels = _levels(self.codec_of(site.name))
         return replace(self.lean, upper=levels, plain=levels)(site)
 

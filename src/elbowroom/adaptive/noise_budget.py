@@ -37,7 +37,7 @@ class NoiseBudget(Adaptive):
         self._was_drowned = self._has_told = False
 
     def _tell_unknown(self) -> None:
-        """Once: which ops the budget leaves out, since no probe can tell what they add."""
+        """Logs, once, the ops that the budget leaves out: no probe can tell what they add."""
         unknown = [name for name, op in self.table.ops.items() if op.variance is None]
         if self._has_told or not unknown or not self.meter.is_past_first_run:
             return

@@ -80,7 +80,7 @@ def within_noise(policy: Policy, noise: float, rebuild: bool) -> NoiseBudget:
 
 
 def meter_of(policy: Policy) -> NoiseMeter:
-    """One for all contexts of the same setting; a function of the user's gets a fresh one."""
+    """Returns the meter of all contexts of one setting; a user's function gets a fresh one."""
     if not dataclasses.is_dataclass(policy):
         return NoiseMeter(every=1)
     return PROCESS.remember(("watch", policy), lambda: NoiseMeter(every=1))

@@ -1,4 +1,4 @@
-"""What encoded optimizer states add to an update: the relative squared error of states that run.
+"""Error that encoded optimizer states add to an update: relative, squared, of states that run.
 
 Each step rounds what the step before has left, so that errors pile up for as long as a moment
 remembers: tens to hundreds of times what one encoding errs by. Figures are the worst of a GPT and a
@@ -16,7 +16,7 @@ _FAST_BETA2, _FAST_MOMENTUM = 0.95, 0.9
 
 
 def update_noise(rule: str, group: Group, state: str) -> float:
-    """Of an update by this rule, of a param group whose states are held so."""
+    """Returns the noise of an update by this rule if a param group's states are held as `state`."""
     if state == "fp32":
         return 0.0
     if rule == "lion":

@@ -120,7 +120,7 @@ def _as_json(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Told], None]]:
-    """A live bar for each stage, on stderr; off a terminal a line a quarter of it."""
+    """Shows a live bar for each stage on stderr; off a terminal, a line for each quarter of it."""
     if not errors_console().is_terminal:
         yield _tell_lines
         return
@@ -143,7 +143,7 @@ def _progress() -> Iterator[Callable[[Told], None]]:
 
 
 def _tell_lines(told: Told) -> None:
-    """The first step, so that one sees that it runs, and whenever another quarter is done."""
+    """Prints a line for the first step, so that one sees that it runs, and for each quarter."""
     quarters = [4 * done // told.total for done in (told.done - 1, told.done)]
     if told.done == 1 or quarters[0] < quarters[1]:
         typer.echo(f"{told.stage}: {told.done}/{told.total}  {told.note}".rstrip(), err=True)

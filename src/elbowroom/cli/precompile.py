@@ -44,12 +44,14 @@ def compile_ahead(processes: int | None = None, threaded: Collection[torch.dtype
 
 
 def _be_quiet() -> None:
-    """Whoever asks for it knows that kernels are compiled."""
+    """Silences the log of compiled kernels: whoever asks for the command knows of them."""
     logging.getLogger("elbowroom.kernels").setLevel(logging.ERROR)
 
 
 def _jobs(threaded: Collection[torch.dtype] = _DTYPES) -> Iterator[Job]:
-    """The longest first; those that share most of their functions, one codec's, far apart.
+    """Yields the jobs, the longest first.
+
+    Those that share most of their functions, one codec's, are far apart.
 
     At the same time, two processes would compile the same functions.
     """

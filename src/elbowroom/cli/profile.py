@@ -74,7 +74,7 @@ def _show(found: Profile, model: str, remark: str, out: Path, html: Path) -> Non
 
 
 class _Enough(SystemExit):
-    """A step was written down: the script may end."""
+    """Raised to end the script once a step was written down."""
 
 
 class _Run:
@@ -103,7 +103,7 @@ class _Run:
 
     @property
     def why_none(self) -> str:
-        """Why there is no profile."""
+        """Reason why there is no profile."""
         if self._profiling is None:
             return (
                 "the script ended, and no model was trained: no module that holds an optimizer's "
@@ -116,7 +116,7 @@ class _Run:
         )
 
     def of(self, script: Path, arguments: list[str]) -> int:
-        """The exit code."""
+        """Runs the script and returns its exit code."""
         try:
             with self._discovery:
                 return run_script(script, arguments)

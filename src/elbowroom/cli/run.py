@@ -158,7 +158,10 @@ class _Run:
         self._program: CompiledProgram | None = None
 
     def of(self, script: Path, arguments: list[str]) -> int:
-        """The exit code. Raises BudgetTooSmall, or PlanError for what `fit` refuses."""
+        """Runs the script and returns its exit code.
+
+        Raises BudgetTooSmall, or PlanError for what `fit` refuses.
+        """
         with self.discovery, self._compiling():
             try:
                 return run_script(script, arguments)
@@ -189,9 +192,9 @@ class _Run:
         return found
 
     def _compiling(self) -> AbstractContextManager[object]:
-        """What the script compiles outside of the model is inside the budget, too.
+        """Keeps what the script compiles outside of the model inside the budget, too.
 
-        A plan of the eager engine, and offloading, are not for graphs: there code runs eagerly.
+        A plan of the eager engine and offloading are not for graphs: with either, it runs eagerly.
         """
         if self._plan is not None or self._offload is not None:
             return nullcontext()
@@ -205,7 +208,7 @@ class _Run:
         return self._program
 
     def _held(self) -> int:
-        """What the compiled model holds when the loss runs, at most."""
+        """Returns the most bytes that the compiled model holds when the loss runs."""
         fitting = self._models[0].fitting if self._models else None
         regions = fitting.regions if isinstance(fitting, CompiledFitting) else ()
         return max((one.saved_nbytes for one in regions), default=0)
@@ -263,7 +266,10 @@ class _Run:
 
 
 def _say_not_found(code: int, *, made_optimizers: bool) -> int:
-    """Nothing was fitted: harmless if nothing was trained."""
+    """Warns that no model was fitted; returns the exit code.
+
+    It is harmless if nothing was trained.
+    """
     if code:
         return code
     if not made_optimizers:
@@ -274,7 +280,10 @@ def _say_not_found(code: int, *, made_optimizers: bool) -> int:
 
 
 def _say_not_kept(code: int, told: Summary) -> int:
-    """The last word, where the last measured step of a script that ended well was above it."""
+    """Warns if the last measured step was above the budget; returns the exit code.
+
+    This is for a script that ended well.
+    """
     if code or (told.last_nbytes or 0) <= told.budget_nbytes:
         return code
     mistake(
@@ -286,7 +295,7 @@ def _say_not_kept(code: int, told: Summary) -> int:
 
 
 def _whole_mib(nbytes: int) -> str:
-    """Rounded up, as it can be typed."""
+    """Returns a size in whole MiB, rounded up, as it can be typed."""
     return f"{-(-nbytes // 2**20)}MiB"
 
 

@@ -35,7 +35,9 @@ def check_script(path: Path) -> None:
 
 
 def run_script(path: Path, arguments: list[str]) -> int:
-    """The exit code that the script would have had under `python`. What it raises goes on upwards.
+    """Runs a script and returns the exit code that it would have had under `python`.
+
+    Errors of the script are passed on.
 
     arguments  all that follows the script; a first "--" is not the script's
     """
@@ -48,7 +50,10 @@ def run_script(path: Path, arguments: list[str]) -> int:
 
 
 def exit_code(end: SystemExit) -> int:
-    """None is 0, a number itself; anything else is printed, and is 1."""
+    """Returns the exit code of a SystemExit.
+
+    None is 0, a number itself; anything else is printed, and is 1.
+    """
     if end.code is None:
         return 0
     if isinstance(end.code, int):

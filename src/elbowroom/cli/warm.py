@@ -21,7 +21,7 @@ def has_glibc() -> bool:
 
 
 def start_warm() -> None:
-    """Put this process's own command, begun anew under `WARM`, in its place; if it is not already.
+    """Replaces this process by its own command, begun anew under `WARM`, unless it is that already.
 
     Of these settings, those that the environment has already stay as they are.
 

@@ -137,7 +137,7 @@ class Encoded:
     def decode_own(
         self, out: Tensor, affine: Affine | None = None, bits: Tensor | None = None
     ) -> Tensor:
-        """`decode` without its checks, for who got this from `encode` and shows it to nobody."""
+        """Decodes without the checks of `decode`, for a caller that keeps this to itself."""
         if self.raw:
             out.copy_(self.buffers[0])
             if affine is not None:
@@ -281,7 +281,7 @@ class Codec(ABC):
     def _encode_within(
         self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, room: Room
     ) -> tuple[Buffers | None, Spill | None]:
-        """Buffers of which one has the size that `room` gives it, if its own is not known."""
+        """Returns buffers, one of them of the size that `room` gives if its own is not known."""
         layout, at = self._layout(flat.numel(), flat.dtype, facts), None
         if self.takes_room and would_wait(flat):
             at = next((i for i, expected in enumerate(layout) if expected.at_most), None)
@@ -352,7 +352,7 @@ class Codec(ABC):
     def _encode_into(
         self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, space: Space
     ) -> Buffers | None:
-        """`_encode`, or `_encode_mapped`, with its payload in memory that it is given.
+        """Encodes as `_encode` or `_encode_mapped` do, with the payload in memory that is given.
 
         Only of what `takes_room`. Nothing may be read that the host would wait for.
         """
@@ -361,13 +361,13 @@ class Codec(ABC):
     def _encode_mapped(
         self, flat: Tensor, seed: int, facts: Facts, affine: Affine
     ) -> Buffers | None:
-        """`_encode` of affine(flat)."""
+        """Encodes affine(flat), as `_encode` does."""
         return self._encode(affine.of(flat), seed, facts)
 
     def _decode_mapped(
         self, encoded: Encoded, out: Tensor, affine: Affine, bits: Tensor | None
     ) -> None:
-        """`_decode_into`, then affine, and 0 where a bit is not set."""
+        """Decodes as `_decode_into` does, then applies the affine; 0 where a bit is not set."""
         self._decode_into(encoded, out)
         affine.in_place(out, bits)
 
@@ -398,7 +398,10 @@ class Codec(ABC):
             )
 
     def _check_dtype(self, dtype: torch.dtype, x: Tensor | str) -> None:
-        """x: what has it, or its name."""
+        """Raises UnsupportedTensor for a dtype that is not taken.
+
+        x: the tensor that has it, or its name.
+        """
         if dtype not in self.dtypes:
             taken = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             got = x if isinstance(x, str) else f"{show(x)}. {_remedy(x)}"

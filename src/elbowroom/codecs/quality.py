@@ -28,7 +28,7 @@ _TOGETHER = 0.05  # correlation of two draws' errors, from which on they are sai
 
 
 class Quality(NamedTuple):
-    """How good one setting is. bits: what it holds for an element of float32."""
+    """Quality of one codec setting. bits: bits that it holds for an element of float32."""
 
     bits: float
     error: float
@@ -36,12 +36,12 @@ class Quality(NamedTuple):
 
     @property
     def levels(self) -> float:
-        """Return the levels of the dither that has the same error; below 2, none is as coarse."""
+        """Levels of the dither that has the same error; below 2, none is as coarse."""
         return 1 + sqrt(_AT_ONE / max(self.error, 1e-30))
 
 
 def quality_of(codec: Codec, *, maps: bool) -> Quality:
-    """Return the quality for maps, of four dimensions and more, or for rows.
+    """Returns the quality for maps, of four dimensions and more, or for rows.
 
     Raises what the codec raises.
     """
@@ -54,7 +54,7 @@ def quality_of(codec: Codec, *, maps: bool) -> Quality:
 
 @cache
 def measured(codec: Codec, *, maps: bool) -> Quality:
-    """The same, measured now; once a process."""
+    """Measures the quality of one setting now, once a process."""
     with unset_fake_temporarily(), torch.no_grad():
         x = _normal(MAPS if maps else ROWS)
         codes = [codec.encode(x, seed) for seed in (1, 2)]
@@ -66,7 +66,10 @@ def measured(codec: Codec, *, maps: bool) -> Quality:
 
 @cache
 def lie_of(codec: Codec) -> str:
-    """What the codec says that is not so, or "". One that is written down is known not to lie."""
+    """Returns a promise that the codec breaks, in words, or "".
+
+    Codecs that are written down are known to keep theirs.
+    """
     if setting_name(codec) in _RECORDED:
         return ""
     try:

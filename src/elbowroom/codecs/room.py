@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 class Spill(Protocol):
-    """What of a payload does not fit; its memory is free again when this dies."""
+    """Part of a payload that does not fit; its memory is free again when this dies."""
 
     @property
     def memory(self) -> Tensor:

@@ -88,7 +88,7 @@ def _inline(graph: fx.Graph, node: fx.Node, traced: fx.GraphModule, given: list[
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """Whether the form can serve: whole tiles, whole bytes of bits, and sizes that are known."""
+    """Returns whether the form can serve: whole tiles, whole bytes of bits, and known sizes."""
     is_made = node.target in (ops.DECODE, ops.UNPACK_MASK)
     numel = (node if is_made else node.all_input_nodes[0]).meta["val"].numel()
     if not isinstance(numel, int):
@@ -212,7 +212,7 @@ def _grid(ranges: Tensor, bounds: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 
 
 def _uniform(seed: Tensor, number: int, like: Tensor) -> Tensor:
-    """u in (0, 1) for tiles [T, G, S], float32: those of `kernels/reference/noise.py`."""
+    """Draws u in (0, 1) for tiles [T, G, S], float32: those of `kernels/reference/noise.py`."""
     count, groups, size = like.shape
     own = _seed_of(seed.to(like.device), number)
     tile = torch.arange(count, device=like.device)
@@ -234,7 +234,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """The same in int32, which wraps around, and on a GPU takes a quarter of the instructions."""
+    """Computes `_mix` in int32, which wraps around.
+
+    On a GPU it takes a quarter of the instructions.
+    """
     x = x ^ _shifted(x, 16, 32)
     x = x * 0x7FEB352D
     x = x ^ _shifted(x, 15, 32)

@@ -37,12 +37,12 @@ _OPTIONS = ("budget", "exact")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a compiled model may take.
+    """Settings of a compiled model: what it may take and change.
 
-    room_nbytes    for the whole step; None: as plain torch.compile
+    room_nbytes    bytes for the whole step; None: as plain torch.compile
     counts_inputs  whether parameters, buffers and inputs count
     exact          True: nothing that changes a bit; None: exact actions first; False: the fastest
-    levels         of codes for all that may have one, whatever the room; see `Partitioner`
+    levels         levels of codes for all that may have one, whatever the room; see `Partitioner`
     min_nbytes     values below are not coded, where `levels` are given
     """
 
@@ -67,7 +67,7 @@ class Regions:
     _buckets: int = 0
 
     def room_of(self, gm: fx.GraphModule) -> tuple[int | None, int | None]:
-        """What forward and backward of this region may take; and what it may hold between them.
+        """Returns the bytes that forward and backward of a region may take, and hold between them.
 
         The second is None for the last region of a step, which may hold all that is left.
         """
@@ -90,7 +90,7 @@ class Regions:
         return room, self.shares[key]
 
     def _key(self) -> tuple[object, bool]:
-        """What tells the region that is compiled from others; whether it is a bucket of DDP's.
+        """Returns a key of the region that is compiled, and whether it is a bucket of DDP's.
 
         DDP cuts one frame into as many regions as it has buckets, so that its communication can
         begin before backward has ended.
@@ -110,11 +110,11 @@ class Regions:
         return (frame, self._buckets), True
 
     def restrict(self, room_nbytes: int, *, counts_inputs: bool = False) -> None:
-        """From now on regions may take this."""
+        """Sets the bytes that regions may take from now on."""
         self.settings = replace(self.settings, room_nbytes=room_nbytes, counts_inputs=counts_inputs)
 
     def decided(self, decision: "Decision") -> None:
-        """Keep what was decided for a region; the logger "elbowroom" says it in one line."""
+        """Records what was decided for a region; the logger "elbowroom" says it in one line."""
         self.decisions.append(decision)
         if self._open is not None:  # it could not hold so little
             self.shares[self._open] = max(self.shares[self._open], decision.saved_nbytes)
@@ -178,7 +178,7 @@ def compile_region(
 
 
 def in_whole(error: BudgetTooSmall, budget_nbytes: int, more: Mapping[str, int]) -> BudgetTooSmall:
-    """The error of a region, which knows its own room, for a budget that holds more than that."""
+    """Returns a region's error for the whole budget, which holds more than the region's room."""
     least = error.least_nbytes + sum(more.values())
     parts = {**more, **error.parts}
     held = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size)
@@ -191,7 +191,7 @@ def in_whole(error: BudgetTooSmall, budget_nbytes: int, more: Mapping[str, int])
 
 
 def refusal(error: Exception) -> Callable[..., Any]:
-    """A region that raises this when it is called, with its own type."""
+    """Returns a region that raises this error, with its own type, when it is called."""
 
     def refuse(*args: Any) -> Any:
         raise error.with_traceback(None)
@@ -200,13 +200,13 @@ def refusal(error: Exception) -> Callable[..., Any]:
 
 
 def frame_of(gm: fx.GraphModule | None) -> object:
-    """Dynamo's number of the code that the region comes from; another shape has the same."""
+    """Returns Dynamo's number of the code that a region comes from; another shape has the same."""
     compiled = torch._guards.CompileContext.current_compile_id()
     return getattr(compiled, "frame_id", None) if compiled is not None else id(gm)
 
 
 def _is_in_ddp() -> bool:
-    """Whether DDP's forward runs, and Dynamo cuts what it compiles at the ends of buckets."""
+    """Returns whether DDP's forward runs, and Dynamo cuts graphs at the ends of its buckets."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
     ddp: Any = torch.nn.parallel.DistributedDataParallel
@@ -215,7 +215,7 @@ def _is_in_ddp() -> bool:
 
 
 def _values_nbytes(gm: fx.GraphModule) -> int:
-    """The bytes of all tensors that the region computes: more it cannot hold."""
+    """Returns the bytes of all tensors that the region computes, which it cannot exceed."""
     total = 0
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
@@ -265,7 +265,7 @@ def elbowroom(
 def read_options(
     options: Mapping[str, Any], device: torch.device
 ) -> tuple[Settings, dict[str, Any]]:
-    """Our settings, and Inductor's options, of what torch.compile was given."""
+    """Splits what torch.compile was given into our settings and Inductor's options."""
     from torch._inductor import config
 
     ours = {name: value for name, value in options.items() if name in _OPTIONS}

@@ -17,9 +17,9 @@ from elbowroom.compiled.collect import Facts, Kind
 def narrow_places(
     forward: Sequence[fx.Node], facts: dict[fx.Node, Facts], outside: set[fx.Node]
 ) -> list[tuple[fx.Node, ...]]:
-    """What is carried at each narrow place of a forward, in its order.
+    """Returns what is carried at each narrow place of a forward, in its order.
 
-    outside: inputs, which stand all the time.
+    outside: inputs, which are resident all the time
     """
     carried = _carried(forward, facts, outside)
     sizes = [sum(facts[s].nbytes for s in storages) for storages in carried]

@@ -30,7 +30,7 @@ _prims = torch.ops.prims
 
 
 class Kind(Enum):
-    """How the compiler treats an op."""
+    """Way in which the compiler treats an op."""
 
     GIVEN = auto()
     VIEW = auto()
@@ -41,11 +41,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a node.
+    """Facts about a node.
 
     storage    the node whose memory its value lies in: itself, but for a view
-    nbytes     of that memory, if the node is the one that makes it; else 0
-    elements   over which the op loops: of its output, or of what a reduction reads
+    nbytes     size of that memory, if the node is the one that makes it; else 0
+    elements   number that the op loops over: of its output, or of what a reduction reads
     blocks     whether readers over the same elements cannot be fused with it
     is_heavy   whether it costs more than the memory that it moves: exp and the like
     workspace  bytes that a library call takes while it runs
@@ -114,7 +114,7 @@ def _packet(node: fx.Node) -> Any:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the op gives another view of what it reads, without work."""
+    """Returns whether the op gives another view of what it reads, without work."""
     packet = _packet(node)
     if packet in (_aten._unsafe_view, _aten.reshape, _aten.lift_fresh):
         return True
@@ -125,7 +125,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _reduces_rows(node: fx.Node) -> bool:
-    """Whether what is reduced are the last dimensions, so that readers fit into the same loop."""
+    """Returns whether the last dimensions are reduced: readers fit into the same loop then."""
     if node.target is operator.getitem:
         return False
     source = _value(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
@@ -140,7 +140,9 @@ def _reduces_rows(node: fx.Node) -> bool:
 
 
 def _workspace(node: fx.Node) -> int:
-    """What a library call takes on a CPU beside what it returns, read off the allocator.
+    """Returns the bytes that a library call takes on a CPU beside what it returns.
+
+    The figures were read off the allocator.
 
     A convolution takes a reordered weight in forward, and two of its size in backward. Flash
     attention takes, for each thread, its tiles of scores: one in forward, two in backward.
@@ -163,13 +165,16 @@ def _workspace(node: fx.Node) -> int:
 
 @cache
 def _copies_of() -> dict[Any, tuple[int, int]]:
-    """How many copies of an argument an op makes, and which."""
+    """Returns, by op, how many copies of an argument it makes, and of which."""
     return {_aten.convolution: (1, 1), _aten.convolution_backward: (2, 2)}
 
 
 @cache
 def _tiles_of() -> dict[Any, tuple[int, int]]:
-    """How many tiles of scores an op makes, and where its query stands, with the key after it."""
+    """Returns, by op, how many tiles of scores it makes, and the index of its query.
+
+    The key comes after the query.
+    """
     name = "_scaled_dot_product_flash_attention_for_cpu"
     found = (
         (getattr(_aten, name, None), (1, 0)),
@@ -188,7 +193,7 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
 
 
 def elements_of(node: fx.Node) -> int:
-    """How many elements the node's largest tensor has."""
+    """Returns the number of elements of the node's largest tensor."""
     return max((known_size(x.numel()) for x in tensors_of(node)), default=1)
 
 

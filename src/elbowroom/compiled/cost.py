@@ -83,7 +83,7 @@ class Clock:
 
 
 def _coded_elements(node: fx.Node) -> int:
-    """How many elements an op of ours encodes or decodes."""
+    """Returns the number of elements that an op of ours encodes or decodes."""
     if getattr(node.target, "namespace", "") != "elbowroom_graph":
         return 0
     return max(elements_of(node), *(elements_of(n) for n in node.all_input_nodes), 0)

@@ -69,7 +69,7 @@ class Search:
         self.known[frozenset(plain.saved)] = plain
 
     def judge(self, saved: Iterable[fx.Node]) -> Step | None:
-        """The step that follows; asked a second time, it is not simulated again."""
+        """Returns the step that follows from saving these; it is simulated only once."""
         key = frozenset(saved)
         if key not in self.known:
             step = self.joint.step(key)
@@ -86,7 +86,7 @@ class Search:
 
 
 def choose(search: Search, room_nbytes: int | None) -> Step:
-    """The fastest step found whose peak is at most `room_nbytes`; else the one of lowest peak."""
+    """Returns the fastest step found whose peak is at most `room_nbytes`, else the lowest one."""
     if room_nbytes is None or search.plain.peak_nbytes <= room_nbytes:
         return search.plain
     _judge_cuts(search, room_nbytes)
@@ -127,7 +127,7 @@ def _judge_cuts(search: Search, room_nbytes: int) -> None:
 
 @contextmanager
 def must_save(nodes: Iterable[fx.Node]) -> Iterator[None]:
-    """Meanwhile min-cuts save these, if backward needs them; a user's own marks come first."""
+    """Makes min-cuts save these nodes if backward needs them; a user's own marks come first."""
     marked = [n for n in nodes if "recompute" not in n.meta and is_tensor(n)]
     for node in marked:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -139,12 +139,12 @@ def must_save(nodes: Iterable[fx.Node]) -> Iterator[None]:
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether the node is one tensor, which can be saved, and not several or a number."""
+    """Returns whether the node is one tensor, which can be saved, and not several or a number."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _lower(search: Search, step: Step, room_nbytes: int) -> Step:
-    """Single changes at the place of the peak, as long as they lower it."""
+    """Makes single changes at the place of the peak, as long as they lower it."""
     for _ in range(_CHANGES):
         if step.peak_nbytes <= room_nbytes:
             return step
@@ -161,7 +161,7 @@ def _lower(search: Search, step: Step, room_nbytes: int) -> Step:
 
 
 def _changes_at_peak(joint: Joint, step: Step) -> Iterator[set[fx.Node]]:
-    """Save what was computed again, or compute again what was saved, of what the peak holds."""
+    """Yields choices that save or recompute one more of the values that the peak holds."""
     curve = max(step.forward, step.backward, key=lambda one: one.peak_nbytes)
     alive = curve.alive_at(curve.peak_at)
     large = [s for s in alive if joint.facts[s].nbytes > _LARGE * step.peak_nbytes]
@@ -179,7 +179,7 @@ def _changes_at_peak(joint: Joint, step: Step) -> Iterator[set[fx.Node]]:
 
 
 def without(joint: Joint, saved: set[fx.Node], dropped: set[fx.Node]) -> set[fx.Node] | None:
-    """The saved values without some, and what these can be computed from in their place."""
+    """Returns the saved values without some, and with what these can be computed from."""
     result = saved - dropped
     pending = list(dropped)
     while pending:
@@ -204,7 +204,7 @@ def without(joint: Joint, saved: set[fx.Node], dropped: set[fx.Node]) -> set[fx.
 
 
 def may_run_again(node: fx.Node) -> bool:
-    """Whether running the op a second time gives the same value and does nothing else."""
+    """Returns whether running the op a second time gives the same value and does nothing else."""
     if node.op != "call_function" or node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
         return False
     target = node.target
@@ -218,7 +218,7 @@ def may_run_again(node: fx.Node) -> bool:
 
 
 def _faster(search: Search, step: Step, room_nbytes: int) -> Step:
-    """Save more of what is computed again, the most seconds a byte first, while it fits."""
+    """Saves more of what is computed again, the most seconds a byte first, while it fits."""
     joint = search.joint
     for _ in range(_CHANGES):
         worth = [

@@ -1,4 +1,4 @@
-"""What was decided for a compiled region, in figures."""
+"""Figures of what was decided for a compiled region."""
 
 from dataclasses import dataclass
 

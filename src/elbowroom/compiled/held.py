@@ -29,7 +29,7 @@ Told = Callable[[int, int, Any], None]  # bytes of plain compile, bytes held, wh
 
 
 class _Thread(threading.local):
-    """Who hears of regions that run on this thread."""
+    """Listener that hears of the regions that run on this thread."""
 
     told: Told | None = None
 
@@ -41,7 +41,7 @@ _backends: dict[tuple[Any, ...], "_Backend"] = {}
 
 @contextmanager
 def hearing(told: Told) -> Iterator[None]:
-    """Meanwhile regions on this thread that are `counted` show what they hold, at each run."""
+    """Tells `told` what `counted` regions on this thread hold, at each run."""
     before, _thread.told = _thread.told, told
     try:
         yield
@@ -76,7 +76,7 @@ class Held:
 
     @contextmanager
     def running(self, told: Told) -> Iterator[None]:
-        """Meanwhile regions on this thread show what they hold, and draw noise from this seed."""
+        """Tells `told` what regions on this thread hold, and seeds the noise that they draw."""
         with hearing(told):
             if self.seed is None:
                 yield

@@ -62,7 +62,7 @@ class Joint:
         self.refresh()
 
     def refresh(self) -> None:
-        """The graph has been rewritten."""
+        """Analyzes the graph again after it has been rewritten."""
         n = self._n_forward_outputs
         results = pytree.arg_tree_leaves(*next(iter(self.graph.find_nodes(op="output"))).args)
         self.forward_outputs = [one for one in results[:n] if isinstance(one, fx.Node)]
@@ -118,7 +118,7 @@ class Joint:
         )
 
     def parts(self, saved: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
-        """What forward and what backward of a possible choice compute."""
+        """Returns the nodes that forward and backward compute if `saved` is what they save."""
         chosen = set(saved)
         after = self._needed(self.backward_outputs, chosen | set(self.tangents))
         before = self._needed([*self.forward_outputs, *chosen], set(self.inputs))
@@ -146,7 +146,7 @@ class Joint:
         return sum(self.facts[s].nbytes for s in storages)
 
     def _needed(self, wanted: Iterable[fx.Node], known: set[fx.Node]) -> set[fx.Node] | None:
-        """What must be computed for the wanted nodes; None if that asks for an unknown input."""
+        """Returns the nodes to compute for the wanted ones; None if that needs an unknown input."""
         found: set[fx.Node] = set()
         pending = [n for n in wanted if n not in known]
         while pending:
@@ -188,9 +188,10 @@ class Joint:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a second run of the op draws other numbers, which no user's checkpoint sees to.
+    """Returns whether a second run of the op draws other numbers, and no checkpoint prevents it.
 
-    PyTorch's own min-cut forbids that for some random ops only, once it may recompute much.
+    The checkpoint is one of the user's. PyTorch's own min-cut forbids a second run for some random
+    ops only, once it may recompute much.
     """
     tags: Iterable[Any] = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded not in tags or partitioners.must_recompute(node):
@@ -214,7 +215,7 @@ def _copied(inputs: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _is_laid_out_anew(graph: fx.Graph) -> bool:
-    """Whether Inductor will put the tensors of convolutions into channels_last."""
+    """Returns whether Inductor will put the tensors of convolutions into channels_last."""
     if graph.owning_module is None or not graph.find_nodes(op="call_function", target=_CONVOLUTION):
         return False
     from torch._inductor.graph import GraphLowering

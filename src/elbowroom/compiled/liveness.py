@@ -1,4 +1,4 @@
-"""How many bytes are alive while a compiled graph runs, and when.
+"""Simulation of the bytes that are alive while a compiled graph runs.
 
 A graph is not run as it is written. Inductor inlines cheap pointwise ops into their readers, fuses
 what loops over the same elements into one kernel, stores only what crosses from one kernel to
@@ -148,7 +148,7 @@ def _levels(
 def _in_place(
     kernel: Kernel, ends: Iterable[fx.Node], facts: dict[fx.Node, Facts]
 ) -> dict[fx.Node, fx.Node]:
-    """What the kernel writes over something that it reads last: written -> read.
+    """Returns what the kernel writes in place of something that it reads last: written -> read.
 
     Inductor decides that loop by loop: what two loops of a kernel read is not free for the first,
     unless the second follows from it.
@@ -190,7 +190,7 @@ def _fits(storage: fx.Node, over: fx.Node, facts: dict[fx.Node, Facts]) -> bool:
 
 
 class _Pool:
-    """What Inductor's wrapper does with freed memory: it waits for the next tensor of that size.
+    """Pool of freed memory in Inductor's wrapper: it waits for the next tensor of that size.
 
     Memory that waits is not free. So Inductor lets it wait only where the level in between, by its
     own estimate without writing in place, stays at or below the peak of the whole graph.
@@ -202,17 +202,17 @@ class _Pool:
         self._events: list[tuple[int, bool, list[fx.Node]]] = []
 
     def take(self, at: int, storages: list[fx.Node]) -> None:
-        """Kernel `at` asks for memory of these."""
+        """Records that kernel `at` asks for memory for these."""
         kernel = self._kernels[at]
         if kernel.is_fused or all(node.target in _INTO for node in kernel.nodes):
             self._events.append((at, True, storages))
 
     def give(self, at: int, storages: list[fx.Node]) -> None:
-        """The memory of these is free after kernel `at`."""
+        """Records that the memory of these is free after kernel `at`."""
         self._events.append((at, False, storages))
 
     def extended(self, strict: list[int], loose: list[int]) -> list[int]:
-        """The levels with what waits."""
+        """Returns the levels with the memory that waits."""
         strict, loose = list(strict), list(loose)
         highest = max(loose, default=0)
         waiting: dict[tuple[int, object], list[int]] = {}
@@ -350,7 +350,7 @@ def _joined(
 
 
 def _without_locals(kernels: list[Kernel], kept: set[fx.Node]) -> list[Kernel]:
-    """What only the kernel that makes it reads is never written."""
+    """Drops values that only the kernel that makes them reads: they are never written."""
     outer: set[fx.Node] = set(kept)
     for kernel in kernels:
         outer |= kernel.reads - set(kernel.writes)
@@ -439,7 +439,7 @@ def _pairs(
 
 
 def _is_cut(one: Kernel, two: Kernel, facts: dict[fx.Node, Facts]) -> bool:
-    """Whether one gives the other a reduction that its loops cannot follow."""
+    """Returns whether one gives the other a reduction that its loops cannot follow."""
     given = [s for s in one.writes if s in two.reads] + [s for s in two.writes if s in one.reads]
     return any(facts[s].blocks for s in given)
 

@@ -56,7 +56,7 @@ class _Draws:
 
     @contextmanager
     def started_at(self, base: int) -> Iterator[None]:
-        """Meanwhile draw another base's sequence, from its beginning."""
+        """Draws another base's sequence inside this context, from its beginning."""
         with self._lock:
             before, self.base, self.count = (self.base, self.count), base, 0
         try:

@@ -43,7 +43,7 @@ _Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
 
 class _Thread(threading.local):
-    """Who is told of decisions on this thread."""
+    """Listeners that are told of decisions on this thread."""
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[Decision], None]] = []
@@ -55,7 +55,7 @@ _patching = threading.RLock()
 
 @contextmanager
 def told(listener: Callable[[Decision], None]) -> Iterator[None]:
-    """Meanwhile decisions made on this thread are shown to `listener`.
+    """Shows decisions that are made on this thread to `listener`.
 
     A region that comes out of Inductor's cache was decided when it went in, and is not shown.
     """
@@ -94,7 +94,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> _Graphs:
-        """Return the forward and the backward graph."""
+        """Returns the forward and the backward graph."""
         answer = _Answer(self, kwargs["num_fwd_outputs"])
         if self.room_nbytes is not None:
             fuse(gm.graph)
@@ -105,7 +105,7 @@ class Partitioner(_base()):  # type: ignore[misc]
         return graphs
 
     def uuid(self) -> object:
-        """Identify these settings and this code, for Inductor's cache."""
+        """Identifies these settings and this code, for Inductor's cache."""
         return _hash_of_code(), astuple(self)
 
 
@@ -165,7 +165,7 @@ class _Answer:
         room: int | None,
         inputs_nbytes: int,
     ) -> tuple[Step, Step]:
-        """The step that was chosen, and that of plain torch.compile; codes are in the graph."""
+        """Decides about a graph, and puts codes into it; returns the chosen and the plain step."""
         exact, levels = self._settings.exact, self._settings.levels
         if levels is not None:
             search = Search(joint, min_cut, memory_budget, same_bits=False)
@@ -189,7 +189,7 @@ class _Answer:
 
 
 def _holding(search: Search, step: Step, room: int | None, held: int | None) -> Step:
-    """The fastest step found that holds so little between forward and backward, if there is one.
+    """Returns the fastest step found that holds at most so much until backward, if there is one.
 
     Else the one that holds least. Peaks alone do not say what stands while other regions run.
     """
@@ -206,7 +206,7 @@ def _holding(search: Search, step: Step, room: int | None, held: int | None) -> 
 
 @contextmanager
 def _remembered_cuts() -> Iterator[None]:
-    """Meanwhile a minimum cut that was solved once is not solved again.
+    """Solves each minimum cut only once inside this context.
 
     The first is plain torch.compile's, and is left to torch. All others use the algorithm of Boykov
     and Kolmogorov: the same cut, the one nearest to the sink, 6 times as fast on these graphs.
@@ -250,7 +250,10 @@ def _tell(joint: Joint, step: Step, plain: Step, inputs_nbytes: int, exact: bool
 def _too_small(
     joint: Joint, step: Step, least: int, inputs_nbytes: int, settings: Partitioner
 ) -> BudgetTooSmall:
-    """The error for a budget below what was found, with what holds the peak without codes."""
+    """Returns the error for a budget below what was found.
+
+    It says what holds the peak without codes.
+    """
     assert settings.room_nbytes is not None
     curve = max(step.forward, step.backward, key=lambda one: one.peak_nbytes)
     saved = {joint.facts[n].storage for n in step.saved}

@@ -24,7 +24,7 @@ from elbowroom.compiled.collect import is_view
 
 
 class Use(IntEnum):
-    """How much of a value backward needs; the larger decides where there are several readers."""
+    """Extent to which backward needs a value; the larger counts where there are several readers."""
 
     LINEAR = 0
     CURVED = 1
@@ -33,7 +33,7 @@ class Use(IntEnum):
 
 @dataclass(frozen=True)
 class Reading:
-    """What is done with one value: the strictest use, and the comparisons on the way."""
+    """Readings of one value: the strictest use, and the comparisons on the way."""
 
     use: Use
     compared: tuple[fx.Node, ...] = ()

@@ -32,7 +32,10 @@ def rounded_values(joint: Joint) -> frozenset[fx.Node]:
 
 
 def is_tied(joint: Joint, node: fx.Node, after: Collection[fx.Node]) -> bool:
-    """Whether its bits depend on whether it is saved. after: what backward computes."""
+    """Returns whether a node's bits depend on whether it is saved.
+
+    after: what backward computes.
+    """
     return not (
         _is_read(node, joint.facts, joint.required, by_loops=False)
         and not _is_read(node, joint.facts, after, by_loops=True)
@@ -40,7 +43,7 @@ def is_tied(joint: Joint, node: fx.Node, after: Collection[fx.Node]) -> bool:
 
 
 def rounds_alike(joint: Joint, plain: Step, step: Step, rounded: Collection[fx.Node]) -> bool:
-    """Whether forward and backward of both read the same bits of these values."""
+    """Returns whether forward and backward of both steps read the same bits of these values."""
     stored = [{joint.facts[n].storage for n in one.saved} & set(rounded) for one in (plain, step)]
     again = [set(one.again) & set(rounded) for one in (plain, step)]
     other = (stored[0] ^ stored[1]) | (again[0] ^ again[1])
@@ -53,7 +56,10 @@ def rounds_alike(joint: Joint, plain: Step, step: Step, rounded: Collection[fx.N
 def _is_read(
     node: fx.Node, facts: dict[fx.Node, Facts], readers: Collection[fx.Node], *, by_loops: bool
 ) -> bool:
-    """Whether one of the readers is a loop, or else a library call; through views."""
+    """Returns whether one of the readers, seen through views, is a loop, or else a library call.
+
+    by_loops: it is to be a loop.
+    """
     pending = [node]
     while pending:
         for reader in pending.pop().users:

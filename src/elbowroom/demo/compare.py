@@ -22,7 +22,7 @@ from elbowroom.measure import MemoryCurve, Paired, memory_curve, paired
 
 
 class Ledger(Protocol):
-    """What we read of `saved.ledger`, in bytes before backward."""
+    """Interface of `saved.ledger` as far as we read it, in bytes before backward."""
 
     @property
     def before_nbytes(self) -> int: ...
@@ -31,7 +31,7 @@ class Ledger(Protocol):
 
 
 class Saved(Protocol):
-    """What `with er.saving(...) as saved` gives."""
+    """Interface of what `with er.saving(...) as saved` gives."""
 
     @property
     def ledger(self) -> Ledger: ...
@@ -42,7 +42,7 @@ Saving = Callable[[], AbstractContextManager[Saved]]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage is: `done` of `total` steps, and a few words."""
+    """Progress of a stage: `done` of `total` steps, and a few words."""
 
     stage: str
     done: int
@@ -67,7 +67,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both runs and their paired step times (a is plain, b is ours)."""
+    """Comparison of both runs and their paired step times (a is plain, b is ours)."""
 
     task: Task
     steps: int
@@ -104,7 +104,7 @@ def _side_dict(side: Side, step_s: float) -> dict[str, Any]:
 
 
 def try_out(task: Task, saving: Saving) -> None:
-    """One step of a model of its own: a codec that does not take its tensors says so now."""
+    """Runs one step of a model of its own: a codec that does not take its tensors says so now."""
     Run(task, saving, steps=1).step(next(task.batches(0)))
 
 

@@ -88,7 +88,7 @@ def _bytes_row(name: str, plain_nbytes: int, our_nbytes: int, note: str) -> Row:
 
 
 def scaled(comparison: Comparison) -> str:
-    """What is smaller here than in the full model, in one sentence."""
+    """Returns a sentence that says what is smaller here than in the full model."""
     full = FULL_WIDTHS[comparison.task.name]
     if comparison.task.width >= full:
         return "The network has its full width."

@@ -1,4 +1,4 @@
-"""What the demo can train: each task is a model, its batches, its loss and its score.
+"""Tasks that the demo can train: each is a model, its batches, its loss and its score.
 
     resnet18   ten kinds of clothing                     score: share of test images named right
     unet       the same, pixel by pixel, under noise     score: share of test pixels named right
@@ -65,7 +65,7 @@ class Clothing:
 
     @property
     def origin(self) -> str:
-        """Where the data came from."""
+        """Source of the data."""
         return self.images.origin
 
     def model(self) -> nn.Module:
@@ -108,7 +108,7 @@ class Outline:
 
     @property
     def origin(self) -> str:
-        """Where the data came from, and what was done to it."""
+        """Source of the data, and what was done to it."""
         return f"{self.images.origin}, with noise"
 
     def model(self) -> nn.Module:
@@ -156,7 +156,7 @@ class NextByte:
 
     @property
     def origin(self) -> str:
-        """Where the data came from."""
+        """Source of the data."""
         return self.text.origin
 
     def model(self) -> nn.Module:

@@ -22,7 +22,7 @@ Saving = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class StepFact:
-    """What one step was: its number from 0, the loss, and its seconds, data loading left out."""
+    """Facts about one step: its number from 0, the loss, and its seconds, data loading left out."""
 
     step: int
     loss: float

@@ -18,27 +18,30 @@ if TYPE_CHECKING:
 
 
 class KnownStep(NamedTuple):
-    """What a step is planned by. rehearsed: its backward is an estimate."""
+    """Profile that a step is planned from. rehearsed: its backward is an estimate."""
 
     profile: "Profile"
     rehearsed: bool
 
 
 class Taken(NamedTuple):
-    """What a step under a plan took."""
+    """Peak of a step that was measured under a plan, and that plan."""
 
     peak_nbytes: int
     chosen: "Chosen"
 
     def is_of(self, chosen: "Chosen") -> bool:
-        """Whether it did the same, whatever budget or profile that was made for."""
+        """Returns whether the measured plan takes the same actions and state format as `chosen`.
+
+        The budgets and profiles that the two were made for may differ.
+        """
         one, other = self.chosen, chosen
         same = one.candidate.state == other.candidate.state
         return same and _actions(one.plan) == _actions(other.plan)
 
 
 class Smallest(NamedTuple):
-    """A plan of the least predicted peak. rehearsed: the profile that it was made by is."""
+    """Plan of the least predicted peak. rehearsed: whether the profile is, that it was made by."""
 
     chosen: "Chosen"
     rehearsed: bool
@@ -58,21 +61,21 @@ class Attempts:
     smallest: tuple[Smallest, ...] = ()
 
     def knowing(self, profile: "Profile") -> Self:
-        """Add a step that was written down: its smallest plan comes first."""
+        """Returns the attempts with a step that was written down. Its smallest plan comes first."""
         return replace(self, known=(KnownStep(profile, rehearsed=False), *self.known))
 
     def after(self, chosen: "Chosen", peak_nbytes: int) -> Self:
-        """Add what a measured step under this plan took."""
+        """Returns the attempts with what a measured step under this plan took."""
         return replace(self, taken=(*self.taken, Taken(peak_nbytes, chosen)))
 
     @property
     def least(self) -> Taken | None:
-        """The plan that took least; None: none was measured."""
+        """Plan that took least; None: none was measured."""
         return min(self.taken, default=None, key=_peak_nbytes)
 
     @property
     def least_of_smallest(self) -> Taken | None:
-        """The same of those of the least predicted peak."""
+        """Plan that took least of those of the least predicted peak."""
         plans = [chosen for chosen, _ in self.smallest]
         known = (one for one in self.taken if any(map(one.is_of, plans)))
         return min(known, default=None, key=_peak_nbytes)
@@ -80,7 +83,7 @@ class Attempts:
     def next_smallest(
         self, make: "Callable[[Profile, bool], Chosen | None]"
     ) -> tuple[Self, Smallest | None]:
-        """Make the smallest plans of what is known; return one that was not measured yet.
+        """Makes the smallest plans of what is known; returns one that was not measured yet.
 
         make: the smallest plan of a profile, if it is found; the flag says whether modules may run
         again. One in which none does can be written down, so it comes first of those by an

@@ -23,7 +23,7 @@ from elbowroom.plan.backward import run
 
 
 def peak_of_backward(outputs: Iterable[Tensor], saving: FittedSaving, stock: MemoryState) -> int:
-    """Return the bytes of backward's highest moment; 0 where the outputs have no graph.
+    """Returns the bytes of backward's highest moment; 0 where the outputs have no graph.
 
     saving: of the forward that has made the outputs, and has ended
     """

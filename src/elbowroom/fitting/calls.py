@@ -41,10 +41,10 @@ class _Later:
 
 
 class Calls:
-    """Those of the steps of one planning.
+    """Forwards of the steps that share one `Planning`.
 
-    grew            this step has had one that nothing was planned for: learn again
-    before_it_grew  forwards of a step, as this one began
+    grew            this step has had a forward that nothing was planned for: learn again
+    before_it_grew  number of forwards in a step, as this step began
     """
 
     def __init__(self) -> None:
@@ -56,21 +56,21 @@ class Calls:
         self.before_it_grew = 1
 
     def begin(self) -> None:
-        """A step begins with its first forward."""
+        """Begins a step with its first forward."""
         self._at, self.grew, self._is_small = 0, False, False
         self.before_it_grew = 1 + len(self._later)
 
     def forget(self, calls: int) -> None:
-        """Forwards beyond so many were of an odd step."""
+        """Forgets forwards beyond `calls`, which were of an odd step."""
         del self._later[calls - 1 :]
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the step may have another one."""
+        """True if the step may have another forward."""
         return self._at < MOST_CALLS
 
     def go_on(self, signature: Signature, plan: Plan | None, *, rehearsed: bool) -> bool:
-        """The step goes on with another one. Whether what stands was made with it in mind.
+        """Goes on with another forward of the step; returns whether the plan knew of it.
 
         plan: what stands; rehearsed: it comes from forwards alone
         """
@@ -84,7 +84,7 @@ class Calls:
         return known[0].signature.covers(signature) and not (rehearsed and known[0].seen is None)
 
     def note(self, signature: Signature, seen: ForwardProfile | None) -> None:
-        """What is to be known of the one that runs."""
+        """Records the signature and the rehearsed profile of the forward that runs."""
         later = self._later
         if self._at > len(later):
             later.append(_Later(signature, seen))
@@ -98,9 +98,9 @@ class Calls:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the step that has ended is one to learn from: no fewer forwards, nor smaller.
+        """True if the last step can be learned from: no fewer forwards than usual, none smaller.
 
-        Ask once a step. After some that had fewer, the others are forgotten.
+        To be asked once a step. After several steps with fewer forwards, the others are forgotten.
         """
         if self._at >= len(self._later) and not self._is_small:
             self._fewer = 0
@@ -113,22 +113,22 @@ class Calls:
 
     @property
     def at(self) -> int:
-        """The number of the forward that runs; 0: the first of its step."""
+        """Number of the forward that runs; 0: the first of its step."""
         return self._at
 
     @property
     def are_seen(self) -> bool:
-        """Whether there are later ones, and all have been rehearsed."""
+        """True if steps have later forwards, and all of these have been rehearsed."""
         return bool(self._later) and all(one.seen is not None for one in self._later)
 
     def joined(self, first: ForwardProfile) -> ForwardProfile:
-        """All forwards of a step, as one."""
+        """Returns the forwards of a step joined into one, which begins with `first`."""
         seen = (one.seen for one in self._later if one.seen is not None)
         return reduce(ForwardProfile.followed_by, seen, first)
 
 
 class Rest:
-    """What an unexpected forward follows, in place of a planning: whatever it takes."""
+    """Stand-in for a `Planning` that an unexpected forward follows; it allows any size."""
 
     def __init__(self, terms: FitOptions, context: Context, plan: Plan | None) -> None:
         """plan: None where it could not be rehearsed."""
@@ -145,7 +145,7 @@ class Rest:
         return sys.maxsize
 
     def lets_layers_run_again(self) -> bool:
-        """Not in what is left of a step: others of its forwards have run without."""
+        """Returns False: other forwards of this step have run without running layers again."""
         return False
 
     def surely_allowed_nbytes(self) -> int:
@@ -160,7 +160,7 @@ class Rest:
 
 
 def plan_rest(step: Profile, making: PlannerSettings) -> Plan:
-    """A plan for one forward of a step, with the backward of all of it.
+    """Plans one forward of a step, with the backward of all of it.
 
     step: with what stands already as part of what is static
     """

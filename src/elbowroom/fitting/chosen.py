@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One format for all auto states: the step as it would be. state: "" where none is chosen."""
+    """Profile of the step if all auto states had one format.
+
+    state: the format, "" if none is chosen.
+    """
 
     state: str
     profile: "Profile"
@@ -19,7 +22,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A plan, and the format that it was made for."""
+    """Plan, and the candidate that it was made for."""
 
     candidate: Candidate
     plan: "Plan"

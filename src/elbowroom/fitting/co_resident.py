@@ -1,4 +1,4 @@
-"""What stands beside a fitted model as a step of it begins: other graphs, other models.
+"""Memory that is resident beside a fitted model as a step begins: other graphs, other models.
 
 Fitted models that train in turns (generator and discriminator) share a device. So each counts what
 graphs of the others save at that moment, as of earlier steps of its own; and weights, gradients and
@@ -18,7 +18,7 @@ _fitted: "weakref.WeakSet[Neighbours]" = weakref.WeakSet()
 
 
 class Neighbours:
-    """Of one fitted model."""
+    """Graphs and other models whose memory is resident beside one fitted model."""
 
     def __init__(self, owned: ModelState) -> None:
         self._owned = owned
@@ -29,11 +29,11 @@ class Neighbours:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether no other model is fitted."""
+        """True if no other model is fitted."""
         return len(_fitted) == 1
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step of the model."""
         self._graphs = [graph for graph in self._graphs if graph.held_nbytes > 0]
         for other in self._others():
             if other._began > self._began:
@@ -41,18 +41,18 @@ class Neighbours:
         self._began = next(_clock)
 
     def opened(self, graph: Ledger | Tally) -> None:
-        """A forward begins, which may go on with the graph of the one before."""
+        """Adds the graph of a forward that begins, unless it goes on with the last one's."""
         if not self._graphs or self._graphs[-1] is not graph:
             self._graphs.append(graph)
 
     def leave(self) -> None:
-        """The model is not fitted any more."""
+        """Removes the model: it is not fitted any more."""
         _fitted.discard(self)
         self._graphs.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes now, before a forward of the step that begins."""
+        """Bytes resident beside the model now, before a forward of the step that begins."""
         others = list(self._others())
         graphs = sum(graph.held_nbytes for one in (self, *others) for graph in one._graphs)
         beside = [one for one in others if self._turns.get(one, 0) >= _TURNS]

@@ -1,4 +1,4 @@
-"""What a `FitState` asks for when it moves: `execute.py` carries it out."""
+"""Commands that a `FitState` gives when it moves: `execute.py` carries them out."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Line(Enum):
-    """The lines that are logged when a state moves; `messages.py` has their words."""
+    """Names of the lines that are logged when a state moves; `messages.py` has their words."""
 
     MEASURED = "prediction and measurement of a step"
     STRAY = "a step holds more than those before"
@@ -30,121 +30,124 @@ class Line(Enum):
 
 @dataclass(frozen=True)
 class Say:
-    """Log this line. values: what it names, by the arguments of its function."""
+    """Command: log this line. values: what it names, by the arguments of its function."""
 
     line: Line
     values: dict[str, Any]
 
 
 def say(line: Line, **values: Any) -> Say:
-    """Return the command to log this line with these values."""
+    """Returns the command to log this line with these values."""
     return Say(line, values)
 
 
 @dataclass(frozen=True)
 class ForgetScripts:
-    """Forget how settled forwards went: they will be others."""
+    """Command: forget how settled forwards went, since they will be others."""
 
 
 @dataclass(frozen=True)
 class BeginPlan:
-    """A plan is followed from now on: forget scripts, and try modules that run again."""
+    """Command: forget scripts, and try modules that run again, since a new plan is followed."""
 
 
 @dataclass(frozen=True)
 class HoldAsGiven:
-    """Hold states as the plan that was given was made for -> GivenHeld."""
+    """Command: hold states as the plan that was given was made for -> GivenHeld."""
 
 
 @dataclass(frozen=True)
 class MakePlan:
-    """Make a plan by the profile, and take it -> PlanMade or NoPlan. again: see `NoPlan`."""
+    """Command: make a plan by the profile, and take it -> PlanMade or NoPlan.
+
+    again: see `NoPlan`.
+    """
 
     again: bool = False
 
 
 @dataclass(frozen=True)
 class CheckPlan:
-    """Raise BudgetTooSmall where no plan fits, whatever else could be followed."""
+    """Command: raise BudgetTooSmall where no plan fits, whatever else could be followed."""
 
 
 @dataclass(frozen=True)
 class TakePlan:
-    """Hold states as a plan was made for that was chosen before -> PlanTaken."""
+    """Command: hold states as an earlier plan was made for -> PlanTaken."""
 
     chosen: "Chosen"
 
 
 @dataclass(frozen=True)
 class MakeSmallest:
-    """Make the plans of the least predicted peak -> SmallestMade."""
+    """Command: make the plans of the least predicted peak -> SmallestMade."""
 
 
 @dataclass(frozen=True)
 class PlanByForward:
-    """Make a plan by a rehearsed forward, and take it -> Rehearsed or RehearsedInVain."""
+    """Command: make and take a plan by a rehearsed forward -> Rehearsed or RehearsedInVain."""
 
     heard: "ForwardProfile"
 
 
 @dataclass(frozen=True)
 class ForgetCalls:
-    """Forwards of a step beyond so many were of an odd one."""
+    """Command: forget forwards of a step beyond so many, which were of an odd one."""
 
     calls: int
 
 
 @dataclass(frozen=True)
 class MakeRoomToWatch:
-    """Make a plan that leaves so much free -> RoomToWatch."""
+    """Command: make a plan that leaves so much free -> RoomToWatch."""
 
     margin_nbytes: int
 
 
 @dataclass(frozen=True)
 class StartMeter:
-    """Look at what codes add from the next forward on."""
+    """Command: measure what codes add from the next forward on."""
 
 
 @dataclass(frozen=True)
 class ReadMeter:
-    """Look no longer -> NoiseMeasured."""
+    """Command: stop to measure what codes add -> NoiseMeasured."""
 
 
 @dataclass(frozen=True)
 class BlameNoClasses:
-    """Leave out single modules that cannot run again, not all of their class."""
+    """Command: leave out single modules that cannot run again, not all of their class."""
 
 
 @dataclass(frozen=True)
 class RunLayersAgain:
-    """Let recurrent layers run again in backward from now on."""
+    """Command: let recurrent layers run again in backward from now on."""
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """Raise BudgetTooSmall, by the least measured peak: a budget that does if it is given."""
+    """Command: raise BudgetTooSmall with a budget that does, by the least measured peak."""
 
     least: "Taken"
 
 
 @dataclass(frozen=True)
 class RefuseRungs:
-    """Raise BudgetTooSmall, by what the least rung would have held of this forward."""
+    """Command: raise BudgetTooSmall, by what the least rung would have held of this forward."""
 
     saving: "FittedSaving | None"
 
 
 @dataclass(frozen=True)
 class Raise:
-    """Pass on an error of the planner."""
+    """Command: pass on an error of the planner."""
 
     error: "BudgetTooSmall"
 
 
 @dataclass(frozen=True)
 class Then:
-    """Once all that was asked for before is done, go on with this observation."""
+    """Command: go on with this observation once all that was asked for before is done."""
 
     observation: "Observation"
 

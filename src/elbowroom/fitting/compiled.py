@@ -68,7 +68,7 @@ _SPARE = 1.5  # a plan for a graph with symbols is made for so many times the el
 
 @dataclass(frozen=True)
 class How:
-    """How a model is compiled. options: of Inductor."""
+    """Arguments that torch.compile was given for a model. options: those of Inductor."""
 
     dynamic: bool | None = None
     fullgraph: bool = False
@@ -76,7 +76,7 @@ class How:
 
 
 def how_compiled(model: nn.Module) -> How | None:
-    """How torch.compile was asked to compile this model with Inductor; None if it was not."""
+    """Returns the arguments that torch.compile was given for a model; None without Inductor."""
     options = inductor_options(model) if is_compiled(model) else None
     if options is None:
         return None
@@ -86,13 +86,13 @@ def how_compiled(model: nn.Module) -> How | None:
 
 
 class _Thread(threading.local):
-    """Whether the twin runs on this thread."""
+    """Thread-local flag that is set while the compiled twin runs on this thread."""
 
     runs = False
 
 
 class _Twin:
-    """The compiled model, and its backend.
+    """Compiled copy of a model, and its backend.
 
     regions   what was decided for each compiled region
     limit     the most elements of inputs that graphs with symbols may serve
@@ -126,7 +126,7 @@ class _Twin:
             self.call = compiled(model)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile a region. Dynamo calls this for each region and shape."""
+        """Compiles a region. Dynamo calls this for each region and shape."""
         room = self._fitting.room_nbytes()
         symbolic = any(map(_has_symbols, example_inputs))
         self._fitting.counts_shape(frame_of(gm), symbolic=symbolic)
@@ -158,7 +158,7 @@ class _Twin:
             raise
 
     def excess_nbytes(self) -> int:
-        """By how much the runs of regions in the last forward hold more than the room, at least."""
+        """Returns the least number of bytes by which the last forward exceeded the room."""
         spent = min((d.peak_nbytes - d.saved_nbytes for d in self.regions.decisions), default=0)
         return sum(self.ran) + spent - self._fitting.room_nbytes()
 
@@ -209,16 +209,16 @@ class CompiledFitting:
 
     @property
     def regions(self) -> list[Decision]:
-        """What was decided for each compiled region, in order."""
+        """Decisions that were made for the compiled regions, in order."""
         return [one for twin in self._twins for one in twin.regions.decisions]
 
     @property
     def eager(self) -> Fitting | None:
-        """The eager engine, where it has taken over."""
+        """Eager engine, where it has taken over."""
         return self._eager
 
     def room_nbytes(self) -> int:
-        """What forward and backward may take."""
+        """Returns the bytes that forward and backward may take."""
         stock = self.owned.stock()
         standing = stock.static_nbytes + stock.unallocated_state_nbytes
         self._standing = self._standing or standing
@@ -247,7 +247,7 @@ class CompiledFitting:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """One forward of the model, through its compiled twin."""
+        """Runs one forward of the model through its compiled twin."""
         if self._here.runs:  # the twin runs eagerly, inside of a context
             return forward()
         self._here.runs = True
@@ -313,11 +313,11 @@ class CompiledFitting:
         return True, out
 
     def _twin_for(self, numel: int) -> _Twin | None:
-        """The first twin whose plans hold for a call of so many elements, if any does."""
+        """Returns the first twin whose plans hold for a call of so many elements, if any does."""
         return next((twin for twin in self._twins if numel <= twin.limit), None)
 
     def _grown(self, model: nn.Module) -> _Twin:
-        """Another twin, for larger calls."""
+        """Creates another twin, for larger calls."""
         self._twins.append(_Twin(self, model, _SPARE if self._twins else 1))
         pass_through()  # now that Dynamo is there
         return self._twins[-1]
@@ -352,24 +352,24 @@ class CompiledFitting:
             self._eager.owned.add(other)
 
     def passes(self) -> None:
-        """A forward without gradients: it runs as it was compiled by the user."""
+        """Notes a forward without gradients: it runs as it was compiled by the user."""
         if self._eager is not None:
             self._eager.passes()
 
     def finish(self) -> None:
-        """The training has ended."""
+        """Ends the training."""
         if self._eager is not None:
             self._eager.finish()
 
     def close(self) -> None:
-        """The model is not fitted any more."""
+        """Releases the model, which is not fitted any more."""
         if self._eager is not None:
             self._eager.close()
         self._twins.clear()
         self._kinds.clear()
 
     def summary(self, model: str) -> Summary:
-        """What was planned, for the end of a training: nothing is measured."""
+        """Returns a summary of what was planned, for the end of a training; nothing is measured."""
         return planned(model, self.owned, self.terms, self._standing, self.regions, self.steps)
 
 
@@ -381,7 +381,7 @@ def planned(
     regions: Sequence[Decision],
     steps: int,
 ) -> Summary:
-    """The summary of a compiled model, from what was decided for its regions."""
+    """Returns the summary of a compiled model, from what was decided for its regions."""
     plain = max((one.plain_nbytes for one in regions), default=None)
     peak = max((one.peak_nbytes for one in regions), default=None)
     return Summary(
@@ -403,7 +403,7 @@ def planned(
 
 
 def _with_forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call of the model, hooks and all, with another forward."""
+    """Returns a call of the model, hooks and all, with another forward."""
     held, model.forward = model.forward, forward
     try:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -418,7 +418,7 @@ def _has_symbols(x: Any) -> bool:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What a compiled call raises where it cannot be compiled, and what our backend does."""
+    """Returns the exceptions that Dynamo or our backend raise where a call cannot be compiled."""
     from torch._dynamo.exc import TorchDynamoException
 
     return BudgetTooSmall, TorchDynamoException

@@ -1,4 +1,4 @@
-"""What a state asks for is carried out: planners run, states change format, lines are logged.
+"""Execution of a state's commands: planners run, states change format, lines are logged.
 
 FitState --transitions--> commands --here--> observations --transitions--> FitState ...
 """
@@ -79,7 +79,7 @@ _LINES: dict[Line, Callable[..., None]] = {
 
 
 def execute(kind: "Planning", command: Command) -> Observation | None:
-    """Carry out what the state of a kind of forward asks for; return what there is to see of it.
+    """Carries out what the state of a kind of forward asks for; returns what there is to see of it.
 
     Raises BudgetTooSmall where that is what is asked for.
     """
@@ -125,7 +125,7 @@ def _planned(
     | MakeRoomToWatch
     | ReadMeter,
 ) -> Observation | None:
-    """Ask the planner, or what knows the optimizer's states."""
+    """Asks the planner, or what knows the optimizer's states, for an answer to a command."""
     match command:
         case HoldAsGiven():
             assert kind.given is not None
@@ -162,7 +162,7 @@ def _planned(
 def observed(
     kind: "Planning", last: "FittedSaving", step: "Measurement", stock: MemoryState
 ) -> StepMeasured:
-    """Return what a step that has ended shows.
+    """Returns what a step that has ended shows.
 
     last: the saving of its last forward; stock: as the next step begins
     """
@@ -193,14 +193,14 @@ def observed(
 
 
 def spare_of(kind: "Planning") -> Spare:
-    """What may still be allowed where no plan fits."""
+    """Returns the relaxations that are still possible where no plan fits."""
     context = kind.context
     layers = not (context.runs_again or kind.terms.exact)
     return Spare(bool(context.unrepeatable) and context.blames_classes, layers)
 
 
 def settings_of(kind: "Planning") -> PlannerSettings:
-    """How plans are made, by what is known."""
+    """Returns the planner settings that follow from what is known of this kind of forward."""
     state = kind.state
     helps = kind.owned.states.lossy_helps() or LOSSY_HELPS
     return PlannerSettings(
@@ -214,13 +214,13 @@ def settings_of(kind: "Planning") -> PlannerSettings:
 
 
 def repeatable(kind: "Planning", profile: Profile) -> Profile:
-    """Without modules that cannot run again."""
+    """Returns the profile, changed so that modules that cannot run again are not recomputed."""
     context = kind.context
     return profile.never_again(context.unrepeatable, alike=context.blames_classes)
 
 
 def step_of(kind: "Planning", heard: ForwardProfile, care: float) -> Profile:
-    """The whole step of a forward that was rehearsed: its backward is an estimate."""
+    """Returns the whole step of a rehearsed forward: its backward is an estimate."""
     born = kind.owned.unallocated_gradients(), kind.stock.unallocated_state_nbytes
     return with_backward(replace(heard, profile=repeatable(kind, heard.profile)), *born, care)
 
@@ -232,13 +232,13 @@ def _chosen(kind: "Planning", *, estimated: bool | None = None) -> Chosen:
 
 
 def _taken(kind: "Planning", chosen: Chosen) -> tuple[Chosen, MemoryState]:
-    """The plan, once states are held as it was made for, and what stands since then."""
+    """Returns the plan once states are held as it was made for, and what is resident since then."""
     taken = kind.owned.states.take(chosen, kind, kind.terms)
     return taken, _stock_of(kind)
 
 
 def _stock_of(kind: "Planning") -> MemoryState:
-    """Once states are held in another format."""
+    """Returns the memory once states are held in another format."""
     return kind.owned.stock().beside(kind.stock.beside_nbytes)
 
 
@@ -269,7 +269,7 @@ def _noise_measured(kind: "Planning") -> NoiseMeasured:
 
 
 def _measured_refusal(kind: "Planning", least: Taken) -> BudgetTooSmall:
-    """The refusal that names the least measured peak: a budget that does if it is given."""
+    """Returns the refusal that names the least measured peak: a budget that does if it is given."""
     least = kind.state.attempts.least_of_smallest or least
     plan, nbytes = least.chosen.plan, least.peak_nbytes
     if not plan.exact:  # what codes hold varies a little with the data

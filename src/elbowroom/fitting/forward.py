@@ -26,7 +26,7 @@ from elbowroom.runtime.slot import Beside, Deferred, Lone, Slot, View, last_node
 
 
 class Fit(Protocol):
-    """What a forward asks of the plan that it follows, or of what stands in for one."""
+    """Interface of the plan that a forward follows, or of its stand-in."""
 
     context: Context
     redoes: bool
@@ -50,7 +50,7 @@ class Fit(Protocol):
 
 
 class FittedSaving(Saving):
-    """A context whose setting climbs the ladder while it runs, where what is held nears the budget.
+    """Context whose setting climbs the ladder while it runs, where what is held nears the budget.
 
     rung        where on the ladder it is
     climbed     whether it has left the plan, or the rung that it began with
@@ -121,24 +121,24 @@ class FittedSaving(Saving):
 
     @property
     def setting(self) -> Rung:
-        """What decides now."""
+        """Setting that decides now: the plan, or the current rung."""
         plan = self._plan
         if plan is None:
             return self._rungs[self.rung]
         return Rung("plan", plan.look_up, plan.exact)
 
     def is_exact(self) -> bool:
-        """Return whether no code of the setting adds errors."""
+        """Returns whether no code of the setting adds errors."""
         return self.setting.exact
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is held any more: backward has been, or nobody waits for it."""
+        """True if nothing is held any more: backward has run, or nobody waits for it."""
         return self.ledger.held_nbytes == 0
 
     @property
     def waits(self) -> bool:
-        """Whether its backward is still to come: what is held has not been asked for."""
+        """True if backward is still to come: what is held has not been asked for."""
         return self.ledger.held_nbytes > 0 and not self.ledger.was_asked
 
     @property
@@ -146,7 +146,10 @@ class FittedSaving(Saving):
         return None if self.climbed else self._followed
 
     def _may_stand(self, direct: Direct, call: Call) -> bool:
-        """Decide about a recurrent op before it runs: it saves all at once, too late to climb."""
+        """Returns whether a node may stand, and decides about a recurrent op before it runs.
+
+        Such an op saves all at once, too late to climb.
+        """
         if direct.again and not self.context.runs_again:
             held = self.ledger.held_nbytes + saved_nbytes(call)
             if held > self._fit.surely_allowed_nbytes():
@@ -189,7 +192,10 @@ class FittedSaving(Saving):
         return held + site_nbytes(self.setting, site) > allowed_nbytes
 
     def _limits(self, nbytes: int) -> tuple[int, int]:
-        """What may be held, and what without guesses; they change with the largest storage only."""
+        """Returns the bytes that may be held, with and without guesses.
+
+        Both change only when a larger storage is saved.
+        """
         if self._limit is None or nbytes > self.largest_nbytes:
             self.largest_nbytes = max(self.largest_nbytes, nbytes)
             # Who may not climb is rehearsed instead; who may would only be stricter than need be.
@@ -199,7 +205,7 @@ class FittedSaving(Saving):
         return self._limit
 
     def _stray(self) -> None:
-        """Once: this forward is another than the plan's, and holds what nobody looked at.
+        """Reports, once, that this forward is not the plan's, and holds what nobody looked at.
 
         That can be neither encoded now nor let go, so the step may need more than the budget.
         """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Headroom:
-    """This says what a step takes, in bytes, beside what stands and what it holds, as far as known.
+    """Bytes that a step takes beside what is resident and what it holds, as far as they are known.
 
     transient_nbytes  of the largest call; None: neither measured nor planned yet
     guess_nbytes      at most so many, as long as that is None; None: there is no such guess
@@ -28,24 +28,24 @@ class Headroom:
     seen_nbytes: int = 0
 
     def inherited(self, larger: Self) -> Self:
-        """Guess that transients are at most those of a larger kind of forward."""
+        """Returns a guess: transients are at most those of a larger kind of forward."""
         return replace(self, guess_nbytes=larger.transient_nbytes)
 
     def grown(self, growth: float) -> Self:
-        """Scale to a largest call of `growth` times as many elements."""
+        """Returns the headroom for a largest call of `growth` times as many elements."""
         assert self.transient_nbytes is not None
         return self.learned(growth * self.transient_nbytes)
 
     def forgotten(self) -> Self:
-        """Forget what was measured; a guess stays."""
+        """Returns the headroom without what was measured; a guess stays."""
         return replace(self, transient_nbytes=None, seen_nbytes=0)
 
     def learned(self, rest_nbytes: float) -> Self:
-        """Take so many bytes for the transients."""
+        """Returns the headroom with so many bytes for the transients."""
         return replace(self, transient_nbytes=int(max(0, rest_nbytes)), seen_nbytes=0)
 
     def fitting(self, most_nbytes: int) -> Self:
-        """Allow what a measured forward held: it was within the budget.
+        """Returns the headroom that allows what a measured forward held: it was within the budget.
 
         most_nbytes: what stood before it, the most that it held, and what was left of the budget
         """
@@ -54,7 +54,10 @@ class Headroom:
     def allowed_nbytes(
         self, terms: "FitOptions", stock: "MemoryState", plan: "Plan | None", guessed_nbytes: int
     ) -> int:
-        """As long as nothing is measured, transients are guessed."""
+        """Returns the bytes that may be held for backward.
+
+        As long as nothing was measured, transients are guessed.
+        """
         free = terms.budget_nbytes - stock.static_nbytes
         if self.transient_nbytes is None:
             return free - min(guessed_nbytes, self.guess_nbytes or guessed_nbytes)
@@ -64,7 +67,7 @@ class Headroom:
     def surely_allowed_nbytes(
         self, terms: "FitOptions", stock: "MemoryState", plan: "Plan | None"
     ) -> int:
-        """The same without guesses.
+        """Returns the bytes that may be held for backward, without guesses.
 
         More than this cannot be held, or the optimizer's states would not fit.
         """
@@ -76,7 +79,7 @@ class Headroom:
 
 
 def _passing_nbytes(plan: "Plan | None") -> int:
-    """Forward may hold so much more for a moment: a norm's input until its ReLU has run.
+    """Returns the bytes that forward may hold for a moment: a norm's input until its ReLU has run.
 
     The plan knows; the ledger, which is asked here, does not.
     """

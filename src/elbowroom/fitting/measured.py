@@ -1,4 +1,4 @@
-"""What follows from a step that was measured, in each phase."""
+"""Transitions that follow from a step that was measured, in each phase."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is gi
 
 
 def step_measured(state: FitState, seen: StepMeasured) -> Step:
-    """What did the last step need?"""
+    """Returns the state that follows from a measured step, and what it asks for."""
     state = replace(state, stock=seen.stock)
     match state.phase:
         case Phase.SETTLED:
@@ -51,17 +51,20 @@ def step_measured(state: FitState, seen: StepMeasured) -> Step:
 
 
 def _born_nbytes(state: FitState, seen: StepMeasured) -> int:
-    """Bytes of the optimizer's states that the step has made: later ones have them throughout."""
+    """Returns the bytes of optimizer states that the step made, and later ones have throughout."""
     return max(0, state.stock.static_nbytes - seen.static_nbytes)
 
 
 def _with_states(state: FitState, seen: StepMeasured, peak_nbytes: int) -> int:
-    """The peak, had the optimizer's states stood all the while, if its moments are known."""
+    """Returns the peak as if the optimizer's states had been there all the while.
+
+    Its moments must be known.
+    """
     return peak_nbytes if seen.seen is None else seen.seen.peak_with(_born_nbytes(state, seen))
 
 
 def _at_largest(state: FitState, seen: StepMeasured, peak_nbytes: int) -> int:
-    """What this step would have needed if it had been the largest."""
+    """Returns the estimated peak of this step if it had been of the largest size."""
     static = seen.static_nbytes
     return static + int((peak_nbytes - static) * state.largest.numel / state.now.numel)
 
@@ -73,14 +76,14 @@ def _with_transients(state: FitState, seen: StepMeasured, peak_nbytes: int) -> F
 
 
 def _noted(state: FitState, peak_nbytes: int) -> FitState:
-    """A step under the plan took so much."""
+    """Records the peak of a step under the plan."""
     if state.chosen is None or state.chosen.plan is not state.plan:  # one that was given
         return state
     return replace(state, attempts=state.attempts.after(state.chosen, peak_nbytes))
 
 
 def _rung_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
-    """After the first step: its transients are known now."""
+    """Moves the state after the first step: its transients are known now."""
     born_nbytes, budget_nbytes = _born_nbytes(state, seen), state.terms.budget_nbytes
     peak_nbytes = _with_states(state, seen, own_nbytes + born_nbytes)
     fits = peak_nbytes <= budget_nbytes
@@ -101,7 +104,7 @@ def _rung_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step
 
 
 def _written(state: FitState, seen: StepMeasured) -> Step:
-    """The step was written down: plan, or stay at the rung that it ran at."""
+    """Plans a step that was written down, or stays at the rung that it ran at."""
     state = replace(state, tries=state.tries + 1)
     if seen.seen is None or seen.profile is None or seen.climbed:
         return _try_again(state, seen)
@@ -121,7 +124,7 @@ def _written(state: FitState, seen: StepMeasured) -> Step:
 
 
 def _try_again(state: FitState, seen: StepMeasured) -> Step:
-    """The measurement was inconclusive. After some that were, stay with what there is."""
+    """Measures again after an inconclusive measurement; after several, stays as it is."""
     peak_nbytes = seen.peak
     if state.tries < _MOST_TRIES:
         return state, ()
@@ -136,7 +139,10 @@ def _try_again(state: FitState, seen: StepMeasured) -> Step:
 
 
 def _last_resort_measured(state: FitState, seen: StepMeasured) -> Step:
-    """No plan was found by corrections: how is it without? What took least stays."""
+    """Moves the state after a uniform rung was measured because no plan was found by corrections.
+
+    What took least stays.
+    """
     if seen.peak is None:
         return state, ()
     state, budget_nbytes = replace(state, phase=Phase.SETTLED), state.terms.budget_nbytes
@@ -156,7 +162,7 @@ def _last_resort_measured(state: FitState, seen: StepMeasured) -> Step:
 
 
 def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
-    """A step under the plan was measured."""
+    """Moves the state after a step under the plan was measured."""
     assert state.plan is not None
     peak_nbytes, budget_nbytes = _at_largest(state, seen, own_nbytes), state.terms.budget_nbytes
     said = say(Line.MEASURED, plan=state.plan, peak_nbytes=peak_nbytes)
@@ -175,7 +181,7 @@ def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step
 
 
 def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
-    """The peak of the plan is known: keep it, make it again with what it was wrong by, or drop it.
+    """Keeps the plan whose peak is now known, makes it again with a larger margin, or drops it.
 
     peak_nbytes: of the largest call
     """
@@ -204,7 +210,7 @@ def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
 
 
 def _settle_given(state: FitState, *, strangers: bool) -> Step:
-    """The plan that was given fits: keep it, if it knows the step."""
+    """Keeps the plan that was given, which fits, if it knows the step."""
     plan = state.plan
     assert plan is not None
     if strangers:
@@ -218,7 +224,7 @@ def _settle_given(state: FitState, *, strangers: bool) -> Step:
 
 
 def _correct_given(state: FitState, peak_nbytes: int, *, strangers: bool) -> Step:
-    """The plan that was given is above the budget: if by little, write down a step of it.
+    """Writes down a step of a given plan that is a little above the budget, or drops the plan.
 
     Not a lossy one, which takes more in a step that is written down (no turns), nor one that
     runs modules again, which cannot be.
@@ -233,12 +239,12 @@ def _correct_given(state: FitState, peak_nbytes: int, *, strangers: bool) -> Ste
 
 
 def _drop_given(state: FitState) -> Step:
-    """The step of the plan that was given does not fit, or is not the one that it knows."""
+    """Drops the plan that was given: its step does not fit, or is not the one that it knows."""
     return state.fresh(), (say(Line.GIVEN, plan=state.plan), ForgetScripts())
 
 
 def _begin_to_watch(state: FitState) -> Step:
-    """Go on with a plan that leaves room for a meter, if there is anything to look at."""
+    """Asks for a plan that leaves room for a meter, if there is anything to measure."""
     plan = state.plan
     assert plan is not None
     if not plan.is_lossy or state.was_watched:
@@ -248,7 +254,7 @@ def _begin_to_watch(state: FitState) -> Step:
 
 
 def room_to_watch(state: FitState, seen: RoomToWatch) -> Step:
-    """Watch a plan that leaves room to look; without one, what was verified stays."""
+    """Watches a plan that leaves room to measure; without one, what was verified stays."""
     if seen.plan is None:
         unknown = say(Line.UNKNOWN, why="the budget leaves no room to look")
         return replace(state, phase=Phase.SETTLED), (unknown,)
@@ -258,13 +264,16 @@ def room_to_watch(state: FitState, seen: RoomToWatch) -> Step:
 
 
 def _watched(state: FitState, seen: StepMeasured) -> Step:
-    """A step was watched: after some, or one that took too much, read the meter."""
+    """Moves the state after a watched step.
+
+    After some, or one that took too much, the meter is read.
+    """
     too_much = seen.peak is not None and seen.peak > state.terms.budget_nbytes
     return state, ((ReadMeter(),) if seen.watched or too_much else ())
 
 
 def noise_measured(state: FitState, seen: NoiseMeasured) -> Step:
-    """Plan again once it is known what the codes add."""
+    """Plans again once it is known what the codes add."""
     assert state.profile is not None
     profile = replace(state.profile, noise=seen.shares)
     state = replace(state, phase=state.resumes, profile=profile, rounds=0)
@@ -275,7 +284,7 @@ def noise_measured(state: FitState, seen: NoiseMeasured) -> Step:
 
 
 def noise_used(state: FitState, seen: NoiseUsed) -> Step:
-    """Say what the codes of the plan add."""
+    """Logs what the codes of the plan add."""
     if not seen.told:
         return state, (say(Line.UNKNOWN, why="the watched steps did not tell"),)
     if state.plan is not None and state.plan.is_lossy:

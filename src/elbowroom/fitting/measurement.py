@@ -9,7 +9,7 @@ from elbowroom.plan.profile import Profile
 
 
 class Measurement:
-    """Runs from `start` to `end` or `close`.
+    """Measurement of one step, which runs from `start` to `end` or `close`.
 
     stock     what stood as it began
     writes    moment by moment; else only the peak is wanted
@@ -27,7 +27,7 @@ class Measurement:
 
     @classmethod
     def start(cls, owned: ModelState, stock: MemoryState, *, writes: bool) -> "Measurement | None":
-        """None if this cannot be measured now."""
+        """Starts a measurement and returns it; None if this cannot be measured now."""
         running: Interval | Recording | None
         if writes:
             running = Recording.start(owned.tensors(), owned.device)
@@ -41,11 +41,11 @@ class Measurement:
 
     @property
     def makes_states(self) -> bool:
-        """Whether the optimizer had no states as it began."""
+        """True if the optimizer had no states as the step began."""
         return self.stock.unallocated_state_nbytes > 0
 
     def end(self) -> None:
-        """Read what it saw. Twice is harmless."""
+        """Ends the measurement, and reads what it saw. A second call does nothing."""
         running, self._running = self._running, None
         if isinstance(running, Recording):
             seen = running.finish()
@@ -57,7 +57,7 @@ class Measurement:
             self.peak = running.stop()
 
     def close(self) -> None:
-        """Give it up; what was read stays."""
+        """Gives the measurement up; what was read stays."""
         running, self._running = self._running, None
         if running is not None:
             running.close()

@@ -23,7 +23,7 @@ _ROOM = 128  # a refusal's hint is so large a part above what was measured or es
 
 
 def say_measured(terms: FitOptions, plan: Plan, peak_nbytes: int) -> None:
-    """Prediction and measurement, side by side; a warning where the step was above the budget."""
+    """Logs prediction and measurement; a warning where the step was above the budget."""
     _log.log(
         logging.WARNING if peak_nbytes > terms.budget_nbytes else logging.INFO,
         "budget %s: peak predicted %s, measured %s",
@@ -32,7 +32,7 @@ def say_measured(terms: FitOptions, plan: Plan, peak_nbytes: int) -> None:
 
 
 def warn_stray(terms: FitOptions, *, learns: bool) -> None:
-    """A step holds more than those that were learned from."""
+    """Warns that a step holds more than those that were learned from."""
     _log.warning(
         "budget %s: this step saves more than those before it, and may need more than the budget; "
         "%s",
@@ -42,7 +42,7 @@ def warn_stray(terms: FitOptions, *, learns: bool) -> None:
 
 
 def warn_outside(terms: FitOptions, peak_nbytes: int, seen_nbytes: int) -> None:
-    """Steps stay above the budget, and little of what they take is saved where `fit` can see it."""
+    """Warns that steps stay above the budget, and save little where `fit` can see it."""
     _log.warning(
         "budget %s: steps take %s, and no plan brings them below: of what they save, %s was saved "
         "before forward returned, which is all that fit can change. A model that returns a "
@@ -53,7 +53,7 @@ def warn_outside(terms: FitOptions, peak_nbytes: int, seen_nbytes: int) -> None:
 
 
 def warn_above(terms: FitOptions, peak_nbytes: int, why: str) -> None:
-    """Steps stay above the budget. why: what they do, in words."""
+    """Warns that steps stay above the budget. why: what they do, in words."""
     _log.warning(
         "budget %s: steps take %s, and later ones will, too: they %s. Give budget=%d, or halve the "
         "batch",
@@ -64,7 +64,10 @@ def warn_above(terms: FitOptions, peak_nbytes: int, why: str) -> None:
 
 
 def warn_smallest(terms: FitOptions, least_nbytes: int) -> None:
-    """No plan holds by what others were wrong by. least_nbytes: the least that one took."""
+    """Warns that no plan keeps to the budget after corrections.
+
+    least_nbytes: the least peak of one.
+    """
     _log.warning(
         "budget %s: no plan has kept to it yet (%s was the least measured), so the smallest are "
         "tried, a step each, which may be above it, too",
@@ -73,7 +76,7 @@ def warn_smallest(terms: FitOptions, least_nbytes: int) -> None:
 
 
 def warn_runs_again(terms: FitOptions) -> None:
-    """Say that recurrent layers run again, since no plan fits what they save: bits change."""
+    """Warns that recurrent layers run again, since no plan fits what they save: bits change."""
     _log.warning(
         "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
         "backward, a stretch of time after the other; gradients differ from plain by rounding "
@@ -83,7 +86,10 @@ def warn_runs_again(terms: FitOptions) -> None:
 
 
 def warn_uncorrected(terms: FitOptions, least_nbytes: int, rung: str) -> None:
-    """No plan holds, however often it is made again. least_nbytes: what the best of them took."""
+    """Warns that no plan keeps to the budget, however often it is made again.
+
+    least_nbytes: the peak of the best of them.
+    """
     _log.warning(
         "budget %s: no plan kept to it (%s was the least measured), so all tensors are at setting "
         "'%s' now; of all that was tried, what took the least is kept",
@@ -93,7 +99,7 @@ def warn_uncorrected(terms: FitOptions, least_nbytes: int, rung: str) -> None:
 
 
 def warn_given(terms: FitOptions, plan: Plan) -> None:
-    """A plan that was given is of no use."""
+    """Warns that a plan that was given is of no use."""
     unknown = sum(plan.strangers.values())
     _log.warning(
         "budget %s: the plan that was given %s; another one is made",
@@ -103,7 +109,7 @@ def warn_given(terms: FitOptions, plan: Plan) -> None:
 
 
 def warn_unexpected(terms: FitOptions, plan: Plan | None) -> None:
-    """A forward that was not planned for: this step may need more than the budget."""
+    """Warns of a forward that was not planned for: this step may need more than the budget."""
     needs = "more than the budget" if plan is None else show_nbytes(plan.peak)
     _log.warning(
         "budget %s: this step runs its model once more before backward, which was not planned for, "
@@ -114,7 +120,7 @@ def warn_unexpected(terms: FitOptions, plan: Plan | None) -> None:
 
 
 def say_unknown(terms: FitOptions, why: str) -> None:
-    """Say that it is not known what codes add: at WARNING where a limit was asked for."""
+    """Logs that it is not known what codes add: at WARNING where a limit was asked for."""
     _log.log(
         logging.INFO if terms.noise is None else logging.WARNING,
         "budget %s: what codes add to the gradient is not measured, because %s; a larger budget, "
@@ -125,7 +131,7 @@ def say_unknown(terms: FitOptions, why: str) -> None:
 
 
 def say_noise(terms: FitOptions, plan: Plan) -> None:
-    """Say what codes add: at WARNING where that is more than training would not notice."""
+    """Logs what codes add: at WARNING where that is more than training would not notice."""
     _log.log(
         logging.INFO if plan.noise <= _UNNOTICED else logging.WARNING,
         "budget %s: codes add %.3g %% of what mini-batches vary by anyway (estimated, after %d "
@@ -147,7 +153,7 @@ def warn_optimistic(terms: FitOptions) -> None:
 
 
 def warn_blind(terms: FitOptions) -> None:
-    """Say that a step cannot be measured."""
+    """Warns that a step cannot be measured."""
     _log.warning(
         "budget %s: this step cannot be measured (a profiler runs, or this is not the main "
         "thread), so its peak is estimated, and may be above the budget; run the first "
@@ -157,7 +163,7 @@ def warn_blind(terms: FitOptions) -> None:
 
 
 def say_exhausted(terms: FitOptions, less: FitOptions, *, again: bool) -> None:
-    """Say that memory ran out, and which smaller budget holds: at WARNING the first time."""
+    """Logs that memory ran out, and which smaller budget holds: at WARNING the first time."""
     _log.log(
         logging.INFO if again else logging.WARNING,
         "there was no memory left within the budget %s; from now on steps keep to %s",
@@ -167,7 +173,7 @@ def say_exhausted(terms: FitOptions, less: FitOptions, *, again: bool) -> None:
 
 
 def say_setting(terms: FitOptions, chosen: Rung, *, rounds: bool, was_lossy: bool) -> None:
-    """Name the setting that forwards run at.
+    """Logs the setting that forwards run at.
 
     At WARNING, which Python shows by default, when it becomes lossy. rounds: though no code is
     lossy, bits differ.
@@ -193,7 +199,7 @@ def say_states(
     converted: int,
     warns: bool,
 ) -> None:
-    """Name the format that optimizer states are held in from now on.
+    """Logs the format that optimizer states are held in from now on.
 
     converted: parameters whose states were; warns: at WARNING, for they were exact before
     """
@@ -210,7 +216,7 @@ def say_states(
 
 
 def say_unscripted(why: str) -> None:
-    """Say why a forward has no script, and so the next one is looked at, too."""
+    """Logs why a forward has no script, and so the next one is looked at, too."""
     _log.debug("every forward is looked at: %s", why or "it held too much")
 
 
@@ -221,7 +227,9 @@ def refusal(
     stock: MemoryState,
     transient_nbytes: int | None,
 ) -> BudgetTooSmall:
-    """No rung of the ladder brings a step inside its budget: say what takes the room.
+    """Returns the error for a step that no rung brings inside its budget.
+
+    It says what takes the room.
 
     transient_nbytes: as measured; None: not yet
     """
@@ -255,7 +263,10 @@ def refusal(
 def measured_refusal(
     terms: FitOptions, owned: "ModelState", stock: MemoryState, plan: Plan, least_nbytes: int
 ) -> BudgetTooSmall:
-    """No plan has kept to the budget. least_nbytes: what a step under `plan`, the best, took."""
+    """Returns the error for a budget that no plan has kept to.
+
+    least_nbytes: the peak of a step under `plan`, the best.
+    """
     weight_nbytes, saved = owned.weight_nbytes, plan.held_nbytes
     standing = stock.static_nbytes - weight_nbytes
     parts = {
@@ -271,7 +282,7 @@ def measured_refusal(
 
 
 def add_room(error: BudgetTooSmall) -> None:
-    """Let the budget that a refusal names hold when it is given.
+    """Increases the budget that a refusal names, so that it holds when it is given.
 
     A step takes a little more or less than the one before: by what a script keeps of each (metrics,
     say), by its data, by what is rounded where.

@@ -1,4 +1,4 @@
-"""What a model and its optimizers hold between steps, and what the first step will add to it."""
+"""Memory that a model and its optimizers hold between steps, and what the first step adds to it."""
 
 import weakref
 from collections.abc import Iterable
@@ -22,7 +22,9 @@ from elbowroom.runtime.undo import gradient_of, tensors_of
 
 
 class ModelState:
-    """Weights, buffers, gradients and optimizer states. None of the owners is kept alive.
+    """Weights, buffers, gradients and optimizer states of a model.
+
+    None of the owners is kept alive.
 
     states  those whose format may be chosen
     """
@@ -35,7 +37,7 @@ class ModelState:
             self.add(optimizer)
 
     def add(self, optimizer: Optimizer) -> None:
-        """Count the states of this optimizer, too."""
+        """Counts the states of this optimizer, too."""
         if all(known is not optimizer for known in self.optimizers()):
             self._optimizers.append(weakref.ref(optimizer))
 
@@ -58,7 +60,7 @@ class ModelState:
         return torch.device("cpu") if first is None else first.device
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """Returns all tensors of the model's state."""
         model = self._model()
         parameters = [] if model is None else list(model.parameters())
         gradients = [gradient for p in parameters if (gradient := gradient_of(p)) is not None]
@@ -68,7 +70,7 @@ class ModelState:
         return tensors + tensors_of(states)
 
     def stock(self) -> MemoryState:
-        """What stands now, and what the next step will add to it."""
+        """Returns the bytes that are resident now, and those that the next step will add."""
         return MemoryState(
             self.nbytes, self.unallocated_gradient_nbytes(), self.unallocated_state_nbytes()
         )
@@ -82,7 +84,10 @@ class ModelState:
         return gradients_nbytes(unallocated, self.optimizers())
 
     def unallocated_gradients(self) -> list[Unallocated]:
-        """The same, one by one; as one where they are released."""
+        """Returns the gradients that a step will create.
+
+        They are listed one by one; as one where they are released.
+        """
         model = self._model()
         unallocated = [p for p in self._trainable() if gradient_of(p) is None]
         at_one_time = self.unallocated_gradient_nbytes()
@@ -110,12 +115,12 @@ class ModelState:
         return sum(states.values()) + sum(map(growing_nbytes, optimizers))
 
     def standing(self) -> ResidentBytes | None:
-        """What stands between steps; None: the model is gone."""
+        """Returns the bytes that are resident between steps; None if the model is gone."""
         model = self._model()
         return None if model is None else resident_bytes_of(model, self.optimizers())
 
     def optimizers(self) -> list[Optimizer]:
-        """Those that are counted, and still there."""
+        """Returns the optimizers that are counted and still exist."""
         return [one for known in self._optimizers if (one := known()) is not None]
 
     def _trainable(self) -> list[Tensor]:

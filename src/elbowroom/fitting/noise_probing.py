@@ -9,7 +9,7 @@ _LARGEST_TENSORS = 5  # that a watched step takes beside what it holds, or a lit
 
 
 def room_nbytes(plan: "Plan") -> int:
-    """Bytes that a watched step may take beyond this plan's.
+    """Returns the bytes that a watched step may take beyond this plan's.
 
     Looking at a tensor takes it once more, and an op that is probed runs again in backward.
     """

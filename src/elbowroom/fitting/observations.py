@@ -1,4 +1,4 @@
-"""What is seen of the steps of one kind, and what planners answer: all that moves a `FitState`."""
+"""Observations of steps of one kind, and answers of planners: all that moves a `FitState`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spare:
-    """What may still be allowed where no plan fits.
+    """Relaxations that are still possible where no plan fits.
 
     blamed_classes  modules that cannot run again are left out with all others of their class
     layers          recurrent layers may run again in backward
@@ -32,7 +32,7 @@ class Spare:
 
 @dataclass(frozen=True)
 class StepBegan:
-    """A step begins with its first forward.
+    """Observation: a step begins with its first forward.
 
     grew   the step before had a forward that nothing was planned for
     calls  the forwards of a step before that
@@ -46,28 +46,30 @@ class StepBegan:
 
 @dataclass(frozen=True)
 class StandsBeside:
-    """So many bytes stand beside the model as a step begins."""
+    """Observation: so many bytes are resident beside the model as a step begins."""
 
     nbytes: int
 
 
 @dataclass(frozen=True)
 class GivenHeld:
-    """States are held as the plan that was given was made for. stock: since then."""
+    """Observation: states are held as the given plan was made for. stock: the memory since then."""
 
     stock: "MemoryState"
 
 
 @dataclass(frozen=True)
 class OptionsChanged:
-    """The user, or a lack of memory, asks for something else."""
+    """Observation: the user, or a lack of memory, asks for other options."""
 
     terms: "FitOptions"
 
 
 @dataclass(frozen=True)
 class LargerKnown:
-    """A larger kind of forward is known: until its own are measured, transients are at most those.
+    """Observation: a larger kind of forward is known.
+
+    Until its own are measured, transients are at most those of that kind.
 
     headroom: of that kind
     """
@@ -77,7 +79,7 @@ class LargerKnown:
 
 @dataclass(frozen=True)
 class NotRepeatable:
-    """A module was found that does not give the same when it runs again.
+    """Observation: a module was found that does not give the same when it runs again.
 
     profile  without modules of that kind
     """
@@ -87,24 +89,24 @@ class NotRepeatable:
 
 @dataclass(frozen=True)
 class Strayed:
-    """This step is another than those before, and holds more."""
+    """Observation: this step is another than those before, and holds more."""
 
 
 @dataclass(frozen=True)
 class LayersHeldTooMuch:
-    """Recurrent layers would hold too much, in a forward of which nothing is known."""
+    """Observation: recurrent layers would hold too much in a forward of which nothing is known."""
 
 
 @dataclass(frozen=True)
 class NoPlanLeft:
-    """No plan of a rehearsal fits."""
+    """Observation: no plan of a rehearsal fits."""
 
     spare: Spare
 
 
 @dataclass(frozen=True)
 class ForwardEnded:
-    """A forward has come to its end. impossible: the strictest rung held too much."""
+    """Observation: a forward has ended. impossible: the strictest rung held too much."""
 
     rung: int
     impossible: bool
@@ -113,7 +115,7 @@ class ForwardEnded:
 
 @dataclass(frozen=True)
 class StepMeasured:
-    """A step has ended, and was measured.
+    """Observation: a step has ended, and was measured.
 
     stock         as the next step begins
     static_nbytes what stood as it began
@@ -157,28 +159,28 @@ class StepMeasured:
 
 @dataclass(frozen=True)
 class NoiseMeasured:
-    """What codes add was looked at. shares: None where it did not tell."""
+    """Observation: the noise of codes was measured. shares: None if that was inconclusive."""
 
     shares: "NoiseShares | None"
 
 
 @dataclass(frozen=True)
 class NoiseUsed:
-    """A plan was made by what codes add. told: that was known."""
+    """Observation: a plan was made by what codes add. told: that was known."""
 
     told: bool
 
 
 @dataclass(frozen=True)
 class RoomToWatch:
-    """The plan with room to look; None: the budget leaves none."""
+    """Observation: a plan with room to measure noise was made; None: the budget leaves none."""
 
     plan: "Plan | None"
 
 
 @dataclass(frozen=True)
 class PlanMade:
-    """A plan was made by the profile, and states are held as it was made for."""
+    """Observation: a plan was made by the profile, and states are held as it was made for."""
 
     chosen: "Chosen"
     stock: "MemoryState"
@@ -186,7 +188,7 @@ class PlanMade:
 
 @dataclass(frozen=True)
 class PlanTaken:
-    """States are held as a plan was made for that was chosen before."""
+    """Observation: states are held as a plan was made for that was chosen before."""
 
     chosen: "Chosen"
     stock: "MemoryState"
@@ -194,7 +196,10 @@ class PlanTaken:
 
 @dataclass(frozen=True)
 class NoPlan:
-    """No plan of the profile fits. again: no step was measured since, a budget or a call is new."""
+    """Observation: no plan of the profile fits.
+
+    again: no step was measured since, but a budget or a call is new.
+    """
 
     error: "BudgetTooSmall"
     spare: Spare
@@ -203,7 +208,10 @@ class NoPlan:
 
 @dataclass(frozen=True)
 class SmallestMade:
-    """The plans of the least predicted peak were made. found: one that was not measured yet."""
+    """Observation: the plans of the least predicted peak were made.
+
+    found: one that was not measured yet.
+    """
 
     attempts: "Attempts"
     found: "Smallest | None"
@@ -211,19 +219,22 @@ class SmallestMade:
 
 @dataclass(frozen=True)
 class NothingToDo:
-    """All may be kept, by a forward that was rehearsed before the first step: better measure it."""
+    """Observation: by a forward rehearsed before the first step, all may be kept.
+
+    It is better to measure that.
+    """
 
 
 @dataclass(frozen=True)
 class ForwardHeard:
-    """A forward has run without holding anything."""
+    """Observation: a forward has run without holding anything."""
 
     heard: "ForwardProfile"
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """A plan was made by a rehearsed forward, and states are held as it was made for.
+    """Observation: a plan was made by a rehearsed forward, and states are held as it was made for.
 
     known  the steps that it may be, with more or less care
     """
@@ -235,7 +246,7 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class RehearsedInVain:
-    """No plan of a rehearsed forward fits."""
+    """Observation: no plan of a rehearsed forward fits."""
 
     error: "BudgetTooSmall"
 

@@ -1,4 +1,4 @@
-"""What a budget asks for, and what stands against it as a step begins."""
+"""Options of a budget, and the memory that counts against it as a step begins."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -11,14 +11,14 @@ from elbowroom.plan.registered import by_error
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What the user gave.
+    """Options of a fit, as the user gave them.
 
     exact    True: exact actions only; None: exact ones first; False: what is cheapest
     offload  where plans may move tensors to: "file", "host", or None
     noise    the most that codes may add to the gradient's variance, as a share of that of
              mini-batches; None: as much as the budget asks for
     codecs   the settings of codes that plans may take; None: all that are registered
-    solver   the name of the one that makes them
+    solver   the name of the solver that makes the plans
     """
 
     budget_nbytes: int
@@ -31,14 +31,14 @@ class FitOptions:
 
     @property
     def rungs(self) -> tuple[Rung, ...]:
-        """The ladder that they allow."""
+        """Rungs of the ladder that these options allow."""
         if self.exact:
             return EXACT_RUNGS
         lossy = LOSSY_RUNGS if self.codecs is None else rungs_for(by_error(self.codecs))
         return EXACT_RUNGS + lossy
 
     def within(self, budget_nbytes: int) -> Self:
-        """The same for another budget."""
+        """Returns these options with another budget."""
         return replace(self, budget_nbytes=budget_nbytes)
 
 
@@ -59,10 +59,10 @@ class MemoryState:
 
     @property
     def unallocated_nbytes(self) -> int:
-        """What the step will create on top."""
+        """Bytes of gradients and optimizer states that the step will still create."""
         return self.unallocated_gradient_nbytes + self.unallocated_state_nbytes
 
     def beside(self, nbytes: int) -> "MemoryState":
-        """With so many bytes beside it."""
+        """Returns this state, with `nbytes` resident beside the model."""
         held = self.static_nbytes - self.beside_nbytes
         return replace(self, static_nbytes=held + nbytes, beside_nbytes=nbytes)

@@ -42,7 +42,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """What the next step is for."""
+    """Purpose of the next step."""
 
     GUESSING = "a uniform rung; what a step takes beside what it holds is guessed"
     WRITING = "a uniform rung; that is measured, and the next step is written down"

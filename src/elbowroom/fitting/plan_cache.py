@@ -34,7 +34,7 @@ class PlanCache:
         return iter(self._known.values())
 
     def of(self, signature: Signature) -> Planning:
-        """The planning that this forward belongs to."""
+        """Returns the planning that a forward of this signature belongs to."""
         found = self._known.get(signature.bucket)
         if found is None:
             found = self._admit(signature)
@@ -43,7 +43,7 @@ class PlanCache:
         return found
 
     def use(self, terms: FitOptions) -> None:
-        """Replace the options of all plans, and plan again."""
+        """Replaces the options of all plans, and plans again."""
         self._terms = terms
         for planning in self:
             planning.use(terms)

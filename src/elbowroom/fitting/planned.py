@@ -1,4 +1,4 @@
-"""What follows from the answer of a planner: a plan is followed, or something else is tried.
+"""Transitions that follow from a planner's answer: a plan is followed, or something else is tried.
 
 No plan fits -> all that plans may do is allowed (`tries_more`)
              -> of the plans that were measured, one that fits is followed again
@@ -43,12 +43,12 @@ Step = tuple[FitState, tuple[Command, ...]]
 
 
 def learn_anew(state: FitState) -> Step:
-    """From steps of the largest size."""
+    """Discards what was learned, and learns again from steps of the largest size."""
     return replace(state.fresh(), only_largest=True), (ForgetScripts(),)
 
 
 def begun(state: FitState, plan: "Plan") -> Step:
-    """Follow a plan that was made by the profile."""
+    """Follows a plan that was made by the profile."""
     profile, state = state.profile, replace(state, plan=plan)
     assert profile is not None
     peak_nbytes = plan.peak + state.margin_nbytes
@@ -58,14 +58,14 @@ def begun(state: FitState, plan: "Plan") -> Step:
 
 
 def _held(state: FitState, seen: PlanMade | PlanTaken | Rehearsed) -> Step:
-    """States are held as a plan was made for: follow it."""
+    """Follows a plan once states are held as it was made for."""
     profile = seen.chosen.candidate.profile
     state = replace(state, chosen=seen.chosen, stock=seen.stock, profile=profile)
     return begun(state, seen.chosen.plan)
 
 
 def plan_made(state: FitState, seen: PlanMade) -> Step:
-    """Follow the plan, unless nothing need be done."""
+    """Follows the plan, unless nothing need be done."""
     state, commands = _held(state, seen)
     if seen.chosen.plan.changes_nothing:
         phase = Phase.SETTLED if state.ratio == 1 else Phase.IDLE
@@ -74,19 +74,19 @@ def plan_made(state: FitState, seen: PlanMade) -> Step:
 
 
 def plan_taken(state: FitState, seen: PlanTaken) -> Step:
-    """Follow what was chosen before, whatever it does."""
+    """Follows what was chosen before, whatever it does."""
     return _held(state, seen)
 
 
 def rehearsed(state: FitState, seen: Rehearsed) -> Step:
-    """Follow a plan that was made by a forward alone."""
+    """Follows a plan that was made by a forward alone."""
     state = replace(state, attempts=Attempts(seen.known), was_rehearsed=True)
     state, commands = _held(state, seen)
     return replace(state, phase=Phase.VERIFYING, rehearsed=True, outgrown=False), commands
 
 
 def rehearsed_in_vain(state: FitState, seen: RehearsedInVain) -> Step:
-    """A step with more forwards has no plan: so it was an odd one, or is above the budget."""
+    """Treats a step with more forwards that has no plan as an odd one, or as above the budget."""
     if state.before is None:
         return state, (Raise(seen.error),)
     before, calls = state.before
@@ -94,7 +94,7 @@ def rehearsed_in_vain(state: FitState, seen: RehearsedInVain) -> Step:
 
 
 def no_plan(state: FitState, seen: NoPlan) -> Step:
-    """No plan of the profile fits."""
+    """Moves the state after the planner found no plan of the profile that fits."""
     profile = state.profile
     assert profile is not None
     if state.is_scaled:
@@ -113,7 +113,7 @@ def no_plan(state: FitState, seen: NoPlan) -> Step:
 
 
 def tries_more(state: FitState, spare: Spare) -> Step | None:
-    """No plan fits. Allow more, with which all is learned again; None: all is allowed already."""
+    """Allows more where no plan fits, and learns all again; None: all is allowed already."""
     if spare.blamed_classes:
         return state.fresh(), (ForgetScripts(), BlameNoClasses())
     if state.is_recurrent and spare.layers:
@@ -122,7 +122,7 @@ def tries_more(state: FitState, spare: Spare) -> Step | None:
 
 
 def go_smaller(state: FitState, spare: Spare) -> Step:
-    """Plans have needed more than the budget, and no other is left by what they were wrong by.
+    """Tries smaller plans after corrected ones have needed more than the budget.
 
     Of one that is rehearsed, and runs no module again, the next step is written down: that ends
     all guessing. Else the plans of the least predicted peak are measured, one after another.
@@ -142,7 +142,7 @@ def go_smaller(state: FitState, spare: Spare) -> Step:
 
 
 def smallest_made(state: FitState, seen: SmallestMade) -> Step:
-    """Measure a plan of the least predicted peak; none is left: the last resort."""
+    """Measures a plan of the least predicted peak, or takes the last resort if none is left."""
     state, least = replace(state, attempts=seen.attempts), seen.attempts.least
     assert least is not None
     if seen.found is None:
@@ -154,7 +154,7 @@ def smallest_made(state: FitState, seen: SmallestMade) -> Step:
 
 
 def _give_up(state: FitState, least: Taken) -> Step:
-    """No plan has fit. The uniform rung may: it holds little at all moments, not at the worst.
+    """Takes the uniform rung as the last resort: it holds little at all moments, not at the worst.
 
     Where none was seen to fit before the first plan, that is the strictest of them. The one that
     was seen to held more than its forward may beside what plans let pass.

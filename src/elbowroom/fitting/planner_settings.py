@@ -35,11 +35,14 @@ class PlannerSettings:
     finest: float = 1
 
     def exact_plan(self, profile: Profile) -> Plan | None:
-        """Rather exact with less left free than lossy."""
+        """Returns an exact plan, if need be with less left free: it is preferred to a lossy one."""
         return self._found(profile, exact=True)
 
     def best_plan(self, profile: Profile) -> Plan:
-        """What the terms allow, with a little left free if it can be. Raises BudgetTooSmall."""
+        """Returns the best plan that the options allow, with a little room left free if possible.
+
+        Raises BudgetTooSmall.
+        """
         exact = self.terms.exact
         return (
             (exact is None and self.exact_plan(profile))
@@ -82,7 +85,7 @@ class PlannerSettings:
     def plan_for(
         self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool = True
     ) -> Plan | None:
-        """None where nothing fits. margin: bytes that are left free."""
+        """Returns a plan; None if nothing fits. margin: bytes that are left free."""
         try:
             return self._hasty.make(profile, margin, exact=exact, recompute=recompute)
         except BudgetTooSmall:
@@ -96,7 +99,7 @@ class PlannerSettings:
     def make(
         self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool = True
     ) -> Plan:
-        """Raises BudgetTooSmall."""
+        """Returns a plan that leaves `margin` bytes free. Raises BudgetTooSmall."""
         budget_nbytes, static = self.terms.budget_nbytes, profile.static
         noise = None if profile.noise is None else self.terms.noise  # no ground to refuse before
         make = partial(

@@ -111,7 +111,7 @@ class Planning(Followed):
         self.forget_scripts()
 
     def _tell(self, observation: Observation) -> None:
-        """Move the state by what was seen, and do what it asks for, until it asks for no more."""
+        """Moves the state by what was seen, and does what it asks for until it asks for no more."""
         self.state, commands = advance(self.state, observation)
         if self.state.phase is not Phase.WATCHING:
             self.meter = None
@@ -121,21 +121,21 @@ class Planning(Followed):
                 self._tell(answer)
 
     def forget_scripts(self) -> None:
-        """Write down again how settled forwards go."""
+        """Forgets the scripts of settled forwards, so that they are written again."""
         self._scripts: dict[tuple[int, Signature], Script] = {}  # of settled forwards, in steps
         self._unwritten = _MOST_UNWRITTEN  # forwards that may yet turn out to have no script
         self._replayed = 0  # forwards
 
     def try_modules(self) -> None:
-        """Find out in the next forwards whether modules give the same when they run again."""
+        """Tests in the next forwards whether modules give the same when they run again."""
         self._untried = TRIED if self.recompute else 0
 
     def inherit(self, larger: "Planning") -> None:
-        """Until its own are measured, transients are at most those of a larger kind."""
+        """Bounds transients by those of a larger kind of forward until they are measured."""
         self._tell(LargerKnown(larger.state.headroom))
 
     def begin(self, stock: MemoryState, signature: Signature) -> None:
-        """A step begins with its first forward."""
+        """Begins a step with its first forward."""
         grew, calls = self.calls.grew, self.calls.before_it_grew
         self.calls.begin()
         self._running = 0, signature
@@ -143,19 +143,19 @@ class Planning(Followed):
         self._tell(StandsBeside(self.stock.beside_nbytes))
 
     def use(self, terms: FitOptions) -> None:
-        """Replace the options, and plan again."""
+        """Replaces the options, and plans again."""
         self._tell(OptionsChanged(terms))
 
     def takes_trials(self) -> bool:
-        """Whether a module may turn out in this forward not to give the same when it runs again.
+        """Returns whether modules are tested in this forward for giving the same when run again.
 
-        Ask once a forward.
+        To be called once a forward.
         """
         self._untried -= 1
         return self._untried >= 0
 
     def leave_out_unrepeatable(self) -> None:
-        """Such a module was found: plan without it."""
+        """Plans without modules that were found not to give the same when they run again."""
         profile = self.profile
         self._tell(NotRepeatable(None if profile is None else repeatable(self, profile)))
 
@@ -166,12 +166,15 @@ class Planning(Followed):
         may_climb: bool = True,
         after: FittedSaving | None = None,
     ) -> FittedSaving:
-        """For the forward that begins now. after: that of the one before in the same step."""
+        """Returns the context of the forward that begins now.
+
+        after: the context of the one before it in the same step.
+        """
         scribe = Scribe() if self._is_written_down(recorder, after) else None
         return FittedSaving(self, recorder, may_climb=may_climb, after=after, scribe=scribe)
 
     def _is_written_down(self, recorder: StepRecorder | None, after: FittedSaving | None) -> bool:
-        """Return whether the forward that begins is to be written down, to be followed."""
+        """Returns whether the forward that begins is to be written down, to be followed."""
         if recorder is not None or self._untried >= 0 or not self._may_be_followed:
             return False
         is_planned = after is None or not after.climbed
@@ -182,13 +185,13 @@ class Planning(Followed):
         return self.settled and self.meter is None and not self.calls.grew
 
     def repeat(self) -> Script | None:
-        """The step before begins once more. Return what its first forward follows."""
+        """Begins the last step once more; returns what its first forward follows."""
         self.calls.begin()
         self._running = 0, self.now
         return self.next_script()
 
     def next_script(self) -> Script | None:
-        """Return the script that the forward that begins follows; None: it is looked at."""
+        """Returns the script that the forward that begins follows; None: it is looked at."""
         script = self._scripts.get(self._running) if self._may_be_followed else None
         if script is not None:
             self._replayed += 1
@@ -198,18 +201,18 @@ class Planning(Followed):
         return script
 
     def forget_script(self) -> None:
-        """The forward was another one than its script says."""
+        """Forgets a script after a forward was another one than it says."""
         self._scripts.pop(self._running, None)
         self._unwritten -= 1
 
     def prepare(self, forward: Callable[[], Any]) -> None:
-        """Rehearse before the first step. If all may be kept, that step is better measured."""
+        """Rehearses before the first step. If all may be kept, that step is better measured."""
         self.rehearse(forward)
         if self.plan is not None and self.plan.changes_nothing:
             self._tell(NothingToDo())
 
     def rehearse(self, forward: Callable[[], Any]) -> None:
-        """Write down a forward that holds nothing; plan the step by it.
+        """Records a forward that holds nothing, and plans the step by it.
 
         Raises BudgetTooSmall where no plan of it fits. Does nothing where it cannot be measured.
         """
@@ -218,7 +221,7 @@ class Planning(Followed):
             self._tell(ForwardHeard(heard))
 
     def rehearse_until_planned(self, forward: Callable[[], Any], undo: Undo) -> None:
-        """Rehearse, and undo it, as long as no plan fits and there may be more of them.
+        """Rehearses, and undoes it, as long as no plan fits and there may be more of them.
 
         Raises BudgetTooSmall where there are none.
         """
@@ -234,18 +237,18 @@ class Planning(Followed):
                 undo.back()
 
     def _tries_more(self) -> bool:
-        """No plan fits. Whether there may be more of them, for which all is learned again."""
+        """Returns whether there may be more plans, where none fits; then all is learned again."""
         before = self.state
         self._tell(NoPlanLeft(spare_of(self)))
         return self.state is not before
 
     def lets_layers_run_again(self) -> bool:
-        """In the middle of a forward: whether recurrent layers do without what they would save."""
+        """Returns whether recurrent layers may run again instead of saving, asked in a forward."""
         self._tell(LayersHeldTooMuch())
         return self.context.runs_again
 
     def go_on(self, signature: Signature) -> bool:
-        """The step goes on with another forward. Whether what stands was made with it in mind."""
+        """Goes on with another forward of the step; returns whether the plan knew of it."""
         given = self.plan if self.state.follows_given else None
         known = self.calls.go_on(signature, given, rehearsed=self.state.rehearsed)
         self._running = self.calls.at, signature
@@ -256,7 +259,7 @@ class Planning(Followed):
     def rehearse_more(
         self, forward: Callable[[], Any], signature: Signature, last: FittedSaving
     ) -> Rest:
-        """Write down a forward that the step was not planned with; give it what is left.
+        """Records a forward that the step was not planned with, and gives it what is left.
 
         last: the saving of the one before
         """
@@ -276,11 +279,11 @@ class Planning(Followed):
         return Rest(self.terms, self.context, plan)
 
     def stray(self) -> None:
-        """This step is another than those before, and holds more: learn again."""
+        """Learns again after a step that is another than those before, and holds more."""
         self._tell(Strayed())
 
     def forward_ended(self, saving: FittedSaving) -> None:
-        """Note how far this forward had to climb; refuse a budget that cannot be met."""
+        """Records how far this forward had to climb; refuses a budget that cannot be met."""
         self._tell(ForwardEnded(saving.rung, saving.impossible, saving))
         scribe = saving.scribe
         if scribe is None:
@@ -294,7 +297,10 @@ class Planning(Followed):
         self._scripts[self._running] = scribe.script
 
     def learn(self, last: FittedSaving, step: Measurement, stock: MemoryState) -> None:
-        """What did the last step need? stock: as the next one begins."""
+        """Moves the state by what the last step needed.
+
+        stock: the memory as the next one begins.
+        """
         if self.settled or not self.calls.is_whole:
             return
         self._tell(observed(self, last, step, stock.beside(step.stock.beside_nbytes)))

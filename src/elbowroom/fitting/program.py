@@ -1,4 +1,4 @@
-"""What a program compiles by itself: a loss, a step, a method, kept inside one budget.
+"""Budget of what a program compiles by itself: a loss, a step, a method.
 
 A module that is called is fitted (`compiled.py`). A compiled function has no call that could be
 seen, so here Inductor itself is given another partitioner, whoever asks it to compile:
@@ -27,7 +27,7 @@ _inductor: Any = torch._TorchCompileInductorWrapper  # the backend "inductor"
 
 
 class CompiledProgram:
-    """A context: what is compiled with Inductor meanwhile keeps to the budget.
+    """Context that keeps what is compiled with Inductor inside it to the budget.
 
     optimizers  gives those that are known
     held        gives the bytes that fitted models hold when this code runs
@@ -66,17 +66,17 @@ class CompiledProgram:
 
     @property
     def regions(self) -> Sequence[Decision]:
-        """What was decided, in order."""
+        """Decisions that were made for the compiled regions, in order."""
         return self._regions.decisions
 
     def summary(self) -> Summary:
-        """What was planned, for the end of a training: nothing is measured."""
+        """Returns a summary of what was planned, for the end of a training; nothing is measured."""
         owned, _holder = self._owned()
         name = "compiled code"
         return planned(name, owned, self.terms, self._standing, self.regions, self.compiled)
 
     def _owned(self) -> tuple[ModelState, nn.ParameterList]:
-        """What the optimizers' parameters and states take; and what keeps it alive."""
+        """Returns the optimizers' parameters and states, and the holder that keeps them alive."""
         optimizers = self._optimizers()
         found = {
             id(p): p for one in optimizers for group in one.param_groups for p in group["params"]

@@ -46,7 +46,7 @@ _SURE = 0.7  # of the least by the graph: below that it is refused unmeasured
 def rehearsed(
     fit: Fit, owned: ModelState, forward: Callable[[], Any], after: FittedSaving | None = None
 ) -> ForwardProfile | None:
-    """A forward that holds nothing, and the graph that it has built.
+    """Records a forward that holds nothing, and the graph that it has built.
 
     None where it cannot be measured. after: that of an earlier forward of the same step, which is
     left as it is. It comes once, and is short: a measurement of another model gives way.
@@ -88,7 +88,9 @@ Step = Callable[[float], Profile]  # the rehearsed step, with so much care
 def plan_by_forward(
     step: Step, states: States, who: object, making: PlannerSettings, *, measures: bool
 ) -> Chosen:
-    """The first that fits, for `who`, one planning; where none does, the smallest, to be measured.
+    """Returns the first plan that fits, or the smallest, to be measured.
+
+    who: the planning it is for.
 
     measures: the smallest is worth a step. Raises BudgetTooSmall where none can be expected to fit.
     """
@@ -112,7 +114,7 @@ def plan_by_forward(
 
 @dataclass(frozen=True)
 class _Try:
-    """state: which of the formats that states may have, the mildest is 0."""
+    """One set of settings to plan by. state: index of the state format, the mildest is 0."""
 
     state: int
     exact: bool | None
@@ -121,7 +123,7 @@ class _Try:
 
 
 def _tries(exact: bool | None) -> Iterator[_Try]:
-    """Under terms of this exactness."""
+    """Yields the settings to try under options of this exactness."""
     for optimistic in (False, True):
         for state in range(1 if exact else len(CHOICES)):
             for allowed, care, recompute in _TRIES[exact]:
@@ -130,7 +132,7 @@ def _tries(exact: bool | None) -> Iterator[_Try]:
 
 
 def _refusal(step: Step, states: States, who: object, making: PlannerSettings) -> BudgetTooSmall:
-    """What is named should do; less may do."""
+    """Returns a refusal that names a budget that should do; a smaller one may do, too."""
     exact = making.terms.exact
 
     def refused(care: float, margin: int = 0, least_is: str = AT_LEAST) -> BudgetTooSmall:

@@ -13,7 +13,7 @@ from elbowroom.runtime.replay.script import Script
 
 
 class ReplayedSaving(Replay):
-    """A context that follows a script, and looks at what is left of a forward that is another one.
+    """Context that follows a script, and observes the rest of a forward that differs from it.
 
     rest   looks at it
     entry  what was held until then, in the ledger of that
@@ -26,7 +26,7 @@ class ReplayedSaving(Replay):
         self.entry: Entry | None = None
 
     def look(self) -> Saving:
-        """Return a context that may climb, in which what is held already counts: about so much."""
+        """Returns a context that may climb, in which what is held already counts: about so much."""
         after = None if self._after is None else self._after.begun()
         self.rest, share = FittedSaving(self._fit, after=after), self.share
         before, held = self.script.before_nbytes, self.script.held_nbytes
@@ -36,7 +36,7 @@ class ReplayedSaving(Replay):
 
 
 class ReplayedForward:
-    """A forward that was known, once it has ended: what its graph holds, as long as that waits.
+    """Forward that followed a script, once it has ended: what its graph holds, until backward.
 
     setting  what its script was written by
     after    the one before it in the same step
@@ -51,16 +51,16 @@ class ReplayedForward:
 
     @property
     def waits(self) -> bool:
-        """Return whether its backward is still to come, or that of one before it."""
+        """True if its backward is still to come, or that of one before it."""
         return self.ledger.held_nbytes > 0 or (self._after is not None and self._after.waits)
 
     @property
     def is_over(self) -> bool:
-        """Return whether nothing is held any more."""
+        """True if nothing is held any more."""
         return not self.waits
 
     def begun(self) -> FittedSaving:
-        """Return a context after which the same step goes on with another forward."""
+        """Returns a context after which the same step goes on with another forward."""
         saving = FittedSaving(self._fit)
         saving.goes_on_from(self._script.calls)
         one: ReplayedForward | None = self

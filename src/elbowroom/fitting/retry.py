@@ -28,9 +28,11 @@ _MOST_TRIES = 6
 
 
 def repeat(step: Callable[[], T], models: list[nn.Module], fittings: list[Fitting]) -> T:
-    """What `step` returns. Raises OutOfMemory when it is given up, or cannot be undone.
+    """Runs `step` until it finds memory enough, and returns its result.
 
-    models, fittings: those that may run in it, in the same order.
+    Raises OutOfMemory when it is given up, or cannot be undone.
+
+    models, fittings: the fitted models that may run in it and their fittings, in the same order.
     """
     asked = [fitting.terms.budget_nbytes for fitting in fittings]
     why = ""
@@ -51,7 +53,7 @@ def repeat(step: Callable[[], T], models: list[nn.Module], fittings: list[Fittin
 
 
 class _Attempt:
-    """A context around one run of the step: it swallows an error that says there is no memory.
+    """Context around one run of the step, which swallows an error that says there is no memory.
 
     why: what that said, in its first line
     """
@@ -92,7 +94,7 @@ class _Attempt:
         return True  # and with the error its frames go, and with them the graph
 
     def back(self) -> None:
-        """Put everything back."""
+        """Puts everything back as it was before the run."""
         changed = [undo.changed for undo in self._undos if undo.changed is not None]
         if changed:
             raise OutOfMemory(

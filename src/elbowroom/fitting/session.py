@@ -79,7 +79,10 @@ class Fitting(MeasuredSteps):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """One forward of the model. After an error that says there is no memory, plan with less."""
+        """Runs one forward of the model.
+
+        After an error that says there is no memory, plans with less.
+        """
         last, known = self._last, self._parameters
         signature = signature_of(model, args, kwargs, known)
         given = args, kwargs
@@ -102,7 +105,7 @@ class Fitting(MeasuredSteps):
             raise
 
     def _repeats(self, signature: Signature) -> bool:
-        """Return whether this forward is the last one again, and nothing has to be looked after.
+        """Returns whether this forward is the last one again, and nothing has to be looked after.
 
         Now and then all is looked after: what stands beside the model may have become more.
         """
@@ -117,7 +120,7 @@ class Fitting(MeasuredSteps):
     def _step_with(
         self, model: nn.Module, forward: Callable[[], Any], signature: Signature, given: Given
     ) -> Any:
-        """A step begins with this forward."""
+        """Begins a step with this forward."""
         undo = None if self._shortage.ran_out_nbytes is None else Undo(model, (), given)
         try:
             self._begin(signature)
@@ -165,7 +168,7 @@ class Fitting(MeasuredSteps):
         before: FittedSaving | ReplayedForward,
         given: Given,
     ) -> Any:
-        """The model runs once more in the same step (`calls.py`)."""
+        """Runs the model once more in the same step (`calls.py`)."""
         planning = self.planning
         is_known = planning.go_on(signature)
         learns = planning.state.may_rehearse
@@ -199,7 +202,7 @@ class Fitting(MeasuredSteps):
         return out
 
     def _learned(self, forward: Callable[[], Any], undo: Undo) -> Any:
-        """The forward as it is, if there is room; else, undone, by a plan of a rehearsal."""
+        """Runs the forward as it is, if there is room; else undoes it, and plans by a rehearsal."""
         if not (self.planning.state.outgrown or self.planning.calls.are_seen):
             kept = self._kept(forward, undo=undo)
             self._copies = undo.changed_large
@@ -221,7 +224,7 @@ class Fitting(MeasuredSteps):
         after: FittedSaving | None = None,
         undo: Undo | None = None,
     ) -> tuple[Any] | None:
-        """What a forward gives that holds all it should; None if there is no room for that.
+        """Runs a forward and returns its output in a tuple; None if what it holds has no room.
 
         undo: has copied what the forward may change, and learns what it does not
         """
@@ -239,7 +242,7 @@ class Fitting(MeasuredSteps):
         return (out,)
 
     def _will_be_too_much(self, out: Any, saving: FittedSaving) -> bool:
-        """Return whether backward would be above the budget, where a plan could help that."""
+        """Returns whether backward would be above the budget, where a plan could help that."""
         if not may_measure(self.owned.device) and self._step is None:
             return False
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
@@ -263,7 +266,7 @@ class Fitting(MeasuredSteps):
     def _replayed(
         self, forward: Callable[[], Any], script: Script, after: ReplayedForward | None = None
     ) -> Any:
-        """Run a forward that is known; where it turns out to be another one, look at it."""
+        """Runs a forward by its script; where it turns out to be another one, observes it."""
         known = ReplayedForward(self.planning, script, after)
         self._opened = known
         if script.does_nothing and self._has_ample_room:
@@ -286,7 +289,7 @@ class Fitting(MeasuredSteps):
         return out
 
     def exhausted(self) -> None:
-        """There was no memory for this step: from the next one on keep to a smaller budget.
+        """Keeps to a smaller budget from the next step on, after memory ran out in this one.
 
         Nothing is planned now, while the step's graph may still be there. Twice is harmless.
         """
@@ -300,7 +303,7 @@ class Fitting(MeasuredSteps):
         self._parameters = None
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan model(*args, **kwargs), in training mode, before the training begins.
+        """Plans model(*args, **kwargs), in training mode, before the training begins.
 
         Its forward runs once and holds nothing; RNG, buffers and modes are put back. Raises
         BudgetTooSmall where no plan fits.
@@ -336,7 +339,7 @@ class Fitting(MeasuredSteps):
 
 
 def _refuse_part(planning: Planning, saving: FittedSaving) -> None:
-    """Refuse a forward that could not go on where it ran a backward of its own."""
+    """Refuses a forward that could not go on where it ran a backward of its own."""
     try:
         planning.forward_ended(saving)
     except BudgetTooSmall as error:
@@ -350,7 +353,7 @@ def _refuse_part(planning: Planning, saving: FittedSaving) -> None:
 
 @contextmanager
 def _as_in_training(model: nn.Module, given: Given) -> Iterator[None]:
-    """Put the model into training mode for a forward of which nothing is left."""
+    """Puts the model into training mode for a forward of which nothing is left."""
     modes = [(module, module.training) for module in model.modules()]
     undo = Undo(model, (), given)
     try:

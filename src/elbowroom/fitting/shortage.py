@@ -12,7 +12,7 @@ _LESS = 0.85  # of a budget that the device did not have
 
 
 class Shortage:
-    """What one model has found out about it.
+    """Record of how one model ran out of memory, and of the smaller budget that followed.
 
     less            the options from the next step on; None: as they are
     ran_out_nbytes  there was no memory for a step of so many
@@ -24,7 +24,7 @@ class Shortage:
         self._was_said = False
 
     def note(self, terms: FitOptions, planning: Planning, held_nbytes: int) -> None:
-        """There was no memory for a step. held_nbytes: of its last forward."""
+        """Records that there was no memory for a step. held_nbytes: of its last forward."""
         plan, budget = planning.plan, terms.budget_nbytes
         knows = plan is not None and not planning.calls.grew  # all forwards of the step
         self.ran_out_nbytes = min(budget, plan.peak) if plan is not None and knows else budget
@@ -33,9 +33,11 @@ class Shortage:
         self._was_said = True
 
     def relents(self, terms: FitOptions, least_nbytes: int) -> bool:
-        """Whether to try what was said to do: a smaller budget was a guess, after memory ran out.
+        """Goes back to a budget that a refusal has named, if it may fit; returns whether it did.
 
-        Not if it ran out within as much.
+        The smaller budget was a guess, made after memory ran out.
+
+        Nothing changes if memory ran out within as much.
         """
         known = self.ran_out_nbytes
         if known is None or not terms.budget_nbytes < least_nbytes < known:
@@ -44,13 +46,13 @@ class Shortage:
         return True
 
     def taken(self) -> FitOptions | None:
-        """The options that the step that begins is the first to keep to."""
+        """Returns the options that begin to hold with this step, if there are any."""
         less, self.less = self.less, None
         return less
 
 
 def _smaller_nbytes(budget: int, planning: Planning, held_nbytes: int) -> int:
-    """Less than the device turned out to have, if that is known; else not less than half."""
+    """Returns a smaller budget: below what the device turned out to have, or at least half."""
     if planning.plan is not None:
         return int(_LESS * min(budget, planning.plan.peak))
     stands = planning.stock.static_nbytes + held_nbytes

@@ -1,4 +1,4 @@
-"""What kind of forward begins: forwards of one kind share a plan.
+"""Signature of a forward that begins: it tells its kind, and forwards of one kind share a plan.
 
     structure  how the arguments nest; of each tensor dtype, dimensions and requires_grad; flags,
                names and None by value, other numbers not (a step count is no other kind);
@@ -33,7 +33,7 @@ class Signature:
 
     @cached_property
     def bucket(self) -> Hashable:
-        """Calls with the same one share a plan."""
+        """Key of the plan cache: calls with the same bucket share a plan."""
         above = tuple(tuple(max(size - 1, 0).bit_length() for size in s) for s in self.shapes)
         return self.structure, above
 
@@ -43,7 +43,7 @@ class Signature:
         return max(sum(prod(shape) for shape in self.shapes), 1)
 
     def covers(self, other: "Signature") -> bool:
-        """Whether this is the same structure, and no dimension of it is smaller."""
+        """Returns whether the structures agree and no dimension of `other` is larger."""
         return self.structure == other.structure and all(
             mine >= theirs
             for one, two in zip(self.shapes, other.shapes, strict=True)
@@ -51,7 +51,7 @@ class Signature:
         )
 
     def joined(self, other: "Signature") -> Self:
-        """The least that covers both."""
+        """Returns the least signature that covers both."""
         shapes = tuple(
             tuple(map(max, one, two)) for one, two in zip(self.shapes, other.shapes, strict=True)
         )
@@ -64,7 +64,10 @@ def signature_of(
     kwargs: dict[str, Any],
     parameters: Iterable[nn.Parameter] | None = None,
 ) -> Signature:
-    """Of model(*args, **kwargs). parameters: the model's, if they are known."""
+    """Returns the signature of model(*args, **kwargs).
+
+    parameters: the model's, if they are known.
+    """
     shapes: list[Shape] = []
     structure: list[Hashable] = []
     _describe((args, kwargs), structure, shapes)
@@ -75,7 +78,7 @@ def signature_of(
 
 
 def _describe(x: Any, structure: list[Hashable], shapes: list[Shape]) -> None:
-    """Append what describes the structure of x, and the shapes of its tensors."""
+    """Appends what describes the structure of x, and the shapes of its tensors."""
     if isinstance(x, Tensor):
         shape = (x.numel(),) if x.is_nested else tuple(x.shape)
         shapes.append(shape)

@@ -19,7 +19,10 @@ _NEAR = 0.75  # of the largest call: large enough to verify a plan by
 
 
 class Before(NamedTuple):
-    """What was settled before a step had more forwards than any. calls: so many each had."""
+    """State that was settled before a step had more forwards than any.
+
+    calls: the number until then.
+    """
 
     state: "FitState"
     calls: int
@@ -107,7 +110,7 @@ class FitState:
     before: Before | None = None
 
     def fresh(self) -> Self:
-        """Forget what was measured: as before the first forward."""
+        """Returns a state without what was measured, as before the first forward."""
         return type(self)(
             self.terms,
             self.stock,
@@ -122,7 +125,7 @@ class FitState:
         )
 
     def back(self, before: "FitState") -> Self:
-        """Take up what was settled before, of which the steps since then have told nothing."""
+        """Returns to what was settled before, if steps since then have told nothing of it."""
         return replace(
             self.fresh(),
             phase=Phase.SETTLED,
@@ -145,29 +148,30 @@ class FitState:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing more is to be learned."""
+        """True if nothing more is to be learned."""
         return self.phase is Phase.SETTLED
 
     @property
     def follows_given(self) -> bool:
-        """Whether the plan is the one that was given."""
+        """True if the plan that is followed is the one that was given."""
         return self.plan is not None and self.plan is self.given
 
     @property
     def is_learned(self) -> bool:
-        """Whether anything is known of such steps."""
+        """True if anything is known of such steps."""
         return self.plan is not None or self.profile is not None or self.settled
 
     @property
     def may_rehearse(self) -> bool:
-        """Whether a forward that holds too much begins again, rehearsed; else it climbs."""
+        """True if a forward that holds too much begins again, rehearsed; otherwise it climbs."""
         return self.phase in (Phase.GUESSING, Phase.WRITING, Phase.IDLE)
 
     @property
     def may_refuse(self) -> bool:
-        """Not a step of a kind that was measured within the budget: it is another one for once.
+        """True if a forward that holds too much is refused.
 
-        Nor while all is learned anew from such a step, where the next may be another again.
+        False once a step of this kind was measured within the budget: this one is an exception.
+        False also while all is learned anew after such a step: the next may be an exception, too.
         """
         return not (self.has_fit or self.settled or self.varies)
 
@@ -178,14 +182,14 @@ class FitState:
 
     @property
     def ratio(self) -> float:
-        """How much larger than the profiled call the largest is."""
+        """Size of the largest call relative to the profiled one."""
         if self.profile is None or self.profiled is None:
             return 1.0
         return self.largest.numel / self.profiled.numel
 
     @property
     def is_scaled(self) -> bool:
-        """Whether what was measured is another call than the largest: no ground to refuse."""
+        """True if the call that was measured is not the largest: no ground to refuse."""
         return self.now != self.largest or self.ratio > 1
 
     @property
@@ -199,26 +203,29 @@ class FitState:
 
     @property
     def margin_nbytes(self) -> int:
-        """The margin of plans of the kind that is followed."""
+        """Margin of plans of the kind that is followed."""
         return self.again_nbytes if self.recompute else self.once_nbytes
 
     def with_margin(self, nbytes: int) -> Self:
-        """Let plans of the kind that is followed leave so much free."""
+        """Returns this state with so many bytes left free by plans of the kind that is followed."""
         if self.recompute:
             return replace(self, again_nbytes=nbytes)
         return replace(self, once_nbytes=nbytes)
 
     def allowed_nbytes(self, guessed_nbytes: int) -> int:
-        """What may be held for backward. As long as nothing is measured, the rest is guessed."""
+        """Returns the bytes that may be held for backward.
+
+        As long as no step was measured, the transients are guessed.
+        """
         return self.headroom.allowed_nbytes(self.terms, self.stock, self.plan, guessed_nbytes)
 
     def surely_allowed_nbytes(self) -> int:
-        """The same without guesses."""
+        """Returns the bytes that may be held for backward, without guesses."""
         return self.headroom.surely_allowed_nbytes(self.terms, self.stock, self.plan)
 
     @property
     def wants_measuring(self) -> bool:
-        """Whether there is something to learn from the step that begins."""
+        """True if there is something to learn from the step that begins."""
         match self.phase:
             case Phase.SETTLED:
                 return False
@@ -234,7 +241,7 @@ class FitState:
 
     @property
     def wants_writing(self) -> bool:
-        """Whether the step that begins should be written down, not just measured."""
+        """True if the step that begins should be written down, not just measured."""
         makes_states = self.stock.unallocated_state_nbytes > 0
         match self.phase:
             case Phase.LAST_RESORT | Phase.GIVEN:  # given: written down it takes more (no turns)

@@ -45,7 +45,7 @@ Around = Callable[[], AbstractContextManager[object]]
 
 
 class States:
-    """The states of a fitted model whose format may be chosen.
+    """Optimizer states of a fitted model whose format may be chosen.
 
     around  makes a context in which states are converted
     """
@@ -61,7 +61,7 @@ class States:
         self.around: Around = nullcontext
 
     def candidates(self, profile: Profile, who: object) -> list[Candidate]:
-        """What `who`, one planning, may choose from, the mildest first."""
+        """Returns the state formats that planning `who` may choose from, the mildest first."""
         standing = self._standing()
         if profile.standing is None or standing is None or not self.auto():
             return [Candidate("", profile)]
@@ -78,7 +78,9 @@ class States:
     def choose(
         self, profile: Profile, who: object, making: PlannerSettings, *, estimated: bool = False
     ) -> Chosen:
-        """The rule above. Raises BudgetTooSmall, of the candidate that needs the least.
+        """Returns a plan and a state format by the rule above.
+
+        Raises BudgetTooSmall, of the candidate that needs the least.
 
         estimated: the profile is; then states stay as they are, if any plan fits beside them
         """
@@ -109,7 +111,9 @@ class States:
     def smallest(
         self, profile: Profile, who: object, making: PlannerSettings, *, recompute: bool = True
     ) -> Chosen | None:
-        """The plan of the least predicted peak, for the user's budget. None: not found in time.
+        """Returns the plan of the least predicted peak, for the user's budget.
+
+        None: not found in time.
 
         recompute: modules may run again
         """
@@ -129,7 +133,11 @@ class States:
         return Chosen(one, replace(plan, budget=making.terms.budget_nbytes))
 
     def take(self, chosen: Chosen, who: object, terms: FitOptions) -> Chosen:
-        """From now on hold auto states as the plan, which is that of `who`, was made for."""
+        """Holds auto states in the format that the plan was made for, and returns the plan.
+
+        From now on planning `who` needs that format. The plan gets the bytes that are resident
+        then.
+        """
         one = chosen.candidate
         if not one.state:
             return chosen
@@ -140,7 +148,10 @@ class States:
         return Chosen(replace(one, profile=profile), replace(chosen.plan, standing=standing))
 
     def begin_with(self, given: Plan, who: object, terms: FitOptions) -> None:
-        """A plan that was given, and is that of `who`, may have been made for fewer bytes."""
+        """Holds states as a given plan was made for, if that needs fewer bytes.
+
+        who: the planning that follows it.
+        """
         state = "" if given.standing is None else given.standing.states
         if terms.exact or state not in CHOICES or not self.auto():
             return
@@ -149,7 +160,7 @@ class States:
             self._hold(state, terms, "lossy, as the plan that was given has them")
 
     def make_room(self, terms: FitOptions, stock: MemoryState) -> bool:
-        """States that are to be born take the mildest format that fits; True if that is another.
+        """Gives states that will be created the mildest format that fits; True if that is another.
 
         stock: as they would be born now
         """
@@ -167,12 +178,12 @@ class States:
         return self._hold(state, terms, why)
 
     def lossy_helps(self) -> str:
-        """What to type if exact=True leaves no room."""
+        """Returns what to type if exact=True leaves no room, or ""."""
         could_shrink = self._nbytes_as(CHOICES[-1]) < self._nbytes_as(self._now())
         return "allow lossy codes and optimizer states with exact=None" if could_shrink else ""
 
     def auto(self) -> list[EncodedOptimizer]:
-        """The optimizers whose format is chosen here."""
+        """Returns the optimizers whose format is chosen here."""
         return [
             one
             for one in self._optimizers()
@@ -183,7 +194,7 @@ class States:
         return sum(nbytes_as(one, state) for one in self.auto())
 
     def _now(self) -> str:
-        """The choice that auto states are held as."""
+        """Returns the format that auto states are held in."""
         held = [(one, group) for one in self.auto() for group in auto_groups(one)]
         for state in CHOICES:
             if all(held_as(one, group, state) == group["state"] for one, group in held):
@@ -191,7 +202,10 @@ class States:
         return CHOICES[-1]
 
     def _candidate(self, state: str, profile: Profile, now: ResidentBytes) -> Candidate:
-        """The profiled step, had states been held so. now: what stands at this moment."""
+        """Returns the profiled step as if states had been held so.
+
+        now: what is resident at this moment.
+        """
         assert profile.standing is not None
         nbytes = now.states_nbytes - self._nbytes_as(self._now()) + self._nbytes_as(state)
         shifted = replace(
@@ -201,7 +215,10 @@ class States:
         return Candidate(state, shifted, self._noise(state))
 
     def _cost_s(self, one: Chosen) -> float:
-        """Of the step, in seconds; of the update what formats differ by, or all of it: the same."""
+        """Returns the seconds of a step and its update, and those that its noise is worth.
+
+        Costs are only compared, so of the update only the difference between formats matters.
+        """
         noise = one.plan.noise + one.candidate.noise
         return (
             one.plan.seconds
@@ -210,7 +227,7 @@ class States:
         )
 
     def _noise(self, state: str) -> float:
-        """That of the worst group.
+        """Returns the noise of the worst param group if states are held in this format.
 
         An update is mostly the noise of mini-batches, so it is priced as if codes had added as much
         to the gradient.
@@ -222,7 +239,7 @@ class States:
         )
 
     def _update_s(self, state: str) -> float:
-        """Seconds of the update of all auto states, in this format."""
+        """Returns the seconds of the update of all auto states in this format."""
         seconds = 0.0
         for one in self.auto():
             for group in auto_groups(one):
@@ -232,9 +249,9 @@ class States:
         return seconds
 
     def _converting_nbytes(self, state: str) -> int:
-        """What it may take to convert the largest parameter's states from fp32 later on.
+        """Returns the bytes that it may take to convert the largest parameter's states from fp32.
 
-        Those that it gets, and less than fp32 ones on the way (`optim/transcode.py`).
+        It takes the new states, and less than the fp32 ones on the way (`optim/transcode.py`).
         """
         if state != CHOICES[0]:
             return 0  # rather in a milder format than with room for what may never be

@@ -21,10 +21,10 @@ _AMPLE = 0.25  # of the budget
 
 
 class MeasuredSteps:
-    """What is known of a model's steps, whatever their forwards are.
+    """Measurements of a model's steps, whatever kinds of forwards these have.
 
-    planning        what the last forward followed
-    peak_nbytes     of the last measured step, everything included
+    planning        the `Planning` that the last forward followed
+    peak_nbytes     the peak of the last measured step, everything included
     peak_setting    what that step ran at: "plan", or the name of a rung
     highest_nbytes  the highest of all measured peaks
     terms           the budget is smaller than the user's once memory has run out
@@ -58,25 +58,28 @@ class MeasuredSteps:
         return opened
 
     def _stock(self) -> MemoryState:
-        """As a step begins. States that the step will make are given a format that has room."""
+        """Returns the memory as a step begins.
+
+        States that the step will make are given a format that has room.
+        """
         stock = self.owned.stock()
         if self.owned.states.make_room(self.terms, stock):
             stock = self.owned.stock()
         return stock.beside(self._beside.nbytes)
 
     def _ended(self, saving: FittedSaving) -> None:
-        """A forward came to its end, and holds what it saved."""
+        """Records that a forward has ended, and holds what it saved."""
         self.planning.forward_ended(saving)
         self._last = saving
         self._note_setting(saving)
 
     def passes(self) -> None:
-        """Evaluation begins: it is no part of the step before, unless backward is still to come."""
+        """Ends the last step as evaluation begins, unless its backward is still to come."""
         if self._last is not None and self._step is not None and self._last.is_over:
             self._step.end()
 
     def _learn(self) -> None:
-        """At the beginning of a step: what did the last one need?"""
+        """Ends the measurement of the last step, as a step begins, and learns what it needed."""
         last, self._last = self._last, None
         step, self._step = self._step, None
         if step is None:
@@ -90,7 +93,7 @@ class MeasuredSteps:
         planning.learn(last, step, self.owned.stock())
 
     def _measure(self) -> None:
-        """Start to measure the step that begins, if there is something to learn from it."""
+        """Starts to measure the step that begins, if there is something to learn from it."""
         state = self.planning.state
         if self._closed or self._step is not None or not state.wants_measuring:
             return
@@ -113,12 +116,12 @@ class MeasuredSteps:
 
     @property
     def _has_ample_room(self) -> bool:
-        """Return whether steps are so small that nobody need see whether they are alike."""
+        """True if steps are so small that nobody need see whether they are alike."""
         highest = self.highest_nbytes
         return highest is not None and highest <= _AMPLE * self.terms.budget_nbytes
 
     def finish(self) -> None:
-        """The training is over: its last step counts as measured, if none with its setting was."""
+        """Ends the training: its last step counts as measured, if none with its setting was."""
         last, step = self._last, self._step
         if step is not None and last is not None and self.peak_setting != self.planning.setting:
             step.end()
@@ -127,13 +130,13 @@ class MeasuredSteps:
         self.close()
 
     def close(self) -> None:
-        """End a measurement that runs. The model is not fitted any more."""
+        """Ends a measurement that runs, since the model is not fitted any more."""
         self.interrupt()
         self._closed = True
         self._beside.leave()
 
     def interrupt(self) -> None:
-        """What is measured now will be no step of a training: forget it."""
+        """Discards the measurement that runs: what follows is no step of a training."""
         self._stop()
         self._last = None
 
@@ -146,7 +149,10 @@ class MeasuredSteps:
         self._stop()  # the model died while a step was measured: the profiler must not run on
 
     def _say(self, chosen: Rung, *, rounds: bool) -> None:
-        """One line when the setting of a kind of forward changes. rounds: see `say_setting`."""
+        """Logs one line when the setting of a kind of forward changes.
+
+        rounds: see `say_setting`.
+        """
         if self.planning.said == (chosen.name, chosen.exact):
             return
         self.planning.said = chosen.name, chosen.exact

@@ -1,4 +1,4 @@
-"""What became of a budget, in a few figures: at any time, or at the end of a training."""
+"""Summary of what became of a budget, in a few figures: at any time, or after a training."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,13 +14,13 @@ Row = tuple[str, str, str, str]  # name, measured, estimated, remark
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one fitted model; `print` shows it as a table.
+    """Figures of one fitted model; `print` shows them as a table.
 
     plain_nbytes      the peak of plain autograd: estimated; None where no step was written down
     predicted_nbytes  the peak under the plan: estimated; None without one
     last_nbytes       the peak of the last step that was measured; None where none was
     last_setting      what that step ran at: "plan", or a rung of the ladder
-    highest_nbytes    of all measured steps
+    highest_nbytes    the highest peak of all measured steps
     setting           what steps run at now
     slowdown          of the plan over plain autograd, estimated
     noise             variance that its codes add to the gradient, as a share of that of
@@ -46,7 +46,7 @@ class Summary:
     lines: tuple[Line, ...]
 
     def __str__(self) -> str:
-        """Return a table, one row a figure."""
+        """Returns a table, one row a figure."""
         title = f"{self.model} inside {show_nbytes(self.budget_nbytes)}"
         rows = [("one step", "measured", "estimated", ""), *self.rows()]
         wide = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -57,7 +57,7 @@ class Summary:
         return "\n".join((title, *lines))
 
     def rows(self) -> list[Row]:
-        """Return what is known, each figure in the column that says how it is known."""
+        """Returns what is known, each figure in the column that says how it is known."""
         unknown = "" if self.plain_nbytes else "not known: it takes three steps"
         rows = [
             ("peak, plain", "", _size(self.plain_nbytes), unknown),
@@ -87,12 +87,12 @@ class Summary:
         return rows
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the figures as a dict, for JSON."""
         return asdict(self)
 
 
 def summary(fitting: Fitting, model: str) -> Summary:
-    """Of a model by this name; before or after its fitting was closed."""
+    """Returns the summary of a model of this name, before or after its fitting was closed."""
     planning = fitting.planning
     plan, profile = planning.plan, planning.profile
     # A rehearsed profile has an invented backward: no ground for a claim about plain autograd.

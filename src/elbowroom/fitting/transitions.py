@@ -69,7 +69,7 @@ _MOST_STRAYS = 3  # steps that held more than those before, and were learned fro
 
 
 def advance(state: FitState, seen: Observation) -> Step:
-    """Return the state after this observation, and what is to be done, in order."""
+    """Returns the state after this observation, and what is to be done, in order."""
     match seen:
         case StepBegan():
             return _step_began(state, seen)
@@ -118,7 +118,7 @@ def advance(state: FitState, seen: Observation) -> Step:
 
 
 def _step_began(state: FitState, seen: StepBegan) -> Step:
-    """A step begins: after one that was another, all is learned again; a larger call is planned."""
+    """Begins a step. After one that was another, all is learned again; a larger call is planned."""
     commands: tuple[Command, ...] = ()
     if seen.grew or state.has_strayed:
         refuses, varies = state.may_refuse, state.has_strayed and not state.may_refuse
@@ -140,7 +140,7 @@ def _step_began(state: FitState, seen: StepBegan) -> Step:
 
 
 def _first_step_began(state: FitState) -> Step:
-    """Of this kind: it begins with the plan that was given, if there is one."""
+    """Begins the first step of a kind, with the plan that was given if there is one."""
     state = replace(state, largest=state.now, plan=state.given)
     if state.given is None:
         return state, ()
@@ -148,7 +148,7 @@ def _first_step_began(state: FitState) -> Step:
 
 
 def _given_held(state: FitState, seen: GivenHeld) -> Step:
-    """What a plan that was given leaves beside what stands and what it holds is for transients."""
+    """Reserves for transients what a given plan leaves beside resident bytes and what it holds."""
     given = state.given
     assert given is not None
     stands = seen.stock.static_nbytes + seen.stock.unallocated_nbytes
@@ -157,7 +157,7 @@ def _given_held(state: FitState, seen: GivenHeld) -> Step:
 
 
 def _stands_beside(state: FitState, nbytes: int) -> Step:
-    """More stands beside the model than when the step was written down: plan with it."""
+    """Plans again if more is resident beside the model than when the step was written down."""
     more = nbytes - state.beside_nbytes
     if state.profile is None or more <= _MUCH * state.terms.budget_nbytes:
         return state, ()
@@ -167,7 +167,7 @@ def _stands_beside(state: FitState, nbytes: int) -> Step:
 
 
 def _plan_again(state: FitState, growth: float) -> Step:
-    """The largest call has grown, or the budget is another: plan by what is known, if it may be."""
+    """Plans by what is known, if possible, for a larger call or another budget."""
     if state.headroom.transient_nbytes is None or state.rehearsed or state.outgrown:
         return state.fresh(), (ForgetScripts(),)
     profile, attempts = state.profile, Attempts()
@@ -189,14 +189,14 @@ def _plan_again(state: FitState, growth: float) -> Step:
 
 
 def _not_repeatable(state: FitState, profile: "Profile | None") -> Step:
-    """Plan without a module that does not give the same when it runs again."""
+    """Plans without a module that does not give the same when it runs again."""
     if profile is None:
         return state.fresh(), (ForgetScripts(),)
     return _plan_again(replace(state, profile=profile), 1.0)
 
 
 def _strayed(state: FitState) -> Step:
-    """This step is another than those before, and holds more: learn again.
+    """Learns again after a step that is another than those before, and holds more.
 
     Some models take another path in each step; those are not learned for ever.
     """
@@ -207,14 +207,14 @@ def _strayed(state: FitState) -> Step:
 
 
 def _layers_held_too_much(state: FitState) -> Step:
-    """In a forward of which nothing is known: its layers may run again, if any may."""
+    """Lets layers run again in a forward of which nothing is known, if any may."""
     if state.terms.exact or state.is_learned:
         return state, ()
     return state, (say(Line.RUNS_AGAIN), RunLayersAgain())
 
 
 def _forward_ended(state: FitState, seen: ForwardEnded) -> Step:
-    """Note how far this forward had to climb; refuse a budget that cannot be met."""
+    """Records how far this forward had to climb; refuses a budget that cannot be met."""
     if seen.impossible:
         least = state.attempts.least
         if least is not None and least.peak_nbytes > state.terms.budget_nbytes:
@@ -226,7 +226,7 @@ def _forward_ended(state: FitState, seen: ForwardEnded) -> Step:
 
 
 def _forward_heard(state: FitState, seen: ForwardHeard) -> Step:
-    """A forward was rehearsed: plan the step by it."""
+    """Plans the step by a forward that was rehearsed."""
     beside_nbytes, is_recurrent = state.stock.beside_nbytes, seen.heard.profile.is_recurrent
     state = replace(
         state, profiled=state.now, beside_nbytes=beside_nbytes, is_recurrent=is_recurrent

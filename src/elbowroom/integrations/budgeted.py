@@ -1,4 +1,4 @@
-"""What all integrations do: fit a model as a training begins, tell its figures, let go of it."""
+"""Base of all integrations: it fits a model as a training begins, tells figures, lets go of it."""
 
 import logging
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ class Budgeted:
         self._log: Log | None = None
 
     def begin(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """The training begins: fit the model, and count the optimizers' states.
+        """Fits the model as the training begins, and counts the optimizers' states.
 
         Raises what `er.fit` raises, and PlanError for a training that has begun already.
         """
@@ -50,7 +50,7 @@ class Budgeted:
         self._look()
 
     def figures(self) -> dict[str, float]:
-        """Return what loggers get: numbers, by names that begin with "memory/".
+        """Returns what loggers get: numbers, by names that begin with "memory/".
 
         Those that are not known yet are left out. The slowdown and the peak of plain training are
         estimates.
@@ -67,7 +67,7 @@ class Budgeted:
             self._log.write(figures(self.summary), step)
 
     def end(self) -> None:
-        """The training has ended: let go of the model, and say how it went."""
+        """Ends the training: lets go of the model, and says how it went."""
         if self._model is None:
             return
         if self._fitting is not None:
@@ -86,7 +86,7 @@ class Budgeted:
 
 
 def verdict(told: Summary) -> str:
-    """Return in a line whether the budget was kept, and by what."""
+    """Returns in a line whether the budget was kept, and by what."""
     budget = show_nbytes(told.budget_nbytes)
     if told.last_nbytes is None:
         return f"budget {budget}: no step was measured"
@@ -100,6 +100,6 @@ def verdict(told: Summary) -> str:
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that holds the states, inside of a wrapper of Accelerate's, say."""
+    """Returns the optimizer that holds the states, inside of a wrapper of Accelerate's, say."""
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer

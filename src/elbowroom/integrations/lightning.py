@@ -34,7 +34,7 @@ class Budget(Callback):  # type: ignore[misc]  # of a library whose types are sk
 
     @property
     def summary(self) -> Summary | None:
-        """What became of the budget so far; None before the training has begun."""
+        """Summary of the budget so far; None before the training has begun."""
         return self._budgeted.summary
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -45,7 +45,7 @@ class Budget(TrainerCallback):  # type: ignore[misc]  # of a library whose types
 
     @property
     def summary(self) -> Summary | None:
-        """What became of the budget so far; None before the training has begun."""
+        """Summary of the budget so far; None before the training has begun."""
         return self._budgeted.summary
 
     def on_train_begin(

@@ -1,4 +1,4 @@
-"""Where things lie in a transform code of maps: arithmetic that all backends share, on plain ints.
+"""Layout of a transform code of maps: arithmetic that all backends share, on plain ints.
 
 A map is cut into tiles of B x B; tiles are numbered plane by plane (a plane is one channel of one
 sample), row by row. A *group* is `lanes` tiles in that order, about 2048 elements, and beyond the

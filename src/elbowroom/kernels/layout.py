@@ -1,4 +1,4 @@
-"""Where a code lies: arithmetic that all backends share, on plain ints.
+"""Layout of codes: arithmetic that all backends share, on plain ints.
 
 A flat tensor is cut into *tiles* of 2048 elements (the last one shorter), a tile into *groups* of
 `group_size`. A tile's codes are packed together, planar: with `k` codes in a byte, byte j of n

@@ -1,4 +1,4 @@
-"""How maps are cut into blocks and ranges: arithmetic that all backends share, on plain ints.
+"""Division of maps into blocks and ranges: arithmetic that all backends share, on plain ints.
 
 A tensor of maps is [outer, rows, columns, inner] in memory order (`codecs/facts.py`: Maps). Cells
 of high x wide elements are laid over each map from its upper left corner; those at the right and

@@ -133,7 +133,7 @@ def _failures(backend: str) -> tuple[type[Exception], ...]:
 
 
 def _give_up(op: str, backend: str, error: Exception) -> None:
-    """From now on the reference serves `op`: to fail again would mean to compile again."""
+    """Lets the reference serve `op` from now on: to fail again would mean to compile again."""
     if (op, backend) not in _given_up:
         _given_up.add((op, backend))
         _implementation.cache_clear()

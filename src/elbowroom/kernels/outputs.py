@@ -16,28 +16,28 @@ from elbowroom.kernels.windows import window_of
 
 
 def bits(x: Tensor) -> Tensor:
-    """One bit an element."""
+    """Allocates one bit an element."""
     return x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
 
 
 def bytes_of(x: Tensor, nbytes: int | torch.SymInt) -> Tensor:
-    """So many bytes: a payload, or codes."""
+    """Allocates `nbytes` bytes: a payload, or codes."""
     return x.new_empty(nbytes, dtype=torch.uint8)
 
 
 def bounds(x: Tensor, sides: int = 1) -> Tensor:
-    """The ends of each tile's values, or of each side of it."""
+    """Allocates the ends of each tile's values, or of each side of it."""
     return x.new_empty(sides * tiles(x.numel()), 2, dtype=torch.bfloat16)
 
 
 def group(x: Tensor, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, step and low."""
+    """Allocates codes, step and low."""
     step = x.new_empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
     return bytes_of(x, packed_nbytes(levels, x.numel())), step, torch.empty_like(step)
 
 
 def dither(x: Tensor, levels: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, ranges and bounds."""
+    """Allocates codes, ranges and bounds."""
     ranges = x.new_empty(groups(x.numel(), group_size), 2, dtype=torch.uint8)
     return bytes_of(x, packed_nbytes(levels, x.numel())), ranges, bounds(x)
 
@@ -45,14 +45,14 @@ def dither(x: Tensor, levels: int, group_size: int) -> tuple[Tensor, Tensor, Ten
 def division(
     x: Tensor, levels: int, block: int, reach: int, maps: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, mean, scale and low."""
+    """Allocates codes, mean, scale and low."""
     mean = x.new_empty(averaged(maps, block).entries, dtype=torch.bfloat16)
     scale = x.new_empty(scaled(maps, block, reach).entries, dtype=torch.bfloat16)
     return bytes_of(x, packed_nbytes(levels, x.numel())), mean, scale, torch.empty_like(scale)
 
 
 def fp8(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Codes and scale."""
+    """Allocates codes and scale."""
     scale = x.new_empty(groups(x.numel(), group_size), dtype=torch.bfloat16)
     return bytes_of(x, x.numel()), scale
 
@@ -60,7 +60,7 @@ def fp8(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 def fdsr(
     x: Tensor, maps: Sequence[int], block: int, levels: Sequence[int], kept: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Payload, scales and codebook."""
+    """Allocates payload, scales and codebook."""
     b = bands_of(block, tuple(levels))
     count = -(-tiles_of(maps, block) // b.lanes)
     return (
@@ -71,7 +71,7 @@ def fdsr(
 
 
 def comet(x: Tensor, *, aware: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Bits, headers and sizes; the payload's size depends on the values."""
+    """Allocates bits, headers and sizes; the payload's size depends on the values."""
     return (
         bits(x) if aware else bytes_of(x, 0),
         bytes_of(x, blocks(x.numel())),
@@ -80,10 +80,10 @@ def comet(x: Tensor, *, aware: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smaller integers."""
+    """Allocates the smaller integers."""
     return torch.empty_like(x, dtype=dtype)
 
 
 def places(x: Tensor, window: Sequence[int]) -> Tensor:
-    """The packed places in windows."""
+    """Allocates the packed places in windows."""
     return bytes_of(x, window_of(window).nbytes(x.numel()))

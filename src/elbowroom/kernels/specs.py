@@ -26,7 +26,7 @@ def _dynamic(x: Tensor) -> Tensor:
 
 
 def _lost(x: Tensor) -> Tensor:
-    """How many values have not fit."""
+    """Allocates the count of values that have not fit."""
     return x.new_empty((), dtype=torch.int64)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Window(NamedTuple):
-    """Where the windows lie in an input of so many columns: each setting for rows, then columns."""
+    """Windows in an input of so many columns: each setting for rows, then columns."""
 
     columns: int
     kernel_y: int
@@ -26,7 +26,7 @@ class Window(NamedTuple):
 
     @property
     def step_y(self) -> int:
-        """How far apart, as indices, two neighbours in a column of a window are."""
+        """Distance, in indices, between two neighbours in a column of a window."""
         return self.dilation_y * self.columns
 
     @property
@@ -45,5 +45,5 @@ class Window(NamedTuple):
 
 
 def window_of(settings: Sequence[int]) -> Window:
-    """As an op is given it."""
+    """Returns a `Window` of the settings that an op is given."""
     return Window(*settings)

@@ -66,7 +66,7 @@ class _Event(Protocol):
 
 
 class Allocations:
-    """Runs from its making to `stop`.
+    """Record of allocations and releases, from its creation to `stop`.
 
     One may begin and end while another runs that lets it: a step whose peak somebody asks for is
     that of a model that is fitted, and measures by itself. They share the profiler, which is read
@@ -100,7 +100,7 @@ class Allocations:
 
     @classmethod
     def sharing(cls) -> bool:
-        """Return whether something runs, and all of it lets another begin on this thread."""
+        """Returns whether something runs, and all of it lets another begin on this thread."""
         here = threading.get_ident()
         return bool(cls._running) and all(one.shares and one.thread == here for one in cls._running)
 
@@ -116,7 +116,7 @@ class Allocations:
 
     @classmethod
     def give_way(cls) -> None:
-        """Another profiler is about to start."""
+        """Ends the measurement, because another profiler is about to start."""
         if cls._running:
             _hand_out()
             for one in cls._running:
@@ -124,7 +124,7 @@ class Allocations:
             cls._running.clear()
 
     def stop(self) -> tuple[list[Change], list[Mark]]:
-        """All changes and marks since the start, in order; or up to where it was ended."""
+        """Returns all changes and marks since the start, in order, or up to where it was ended."""
         if self in Allocations._running:
             try:
                 _hand_out()
@@ -156,7 +156,7 @@ def _begin() -> None:
 
 
 def _hand_out() -> None:
-    """Give what has come to all that run; the profiler has ended then.
+    """Gives what has come to all that run; the profiler has ended then.
 
     Nothing of the program's may be freed before it runs again, so no garbage is collected.
     """
@@ -201,7 +201,7 @@ def is_busy() -> bool:
 
 
 def may_begin() -> bool:
-    """Return whether a measurement may begin: no profiler runs, or one of ours that shares."""
+    """Returns whether a measurement may begin: no profiler runs, or one of ours that shares."""
     return not is_busy() or (Allocations.sharing() and not _Others.prepared)
 
 
@@ -224,12 +224,18 @@ def _config() -> ProfilerConfig:
 
 
 def _enable(config: ProfilerConfig) -> None:
-    """The third argument has been there since torch 1.12; its stub does not know it."""
+    """Starts the profiler.
+
+    The third argument has been there since torch 1.12; its stub does not know it.
+    """
     cast(Callable[..., None], _enable_profiler)(config, _CPU, _NOBODYS)
 
 
 def _roots(results: Any) -> Sequence[_Event]:
-    """The profiler's events. Private in torch 2.13: public ones give an allocation no time."""
+    """Returns the profiler's events.
+
+    They are private in torch 2.13: public ones give an allocation no time.
+    """
     try:
         return cast(Sequence[_Event], results.experimental_event_tree())
     except AttributeError as error:
@@ -287,7 +293,7 @@ _said_unknown = False
 
 
 def _say_unknown_once() -> None:
-    """Have PyTorch say, unheard, what it says at the first release of a block from before.
+    """Makes PyTorch log, unheard, what it says at the first release of a block from before.
 
     "Memory block of unknown size was allocated before the profiling started": true, of no use to
     anybody, and said again only after a thousand of them. So it happens here, once in a process, at

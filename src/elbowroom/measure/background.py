@@ -14,6 +14,6 @@ class Background:
 
     @classmethod
     def interrupt(cls) -> None:
-        """End it; what it has seen is lost."""
+        """Ends the measurement that runs; what it has seen is lost."""
         if cls.running is not None:
             cls.running.close()

@@ -16,7 +16,7 @@ _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 def calling_line() -> str:
-    """Return "train.py:12", the innermost frame outside of torch, elbowroom and Python; or ""."""
+    """Returns "train.py:12", the innermost frame outside of torch, elbowroom and Python; or ""."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -27,7 +27,7 @@ def calling_line() -> str:
 
 
 def is_of_a_library(path: str) -> bool:
-    """Return whether a file belongs to torch, to Python itself or to elbowroom."""
+    """Returns whether a file belongs to torch, to Python itself or to elbowroom."""
     if path.startswith("<"):
         return True
     if path.startswith(_OURS):

@@ -81,7 +81,7 @@ class StepClock:
 
 
 class CpuMemory:
-    """Marks each moment among what is allocated in the step, and watches what was there."""
+    """Marks each moment among the allocations of a step, and watches what was there before."""
 
     def __init__(self, held: Held) -> None:
         self._held = held

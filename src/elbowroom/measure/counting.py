@@ -56,17 +56,17 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def now_s(self) -> float:
-        """Seconds so far."""
+        """Returns the seconds so far."""
         return self.seconds
 
     def start(self) -> None:
-        """A step begins: what is counted already was there before."""
+        """Begins a step: what is counted already was there before."""
         self._begun.clear()
         self._changes = [self.level]
         self.seconds = 0.0
 
     def begin(self, moment: int, *, frees: bool = False) -> None:
-        """The clock of the recorder: a moment begins."""
+        """Begins a moment, as the clock of the recorder."""
         self._begun.append((len(self._changes), self.seconds, frees))
 
     @property

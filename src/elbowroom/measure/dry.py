@@ -53,7 +53,10 @@ def dry_run(
     min_nbytes: int,
     speed: Speed | None,
 ) -> Profile:
-    """Raises PlanError for a step that looks at values, or saves nothing."""
+    """Records a dry run of a step.
+
+    Raises PlanError for a step that looks at values, or saves nothing.
+    """
     counting = Counting(speed or speed_of(device.type), device.type)
     with _pretending(), counting:
         step = _fake_step(model, make_batch, loss, optimizer, device)
@@ -81,7 +84,7 @@ def dry_run(
 
 @contextmanager
 def _pretending() -> Iterator[None]:
-    """Inside, new tensors are fake, the hooks take them for plain ones, and RNG stays as it is."""
+    """Makes new tensors fake inside this context, and plain to the hooks; RNG stays as it is."""
     try:
         with (
             torch.random.fork_rng(devices=[]),

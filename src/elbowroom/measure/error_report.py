@@ -23,7 +23,7 @@ class ErrorRow:
 
     @property
     def agreement(self) -> float | None:
-        """Measured over predicted, in the same step."""
+        """Ratio of measured to predicted variance, in the same step."""
         if self.checked is None or not self.checked[0]:
             return None
         return self.checked[1] / self.checked[0]
@@ -55,7 +55,7 @@ class ErrorReport:
 
     @property
     def ratio(self) -> float | None:
-        """Added over sampling: what `noise` bounds."""
+        """Ratio of added to sampling variance, which `noise` bounds."""
         return self.added / self.sampling if self.added is not None and self.sampling else None
 
     def __str__(self) -> str:

@@ -66,7 +66,7 @@ class Fakes:
 
 
 class _Copying(TorchFunctionMode):
-    """Inside, `copy.deepcopy` gives stand-ins for tensors."""
+    """Function mode in which `copy.deepcopy` gives stand-ins for tensors."""
 
     def __init__(self, fakes: Fakes) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ _Step = tuple[dict[_Key, Tensor], float | None]  # its gradient, and the share o
 
 
 class GradientVariance:
-    """Fed by hooks on parameters, in runs of consecutive steps.
+    """Variance of gradients, fed by hooks on parameters in runs of consecutive steps.
 
     share   of E|g|^2 that is variance from batch to batch; below 0 where codes drown it
     draws   how many triples of steps it is the average of
@@ -51,7 +51,7 @@ class GradientVariance:
         self.draws = 0
 
     def listen(self, weight: Tensor) -> None:
-        """Read the gradient of this parameter in the backward to come."""
+        """Reads the gradient of this parameter in the backward to come."""
         if id(weight) not in self._hooks:
             key = len(self._hooks), weight.numel()
             hook = weight.register_hook(self._reader(key))  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ class GradientVariance:
         return float(_squares(self._now, self._now.keys())) if self._now else 0.0
 
     def end_step(self, *, last: bool, added: float | None = 0.0) -> None:
-        """The backward of a step is over.
+        """Ends a step, whose backward is over.
 
         last   of this run of steps
         added  to the gradient's variance by codes; None: as large a share as in the next step of
@@ -96,7 +96,7 @@ class GradientVariance:
             self._steps.clear()
 
     def _settle(self) -> None:
-        """It is known what codes added: take all triples."""
+        """Processes all triples once it is known what codes added."""
         self._steps = [
             (grads, self._added if share is None else share) for grads, share in self._steps
         ]
@@ -105,7 +105,7 @@ class GradientVariance:
             del self._steps[0]
 
     def _take(self, varies: float, size: float) -> None:
-        """An average that weighs all shares alike at first, and forgets slowly later."""
+        """Averages shares, weighing all alike at first, and forgets slowly later."""
         if not (isfinite(varies) and isfinite(size) and size > 0):
             return  # a step that overflowed, which GradScaler skips too; or none had a gradient
         self.draws += 1

@@ -19,7 +19,7 @@ from elbowroom.measure.peak import MemoryCurve, curve_of
 
 
 class Interval:
-    """Runs from `start` to `stop` or `close`."""
+    """Measured stretch of time, from `start` to `stop` or `close`."""
 
     def __init__(
         self, base_nbytes: int, device: torch.device, allocations: Allocations | None
@@ -29,7 +29,10 @@ class Interval:
 
     @classmethod
     def start(cls, base_nbytes: int, device: torch.device) -> "Interval | None":
-        """base_nbytes: what is held at this moment; a CPU interval adds its own peak to it."""
+        """Starts an interval.
+
+        base_nbytes: what is held at this moment; a CPU interval adds its own peak to it.
+        """
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return cls(base_nbytes, device, None)
@@ -46,11 +49,11 @@ class Interval:
         return None if curve is None else self._base_nbytes + curve.peak_nbytes
 
     def curve(self) -> MemoryCurve | None:
-        """On a CPU: all that happened since the start. It ends the interval."""
+        """Ends the interval; returns, on a CPU, all that happened since its start."""
         return self._curve if self.close() else None
 
     def close(self) -> bool:
-        """Stop counting, if this is the thread that may. Whether this call stopped it."""
+        """Stops counting, if this is the thread that may; returns whether this call stopped it."""
         if (
             self._allocations is None
             or Background.running is not self
@@ -66,7 +69,7 @@ class Interval:
 
 @atexit.register
 def _close_running() -> None:
-    """A measurement that runs while the interpreter ends crashes it."""
+    """Closes a measurement that runs while the interpreter ends, which it would crash."""
     Background.interrupt()
 
 

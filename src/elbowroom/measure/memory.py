@@ -30,7 +30,7 @@ def budget_nbytes(budget: float | str, device: torch.device | str) -> int:
 
 
 def memory_nbytes(device: torch.device | str) -> int:
-    """All that this process may have of this machine's memory, or of its GPU's, in bytes.
+    """Returns the bytes that this process may have of this machine's memory, or of its GPU's.
 
     Raises PlanError for a device that this machine does not have, or whose memory is not known.
     """
@@ -66,7 +66,7 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
 
 
 def _limit(path: Path) -> Iterator[int]:
-    """The number in a file; none for "max", or where there is no such file."""
+    """Yields the number in a file; none for "max", or where there is no such file."""
     try:
         text = path.read_text().strip()
     except OSError:

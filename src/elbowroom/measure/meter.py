@@ -38,7 +38,7 @@ class NoiseMeter:
         self._unheard = 0  # watched steps whose backward had not come when the next one began
 
     def begin(self) -> Watch | None:
-        """A forward begins: take in what the one before has found."""
+        """Begins a forward, and takes in what the one before has found."""
         self.harvest()
         if self._is_watched(self.step):
             full = self._is_full(self.step)
@@ -60,7 +60,7 @@ class NoiseMeter:
             self._tell_unheard(watch)
 
     def _tell_unheard(self, watch: StepWatch) -> None:
-        """Once: that nothing can be learned, since backwards come in another order."""
+        """Logs, once, that nothing can be learned, since backwards come in another order."""
         self._unheard += watch.is_unheard
         if self._unheard and self.step == self._first and not self.table.gradient.draws:
             _log.warning(
@@ -101,7 +101,7 @@ class NoiseMeter:
         self.table.load_state_dict(state["table"])
 
     def _go_on_probing(self) -> None:
-        """The first run becomes longer as long as probes come to ops that none has seen."""
+        """Makes the first run longer as long as probes come to ops that none has seen."""
         unprobed = self.table.unprobed
         if unprobed != self._unprobed[0]:
             self._unprobed = unprobed, self.step

@@ -88,7 +88,7 @@ class OpNoise:
 
 @dataclass
 class Average:
-    """It weighs all alike at first, then forgets."""
+    """Running average that weighs all values alike at first, then forgets."""
 
     value: float = 0.0
     count: int = 0
@@ -148,7 +148,7 @@ class NoiseTable:
         self.steps = 0  # watched in full
 
     def take(self, held: dict[SiteName, HeldNoise], readings: dict[SiteName, OpReading]) -> bool:
-        """A step that was watched in full is over. Whether it told anything.
+        """Takes in a step that was watched in full; returns whether it told anything.
 
         A forward without a backward does not, nor one that overflowed (GradScaler skips such
         steps, too).
@@ -184,7 +184,7 @@ class NoiseTable:
     def _predict(
         self, name: SiteName, op: OpNoise, units: Pair, closed: bool
     ) -> tuple[float | None, float]:
-        """Variance by all that is held, and by the lower codes of it."""
+        """Returns the variance by all that is held, and by the lower codes of it."""
         gains = [1.0 if closed else self._gain(name, op, part) for part in range(2)]
         fine, rough = (
             0.0 if unit <= 0 else None if gain is None else gain * unit
@@ -252,7 +252,7 @@ class NoiseTable:
 
     @property
     def sampling(self) -> float | None:
-        """The variance that mini-batches have anyway, at the last step that was watched in full.
+        """Variance that mini-batches have anyway, at the last step that was watched in full.
 
         None: not known yet.
         """
@@ -261,7 +261,7 @@ class NoiseTable:
 
     @property
     def ratio(self) -> float | None:
-        """Added over sampling: what `noise` bounds. None: not known yet."""
+        """Ratio of added to sampling variance, which `noise` bounds. None: not known yet."""
         added, sampling = self.added, self.sampling
         return None if added is None or not sampling else added / sampling
 

@@ -107,7 +107,9 @@ def memory_curve(
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:
-    """None: the current CUDA device if CUDA is in use in this process, else the CPU.
+    """Returns the device to measure.
+
+    None: the current CUDA device if CUDA is in use in this process, else the CPU.
 
     Raises PlanError for a device that this machine does not have.
     """
@@ -132,7 +134,9 @@ def curve_of(changes: list[Change], marks: list[Mark], device_type: str) -> Memo
 
 
 def _of_this_run(changes: list[Change]) -> list[Change]:
-    """Only what was both taken and freed, or taken and kept, while the profiler ran.
+    """Returns the changes of memory that was both taken and freed, or taken and kept, in this run.
+
+    That is, while the profiler ran.
 
     The CPU allocator's reporter never forgets an address whose release it did not see, so a tensor
     from before the run that stands where an earlier run's tensor stood is "freed" with the size of

@@ -35,7 +35,7 @@ _CANNOT = (RuntimeError, ValueError, TypeError, NotImplementedError)
 
 
 class _SecondPass:
-    """Says whether the pass of a probe runs now: what backward then carries is no gradient."""
+    """Thread-local flag: the pass of a probe runs, and what its backward carries is no gradient."""
 
     runs = False
 
@@ -92,7 +92,7 @@ class Probe:
         self._watch(node, output)
 
     def _watch(self, node: Node, output: int) -> None:
-        """Wait for backward to come to the op."""
+        """Waits for backward to come to the op."""
         before, after = node.register_prehook, node.register_hook
         wanted = [_place(node, edge) for edge in self._edges.values()]
         # One node, of which each gradient goes its own way.
@@ -171,7 +171,10 @@ class Probe:
         return [part for part in parts if part is not None]
 
     def _backward(self, grad: Tensor, held: dict[int | str, Tensor]) -> list[Tensor | None]:
-        """The gradients of all differentiable arguments, by backward with these saved instead."""
+        """Returns the gradients of all differentiable arguments.
+
+        Backward runs with these saved tensors instead.
+        """
         given = self._arguments | {k: x for k, x in self._exact.items() if k != RESULT}
         if self._name == ATTENTION:  # which runs again from what is held
             given |= {key: x.to(given[key].dtype) for key, x in held.items()}
@@ -220,7 +223,7 @@ def arguments(call: Call) -> dict[int | str, Any]:
 
 
 def _without_buffers(call: Call) -> dict[int | str, Any]:
-    """The arguments, but running statistics, which a second run must not move."""
+    """Returns the arguments without running statistics, which a second run must not move."""
     given = arguments(call)
     if call.name not in BUFFERS:  # whose sixth argument may be anything: that of a cell is a tensor
         return given
@@ -259,14 +262,14 @@ def _scaled_as(made: Tensor, exact: Tensor, held: Tensor) -> Tensor:
 
 
 def _own(value: Any) -> Any:
-    """A copy, of a tensor that is no parameter."""
+    """Returns a copy of a tensor that is no parameter, and anything else as it is."""
     is_other = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
     return value.detach().clone() if is_other else value
 
 
 @contextmanager
 def _buffers_as_before() -> Iterator[None]:
-    """Modules that a checkpoint runs again have the buffers that they had, once it is over."""
+    """Gives modules that a checkpoint runs again their buffers back once that is over."""
     before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def note(module: nn.Module, _: Any) -> None:

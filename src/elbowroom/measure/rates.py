@@ -73,7 +73,7 @@ def _rate_of_rows(device: torch.device) -> float:
 
 @cache
 def _begun(device_type: str) -> Rates:
-    """Those that a plan needs that changes no bit."""
+    """Measures the rates that a plan needs which changes no bit."""
     device = torch.device(device_type)
     found = Rates(device)
     for codec in _EXACT:
@@ -83,7 +83,7 @@ def _begun(device_type: str) -> Rates:
 
 
 def _rated(codec: Codec, device: torch.device, elements: int) -> dict[str, float]:
-    """Both rates of one setting, by name."""
+    """Measures both rates of one setting, by name."""
     with unset_fake_temporarily(), torch.no_grad():
         x, facts = _sample(codec, device, elements)
         encoded = codec.encode(x, 1, facts)  # compiles

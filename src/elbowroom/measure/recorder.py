@@ -42,7 +42,10 @@ class Clock(Protocol):
     """Hears of every moment as it begins."""
 
     def begin(self, moment: int, *, frees: bool = False) -> None:
-        """frees: what is let go of stands an instant longer, but belongs to the moment before."""
+        """Begins a moment.
+
+        frees: what is let go of stands an instant longer, but belongs to the moment before.
+        """
         ...
 
 
@@ -63,7 +66,7 @@ class _Storage:
 
 
 class _Alive(NamedTuple):
-    """A storage that somebody holds, a local variable of forward, say; what the slot holds apart.
+    """Storage that somebody holds, a local variable of forward, say; what the slot holds apart.
 
     weak    the storage itself
     slot    what is held for it
@@ -81,7 +84,7 @@ class _Alive(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """An op's record of what it made: its seconds, and the modules that ran."""
+    """Record of what an op made: its seconds, and the modules that ran."""
 
     seconds: float
     modules: tuple[str, ...]
@@ -137,7 +140,7 @@ class StepRecorder:
     def saved(
         self, view: View, x: Tensor, site: Site, why: str, node: int, sources: Sequence[Slot]
     ) -> View:
-        """The node of an op saves x, which could be made again from these sources."""
+        """Records that a node saves x, which could be made again from these sources."""
         index = self._index.get(view.slot)
         if index is None:
             index = self._new(view.slot, x, site)
@@ -149,14 +152,14 @@ class StepRecorder:
         return RecordedView(view, self, index, len(saves) - 1, self._calls)
 
     def curved(self, slot: Slot) -> None:
-        """A GELU or SiLU reads what is made of this."""
+        """Records that a GELU or SiLU reads what is made of this slot."""
         index = self._index.get(slot)
         if index is not None:
             saves = self._storages[index].saves
             saves[:] = [replace(save, site=replace(save.site, curved=True)) for save in saves]
 
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:
-        """An op that had read these has made `out`."""
+        """Records that an op that had read these slots has made `out`."""
         if call.name.endswith("__get__"):  # x.shape, x.dtype: no op
             return
         now_s = self._now_s()
@@ -178,20 +181,20 @@ class StepRecorder:
                 self._note_made(x, _Made(seconds, modules.stack()))
 
     def _note_plain(self, nbytes: int) -> None:
-        """So much more is saved where the modules that run now are run again, by torch's own op."""
+        """Adds bytes that torch's own op saves in a second run of the modules that run now."""
         for note in self._modules:
             if not note.last:
                 note.made_nbytes += nbytes
 
     def _note_rough(self, call: Call) -> None:
-        """The modules that run now may not start from a code, if this op does not tolerate one."""
+        """Keeps the modules that run now from starting from a code, if this op tolerates none."""
         if not is_smooth(call):
             for note in self._modules:
                 if not (note.last or note.rough):
                     note.rough = call.name or "a function of no name"
 
     def _note_why_not(self, why: str) -> None:
-        """The modules that run now are not to run again as a whole."""
+        """Records that the modules that run now are not to run again as a whole."""
         for note in self._modules:
             if not note.last:
                 note.why_not = why
@@ -204,7 +207,7 @@ class StepRecorder:
         kwargs: dict[str, Any],
         source_of: Callable[[Tensor], Slot | None],
     ) -> Any:
-        """A module is called."""
+        """Runs a call of a module, and records it."""
         name = modules.name_of(module)
         if not name or not torch.is_grad_enabled():
             return call(*args, **kwargs)
@@ -242,7 +245,7 @@ class StepRecorder:
         return found
 
     def forward_ended(self) -> None:
-        """The context closes."""
+        """Closes the record of forward, as the context closes."""
         self._theirs = None  # they hold what their forward began with
         self._owned.clear()
         self._note_held()
@@ -253,7 +256,10 @@ class StepRecorder:
     # what the views tell
 
     def asked(self, index: int, save: int, call: int) -> None:
-        """Backward asks for a storage, of which an op has made this save: the op by its number."""
+        """Records that backward asks for a storage.
+
+        save, call: the save and the number of the op that made it.
+        """
         task = torch._C._current_graph_task_id()
         if task == -1:
             self._storages[index].used = self._now
@@ -304,7 +310,7 @@ class StepRecorder:
         return frozenset(i for (address, _), i in self._at.items() if address in addresses)
 
     def hidden(self) -> tuple[tuple[int, int], ...]:
-        """Numbers of nodes, from and up to: those in whose place somebody else's hooks hold."""
+        """Returns ranges of numbers of nodes whose tensors somebody else's hooks hold."""
         return tuple(self._hidden)
 
     def modules(self) -> tuple[ModuleCall, ...]:
@@ -318,7 +324,7 @@ class StepRecorder:
     # how it is kept
 
     def _note_nodes(self) -> None:
-        """An op has made the nodes since the last one: under whose hooks?"""
+        """Records under whose hooks an op has made the nodes since the last one."""
         first, self._nodes = self._nodes, torch._C._autograd._get_sequence_nr()
         hooks = _others()
         if hooks is None or first == self._nodes:

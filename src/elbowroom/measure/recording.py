@@ -18,7 +18,7 @@ from elbowroom.plan.profile import Profile
 
 
 class Recording:
-    """Runs from `start` to `finish` or `close`."""
+    """Record of one step, which runs from `start` to `finish` or `close`."""
 
     def __init__(self, interval: Interval, owned: Iterable[Tensor], device: torch.device) -> None:
         self._interval, self._device = interval, device
@@ -31,12 +31,15 @@ class Recording:
 
     @classmethod
     def start(cls, owned: list[Tensor], device: torch.device) -> "Recording | None":
-        """owned: what is held at this moment; None if this cannot be measured now."""
+        """Starts a recording; None if this cannot be measured now.
+
+        owned: what is held at this moment.
+        """
         interval = Interval.start(0, device)
         return None if interval is None else cls(interval, owned, device)
 
     def begin(self, moment: int, *, frees: bool = False) -> None:
-        """The clock of the recorder: a moment begins."""
+        """Begins a moment, as the clock of the recorder."""
         self._wall.begin(moment, frees=frees)
         for memory in (self._cpu, self._cuda):
             if memory is not None:
@@ -69,7 +72,7 @@ class Recording:
         )
 
     def close(self) -> bool:
-        """End it; what was written down is lost. Whether this thread could."""
+        """Ends the record, whose content is lost; returns whether this thread could."""
         return self._interval.close()
 
     def _levels(self) -> tuple[list[int], list[int]] | None:

@@ -31,7 +31,7 @@ def resident_bytes_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Resi
 
 
 def joined(names: Iterable[str]) -> str:
-    """Each once: "fp32 + int8"."""
+    """Joins names, each once: "fp32 + int8"."""
     return " + ".join(sorted({name for name in names if name}))
 
 

@@ -61,11 +61,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one device held over a period.
+    """Record of what one device held over a period.
 
-    level     bytes allocated after each event; of one event where no history was recorded
+    level     bytes allocated after each event; one event where no history was recorded
     starts_s  seconds from the first event to each; numbers of events where no times were kept
-    blocks    all that were allocated, in order
+    blocks    all blocks that were allocated, in order
     is_timed  whether `starts_s` are seconds
     unknown   actions in the trace that this version does not know, and how many of each
     """
@@ -88,13 +88,13 @@ class Snapshot:
         return self.level.index(self.peak)
 
     def at_peak(self) -> list[Block]:
-        """Return the blocks that are held at the peak, the largest first."""
+        """Returns the blocks that are held at the peak, the largest first."""
         at = self.peak_event
         held = (block for block in self.blocks if block.born <= at <= block.freed)
         return sorted(held, key=lambda block: -block.nbytes)
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes at the peak, by kind of block."""
+        """Returns the bytes at the peak, by kind of block."""
         found: Counter[str] = Counter()
         for block in self.at_peak():
             found[block.kind] += block.nbytes
@@ -116,7 +116,7 @@ class Snapshot:
                 yield kind, summed(found, len(self.level))
 
     def plan(self, budget: int) -> Plan:
-        """Return the plan that changes nothing, if that fits.
+        """Returns the plan that changes nothing, if that fits.
 
         A snapshot does not say which op saved a tensor, so it is ground for a bound and no more.
         Raises BudgetTooSmall where no plan could fit, and PlanError, which says how to find one,
@@ -187,11 +187,11 @@ def load_snapshot(path: str | Path, device: int | None = None) -> Snapshot:
 
 
 class _Hostile(Exception):
-    """The pickle names something to import."""
+    """Raised if the pickle names something to import."""
 
 
 class _Plain(pickle.Unpickler):
-    """Makes builtins alone."""
+    """Unpickler that makes builtins alone."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
@@ -300,7 +300,7 @@ def _replay(events: list[Any], last: dict[int, tuple[int, list[Any]]]) -> list[B
 def _block(
     nbytes: int, born: int, freed: int, frames: list[Any], has_frames: bool, *, ended: bool
 ) -> Block:
-    """ended: whether it was freed in backward."""
+    """Makes a `Block`. ended: whether it was freed in backward."""
     kind = ELSE
     if any("torch/optim" in str(frame["filename"]).replace("\\", "/") for frame in frames):
         kind = OPTIMIZER
@@ -312,7 +312,7 @@ def _block(
 
 
 def _is_backward(frames: list[Any]) -> bool:
-    """Whether autograd's engine runs: its threads have no frame of Python."""
+    """Returns whether autograd's engine runs: its threads have no frame of Python."""
     return not frames or any(word in str(frame["name"]) for frame in frames for word in _ENGINE)
 
 

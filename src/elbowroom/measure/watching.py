@@ -98,7 +98,7 @@ class StepWatch:
 
     @torch.no_grad()
     def saved(self, use: Use, x: Tensor) -> None:
-        """An op saves x, which may carry an error."""
+        """Records that an op saves x, which may carry an error."""
         if not self._full:
             return
         op, slot = self._op(use), use.view.slot
@@ -121,7 +121,10 @@ class StepWatch:
 
     @torch.no_grad()
     def held(self, slot: Slot, whole: Tensor, site: Site, codec: Codec | None) -> None:
-        """The slot has let go of `whole`. codec: if it holds a code, and not a recipe."""
+        """Records that the slot has let go of `whole`.
+
+        codec: if it holds a code, and not a recipe.
+        """
         if not self._full or slot.exact:
             return
         if codec is not None:
@@ -136,7 +139,10 @@ class StepWatch:
                 self._measure(op, made, Geometry.of(x), x)
 
     def curved(self, slot: Slot) -> None:
-        """A GELU or SiLU reads what is made of it, if its code is fine enough for that."""
+        """Records that a GELU or SiLU reads what is made of this slot.
+
+        Its code must be fine enough for that.
+        """
         held = self._held.get(slot.sites[-1].name) if slot.sites else None
         if held is None:
             return
@@ -145,7 +151,7 @@ class StepWatch:
             self._held[site.name] = replace(held, site=site)
 
     def ended(self, call: Call, out: Any) -> None:
-        """The op has its node in the graph now."""
+        """Records that the op has its node in the graph now."""
         for arg in _one_by_one(call_values(call)):
             if is_weight(arg) and id(arg) not in self._weights:
                 self._weights[id(arg)] = weakref.ref(arg)
@@ -182,7 +188,7 @@ class StepWatch:
         return self._current[1]
 
     def _measure(self, op: _Op, slot: Slot, geometry: Geometry, x: Tensor) -> None:
-        """Takes the error of x, which lies in the slot's tensor where `geometry` says."""
+        """Measures the error of x, which lies in the slot's tensor where `geometry` says."""
         restored = slot.restore_value(private=True)
         error = geometry.within(slot.base, restored) - x
         op.folded = None if op.form is None else op.form.fold(error)

@@ -41,9 +41,10 @@ class _Place(NamedTuple):
 
 
 class _Saved:
-    """What the recorded call has saved: tensors while it runs, then places, and in backward views.
+    """Tensors that the recorded call has saved.
 
-    One graph has one of these; two threads that run its backward at once take turns.
+    They are tensors while the call runs, then places, and in backward views. A graph has one of
+    these; two threads that run its backward at once take turns.
     """
 
     def __init__(self) -> None:

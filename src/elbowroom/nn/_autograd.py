@@ -12,7 +12,7 @@ from elbowroom.errors import ModuleError
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`, which torch has not typed."""
+    """Calls `function.apply(*args)`, which torch has not typed."""
     return function.apply(*args)  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""What `er.nn.fp8` puts in front of the classes of a model's modules.
+"""Behaviors that `er.nn.fp8` puts in front of the classes of a model's modules.
 
     Fp8Norm        the formula of a LayerNorm or RMSNorm, found by a probe, over x8
     Fp8Activation  an elementwise activation, over x8
@@ -32,7 +32,7 @@ class Fp8Norm(Derived):
     """A norm that computes over its input in FP8, and saves that."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """One input [..., D] -> the same shape."""
+        """Computes the norm of one input [..., D], of the same shape."""
         x, facts = _only(args, kwargs), self.__dict__[FACTS]
         assert isinstance(facts, NormFacts)
         weight = getattr(self, facts.weight)
@@ -46,7 +46,7 @@ class Fp8Activation(Derived):
     """An elementwise activation that computes over its input in FP8, and saves that."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Elementwise."""
+        """Computes the activation elementwise."""
         x = _only(args, kwargs)
         if x is None or getattr(self, "inplace", False) or not in_flow(x):
             return super().forward(*args, **kwargs)
@@ -54,7 +54,7 @@ class Fp8Activation(Derived):
 
 
 def _only(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The tensor that is the only argument."""
+    """Returns the tensor that is the only argument, if there is just one."""
     given = (*args, *kwargs.values())
     return given[0] if len(given) == 1 and isinstance(given[0], Tensor) else None
 
@@ -70,7 +70,7 @@ class Fp8Flow(Derived):
     """A module inside which activations, products and attention are nodes of the flow."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module computes."""
+        """Computes the module's output."""
         if _active.inside or is_traced():
             return super().forward(*args, **kwargs)
         _active.inside = True
@@ -82,7 +82,7 @@ class Fp8Flow(Derived):
 
 
 class _Nodes(TorchFunctionMode):
-    """Puts nodes in the place of functions."""
+    """Function mode that puts nodes in the place of functions."""
 
     def __init__(self, attention: bool) -> None:
         super().__init__()
@@ -124,7 +124,10 @@ def _attention(
     dropout_p: float = 0.0,
     **kwargs: Any,
 ) -> Tensor | None:
-    """With dropout torch keeps its random state, and with a mask that learns its gradient."""
+    """Computes attention by a node of ours; None with dropout or a mask that learns.
+
+    With dropout torch keeps its random state, and with a mask that learns its gradient.
+    """
     if dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad):
         return None
     call = functools.partial(

@@ -19,7 +19,7 @@ class Derived(nn.Module):
     behavior: ClassVar[type["Derived"]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As torch's, but for the class."""
+        """Pickles as torch does, but for the class."""
         made: tuple[Any, ...] = super().__reduce_ex__(max(protocol, 2))  # type: ignore[assignment]
         return _revived, (self.behavior, self.base), *made[2:]
 
@@ -28,7 +28,7 @@ _made: dict[tuple[type[Derived], type[nn.Module]], type[nn.Module]] = {}
 
 
 def derived(behavior: type[Derived], base: type[nn.Module]) -> type[nn.Module]:
-    """The class that is both: the same for the same pair."""
+    """Returns the class that is both: the same for the same pair."""
     made = _made.get((behavior, base))
     if made is None:
         names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}

@@ -59,14 +59,14 @@ class Codes(NamedTuple):
 
 
 class Source(NamedTuple):
-    """How a tensor is made again, bit for bit, from tensors that are saved anyway."""
+    """Recipe that makes a tensor again, bit for bit, from tensors that are saved anyway."""
 
     make: Make
     tensors: tuple[Tensor, ...]
 
 
 def in_flow(*tensors: Tensor) -> bool:
-    """Whether a node takes these: plain floats of one dtype, with or without gradients.
+    """Returns whether a node takes these: plain floats of one dtype, with or without gradients.
 
     So an output has the same bits in training, in evaluation and inside a checkpoint.
     """
@@ -79,7 +79,7 @@ def in_flow(*tensors: Tensor) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether a compiler reads along: nodes are not for it, and memory is its own affair."""
+    """Returns whether a compiler reads along: nodes are not for it, and it manages memory."""
     return torch.compiler.is_compiling() or torch.compiler.is_exporting()
 
 
@@ -89,7 +89,7 @@ _known = WeakTensorKeyDictionary()
 
 
 class _Entry(NamedTuple):
-    """What is known of a tensor, and where that was saved: in which saved-tensor hooks."""
+    """Facts about a tensor: its version, its source, and the saved-tensor hooks that saved it."""
 
     version: int
     source: Source | None
@@ -97,7 +97,7 @@ class _Entry(NamedTuple):
 
 
 def remember(y: Tensor, source: Source | None) -> None:
-    """Note how y can be made again; None: y itself is saved, and so is every view of it."""
+    """Records how y can be made again; None: y itself is saved, and so is every view of it."""
     _known[y] = _Entry(version_of(y), source, _hooks())
 
 
@@ -113,7 +113,7 @@ def _hooks() -> Any:
 
 
 def _entry(x: Tensor) -> tuple[_Entry, Tensor] | None:
-    """What is known of x, or of the tensor that it is a view of; and which of the two."""
+    """Returns the entry of x, or of the tensor that it is a view of; and which of the two."""
     for y in (x, x._base):
         entry = None if y is None else _known.get(y)  # type: ignore[no-untyped-call]
         if y is not None and entry is not None and entry.version == version_of(x):
@@ -122,17 +122,17 @@ def _entry(x: Tensor) -> tuple[_Entry, Tensor] | None:
 
 
 def is_known(x: Tensor) -> bool:
-    """Whether a node has given x, and it is what it was."""
+    """Returns whether a node has given x, and x has not changed since."""
     found = _entry(x)
     return found is not None and found[1] is x
 
 
 def source_of(x: Tensor) -> Source | None:
-    """How x can be made again from what is saved here anyway, if that is known.
+    """Returns how x can be made again from what is saved here anyway; None if that is not known.
 
-    Of what autograd has not made, it is not: that may have changed unseen (`x.data`, a NumPy view).
-    Nor across the border of a checkpointed region, for when that runs again it is given x, and not
-    what x was made from, and has to save as many tensors as before.
+    It is not known of what autograd has not made: that may have changed unseen (`x.data`, a NumPy
+    view). Nor is it known across the border of a checkpointed region: when that runs again, it is
+    given x, not what x was made from, and has to save as many tensors as before.
     """
     found = _entry(x)
     if found is None or x.grad_fn is None or found[0].hooks is not _hooks():
@@ -161,7 +161,7 @@ class _Viewed:
 
 
 class Last(threading.local):
-    """What was computed of the last tensor that autograd has made, while that lives unchanged.
+    """Cache of what was computed of the last tensor that autograd has made, while it is unchanged.
 
     A tensor that autograd has not made may change unseen (`x.data`, a NumPy view), and without
     gradients there is nothing to share.
@@ -174,7 +174,7 @@ class Last(threading.local):
         self.result: Any = None
 
     def of(self, x: Tensor) -> Any:
-        """The result for x."""
+        """Returns the result for x."""
         if not torch.is_grad_enabled() or x.grad_fn is None:
             return self.compute(x)
         known = None if self.x is None else self.x()

@@ -1,4 +1,4 @@
-"""What a module computes, found by running it on a few numbers, whatever its class is called.
+"""Recognition of what a module computes: it is run on a few numbers, whatever its class is called.
 
     norm         y = (x - mean) * rstd * (weight + offset) + bias, or without mean and bias
     elementwise  y[i] = f(x[i]), smooth enough for the rounding of an 8-bit float
@@ -100,7 +100,7 @@ def _told(module: nn.Module, eps: float) -> float:
 
 
 def is_elementwise(module: nn.Module) -> bool:
-    """Whether each output depends on its own input alone, by a function that suits FP8.
+    """Returns whether each output depends on its own input alone, by a function that suits FP8.
 
     It suits if a relative change of x is not made much larger: |x f'(x)| <= 4 |f(x)| + 2, which
     holds for GELU, SiLU and their like, and not for exp.
@@ -126,7 +126,7 @@ def is_elementwise(module: nn.Module) -> bool:
 
 
 def suits(f: Callable[[Tensor], Tensor]) -> bool:
-    """Whether FP8's rounding of x changes f(x) by no more than a few such roundings."""
+    """Returns whether FP8's rounding of x changes f(x) by no more than a few such roundings."""
     x = torch.linspace(-60, 60, 4001).requires_grad_()
     try:
         with torch.enable_grad():
@@ -175,7 +175,7 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def _run(module: nn.Module, values: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
-    """What it gives for x with these parameters; None if it fails, or is not always the same."""
+    """Returns the output for x with these parameters; None if it fails or varies between runs."""
     results = []
     random = torch.get_rng_state()
     try:

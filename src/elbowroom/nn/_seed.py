@@ -9,7 +9,10 @@ from elbowroom.kernels.fakes import has_values
 
 
 def next_seed(x: torch.Tensor) -> int:
-    """63 bits, for what happens to x; 0 where x has no values that could be dropped or coded."""
+    """Returns a seed of 63 bits for what happens to x.
+
+    It is 0 where x has no values that could be dropped or coded.
+    """
     if not has_values(x):
         return 0
     return int(torch.randint(2**63 - 1, ()).item())

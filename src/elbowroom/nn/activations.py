@@ -62,7 +62,7 @@ class GELU(nn.GELU):
     """torch's GELU, saving 2 bits an element. Its output has the same bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Elementwise."""
+        """Computes GELU elementwise."""
         tanh = self.approximate
 
         def derivative(g: Tensor, x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class SiLU(nn.SiLU):
     """torch's SiLU, saving 2 bits an element, unless in place. Its output has the same bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Elementwise."""
+        """Computes SiLU elementwise."""
         if self.inplace:
             return super().forward(input)
         return _run(input, nn.functional.silu, _aten.silu_backward)

@@ -43,7 +43,10 @@ class Dropout(nn.Dropout):
     """torch's Dropout, without a mask. It is linear, and may be differentiated twice."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Elementwise; float64, what works in place and what drops nothing goes torch's way."""
+        """Applies dropout elementwise.
+
+        float64, what works in place and what drops nothing goes torch's way.
+        """
         usual = self.training and 0 < self.p < 1 and not self.inplace
         if not usual or input.dtype not in _DTYPES or torch.compiler.is_exporting():
             return super().forward(input)

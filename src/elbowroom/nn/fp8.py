@@ -232,7 +232,7 @@ class _Fp8(nn.Module):
         self._buffers["weight_scale"] = scale.contiguous()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As torch's, but a change of dtype (`model.bfloat16()`) is not one of codes."""
+        """Applies `fn` as torch does, but a change of dtype (`model.bfloat16()`) keeps codes."""
         scale = self.weight_scale
         if scale is None:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -245,7 +245,10 @@ class _Fp8(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """As torch's; weights in FP8 and others are turned into what this layer holds."""
+        """Loads a state dict as torch does; weights are turned into what this layer holds.
+
+        Both weights in FP8 and others are.
+        """
         weight, scale = (state_dict.get(f"{prefix}{name}") for name in ("weight", "weight_scale"))
         if weight is not None and self.weight_scale is not None and scale is None:
             codes, made = self._quantized(weight.to(self.weight.device))

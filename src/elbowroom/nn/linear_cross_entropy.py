@@ -205,7 +205,7 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype
 
 
 def _safe(labels: Tensor, used: Tensor) -> Tensor:
-    """Class 0 for what is ignored: [chunk, 1]."""
+    """Returns labels with class 0 for what is ignored: [chunk, 1]."""
     return labels.where(used, 0)[:, None]
 
 

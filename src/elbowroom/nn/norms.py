@@ -39,7 +39,7 @@ def can_invert(weight: Tensor, bias: Tensor | None) -> bool:
 
 
 class _SavedOutput:
-    """Remembers, by the versions of a norm's parameters on a GPU, whether n can be had from y."""
+    """Cache of whether n can be had from y, by the versions of a norm's parameters on a GPU."""
 
     def __init__(self) -> None:
         self.seen: tuple[Any, ...] | None = None
@@ -98,7 +98,10 @@ class _Norm(torch.autograd.Function):
 
 
 def _saved(ctx: Any) -> tuple[Tensor, ...]:
-    """ctx.saved_tensors; of a change in place, which torch's norms allow, the cure."""
+    """Returns ctx.saved_tensors.
+
+    Raises ModuleError, which names the cure, after a change in place, which torch's norms allow.
+    """
     try:
         found: tuple[Tensor, ...] = ctx.saved_tensors
     except RuntimeError as error:
@@ -132,7 +135,7 @@ class LayerNorm(nn.LayerNorm):
     """torch's LayerNorm, saving its output. Same weights, keys, and bits of its output."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Input [..., *normalized_shape] -> the same."""
+        """Computes the norm of input [..., *normalized_shape]."""
         if _applies(input, self.weight) and _saved_output(self).ask(self.weight, self.bias):
             args = input, self.weight, self.bias, self.eps, True, name_of(self)
             y: Tensor = apply(_Norm, *args)[0]

@@ -44,13 +44,13 @@ class Replaced:
         return len(self.swaps)
 
     def joined(self, swaps: tuple[Swap, ...]) -> "Replaced":
-        """This and more swaps; what one of them has taken is no longer left."""
+        """Returns this and more swaps; what one of them has taken is no longer left."""
         taken = {swap.name for swap in swaps}
         left = tuple(each for each in self.left if each[0] not in taken)
         return changed(self, swaps=(*self.swaps, *swaps), left=left)
 
     def noting(self, more: str) -> "Replaced":
-        """This with one more line to say."""
+        """Returns this with one more line to say."""
         return changed(self, note="\n".join(filter(None, (self.note, more))))
 
     def __str__(self) -> str:

@@ -51,12 +51,12 @@ class AdamW(EncodedOptimizer):
         super().__init__(params, defaults, state=state, weights=weights, seed=seed)
 
     def check_settings(self, group: Group) -> None:
-        """Raises InvalidSetting."""
+        """Checks the settings of a group. Raises InvalidSetting."""
         check_numbers(group, "lr", "eps", "weight_decay")
         check_betas(group["betas"])
 
     def factors(self, group: Group, step: int) -> list[float]:
-        """decay, lr, b1, 1 - b1, b2, 1 - b2, root, eps: see `kernels/reference/step.py`."""
+        """Returns decay, lr, b1, 1 - b1, b2, 1 - b2, root, eps: see `kernels/reference/step.py`."""
         lr, (b1, b2) = float(group["lr"]), group["betas"]
         sign = -1 if group["maximize"] else 1
         rate, root = lr / (1 - b1**step), 1 / sqrt(1 - b2**step)

@@ -83,7 +83,10 @@ class EncodedOptimizer(Optimizer):
 
     @property
     def skipped(self) -> int:
-        """Steps, of which at least one gradient was not applied. On CUDA: waits for the last."""
+        """Number of steps of which at least one gradient was not applied.
+
+        On CUDA it waits for the last.
+        """
         self.settle()
         return self._skipped
 
@@ -123,7 +126,7 @@ class EncodedOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by GradScaler, before its step, and by nobody else."""
+        """False; GradScaler alone asks this, before its step."""
         if self.released is not None:
             raise InvalidSetting(
                 f"{CANNOT}, but GradScaler's are scaled. Train in bfloat16 without a scaler, or "
@@ -170,7 +173,7 @@ class EncodedOptimizer(Optimizer):
         return loss
 
     def apply(self, index: int, group: Group, p: Tensor, grad: Tensor) -> bool:
-        """Update one parameter, the index-th of all; False: not, since grad is not finite.
+        """Updates one parameter, the index-th of all; False if it did not: grad is not finite.
 
         On CUDA that is not known yet, and heard of when the next step begins.
         """
@@ -180,14 +183,14 @@ class EncodedOptimizer(Optimizer):
         return self._updated(due, agreed([p], _beyond(due)))
 
     def end_step(self, left: int) -> None:
-        """The step is over; so many of its gradients are known not to have been applied."""
+        """Ends a step. left: how many of its gradients are known not to have been applied."""
         self.settle()
         self._ended, self._running = (self._running or [], left), None
         if not self._ended[0]:
             self.settle()
 
     def settle(self) -> None:
-        """Read the verdict on the last step, and count the step if it was skipped."""
+        """Reads the verdict on the last step, and counts the step if it was skipped."""
         if self._ended is None:
             return
         (verdicts, left), self._ended = self._ended, None
@@ -201,7 +204,7 @@ class EncodedOptimizer(Optimizer):
             )
 
     def wait(self) -> None:
-        """Make all counters of steps right, also in the middle of a step of released gradients."""
+        """Makes all counters of steps right, also in the middle of a step of released gradients."""
         self.settle()
         for verdict in self._running or ():
             verdict.refused()
@@ -302,7 +305,10 @@ class EncodedOptimizer(Optimizer):
         return made
 
     def _due_one(self, index: int, group: Group, p: Tensor, grad: Tensor) -> Due:
-        """Raises UnsupportedParameter and UnsupportedGradient; nothing has changed then."""
+        """Returns what is due of one parameter.
+
+        Raises UnsupportedParameter and UnsupportedGradient; nothing has changed then.
+        """
         update = update_of(facts_of(p), group["state"], group["weights"], self.moments)
         check_held(p, self.state.get(p) or {}, update, group["state"])
         if is_sharded(p):
@@ -322,9 +328,11 @@ class EncodedOptimizer(Optimizer):
         return Due(index, group, p, _like(part, local(grad)), update)
 
     def _updated(self, due: list[Due], flag: Tensor | None) -> bool:
-        """Update what is due, unless the flag is up; whether it is is not asked where that waits.
+        """Updates what is due, unless the flag is up; returns whether it did.
 
-        Whether they were updated, as far as that is known.
+        Whether the flag is up is not asked where that waits.
+
+        What it returns is right as far as that is known.
         """
         if flag is not None and is_read_later(flag):
             counters = self._update(due, flag)
@@ -351,7 +359,7 @@ class EncodedOptimizer(Optimizer):
         return counters
 
     def _state_of(self, due: Due) -> dict[str, Tensor]:
-        """The states of a parameter, made if there are none, and lying as it lies now."""
+        """Returns the states of a parameter, made if there are none, and lying as it lies now."""
         state: dict[str, Tensor] = self.state[due.p]
         if not state:
             state.update(self.layout.fresh(due.p, due.group))
@@ -360,7 +368,7 @@ class EncodedOptimizer(Optimizer):
         return state
 
     def _check_torchs(self, group: Group) -> None:
-        """At each step: what was set in a group later would change nothing, without a word."""
+        """Checks, at each step, for settings set in a group later that would change nothing."""
         check_torchs(type(self).__name__, foreign(group, self.defaults))
 
     def _check_group(self, group: Group) -> None:
@@ -374,7 +382,7 @@ class EncodedOptimizer(Optimizer):
 
 
 def _like(part: Tensor, grad: Tensor) -> Tensor:
-    """Grad in the order of part, and of a dtype that kernels take."""
+    """Returns grad in the order of part, and of a dtype that kernels take."""
     if grad.stride() != part.stride() or grad.dtype not in DTYPES:
         return torch.empty_like(part).copy_(grad)
     return grad

@@ -62,7 +62,7 @@ class Batches:
         self._places: dict[tuple[int, int], int] = {}  # (group, step) -> place among them
 
     def add(self, due: list[Due], states: list[States], steps: list[int]) -> None:
-        """Parameters, their states, and the steps that they are at."""
+        """Adds parameters, their states, and the steps that they are at."""
         alike: dict[tuple[object, ...], list[tuple[Due, States, int]]] = {}
         for one, state, step in zip(due, states, steps, strict=True):
             place, group, p, grad, update = one
@@ -76,7 +76,7 @@ class Batches:
             self._add(*map(list, zip(*some, strict=True)))
 
     def _add(self, due: list[Due], states: list[States], steps: list[int]) -> None:
-        """Some of one param group whose states have the same names and formats."""
+        """Adds some of one param group whose states have the same names and formats."""
         (place, group, p, grad, update), *_ = due
         first, second = update.first, update.second
         tensors: list[list[Tensor]] = [
@@ -111,7 +111,7 @@ class Batches:
         ]
 
     def run(self, skip: Tensor | None) -> None:
-        """Do all calls; skip: see `ops.optimizer_step`."""
+        """Does all calls. skip: see `ops.optimizer_step`."""
         factors = torch.tensor(self._factors, dtype=torch.float32)
         for batch in self._batches.values():
             (p, *_), _, (grad, *_), *_ = batch.tensors

@@ -31,12 +31,12 @@ class Lion(EncodedOptimizer):
         super().__init__(params, defaults, state=state, weights=weights, seed=seed)
 
     def check_settings(self, group: Group) -> None:
-        """Raises InvalidSetting."""
+        """Checks the settings of a group. Raises InvalidSetting."""
         check_numbers(group, "lr", "weight_decay")
         check_betas(group["betas"])
 
     def factors(self, group: Group, step: int) -> list[float]:
-        """decay, lr, b1, 1 - b1, b2, 1 - b2."""
+        """Returns decay, lr, b1, 1 - b1, b2, 1 - b2."""
         lr, (b1, b2) = float(group["lr"]), group["betas"]
         sign = -1 if group["maximize"] else 1
         return [1 - lr * group["weight_decay"], lr, b1, sign * (1 - b1), b2, sign * (1 - b2)]

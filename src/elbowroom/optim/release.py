@@ -40,11 +40,11 @@ class Releasing(Protocol):
     released: "GradientRelease | None"
 
     def apply(self, index: int, group: Group, p: Tensor, grad: Tensor) -> bool:
-        """Update one parameter, the index-th of all; False: its gradient is not finite."""
+        """Updates one parameter, the index-th of all; False: its gradient is not finite."""
         ...
 
     def end_step(self, left: int) -> None:
-        """The step is over; so many of its gradients are known not to have been applied."""
+        """Ends a step. left: how many of its gradients are known not to have been applied."""
         ...
 
 
@@ -85,7 +85,7 @@ class GradientRelease:
             optimizer.released = None
 
     def watch(self, number: int) -> None:
-        """Release the gradients of this param group, too."""
+        """Releases the gradients of this param group, too."""
         optimizer = self._optimizer()
         assert optimizer is not None
         index = sum(len(group["params"]) for group in optimizer.param_groups[:number])
@@ -106,7 +106,7 @@ class GradientRelease:
             )
 
     def end_step(self) -> int:
-        """The step is over. How many of its gradients have not been applied."""
+        """Ends a step; returns how many of its gradients have not been applied."""
         skipped, self._skipped = self._skipped, 0
         self._applied.clear()
         return skipped
@@ -114,7 +114,7 @@ class GradientRelease:
     @_disable_dynamo
     @torch.no_grad()
     def _apply(self, number: int, index: int, p: Tensor) -> None:
-        """p.grad is whole."""
+        """Applies and frees p.grad, which is whole."""
         optimizer, grad = self._optimizer(), p.grad
         if optimizer is None or grad is None:
             return

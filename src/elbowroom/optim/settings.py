@@ -51,7 +51,7 @@ def check_momentum(momentum: Any) -> None:
 
 
 def check_torchs(optimizer: str, given: dict[str, Any]) -> None:
-    """Settings that only `torch.optim` has: taken where they change nothing.
+    """Checks settings that only `torch.optim` has: they are taken where they change nothing.
 
     Raises InvalidSetting for the others, and for what nobody knows.
     """

@@ -39,12 +39,12 @@ class SGD(EncodedOptimizer):
         super().__init__(params, defaults, state=state, weights=weights, seed=seed)
 
     def check_settings(self, group: Group) -> None:
-        """Raises InvalidSetting."""
+        """Checks the settings of a group. Raises InvalidSetting."""
         check_numbers(group, "lr", "weight_decay")
         check_momentum(group["momentum"])
 
     def factors(self, group: Group, step: int) -> list[float]:
-        """decay, lr, momentum, look, keep."""
+        """Returns decay, lr, momentum, look, keep."""
         momentum = group["momentum"]
         ahead = (momentum, 1.0) if group["nesterov"] else (1.0, 0.0)
         return [group["weight_decay"], float(group["lr"]), momentum, *ahead]

@@ -10,14 +10,14 @@ from elbowroom.plan.rows import Rows
 
 @dataclass(frozen=True)
 class Keep:
-    """It stays as it is. `why` goes to the ledger."""
+    """Action: the tensor stays as it is. `why` goes to the ledger."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Encode:
-    """It is held in fewer bits.
+    """Action: the tensor is held in fewer bits.
 
     For the input of a norm, what to take instead once it is known who reads the norm's output: a
     ReLU, whose mask is held anyway (`facts.mask`), or a GELU or SiLU, which is not linear in it.
@@ -45,12 +45,12 @@ class Encode:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """It is dropped, and made again from what its producer saves."""
+    """Action: the tensor is dropped, and made again from what its producer saves."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """It is moved away, and brought back when backward asks for it, or a little before.
+    """Action: the tensor is moved away, and brought back when backward asks for it or before.
 
     tier       "host": pinned memory of the host, for what is on a GPU; "file": a temporary file;
                None: the host for what is on a GPU, a file for what is in host memory already

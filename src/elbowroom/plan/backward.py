@@ -95,7 +95,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Moment:
-    """The most that one op of backward takes, apart from what it has saved.
+    """Largest bytes that one op of backward takes, apart from what it has saved.
 
     nth      its number
     nbytes   gradients that wait, that it makes, and what lies between
@@ -119,7 +119,7 @@ class _Gradients:
     _holders: dict[int, int] = field(default_factory=dict)
 
     def make(self, nbytes: int) -> int:
-        """A new one, with one holder; gives its number."""
+        """Adds a new gradient with one holder; returns its number."""
         one = len(self._size)
         self._size[one], self._holders[one] = nbytes, 1
         self.nbytes += nbytes
@@ -229,7 +229,7 @@ class _Backward:
 
 
 def _between(node: Node, nodes: tuple[Node, ...]) -> int:
-    """Bytes that its formula takes beside what came in and what comes out."""
+    """Returns the bytes that a node's formula takes beside what came in and what comes out."""
     largest, name = max(node.takes, default=0), node.name.rstrip("0123456789")
     sizes = [nodes[to].takes[which] for to, which in node.gives if to >= 0]
     broadcasts = name in _REDUCING and any(size < largest for size in sizes)

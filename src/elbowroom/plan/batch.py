@@ -36,7 +36,10 @@ class TwoBatches:
             )
 
     def profile(self, batch: int) -> Profile:
-        """At `batch`, in units of batch / two: all bytes are to be multiplied by that."""
+        """Returns the profile at `batch`, in units of batch / two.
+
+        All bytes are to be multiplied by that.
+        """
         ratio = batch / self.two
 
         def level(one: int, two: int) -> int:

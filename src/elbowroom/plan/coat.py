@@ -43,7 +43,7 @@ _LINEAR = frozenset(
 
 @dataclass(frozen=True)
 class Coat:
-    """Exact actions where they apply; FP8 elsewhere, finer for what is not linear.
+    """Policy of exact actions where they apply; FP8 elsewhere, finer for what is not linear.
 
     group_size  elements that share a scale, of inputs of norms, activations and products
     wide        the same, of inputs of linear layers, matmuls and convolutions

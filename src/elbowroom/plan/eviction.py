@@ -42,7 +42,7 @@ class Trace:
 
 @dataclass
 class Outcome:
-    """What a rule did with a trace. fits: False where it ran out of memory, for good."""
+    """Outcome of a rule on a trace. fits: False if it ran out of memory for good."""
 
     fits: bool = True
     seconds: float = 0.0
@@ -63,7 +63,7 @@ class _Held:
 
 
 class _NoRoomError(Exception):
-    """Nothing that may go makes enough room."""
+    """Raised if nothing that may go makes enough room."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class _Run:
         self.by_tensor: dict[int, _Held] = {}
 
     def all(self) -> Outcome:
-        """Run every op."""
+        """Runs every op; returns the outcome."""
         try:
             for at, op in enumerate(self.trace.ops):
                 self._run(op)
@@ -170,7 +170,7 @@ class _Run:
         return gone
 
     def _stretch(self, nbytes: int) -> int:
-        """Evict the cheapest run of neighbours with room for all of `nbytes`; its bytes."""
+        """Evicts the cheapest run of neighbours with room for `nbytes`; returns its bytes."""
         best: tuple[float, list[_Held]] | None = None
         for run, low, high in self._runs():
             first, total = 0, 0.0
@@ -192,11 +192,14 @@ class _Run:
 
     @staticmethod
     def _begin(run: Sequence[_Held], first: int, low: int) -> int:
-        """Where the room begins that evicting run[first:] makes: the gap before it included."""
+        """Returns where the room begins that evicting run[first:] makes, with the gap before it."""
         return low if first == 0 else run[first - 1].start + run[first - 1].nbytes
 
     def _runs(self) -> list[tuple[list[_Held], int, int]]:
-        """Neighbours that may go, between two that may not: with the addresses of their walls."""
+        """Returns runs of neighbours that may go, between two that may not.
+
+        They come with the addresses of their walls.
+        """
         runs, run, low = [], list[_Held](), 0
         for one in self.held:
             if one.pinned:

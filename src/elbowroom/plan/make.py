@@ -177,7 +177,10 @@ def _refusal(
 def too_small(
     budget: int, least: int, parts: Mapping[str, int], least_is: str, *ways: str
 ) -> BudgetTooSmall:
-    """The error. least_is: what the least is, in words; ways: out, beside a larger budget."""
+    """Returns the error for a budget that is too small.
+
+    least_is: what the least is, in words; ways: out, beside a larger budget.
+    """
     what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size > 0)
     advice = ", or ".join((*ways, f"give budget={least}"))
     return BudgetTooSmall(
@@ -273,15 +276,15 @@ def _line(
 
 
 def _why(storage: Storage, option: Option) -> str:
-    """Why a storage that something could be done with is kept."""
+    """Returns why a storage that something could be done with is kept."""
     asked = [save.site.why for save in storage.saves if save.site.why]
     return asked[0] if asked else "there is room"
 
 
 def _gain(item: Item, option: Option) -> str:
-    """What an option was taken for, over the next that holds more and the next that holds less.
+    """Returns the gain of an option over the next that hold more and less, in words.
 
-    Nothing is said of exact ones.
+    It is "" for exact options.
     """
     if option.exact or option.link:
         return ""

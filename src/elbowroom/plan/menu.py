@@ -65,7 +65,7 @@ class Menu:
         self._known: dict[tuple[object, ...], tuple[Rung, ...]] = {}
 
     def of(self, storage: Storage) -> tuple[Rung, ...]:
-        """The mildest first; those of storages of a kind are the same."""
+        """Returns the rungs of a storage, the mildest first; storages of a kind have the same."""
         if self._codecs == ():
             return EXACT_MENU + self._places
         site = storage.saves[0].site

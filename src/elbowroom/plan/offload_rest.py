@@ -14,7 +14,7 @@ from elbowroom.plan.site import Site
 
 @dataclass(frozen=True)
 class OffloadRest:
-    """Exact first; the rest is offloaded.
+    """Policy of exact actions first; the rest is offloaded.
 
     tier         "host", "file", or None: host memory for what is on a GPU, else a file
     directory    where the file lies; None: where `tempfile` puts its own

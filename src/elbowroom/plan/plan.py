@@ -90,7 +90,7 @@ class Plan:
     strangers: Counter[SiteName] = field(default_factory=Counter, compare=False, repr=False)
 
     def __call__(self, site: Site) -> Action:
-        """The policy."""
+        """Returns the plan's action at a site, as a policy."""
         return self.action_for(site)
 
     def __hash__(self) -> int:
@@ -131,7 +131,7 @@ class Plan:
         )
 
     def _rung_for(self, site: Site) -> Rung | None:
-        """The setting that decides for a site; None for a stranger."""
+        """Returns the setting that decides for a site; None for a site that is not in the plan."""
         known = self.sites.get(site.name)
         if known is not None and _is(known, site):
             return rung_named(known.rung)
@@ -238,7 +238,7 @@ class Plan:
         return f"lossy, adding {100 * self.noise:.3g} % of what mini-batches vary by (estimated)"
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Writes the plan as JSON."""
         data = asdict(self) | {
             "elbowroom_plan": VERSION,
             "sites": [[*name, asdict(known)] for name, known in self.sites.items()],
@@ -249,7 +249,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Read what `save` wrote. Raises DataError for anything else."""
+        """Reads what `save` wrote. Raises DataError for anything else."""
         return files.read(path, "plan", VERSION, _plan)
 
 

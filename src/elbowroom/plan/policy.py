@@ -34,7 +34,7 @@ _EACH = 128  # elements of a channel for each value that shares a code: an error
 
 @dataclass(frozen=True)
 class KeepAll:
-    """Nothing is touched: what plain autograd holds, seen through the same ledger."""
+    """Policy that touches nothing: what plain autograd holds, seen through the same ledger."""
 
     def __call__(self, site: Site) -> Action:
         return Keep("the policy keeps everything")
@@ -42,7 +42,7 @@ class KeepAll:
 
 @dataclass(frozen=True)
 class Exact:
-    """Exact actions only."""
+    """Policy of exact actions only."""
 
     rebuild: bool = True
 
@@ -64,7 +64,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Lossy:
-    """Exact actions where they apply, and `codec` for the rest that tolerates an error.
+    """Policy of exact actions where they apply, and `codec` for the rest that tolerates an error.
 
     Attention, GELU and SiLU get a milder setting of it (`precision_floor.py`).
 
@@ -97,7 +97,9 @@ class Lossy:
 
 @dataclass(frozen=True)
 class Lean:
-    """Exact actions where they apply; dither elsewhere, with levels that follow what is read.
+    """Policy of exact actions where they apply, and of dither elsewhere.
+
+    Its levels follow what is read.
 
     upper       where ReLU lets pass: the next convolution reads it
     lower       where it does not: only the norm's backward does

@@ -204,7 +204,7 @@ class Solution:
 
 
 def keep_all(problem: Problem) -> Choice:
-    """Plain autograd."""
+    """Returns the choice of plain autograd, which keeps all."""
     return Choice((0,) * len(problem.items))
 
 
@@ -224,7 +224,7 @@ def option_spans(item: Item, option: int, starts: Collection[int] = ()) -> list[
 
 
 def _whole(item: Item, option: Option, starts: Collection[int]) -> list[tuple[int, int]]:
-    """The moments after forward at which it is back in memory, without overlaps."""
+    """Returns the moments after forward at which an item is back in memory, without overlaps."""
     direct = dict(option.direct)
     asked = [need for need in item.needs if need[0] not in direct]
     for start in starts:  # what a region makes again holds its input until that is read
@@ -310,7 +310,10 @@ def cost(problem: Problem, choice: Choice) -> float:
 
 
 def stalls(problem: Problem, choice: Choice, name: str) -> tuple[float, float]:
-    """Seconds by which one link is late: out, at the end of forward; in, at the worst need."""
+    """Returns the seconds by which one link is late.
+
+    Out, that is at the end of forward; in, at the worst need.
+    """
     starts = region_starts(problem, choice.recomputed)
     moved = [i for i, option in held_options(problem, choice) if option.link == name]
     return lateness(problem, name, [(problem.items[i], starts.get(i, ())) for i in moved])
@@ -319,7 +322,7 @@ def stalls(problem: Problem, choice: Choice, name: str) -> tuple[float, float]:
 def lateness(
     problem: Problem, name: str, moved: Iterable[tuple[Item, Collection[int]]]
 ) -> tuple[float, float]:
-    """`stalls` for items that travel, each with the starts of the regions it is an input of.
+    """Computes `stalls` for items that travel, each with the starts of regions it is an input of.
 
     Each copy starts when its item is last used, one after another; each must be back when it is
     first asked for. One number a direction is enough: a delay moves all later deadlines along.
@@ -347,7 +350,7 @@ def _late(copies: list[tuple[int, float]], allowed_s: Callable[[int], float]) ->
 
 
 def due(item: Item, starts: Collection[int] = ()) -> int:
-    """The moment at which an item must be back."""
+    """Returns the moment at which an item must be back."""
     first = item.needs[0][0] if item.needs else item.freed
     return min(first, *starts, first)
 

@@ -30,7 +30,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Save:
-    """One op saves a storage.
+    """Record of one op that saves a storage.
 
     left     why it is left alone whatever the policy says, or ""
     modules  the modules whose forward ran, outermost first, by name; without the root
@@ -108,7 +108,7 @@ _CONTAINERS = {"Sequential", "ModuleList", "ModuleDict"}
 
 @dataclass(frozen=True)
 class Profile:
-    """One step.
+    """Record of one training step.
 
     level     the most bytes held in each moment, all counted
     floor     bytes held as each moment begins
@@ -169,7 +169,10 @@ class Profile:
         return max(self.level, default=self.static)
 
     def peak_with(self, state_nbytes: int) -> int:
-        """The peak, had the states that the optimizer made at the end been there from the start."""
+        """Returns the peak as if the optimizer's new states had been there from the start.
+
+        These are the ones that it made at the end.
+        """
         after = self.level[self._backward_end :]
         return max(self.backward_peak + state_nbytes, *after, 0)
 
@@ -220,7 +223,7 @@ class Profile:
         return sum(storage.nbytes for storage in self.storages)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Writes the profile as JSON."""
         files.write(path, {"elbowroom_profile": VERSION, **_plain(self)})
 
     @classmethod

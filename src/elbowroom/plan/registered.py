@@ -103,7 +103,7 @@ def _useful() -> list[str]:
 def weighed(
     settings: Sequence[Codec], dtype: torch.dtype, facts: Facts, *, maps: bool, named: bool
 ) -> tuple[Codec, ...]:
-    """Those that a planner takes for tensors of one kind, the mildest first.
+    """Returns the codecs that a planner takes for tensors of one kind, the mildest first.
 
     named: somebody has asked for these
     """
@@ -136,7 +136,7 @@ def _is_needless(codec: Codec, sizes: dict[Codec, int], *, maps: bool) -> bool:
 
 
 def by_error(settings: Sequence[Codec], *, maps: bool = True) -> list[Codec]:
-    """The mildest first."""
+    """Sorts settings by their error, the mildest first."""
     return sorted(settings, key=lambda codec: quality_of(codec, maps=maps).error)
 
 

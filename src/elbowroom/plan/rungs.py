@@ -56,7 +56,7 @@ def _nbytes(codec: Codec) -> int:
 
 
 def _is_step(rung: Fdsr, codec: Fdsr) -> bool:
-    """Whether a rung is one on the ladder of a codec.
+    """Returns whether a rung is one on the ladder of a codec.
 
     An unbiased codec stays so. Above the biased settings stand the unbiased ones of less error, so
     that the default has milder ones to go to: from 2.3 bits on.

@@ -71,7 +71,10 @@ _TOLERANT = (Formula.SUMMED, Formula.MATRIX, *_FINE)
 
 
 class Reads(Enum):
-    """What a backward reads of a tensor that is held as bits or as a code (`runtime/direct/`)."""
+    """Form in which a backward reads a tensor that is held as bits or as a code.
+
+    See `runtime/direct/`.
+    """
 
     RESTORED = "restored"  # the tensor, which takes memory of its own until it is read
     BITS = "bits"  # a bitmap (ReLU, dropout)

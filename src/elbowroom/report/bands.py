@@ -49,7 +49,7 @@ class Band:
 
 
 def by_category(step: Step) -> tuple[Band, ...]:
-    """Return bands from the bottom up; together they come to the level of each moment."""
+    """Returns bands from the bottom up; together they come to the level of each moment."""
     profile = step.profile
     weights, states, throughout = _standing(profile)
     gradients, throughout = _gradients(profile, weights + states, throughout)
@@ -66,7 +66,7 @@ def by_category(step: Step) -> tuple[Band, ...]:
 
 
 def by_module(step: Step) -> tuple[Band, ...]:
-    """Return bands from the bottom up; together they come to the level of each moment."""
+    """Returns bands from the bottom up; together they come to the level of each moment."""
     ones = np.ones(len(step.level), np.int64)
     parts = [(BEFORE, step.profile.static * ones, 0)]
     for number, (name, indices) in enumerate(_groups(step.profile.storages), start=1):
@@ -79,7 +79,7 @@ def by_module(step: Step) -> tuple[Band, ...]:
 def _stacked(
     level: Bytes, parts: Iterable[tuple[str, Bytes, int]], rest: tuple[str, int]
 ) -> tuple[Band, ...]:
-    """Return bands of which none goes above the level, and what is left of it on top."""
+    """Returns bands of which none goes above the level, and what is left of it on top."""
     left = level.copy()
     found = []
     for name, nbytes, colour in parts:
@@ -89,7 +89,7 @@ def _stacked(
 
 
 def _standing(profile: Profile) -> tuple[int, int, int]:
-    """Return the bytes of weights, of states, and of what else is there all the while."""
+    """Returns the bytes of weights, of states, and of what else is there all the while."""
     least = min((*profile.floor, profile.static))
     if profile.standing is None:
         return least, 0, 0
@@ -99,7 +99,7 @@ def _standing(profile: Profile) -> tuple[int, int, int]:
 
 
 def _gradients(profile: Profile, standing: int, throughout: int) -> tuple[Bytes, int]:
-    """Return what is held of gradients at each moment, and what else is held throughout."""
+    """Returns what is held of gradients at each moment, and what else is held throughout."""
     moments, backward = len(profile.level), profile.backward
     above = np.array(profile.floor, np.int64) - standing - throughout - profiled(profile).saved
     above = np.clip(above, 0, None)

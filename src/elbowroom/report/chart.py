@@ -1,4 +1,4 @@
-"""What the page's script draws, as data: curves over one step, thinned to what a screen shows.
+"""Data that the page's script draws: curves over one step, thinned to what a screen shows.
 
 A chart is drawn by uPlot 1.6.32 (uplot/, MIT): one file of 50 kB that needs no network, and draws
 stepped areas with a cursor and zoom. Plotly's is a few megabytes, in every page.
@@ -17,7 +17,7 @@ COLUMNS = 800  # of a chart: what happens within one is shown by its highest mom
 
 
 def step_chart(step: Step, name: str, kind: str) -> dict[str, Any]:
-    """Return the chart of one step: bands by category and by module, the level, the peak."""
+    """Returns the chart of one step: bands by category and by module, the level, the peak."""
     profile = step.profile
     views = {"category": by_category(step), "module": by_module(step)}
     chart = stacked_chart(profile.starts_s, profile.seconds, step.level, views)
@@ -35,7 +35,7 @@ def stacked_chart(
     views: Mapping[str, Sequence[Band]],
     unit: str = "s",
 ) -> dict[str, Any]:
-    """Return bands upon each other, in one or more views; together they come to the level."""
+    """Returns bands upon each other, in one or more views; together they come to the level."""
     shown = _columns(starts_s, level, seconds)
     return {
         "name": "",
@@ -50,7 +50,7 @@ def stacked_chart(
 
 
 def curves_chart(curves: Sequence[Curve]) -> dict[str, Any]:
-    """Return the chart of several curves over the share of their step, each from zero."""
+    """Returns the chart of several curves over the share of their step, each from zero."""
     bands: list[dict[str, Any]] = []
     marks: list[dict[str, Any]] = []
     grid = np.arange(COLUMNS + 1) / COLUMNS
@@ -77,7 +77,7 @@ def curves_chart(curves: Sequence[Curve]) -> dict[str, Any]:
 
 
 def on_grid(curve: Curve, end_s: float) -> list[int]:
-    """Return the highest level within each column, and the last one."""
+    """Returns the highest level within each column, and the last one."""
     found = [0] * COLUMNS
     level = column = 0
     for at_s, nbytes in zip(curve.times_s, curve.nbytes, strict=True):
@@ -108,7 +108,7 @@ def _shown(bands: Sequence[Band], shown: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _columns(starts_s: Sequence[float], level: Any, seconds: float) -> list[int]:
-    """Return the moment that each column shows: the one with the highest level."""
+    """Returns the moment that each column shows: the one with the highest level."""
     end_s = _end_s(starts_s, seconds)
     best: dict[int, int] = {}
     for moment, start_s in enumerate(starts_s):

@@ -95,7 +95,7 @@ class StepPage:
 
 
 def step_page(profile: Profile, model: str, remark: str = "", plan: Plan | None = None) -> StepPage:
-    """Return the page of one step of `model`, beside the same step under a plan if one is given.
+    """Returns the page of one step of `model`, beside the same step under a plan if one is given.
 
     Raises DataError for a plan of another step.
     """
@@ -150,7 +150,10 @@ def profile_table(profile: Profile, most: int = 10) -> Table:
 
 
 def _order(places: dict[int, int], steps: Sequence[Step], one: Prospect) -> tuple[int, int]:
-    """What is largest at the plain peak comes first, then what is largest at all."""
+    """Returns a sort key.
+
+    What is largest at the plain peak comes first, then what is largest at all.
+    """
     index = places[id(one.storage)]
     return steps[0].nbytes_at(index, steps[0].peak_moment), one.storage.nbytes
 
@@ -185,7 +188,7 @@ def _held(step: Step, index: int) -> int:
 
 
 def _done(plan: Plan, storage: Storage) -> str:
-    """What a plan does with a storage."""
+    """Returns what a plan does with a storage, in words."""
     modules = [name for name in storage.saves[0].modules if name in plan.recompute]
     if modules:
         return f"recompute {modules[0]}"

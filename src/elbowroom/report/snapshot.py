@@ -22,7 +22,7 @@ _NOTES = (
 
 
 def snapshot_page(snapshot: Snapshot, name: str) -> StepPage:
-    """Return the page of a snapshot that was read from a file of this name."""
+    """Returns the page of a snapshot that was read from a file of this name."""
     bands = [Band(kind, nbytes, _COLOURS[kind]) for kind, nbytes in snapshot.bands()]
     end_s = snapshot.starts_s[-1]
     unit = "s" if snapshot.is_timed else "event"

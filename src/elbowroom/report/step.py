@@ -1,4 +1,4 @@
-"""What a step holds, moment by moment: as it was profiled, or as a plan would have it.
+"""Memory of a step, moment by moment: as it was profiled, or as a plan would have it.
 
     profiled  level and storages as the profile has them
     plain     the same, with every tensor kept, as plain autograd does
@@ -70,24 +70,24 @@ class Step:
 
 
 def module_label(profile: Profile, name: str) -> str:
-    """Return "layer1.0 (Block)": names alone say little in an `nn.Sequential`."""
+    """Returns "layer1.0 (Block)": names alone say little in an `nn.Sequential`."""
     kind = next((call.kind for call in profile.modules if call.name == name), "")
     return f"{name} ({kind})" if kind else name
 
 
 def profiled(profile: Profile) -> Step:
-    """Return the step as it was profiled, perhaps with exact actions."""
+    """Returns the step as it was profiled, perhaps with exact actions."""
     held = {i: profiled_spans(storage) for i, storage in enumerate(profile.storages)}
     return Step(profile, np.array(profile.level, np.int64), held)
 
 
 def is_plain(profile: Profile) -> bool:
-    """Return whether the profiled step kept all tensors, as plain autograd does."""
+    """Returns whether the profiled step kept all tensors, as plain autograd does."""
     return all(storage.kept for storage in profile.storages)
 
 
 def plain(profile: Profile) -> Step:
-    """Return the step in plain autograd: as profiled if that was plain, else an estimate."""
+    """Returns the step in plain autograd: as profiled if that was plain, else an estimate."""
     found = profiled(profile)
     if is_plain(profile):
         return found
@@ -97,7 +97,7 @@ def plain(profile: Profile) -> Step:
 
 
 def planned(profile: Profile, plan: Plan) -> Step:
-    """Return the same step under a plan. Raises DataError for a plan that is of another step."""
+    """Returns the same step under a plan. Raises DataError for a plan that is of another step."""
     known = {save.site.name for storage in profile.storages for save in storage.saves}
     if plan.sites and not known.intersection(plan.sites):
         raise DataError(
@@ -129,7 +129,7 @@ def planned(profile: Profile, plan: Plan) -> Step:
 
 
 def profiled_spans(storage: Storage) -> list[Span]:
-    """Return what a storage took in the profiled step."""
+    """Returns what a storage took in the profiled step."""
     if storage.kept:
         return [(storage.born, storage.freed, storage.nbytes)]
     needs = [(need, need, storage.nbytes) for need in storage.needs]

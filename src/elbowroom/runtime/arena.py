@@ -50,7 +50,10 @@ class Arena:
 
     @contextmanager
     def unused(self) -> Iterator[None]:
-        """Inside, all memory is fresh: none stays behind in a step whose memory is written down."""
+        """Makes all memory fresh inside this context, so that none is held after the step.
+
+        It is for a step whose memory is written down.
+        """
         before, self.enabled = self.enabled, False
         try:
             yield
@@ -58,12 +61,12 @@ class Arena:
             self.enabled = before
 
     def owns(self, x: Tensor) -> bool:
-        """Whether x lies in a block, so that it may be overwritten once nobody holds it."""
+        """Returns whether x lies in a block, so that it may be overwritten once nobody holds it."""
         address = x.untyped_storage()._cdata
         return any(block.address == address for block in self._blocks)
 
     def clear(self) -> None:
-        """Forget all blocks. Those still in use live on with their users."""
+        """Forgets all blocks. Those still in use live on with their users."""
         with self._lock:
             self._blocks.clear()
             self._task = -1
@@ -83,9 +86,9 @@ class Arena:
         return self._blocks[-1]
 
     def _backward_runs(self) -> bool:
-        """Whether a backward runs.
+        """Returns whether a backward runs.
 
-        If so, the engine is asked, once for each, to call `clear` when it ends.
+        If one does, the engine is asked, once for each backward, to call `clear` when it ends.
         """
         task = torch._C._current_graph_task_id()
         if task == -1:

@@ -33,11 +33,11 @@ _BY_REFERENCE = (
 
 
 class Arguments:
-    """Those of one call.
+    """Arguments of one call.
 
-    tensors  each once, in the order in which they are found
+    tensors  each tensor once, in the order in which they are found
     sources  generators of random numbers among them
-    why_not  they can be given again: "", else a reason in words
+    why_not  reason why the arguments cannot be given again; "": they can
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -49,30 +49,30 @@ class Arguments:
         self._take((args, kwargs))
 
     def again(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) as they were, of fresh objects, with these in the place of its tensors."""
+        """Returns (args, kwargs) as they were, in fresh objects, with these as the tensors."""
         loading = _Loading(io.BytesIO(self._copy))
         loading.tensors, loading.others = tensors, self._others
         args, kwargs = loading.load()
         return args, kwargs
 
     def let_go(self) -> list[Tensor]:
-        """The tensors, which are the caller's to hold from now on."""
+        """Returns the tensors, which are the caller's to hold from now on."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
     def copies(self) -> list[Tensor]:
-        """Tensors like these, to be changed by whom they are given to."""
+        """Returns copies of the tensors, which the callee may change."""
         with torch._C.DisableTorchFunction():
             return [_copied(x) for x in self.tensors]
 
     @property
     def shared(self) -> list[Any]:
-        """What stands by reference among them, and is the same in each call."""
+        """Objects among the arguments that are passed by reference, the same in each call."""
         return self._others
 
     @property
     def structure(self) -> Any:
-        """How they nest, and all that is in them but tensors; to be compared."""
+        """Nesting of the arguments, and everything in them but tensors; to be compared."""
         return self._copy, self.why_not, list(map(type, self._others))
 
     def _take(self, values: Any) -> None:
@@ -111,7 +111,7 @@ class _Saving(pickle.Pickler):
         self._places: dict[int, tuple[bool, int]] = {}
 
     def persistent_id(self, x: Any) -> tuple[bool, int] | None:
-        """Whether it is a tensor, and its place among these or the others."""
+        """Returns whether x is a tensor, and its index among the tensors or the others."""
         if type(x) in _PLAIN:
             return None
         is_tensor = isinstance(x, Tensor)
@@ -138,5 +138,8 @@ class _Loading(pickle.Unpickler):
 
 
 def _copied(x: Tensor) -> Tensor:
-    """A copy that may be changed in place, as x may; a parameter, and what has none, as it is."""
+    """Returns a copy that may be changed in place, as x may.
+
+    A parameter, and a tensor without strides, is returned as it is.
+    """
     return x if isinstance(x, nn.Parameter) or x.layout is not torch.strided else x.clone()

@@ -20,7 +20,7 @@ from elbowroom.runtime.transforms import is_traced, say_traced
 
 
 class Around(Protocol):
-    """What runs the forwards of the model."""
+    """Interface of what runs the forwards of a model."""
 
     def run(
         self,
@@ -29,11 +29,14 @@ class Around(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """forward() is model(*args, **kwargs): in a context; it may be run more than once."""
+        """Runs forward(), which is model(*args, **kwargs), in a context.
+
+        It may be run more than once.
+        """
         ...
 
     def passes(self) -> None:
-        """A forward begins that records no gradients, and is left alone."""
+        """Called when a forward begins that records no gradients, and is left alone."""
         ...
 
 
@@ -47,7 +50,7 @@ _lock = threading.RLock()  # a model may die, and be forgotten, inside any of ou
 
 
 class _Thread(threading.local):
-    """The attached modules whose forward runs on this thread, innermost last; and those met."""
+    """Attached modules whose forward runs on this thread, innermost last; and those met."""
 
     def __init__(self) -> None:
         self.open: list[nn.Module] = []
@@ -57,7 +60,7 @@ _thread = _Thread()
 
 
 def attach(model: nn.Module, around: Around) -> None:
-    """From now on every call of `model` that records gradients goes through `around.run`."""
+    """Makes every call of `model` that records gradients go through `around.run` from now on."""
     with _lock:
         if model not in _mortal:  # before `_attached`: what is younger is called first
             _mortal.add(model)
@@ -75,7 +78,7 @@ def detach(model: nn.Module) -> Around | None:
 
 
 def _forget() -> None:
-    """An attached model has died."""
+    """Called when an attached model has died."""
     with _lock:
         _watch()
 
@@ -116,12 +119,12 @@ def _classes_of(modules: Iterable[nn.Module]) -> set[type[nn.Module]]:
 
 
 def _is_attached(module: nn.Module) -> bool:
-    """Whether the module may be attached: it, or what it was compiled from."""
+    """Returns whether the module, or what it was compiled from, may be attached."""
     return id(module) in _ids or "_orig_mod" in module._modules
 
 
 def opener_of(model: nn.Module) -> Around | None:
-    """What `attach` was given for this model, if anything."""
+    """Returns what `attach` was given for this model; None if it is not attached."""
     return _attached.get(model)
 
 
@@ -167,7 +170,10 @@ def _around_of(module: nn.Module) -> Around | None:
 
 
 def _is_outermost() -> bool:
-    """Neither inside another module, nor run again by somebody's checkpointing in backward."""
+    """Returns whether a call is neither inside another module nor in a backward.
+
+    In backward it would be run again by somebody's checkpointing.
+    """
     return (
         not _thread.open
         and threading.current_thread() is threading.main_thread()

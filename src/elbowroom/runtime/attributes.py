@@ -18,20 +18,20 @@ _Values = tuple[dict[str, Any], list[dict[int, Any]]]
 
 
 class Attributes:
-    """Those of a module and of all inside it, as they are now."""
+    """Attributes of a module and of all modules inside it, as they are now."""
 
     def __init__(self, module: nn.Module) -> None:
         self._values = [(vars(child), _read(vars(child))) for child in module.modules()]
 
     def forget_unchanged(self) -> None:
-        """Hold no attributes but those of modules where one is another by now."""
+        """Drops the attributes of modules where none has changed."""
         self._values = [
             (held, values) for held, values in self._values if not _same(_read(held), values)
         ]
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside they are what they were; afterwards what they are now."""
+        """Sets the attributes as they were recorded, and on exit back to what they are now."""
         now = [(held, _read(held)) for held, _ in self._values]
         for held, values in self._values:
             _set(held, values)

@@ -36,9 +36,9 @@ _thread = _Thread()
 
 
 def watch(around: Around | None, of: Callable[[nn.Module], bool] | None = None) -> None:
-    """From now on calls on all threads go through this first; None: no more.
+    """Makes calls of modules on all threads go through `around` from now on. None ends that.
 
-    of: only those of modules for which it is true
+    of: only the calls of modules for which it is true
     """
     global _everywhere, _of
     if (around is None) != (_everywhere is None):
@@ -48,9 +48,9 @@ def watch(around: Around | None, of: Callable[[nn.Module], bool] | None = None) 
 
 @contextmanager
 def intercepted(around: Around) -> Iterator[None]:
-    """Inside, calls of modules on this thread go through around(module, call, args, kwargs).
+    """Makes calls of modules on this thread go through around(module, call, args, kwargs).
 
-    `call` is the plain call, without the module; the innermost `around` sees it alone.
+    `call` is the plain call, without the module. Of several contexts, only the innermost sees it.
     """
     _install()
     _thread.around.append(around)
@@ -63,7 +63,7 @@ def intercepted(around: Around) -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, modules are called as if nobody looked."""
+    """Suspends `intercepted` on this thread: inside, modules are called as if nobody looked."""
     held, _thread.around = _thread.around, []
     try:
         yield

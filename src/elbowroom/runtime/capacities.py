@@ -1,4 +1,4 @@
-"""How much memory payloads of unknown size get, as those of their site have needed lately.
+"""Capacities for payloads of unknown size, as those of their site have needed lately.
 
     step n      a kernel writes a payload, and its size to a slot in memory of the device
     step n + 1  the first site that comes again has all slots copied to pinned host memory
@@ -43,7 +43,7 @@ _SHARE_OF_MEMORY = 8  # of the host's, for spills of all devices
 
 
 class Capacities:
-    """Those of one training.
+    """Capacities of the sites of one training.
 
     spills         payloads that did not fit
     spilled_nbytes bytes of them that were in host memory
@@ -120,12 +120,12 @@ class SiteRoom:
         return self._capacities.space(self._site, most_nbytes, tile_nbytes, device)
 
     def first(self, payload: Tensor, most_nbytes: int) -> "tuple[Tensor, NoSpill | HostSpill]":
-        """Take its first payload over."""
+        """Takes over the site's first payload."""
         return self._capacities.first(self._site, payload, most_nbytes)
 
 
 class _Known:
-    """What one site's payloads have needed."""
+    """Sizes that the payloads of one site have needed."""
 
     __slots__ = ("capacity", "highest", "steps", "waits")
 
@@ -150,7 +150,7 @@ def _roomy(used: int) -> int:
 
 
 class NoSpill:
-    """All fits."""
+    """Stand-in for a spill where all fits."""
 
     __slots__ = ("memory",)
 
@@ -188,13 +188,16 @@ class _Pool:
         return self._slabs.pinned_nbytes
 
     def try_spills(self) -> bool:
-        """Whether kernels can reach host memory; found out in a step that waits anyway."""
+        """Returns whether kernels can reach host memory.
+
+        It is found out in a step that waits anyway.
+        """
         if self._can_spill is None:
             self._can_spill = can_spill(self.nothing.device)
         return self._can_spill
 
     def take(self, nbytes: int, tile_nbytes: int) -> NoSpill | HostSpill | None:
-        """Memory for so many bytes, and one tile; None: there is none."""
+        """Returns memory for so many bytes, and one tile; None: there is none."""
         if not nbytes:
             return NoSpill(self.nothing)
         if not self.try_spills():
@@ -214,7 +217,10 @@ def _memory_nbytes() -> int:
 
 
 def _within_share(nbytes: int) -> Tensor:
-    """Pinned memory. RuntimeError: there is none, or all spills have their share of the host's."""
+    """Allocates pinned memory.
+
+    RuntimeError: there is none, or spills have their share of the host's.
+    """
     held = sum(pool.pinned_nbytes for pool in list(_POOLS.values()))
     if held + nbytes > _memory_nbytes() // _SHARE_OF_MEMORY:
         raise RuntimeError("the share of host memory for spills is used up")
@@ -231,7 +237,7 @@ class _Place:
         self._sent: deque[tuple[late.Sent, list[tuple[_Known, int]]]] = deque()
 
     def slot(self, known: _Known, capacity: int) -> Tensor:
-        """Where the size of its next payload goes."""
+        """Returns the slot to which the size of the next payload of a site is written."""
         if known.waits or len(self._waiting) == _SLOTS:
             self._send()
         at = len(self._waiting)
@@ -240,7 +246,7 @@ class _Place:
         return self._slots[at : at + 1]
 
     def arrived(self) -> list[tuple[_Known, int, int]]:
-        """Sites, capacities and sizes of which the host has heard."""
+        """Returns sites, capacities and sizes of which the host has heard."""
         found = []
         while self._sent and self._sent[0][0].has_arrived:
             sizes, sites = self._sent.popleft()
@@ -257,7 +263,7 @@ class _Place:
 
 
 def can_spill(device: torch.device) -> bool:
-    """Whether a kernel on the device can write to pinned host memory, and read it again.
+    """Returns whether a kernel on the device can write and read pinned host memory.
 
     The host waits for it.
     """

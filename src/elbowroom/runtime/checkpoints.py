@@ -55,7 +55,7 @@ _FILE = torch.utils.checkpoint.__file__
 
 
 def checkpoint_call(x: Tensor) -> Call | None:
-    """If it is a checkpoint that saves x now, the call that stands for it."""
+    """Returns a call that stands for the checkpoint that saves x now; None: it is none."""
     frame = sys._getframe(1)
     for _ in range(_DEEPEST):
         code = frame.f_code
@@ -78,22 +78,25 @@ class Pieces:
         return bool(self._waiting)
 
     def wait(self, ended: Callable[[str], None]) -> None:
-        """When the piece has ended, call ended(why its inputs must stay as they are, or "")."""
+        """Calls `ended` when the piece has ended.
+
+        Its argument is why the inputs of the piece must stay as they are, or "".
+        """
         self._waiting.append(ended)
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has called anything."""
+        """True if the piece has called any function."""
         return bool(self._names)
 
     def calls(self, call: Call) -> bool:
-        """The piece calls this function. Return whether its arguments tell if that is smooth."""
+        """Notes a call of the piece; returns whether its arguments tell if it is smooth."""
         by_name, smooth = call.name in SMOOTH, is_smooth(call)
         self._names.add("" if smooth else call.name or "a function of no name")
         return smooth and not by_name
 
     def end(self) -> None:
-        """The piece has ended."""
+        """Ends the piece, and calls what waits for that."""
         rough = self._names - {""}
         why = f"its checkpoint calls '{min(rough)}', which may not tolerate errors" if rough else ""
         waiting = self._waiting
@@ -102,17 +105,17 @@ class Pieces:
             ended(why)
 
     def clear(self) -> None:
-        """Nothing waits any more."""
+        """Drops all that waits."""
         self._waiting, self._names = [], set()
 
 
 def is_smooth(call: Call) -> bool:
-    """Return whether the function tolerates an error of what it is given."""
+    """Returns whether the function tolerates an error of what it is given."""
     return call.name in SMOOTH or _is_smooth(call)
 
 
 def _is_smooth(call: Call) -> bool:
-    """Whether the function tolerates an error of what it is given, by its numbers."""
+    """Returns whether the function, by its numbers, tolerates an error of its input."""
     other = call.arg(1, "other")
     if call.name in _POWERS:
         exponent = call.arg(1, "exponent")
@@ -131,6 +134,6 @@ def _is_smooth(call: Call) -> bool:
 
 
 def _is_whole(kind: Any) -> bool:
-    """Whether it is, or has, a dtype that fractions are lost in."""
+    """Returns whether `kind`, a dtype or a tensor, cannot hold fractions."""
     dtype = kind.dtype if isinstance(kind, Tensor) else kind
     return isinstance(dtype, torch.dtype) and not dtype.is_floating_point

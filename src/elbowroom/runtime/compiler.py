@@ -24,7 +24,7 @@ _said = False
 
 
 class _Thread(threading.local):
-    """How many contexts are open on this thread."""
+    """Number of contexts that are open on this thread."""
 
     depth = 0
 
@@ -50,7 +50,7 @@ def eagerly() -> Iterator[None]:
 
 
 def _force(more: int) -> None:
-    """So many contexts more are open, or fewer."""
+    """Counts so many contexts more as open, or fewer."""
     global _forcing, _stance
     with _lock:
         if more > 0 and not _forcing:
@@ -87,16 +87,16 @@ def _notice_functions() -> None:
 
 @contextmanager
 def forced_backend(backend: Callable[..., Any] | None) -> Iterator[None]:
-    """Inside a context, compile with this backend, in place of any other; None: with their own.
+    """Compiles with this backend in place of any other; None: with the backends as given.
 
-    One caller at a time, for the whole process.
+    There may be one caller at a time in the whole process.
     """
     with torch.compiler.set_stance("default", force_backend=backend):
         yield
 
 
 def may_compile() -> bool:
-    """Whether compiled code would run compiled, if no context were open."""
+    """Returns whether compiled code would run compiled if no context were open."""
     with _lock:
         before = getattr(_stance, "prev", None)
     return getattr(before, "stance", "default") == "default"
@@ -112,9 +112,9 @@ def compilations() -> frozenset[int] | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of the module is compiled: a wrapper, or itself with `.compile()`.
+    """Returns whether a call of the module is compiled: by a wrapper or by `.compile()`.
 
-    Or `module.forward = torch.compile(module.forward)`.
+    It may also be compiled by `module.forward = torch.compile(module.forward)`.
     """
     if module._compiled_call_impl is not None or original(module) is not module:
         return True
@@ -145,7 +145,7 @@ def inductor_options(module: nn.Module) -> dict[str, Any] | None:
 
 
 def context_of(module: nn.Module) -> Any:
-    """What torch.compile made for the module: it knows backend, dynamic and fullgraph."""
+    """Returns the context that torch.compile made: it knows backend, dynamic and fullgraph."""
     call = module._compiled_call_impl or compiled_forward(module)
     if call is None:
         return getattr(module, "dynamo_ctx", None)
@@ -155,7 +155,7 @@ def context_of(module: nn.Module) -> Any:
 
 
 def _backend_of(module: nn.Module) -> Any:
-    """What compiles the module's graphs, as torch.compile was given it."""
+    """Returns the backend that compiles the module's graphs, as torch.compile was given it."""
     backend = getattr(context_of(module), "callback", None)
     while backend is not None:
         if isinstance(backend, torch._TorchCompileInductorWrapper | torch._TorchCompileWrapper):
@@ -174,13 +174,13 @@ def original(module: nn.Module) -> nn.Module:
 
 
 def has_said() -> None:
-    """Somebody has said it: that compiled code runs eagerly is not said again."""
+    """Notes that somebody has said it: that compiled code runs eagerly is not said again."""
     global _said
     _said = True
 
 
 def ran_eagerly() -> bool:
-    """Whether a compiled module has been seen to run eagerly in this process."""
+    """Returns whether a compiled module has been seen to run eagerly in this process."""
     return _said
 
 

@@ -1,4 +1,4 @@
-"""Which op is saving, and what its backward needs.
+"""Recognition of the op that saves a tensor, and of what its backward needs.
 
 Pack is not told who saves. A TorchFunctionMode is: it sees each call from Python to torch, and what
 is packed during a call is saved by it (about 3 us a call; CPU, torch 2.13). Calls that torch makes
@@ -98,7 +98,7 @@ class Levels(NamedTuple):
     values: int | None
 
     def reach(self, wanted: "Levels") -> bool:
-        """Whether codes of these levels, or what was kept in place of one, do for the wanted."""
+        """Returns whether a code of these levels, or its replacement, serves the wanted levels."""
         pairs = zip(self, wanted, strict=True)
         return all(has is None or (asks is not None and asks <= has) for has, asks in pairs)
 
@@ -158,11 +158,14 @@ class Call:
 
     @property
     def is_told_at_once(self) -> bool:
-        """Whether what it saves is known as it is saved; else its nodes tell when it has ended."""
+        """True if what the call saves is known as it is saved; else it is known as the call ends.
+
+        Then the nodes of the call tell.
+        """
         return self.name in _AT_ONCE or self.reads is not Reads.RESTORED
 
     def note_saved(self, slot: Slot, x: Tensor) -> None:
-        """The call has saved x."""
+        """Notes that the call has saved x."""
         self.saved.append(slot)
         # group_norm's statistics are outputs of its node; those of the others have none.
         no_data = not x.requires_grad if x.grad_fn is None else x.grad_fn.name() == _GROUP_NORM
@@ -224,7 +227,7 @@ class Consumers(TorchFunctionMode):
 
 
 class Reading(NamedTuple):
-    """How an op reads a tensor that it saves.
+    """Way in which an op reads a tensor that it saves.
 
     why: the reason, where it needs the exact value
     width: elements of a row, where x has rows that a code had better keep apart; 0: none
@@ -239,7 +242,7 @@ class Reading(NamedTuple):
 
 
 def reading_of(x: Tensor, call: Call | None) -> Reading:
-    """How the op that saves x reads it, for ops that are told at once."""
+    """Returns how the op that saves x reads it, for ops that are told at once."""
     if call is None or not call.name:
         return Reading(Need.EXACT, Formula.UNKNOWN, "saved by an op that Python did not call")
     if call.name in (CHECKPOINT, RECOMPUTE):
@@ -271,7 +274,10 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
 
 
 def reading_by(formula: Formula, x: Tensor, call: Call, node: str = "") -> Reading:
-    """How the op reads x by its derivative formula, which is that of a node of this name."""
+    """Returns how the op reads x by its derivative formula.
+
+    node: name of the node of that formula.
+    """
     if formula is Formula.SHAPE and x.is_floating_point():
         return Reading(Need.SHAPE, formula)
     if formula.tolerates_errors and not x.is_floating_point():
@@ -319,7 +325,7 @@ def _row_width(x: Tensor, call: Call, node: str) -> int:
 
 
 def _is_normalized(x: Tensor, call: Call) -> bool:
-    """Whether the call divides the rows of x by their lengths, which its nodes hold exactly.
+    """Returns whether the call divides rows of x by lengths that its nodes hold exactly.
 
     Both x / length and the gradient of a length, x / length again, are linear in x then.
     """
@@ -329,7 +335,7 @@ def _is_normalized(x: Tensor, call: Call) -> bool:
 
 
 def _is_inverse(x: Tensor) -> bool:
-    """Whether x, through casts and reshapes, is 1 / something or a power."""
+    """Returns whether x, through casts and reshapes, is 1 / something or a power."""
     node = x.grad_fn
     for _ in range(_MOST_RESHAPES):
         if node is None or not node.name().startswith(_RESHAPES):
@@ -339,7 +345,7 @@ def _is_inverse(x: Tensor) -> bool:
 
 
 def _as_product(formula: Formula, x: Tensor, call: Call) -> Formula:
-    """Whether x is summed as a whole, or a matrix of it at a time.
+    """Returns `Formula.SUMMED` if x is summed as a whole, `Formula.MATRIX` if by matrices.
 
     A linear layer's input is read for the gradient of weights, which ends there. In a product of
     two activations (q k^T) its error goes on upstream, however many are summed.
@@ -353,7 +359,7 @@ def _as_product(formula: Formula, x: Tensor, call: Call) -> Formula:
 
 
 def is_capped(call: Call) -> bool:
-    """Whether the call is ReLU6, by this name or as a Hardtanh of its limits."""
+    """Returns whether the call is ReLU6, by this name or as a Hardtanh of its limits."""
     if call.name not in CAPPED:
         return False
     limits = (call.arg(1, "min_val"), 0), (call.arg(2, "max_val"), 6)
@@ -361,12 +367,15 @@ def is_capped(call: Call) -> bool:
 
 
 def _is_number(argument: Any, number: int) -> bool:
-    """Whether an argument is this number. A tensor is not asked: one may have many, on a GPU."""
+    """Returns whether an argument is this number.
+
+    A tensor is not asked: one may have many elements, on a GPU.
+    """
     return not isinstance(argument, Tensor) and bool(argument == number)
 
 
 def tolerant_arguments(x: Tensor, call: Call) -> list[int | str]:
-    """Which of the arguments that may carry an error x is: their positions, or keywords."""
+    """Returns which of the arguments that may carry an error x is, as positions or keywords."""
     known = TOLERANT.get(call.name)
     if known is None:
         places: list[int | str] = [*range(len(call.args)), *call.kwargs]
@@ -380,9 +389,9 @@ def tolerant_arguments(x: Tensor, call: Call) -> list[int | str]:
 
 
 def _is(x: Tensor, argument: Any) -> bool:
-    """Whether x is this argument.
+    """Returns whether x is this argument.
 
-    Either the same memory, or what the op made of it before its own work (a cast, a reshape).
+    It is the same memory, or what the op made of it before its own work (a cast, a reshape).
     """
     if x is argument:
         return True
@@ -397,7 +406,7 @@ def _is(x: Tensor, argument: Any) -> bool:
 
 
 def _starts_at(x: Tensor, argument: Tensor) -> bool:
-    """Whether both begin at the same place in memory."""
+    """Returns whether both tensors begin at the same place in memory."""
     if type(x) is Tensor:
         return x.data_ptr() == argument.data_ptr()
     same_storage = x.untyped_storage()._cdata == argument.untyped_storage()._cdata
@@ -405,7 +414,7 @@ def _starts_at(x: Tensor, argument: Tensor) -> bool:
 
 
 def _is_reshaped(x: Tensor, argument: Tensor) -> bool:
-    """Whether the graph has only casts, copies and reshapes between argument and x."""
+    """Returns whether only casts, copies and reshapes lie between `argument` and x in the graph."""
     node, output = x.grad_fn, x.output_nr
     for _ in range(_MOST_RESHAPES):
         if node is argument.grad_fn and output == argument.output_nr:
@@ -417,16 +426,16 @@ def _is_reshaped(x: Tensor, argument: Tensor) -> bool:
 
 
 def is_buffer(x: Tensor, call: Call | None) -> bool:
-    """Whether x is a running statistic: the module's, as its parameters are."""
+    """Returns whether x is a running statistic, which is the module's as parameters are."""
     if call is None or call.name not in BUFFERS:
         return False
     return any(_is(x, call.arg(*buffer)) for buffer in BUFFERS[call.name])
 
 
 def is_running_copy(x: Tensor, call: Call | None) -> bool:
-    """Whether x may be running statistics that instance norm has repeated for each sample.
+    """Returns whether x may be running statistics that instance norm repeated for each sample.
 
-    It saves them, and changes them afterwards without telling: their version stays what it was.
+    Instance norm saves them, and changes them afterwards without raising their version.
     """
     if call is None or call.name != "instance_norm" or x.dim() != 1 or x.grad_fn is not None:
         return False
@@ -434,13 +443,13 @@ def is_running_copy(x: Tensor, call: Call | None) -> bool:
 
 
 def is_argument(x: Tensor, call: Call | None) -> bool:
-    """Whether x was handed to the op, rather than made by it."""
+    """Returns whether x was handed to the op, rather than made by it."""
     return call is not None and any(
         _is(x, argument) for argument in (*call.args, *call.kwargs.values())
     )
 
 
 def _is_layer_output(x: Tensor, call: Call) -> bool:
-    """Whether a layer of a recurrent network made x, for the layer above it in the same call."""
+    """Returns whether a recurrent layer made x for the layer above it in the same call."""
     of_layer = x.grad_fn is not None and x.grad_fn.name() == "_RunAgainBackward"
     return call.name in RECURRENT and of_layer

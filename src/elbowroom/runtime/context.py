@@ -1,4 +1,4 @@
-"""What outlives one forward: the seed, the count of steps, and what was learned about sites.
+"""State that outlives one forward: the seed, the count of steps, and what was learned about sites.
 
 Nothing else keeps these. Every encoded tensor gets a seed of its own, a hash of (base seed, rank,
 count): noise never repeats between tensors, steps or micro-batches, the user's RNG is untouched,
@@ -50,7 +50,7 @@ class Context:
         return self.seed_of(self.reserve(1) + 1)
 
     def seed_of(self, count: int) -> int:
-        """Return the seed that `next_seed` gave, or will give, as the count came to this."""
+        """Returns the seed that `next_seed` gave, or will give, as the count came to this."""
         return mixed(self.first_seed() + count)
 
     def first_seed(self) -> int:
@@ -58,24 +58,27 @@ class Context:
         return _first(self.seed, _rank())
 
     def reserve(self, seeds: int) -> int:
-        """Take so many seeds at once; return the count before the first of them."""
+        """Takes so many seeds at once; returns the count before the first of them."""
         with self._lock:
             before = self.count
             self.count += seeds
             return before
 
     def give_back(self, before: int, seeds: int, used: int = 0) -> None:
-        """Only so many of those that were reserved were used: take back the rest, if it is last."""
+        """Takes back reserved seeds that were not used, if none was reserved since.
+
+        used: so many were.
+        """
         with self._lock:
             if self.count == before + seeds:
                 self.count = before + used
 
     def begin_step(self) -> None:
-        """A training step begins."""
+        """Begins a training step."""
         self.step += 1
 
     def learn_keep(self, key: SiteKey) -> None:
-        """Somebody else held this site's tensor until backward: encoding it frees nothing."""
+        """Learns to keep this site: somebody else holds its tensor, so encoding frees nothing."""
         if self.learns:
             self._kept.add(key)
 
@@ -83,19 +86,19 @@ class Context:
         return key in self._kept
 
     def learn_unrepeatable(self, module: str) -> None:
-        """The module of this name gives another result when it runs again."""
+        """Learns that the module of this name gives another result when it runs again."""
         if self.learns:
             self.unrepeatable |= {module}
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gave when it was first asked for under this key."""
+        """Returns what `make` gave when it was first called for this key."""
         with self._lock:
             if key not in self._remembered:
                 self._remembered[key] = make()
             return cast(T, self._remembered[key])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on with the same noise."""
+        """Returns what a checkpoint needs to go on with the same noise."""
         return {"seed": self.seed, "count": self.count, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

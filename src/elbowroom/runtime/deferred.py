@@ -30,7 +30,7 @@ _MOST_SAVES = 6  # calls that save, of the branch that is added
 
 
 class Waiting:
-    """A slot, what the policy wants for it, the deed, and what is known of the norm's output."""
+    """Slot whose encoding waits, the policy's wish, and what is known of the norm's output."""
 
     def __init__(
         self, slot: Slot, action: Encode, hold: Callable[[Slot, Tensor, Action], None], out: Tensor
@@ -43,7 +43,7 @@ class Waiting:
         self._saves_left = _MOST_SAVES
 
     def ended(self, call: Call, out: Any, identity: Identity) -> bool:
-        """A call has ended. Whether all is known, or nothing will be."""
+        """Notes that a call has ended; returns whether all is known, or nothing will be."""
         slot, gate = self.slot(), self._gate
         gate.ended(call, out)
         if not call.saved:
@@ -61,11 +61,11 @@ class Waiting:
 
     @property
     def is_known(self) -> bool:
-        """Whether the mask has been found: what is left to know shows as the next call begins."""
+        """True if the mask was found: what is left to know shows as the next call begins."""
         return self._mask is not None
 
     def end(self) -> None:
-        """Encode, with the mask if there is one. Not what was changed or encoded meanwhile."""
+        """Encodes the slot, with the mask if there is one, unless it was changed or encoded."""
         slot = self.slot()
         kept = None if slot is None else slot.value
         if slot is not None:
@@ -81,7 +81,7 @@ class Waiting:
         self._hold(slot, kept.restore(), action)
 
     def _codec(self, slot: Slot) -> Codec | None:
-        """What is to be taken with the mask; None: the action's own codec, without."""
+        """Returns the codec to use with the mask; None: the action's own codec, without a mask."""
         action, gate = self._action, self._gate
         if self._is_curved:
             return action.curved
@@ -94,10 +94,10 @@ class Waiting:
 
 
 class WaitingLine(list[Waiting]):
-    """All that wait in one context."""
+    """Slots that wait in one context."""
 
     def ended(self, call: Call, out: Any, identity: Identity) -> None:
-        """A call has ended: encode what need not wait on, and no more.
+        """Encodes, after a call, what need not wait on, and no more.
 
         Those for which it is a ReLU wait until the next call begins.
         """
@@ -109,18 +109,18 @@ class WaitingLine(list[Waiting]):
                 one.end()
 
     def end_known(self) -> None:
-        """A call begins: encode the inputs of norms whose ReLU has been found."""
+        """Encodes, as a call begins, the inputs of norms whose ReLU has been found."""
         if any(one.is_known for one in self):
             waiting = self._taken()
             self.extend(one for one in waiting if not one.is_known)
             _end(one for one in waiting if one.is_known)
 
     def end_all(self) -> None:
-        """Encode whatever waits."""
+        """Encodes whatever waits."""
         _end(self._taken())
 
     def _taken(self) -> list[Waiting]:
-        """All, and nobody waits: what is encoded may make others wait."""
+        """Empties the line and returns what waited: what is encoded may make others wait."""
         waiting = list(self)
         self.clear()
         return waiting

@@ -10,7 +10,7 @@ _SAYINGS = (
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether this error, or one that it was raised from, is an allocator's."""
+    """Returns whether this error, or one that it was raised from, is an allocator's."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):

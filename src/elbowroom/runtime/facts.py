@@ -1,4 +1,4 @@
-"""What the saving op tells of a tensor, so that no value of it is looked at."""
+"""Facts that the saving op tells of a tensor, so that no value of it is looked at."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -14,7 +14,7 @@ from elbowroom.runtime.slot import Geometry
 
 
 def facts_of(x: Tensor, call: Call | None) -> Facts:
-    """What the saving op tells of x: the range of its indices, or the one value of its mask."""
+    """Returns facts that the saving op tells of x: the range of indices, or a mask's one value."""
     if call is None:
         return Facts()
     if call.name == "dropout" and x.grad_fn is None and x.is_floating_point():
@@ -74,7 +74,7 @@ def _pool_facts(call: Call) -> Facts:
 
 
 def _window(call: Call, x: Tensor, dims: int) -> Window | None:
-    """Of pooling over rows and columns, or columns alone, with a batch; else None."""
+    """Returns the window of pooling over columns, or rows and columns, with a batch; else None."""
     if dims > 2 or x.dim() != dims + 2 or call.name.startswith("adaptive"):
         return None
     kernel = call.arg(1, "kernel_size")

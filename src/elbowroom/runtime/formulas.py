@@ -1,4 +1,4 @@
-"""What the backward of each op does with what it has saved: a table of derivative formulas.
+"""Table of derivative formulas: what the backward of each op does with what it has saved.
 
     node of the graph -> name of the saved tensor -> how its formula uses the value
 
@@ -397,7 +397,7 @@ _REDUCTIONS = ("IndexReduceBackward0", "ScatterReduceBackward0", "SegmentReduceB
 
 
 def formula_of(node: object, name: str, field: str) -> Formula:
-    """How the node of this name uses the tensor that it has saved under `field`.
+    """Returns how the node of this name uses the tensor that it has saved under `field`.
 
     node: the node itself, which is asked for the exponent of a power with a number for one, and
     for the name of a reduction.

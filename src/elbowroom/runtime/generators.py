@@ -19,24 +19,24 @@ KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomSt
 
 
 class Generators:
-    """Those that a module may draw from, and their states as they are now."""
+    """Random generators that a module may draw from, and their states as they are now."""
 
     def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
         """given: some that it is handed."""
         self._states = [(source, _state_of(source)) for source in _sources(module, given)]
 
     def forget_unchanged(self) -> None:
-        """Hold no state but those that are another by now."""
+        """Drops states that have not changed."""
         self._states = [(one, state) for one, state in self._states if not _is_at(one, state)]
 
     def restore(self) -> None:
-        """Make them what they were."""
+        """Sets the generators back to the recorded states."""
         for source, state in self._states:
             _set_state(source, state)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside they are what they were; afterwards what they are now."""
+        """Sets the generators as they were recorded, and on exit back to what they are now."""
         now = [(source, _state_of(source)) for source, _ in self._states]
         self.restore()
         try:
@@ -47,7 +47,7 @@ class Generators:
 
 
 def _sources(module: nn.Module, given: Iterable[Any]) -> Iterator[Any]:
-    """Each once: modules that are functions of one state, or objects."""
+    """Yields each generator once: modules that are functions of one state, or objects."""
     yield random
     yield np.random
     held = (x for child in module.modules() for x in vars(child).values())

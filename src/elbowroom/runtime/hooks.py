@@ -171,7 +171,7 @@ class Saving:
         return self
 
     def _begin(self) -> None:
-        """A forward begins, or what is left of one."""
+        """Begins a forward, or what is left of one."""
         self._counts.clear()
         self._watch = self._watching()
         self._listener = self.scribe or NOBODY
@@ -182,7 +182,7 @@ class Saving:
             self._identity.told = self._copied
 
     def _new_serving(self) -> Serving:
-        """Who makes the slots of a forward hold what is asked."""
+        """Returns what makes the slots of a forward hold what is asked."""
         known = self.policy, self.context, self.min_nbytes, self._identity
         return Serving(*known, self._listener, self._watch, weakref.WeakMethod(self.is_exact))
 
@@ -202,7 +202,7 @@ class Saving:
             self.recorder.forward_ended()
 
     def _finish(self, *, raised: bool) -> None:
-        """The forward has ended: decide on what waits for that."""
+        """Ends the forward: decides on what waits for that."""
         self._listener.leaves()
         self._identity.clear()
         if raised:  # what waits stays as it is: nothing may fail now, nor take memory
@@ -220,7 +220,7 @@ class Saving:
         return list(self._calls)
 
     def join(self, hook: Callable[[Tensor], Any], outside: int) -> None:
-        """Begin in the middle of a forward, for which somebody else has opened hooks and mode.
+        """Begins in the middle of a forward, for which somebody else has opened hooks and mode.
 
         They hand on what they are asked to `take` and to `see`. hook: the one that packs; outside:
         how many modules had been called around the model. How often each op of a module has saved
@@ -243,15 +243,15 @@ class Saving:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a module, as it is called in this context."""
+        """Calls a module as it is called in this context."""
         return self._called(module, call, args, kwargs)
 
     def take(self, x: Tensor) -> Any:
-        """Return what is held of x, which autograd saves."""
+        """Returns what is held of x, which autograd saves."""
         return self._pack(x)
 
     def see(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run a torch function, and look at it."""
+        """Runs a torch function, and observes it."""
         assert self._consumers is not None
         return self._consumers.__torch_function__(func, types, args, kwargs)
 
@@ -261,7 +261,7 @@ class Saving:
         return self._calls
 
     def goes_on_from(self, calls: modules.Counts) -> None:
-        """Count calls of outermost modules from here on: a forward before was not looked at."""
+        """Counts calls of outermost modules from here on: a forward before was not observed."""
         for ref, count in calls:
             if (module := ref()) is not None:
                 self._calls[module] = count
@@ -272,9 +272,9 @@ class Saving:
         return self.observer.begin() if self._after is None else self._after._watch
 
     def tighten(self, policy: Policy) -> None:
-        """From now on use `policy`.
+        """Uses `policy` from now on.
 
-        What was kept so far and may carry an error is encoded, where the policy says so.
+        Tensors that were kept so far and may carry an error are encoded where the policy says so.
         """
         self._listener.refuse("its setting has changed")
         for slot in self._identity.slots():
@@ -300,9 +300,9 @@ class Saving:
                 slot.hold(perform(action, base, Need.LOSSY, None, seed, statistics=known))
 
     def error_report(self) -> Any:
-        """What the lossy codes add to the gradient's variance, predicted beside measured.
+        """Returns what lossy codes add to the gradient's variance, predicted beside measured.
 
-        Call it after backward. Raises PlanError where nobody watches.
+        To be called after backward. Raises PlanError if the context does not watch its codes.
         """
         if self.observer is None:
             raise PlanError(
@@ -312,7 +312,7 @@ class Saving:
         return self.observer.error_report()
 
     def drop_everything(self) -> None:
-        """Let go of all that was decided on. The graph is useless then; only the count goes on."""
+        """Lets go of all that was decided on. The graph is useless then; only the count goes on."""
         self._listener.refuse("nothing is held")
         for slot in self._identity.slots():
             if slot.sites:
@@ -342,7 +342,7 @@ class Saving:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A module is called: what it saves may be recomputed, or the call written down."""
+        """Calls a module: what it saves may be recomputed, or the call written down."""
         name, consumers = modules.name_of(module), self._consumers
         if name not in self.recompute or consumers is None or not torch.is_grad_enabled():
             if self.recorder is not None:
@@ -377,7 +377,7 @@ class Saving:
             begin()
 
     def _keep_out(self, module: nn.Module, name: str, why: str) -> None:
-        """This module cannot be run a second time: what it saves is held."""
+        """Warns that a module cannot be run a second time, and holds what it saves."""
         if module not in _kept_out:
             _kept_out.add(module)
             _log.warning(
@@ -389,7 +389,9 @@ class Saving:
         self.context.learn_unrepeatable(name)
 
     def _run_as(self, call: Call) -> Callable[..., Any]:
-        """The function to run for a call: where it can be, one with a backward on what is held.
+        """Returns the function to run for a call.
+
+        Where it can be, it has a backward on what is held.
 
         A step that is written down runs as it is, and says what it could.
         """
@@ -414,7 +416,7 @@ class Saving:
         return run
 
     def _direct_run(self, call: Call, direct: Direct) -> Callable[..., Any]:
-        """The function to run for a call that a node of ours could stand for."""
+        """Returns the function to run for a call that a node of ours could stand for."""
         call.reads = direct.reads
         call.would_rerun = call.name == ATTENTION
         if not self._may_stand(direct, call) or not may_run(call, direct) or not self._is_asked():
@@ -424,7 +426,7 @@ class Saving:
         return direct.run
 
     def _may_stand(self, direct: Direct, call: Call) -> bool:
-        """Whether this node may stand in the graph of this context."""
+        """Returns whether this node may stand in the graph of this context."""
         if direct.always:
             return True
         # Those that read a code gain nothing where none is lossy; ReLU's and dropout's read bits.
@@ -439,30 +441,33 @@ class Saving:
         return allowed and self.recorder is None
 
     def is_exact(self) -> bool:
-        """Return whether no code of the policy adds errors; one that does not say may not round."""
+        """Returns whether no code of the policy adds errors.
+
+        A policy that does not say counts as exact.
+        """
         return bool(getattr(self.policy, "exact", True))
 
     @property
     def _skims(self) -> bool:
-        """Whether nobody asks what slots there are: not a plan, nor one that is to be made."""
+        """True if nobody asks what slots there are: neither a plan, nor one that is to be made."""
         return hasattr(self.policy, "rebuild") and self.recorder is None
 
     @property
     def _codes_checkpoints(self) -> bool:
-        """Whether inputs of the user's checkpoints may be codes: where nobody writes down a step.
+        """True if inputs of the user's checkpoints may be codes: no step is being written down.
 
-        What they may be is known when their piece of forward has run.
+        Which codes they may be is known when their piece of forward has run.
         """
         again = getattr(self.policy, "again", False) and not self.is_exact()
         return again and self.recorder is None
 
     def _codes_input(self, name: SiteName) -> bool:
-        """Whether a module is to run again from a code of this input."""
+        """Returns whether a module is to run again from a code of this input."""
         codes_input = getattr(self.policy, "codes_input", None)
         return codes_input is not None and bool(codes_input(name))
 
     def _is_asked(self) -> bool:
-        """Whether what is saved now comes to this context: nobody else's hooks lie over its own."""
+        """Returns whether this context gets what is saved now: no other hooks lie over its own."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == (self._hook or self._pack)
 
@@ -495,7 +500,7 @@ class Saving:
         return deferred
 
     def _decide_on_deferred(self, call: Call, out: Any) -> list[Callable[[], None]]:
-        """A call has ended, and so its nodes tell how they read what they have saved.
+        """Decides on deferred tensors of a call that has ended: its nodes tell how they read them.
 
         What comes back decides on its results, once it is known how these could be made again.
         """
@@ -521,7 +526,7 @@ class Saving:
             one.held = self._packed(x, call, reading, one.node)
 
     def _left_alone(self, x: Tensor, call: Call | None) -> Lone | Beside | KeepHandle | None:
-        """What is held of a tensor that is not ours to touch, or not worth it; None: it is."""
+        """Returns what is held of a tensor that is not ours to touch, or not worth it, or None."""
         if type(x) is nn.Parameter:
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
         why = untouchable(x)
@@ -538,7 +543,7 @@ class Saving:
     def _packed(
         self, x: Tensor, call: Call | None, reading: Reading, node: int | None = None
     ) -> View:
-        """A view of the slot of x, which then holds what this reading needs.
+        """Returns a view of the slot of x, which then holds what this reading needs.
 
         node: autograd's number of the one that saves x; None: the last
         """
@@ -573,7 +578,7 @@ class Saving:
         return view
 
     def _noted(self, request: Request) -> tuple[Site, Sequence[Slot]]:
-        """What is written down of a save, before anything is done: its site, and its sources."""
+        """Returns what is written down of a save before anything is done: its site and sources."""
         slot, x, call, reading, name = request
         ready = self._serving.ready(x)
         site = site_of(slot, x, call, reading, ready, name, self._identity.origin(x))
@@ -582,7 +587,7 @@ class Saving:
         return site, () if ready is None else ready.slots
 
     def _note_fine(self, source: Slot | None, call: Call) -> None:
-        """The call reads what is made of `source` with a formula that is fine."""
+        """Notes that the call reads what is made of `source` with a formula that is fine."""
         if source is None:
             return
         call.fine.append(source)
@@ -608,11 +613,11 @@ class Saving:
         return None if ready is None or not ready.exact else ready.sole_source
 
     def _copied(self, slot: Slot, y: Tensor) -> None:
-        """A constant is among the arguments of the call that has ended, and a slot has a copy."""
+        """Notes that a slot has a copy of a constant among the arguments of an ended call."""
         self._listener.copies(slot, y, None if self._consumers is None else self._consumers.call)
 
     def _name(self, call: Call | None) -> SiteName:
-        """Whose save this is, and how many this op of this module has made before."""
+        """Returns whose save this is, and how many this op of this module has made before."""
         key = self._module, "" if call is None else call.name
         nth = self._counts.get(key, 0)
         self._counts[key] = nth + 1

@@ -51,9 +51,9 @@ class Origin:
 
 
 class _Storage:
-    """What is known of one live storage: slots and origins by version and dtype.
+    """Slots and origins of one live storage, by version and dtype.
 
-    One may be seen as another dtype (`view_as_real`): what made it then did not make that.
+    A storage may be seen as another dtype (`view_as_real`), which has an origin of its own.
     """
 
     __slots__ = ("origins", "slots", "weak")
@@ -94,14 +94,14 @@ class Identity:
         self._storage(x).slots[version_of(x), x.dtype] = weakref.ref(slot)
 
     def origin(self, x: Tensor, version: int | None = None) -> Origin | None:
-        """What made x's storage, at this version (default: x's own)."""
+        """Returns the origin of x's storage at this version (default: x's own)."""
         known = self._known(x)
         if known is None:
             return None
         return known.origins.get((version_of(x) if version is None else version, x.dtype))
 
     def made(self, x: Tensor, origin: Origin) -> None:
-        """Remember what made x."""
+        """Records what made x."""
         self._storage(x).origins[version_of(x), x.dtype] = origin
 
     def slots(self) -> list[Slot]:
@@ -162,7 +162,7 @@ class Identity:
         return known
 
     def _purge(self) -> None:
-        """Forget dead storages now and then: a context around a whole training must not grow.
+        """Forgets dead storages now and then: a context around a whole training must not grow.
 
         Not those for which something is held still, a code of it or how it is made again.
         """
@@ -177,7 +177,7 @@ class Identity:
 
 
 def untouchable(x: Tensor) -> str:
-    """Why x must be kept as it is, or "" if it is a plain dense tensor."""
+    """Returns why x must be kept as it is, or "" if it is a plain dense tensor."""
     if type(x) not in PLAIN:
         return f"tensor subclass {type(x).__name__}"
     keys = torch._C._dispatch_keys(x).raw_repr()  # which say it all: ask once for each set
@@ -188,7 +188,7 @@ def untouchable(x: Tensor) -> str:
 
 
 def is_touchable(x: Any) -> bool:
-    """Whether this is a plain dense tensor."""
+    """Returns whether x is a plain dense tensor."""
     return type(x) in PLAIN and not untouchable(x)
 
 
@@ -211,7 +211,7 @@ def _why_untouchable(x: Tensor) -> str:
 
 
 def is_parameter(x: Tensor) -> bool:
-    """Whether x is a parameter or another trainable leaf, or a view of one."""
+    """Returns whether x is a parameter or another trainable leaf, or a view of one."""
     base = x._base
     owner = x if base is None else base
     kind = type(owner)
@@ -221,7 +221,7 @@ def is_parameter(x: Tensor) -> bool:
 
 
 def is_made_of_parameters(x: Tensor) -> bool:
-    """Whether every path of x's graph ends in a trainable parameter.
+    """Returns whether every path of x's graph ends in a trainable parameter.
 
     An edge to nowhere is data (a convolution of the input has one), except where it may be a
     constant that scales a parameter of x's size: a pruning mask, or the vectors of spectral_norm.
@@ -265,12 +265,12 @@ def dense_base(x: Tensor) -> Tensor | None:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether x's elements fill a run of memory, each place once, in whatever order."""
+    """Returns whether x's elements fill a run of memory, each place once, in whatever order."""
     return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)
 
 
 def covering(x: Tensor) -> Tensor | None:
-    """x or what it is a view of, where that is dense and covers the storage.
+    """Returns x, or what it is a view of, if that is dense and covers the storage.
 
     Where neither does, there are parts of the storage that x's version does not tell of: the pieces
     of `unsafe_chunk` (a GRU's gates) share a storage, and each counts its own changes.

@@ -39,7 +39,7 @@ class GraphForm(Protocol):
         ...
 
     def running(self, told: Callable[[int, int, Any], None]) -> AbstractContextManager[None]:
-        """Meanwhile `told` hears of each region: bytes of plain compile, bytes held, owner."""
+        """Tells `told` of each region that runs: bytes of plain compile, bytes held, owner."""
         ...
 
 
@@ -89,7 +89,7 @@ def _teller(ledger: Ledger, module: str) -> Callable[[int, int, Any], None]:
 
 
 def _leave_context(stack: ExitStack) -> bool:
-    """Take off our function mode and hooks until the stack unwinds; False: another's lie above."""
+    """Takes off our function mode and hooks until the stack unwinds; False: another's lie above."""
     modes, hooks = [], []
     while _is_ours(_top_mode()):
         modes.append(torch._C._pop_torch_function_stack())
@@ -114,6 +114,6 @@ def _top_mode() -> Any:
 
 
 def _is_ours(x: Any) -> bool:
-    """Whether a mode or a hook is of this package."""
+    """Returns whether a mode or a hook is of this package."""
     name = getattr(x, "__module__", None) or ""
     return name.startswith("elbowroom.")

@@ -11,24 +11,24 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """Tells whether what a stream was asked for before it has been done."""
+    """Interface of what tells whether a stream has done what it was asked for before."""
 
     def query(self) -> bool:
-        """Return whether it has; this does not wait."""
+        """Returns whether the stream has done it; this does not wait."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Waits until the stream has."""
         ...
 
 
 def pinned(nbytes: int) -> Tensor:
-    """Memory of the host that a device can reach. RuntimeError: there is none."""
+    """Allocates memory of the host that a device can reach. RuntimeError: there is none."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def event(device: torch.device) -> Event:
-    """An event behind all that the current stream was asked for."""
+    """Returns an event behind all that the current stream was asked for."""
     made = torch.cuda.Event()  # type: ignore[no-untyped-call]
     made.record(torch.cuda.current_stream(device))
     return made
@@ -51,16 +51,16 @@ class Sent:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `numbers` may be read."""
+        """True if `numbers` may be read."""
         return self._event.query()
 
     def numbers(self) -> list[int]:
-        """The integers that were sent, which have arrived."""
+        """Returns the integers that were sent, which have arrived."""
         found: list[int] = self._there.tolist()
         return found
 
     def number(self, *, wait: bool = False) -> float:
-        """The one number that was sent. wait: it may not have arrived."""
+        """Returns the one number that was sent. wait: it may not have arrived."""
         if wait:
             self._event.synchronize()
         return float(self._there.item())

@@ -71,20 +71,20 @@ class Entry:
         self.born = self.died = 0
 
     def hold(self, nbytes: int) -> None:
-        """So many bytes are held, here or away."""
+        """Sets the bytes that are held, here or away."""
         ledger = self._ledger()
         if ledger is not None:
             ledger._change(self, nbytes - self.away_nbytes, self.away_nbytes)
 
     def move_away(self, nbytes: int) -> None:
-        """So many of them are away from now on, and not here. From any thread."""
+        """Sets how many of them are away from now on, and not here. From any thread."""
         ledger = self._ledger()
         if ledger is not None:
             held = self.after_nbytes + self.away_nbytes
             ledger._change(self, held - nbytes, nbytes)
 
     def ask(self) -> None:
-        """Backward asks for it."""
+        """Notes that backward asks for the storage."""
         ledger = self._ledger()
         if ledger is not None:
             ledger.was_asked = True
@@ -96,9 +96,9 @@ class Entry:
 
 
 class Counted(NamedTuple):
-    """What an entry was at the fullest moment of a forward that others repeat.
+    """Figures of an entry at the fullest moment of a forward that others repeat.
 
-    slot  the number of the slot whose bytes it is about; negative: that of none that is acted on
+    slot  number of the slot whose bytes these are; negative: the slot is not acted on
     """
 
     module: str
@@ -114,7 +114,7 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """What a ledger has come to. held_nbytes: as forward ended."""
+    """Figures that a ledger has come to. held_nbytes: as forward ended."""
 
     entries: tuple[Counted, ...]
     before_nbytes: int
@@ -135,7 +135,7 @@ class Counts:
 
 
 class Mark(NamedTuple):
-    """How far a ledger had come: what it counts later is another forward's."""
+    """Figures of a ledger at a moment: what it counts later belongs to another forward."""
 
     clock: int
     before_nbytes: int
@@ -146,27 +146,27 @@ class Mark(NamedTuple):
 
 
 class NoEntry:
-    """In place of an `Entry`, for the slots of a replayed forward: nothing is counted."""
+    """Entry of a slot in a replayed forward, in place of an `Entry`: it counts nothing."""
 
     counts = False
     action = why = ""
     before_nbytes = after_nbytes = 0
 
     def hold(self, nbytes: int) -> None:
-        """So many bytes are held."""
+        """Ignores the bytes that are held."""
 
     def move_away(self, nbytes: int) -> None:
-        """So many bytes are elsewhere from now on."""
+        """Ignores the bytes that are elsewhere from now on."""
 
     def close(self) -> None:
-        """Nobody waits for it any more."""
+        """Does nothing when nobody waits for the slot any more."""
 
 
 NOT_COUNTED = NoEntry()
 
 
 class _Graph:
-    """Lives as long as the graph of a forward's results, whose nodes have it as a hook."""
+    """Token that lives as long as the graph of a forward's results, as a hook of its nodes."""
 
     __slots__ = ("__weakref__", "over", "was_asked")
 
@@ -175,7 +175,7 @@ class _Graph:
         self.over: list[Callable[[], None]] = []
 
     def begins(self, *_: Any) -> None:
-        """Backward has come to a result."""
+        """Called when backward has come to a result."""
         self.was_asked = True
         self.__del__()
 
@@ -185,9 +185,9 @@ class _Graph:
 
 
 class Tally:
-    """What a forward holds that is not counted: as much as it was when that was learned.
+    """Bytes of a forward that are not counted anew: as many as when its script was learned.
 
-    It is held from the end of forward until backward begins, or nobody waits for it any more.
+    They are held from the end of forward until backward begins, or nobody waits for it any more.
     """
 
     def __init__(self, held_nbytes: int, before_nbytes: int) -> None:
@@ -196,7 +196,7 @@ class Tally:
         self._graph: weakref.ref[_Graph] | None = None
 
     def follow(self, out: Any) -> None:
-        """The forward has ended, with these results."""
+        """Follows the graph of a forward that has ended with these results."""
         graph = _Graph()
         for x in (out,) if type(out) is Tensor else tree_leaves(out):
             if isinstance(x, Tensor) and x.grad_fn is not None:
@@ -204,7 +204,7 @@ class Tally:
         self._graph = weakref.ref(graph)
 
     def when_over(self, call: Callable[[], None]) -> None:
-        """Call once it is held no more."""
+        """Calls `call` once the bytes are held no more."""
         graph = None if self._graph is None else self._graph()
         if graph is None or graph.was_asked:
             call()
@@ -212,7 +212,7 @@ class Tally:
             graph.over.append(call)
 
     def move_to(self, ledger: "Ledger") -> None:
-        """Let a ledger count it from now on."""
+        """Lets a ledger count the bytes from now on."""
         entry = ledger.open("", "replayed", "", self.before_nbytes)
         entry.hold(self.after_nbytes)
         self.after_nbytes = 0
@@ -226,7 +226,7 @@ class Tally:
 
 
 class Account(ABC):
-    """What a ledger shows: `before_nbytes` and `after_nbytes` are the two to compare.
+    """Base class of what shows a ledger; compare its `before_nbytes` with its `after_nbytes`.
 
     away_nbytes  what was in host memory or in a file instead, at the same moment
     most_nbytes  the most that was held at any moment
@@ -305,12 +305,12 @@ class Ledger(Account):
         return _summed(self._of_fullest())
 
     def mark(self) -> Mark:
-        """Return how far it has come."""
+        """Returns how far it has come."""
         sums = self.before_nbytes, self.after_nbytes, self.away_nbytes
         return Mark(self._clock, *sums, self.most_nbytes, self.held_nbytes)
 
     def counts(self, slot_of: Callable[[Entry], int], since: Mark) -> Counts:
-        """Return what has been added to it, for forwards that repeat the one that did.
+        """Returns what has been added to it, for forwards that repeat the one that did.
 
         slot_of: entry -> the number of its slot, or a negative one
         since: how far it had come before
@@ -372,7 +372,7 @@ class Ledger(Account):
 
 
 def _summed(entries: Iterable[Entry | Counted]) -> list[Row]:
-    """Return sums by module, consumer, dtype and fate, in order of saving."""
+    """Returns sums by module, consumer, dtype and fate, in order of saving."""
     groups: dict[tuple[str, str, str, str, str], list[Entry | Counted]] = defaultdict(list)
     for entry in entries:
         key = entry.module, entry.consumer, entry.dtype, entry.action, entry.why
@@ -390,7 +390,7 @@ def _summed(entries: Iterable[Entry | Counted]) -> list[Row]:
 
 
 class Repeated:
-    """What a forward that repeats a counted one holds for one of the slots that are acted on."""
+    """Entry of a slot that is acted on, in a forward that repeats a counted one."""
 
     __slots__ = ("action", "after_nbytes", "away_nbytes", "before_nbytes", "why")
     counts = True
@@ -401,11 +401,11 @@ class Repeated:
         self.away_nbytes = known.away_nbytes
 
     def hold(self, nbytes: int) -> None:
-        """So many bytes are held, here or away."""
+        """Sets the bytes that are held, here or away."""
         self.after_nbytes = nbytes - self.away_nbytes
 
     def move_away(self, nbytes: int) -> None:
-        """So many of them are away from now on, and not here. From any thread."""
+        """Sets how many of them are away from now on, and not here. From any thread."""
         held = self.after_nbytes + self.away_nbytes
         self.after_nbytes, self.away_nbytes = held - nbytes, nbytes
 
@@ -425,12 +425,12 @@ class RepeatedLedger(Account):
         self.before_nbytes = known.before_nbytes
 
     def entry(self, slot: int) -> Repeated | NoEntry:
-        """Return what counts the slot of this number."""
+        """Returns what counts the slot of this number."""
         known = self._by_slot.get(slot)
         return NOT_COUNTED if known is None else Repeated(known)
 
     def counts(self, number: int, slot: Any, entry: Repeated) -> None:
-        """From now on count a slot by its entry, for as long as it lives."""
+        """Counts a slot by its entry from now on, for as long as it lives."""
         self._entries[number] = entry, weakref.ref(slot)
 
     @property
@@ -443,13 +443,13 @@ class RepeatedLedger(Account):
 
     @property
     def after_nbytes(self) -> int:  # type: ignore[override]
-        """What was held instead, before backward."""
+        """Bytes that were held instead, before backward."""
         each = ((e.after_nbytes, self._by_slot[at]) for at, (e, _) in self._entries.items())
         return self._known.after_nbytes + sum(now - known.after_nbytes for now, known in each)
 
     @property
     def away_nbytes(self) -> int:  # type: ignore[override]
-        """What was in another tier."""
+        """Bytes that were in another tier."""
         each = ((e.away_nbytes, self._by_slot[at]) for at, (e, _) in self._entries.items())
         return self._known.away_nbytes + sum(now - known.away_nbytes for now, known in each)
 
@@ -460,14 +460,14 @@ class RepeatedLedger(Account):
 
     @property
     def held_nbytes(self) -> int:  # type: ignore[override]
-        """What is held now."""
+        """Bytes that are held now."""
         kept = 0 if self._token() is None else self._known.kept_nbytes
         alive = (entry for entry, slot in self._entries.values() if slot() is not None)
         return kept + sum(entry.after_nbytes for entry in alive)
 
 
 def _now(counted: Counted, entry: Repeated) -> Counted:
-    """Return what a slot is in this forward."""
+    """Returns what a slot is in this forward."""
     bytes_now = entry.before_nbytes, entry.after_nbytes, entry.away_nbytes
     return Counted(*counted[:3], entry.action, entry.why, *bytes_now, counted.slot)
 

@@ -25,49 +25,52 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """Hears it all, and does nothing."""
+    """Listener that hears of all events of a forward, and does nothing."""
 
     def starts(self, ledger: Ledger, seeds: int) -> None:
-        """The forward begins. ledger: that counts it; seeds: the count of its context's."""
+        """Called when the forward begins.
+
+        ledger: that counts it; seeds: the count of its context's.
+        """
 
     def begins(self, call: Call) -> None:
-        """A call begins, and nothing of it has happened yet."""
+        """Called when a call begins, and nothing of it has happened yet."""
 
     def runs(self, call: Call, run: Callable[..., Any], direct: Direct | None) -> None:
-        """The call runs as `run`."""
+        """Called when the call runs as `run`."""
 
     def compares(self) -> None:
-        """The arguments of the call that begins must be the same in forwards that follow."""
+        """Called if the arguments of the call that begins must be the same in later forwards."""
 
     def saved(self, x: Tensor, held: Any) -> None:
-        """Autograd saves x, and holds `held` for it."""
+        """Called when autograd saves x, and holds `held` for it."""
 
     def ends(self) -> None:
-        """The call has run; now it is decided on what waited for that."""
+        """Called when the call has run; then it is decided on what waited for that."""
 
     def makes(self, x: Any, identity: Identity) -> None:
-        """The call has made x. identity: knows how that can be made again."""
+        """Called when the call has made x. identity: knows how that can be made again."""
 
     def copies(self, slot: Slot, y: Tensor, call: Call | None) -> None:
-        """A slot stands for a constant among the arguments of the call that has ended."""
+        """Called when a slot stands for a constant among the arguments of an ended call."""
 
     def ended(self, call: Call, out: Any) -> None:
-        """The call has ended, and all is decided on."""
+        """Called when the call has ended, and all is decided on."""
 
     def failed(self) -> None:
-        """The call has raised."""
+        """Called when the call has raised."""
 
     def begins_region(self, module: nn.Module) -> None:
-        """A module is called that runs again in backward; nothing of it has happened yet."""
+        """Called when a call begins of a module that runs again in backward."""
 
     def begins_inputs(self) -> None:
-        """A checkpoint of the user's saves one of its inputs."""
+        """Called when a checkpoint of the user's saves one of its inputs."""
 
     def saves(self) -> None:
-        """Now the inputs of a module that runs again, or of a checkpoint, are saved."""
+        """Called before the inputs of a module that runs again, or of a checkpoint, are saved."""
 
     def region_saved(self) -> None:
-        """The inputs of the module are saved, and it runs."""
+        """Called when the inputs of the module are saved, and it runs."""
 
     def does(
         self,
@@ -82,7 +85,7 @@ class Listener:
         covers: bool = False,
         drawn: int = 0,
     ) -> None:
-        """Something is done with a slot.
+        """Called when something is done with a slot.
 
         action  None: what follows says it
         ready   what it is made again by
@@ -93,13 +96,13 @@ class Listener:
         """
 
     def refuse(self, why: str, *, once: bool = False) -> None:
-        """Forwards cannot follow this one. once: but maybe the next."""
+        """Called if later forwards cannot follow this one. once: the next one may be followed."""
 
     def leaves(self) -> None:
-        """The forward has ended; what waits for that is decided on."""
+        """Called when the forward has ended; what waits for that is decided on."""
 
     def finish(self, ledger: Ledger, seeds: int, calls: Calls) -> None:
-        """All is decided on, and the graph is still there.
+        """Called when all is decided on, and the graph is still there.
 
         ledger, seeds: those that it has started with; calls: of outermost modules in this step
         """

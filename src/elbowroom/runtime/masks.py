@@ -20,7 +20,7 @@ _KINDS = (MASKED_OUTPUT, MASKED_INPUT, CAPPED)
 
 
 def mask_bits(base: Tensor, consumer: str, *, only_output: bool = False) -> Tensor | None:
-    """One bit an element, exact, whatever the codec. None: no bit can say it.
+    """Returns one bit an element, exact, whatever the codec. None: no bit can say it.
 
     ReLU's output is never negative, so there != 0 says it too, if `base` is `only_output`, and not
     a larger tensor that ReLU changed a part of.
@@ -43,5 +43,5 @@ def mask_bits(base: Tensor, consumer: str, *, only_output: bool = False) -> Tens
 
 
 def differ(one: str, other: str) -> bool:
-    """Whether the masks of two ops, either of which may be none, are not always the same."""
+    """Returns whether the masks of two ops can differ. Either op may be "", which has none."""
     return bool(one and other) and any((one in kind) != (other in kind) for kind in _KINDS)

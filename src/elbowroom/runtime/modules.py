@@ -1,4 +1,4 @@
-"""Which module runs now, by its name in the outermost one that was called: for the ledger's table.
+"""Names of the modules that run, below the outermost one that was called: for the ledger's table.
 
 Global module hooks, so that no module is changed. They are installed while some context is open or
 some model is fitted, and counted: a context that closes inside a hook must not change the table
@@ -47,7 +47,7 @@ _thread = _Thread()
 
 
 def watch() -> None:
-    """From now on know which module runs, until as many `unwatch` as `watch`."""
+    """Keeps track of the module that runs, until `unwatch` was called as often as `watch`."""
     global _users
     with _lock:
         _users += 1
@@ -55,7 +55,7 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """The end of one `watch`."""
+    """Ends one `watch`."""
     global _users
     with _lock:
         _users -= 1
@@ -66,7 +66,7 @@ def unwatch() -> None:
 
 
 def _install() -> None:
-    """Install the hooks if somebody needs them, or remove them."""
+    """Installs the hooks if somebody needs them, or removes them."""
     if _users > _by_calls and not _hooks:
         _hooks.append(register_module_forward_pre_hook(_hook_enter))
         _hooks.append(register_module_forward_hook(_hook_leave, always_call=True))
@@ -76,7 +76,7 @@ def _install() -> None:
 
 @contextmanager
 def seen_by_calls() -> Iterator[None]:
-    """Inside one `watch` of this thread, `entered` around each call stands in for the hooks.
+    """Lets `entered`, around each call, stand in for the hooks of one `watch` of this thread.
 
     Hooks are a part of what torch.compile compiles, and it warns of them.
     """
@@ -96,7 +96,7 @@ def seen_by_calls() -> Iterator[None]:
 
 @contextmanager
 def entered(module: nn.Module) -> Iterator[None]:
-    """Inside, this module runs; for `seen_by_calls`."""
+    """Marks this module as running inside this context; for `seen_by_calls`."""
     _enter(module)
     try:
         yield
@@ -106,7 +106,7 @@ def entered(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def counting(calls: Calls) -> Iterator[None]:
-    """Inside, on this thread, outermost calls are counted: names tell the first from the second."""
+    """Counts outermost calls on this thread, so that names tell the first from the second."""
     before = _thread.calls, _thread.prefix
     _thread.calls, _thread.prefix = calls, ""
     try:
@@ -116,7 +116,7 @@ def counting(calls: Calls) -> Iterator[None]:
 
 
 def on_stack() -> list[nn.Module]:
-    """Return the modules whose forward runs on this thread, as Python's stack has them."""
+    """Returns the modules whose forward runs on this thread, as Python's stack has them."""
     running: list[nn.Module] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -128,7 +128,7 @@ def on_stack() -> list[nn.Module]:
 
 
 def join(calls: Calls, outside: int) -> None:
-    """Begin in the middle of a forward, whose modules are found on Python's stack.
+    """Begins in the middle of a forward, whose modules are found on Python's stack.
 
     outside: how many of them, the outermost, are wrappers around the model that a context is for
     """
@@ -142,7 +142,7 @@ def join(calls: Calls, outside: int) -> None:
 
 
 def _running() -> list[nn.Module]:
-    """Return the modules that run; no hook tells when one ends that was joined."""
+    """Returns the modules that run; no hook tells when one ends that was joined."""
     if _thread.joined:
         there, joined = on_stack()[_thread.outside :], 0
         for mine, module in zip(_thread.running[: _thread.joined], there, strict=False):
@@ -189,9 +189,9 @@ SHARDED = "its parameters are sharded, and there for one forward only"
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether parameters of a module that is about to be called are gathered for its call alone.
+    """Returns whether FSDP2 gathers parameters for the call of this module alone.
 
-    FSDP2's `fully_shard` frees them after forward, and puts shards in their place.
+    `fully_shard` frees them after forward, and puts shards in their place.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None:
@@ -218,7 +218,7 @@ def _enter(module: nn.Module) -> None:
 
 
 def _counted(module: nn.Module) -> str:
-    """The prefix of this call."""
+    """Returns the prefix of this call."""
     calls = _thread.calls
     if calls is None:
         return ""

@@ -30,7 +30,7 @@ _RANGE = 1e-18, 1e18  # of 1 / std: of a row of zeros, and so that a quotient of
 
 @dataclass(frozen=True)
 class Statistics:
-    """What each element was normalized by.
+    """Statistics that each element of a norm's input is normalized by.
 
     mean, rstd  the norm's own memory, in the order of the input's
     inner       element i in memory order belongs to channel (i // inner) % C
@@ -64,14 +64,16 @@ class Statistics:
         return rstd / rstd.min() if keep_zeros else rstd
 
     def _laid(self, statistic: Tensor) -> Tensor:
-        """As an `Affine` has its scale."""
+        """Returns a statistic in the layout that an `Affine` has its scale in."""
         flat = statistic.float().flatten()
         return flat if self.rows == 1 else flat.view(self.rows, -1)
 
 
 @dataclass(frozen=True)
 class Normalized:
-    """What was encoded in place of x: (x - mean) * rstd, or, where zeros matter, scaled alone.
+    """Normalization of what is encoded in place of x: (x - mean) * rstd, or x scaled alone.
+
+    It is scaled alone where zeros matter.
 
     rows: whose own statistics these are; None: those of a norm
     """
@@ -86,7 +88,7 @@ class Normalized:
         return 0 if self.rows is None else self.statistics.nbytes
 
     def keeps_apart(self, rows: Rows) -> bool:
-        """Whether each of these rows was normalized by itself: as such, or by a layer norm."""
+        """Returns whether these rows were normalized each by itself: as such or by a layer norm."""
         if self.rows is not None:
             return self.rows == rows
         by = self.statistics

@@ -1,4 +1,4 @@
-"""What the runtime tells of a step that is watched: the protocols that `measure` implements.
+"""Protocols by which the runtime tells of a step that is watched; `measure` implements them.
 
 A lower floor does not import a higher one, so the hooks know no measure; they know that somebody
 may watch what errors codes make (`Observer`), or write down what is saved when (`Recorder`). Most
@@ -19,7 +19,7 @@ from elbowroom.runtime.slot import Slot, View
 
 @dataclass(frozen=True)
 class Use:
-    """One op saves one tensor that may carry an error. module: where the op runs."""
+    """Record of one op that saves one tensor that may carry an error. module: where the op runs."""
 
     call: Call
     view: View
@@ -30,22 +30,24 @@ class Watch(Protocol):
     """One forward that is watched, and the backward that follows."""
 
     def saved(self, use: Use, x: Tensor) -> None:
-        """The op has saved x, which may carry an error now, or later."""
+        """Called when the op has saved x, which may carry an error now, or later."""
         ...
 
     def held(self, slot: Slot, whole: Tensor, site: Site, codec: Codec | None) -> None:
-        """What the slot was made from, just before it is let go; the slot holds its stand-in.
+        """Called with what a slot was made from, just before that is let go.
 
-        codec: if that is a code; None if it is a recipe.
+        The slot holds its stand-in.
+
+        codec: of the stand-in if it is a code; None if it is a recipe.
         """
         ...
 
     def curved(self, slot: Slot) -> None:
-        """A GELU or SiLU reads what is made of what this slot holds, or will hold."""
+        """Called when a GELU or SiLU reads what is made of what this slot holds, or will hold."""
         ...
 
     def ended(self, call: Call, out: Any) -> None:
-        """The op has ended; its node in the graph exists."""
+        """Called when the op has ended; its node in the graph exists."""
         ...
 
 
@@ -53,11 +55,11 @@ class Observer(Protocol):
     """Decides which steps are watched."""
 
     def begin(self) -> Watch | None:
-        """A forward begins. None: nobody watches it."""
+        """Called when a forward begins. Returns what watches it; None: nobody does."""
         ...
 
     def error_report(self) -> object:
-        """What was found so far; str() of it is a table."""
+        """Returns what was found so far; str() of it is a table."""
         ...
 
 
@@ -67,7 +69,9 @@ class Recorder(Protocol):
     def saved(
         self, view: View, x: Tensor, site: Site, why: str, node: int, sources: Sequence[Slot]
     ) -> View:
-        """An op has saved x. why: the reason that it is left alone whatever the policy says, or "".
+        """Called when an op has saved x.
+
+        why: the reason that it is left alone whatever the policy says, or "".
 
         node: autograd's number of its node. sources: what x could be made again from.
         What comes back is what autograd holds: the view, or one that tells when it is asked for.
@@ -75,11 +79,11 @@ class Recorder(Protocol):
         ...
 
     def curved(self, slot: Slot) -> None:
-        """A GELU or SiLU reads what is made of what this slot holds."""
+        """Called when a GELU or SiLU reads what is made of what this slot holds."""
         ...
 
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:
-        """An op that has read these has made `out`."""
+        """Called when an op that had read these slots has made `out`."""
         ...
 
     def module(
@@ -90,12 +94,12 @@ class Recorder(Protocol):
         kwargs: dict[str, Any],
         source_of: Callable[[Tensor], Slot | None],
     ) -> Any:
-        """Run call(*args, **kwargs), which is that of a module.
+        """Runs call(*args, **kwargs), which is that of a module.
 
         source_of: the one saved tensor that a tensor can be made from again bit for bit, if any.
         """
         ...
 
     def forward_ended(self) -> None:
-        """The context closes."""
+        """Called when the context closes."""
         ...

@@ -34,7 +34,10 @@ NAMES = frozenset(func.__name__ for func in _FUNCTIONS)
 
 
 def opened(func: Callable[..., Any], mode: TorchFunctionMode) -> Callable[..., Any] | None:
-    """What runs this function with what it calls seen by the mode; None: it is no such function."""
+    """Returns a function that runs `func` with the mode seeing its calls; None if it cannot.
+
+    It can for the functions of torch that are written in Python and listed here.
+    """
     body = _FUNCTIONS.get(func)
     if body is None:
         return None

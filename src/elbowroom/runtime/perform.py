@@ -39,7 +39,7 @@ def perform(
     name: SiteName = _NOWHERE,
     capacities: Capacities | None = None,
 ) -> Handle:
-    """Do to `base`, a tensor that covers its storage, what was decided.
+    """Performs an action on `base`, a tensor that covers its storage; returns the handle.
 
     ready       its recipe, if it has one
     statistics  of the norm that it is the input of
@@ -88,7 +88,10 @@ def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> N
 
 
 def is_normalized(action: Action) -> bool:
-    """Whether the input of a norm is to be encoded as what the norm makes of it (`normal.py`)."""
+    """Returns whether a norm's input is to be encoded as what the norm makes of it.
+
+    See `normal.py`.
+    """
     if not isinstance(action, Encode) or action.codec.lossless:
         return False
     return action.facts.error_bound is None

@@ -30,7 +30,7 @@ _MOST_PASSES = 4  # of one round, under retain_graph: the order is known by then
 
 
 class Movable(Protocol):
-    """What a round knows of a handle."""
+    """Interface of a handle whose tensor can be brought back early."""
 
     @property
     def away_nbytes(self) -> int:
@@ -39,15 +39,15 @@ class Movable(Protocol):
 
     @property
     def is_early(self) -> bool:
-        """Whether it is back, or on its way, and was not asked for yet."""
+        """True if it is back, or on its way, and was not asked for yet."""
         ...
 
     def prefetch(self) -> None:
-        """Start to bring it back."""
+        """Starts to bring the tensor back."""
         ...
 
     def let_go(self) -> None:
-        """Forget what came back early."""
+        """Forgets what came back early."""
         ...
 
 
@@ -69,12 +69,12 @@ class Round:
         return self.count - 1
 
     def begin(self, guess: list[int]) -> list[int]:
-        """The first request. The list that is given will hold the order."""
+        """Begins with the first request; the list that is given will hold the order."""
         self._guess, self.asked = guess, []
         return self.asked
 
     def after(self, index: int) -> Iterator[int]:
-        """What is probably asked for next."""
+        """Yields the indices of handles that are probably asked for next."""
         guess = self._guess
         for start in (self._at, 0):
             try:
@@ -88,14 +88,14 @@ class Round:
 
 @dataclass(frozen=True)
 class Place:
-    """Of one handle in its round."""
+    """Position of one handle in its round."""
 
     round: Round
     index: int
 
 
 class Prefetcher:
-    """Of one training: what was learned, and what is back early just now.
+    """Prefetcher of one training: what it has learned, and what is back early just now.
 
     found, missed   requests for what was back early, or on its way; and for what was not
     """
@@ -109,13 +109,13 @@ class Prefetcher:
         self._busy = threading.Lock()  # never waited for: who finds it taken starts nothing
 
     def put(self, handle: Movable, name: Hashable) -> Place:
-        """A handle was made."""
+        """Adds a handle that was made; returns its place."""
         if self._round.asked is not None:
             self._round = Round()
         return Place(self._round, self._round.put(handle, name))
 
     def asked(self, place: Place, handle: Movable, *, was_early: bool | None) -> None:
-        """A handle is being restored: start what probably comes next.
+        """Starts what probably comes next, while a handle is being restored.
 
         was_early: None if nothing had to be brought back for it.
         """

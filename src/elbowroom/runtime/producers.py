@@ -1,4 +1,4 @@
-"""Which ops have a recipe, read off their calls (formulas and why they are right: `recipes.py`)."""
+"""Recipes of ops, read off their calls (formulas and why they are right: `recipes.py`)."""
 
 import weakref
 from collections.abc import Callable
@@ -22,9 +22,10 @@ from elbowroom.runtime.statistics import logical_statistics, statistics_of
 
 
 def note_origin(call: Call, out: Any, identity: Identity) -> None:
-    """If the op that has just ended can run again, remember how, under its output's identity.
+    """Records how to run an op again that has just ended, under its output's identity.
 
-    Of what wants no gradient: that an op has made it, so that no owner of an input holds it.
+    Of an output that wants no gradient it records that an op made it, so that no owner of an input
+    holds it.
     """
     maker = _MAKERS.get(call.name)
     if not isinstance(out, Tensor) or not out.numel():
@@ -88,7 +89,7 @@ def note_copy(x: Tensor, call: Call, identity: Identity) -> None:
 
 
 def _is_made_of(copy: Tensor, of: Tensor, call: Call) -> bool:
-    """Whether the node of `copy` reads `of`, or what `of` was before the call changed it."""
+    """Returns whether the node of `copy` reads `of`, as it is or was before the call changed it."""
     if copy.grad_fn is None or of.grad_fn is None:
         return False
     if version_of(of) == call.version:
@@ -97,7 +98,7 @@ def _is_made_of(copy: Tensor, of: Tensor, call: Call) -> bool:
 
 
 def _source(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geometry]:
-    """What the op can be run on again, and where in it the op's input lies.
+    """Returns what the op can be run on again, and where in it the op's input lies.
 
     It is the input as the op saved it, the recipe of its input, or what an earlier op saved.
     """
@@ -132,7 +133,10 @@ def _make(
 
 
 def _in_order(op: Op, seen: Geometry, out: Tensor) -> Op:
-    """Without its lossy form, if that goes by memory order and the output's is not the input's."""
+    """Returns the op without its lossy form if the output lies in another order than the input.
+
+    Only a lossy form that goes by memory order is dropped.
+    """
     if op.affine is None or same_order(seen.shape, seen.stride, out.stride()):
         return op
     bound = op.bound
@@ -182,7 +186,10 @@ def _leaky_relu(call: Call, out: Tensor, identity: Identity) -> Origin:
 
 
 def _relu6(call: Call, out: Tensor, identity: Identity) -> Origin | None:
-    """What lies outside is 0 or 6: a decoded value tells which, unless it is off by 3."""
+    """Returns a recipe of ReLU6.
+
+    An element outside is 0 or 6: a decoded value tells which, unless it is off by 3.
+    """
     if not is_capped(call):
         return None
     op = Op(
@@ -197,7 +204,7 @@ def _relu6(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 def _make_masked(
     call: Call, out: Tensor, identity: Identity, op: Op, *, has_zeros: bool = False
 ) -> Origin:
-    """By bits that lie where the op has saved what it reads them of: its input, or out."""
+    """Returns a recipe that takes bits from where the op has saved its input or its output."""
     source, seen = _source(call, identity)
     if source is None:
         return Origin(call.name, has_zeros=has_zeros)
@@ -249,7 +256,10 @@ def _elementwise(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 def _binary(
     combine: Callable[..., Tensor], call: Call, out: Tensor, identity: Identity
 ) -> Origin | None:
-    """Of two operands: one saved or made again, the other saved, a parameter or a number."""
+    """Returns a recipe of an op with two operands.
+
+    One is saved or made again, the other is saved, a parameter or a number.
+    """
     x, y = call.arg(0, "input"), call.arg(1, "other")
     if not isinstance(y, Tensor):
         return _elementwise(call, out, identity)
@@ -383,7 +393,7 @@ def _gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 
 def _is_there(y: Tensor, identity: Identity) -> bool:
-    """Whether y is held as a saved tensor, or is a parameter."""
+    """Returns whether y is held as a saved tensor, or is a parameter."""
     if type(y) is nn.Parameter:
         return True
     held = None if untouchable(y) else identity.slot(y)
@@ -405,7 +415,7 @@ def _cast(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 
 def _operand(x: Tensor, call: Call, identity: Identity) -> Slot | Recipe | None:
-    """What x is made from: itself as this op saved it, its recipe, or as an earlier op did."""
+    """Returns what x can be made from: its slot, if this op saved it, else a recipe, or a slot."""
     held = identity.slot(x)
     if held is not None and held.value is None:
         held = None
@@ -426,7 +436,10 @@ def _spare(x: Tensor, call: Call, out: Tensor, identity: Identity) -> Slot | Non
 
 
 def _rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
-    """On a CPU the op is made of others, which save x as fp32 first of all."""
+    """Returns a recipe of RMSNorm.
+
+    On a CPU the op is made of others, which save x as fp32 first of all.
+    """
     x, shape, eps = call.arg(0, "input"), call.arg(1, "normalized_shape"), call.arg(3, "eps")
     weight, dtype = _as_now(call.arg(2, "weight")), x.dtype
     held = next((slot for slot in call.saved if slot.base.shape == tuple(x.shape)), None)

@@ -60,10 +60,10 @@ class _Object(NamedTuple):
 
 
 class Reach:
-    """What can be reached from `roots`, as it is now.
+    """Objects and tensors that can be reached from `roots`, as they are now.
 
-    tensors    all but parameters and buffers of modules, with their versions
-    iterators  how many there are, which give their items only once
+    tensors    all tensors but parameters and buffers of modules, with their versions
+    iterators  number of iterators, which give their items only once
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -78,7 +78,7 @@ class Reach:
         return found + ["tensor" for x, version in self.tensors if version_of(x) != version]
 
     def restore(self) -> None:
-        """Fill each object that has changed as it was. Tensors are left as they are."""
+        """Fills each object that has changed as it was. Tensors are left as they are."""
         for one in self._objects:
             if one.has_changed:
                 one.fill(one.it, one.contents)
@@ -97,7 +97,7 @@ class Reach:
                 continue
 
     def _visited(self, x: Any) -> list[Any]:
-        """Note an object; what it holds."""
+        """Notes an object, and returns what it holds."""
         if isinstance(x, Tensor):
             if not isinstance(x, nn.Parameter):
                 self.tensors.append((x, version_of(x)))
@@ -113,7 +113,7 @@ class Reach:
         return list(self._other(x))
 
     def _module(self, module: nn.Module) -> None:
-        """Its attributes and its tables of hooks and children; not those of parameters, buffers."""
+        """Walks a module's attributes and its tables of hooks and children."""
         if any(isinstance(p, _UNMADE) for p in _own(module)):
             return  # its first forward makes it, once for all
         self._note(vars(module), attributes_of, set_attributes, type(module).__name__)
@@ -121,7 +121,7 @@ class Reach:
             self._note(vars(module)[name], dict, _fill_dict)
 
     def _other(self, x: Any) -> Iterator[Any]:
-        """Note a container or an instance; what it holds."""
+        """Notes a container or an instance, and returns what it holds."""
         if isinstance(x, list):
             yield from self._note(x, list.copy, _fill_list)
         elif isinstance(x, collections.deque):
@@ -176,7 +176,7 @@ class Values:
         return sum(nbytes_of(copy) for _, _, copy in self._tensors if copy is not None)
 
     def let_go(self) -> None:
-        """Hold no large copy of a tensor that has not changed since."""
+        """Drops large copies of tensors that have not changed since."""
         self._tensors = [
             (x, version, None if is_left_alone(x, version, copy) else copy)
             for x, version, copy in self._tensors
@@ -184,7 +184,10 @@ class Values:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Raises PlanError where that cannot be done."""
+        """Gives tensors that changed their values back.
+
+        Raises PlanError where that cannot be done.
+        """
         for x, version, copy in self._tensors:
             if version_of(x) == version:
                 continue
@@ -199,7 +202,7 @@ class Values:
 
 
 def is_left_alone(x: Tensor, version: int, copy: Tensor | None) -> bool:
-    """Return whether a large tensor is what it was when it had this version, and was copied."""
+    """Returns whether a large tensor is what it was when it had this version, and was copied."""
     if copy is None or nbytes_of(copy) <= SMALL or version_of(x) != version:
         return False
     if copy.layout is not torch.strided:
@@ -209,10 +212,10 @@ def is_left_alone(x: Tensor, version: int, copy: Tensor | None) -> bool:
 
 
 def behind_calls(module: nn.Module) -> list[Any]:
-    """Where to begin for all that a forward of this module may change besides what it is handed.
+    """Returns the roots of all that a forward of this module may change besides its arguments.
 
-    The module and all inside it, the functions of their forwards and hooks, and the context's
-    variables.
+    They are the module and all inside it, the functions of their forwards and hooks, and the
+    context's variables.
     """
     children = list(module.modules())
     forwards = {type(child).forward for child in children if not _is_of_torch(type(child))}
@@ -230,7 +233,7 @@ def _copy_of(x: Tensor, most_nbytes: int) -> Tensor | None:
 
 
 def nbytes_of(x: Tensor) -> int:
-    """Return the bytes of all its elements."""
+    """Returns the bytes of all its elements."""
     return x.numel() * x.element_size()
 
 
@@ -239,7 +242,7 @@ def _own(module: nn.Module) -> Iterable[Any]:
 
 
 def _held_by_function(x: Any) -> Iterator[Any]:
-    """What a function closes over, its defaults, and the globals that it names."""
+    """Yields what a function closes over, its defaults, and the globals that it names."""
     if isinstance(x, functools.partial):
         yield from (x.func, x.args, x.keywords)
     elif isinstance(x, types.MethodType):
@@ -264,7 +267,7 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _is_walked(x: Any) -> bool:
-    """Whether the attributes of this instance are looked at."""
+    """Returns whether the attributes of this instance are looked at."""
     if isinstance(x, _WALKED_OF_STDLIB):
         return True
     if isinstance(
@@ -276,7 +279,7 @@ def _is_walked(x: Any) -> bool:
 
 @functools.lru_cache(4096)
 def _is_of_library(module: str | None) -> bool:
-    """Whether it is a module of torch, of the standard library or of ours."""
+    """Returns whether this is the name of a module of torch, of the standard library or of ours."""
     root = (module or "").partition(".")[0]
     if root == "__main__":
         return False
@@ -297,7 +300,7 @@ def _slots_of(cls: type) -> tuple[str, ...]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether these contents are of the same objects, in the same order."""
+    """Returns whether two contents are of the same objects, in the same order."""
     if isinstance(one, dict):
         if len(one) != len(other):
             return False
@@ -312,7 +315,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _is(x: Any, y: Any) -> bool:
-    """Whether it is the same object, or an equal number or word."""
+    """Returns whether x and y are the same object, or equal numbers or words."""
     return x is y or (type(x) is type(y) and type(x) in _ATOMS and (x == y or repr(x) == repr(y)))
 
 

@@ -1,4 +1,4 @@
-"""Which node of the graph reads a saved tensor, and how: asked once the call has ended.
+"""Search for the node of the graph that reads a saved tensor, and how, once the call has ended.
 
 A pack hook is not told who saves. But a node shows what it has saved, as hooks have packed it
 (`node._raw_saved_self.data`). So the nodes that a call has made are walked from its outputs down,
@@ -22,16 +22,16 @@ _SAVED = "_raw_saved_"
 
 
 class Reader(NamedTuple):
-    """How a node uses a tensor that it has saved, and the node's name."""
+    """Derivative formula by which a node uses a tensor that it has saved, and the node's name."""
 
     formula: Formula = Formula.UNKNOWN
     node: str = ""
 
 
 def readers_of(call: Call, out: Any, wanted: Iterable[Deferred]) -> dict[int, Reader]:
-    """By id, how each of the wanted is read by the nodes that `call` has made.
+    """Returns, by id, how the nodes that `call` has made read each of the wanted tensors.
 
-    None of them that is not found: by a node of the user's, or deeper than is looked.
+    A tensor is left out if no reader is found: that is a node of the user's, or lies too deep.
     """
     waiting, found = {id(one) for one in wanted}, dict[int, Reader]()
     for node in _nodes_of(call, out):
@@ -80,7 +80,7 @@ def _fields(node: Node, name: str) -> Iterable[str]:
 
 
 def _packed(node: Node, field: str) -> list[Any]:
-    """What hooks have made of the tensors that a node has saved under one name."""
+    """Returns what hooks have made of the tensors that a node has saved under one name."""
     saved = getattr(node, _SAVED + field, None)
     each = saved if isinstance(saved, list | tuple) else [saved]
     return [getattr(one, "data", None) for one in each]

@@ -86,7 +86,7 @@ class Op:
 
     @property
     def is_norm(self) -> bool:
-        """Whether it is a norm that a ReLU above it can be done in one with."""
+        """True if the op is a norm that can be fused with a ReLU above it."""
         return self.affine is not None and not self.needs_bits
 
 
@@ -117,7 +117,7 @@ class Recipe:
         output: Slot | None,
         versions: tuple[int, ...] | None = None,
     ) -> "Recipe | None":
-        """None if the chain would be too long."""
+        """Makes a recipe; None if the chain would be too long."""
         if isinstance(source, Recipe) and source.depth >= _DEEPEST:
             return None
         link = source if isinstance(source, Recipe) else weakref.ref(source)
@@ -137,7 +137,7 @@ class Recipe:
         return 1 + (self.source.depth if isinstance(self.source, Recipe) else 0)
 
     def ready(self) -> "Ready | None":
-        """With strong references; None if something that it needs is not held (any more)."""
+        """Returns the recipe with strong references; None if something that it needs is gone."""
         source: Slot | Ready | None = (
             self.source.ready() if isinstance(self.source, Recipe) else self.source()
         )
@@ -176,12 +176,12 @@ class Ready:
 
     @property
     def exact(self) -> bool:
-        """Whether the sources are exact now. They may be encoded later, unless they are pinned."""
+        """True if the sources are exact now. They may be encoded later, unless they are pinned."""
         return self.source.exact and (self.other is None or self.other.exact)
 
     @property
     def works_lossy(self) -> bool:
-        """Whether every op of the chain can also run on a decoded source."""
+        """True if every op of the chain can also run on a decoded source."""
         here = self.noise is not None or (
             self.op.works_lossy and (self.bits is not None or not self.op.needs_bits)
         )
@@ -189,7 +189,7 @@ class Ready:
 
     @property
     def depth(self) -> int:
-        """How many ops run to make it, one after the other."""
+        """Number of ops that run, one after the other, to make the tensor again."""
         return 1 + max(map(_depth_of, (self.source, self.other)))
 
     @property
@@ -206,12 +206,12 @@ class Ready:
 
     @property
     def slots(self) -> "list[Slot]":
-        """All that it takes."""
+        """Slots that the recipe takes."""
         below = self.source.slots if isinstance(self.source, Ready) else [self.source]
         return [*below, *(slot for slot in (self.noise, self.other) if slot is not None)]
 
     def pin(self) -> None:
-        """From now on the sources must stay exact."""
+        """Makes the sources stay exact from now on."""
         self.source.pin()
         if self.other is not None:
             self.other.pin()
@@ -240,9 +240,9 @@ class Ready:
         return out
 
     def mapped_source(self) -> tuple[Slot, Affine, Tensor | None] | None:
-        """Where it is no more than an affine of a slot: that, the affine, and the bits it needs.
+        """Returns a slot, an affine and its bits if the tensor is that affine of that slot.
 
-        Of an exact one it gives other bits than the op itself, so not in exact mode.
+        An affine of an exact slot gives other bits than the op itself: not for exact mode.
         """
         self._check_parameters()
         source, affine = self.source, self.op.affine
@@ -302,7 +302,7 @@ class Ready:
         return x
 
     def _with_other(self, x: Tensor, private: bool) -> Tensor:
-        """What the op makes of x and y, over x if it is the caller's and the result fits."""
+        """Returns what the op makes of x and y, over x if that is private and the result fits."""
         assert self.other is not None
         assert self.op.other is not None
         assert self.op.combine is not None
@@ -345,7 +345,7 @@ def _depth_of(source: "Slot | Ready | None") -> int:
 
 
 def same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether two strides order the elements of a shape alike (those of length 1 do not matter)."""
+    """Returns whether two strides order the elements of a shape alike."""
     return one == other or all(
         a == b for a, b, length in zip(one, other, shape, strict=True) if length > 1
     )

@@ -49,7 +49,7 @@ def recomputed(
     arguments: Arguments,
     begin: Callable[[], None] = lambda: None,
 ) -> Any:
-    """call(*args, **kwargs), to be run again in backward.
+    """Calls call(*args, **kwargs), to be run again in backward.
 
     arguments: the same as they are now. begin: called once inputs are saved.
     """
@@ -77,7 +77,7 @@ def state_nbytes(module: nn.Module) -> int:
 
 
 class _Again:
-    """`State.again` for as many runs as there are: checkpoint enters one object at each of them.
+    """Context `State.again` for any number of runs: checkpoint enters one object at each of them.
 
     Twice under retain_graph and in double backward.
     """
@@ -101,7 +101,7 @@ class _Again:
 
 
 class State:
-    """What a module's forward reads besides its inputs, as it was before it ran.
+    """State that a module's forward reads besides its inputs, as it was before it ran.
 
     changed_buffer  the name of a large buffer that a run inside of `again` has changed
     """
@@ -123,7 +123,7 @@ class State:
         self._attributes = Attributes(module)
 
     def take(self, *, all_of_them: bool = False) -> list[tuple[str, Tensor, int]]:
-        """Copy small buffers, or all of them; the others, with their versions."""
+        """Copies small buffers, or all of them; the others are noted with their versions."""
         large = []
         for owner in self._module.modules():
             for name, buffer in owner._buffers.items():
@@ -137,7 +137,7 @@ class State:
 
     @contextmanager
     def first(self, begin: Callable[[], None]) -> Iterator[None]:
-        """Around the first run: see that large buffers do not change."""
+        """Context around the first run, which checks that large buffers do not change."""
         with torch._C.DisableTorchFunction():
             large = self.take()
         begin()
@@ -156,7 +156,7 @@ class State:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Around a second run: everything as it was, and nothing that it changes is seen."""
+        """Context around a second run: all is as it was, and nothing that it changes is seen."""
         for parameter, version in self._parameters:
             check_version(parameter, version)
         now = [(child, child.training) for child, _ in self._training]

@@ -1,7 +1,7 @@
-"""Does all of the gradient that reaches a norm come through one ReLU?
+"""Detection of norms whose whole gradient comes through one ReLU.
 
-Then it is 0 wherever that ReLU lets nothing pass, and the norm's backward reads what lies there in
-one small term only, so that a rough code will do (`codecs/sided.py`). Forward tells:
+Such a gradient is 0 wherever that ReLU lets nothing pass, and the norm's backward reads what lies
+there in one small term only, so that a rough code will do (`codecs/sided.py`). Forward tells:
 
     h = norm(x); z = relu(h)            h has no other reader, and is gone, or has become z
     h = norm(x); z = relu(h + other)    the same of h, and of the sum
@@ -31,7 +31,7 @@ _SUMS = frozenset(
 
 
 class Gate:
-    """Follows the output of a norm, `out`, from the norm's end on.
+    """Gate that follows the output of a norm, `out`, from the norm's end on.
 
     is_sole    so far nothing but sums and one ReLU has read it
     is_summed  the ReLU is one of a sum that it is a part of
@@ -45,7 +45,7 @@ class Gate:
         self._passed: int | None = None  # the storage of what the ReLU has made
 
     def ended(self, call: Call, out: Any) -> None:
-        """A call has ended: has it read what this gate follows?"""
+        """Notes a call that has ended, and whether it has read what this gate follows."""
         if not self.is_sole:
             return
         read = {_address(x) for x in _tensors(call.args, call.kwargs)} & self._path.keys()
@@ -76,7 +76,7 @@ class Gate:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can read what it follows any more: the ReLU was all."""
+        """True if nothing can read the norm's output or the sum any more: the ReLU was all."""
         gone = (known.expired() or at == self._passed for at, known in self._path.items())
         return self.is_sole and self._passed is not None and all(gone)
 

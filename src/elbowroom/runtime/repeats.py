@@ -1,4 +1,4 @@
-"""Whether a module may run a second time: tried before it is recomputed at all.
+"""Trial of whether a module may run a second time, before it is recomputed at all.
 
 What it reads is given back to it as far as it can be seen (`recompute.py`). The rest would be
 another in backward, and gradients silently wrong: a list that it changes, the clock, a generator
@@ -38,7 +38,7 @@ _failed: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary
 
 
 def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Arguments) -> str:
-    """Why call(...), of this module, may not be left to a second run in backward; "": it may."""
+    """Returns why a module's call may not be run a second time in backward; "": it may."""
     if arguments.why_not:
         return arguments.why_not
     if will_be_tried(module):
@@ -50,12 +50,12 @@ def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Argume
 
 
 def will_be_tried(module: nn.Module) -> bool:
-    """Return whether its next call will be one of those that run twice more."""
+    """Returns whether its next call will be one of those that run twice more."""
     return _left.get(module, TRIED) > 0 and module not in _failed
 
 
 class Unrepeatable(BaseException):
-    """A module that was to be recomputed is not to be: the forward has to begin again.
+    """Raised if a module that was to be recomputed is not to be: the forward has to begin again.
 
     It is raised only where `er.fit` waits for it around the whole forward (`Fitting`). It is no
     Exception, lest a forward that handles errors of its own should swallow it.
@@ -63,7 +63,7 @@ class Unrepeatable(BaseException):
 
 
 def _tried(module: nn.Module, call: Callable[..., Any], arguments: Arguments) -> str:
-    """What two runs have shown that must not be, in words."""
+    """Runs the module twice on copies; returns in words why it cannot run again, or ""."""
     state = State(module, arguments.sources)
     state.take(all_of_them=True)
     devices = sorted({x.get_device() for x in arguments.tensors if x.is_cuda})
@@ -95,7 +95,7 @@ def _tried(module: nn.Module, call: Callable[..., Any], arguments: Arguments) ->
 
 @contextmanager
 def _put_back(module: nn.Module, arguments: Arguments) -> Iterator[None]:
-    """Afterwards all that can be reached from a module and its hooks is what it was."""
+    """Puts back, on exit, all that can be reached from a module and its hooks."""
     parameters = [(name, p.detach(), version_of(p)) for name, p in module.named_parameters()]
     reach = Reach([*behind_calls(module), *arguments.shared])
     tensors = Values(reach.tensors, LARGE)
@@ -113,7 +113,10 @@ def _put_back(module: nn.Module, arguments: Arguments) -> Iterator[None]:
 
 
 def _holding_nothing() -> torch.autograd.graph.saved_tensors_hooks:
-    """With gradients, as in the real run: what autocast casts without them would be used there."""
+    """Returns hooks that hold nothing, for a trial with gradients as in the real run.
+
+    Without gradients, autocast would cache its casts, and the real run would use them.
+    """
 
     def unpack(_: None) -> Tensor:
         raise NothingHeld(
@@ -126,7 +129,7 @@ def _holding_nothing() -> torch.autograd.graph.saved_tensors_hooks:
 
 
 def _bits_of(out: Any) -> list[Any]:
-    """A digest of what a module gives: of each tensor's bits, and where they stand."""
+    """Returns a digest of what a module gives: of each tensor's bits, and where they stand."""
     nested = Arguments((out,), {})
     tensors = nested.tensors if not nested.why_not else tree_leaves(out)
     with torch._C.DisableTorchFunction(), torch.no_grad():

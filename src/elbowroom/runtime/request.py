@@ -1,4 +1,4 @@
-"""What an op asks of the slot of a tensor that it saves, and whether what is held suffices.
+"""Request of an op to the slot of a tensor that it saves, and whether what is held suffices.
 
 Nothing here changes what is held.
 """
@@ -20,7 +20,7 @@ from elbowroom.runtime.slot import Slot
 
 
 class Request(NamedTuple):
-    """The op `call` saves x, which lies in the storage of `slot`, and reads it like this.
+    """Request of the op `call`, which saves x in the storage of `slot`, and reads it like this.
 
     call  None: no function that Python has called saves it
     name  module, op, and how many the op of this module has saved before
@@ -34,14 +34,14 @@ class Request(NamedTuple):
 
     @property
     def need(self) -> Need:
-        """What of x the op needs."""
+        """Need of the op for x."""
         return self.reading.need
 
 
 def classify(
     slot: Slot, x: Tensor, call: Call | None, reading: Reading, name: SiteName, *, looks: bool
 ) -> Request:
-    """Return what the op asks: more than `reading`, where what the slot holds does not fit it.
+    """Returns what the op asks: more than `reading`, where what the slot holds does not fit it.
 
     looks: whether attention's values may be looked at, on a CPU
     """
@@ -57,12 +57,12 @@ def classify(
 
 
 def is_served(request: Request) -> bool:
-    """Return whether what the slot holds is all that the op needs."""
+    """Returns whether what the slot holds is all that the op needs."""
     return request.slot.serves(request.need) and not _is_too_coarse(request)
 
 
 def _is_too_coarse(request: Request) -> bool:
-    """Whether a code that is held was chosen for a reader with a milder formula than this one."""
+    """Returns whether the code that is held was chosen for a milder formula than this reader's."""
     slot, x, call, reading, name = request
     if reading.need is not Need.LOSSY or slot.exact or not slot.sites:
         return False
@@ -80,7 +80,7 @@ def _is_too_coarse(request: Request) -> bool:
 
 
 def is_too_coarse_for(slot: Slot, site: Site) -> bool:
-    """Return whether a slot holds a code of fewer levels than this site asks for.
+    """Returns whether a slot holds a code of fewer levels than this site asks for.
 
     Or one that does not keep apart the rows of which this site asks for the size.
     """
@@ -93,6 +93,6 @@ def is_too_coarse_for(slot: Slot, site: Site) -> bool:
 
 
 def is_lossy(action: Action, need: Need) -> bool:
-    """Return whether the tensor may be, or may become, a lossy code."""
+    """Returns whether the tensor may be, or may become, a lossy code."""
     at_once = isinstance(action, Offload) or (isinstance(action, Encode) and action.codec.lossless)
     return need is Need.LOSSY and not at_once

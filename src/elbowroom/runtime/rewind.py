@@ -1,4 +1,4 @@
-"""What a forward changes besides its outputs, so that it can be run as if for the first time."""
+"""Record of what a forward changes besides its outputs, so that it can run again as at first."""
 
 import sys
 from collections.abc import Iterable
@@ -60,7 +60,7 @@ class Rewind:
 
     @property
     def changed_large(self) -> bool:
-        """Whether a tensor that forward was handed, or a large one in reach, has been changed."""
+        """True if a tensor that forward was handed, or a large one in reach, has been changed."""
         tensors = [*self._given.tensors, *self._beside.tensors]
         tensors += [(x, version) for _, _, x, _, version in self._buffers if nbytes_of(x) > SMALL]
         return any(version_of(x) != version for x, version in tensors)
@@ -72,7 +72,7 @@ class Rewind:
         return buffers + sum(values.nbytes for values in self._values)
 
     def let_go(self) -> None:
-        """A forward has ended: hold no copy of a large tensor that it has left alone.
+        """Drops copies of large tensors that a forward, which has ended, has left alone.
 
         The same forward will leave it alone when it runs again; if not, `back` raises.
         """
@@ -85,7 +85,7 @@ class Rewind:
 
     @property
     def is_possible(self) -> bool:
-        """Whether forward can be given the same again: it is handed no iterator."""
+        """True if forward can be given the same arguments again: none of them is an iterator."""
         return not self._given.iterators
 
     @property
@@ -96,7 +96,7 @@ class Rewind:
 
     @torch.no_grad()
     def back(self) -> None:
-        """Make them what they were. Raises PlanError if a parameter was changed."""
+        """Makes them what they were. Raises PlanError if a parameter was changed."""
         self._generators.restore()
         for reach, values in zip((self._given, self._beside), self._values, strict=True):
             reach.restore()
@@ -124,7 +124,7 @@ class Rewind:
 
 
 def _is_unversioned(owner: nn.Module) -> bool:
-    """Return whether forward may write to its buffers without raising their versions."""
+    """Returns whether forward may write to its buffers without raising their versions."""
     return isinstance(owner, nn.modules.batchnorm._NormBase)
 
 

@@ -74,17 +74,17 @@ class Serving:
         self.pieces = Pieces()
 
     def end(self) -> None:
-        """The forward has ended: nothing waits any more."""
+        """Ends the forward: nothing waits any more."""
         self.waiting.end_all()
         self.pieces.end()
 
     def clear(self) -> None:
-        """Leave what waits as it is."""
+        """Leaves what waits as it is."""
         self.waiting.clear()
         self.pieces.clear()
 
     def serve(self, request: Request) -> None:
-        """Make the slot hold what the op asks for, if it does not yet."""
+        """Makes the slot hold what the op asks for, if it does not yet."""
         if is_served(request):
             return
         slot, x, call, _, name = request
@@ -98,18 +98,18 @@ class Serving:
         self._listener.does(slot, name, Need.EXACT, Keep(why) if cast is None else None)
 
     def ready(self, x: Tensor) -> Ready | None:
-        """Return how x could be made again now."""
+        """Returns how x could be made again now."""
         origin = self._identity.origin(x)
         return None if origin is None or origin.recipe is None else origin.recipe.ready()
 
     def _cast(self, slot: Slot, x: Tensor, call: Call | None) -> CastHandle | None:
-        """What makes x's storage again, if that is a cast of a parameter."""
+        """Returns a handle that makes x's storage again if it is a cast of a parameter, or None."""
         if call is None or not getattr(self._policy, "rebuild", False):
             return None
         return CastHandle.of(x, slot.base.on(x), call.began)
 
     def _act(self, request: Request) -> None:
-        """Ask the policy, and do what it says; or let it wait."""
+        """Asks the policy, and does what it says; or lets it wait."""
         slot, x, call, _, name = request
         need, site, ready = request.need, *self._site(request)
         whole = slot.base.on(x)
@@ -133,7 +133,7 @@ class Serving:
             hold(slot, whole, action)
 
     def _site(self, request: Request) -> tuple[Site, Ready | None]:
-        """The site of the save, and how x could be made again for it."""
+        """Returns the site of the save, and how x could be made again for it."""
         slot, x, call, reading, name = request
         ready = self.ready(x)
         site = site_of(slot, x, call, reading, ready, name, self._identity.origin(x))
@@ -147,9 +147,9 @@ class Serving:
         return site, ready
 
     def _would_pin(self, ready: Ready, need: Need) -> bool:
-        """Whether a tensor that may have a code would keep another from having one.
+        """Returns whether a tensor that may have a code would keep another from having one.
 
-        A recipe that can only run on an exact source keeps that as it is.
+        A recipe that can only run on an exact source keeps its source exact.
         """
         if need is not Need.LOSSY or self._codes_are_exact() or ready.works_lossy:
             return False
@@ -161,7 +161,7 @@ class Serving:
         return is_exact()
 
     def _chosen(self, request: Request, site: Site, ready: Ready | None) -> Action:
-        """What is to be done: what the policy says, as this tensor allows it."""
+        """Returns the action that the policy chooses, as far as this tensor allows it."""
         slot, x = request.slot, request.x
         if self._context.keeps(_key(site)):
             return Keep("somebody else held it until backward")
@@ -197,7 +197,7 @@ class Serving:
         whole: Tensor,
         action: Action,
     ) -> None:
-        """Perform the action. drawn: the count of seeds as this one was drawn."""
+        """Performs the action. drawn: the count of seeds as this one was drawn."""
         name = site.name
         if slot.pinned and isinstance(action, Encode):
             slot.entry.why = "an op that needs every bit reads it, or what is made of it"
@@ -229,14 +229,17 @@ class Serving:
         self._listener.does(slot, name, Need.MASK, None, bits=name.consumer, covers=covers)
 
     def _keep(self, slot: Slot, whole: Tensor, name: SiteName) -> None:
-        """Hold the tensor itself, until more is known."""
+        """Holds the tensor itself until more is known."""
         slot.hold(KeepHandle(whole, slot.entry.why))
         self._listener.does(slot, name, Need.EXACT, Keep(slot.entry.why))
 
     def _hold_input(
         self, slot: Slot, whole: Tensor, action: Action, hold: "partial[None]", why: str
     ) -> None:
-        """The piece that runs again has run once. why: it may not be given a code, or ""."""
+        """Holds an input of a piece that runs again, which has run once.
+
+        why: it may not be given a code, or "".
+        """
         if why:
             slot.hold(KeepHandle(whole, why))
         else:
@@ -252,7 +255,7 @@ class Serving:
         norm: Call,
         out: Any,
     ) -> None:
-        """A norm has run, and its statistics are known, which the code is better with."""
+        """Holds a norm's input once the norm has run: its statistics make the code better."""
         slot.statistics = statistics_of(norm, whole)
         if slot.statistics is None and is_normalized(action):
             slot.hold(KeepHandle(whole, "the input of a norm, in no order that is known"))

@@ -1,4 +1,4 @@
-"""What is known of a save without looking at a value: the facts that a policy decides by."""
+"""Facts of a save that are known without looking at a value, which a policy decides by."""
 
 from dataclasses import replace
 from math import gcd, prod
@@ -95,7 +95,7 @@ def left_alone(
     min_nbytes: int,
     origin: Origin | None,
 ) -> str:
-    """Why this storage is kept whatever the policy says, or "".
+    """Returns why this storage is kept whatever the policy says, or "".
 
     origin  the op that made x, if one was seen
     """
@@ -117,7 +117,7 @@ def left_alone(
 
 
 def _ends_in_parameters(x: Tensor, call: Call | None) -> bool:
-    """Whether the call reads x for gradients of parameters alone.
+    """Returns whether the call reads x for gradients of parameters alone.
 
     A weight that wants no gradient is data, too: its error would go on to all that lies below.
     """

@@ -29,7 +29,7 @@ _MOST_SHARED = 4  # tensors that are held at a time, made again, for their next 
 
 
 class Geometry(NamedTuple):
-    """Where a tensor lies in its storage."""
+    """Shape, strides and offset of a tensor in its storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -112,12 +112,12 @@ class Slot:
         return getattr(self.value, "where", None)
 
     def root(self) -> "Slot":
-        """The slot whose bytes it all comes from: itself, or that of the recipe that it holds."""
+        """Returns the slot whose bytes it all comes from: itself, or that of its recipe."""
         below = getattr(self.value, "source", None)
         return self if below is None else below.root()
 
     def serves(self, need: Need) -> bool:
-        """Whether what is held suffices for this need."""
+        """Returns whether what is held suffices for this need."""
         if need is Need.SHAPE:
             return self.shape_is_enough or self.value is not None or self.bits is not None
         if need is Need.MASK:
@@ -127,7 +127,7 @@ class Slot:
         return self.exact
 
     def promise(self, need: Need, consumer: str) -> None:
-        """Remember what an op was promised: it must hold however tight it becomes later."""
+        """Remembers what an op was promised: it must hold, however tight the policy becomes."""
         if need is Need.SHAPE:
             return
         self.lossy_views += need is Need.LOSSY
@@ -138,14 +138,14 @@ class Slot:
             self.pin()
 
     def pin(self) -> None:
-        """From now on the value must stay exact, and so must whatever it is rebuilt from."""
+        """Makes the value, and whatever it is rebuilt from, stay exact from now on."""
         self.pinned = True
         pin_sources = getattr(self.value, "pin", None)
         if pin_sources is not None:
             pin_sources()
 
     def hold(self, value: Handle) -> None:
-        """Take a value, in place of one that is there. Bits that it brings along replace ours.
+        """Takes a value, in place of one that is there. Bits that it brings along replace ours.
 
         Also for who else holds ours: the code of a norm's input, as its mask.
         """
@@ -163,18 +163,18 @@ class Slot:
             value.when_away(partial(self.entry.move_away, value.full_nbytes))
 
     def hold_bits(self, bits: Tensor) -> None:
-        """Take the bits of a mask (`masks.py`)."""
+        """Takes the bits of a mask (`masks.py`)."""
         self.bits = bits
         self._tell()
 
     def drop_needless_bits(self) -> None:
-        """The tensor itself, if it is kept, says where it is positive."""
+        """Drops the bits if the tensor itself is kept, and so says where it is positive."""
         if self.bits is not None and isinstance(self.value, KeepHandle):
             self.bits = None
             self._tell()
 
     def hold_shape(self) -> None:
-        """Hold nothing beyond the geometry: all that has been asked for."""
+        """Holds nothing beyond the geometry: all that has been asked for."""
         self.shape_is_enough = True
         self._tell()
 
@@ -195,12 +195,12 @@ class Slot:
         entry.hold(nbytes)
 
     def restore_value(self, *, private: bool = False) -> Tensor:
-        """The whole tensor that the slot was made from."""
+        """Returns the whole tensor that the slot was made from."""
         assert self.value is not None
         return self.value.restore(private=private)
 
     def restore_shared(self) -> Tensor:
-        """The whole tensor for one of its views, which only reads it.
+        """Returns the whole tensor for one of its views, which only reads it.
 
         A loop over time saves hundreds of slices of one tensor: it is restored once for all of
         them, and held until the last has asked.
@@ -287,7 +287,7 @@ class CountedSlot(Slot):
 
 
 class View:
-    """What autograd holds: one op's view of a slot."""
+    """View of a slot, which autograd holds for one op."""
 
     __slots__ = ("__weakref__", "geometry", "need", "slot")
 
@@ -298,7 +298,7 @@ class View:
             slot.readers += 1
 
     def restore(self) -> Tensor:
-        """The saved tensor again: same shape, dtype, device, strides."""
+        """Returns the saved tensor again: same shape, dtype, device, strides."""
         slot = self.slot
         if isinstance(slot.entry, Entry):
             slot.entry.ask()
@@ -368,7 +368,7 @@ def last_node() -> int:
 
 
 class Deferred:
-    """A tensor of which it is decided when the call that saves it has ended.
+    """Tensor that is decided on when the call that saves it has ended.
 
     held: the tensor as it is until then, or for good if the call raises; afterwards its view.
     node: autograd's number of the node that has saved it; a call may make several.
@@ -381,7 +381,7 @@ class Deferred:
         self.held: View | Lone | KeepHandle = KeepHandle(x, "its op has not ended")
 
     def restore(self) -> Tensor:
-        """The saved tensor again."""
+        """Returns the saved tensor again."""
         return self.held.restore()
 
 
@@ -398,13 +398,13 @@ class Beside:
 
 
 class Many:
-    """Keeps what an op saves that saves thousands, each too small to do anything with."""
+    """Keeper of what an op saves that saves thousands, each too small to do anything with."""
 
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref[Lone]] = {}
 
     def keep(self, x: Tensor, ledger: Ledger, module: str, consumer: str) -> Lone | Beside:
-        """Return what is held of x. Each storage is counted once."""
+        """Returns what is held of x. Each storage is counted once."""
         handle, at = KeepHandle(x, "small"), x.untyped_storage()._cdata
         known = self._storages.get(at)
         counted = None if known is None else known()
@@ -417,7 +417,7 @@ class Many:
 
 
 def unpack(held: Any) -> Tensor:
-    """Return the saved tensor that autograd asks for: the hook of backward."""
+    """Returns the saved tensor that autograd asks for: the hook of backward."""
     try:
         x: Tensor = held.restore()
         return x

@@ -28,7 +28,9 @@ _Found = tuple[Tensor, Tensor, Tensor]  # x, and mean and rstd that broadcast wi
 
 
 def statistics_of(call: Call, saved: Tensor) -> Statistics | None:
-    """Those of a norm that has just ended, or None for layouts and ops that have none here.
+    """Returns the statistics of a norm that has just ended.
+
+    Returns None for layouts and ops that have none here.
 
     saved: the input, as the norm has saved it; some save a contiguous copy.
     """
@@ -57,9 +59,10 @@ def logical_statistics(call: Call, x: Tensor) -> _Found | None:
 
 
 def layout_of(x: Tensor, shape: Sequence[int]) -> tuple[list[int], int, int] | None:
-    """Of a statistic of this shape: x's dimensions in memory order, inner and rows, as above.
+    """Returns x's dimensions in memory order, inner and rows, for a statistic of this shape.
 
-    None where x has gaps or overlaps, or more alternations.
+    See `Statistics` for the last two. Returns None where x has gaps or overlaps, or more
+    alternations.
     """
     order = sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
     expected = 1

@@ -1,6 +1,6 @@
-"""Which classes of tensors are plain memory, ours to touch: torch's own two.
+"""Classes of tensors that are plain memory, ours to touch: torch's own two.
 
-And, while a dry run pretends, the class that stands in for them.
+While a dry run pretends, the class that stands in for them is one, too.
 """
 
 import threading
@@ -15,7 +15,7 @@ _one_at_a_time = threading.Lock()
 
 @contextmanager
 def standing_in(kind: type[Tensor]) -> Iterator[None]:
-    """Inside, tensors of this class are taken for plain ones; one thread at a time."""
+    """Treats tensors of this class as plain ones inside this context; one thread at a time."""
     with _one_at_a_time:
         PLAIN.add(kind)
         try:

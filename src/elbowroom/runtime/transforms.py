@@ -1,4 +1,4 @@
-"""Whether what runs now is no plain step, but traced, or transformed by torch.func."""
+"""Tests for code that is no plain step, but traced, or transformed by torch.func."""
 
 import warnings
 
@@ -8,7 +8,10 @@ _said = False
 
 
 def is_traced() -> bool:
-    """Inside torch.jit.trace, vmap, grad: tensors have no memory, or no numbers for shapes."""
+    """Returns whether torch.jit.trace, vmap or grad is active.
+
+    Tensors inside them have no memory, or no numbers for shapes.
+    """
     return torch._C._is_tracing() or torch._C._are_functorch_transforms_active()
 
 
@@ -19,12 +22,12 @@ def takes_gradients() -> bool:
 
 
 def is_transformed() -> bool:
-    """The same, or differentiated forwards."""
+    """Returns whether what runs is traced, transformed, or differentiated forwards."""
     return is_traced() or torch.autograd.forward_ad._current_level >= 0
 
 
 def say_traced() -> None:
-    """Warn, once, that a fitted model is called so."""
+    """Warns, once, that a fitted model is called so."""
     global _said
     if not _said:
         _said = True

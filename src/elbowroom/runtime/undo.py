@@ -1,4 +1,4 @@
-"""What a training step changes until its optimizer's update begins, so that it can be run again.
+"""Record of what a step changes until its optimizer's update begins, so that it can be run again.
 
 RNG, buffers,     noted or copied before the step (`rewind.py`)
 attributes,
@@ -42,7 +42,7 @@ class Undo:
 
     @property
     def changed_large(self) -> bool:
-        """Whether a tensor that forward was handed, or a large one in reach, has been changed."""
+        """True if a tensor that forward was handed, or a large one in reach, has been changed."""
         return self._rewind.changed_large
 
     @property
@@ -51,17 +51,17 @@ class Undo:
         return self._rewind.nbytes
 
     def let_go(self) -> None:
-        """A forward has ended: hold no copy of a large tensor that it has left alone."""
+        """Drops copies of large tensors that a forward, which has ended, has left alone."""
         self._rewind.let_go()
 
     @property
     def is_possible(self) -> bool:
-        """Whether a forward can be run again with the same arguments."""
+        """True if a forward can be run again with the same arguments."""
         return self._rewind.is_possible
 
     @property
     def changed(self) -> str | None:
-        """What the step has changed for good, in words; None: it can be undone."""
+        """Name of what the step has changed for good; None: it can be undone."""
         if self._rewind.changed is not None:
             return f"the parameter '{self._rewind.changed}'"
         return "the optimizer's states" if any(one.changed for one in self._states) else None
@@ -81,7 +81,7 @@ class Undo:
 
     @contextmanager
     def states_change(self) -> Iterator[None]:
-        """Inside, states are replaced by others that mean the same, and nothing holds the old."""
+        """Lets states be replaced by others that mean the same; meanwhile nothing holds the old."""
         for states in self._states:
             states.forget()
         try:
@@ -91,13 +91,13 @@ class Undo:
                 states.note()
 
     def close(self) -> None:
-        """The step is over: watch no more."""
+        """Ends the step: nothing is watched any more."""
         for gradient in self._gradients:
             gradient.close()
 
 
 class _Gradient:
-    """That of one parameter, which may have none."""
+    """Gradient of one parameter, which may have none."""
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = parameter
@@ -110,13 +110,13 @@ class _Gradient:
             self._hook = parameter.register_hook(self._accumulates)  # type: ignore[no-untyped-call]
 
     def _accumulates(self, _: Tensor) -> None:
-        """Backward is about to add to it."""
+        """Copies the gradient before backward adds to it."""
         before = self._still_there()
         if before is not None and self._parameter.grad is before and self._copy is None:
             self._copy = before.detach().clone()
 
     def _still_there(self) -> Tensor | None:
-        """The gradient that stood before the step; None, too, if the step has dropped it."""
+        """Returns the gradient from before the step; None, too, if the step has dropped it."""
         return None if self._before is None else self._before()
 
     @torch.no_grad()
@@ -133,7 +133,7 @@ class _Gradient:
 
 
 class _States:
-    """Those of one optimizer."""
+    """States of one optimizer as they were before the step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -142,13 +142,13 @@ class _States:
         self.note()
 
     def note(self) -> None:
-        """What there is now is what there was before the step."""
+        """Records the states of now as those before the step."""
         state = self._optimizer.state
         self._before = {p: dict(state[p]) for p in self._known}
         self._versions = [(x, version_of(x)) for x in tensors_of(self._before.values())]
 
     def forget(self) -> None:
-        """Hold none of it, until `note`."""
+        """Drops what is held of them, until `note`."""
         self._has_changed = self.changed
         self._before, self._versions = {}, []
 
@@ -164,10 +164,10 @@ class _States:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """What backward has left in `.grad`.
+    """Returns the gradient that backward has left in `.grad`.
 
-    A parameter that an op made, as `torch.func.functional_call` may be given, gets none; torch
-    warns who looks.
+    A parameter that an op made, as `torch.func.functional_call` may be given, gets none, and torch
+    warns if its `.grad` is read.
     """
     return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
 

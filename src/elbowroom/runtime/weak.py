@@ -26,7 +26,7 @@ class WeakStorage:
         return bool(torch.UntypedStorage._expired(self.address))
 
     def holders(self) -> int:
-        """How many tensors share it, views and detached ones counted."""
+        """Returns the number of tensors that share the storage, views and detached ones counted."""
         return 0 if self.expired() else self._count() - _counted_always()
 
     def is_held_by_more(self, than: int) -> bool:
@@ -46,6 +46,9 @@ class WeakStorage:
 
 @cache
 def _counted_always() -> int:
-    """What this version of torch counts besides tensors: in 2.13, the storage's Python object."""
+    """Returns the number of owners besides tensors that torch counts: in 2.13, a Python object.
+
+    It is the storage's.
+    """
     x = torch.empty(1)
     return WeakStorage(x)._count() - 1

@@ -78,11 +78,11 @@ class Discovery:
             Optimizer.__init__ = self._plain_init  # type: ignore[method-assign]
 
     def optimizers(self) -> list[Optimizer]:
-        """All that are still there, in the order in which they were made."""
+        """Returns the optimizers that still exist, in the order in which they were made."""
         return [one for known in self._optimizers if (one := known()) is not None]
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
-        """Those that hold a parameter of the model, in the order in which they were made."""
+        """Returns the optimizers that hold a parameter of the model, in the order of creation."""
         own = {id(p) for p in model.parameters()}
         return [
             one

@@ -33,7 +33,7 @@ _LIBRARIES = tuple(
 
 
 class ExplainOutOfMemory:
-    """A context: if memory runs out inside, it says on stderr what holds it; the error goes on."""
+    """Context that says on stderr what holds memory if it runs out inside; the error goes on."""
 
     def __init__(self, profile: Profile | str | Path | None = None) -> None:
         if profile is not None and not isinstance(profile, Profile):
@@ -64,7 +64,7 @@ def say_exhaustion(error: BaseException, profile: Profile | None = None) -> None
 
 
 def explanation(error: BaseException, profile: Profile | None = None) -> str:
-    """What holds the memory at this error, in lines of text."""
+    """Returns lines of text that say what holds the memory at this error."""
     device_type = "cuda" if _is_of_a_gpu(error) else "cpu"
     frames = _frames(error)
     holders = find_holders(device_type, _names(frames))
@@ -83,7 +83,7 @@ def explanation(error: BaseException, profile: Profile | None = None) -> str:
 def assert_peak(
     step: Callable[[], object], allowed: float | str, *, device: torch.device | str | None = None
 ) -> int:
-    """Raise AssertionError if `step()` takes more than the allowed bytes; return what it takes.
+    """Raises AssertionError if `step()` takes more than the allowed bytes; returns what it takes.
 
         def test_the_step_stays_small():
             step()                                # the first step makes optimizer states
@@ -117,7 +117,7 @@ def assert_peak(
 
 
 def _holders_of(step: Callable[[], object]) -> list[Holder]:
-    """What plain autograd saves in the step, by module."""
+    """Returns what plain autograd saves in the step, by module."""
     with Saving(KeepAll(), min_nbytes=0, context=Context(learns=False)) as saved:
         step()
     sums: dict[str, int] = {}
@@ -202,7 +202,10 @@ def _rows(kind: str, holders: list[Holder]) -> list[str]:
 
 
 def _remedies(total: int, profile: Profile | None) -> list[str]:
-    """What would fit. total: bytes that the device had room for, at least."""
+    """Returns lines that say what would fit.
+
+    total: bytes that the device had room for, at least.
+    """
     fitted = [one for _, one in attached() if isinstance(one, Fitting)]
     if profile is None:
         profile = next((one.planning.profile for one in fitted if one.planning.profile), None)

@@ -39,7 +39,10 @@ _log = logging.getLogger("elbowroom")
 
 
 class Grown(NamedTuple):
-    """The batch grew before an epoch. lr_factor: what learning rates were multiplied by."""
+    """Record that the batch grew before an epoch.
+
+    lr_factor: what learning rates were multiplied by.
+    """
 
     epoch: int
     batch: int
@@ -77,7 +80,7 @@ class GrowingBatch:
         self._is_full = False  # the largest batch has been reached
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the next epoch."""
+        """Yields the batches of the next epoch."""
         if self.epoch and not self._is_full:
             self._grow()
         self.epoch += 1
@@ -141,7 +144,7 @@ class GrowingBatch:
             scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the optimizer's and the schedulers' own states."""
+        """Returns what a checkpoint needs beside the states of the optimizer and the schedulers."""
         return {
             "batch": self.batch,
             "epoch": self.epoch,

@@ -134,7 +134,7 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
 def _saved(
     tensors: Iterable[Tensor], parameters: Mapping[int, str]
 ) -> Iterator[tuple[str, Tensor | View]]:
-    """What the graphs behind these tensors hold, as (where, tensor)."""
+    """Yields what the graphs behind these tensors hold, as (where, tensor)."""
     owners: dict[Any, str] = {}
     for x in tensors:
         root = x.grad_fn

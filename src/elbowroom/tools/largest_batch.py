@@ -87,7 +87,10 @@ def find_largest(
     terms: FitOptions,
     optimizer: Optimizer | None,
 ) -> LargestBatch:
-    """Raises BudgetTooSmall where a batch of 1 has no plan; PlanError if backward would train."""
+    """Finds the largest batch that fits.
+
+    Raises BudgetTooSmall where a batch of 1 has no plan; PlanError if backward would train.
+    """
     if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
         raise PlanError(
             "largest_batch runs backward, and this model's parameters have hooks that run in it "
@@ -109,7 +112,7 @@ def find_largest(
 def _confirmed(
     trial: "_Trial", pair: TwoBatches, batch: int, terms: FitOptions, tell: Tell
 ) -> LargestBatch:
-    """The largest batch that was seen to fit.
+    """Returns the largest batch that was seen to fit.
 
     error  by which the last run took more than its plan had said
     """
@@ -171,9 +174,9 @@ class _Trial:
         return TwoBatches(batch, 2 * batch, self._profile(batch), self._profile(2 * batch))
 
     def peak(self, batch: int, plan: Plan) -> int | None:
-        """Of one step under a plan, once the optimizer has its states; None: not measurable.
+        """Measures the peak of one step under a plan; None if that cannot be measured.
 
-        _RAN_OUT if there was no memory for it.
+        The optimizer has its states by then. Returns _RAN_OUT if there was no memory for the step.
         """
         data = self._make_batch(batch)  # is no part of a budget
         measurement = Measurement.start(self.owned, self._stock(), writes=False)
@@ -190,7 +193,7 @@ class _Trial:
         return None if measurement is None else measurement.peak
 
     def seconds(self, batch: int, plan: Plan) -> float:
-        """Of forward and backward under a plan."""
+        """Measures the seconds of forward and backward under a plan."""
         data = self._make_batch(batch)
         with _attached(self._model, _Following(plan, self._terms.min_nbytes)):
             start = time.perf_counter()
@@ -224,7 +227,7 @@ class _Trial:
         )
 
     def _stock(self) -> MemoryState:
-        """As a step begins whose optimizer has its states."""
+        """Returns the memory as a step begins whose optimizer has its states."""
         stock = self.owned.stock()
         return MemoryState(stock.static_nbytes + stock.unallocated_state_nbytes)
 
@@ -234,13 +237,13 @@ class _Trial:
 
 
 class _Following:
-    """What runs around the forwards of a model that follows a given plan."""
+    """Runner of the forwards of a model that follows a given plan."""
 
     def __init__(self, plan: Plan, min_nbytes: int) -> None:
         self._plan, self._min_nbytes = plan, min_nbytes
 
     def passes(self) -> None:
-        """A forward without gradients is left alone."""
+        """Leaves a forward without gradients alone."""
 
     def run(
         self,
@@ -259,7 +262,7 @@ class _Following:
 
 
 def _largest(pair: TwoBatches, budget: int, exact: bool | None) -> int:
-    """The largest batch that has a plan; monotone, so bisection finds it."""
+    """Returns the largest batch that has a plan; monotone, so bisection finds it."""
 
     def fits(batch: int) -> bool:
         try:
@@ -300,7 +303,7 @@ def _attached(model: nn.Module, around: Around) -> Iterator[None]:
 
 @contextmanager
 def _untouched(model: nn.Module, owned: ModelState) -> Iterator[None]:
-    """Inside there are no gradients, and nothing is attached; afterwards all is as it was."""
+    """Removes gradients and what is attached inside this context; puts all back on exit."""
     fitting = detach(model)
     if isinstance(fitting, Fitting):
         fitting.interrupt()

@@ -28,13 +28,16 @@ _Write = Callable[[Figures, int], object]
 
 
 class Log:
-    """What `log_to` gives: call it with the model and the step's number, as often as you like."""
+    """Logger that `log_to` gives.
+
+    Call it with the model and the step's number, as often as you like.
+    """
 
     def __init__(self, *targets: Any) -> None:
         self._writers: list[tuple[str, _Write]] = [_writer(target) for target in targets]
 
     def __call__(self, model: nn.Module, step: int) -> Figures:
-        """Log the figures that are known now, and return them.
+        """Logs the figures that are known now, and returns them.
 
         Those of a model that is not fitted, or whose fit is compiled, are none: {}.
         """
@@ -45,7 +48,7 @@ class Log:
         return found
 
     def write(self, found: Figures, step: int) -> None:
-        """Give figures to every logger."""
+        """Gives figures to every logger."""
         for name, write in list(self._writers):
             try:
                 write(found, step)
@@ -58,7 +61,7 @@ class Log:
 
 
 def summary_of(model: nn.Module) -> Summary | None:
-    """Return the summary of what is fitted in a model: it, or a part of it, if it was wrapped."""
+    """Returns the summary of what is fitted in a model: it, or a part of it, if it was wrapped."""
     parts = {id(part) for part in model.modules()}
     for one, around in attached():
         if id(one) in parts and isinstance(around, Fitting):
@@ -67,7 +70,7 @@ def summary_of(model: nn.Module) -> Summary | None:
 
 
 def figures(told: Summary) -> Figures:
-    """Return what loggers get, by names that begin with "memory/": numbers, and the setting.
+    """Returns what loggers get, by names that begin with "memory/": numbers, and the setting.
 
     Those that are not known yet are left out. The slowdown and the peak of plain training are
     estimates.
@@ -87,7 +90,7 @@ def figures(told: Summary) -> Figures:
 
 
 def numbers(found: Figures) -> dict[str, float]:
-    """Return the figures that are numbers."""
+    """Returns the figures that are numbers."""
     return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 

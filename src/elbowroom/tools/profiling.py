@@ -31,11 +31,11 @@ _MOST_TRIES = 64  # records, before the last one is taken
 
 
 class Profiling:
-    """What runs around the forwards of a model that is profiled (`runtime/attach.py`).
+    """Runner of the forwards of a model that is profiled (`runtime/attach.py`).
 
     done     called when a step was written down, or when it was given up; it may raise
-    profile  of that step
-    steps    forwards so far
+    profile  the profile of that step
+    steps    number of forwards so far
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Profiling:
         self._recording: Recording | None = None
 
     def passes(self) -> None:
-        """A forward without gradients is part of the step that is written down."""
+        """Ignores a forward without gradients: it is part of the step that is written down."""
 
     def run(
         self,
@@ -71,7 +71,7 @@ class Profiling:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """One forward of the model."""
+        """Runs one forward of the model."""
         self.finish()
         if self._is_whole or self._tries >= _MOST_TRIES:
             self._done()
@@ -92,7 +92,7 @@ class Profiling:
         return Saving(KeepAll(), min_nbytes=self._min_nbytes, context=context, recorder=recorder)
 
     def finish(self) -> None:
-        """The step that is recorded, if one is, ends here."""
+        """Ends the step that is recorded, if one is."""
         recording, self._recording = self._recording, None
         if recording is None:
             return

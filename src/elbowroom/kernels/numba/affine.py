@@ -30,9 +30,11 @@ def affine(
 def channels(
     scale: Tensor | None, shift: Tensor | None, inner: int, n: int
 ) -> tuple[Any, Any, tuple[int, int]]:
-    """What `mapped` and `map_restored` take: scale, shift [R, C]; inner and elements of a row.
+    """Returns an affine in the form that `mapped` and `map_restored` take.
 
-    Empty arrays where there is nothing to scale by.
+    That is scale and shift [R, C], then inner and the number of elements of a row.
+
+    Scale and shift are empty arrays if there is nothing to scale by.
     """
     if scale is None or shift is None:
         return _NO_ROWS, _NO_ROWS, (1, 1)
@@ -57,7 +59,7 @@ def at_channels(
 
 
 def has_addresses(scale: Tensor | None, shift: Tensor | None) -> bool:
-    """Whether an affine, if there is one, is float32 and lies in order, so that addresses do."""
+    """Returns whether an affine, if there is one, can be given by addresses: float32, in order."""
     if scale is None or shift is None:
         return True
     in_order = scale.is_contiguous() and shift.is_contiguous()
@@ -96,7 +98,7 @@ def scale_runs(y, start, inner, scale, shift):
 
 @jit
 def scale_neighbours(y, start, scale, shift):
-    """The same for channels that lie next to each other: inner = 1.
+    """Scales runs as `scale_runs` does if channels lie next to each other: inner = 1.
 
     Whole rows of them as an array of two dimensions: with three slices a row 5x slower (C = 64).
     """
@@ -128,7 +130,7 @@ def scale_tile(y, start, scale, shift, runs):
 
 @jit
 def scale_share(y, start, scale, shift, inner):
-    """The same for one row: scale, shift [C]."""
+    """Scales one row as `scale_tile` does: scale, shift [C]."""
     if scale.shape[0] == 1:
         scale_run(y, scale[0], shift[0])
     elif inner == 1:

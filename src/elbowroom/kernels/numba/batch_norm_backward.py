@@ -78,7 +78,7 @@ def _add_runs(dy, x, start, inner, sums):
 
 @jit
 def _add_neighbours(dy, x, start, sums, part):
-    """The same for inner = 1; part [2, C] float32 is scratch."""
+    """Adds sums as `_add_runs` does for inner = 1; part [2, C] float32 is scratch."""
     n, C = x.shape[0], sums.shape[1]
     c = start % C
     rest = min((C - c) % C, n)

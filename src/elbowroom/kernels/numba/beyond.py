@@ -1,4 +1,4 @@
-"""Whether an element of many tensors is NaN or too large (specification: `reference/beyond.py`).
+"""Test of many tensors for an element NaN or too large (specification: `reference/beyond.py`).
 
 Without its sign, a float read as an integer is the larger the larger its value is, Inf above all
 numbers and NaN above Inf: one comparison an element tells all three.
@@ -54,7 +54,10 @@ def largest_of_halves(x, at, n):
 
 @leaf
 def any_beyond(i_c, addresses, starts, kinds, limits):
-    """Whether an element of a work item, which may be of several tensors, is."""
+    """Returns whether an element of a work item is NaN or too large.
+
+    An item may be of several tensors.
+    """
     first = i_c * ITEM
     last = min(first + ITEM, starts[starts.shape[0] - 1])
     i_x = parameter_at(starts, first)

@@ -159,7 +159,7 @@ COUNT = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint64)
 
 
 def tile_counts(bits: Tensor, tiles: int) -> Tensor:
-    """How many bits are set in each tile: [tiles] int64."""
+    """Counts the bits that are set in each tile: [tiles] int64."""
     counts = torch.empty(tiles, dtype=torch.int64)
     _count(array(bits), array(counts))
     return counts
@@ -167,7 +167,7 @@ def tile_counts(bits: Tensor, tiles: int) -> Tensor:
 
 @jit
 def count(bits):
-    """How many bits are set."""
+    """Counts the bits that are set."""
     total = 0
     for o in range(bits.shape[0]):
         b = i32(bits[o])

@@ -20,7 +20,10 @@ def popcount(x):
 
 @inlined
 def bit_length(x):
-    """Of an int32 that is not negative: the exponent of it as a double, without a branch."""
+    """Computes the bit length of an int32 that is not negative, without a branch.
+
+    It is the exponent of x as a double.
+    """
     return max(i32(np.float64(x).view(np.int64) >> 52) - i32(1022), i32(0))
 
 
@@ -106,7 +109,7 @@ def write_tile(source, r, flag, masks, n, headers, aware, kept, spare, out):
 
 @jit
 def write_bitmaps(headers, masks, out):
-    """Those of blocks with MASKED; returns the bytes they take."""
+    """Writes the bitmaps of blocks with MASKED; returns the bytes they take."""
     place = u64(0)
     for i_b in range(headers.shape[0]):
         out[place] = masks[i_b]  # what has no bitmap is written over

@@ -1,4 +1,4 @@
-"""How the loops are compiled, and the types and sizes that all of them share.
+"""Options by which the loops are compiled, and the types and sizes that all of them share.
 
 Each works on one short slice, in a loop that LLVM can vectorize. Slices, not offsets: numba checks
 an index that may be negative, and that check keeps a loop scalar.

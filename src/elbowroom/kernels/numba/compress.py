@@ -37,7 +37,10 @@ def compress(_typing: Any, source: Any, i: Any, mask: Any, kept: Any, j: Any) ->
 
 @intrinsic
 def expand(_typing: Any, up: Any, i: Any, low: Any, j: Any, mask: Any, out: Any, k: Any) -> Any:
-    """The inverse: out[k : k + 16] <- the next of up[i:] where a bit is set, else of low[j:]."""
+    """Inverse of `compress`.
+
+    out[k : k + 16] <- the next of up[i:] where a bit is set, else of low[j:].
+    """
 
     def code(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         bits = builder.bitcast(args[4], _MASK)

@@ -139,7 +139,7 @@ def widen(edges, i, least, most):
 
 @jit
 def ranges_of(least, most, levels, scales, lows, factor, i):
-    """From i on what is stored (scales, lows: bf16 bits), and 1 / scale."""
+    """Writes, from i on, the ranges as they are stored (scales, lows: bf16 bits), and 1 / scale."""
     i = up(i)
     for e in range(up(least.shape[0])):
         scales[i + e], lows[i + e], factor[i + e] = 0x7FC0, 0, f32(0)  # NaN

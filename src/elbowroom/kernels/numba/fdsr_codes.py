@@ -29,7 +29,7 @@ def largest(values):
 
 @inlined
 def unit_of(absmax):
-    """What a coefficient is multiplied by to be a number of units."""
+    """Returns the factor that turns a coefficient into a number of units."""
     return inverse(absmax * f32(1 / UNITS))
 
 
@@ -68,7 +68,10 @@ def to_units(y, raster, absmax, q):
 
 @jit
 def rms(energy, lanes):
-    """Of positions whose sums of squares are given, as a share of absmax."""
+    """Computes the root mean square of positions, as a share of absmax.
+
+    energy: their sums of squares.
+    """
     total, count = np.int64(0), energy.shape[0] * lanes
     for one in energy:
         total += one
@@ -96,7 +99,7 @@ def normalize(y, weights, t, dither, z):
 
 @jit
 def undo(z, weights, t, dither, y):
-    """The inverse: the coded positions of y are written, but the mean."""
+    """Inverse of `normalize`: the coded positions of y are written, but the mean."""
     for p in range(u64(1), u64(t.coded)):
         factor, row = bf16_value(weights[t.band[p] - 1]), t.raster[p]
         if dither:
@@ -174,7 +177,7 @@ def run_codes(z, start, stop, gain, levels, u, scale, code):
 
 @jit
 def run_values(code, start, stop, gain, levels, u, step, low, z):
-    """The inverse: rows of z <- what the codes stand for."""
+    """Inverse of `run_codes`: rows of z <- what the codes stand for."""
     n = u64(gain.shape[0])
     for o in range(n):
         step[o] = gain[o] * f32(2 / (levels - 1))

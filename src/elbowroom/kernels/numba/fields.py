@@ -17,7 +17,10 @@ from elbowroom.kernels.numba.compiled import inlined, u64
 
 
 def _has_instructions() -> bool:
-    """Whether numba compiles for a CPU with fast ones; those of the first two Zens are slow."""
+    """Returns whether numba compiles for a CPU with fast instructions.
+
+    Those of the first two Zens are slow.
+    """
     if config.CPU_NAME or config.CPU_FEATURES:
         return False
     slow = llvm.get_host_cpu_name() in ("znver1", "znver2")

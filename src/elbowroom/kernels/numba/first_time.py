@@ -26,7 +26,7 @@ class FirstTime(events.Listener):  # type: ignore[misc]  # numba has no types
         self._is_said = False
 
     def on_start(self, event: Any) -> None:
-        """A loop, or what it calls, is about to be compiled."""
+        """Called when a loop, or what it calls, is about to be compiled."""
         if not self._depth:
             if not event.data["dispatcher"].py_func.__module__.startswith(_OURS):
                 return
@@ -41,7 +41,7 @@ class FirstTime(events.Listener):  # type: ignore[misc]  # numba has no types
             )
 
     def on_end(self, event: Any) -> None:
-        """It was compiled, or could not be."""
+        """Called when it was compiled, or could not be."""
         if self._depth:
             self._depth -= 1
             if not self._depth:

@@ -42,7 +42,7 @@ def folded(kept, u, mean, m, sums):
 
 @leaf
 def unfold(sums, u, mean, kept):
-    """The inverse, on average: kept [n] <- mean + sign * sum [m]."""
+    """Inverse of `folded`, on average: kept [n] <- mean + sign * sum [m]."""
     n, m = kept.shape[0], sums.shape[0]
     for first in range(0, n, m):
         last = min(first + m, n)

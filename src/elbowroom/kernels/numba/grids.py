@@ -28,7 +28,7 @@ def extremes(values, S, least, most):
 
 @inlined
 def finite(least, most):
-    """Whether all values between two `order` integers are finite, and within +-2^125."""
+    """Returns whether all values between two `order` integers are finite, and within +-2^125."""
     return most < HUGE and least > order(i32(HUGE | BOTTOM))
 
 

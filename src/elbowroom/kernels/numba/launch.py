@@ -53,7 +53,7 @@ _safe_layer: bool | None = None  # None until numba has chosen its layer, at the
 
 
 class _Pool(threading.local):
-    """How many threads this one has asked numba for: to ask anew at each call takes 20 us."""
+    """Number of threads that this thread has asked numba for: to ask at each call takes 20 us."""
 
     threads = 0
 
@@ -97,12 +97,12 @@ def parallel(loop: Callable[..., Any]) -> Any:
 
 
 def runs_serially(size: int) -> bool:
-    """Whether a loop over so many elements runs on this thread alone."""
+    """Returns whether a loop over `size` elements runs on this thread alone."""
     return size <= SERIAL or torch.get_num_threads() == 1 or _forked
 
 
 def _is_small(args: tuple[Any, ...]) -> bool:
-    """Whether no array among a loop's arguments is longer than SERIAL."""
+    """Returns whether no array among a loop's arguments is longer than SERIAL."""
     return not any(type(arg) is np.ndarray and arg.size > SERIAL for arg in args)
 
 

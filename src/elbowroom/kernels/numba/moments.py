@@ -159,7 +159,7 @@ def find_root_bounds(v, s, n, bounds, b):
 
 @inlined
 def step_of(bounds, b, steps):
-    """In bits, from a level to the next."""
+    """Returns the step from one level to the next, in bits."""
     wide = i32(i32(i32(bounds[b + u64(1)]) - i32(bounds[b])) << i32(16))
     return i32((max(wide, i32(steps)) + steps - 1) // steps)
 
@@ -292,7 +292,7 @@ def widen(codes, at, spare, s, n):
 
 @leaf
 def narrow(spare, s, n, codes, at):
-    """The inverse."""
+    """Inverse of `widen`."""
     for o in range(n >> u64(1)):
         two = s + (o << u64(1))
         codes[at + o] = u8(spare[two] | i32(spare[two + u64(1)] << i32(4)))
@@ -314,7 +314,7 @@ def load_second(kind, state, bounds, b, places, count, v, root, spare):
 
 @leaf
 def store_second(kind, v, u, state, bounds, b, places, count, root, spare):
-    """The inverse."""
+    """Inverse of `load_second`."""
     if kind == NONE:
         return
     for i in range(count):
@@ -347,7 +347,7 @@ def load_first(kind, state, bounds, b, places, count, root, rooted, m, spare):
 
 @leaf
 def store_first(kind, m, u, root, rooted, state, bounds, b, places, count, spare):
-    """The inverse. m is lost."""
+    """Inverse of `load_first`. m is lost."""
     for i in range(count):
         s, at, n = places[i, 0], places[i, 1], places[i, 3]
         if kind == EXPANDED8:

@@ -24,7 +24,7 @@ def word_at(key, o):
 
 @inlined
 def low_uniform(word):
-    """In (0, 1), of the lower half of the bits."""
+    """Returns a number in (0, 1) made of the lower half of the bits."""
     return f32(i32(word & u32(0xFFFF))) * f32(1 / 65536) + f32(0.5 / 65536)
 
 

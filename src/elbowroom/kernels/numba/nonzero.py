@@ -150,7 +150,7 @@ def _mapped_bits(x: Tensor, by: tuple[Any, Any, tuple[int, int]]) -> Tensor:
 
 
 def _starts(bits: Tensor, numel: int, levels: int, group_size: int) -> Tensor:
-    """Where each tile's payload starts, and the end of the last: [tiles + 1] int64."""
+    """Returns where each tile's payload starts, and the end of the last: [tiles + 1] int64."""
     counts = tile_counts(bits, tiles(numel))
     starts = torch.zeros(counts.numel() + 1, dtype=torch.int64)
     _sizes(array(counts), levels, group_size, array(starts))
@@ -177,7 +177,7 @@ def _starts_of(bits, levels, S):
 
 @counted
 def _payload_nbytes(bits, nbytes, levels, S):
-    """How long the payload of a bitmap is, which is given by its address."""
+    """Returns the size of the payload of a bitmap, which is given by its address."""
     return _starts_of(array_at(bits, nbytes, u8), levels, S)[-1]
 
 

@@ -27,7 +27,7 @@ def residuals(q, first, rows, columns, inner, r):
 
 @jit
 def differences(q, at, left, above, first, last, r):
-    """Those of one run from `at`; a distance of 0 means that there is no such neighbour."""
+    """Writes the differences of one run from `at`; a distance of 0 means no such neighbour."""
     at -= first
     if left and above:
         for o in range(first, last):
@@ -101,5 +101,5 @@ def restore_two(codes, flags, first, row, lines, above):
 
 @counted
 def lines_of(columns, inner):
-    """What `restore` remembers."""
+    """Returns the two lines of memory that `restore` needs."""
     return np.zeros((2, inner + columns * inner), np.int32)

@@ -106,7 +106,7 @@ def to_float(source, kind, spare):
 
 @counted
 def target(out, kind, spare):
-    """Where float32 values for `out` are written: out itself if it is float32, else spare.
+    """Returns where float32 values for `out` are written: out itself if it is float32, else spare.
 
     `from_float` takes them from spare.
     """

@@ -77,9 +77,9 @@ def sided_dequantize(
 def _sizes(
     bits: Tensor, numel: int, upper: int, lower: int, group_size: int, fold: int
 ) -> tuple[Tensor, Tensor]:
-    """Of each tile how many bits are set [tiles], and where its payload starts [tiles + 1], int64.
+    """Counts the bits set in each tile [tiles], and finds where its payload starts [tiles + 1].
 
-    Bits beyond the last element do not count.
+    Both are int64. Bits beyond the last element do not count.
     """
     counts = tile_counts(bits, tiles(numel))
     if numel % 8:
@@ -174,7 +174,7 @@ def load(source, kind, values):
 
 @leaf
 def store(values, kind, out):
-    """The inverse, rounded."""
+    """Inverse of `load`, rounded."""
     if kind == 0:
         floats = out.view(f32)
         for o in range(values.shape[0]):

@@ -20,9 +20,9 @@ _RANK = np.array(  # a byte of bits -> in byte k of the result, how many bits be
 
 @inlined
 def place(byte, ranks, k, up, low):
-    """Where the element of bit k goes; the next of either side goes to `up`, to `low`.
+    """Returns where the element of bit k goes; the next of either side goes to `up`, to `low`.
 
-    Without a condition, which random bits would mispredict: with it, and the places counted one
+    It has no condition, which random bits would mispredict: with one, and the places counted one
     after the other, `divide` took 2.8 times as long, and `merge` 2.0 (one core with AVX-512).
     """
     chosen = u64(0) - ((u64(byte) >> u64(k)) & u64(1))  # all ones or all zeros
@@ -85,7 +85,7 @@ def divide(values, bits, sides):
 
 @leaf
 def merge(sides, bits, values):
-    """The inverse: values [n] <- sides [2 * HALF]."""
+    """Inverse of `divide`: values [n] <- sides [2 * HALF]."""
     done, up, low = merge_vectors(sides, bits, values)
     up, low = u64(up), u64(low)
     whole = values.shape[0] // 8

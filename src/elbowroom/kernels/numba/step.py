@@ -165,7 +165,7 @@ def draw(first, seed_low, seed_high, places, count, u, far):
 
 @leaf
 def find_places(first, count, R, G, m_width, m_kind, v_width, v_kind, places):
-    """Where each group begins: in scratch, in m's codes, in v's; its size."""
+    """Finds where each group begins in scratch, in m's codes and in v's, and its size."""
     i_r, i_s = first // G, first % G
     start = i_r * R + i_s * u64(GROUP)
     for i in range(count):

@@ -13,7 +13,7 @@ from elbowroom.kernels.numba.transform import load, store
 
 @jit
 def locate(maps, B, first, count, o_x, o_row, o_column):
-    """Where each lane's tile starts: in x, and in its map; returns whether all are whole."""
+    """Finds where each lane's tile starts in x and in its map; returns whether all are whole."""
     _, rows, columns, inner = maps
     across, down = (columns + B - 1) // B, (rows + B - 1) // B
     plane, place = first // (across * down), first % (across * down)
@@ -58,7 +58,10 @@ def gather(x, kind, maps, B, o_x, o_row, o_column, whole, b_x):
 
 @jit
 def scatter(b_x, maps, B, o_x, o_row, o_column, real, whole, out, kind):
-    """The inverse: elements of the first `real` tiles that exist are written, as their dtype."""
+    """Inverse of `gather`.
+
+    Elements of the first `real` tiles that exist are written, as their dtype.
+    """
     _, rows, columns, inner = maps
     lanes = o_x.shape[0]
     if kind == 0 and inner == 1 and whole:
@@ -79,7 +82,7 @@ def scatter(b_x, maps, B, o_x, o_row, o_column, real, whole, out, kind):
 
 @inlined
 def gather_whole(B, L, x, columns, o_x, b_x):
-    """All of a line is loaded before it is stored: one vector each."""
+    """Gathers whole tiles; all of a line is loaded before it is stored: one vector each."""
     for i in range(B):
         for o in range(L):
             at, to = o_x[o] + u64(i * columns), u64((i * L + o) * B)

@@ -60,7 +60,7 @@ def weights_load(param, kind, residual, at, w, n):
 
 @leaf
 def weights_store(w, noise, how, param, kind, residual, at, n):
-    """The inverse; noise [n] in (0, 1), for all but `nearest`."""
+    """Inverse of `weights_load`; noise [n] in (0, 1), for all but `nearest`."""
     if kind == 2:
         for o in range(n):
             param[at + o] = half_nearest(w[o])

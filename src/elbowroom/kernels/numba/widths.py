@@ -15,7 +15,7 @@ ROOM = 160  # the bytes of a block at the largest width, and a word
 
 @inlined
 def low_bits(r):
-    """Of each of eight bytes."""
+    """Returns the mask of the r lowest bits in each of eight bytes."""
     return ((u64(1) << r) - u64(1)) * u64(0x0101010101010101)
 
 
@@ -51,7 +51,7 @@ def pack_width(codes, mask, width, spare, eights, out, at):
 
 @inlined
 def unpack_width(packed, at, k, mask, width, spare, eights, codes, i_b):
-    """The inverse: codes [i_b, 32] int32 is written, 0 for those that mask, of k bits, has not."""
+    """Inverse of `pack_width`: writes codes [i_b, 32] int32, 0 where mask, of k bits, has none."""
     whole = width & ~7
     rest, r, bit = at + k * (width >> 3), u64(width - whole), u64(0)
     low = low_bits(r)

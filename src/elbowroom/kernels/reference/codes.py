@@ -14,7 +14,7 @@ def pack_codes(codes: Tensor, levels: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, numel: int, levels: int) -> Tensor:
-    """The inverse: [packed_nbytes] uint8 -> [numel] uint8."""
+    """Inverse of `pack_codes`: [packed_nbytes] uint8 -> [numel] uint8."""
     full = codes_nbytes(levels, TILE)
     parts = [
         _unpack_tile(packed[i * full : (i + 1) * full], min(TILE, numel - i * TILE), levels)

@@ -83,7 +83,10 @@ def comet_quantize_into(
     spill: Tensor,
     used: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Likewise, but payload and spill are given, and used [1] int64 gets the payload's size."""
+    """Quantizes as `comet_quantize` does, but payload and spill are given.
+
+    used [1] int64 gets the payload's size.
+    """
     given = grid, seed, rounding, aware, rows, columns, inner
     bits, headers, sizes, whole = comet_quantize(x, *given)
     divide(whole, sizes.tolist(), payload, spill, TILE * x.element_size())
@@ -105,7 +108,10 @@ def comet_dequantize(
     out: Tensor,
     spill: Tensor | None = None,
 ) -> None:
-    """The inverse: out [N] is written. Raises ValueError if headers, sizes and payload disagree."""
+    """Inverse of `comet_quantize`: out [N] is written.
+
+    Raises ValueError if headers, sizes and payload disagree.
+    """
     n = out.numel()
     codes = torch.zeros(n, dtype=torch.int64, device=out.device)
     coded = torch.zeros(n, dtype=torch.bool, device=out.device)

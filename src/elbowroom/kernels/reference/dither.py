@@ -68,7 +68,10 @@ def dither_dequantize(
     mask: Tensor | None = None,
     first: int = 0,
 ) -> None:
-    """The inverse: out [N] is written; of a larger tensor, the part that begins with tile first."""
+    """Inverse of `dither_quantize`: out [N] is written.
+
+    If out is part of a larger tensor, it is the part that begins with tile `first`.
+    """
     n = first * TILE + out.numel()
     low, step = grid(ranges, bounds, levels, group_size)
     u = uniform(seed, 0, tiles(n), codes.device).view(-1)[:n]

@@ -68,7 +68,7 @@ def division_dequantize(
     dither: bool,
     out: Tensor,
 ) -> None:
-    """The inverse: out [N] is written. The seed is read with dither only."""
+    """Inverse of `division_quantize`: out [N] is written. The seed is read with dither only."""
     n, over_ranges = out.numel(), ranges(maps, block, reach)
     q = unpack_codes(codes, n, levels).float()
     base, step = spread(low, over_ranges), spread(scale, over_ranges)  # [N]

@@ -97,7 +97,7 @@ def fdsr_dequantize(
     dither: bool,
     out: Tensor,
 ) -> None:
-    """The inverse: out [N] is written."""
+    """Inverse of `fdsr_quantize`: out [N] is written."""
     b = bands_of(block, tuple(levels))
     u = noise(seed, len(payload), b, dither, payload.device)
     y = torch.zeros(len(payload), block**2, b.lanes, device=payload.device)

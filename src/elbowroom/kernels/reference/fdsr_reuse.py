@@ -67,6 +67,6 @@ def gain_code(g: Tensor, *, up: bool) -> Tensor:
 
 
 def gain_value(code: Tensor) -> Tensor:
-    """The inverse: codes uint8 -> float32, 0 for code 0."""
+    """Inverse of `gain_code`: codes uint8 -> float32, 0 for code 0."""
     bits = (code.to(torch.int32) + FIRST_GAIN) << 19
     return torch.where(code == 0, 0.0, bits.view(torch.float32))

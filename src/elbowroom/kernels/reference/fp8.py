@@ -31,6 +31,6 @@ def fp8_quantize(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
 
 
 def fp8_dequantize(codes: Tensor, scale: Tensor, group_size: int, fmt: str, out: Tensor) -> None:
-    """The inverse: out [N] is written."""
+    """Inverse of `fp8_quantize`: out [N] is written."""
     each = torch.arange(codes.numel(), device=codes.device) // group_size
     store(codes.view(FORMATS[fmt]).float() * scale.float()[each], out)

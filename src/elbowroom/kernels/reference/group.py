@@ -63,7 +63,7 @@ def group_dequantize(
     inner: int = 1,
     mask: Tensor | None = None,
 ) -> None:
-    """The inverse: out [N] is written."""
+    """Inverse of `group_quantize`: out [N] is written."""
     q = unpack_codes(codes, out.numel(), levels).float()
     each = torch.arange(out.numel(), device=codes.device) // group_size
     y = low.float()[each] + step.float()[each] * q

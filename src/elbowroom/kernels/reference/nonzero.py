@@ -69,7 +69,10 @@ def nonzero_quantize_into(
     shift: Tensor | None = None,
     inner: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Likewise, but payload and spill are given, and used [1] int64 gets the payload's size."""
+    """Quantizes as `nonzero_quantize` does, but payload and spill are given.
+
+    used [1] int64 gets the payload's size.
+    """
     bits, whole, bounds = nonzero_quantize(x, seed, levels, group_size, scale, shift, inner)
     sizes = [part_nbytes(n, levels, group_size) for n in _counts(flags(bits, x.numel()))]
     divide(whole, sizes, payload, spill, nonzero_tile_nbytes(levels, group_size))
@@ -78,7 +81,7 @@ def nonzero_quantize_into(
 
 
 def _counts(held: Tensor) -> list[int]:
-    """How many elements of each tile are not zero."""
+    """Counts the elements of each tile that are not zero."""
     return [int(tile.sum()) for tile in torch.split(held, TILE)] if held.numel() else []
 
 
@@ -96,7 +99,7 @@ def encode_part(values: Tensor, bounds: Tensor, u: Tensor, levels: int, group_si
 def decode_part(
     part: Tensor, bounds: Tensor, u: Tensor, n: int, levels: int, group_size: int
 ) -> Tensor:
-    """The inverse: [n] float32."""
+    """Inverse of `encode_part`: [n] float32."""
     head = 2 * groups(n, group_size)
     low, step = grid(part[:head].view(-1, 2), bounds, levels, group_size)
     each = torch.arange(n, device=part.device) // group_size
@@ -124,7 +127,10 @@ def nonzero_dequantize(
     first: int = 0,
     spill: Tensor | None = None,
 ) -> None:
-    """The inverse: out [N] is written; of a larger tensor, the part that begins with tile first."""
+    """Inverse of `nonzero_quantize`: out [N] is written.
+
+    If out is part of a larger tensor, it is the part that begins with tile `first`.
+    """
     held = flags(bits, first * TILE + out.numel())
     counts = _counts(held)
     sizes = [part_nbytes(n, levels, group_size) for n in counts]

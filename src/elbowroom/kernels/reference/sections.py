@@ -35,7 +35,7 @@ def _planes(codes: Tensor, per: int, base: int) -> Tensor:
 
 
 def unpack(packed: Tensor, n: int, levels: int) -> Tensor:
-    """The inverse: [G, codes_nbytes] -> [G, n] float32."""
+    """Inverse of `pack`: [G, codes_nbytes] -> [G, n] float32."""
     if levels in RADIX:
         return _digits(packed, RADIX[levels], levels)[:, :n].float()
     codes, start = torch.zeros(len(packed), n, dtype=torch.int64, device=packed.device), 0

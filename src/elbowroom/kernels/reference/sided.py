@@ -85,7 +85,10 @@ def sided_quantize_into(
     shift: Tensor | None = None,
     inner: int = 1,
 ) -> Tensor:
-    """Likewise, but payload and spill are given, and used [1] int64 gets the payload's size."""
+    """Quantizes as `sided_quantize` does, but payload and spill are given.
+
+    used [1] int64 gets the payload's size.
+    """
     settings = upper, lower, group_size, fold
     whole, bounds = sided_quantize(x, bits, seed, *settings, scale, shift, inner)
     sizes = _sizes(_counts(flags(bits, x.numel())), *settings)
@@ -95,7 +98,7 @@ def sided_quantize_into(
 
 
 def _counts(held: Tensor) -> list[tuple[int, int]]:
-    """How many elements of each tile lie above, and how many below."""
+    """Counts the elements of each tile that lie above, and those below."""
     above = torch.split(held, TILE) if held.numel() else ()
     return [(int(tile.sum()), int((~tile).sum())) for tile in above]
 
@@ -127,7 +130,10 @@ def sided_dequantize(
     first: int = 0,
     spill: Tensor | None = None,
 ) -> None:
-    """The inverse: out [N] is written; of a larger tensor, the part that begins with tile first."""
+    """Inverse of `sided_quantize`: out [N] is written.
+
+    If out is part of a larger tensor, it is the part that begins with tile `first`.
+    """
     held = flags(bits, first * TILE + out.numel())
     above = torch.split(held, TILE) if held.numel() else ()
     counts = _counts(held)
@@ -178,7 +184,7 @@ def folded(values: Tensor, u: Tensor, mean: Tensor, fold: int) -> Tensor:
 
 
 def unfolded(z: Tensor, u: Tensor, mean: Tensor, fold: int, n: int) -> Tensor:
-    """The inverse, on average: [n]."""
+    """Inverse of `folded`, on average: [n]."""
     return signs(u, n) * z.repeat(fold)[:n] + mean
 
 

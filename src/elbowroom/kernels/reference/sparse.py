@@ -24,7 +24,7 @@ def sparse_pack_into(x: Tensor, kept: Tensor, spill: Tensor, used: Tensor) -> Te
 
 
 def sparse_unpack(bits: Tensor, kept: Tensor, spill: Tensor, out: Tensor) -> None:
-    """The inverse: out [N] is written."""
+    """Inverse of `sparse_pack`: out [N] is written."""
     present = flags(bits, out.numel())
     whole = unite(kept, spill, _counts(bits, out.numel()), TILE)
     out.zero_().masked_scatter_(present, whole)

@@ -30,7 +30,7 @@ def divide(whole: Tensor, sizes: Sequence[int], payload: Tensor, spill: Tensor, 
 
 
 def unite(payload: Tensor, spill: Tensor, sizes: Sequence[int], most: int) -> Tensor:
-    """The inverse: the tiles one after the other."""
+    """Inverse of `divide`: the tiles one after the other."""
     parts, start = [payload[:0]], 0
     for size in sizes:
         at = start - len(payload) + most

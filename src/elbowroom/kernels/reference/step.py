@@ -173,7 +173,7 @@ def states_store(
     n: int,
     seed: int,
 ) -> None:
-    """The inverse."""
+    """Inverse of `states_load`."""
     root = None
 
     def drawn(shift: int) -> Tensor:

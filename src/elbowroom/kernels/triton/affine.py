@@ -38,7 +38,7 @@ def mapped(x: Tensor, scale: Tensor | None, shift: Tensor | None, inner: int) ->
 def channels(
     scale: Tensor | None, shift: Tensor | None, inner: int, bits: Tensor | None, n: int
 ) -> tuple[Any, ...]:
-    """What `scale_tile` and `blank_unset` take: p_scale, p_shift, p_mask, inner, C, share."""
+    """Returns what `scale_tile` and `blank_unset` take: scale, shift, mask, inner, C, share."""
     if scale is None:
         return None, None, bits, inner, 1, n
     channels = scale.shape[-1]
@@ -46,7 +46,10 @@ def channels(
 
 
 def is_short(scale: Tensor | None, inner: int) -> bool:
-    """Whether the channels repeat all through, after a period whose places fit into 32 bits."""
+    """Returns whether the channels repeat all through.
+
+    Places in their period must fit into 32 bits.
+    """
     return scale is None or (scale.dim() == 1 and inner * scale.numel() < 2**31 - TILE_SIZE)
 
 

@@ -44,7 +44,7 @@ def byte_elements(i_t):
 
 @triton.jit
 def set_bits(b_byte):
-    """How many bits of each byte are set."""
+    """Counts the bits that are set in each byte."""
     b_byte = (b_byte & 0x55) + ((b_byte >> 1) & 0x55)
     b_byte = (b_byte & 0x33) + ((b_byte >> 2) & 0x33)
     return (b_byte & 0x0F) + (b_byte >> 4)

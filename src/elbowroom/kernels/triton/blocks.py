@@ -91,7 +91,7 @@ def nbytes(k, width):
 
 @triton.jit
 def bit_length(b_x):
-    """Of what is not negative and below 2^30."""
+    """Computes the bit length of what is not negative and below 2^30."""
     b_n = tl.zeros_like(b_x)
     for i in tl.static_range(30):
         b_n += ((b_x >> i) != 0).to(tl.int32)
@@ -130,7 +130,7 @@ def measure(b_r, m_some, m_bad, each, ITEM: tl.constexpr, AWARE: tl.constexpr):
 
 @triton.jit
 def block_starts(b_header, k, each, ITEM: tl.constexpr, AWARE: tl.constexpr, R: tl.constexpr):
-    """Where bitmap and body of each block start in the payload of its tile: [BB] each."""
+    """Returns where bitmap and body of each block start in the payload of its tile: [BB] each."""
     PER: tl.constexpr = TILE // 32
     b_body = tl.where(b_header == RAW, each * ITEM, nbytes(k, b_header & 31))
     b_bodies = tl.reshape(b_body, [R, PER])
@@ -172,7 +172,7 @@ def store_codes(p_body, b_code, o_rank, m_coded, k, width):
 
 @triton.jit
 def load_codes(p_tile, b_body, o_rank, m_coded, k, width, P):
-    """The inverse, [BB, 32]; nothing of a tile is read at P [BB, 1] or beyond."""
+    """Inverse of `store_codes`, [BB, 32]; nothing of a tile is read at P [BB, 1] or beyond."""
     p_tile = p_tile[:, None]
     whole, rest = (width // 8)[:, None], (width % 8)[:, None]
     o_body = b_body[:, None]
@@ -204,7 +204,7 @@ def store_words(p_x, p_body, o_x, m_raw, m_some, ITEM: tl.constexpr, KIND: tl.co
 
 @triton.jit
 def load_words(p_tile, b_body, p_out, o_x, m_raw, P, ITEM: tl.constexpr, KIND: tl.constexpr):
-    """The inverse."""
+    """Inverse of `store_words`."""
     o_word = b_body[:, None] + tl.arange(0, 32)[None, :] * ITEM
     b_word = tl.zeros_like(o_x).to(tl.int32)
     for i in tl.static_range(ITEM):

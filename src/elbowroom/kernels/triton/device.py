@@ -35,10 +35,10 @@ def group_elements(S: tl.constexpr):
 
 @triton.jit
 def tile_payload(p_payload, p_spill, p_starts, i_t, m, C, MOST):
-    """Where the payloads of tiles i_t lie, and whether all of each is there.
+    """Returns where the payloads of tiles i_t lie, and whether all of each is there.
 
-    One that does not end within the C bytes of the payload is in the spill, if there is one
-    (reference/spill.py). MOST: bytes that none exceeds. m: which tiles exist.
+    A tile that does not end within the C bytes of the payload is in the spill, if there is one
+    (reference/spill.py). MOST: bytes that no tile exceeds. m: which tiles exist.
     """
     b_start = tl.load(p_starts + i_t, mask=m, other=0)
     m_there = tl.load(p_starts + i_t + 1, mask=m, other=0) <= C
@@ -158,7 +158,7 @@ def widths(levels):
 
 @triton.constexpr_function
 def parts(levels):
-    """In how many runs of bytes a tile's codes are stored."""
+    """Returns the number of runs of bytes that a tile's codes are stored in."""
     return len(widths(levels))
 
 
@@ -183,7 +183,7 @@ def base(levels, part):
 
 @triton.constexpr_function
 def shift(levels, part):
-    """From which bit of the code a part's bits are taken."""
+    """Returns the bit of the code from which on a part's bits are taken."""
     return sum(widths(levels)[part + 1 :])
 
 

@@ -107,7 +107,7 @@ def store_ranges(p_ranges, p_bounds, b_x, m_e, LEVELS: tl.constexpr):
 
 @triton.jit
 def load_grid(p_ranges, p_bounds, m_g, m_t, LEVELS: tl.constexpr):
-    """Where code 0 decodes to before the dither is taken off, and the step, of each group."""
+    """Loads the grid of each group: what code 0 decodes to before the dither, and the step."""
     b_lo = bf16_value(tl.load(p_bounds, mask=m_t, other=0))
     b_hi = bf16_value(tl.load(p_bounds + 1, mask=m_t, other=0))
     b_unit = b_hi * (1 / 255) - b_lo * (1 / 255)

@@ -83,7 +83,7 @@ def division_dequantize(
 
 
 def _sizes(over: Cells, over_ranges: Cells) -> tuple[int, ...]:
-    """What finds an element's block and range: see `cells_of`."""
+    """Returns the numbers by which an element's block and range are found: see `cells_of`."""
     _, down, across, inner = over.table
     _, lines, per, _ = over_ranges.table
     high, wide = over_ranges.high, over_ranges.wide

@@ -71,7 +71,7 @@ def store_scales(p_scales, b_lo, b_hi, b_weights, m_usable, m_g, BANDS: tl.const
 
 @triton.jit
 def load_scales(p_scales, m_g, BANDS: tl.constexpr):
-    """The inverse, as 16 tensors [R, 1]."""
+    """Inverse of `store_scales`, as 16 tensors [R, 1]."""
     o_s = tl.arange(0, 16)[None, None, :]
     m_s = m_g[:, None, None] & (o_s < 2 + band_count(BANDS))
     return apart(tl.load(p_scales[:, None, None] + o_s, mask=m_s, other=0))
@@ -102,7 +102,10 @@ def band_weights(b_y, b_absmax, BANDS: tl.constexpr, DITHER: tl.constexpr):
 
 @triton.jit
 def rms(b_squares, ROWS: tl.constexpr):
-    """Of sums of ROWS squares [R, L], in units: as a share of absmax, at least one unit [R]."""
+    """Computes the root mean square from sums of ROWS squares [R, L], in units.
+
+    It is a share of absmax, and at least one unit [R].
+    """
     COUNT: tl.constexpr = ROWS * b_squares.shape[1]
     b_total = tl.maximum(tl.sum(b_squares.to(tl.int64), axis=1), COUNT)
     return tl.sqrt_rn(b_total.to(tl.float32) * (1 / COUNT)) * (1 / UNITS)
@@ -110,7 +113,10 @@ def rms(b_squares, ROWS: tl.constexpr):
 
 @triton.jit
 def normalized(b_y, b_weights, BANDS: tl.constexpr, DITHER: tl.constexpr):
-    """By position: the coded ones over their weights, with signs turned if DITHER; 0 the mean."""
+    """Returns, by position, the mean and the coded coefficients over their weights.
+
+    With DITHER, signs are turned.
+    """
     b_z = (b_y[0],)
     for p in tl.static_range(1, coded(BANDS)):
         b_factor = inverse(bf16_value(b_weights[band(BANDS, p) - 1]))[:, None]
@@ -121,7 +127,7 @@ def normalized(b_y, b_weights, BANDS: tl.constexpr, DITHER: tl.constexpr):
 
 @triton.jit
 def restored(b_z, b_scales, BANDS: tl.constexpr, DITHER: tl.constexpr):
-    """The inverse, by row and column, and 0 where nothing is coded."""
+    """Inverse of `normalized`, by row and column, and 0 where nothing is coded."""
     b_scaled = (b_z[0],)
     for p in tl.static_range(1, coded(BANDS)):
         b_factor = bf16_value(b_scales[1 + band(BANDS, p)])

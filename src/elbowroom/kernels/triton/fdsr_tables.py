@@ -1,4 +1,4 @@
-"""What `Bands` and the DCT's weights say, for compiled code, which can ask nothing else.
+"""Tables of `Bands` and of the DCT's weights for compiled code, which can ask nothing else.
 
     b  a `Bands`    p  a position    i_b  a band, 1.. (0 is the mean)    i_r  a run    i_s  a span
 
@@ -59,7 +59,7 @@ def place(b, p):
 
 @triton.constexpr_function
 def position(b, i):
-    """Its inverse."""
+    """Returns the position of row * B + column: the inverse of `place`."""
     return b.order.index(i)
 
 

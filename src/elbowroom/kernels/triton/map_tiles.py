@@ -54,7 +54,7 @@ def load_first(p_x, i_t, T, rows, columns, inner, B: tl.constexpr, KIND: tl.cons
 
 @triton.jit
 def store_tiles(p_out, b_x, i_t, T, rows, columns, inner, B: tl.constexpr, KIND: tl.constexpr):
-    """The inverse, for elements that exist."""
+    """Inverse of `load_tiles`, for elements that exist."""
     W: tl.constexpr = power_of_two(B)
     o_line, o_row, o_column, o_i = locate(i_t[:, :, None], T, rows, columns, inner, B)
     o_w = tl.arange(0, W)[None, None, :]

@@ -75,7 +75,7 @@ def store_second(
     b_v, p_codes, p_bounds, o_code, o_x, i_g, o_e, m_e, b_u,
     KIND: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """The inverse; the stored roots of a log kind. b_u: noise."""
+    """Inverse of `load_second`; returns the stored roots of a log kind. b_u: noise."""
     if KIND == FP32:
         tl.store(p_codes + o_x, b_v, mask=m_e)
         return b_v
@@ -110,7 +110,7 @@ def store_first(
     b_m, p_codes, p_bounds, o_code, o_x, i_g, o_e, m_e, b_root, b_u,
     KIND: tl.constexpr, ROOTED: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """The inverse; b_root: the stored root of v."""
+    """Inverse of `load_first`; b_root: the stored root of v."""
     if KIND == FP32:
         tl.store(p_codes + o_x, b_m, mask=m_e)
     elif KIND == EXPANDED8:
@@ -194,7 +194,7 @@ def expanded_store(b_x, p_codes, p_bounds, o_code, i_g, o_e, m_e, b_u, FUSED: tl
 
 @triton.jit
 def e4m3_place(b_z, FUSED: tl.constexpr):
-    """Where among the codes y = 2^(z - 9) is, and y over the step there."""
+    """Returns the place among the codes of y = 2^(z - 9), and y over the step there."""
     b_whole = b_z.to(tl.int32)
     b_more = above_one(b_z - b_whole.to(tl.float32), FUSED)
     b_power = ((b_whole + 127) << 23).to(tl.float32, bitcast=True)
@@ -206,20 +206,20 @@ def e4m3_place(b_z, FUSED: tl.constexpr):
 
 @triton.jit
 def step_of(b_low, b_high, KIND: tl.constexpr):
-    """In bits, from a level to the next."""
+    """Returns the step from one level to the next, in bits."""
     STEPS: tl.constexpr = _STEPS8 if KIND == LOG8 else _STEPS4
     return (tl.maximum((b_high - b_low) << 16, STEPS) + STEPS - 1) // STEPS
 
 
 @triton.jit
 def range_of(b_low, b_high):
-    """In octaves."""
+    """Returns the range between two bounds, in octaves."""
     return tl.maximum((b_high - b_low).to(tl.float32) * (1 / 256), _LEAST_RANGE)
 
 
 @triton.jit
 def some(m_e):
-    """Which groups there are: [R, 1]."""
+    """Returns which groups have any element: [R, 1]."""
     return tl.max(m_e.to(tl.int32), axis=1, keep_dims=True) > 0
 
 

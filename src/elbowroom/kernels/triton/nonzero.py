@@ -118,7 +118,7 @@ def nonzero_dequantize(
 
 
 def _starts(bits: Tensor, numel: int, levels: int, group_size: int) -> Tensor:
-    """Where each tile's payload starts, and the end of the last: [tiles + 1] int64."""
+    """Returns where each tile's payload starts, and the end of the last: [tiles + 1] int64."""
     starts = torch.zeros(tiles(numel) + 1, dtype=torch.int64, device=bits.device)
     launch(_sizes, tiles(numel), bits, starts, bits.numel(), LEVELS=levels, S=group_size)
     return starts.cumsum_(dim=0)

@@ -130,7 +130,7 @@ def sided_dequantize(
 
 
 def _starts(bits: Tensor, numel: int, settings: dict[str, int]) -> Tensor:
-    """Where each tile's payload starts, and the end of the last: [tiles + 1] int64."""
+    """Returns where each tile's payload starts, and the end of the last: [tiles + 1] int64."""
     starts = torch.zeros(tiles(numel) + 1, dtype=torch.int64, device=bits.device)
     launch(_sizes, tiles(numel), bits, starts, numel, **settings)
     return starts.cumsum_(dim=0)

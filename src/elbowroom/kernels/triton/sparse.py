@@ -28,7 +28,7 @@ def sparse_unpack(bits: Tensor, kept: Tensor, spill: Tensor, out: Tensor) -> Non
 
 
 def _starts(bits: Tensor, numel: int) -> Tensor:
-    """Where each tile's elements start, and the end of the last: [tiles + 1] int64."""
+    """Returns where each tile's elements start, and the end of the last: [tiles + 1] int64."""
     starts = torch.zeros(tiles(numel) + 1, dtype=torch.int64, device=bits.device)
     launch(_sizes, tiles(numel), bits, starts, bits.numel())
     return starts.cumsum_(dim=0)

@@ -26,7 +26,7 @@ def coefficients(b_x, B: tl.constexpr):
 
 @triton.jit
 def elements(b_y, B: tl.constexpr):
-    """The inverse."""
+    """Inverse of `coefficients`."""
     return across(across(b_y, B, True), B, True)
 
 

@@ -45,7 +45,7 @@ def weights_load(p_w, p_residual, o_x, m_e, KIND: tl.constexpr):
 
 @triton.jit
 def weights_store(b_w, b_u, p_w, p_residual, o_x, m_e, HOW: tl.constexpr, KIND: tl.constexpr):
-    """The inverse; b_u: noise in (0, 1), for a way other than `nearest`."""
+    """Inverse of `weights_load`; b_u: noise in (0, 1), for a way other than `nearest`."""
     if KIND != 1:
         store_float(p_w + o_x, b_w, m_e, KIND)
     else:

@@ -50,7 +50,7 @@ capuchin = partial(delta, rule="capuchin")
 
 
 def _delta(draft: PartialSolution, moment: int) -> bool:
-    """The filter, then the director."""
+    """Makes a move by DELTA's filter and director; returns whether there was one."""
     stale = {i: _stale_s(draft.problem, i, moment) for i in _idle(draft, moment)}
     items = draft.problem.items
     for i in sorted(stale, key=lambda i: (-items[i].nbytes * stale[i], -items[i].nbytes, i)):
@@ -60,7 +60,10 @@ def _delta(draft: PartialSolution, moment: int) -> bool:
 
 
 def _dtr(draft: PartialSolution, moment: int) -> bool:
-    """A region is as stale as the item in it that was read last."""
+    """Makes a move by DTR's score; returns whether there was one.
+
+    A region is as stale as the item in it that was read last.
+    """
     stale = {i: _stale_s(draft.problem, i, moment) for i in _idle(draft, moment)}
     moves = [(stale[i], move) for i in stale for move in _rebuilds(draft, i)]
     for r in sorted({r for i in stale for r in draft.regions_with.get(i, ())}):
@@ -129,7 +132,7 @@ def _idle(draft: PartialSolution, moment: int) -> list[int]:
 
 
 def _offloads(draft: PartialSolution, i: int) -> Iterator[Move]:
-    """The first offload over each link: the others differ in how early they are back."""
+    """Yields the first offload over each link: the others differ in how early they are back."""
     links = set()
     for a, option in enumerate(draft.problem.items[i].options):
         if a and option.exact and option.link and option.link not in links:
@@ -171,7 +174,7 @@ def _is_hidden(draft: PartialSolution, move: Move) -> bool:
 
 
 def _prefetch(draft: PartialSolution) -> None:
-    """Back as early as there is room: the first needed first."""
+    """Brings items back as early as there is room: the first needed first."""
     items = draft.problem.items
     offloaded = [i for i, a in enumerate(draft.options) if items[i].options[a].link]
     for i in sorted(offloaded, key=lambda i: (due(items[i]), i)):

@@ -55,7 +55,7 @@ def cheapest_of(problem: Problem, found: list[Choice | None]) -> Choice | None:
 
 
 def finished(draft: PartialSolution, price: float = 0.0) -> Choice | None:
-    """Go on from a draft until it fits, and take back what is not needed; None if it will not."""
+    """Goes on from a draft until it fits, and takes back what is not needed, or returns None."""
     walk(draft, price)
     if draft.excess > 0:
         return None
@@ -64,7 +64,7 @@ def finished(draft: PartialSolution, price: float = 0.0) -> Choice | None:
 
 
 def take_back(draft: PartialSolution) -> None:
-    """Undo or weaken, the dearest first, what the budget does not need."""
+    """Undoes or weakens, the dearest first, what the budget does not need."""
     for r in sorted(draft.recomputed, key=lambda r: (-draft.problem.regions[r].seconds, r)):
         _make_if_it_saves(draft, draft.run_once(r))
     changed = [i for i, option in enumerate(draft.options) if option and not draft.gone(i)]
@@ -132,7 +132,7 @@ def _move(draft: PartialSolution, key: tuple[str, int, int]) -> Move:
 
 
 def _score(draft: PartialSolution, key: tuple[str, int, int], price: float) -> float:
-    """inf: it may not be made, changes nothing, or frees nothing."""
+    """Returns the score of a move; inf: it may not be made, changes nothing, or frees nothing."""
     kind, index, option = key
     if kind != "option":
         if index in draft.recomputed:

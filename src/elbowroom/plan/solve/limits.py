@@ -51,7 +51,7 @@ def peak(problem: Problem, choice: Choice) -> int:
 
 
 def obeys(problem: Problem, choice: Choice, limits: Limits) -> bool:
-    """Rules 2 to 5: all but the peak."""
+    """Returns whether a choice obeys rules 2 to 5: all but the peak."""
     held = held_options(problem, choice)
     return (
         all(option.exact or not limits.exact for _, option in held)
@@ -76,7 +76,7 @@ def away_nbytes(problem: Problem, held: list[tuple[int, Option]], name: str) -> 
 
 
 def regions_agree(problem: Problem, choice: Choice) -> bool:
-    """Rules 2 and 3."""
+    """Returns whether a choice obeys rules 2 and 3."""
     gone = recomputed_items(problem, choice.recomputed)
     chosen = [problem.regions[r] for r in choice.recomputed]
     return (

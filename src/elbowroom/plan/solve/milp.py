@@ -49,7 +49,7 @@ class Relaxation:
 
     @property
     def seconds(self) -> float:
-        """No choice that fits adds fewer."""
+        """Seconds of the relaxation: no choice that fits adds fewer."""
         return self.model.seconds(self.x)
 
 
@@ -62,7 +62,7 @@ def relaxed(problem: Problem, limits: Limits) -> Relaxation | None:
 
 
 def first_moments(problem: Problem) -> set[int]:
-    """All if they are few, else some of them, spread over those that hold the most."""
+    """Returns all moments if they are few, else some, spread over those that hold the most."""
     level = levels(problem, keep_all(problem))
     if len(level) <= _FIRST:
         return set(range(len(level)))

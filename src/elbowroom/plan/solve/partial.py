@@ -82,13 +82,14 @@ class PartialSolution:
         return self._within_any(i, self.recomputed)
 
     def hold(self, i: int, option: int) -> Move:
-        """Holds an item by another option."""
+        """Returns the move that holds an item by another option."""
         return Move({i: option}, self.recomputed)
 
     def recompute(self, r: int) -> Move:
-        """Recomputes a region, in place of those that exclude it; it starts from what it can.
+        """Returns the move that recomputes a region, in place of those that exclude it.
 
-        That is what holds an input, or else the smallest code that may, or the input itself.
+        The region starts from what holds an input, or else from the smallest code that may, or from
+        the input itself.
         """
         region = self.problem.regions[r]
         inside = {o for i in region.inside for o in self.regions_with[i]}
@@ -98,7 +99,7 @@ class PartialSolution:
         return Move(dict.fromkeys(inputs, 0), recomputed)
 
     def recompute_from_codes(self, r: int) -> Move:
-        """Recomputes a region likewise, from the smallest code of each input that it takes."""
+        """Returns the move that recomputes a region from the smallest codes that it takes."""
         region, move = self.problem.regions[r], self.recompute(r)
         for i in region.inputs:
             options = self.problem.items[i].options
@@ -112,7 +113,7 @@ class PartialSolution:
         return move
 
     def run_once(self, r: int) -> Move:
-        """Holds what is inside a region again."""
+        """Returns the move that holds what is inside a region again."""
         return Move({}, self.recomputed - {r})
 
     def effect(self, move: Move) -> Effect | None:

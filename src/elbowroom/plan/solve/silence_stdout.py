@@ -12,7 +12,7 @@ _NOISE = b"HighsMipSolverData::"  # how the lines begin that are HiGHS's
 
 @contextmanager
 def silent_stdout() -> Iterator[None]:
-    """Inside, what HiGHS prints is kept out of stdout, and nothing else is.
+    """Keeps what HiGHS prints out of stdout, and nothing else.
 
     HiGHS 1.12 (in scipy 1.17) prints a line of its own, by C's `printf`, whenever a heuristic's
     answer has to be polished, whatever its log options say: it would stand in the middle of a

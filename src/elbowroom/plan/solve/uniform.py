@@ -41,7 +41,7 @@ def _named(options: tuple[Option, ...], name: str) -> int:
 
 
 def _recomputed(problem: Problem, regions: list[int]) -> Choice:
-    """All of them, but those that exclude an earlier one."""
+    """Returns all of the regions but those that exclude an earlier one."""
     choice = keep_all(problem)
     for r in regions:
         more = Choice(choice.options, choice.recomputed | {r})

@@ -57,9 +57,9 @@ from elbowroom.runtime.transforms import is_transformed
 
 @dataclass(frozen=True)
 class Direct:
-    """An op with a backward on what is held.
+    """Op with a backward that reads what is held.
 
-    run    in its place, with the same arguments
+    run    the function to call in its place, with the same arguments
     reads  what its backward reads
     fits   whether `run` can, from a call's arguments and its input
     exact  given exact tensors, it gives the bits of torch's own
@@ -124,7 +124,10 @@ _OPS: dict[Callable[..., Any], Direct] = {
 
 
 def direct_of(call: Call) -> Direct | None:
-    """What could run for this call, by metadata only: also in a step of stand-ins."""
+    """Returns our node for this call, if there is one.
+
+    It looks at metadata only: also in a step of stand-ins.
+    """
     if call.func is F.scaled_dot_product_attention:
         fits = all(map(_is_plain, (*call.args, *call.kwargs.values()))) and fits_attention(call)
         if not fits:
@@ -141,13 +144,16 @@ def direct_of(call: Call) -> Direct | None:
 
 
 def _is_in_order(x: Tensor) -> bool:
-    """Whether its gradient is likely to have the same strides: that of a permuted tensor seldom."""
+    """Returns whether the gradient of x is likely to have its strides.
+
+    That of a permuted tensor seldom has.
+    """
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     return x.is_contiguous() or (last is not None and x.is_contiguous(memory_format=last))
 
 
 def may_run(call: Call, direct: Direct) -> bool:
-    """Whether one of our nodes may stand in the graph for this call, here and now."""
+    """Returns whether one of our nodes may stand in the graph for this call, here and now."""
     if not torch.is_grad_enabled() or is_transformed() or is_overridden():
         return False
     first = call.args[0] if call.args else call.kwargs.get("input", call.kwargs.get("query"))
@@ -159,6 +165,6 @@ def _is_plain(argument: Any) -> bool:
 
 
 def is_overridden() -> bool:
-    """Whether somebody else's function mode wants to see the call, too."""
+    """Returns whether a function mode that is not ours would see the call, too."""
     modes = range(torch._C._len_torch_function_stack())
     return any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in modes)

@@ -16,13 +16,13 @@ _aten: Any = torch.ops.aten
 
 
 def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
-    """As torch.nn.functional.gelu."""
+    """Computes torch.nn.functional.gelu."""
     made: Tensor = _GELU.apply(input, approximate)  # type: ignore[no-untyped-call]
     return made
 
 
 def silu(input: Tensor, inplace: bool = False) -> Tensor:
-    """As torch.nn.functional.silu, but for `inplace`, which must be false."""
+    """Computes torch.nn.functional.silu, but for `inplace`, which must be false."""
     made: Tensor = _SiLU.apply(input)  # type: ignore[no-untyped-call]
     return made
 

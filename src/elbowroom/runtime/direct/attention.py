@@ -57,7 +57,7 @@ _Grads = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class _How:
-    """What attention is told besides tensors, and what it ran under."""
+    """Arguments of attention besides tensors, and the backend that it ran on."""
 
     dropout_p: float
     is_causal: bool
@@ -85,7 +85,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As torch.nn.functional.scaled_dot_product_attention."""
+    """Computes torch.nn.functional.scaled_dot_product_attention."""
     tensors: tuple[Tensor | None, ...] = query, key, value, attn_mask
     tensors = _as_autocast(tensors)
     backend = _backend(tensors, dropout_p, is_causal, scale, enable_gqa)
@@ -95,7 +95,7 @@ def attention(
 
 
 def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """What autocast, where it is on, makes of what the op is given, and so of what is saved."""
+    """Casts tensors as autocast, where it is on, casts what the op is given and saves."""
     first = tensors[0]
     if first is None or not torch.is_autocast_enabled(first.device.type):
         return tensors
@@ -107,9 +107,9 @@ def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...
 
 
 def fits_attention(call: Call) -> bool:
-    """Whether the node can run: on dense tensors of common dtypes that have elements.
+    """Returns whether the node can run: on dense tensors of common dtypes that have elements.
 
-    Whatever else is wrong with them goes to torch, for its own error. A dropout of CUDA's cannot be
+    Tensors that are wrong otherwise go to torch, for its own error. A dropout of CUDA's cannot be
     drawn again inside a graph that is being captured.
     """
     q, k, v, mask = (call.arg(i, name) for i, name in enumerate(_NAMES))
@@ -131,7 +131,7 @@ def fits_attention(call: Call) -> bool:
 
 
 def is_unfused(call: Call) -> bool:
-    """Whether torch takes no fused kernel for this call, and saves all that happens inside."""
+    """Returns whether torch has no fused kernel for this call, and saves all intermediates."""
     tensors = tuple(call.arg(i, name) for i, name in enumerate(_NAMES))
     p, causal = call.arg(4, "dropout_p", 0.0), call.arg(5, "is_causal", False)
     scale, gqa = call.kwargs.get("scale"), call.kwargs.get("enable_gqa", False)
@@ -147,10 +147,10 @@ def is_unfused(call: Call) -> bool:
 
 
 def adds_nothing_up(call: Call) -> bool:
-    """Whether q, k and v are three to autograd.
+    """Returns whether q, k and v are three different tensors to autograd.
 
-    The gradients of one that is several of them are added up as they come, which is in another
-    order where all of them come from one node: other bits.
+    Gradients of a tensor that is several of them are added up as they come. Where all of them come
+    from one node, that is in another order, with other bits.
     """
     edges = set()
     for i in range(3):
@@ -183,7 +183,10 @@ def plain_nbytes(call: Call) -> int:
 
 
 def _workspace_nbytes(how: _How, q: Tensor, k: Tensor, mask: Tensor | None, drawn: "_Drawn") -> int:
-    """What backward takes beside gradients where torch has no fused kernel (CPU, measured)."""
+    """Returns the bytes that backward takes beside gradients without a fused kernel.
+
+    They were measured on a CPU.
+    """
     learned_nbytes = mask.nbytes if mask is not None and mask.requires_grad else 0
     if not (how.dropout_p or learned_nbytes or q.dim() != 4):
         return 0
@@ -265,7 +268,7 @@ def _run_again(ctx: Any, saved: Any, drawn: Any, grad: Tensor) -> _Grads:
 
 
 def _run(how: _How, given: list[Any]) -> Tensor:
-    """The op as its caller had it: with gradients, and by the same kernel, for both matter."""
+    """Runs the op as its caller had it: with gradients, and by the same kernel, for both matter."""
     now = how.dropout_p, how.is_causal, how.scale, how.enable_gqa
     with ExitStack() as around:
         around.enter_context(torch.enable_grad())
@@ -275,7 +278,7 @@ def _run(how: _How, given: list[Any]) -> Tensor:
 
 
 def _leaves(tensors: Any, wanted: Any) -> list[Any]:
-    """Each of its own, also where two are one tensor."""
+    """Returns a leaf for each tensor, also where two are one tensor."""
     each = zip(tensors, wanted, strict=False)
     return [None if x is None else x.detach().requires_grad_(needed) for x, needed in each]
 
@@ -285,7 +288,7 @@ def _aliases(tensors: Any) -> list[Any]:
 
 
 def _nothing(x: Tensor) -> None:
-    """What is saved inside is not needed: it is made again."""
+    """Drops a tensor that is saved inside: it is not needed, since it is made again."""
 
 
 def _same(x: Tensor) -> Tensor:
@@ -293,27 +296,27 @@ def _same(x: Tensor) -> Tensor:
 
 
 class _Drawn:
-    """What dropout draws: nothing, where there is none."""
+    """Random numbers that dropout draws; this base class is for a run that draws none."""
 
     def first(self) -> AbstractContextManager[Any]:
-        """Around the run of forward."""
+        """Context around the run of forward."""
         return nullcontext()
 
     def take(self) -> tuple[Tensor, ...]:
-        """What is to be saved."""
+        """Returns the tensors that are to be saved."""
         return ()
 
     def again(self, *saved: Tensor) -> AbstractContextManager[Any]:
-        """Around a second run, which gets the same. saved: what `take` gave."""
+        """Context around a second run, which draws the same. saved: what `take` gave."""
         return nullcontext()
 
     def lean(self, *saved: Tensor) -> "_LeanMask | None":
-        """The same for a run whose gradient is taken once; None: it takes no less so."""
+        """Returns the same for a run whose gradient is taken once; None: it takes no less so."""
         return None
 
 
 class _Random(_Drawn):
-    """The state of a device's random numbers before, by which it draws the same once more."""
+    """State of a device's random numbers before the run, by which it draws the same once more."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -340,9 +343,10 @@ class _Random(_Drawn):
 
 
 class _Bits(_Drawn):
-    """What it drew, a bit an element: to draw is a third of a CPU's time for attention.
+    """Random numbers of dropout held as one bit an element.
 
-    The math path draws by one call of `bernoulli_`, which is told what to give the second time.
+    To draw takes a third of attention's time on a CPU. The math path draws by one call of
+    `bernoulli_`, which is told what to give the second time.
     """
 
     def __init__(self) -> None:
@@ -377,7 +381,7 @@ def _fill(x: Tensor, bits: Tensor) -> None:
 
 
 class _Bernoulli(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, `instead`(the call) runs for each `bernoulli_`.
+    """Dispatch mode that runs `instead`(the call) for each `bernoulli_`.
 
     changed  is told of each other op that changes a tensor in place, and of its arguments
     """
@@ -420,7 +424,7 @@ class _LeanMask(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mask: Tensor | None = None  # as it was restored
 
     def drawing(self) -> AbstractContextManager[Any]:
-        """Around forward: it draws what was drawn before."""
+        """Context around forward, in which it draws what was drawn before."""
         return _Bernoulli(self._give, self._changed)
 
     def _give(self, run: partial[Tensor]) -> None:
@@ -429,7 +433,7 @@ class _LeanMask(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._at = mask.data_ptr() if mask.is_contiguous() else None
 
     def _changed(self, func: Any, x: Tensor, *rest: Any) -> None:
-        """Note what the mask is divided by; one that is changed otherwise is held as it is."""
+        """Notes what the mask is divided by; one that is changed otherwise is held as it is."""
         if x.data_ptr() != self._at:
             return
         if func in _DIVIDES and len(rest) == 1:
@@ -438,7 +442,7 @@ class _LeanMask(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._at = None
 
     def pack(self, x: Tensor) -> Any:
-        """Hold a saved tensor; of the mask, what it is made again from."""
+        """Holds a saved tensor; of the mask, what it is made again from."""
         if x.data_ptr() == self._at and x.is_contiguous():
             self._at = None  # from here on another tensor may lie there
             return x.shape, x.dtype, x.device
@@ -478,7 +482,7 @@ def _drawn(how: _How, q: Tensor, k: Tensor) -> _Drawn:
 def attention_reading(
     x: Tensor, call: Call, slot: Slot, reading: Reading, *, looks: bool
 ) -> Reading:
-    """How attention reads x.
+    """Returns how attention reads x.
 
     Also notes how many levels a code must have (`Call.levels`).
 
@@ -501,7 +505,7 @@ def attention_reading(
 
 
 def as_node(site: Site, x: Tensor, call: Call) -> Site:
-    """The site as it will be where the node stands; this step is written down without it.
+    """Returns the site as it will be where the node stands; this step is written down without it.
 
     The output, which fused attention saves, is then saved by what reads it alone: any code does.
     """

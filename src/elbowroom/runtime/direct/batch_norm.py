@@ -31,7 +31,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """As torch.nn.functional.batch_norm, in training."""
+    """Computes torch.nn.functional.batch_norm, in training."""
     # The running statistics in a tuple: no inputs of the node.
     made: Tensor = _BatchNorm.apply(  # type: ignore[no-untyped-call]
         input, weight, bias, (running_mean, running_var), momentum, eps
@@ -40,7 +40,10 @@ def batch_norm(
 
 
 def fits_batch_norm(call: Call, x: Tensor) -> bool:
-    """What torch.batch_norm refuses, and the kernel beneath it does not look at, goes to torch."""
+    """Returns whether the node can run.
+
+    What torch.batch_norm refuses, but the kernel beneath it does not look at, goes to torch.
+    """
     if x.device.type != "cpu" or x.dtype not in FLOATS or x.dim() < 2:
         return False
     momentum, eps = call.arg(6, "momentum", 0.1), call.arg(7, "eps", 1e-5)

@@ -25,23 +25,23 @@ _KNOWN: dict[tuple[float, ...], tuple[_Compare, _Compare]] = {
 
 
 def clamp(input: Tensor, min: Limit = None, max: Limit = None) -> Tensor:
-    """As torch.clamp, with numbers for limits."""
+    """Computes torch.clamp, with numbers for limits."""
     made: Tensor = _Clamp.apply(input, min, max)  # type: ignore[no-untyped-call]
     return made
 
 
 def clamp_min(input: Tensor, min: Limit) -> Tensor:
-    """As torch.clamp_min, with a number for a limit."""
+    """Computes torch.clamp_min, with a number for a limit."""
     return clamp(input, min, None)
 
 
 def clamp_max(input: Tensor, max: Limit) -> Tensor:
-    """As torch.clamp_max, with a number for a limit."""
+    """Computes torch.clamp_max, with a number for a limit."""
     return clamp(input, None, max)
 
 
 def fits_clamp(call: Call, x: Tensor) -> bool:
-    """Whether the limits are numbers, and it is known what torch compares with them."""
+    """Returns whether limits are numbers and it is known what torch compares with them."""
     given = (*call.args[1:], *(value for name, value in call.kwargs.items() if name != "input"))
     numbers = all(one is None or type(one) in (int, float) for one in given)
     has_limit = any(one is not None for one in given)

@@ -38,7 +38,7 @@ def convolution(
     dilation: Sizes = 1,
     groups: int = 1,
 ) -> Tensor:
-    """As torch.nn.functional.conv1d, conv2d, conv3d, of a batch."""
+    """Computes torch.nn.functional.conv1d, conv2d or conv3d of a batch."""
     maps = input.dim() - 2
     geometry = [[x] * maps if isinstance(x, int) else list(x) for x in (stride, padding, dilation)]
     made: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
@@ -48,9 +48,9 @@ def convolution(
 
 
 def fits_convolution(call: Call, x: Tensor) -> bool:
-    """Whether it is worth it: a batch that takes turns, and weights that are not most of the work.
+    """Returns whether the node pays: a batch that takes turns, and small weights.
 
-    Autocast casts what it is given, which only torch's own op hears of.
+    The weights must not be most of the work. Under autocast, only torch's own op is cast.
     """
     if x.device.type != "cpu" or x.dtype not in FLOATS or torch.is_autocast_enabled("cpu"):
         return False
@@ -64,14 +64,14 @@ def fits_convolution(call: Call, x: Tensor) -> bool:
 
 
 def _is_plain_size(size: Any) -> bool:
-    """torch takes words, arrays and tensors as well."""
+    """Returns whether a size is an int or ints: torch takes words, arrays and tensors as well."""
     return isinstance(size, int) or (
         isinstance(size, tuple | list) and all(isinstance(one, int) for one in size)
     )
 
 
 def _is_batch(x: Tensor) -> bool:
-    """Whether samples follow each other in memory."""
+    """Returns whether samples follow each other in memory."""
     return x.numel() == x.shape[0] * x.stride(0)
 
 
@@ -96,7 +96,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
-    """torch's own: the gradients of x, weight and bias, those that are wanted."""
+    """Computes torch's own backward: the gradients of x, weight and bias, those that are wanted."""
     wanted = [*ctx.needs_input_grad[:2], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
     found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
         grad, x, weight, ctx.bias_sizes, *ctx.how, wanted
@@ -107,7 +107,7 @@ def _backward(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor
 def _in_turns(
     ctx: Any, grad: Tensor, samples: "_Samples", weight: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """The same, a few samples at a time."""
+    """Computes the gradients of x, weight and bias a few samples at a time."""
     grad_x: Tensor | None = None
     sums: list[Tensor | None] = [None, None]  # of weight and bias
 
@@ -129,7 +129,7 @@ def _in_turns(
 
 
 class _Samples:
-    """The samples of a saved tensor, decoded or made again when they are asked for."""
+    """Samples of a saved tensor, decoded or made again when they are asked for."""
 
     def __init__(self, held: Any) -> None:
         """held: what `_pack` made of the tensor."""
@@ -151,7 +151,10 @@ class _Samples:
 
 
 def _parts_of(held: Any) -> Parts | None:
-    """What gives elements by their place in memory; None where it can only be had as a whole."""
+    """Returns a function that gives elements by their place in memory.
+
+    None where the value can only be had as a whole.
+    """
     if type(held) is not View or held.geometry != held.slot.base or held.slot.is_window:
         return None
     value = held.slot.value

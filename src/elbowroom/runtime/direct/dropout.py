@@ -16,13 +16,13 @@ from elbowroom.runtime.handles import EncodeHandle
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """As torch.nn.functional.dropout, in training and not in place."""
+    """Computes torch.nn.functional.dropout, in training and not in place."""
     made: Tensor = _Dropout.apply(input, p)  # type: ignore[no-untyped-call]
     return made
 
 
 def fits_dropout(call: Call, x: Tensor) -> bool:
-    """Whether there are factors that a bitmap can hold."""
+    """Returns whether there are factors that a bitmap can hold."""
     p, training = call.arg(1, "p", 0.5), call.arg(2, "training", True)
     drops = training is True and isinstance(p, float) and 0 < p < 1
     on_cpu = x.device.type == "cpu" and x.dtype in FLOATS and x.numel() > 0

@@ -1,4 +1,4 @@
-"""What one of our nodes has saved, as it is held: no tensor is restored by asking."""
+"""Access to what one of our nodes has saved, as it is held: no tensor is restored by asking."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ def view_of(ctx: Any, i: int) -> View | None:
 
 
 def packed(ctx: Any, i: int) -> Any:
-    """What `_pack` made of the i-th saved tensor."""
+    """Returns what `_pack` made of the i-th saved tensor."""
     return ctx._raw_saved_tensors[i].data
 
 
@@ -48,7 +48,7 @@ def lies_like(grad: Tensor, view: View) -> bool:
 
 
 def by_element(grad: Tensor, view: View, run: Callable[[Tensor, Tensor], None]) -> Tensor | None:
-    """What run(flat, made) makes of grad element by element; None where `flat_like` is."""
+    """Returns what run(flat, made) makes of grad element by element; None where `flat_like` is."""
     flat = flat_like(grad, view)
     if flat is None:
         return None

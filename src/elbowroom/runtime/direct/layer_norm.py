@@ -27,7 +27,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """As torch.nn.functional.layer_norm."""
+    """Computes torch.nn.functional.layer_norm."""
     made: Tensor = _LayerNorm.apply(  # type: ignore[no-untyped-call]
         input, weight, bias, normalized_shape, eps
     )
@@ -35,7 +35,10 @@ def layer_norm(
 
 
 def fits_layer_norm(call: Call, x: Tensor) -> bool:
-    """What is no sequence goes to torch, for its own error."""
+    """Returns whether the node can run.
+
+    A `normalized_shape` that is no sequence goes to torch, for its own error.
+    """
     on_cpu = x.device.type == "cpu" and x.dtype in FLOATS and x.numel() > 0
     return on_cpu and isinstance(call.arg(1, "normalized_shape"), Sequence)
 

@@ -39,12 +39,12 @@ _Grads = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class _Layer:
-    """How one layer runs.
+    """Settings by which one layer runs.
 
     op          torch.lstm, torch.gru, ...
-    states      how many it carries: 2 for an LSTM
+    states      number of states that it carries: 2 for an LSTM
     drop        the share of its input that it drops first
-    stretches   into how many its time is cut
+    stretches   number of stretches that its time is cut into
     """
 
     op: Any
@@ -56,7 +56,7 @@ class _Layer:
     stretches: int
 
     def run(self, x: Tensor, sizes: Tensor | None, tensors: _Tensors) -> _Tensors:
-        """Output and last states. tensors: states and weights."""
+        """Runs the layer; returns output and last states. tensors: states and weights."""
         states, weights = tensors[: self.states], list(tensors[self.states :])
         hx = states if self.states > 1 else states[0]
         how = (self.has_biases, 1, 0.0, self.training, self.is_bidirectional)
@@ -70,7 +70,7 @@ class _Layer:
         return torch.dropout(x, self.drop, True) if self.drop else x
 
     def cuts(self, length: int) -> list[tuple[int, int]]:
-        """The stretches, from .. to."""
+        """Returns the stretches, from .. to."""
         each = -(-length // self.stretches)
         return [(at, min(at + each, length)) for at in range(0, length, each)]
 
@@ -112,13 +112,19 @@ def saved_nbytes(call: Call) -> int:
 
 
 def _gates_nbytes(op: Any, x: Tensor, states: Sequence[Tensor]) -> int:
-    """Bytes of one layer in one direction. x [time, batch, ...], or [sum of lengths, ...]."""
+    """Returns the bytes of one layer in one direction.
+
+    x [time, batch, ...], or [sum of lengths, ...].
+    """
     each = x.numel() // x.shape[-1] * states[0].shape[-1] * x.itemsize
     return _GATES[op] * each
 
 
 def fits_recurrent(call: Call, x: Tensor) -> bool:
-    """On a CPU: cuDNN draws its dropout from a state of its own, and wants all layers at once."""
+    """Returns whether our node can run, which is only on a CPU.
+
+    cuDNN draws its dropout from a state of its own, and wants all layers at once.
+    """
     if call.kwargs or len(call.args) != _ARGUMENTS or x.device.type != "cpu" or not x.numel():
         return False
     _, _, states, weights, _ = _arguments(call.args)
@@ -173,7 +179,10 @@ class _RunAgain(torch.autograd.Function):
 def _forward(
     how: _Layer, x: Tensor, sizes: Tensor | None, tensors: list[Tensor], begun: list[Tensor]
 ) -> _Tensors:
-    """Output and last states; `begun` gets the states that stretches but the first begin with."""
+    """Runs a layer in stretches; returns output and last states.
+
+    `begun` gets the states that stretches but the first begin with.
+    """
     if how.stretches == 1:
         return tuple(one.detach() for one in how.run(x, sizes, tuple(tensors)))
     states, weights = tensors[: how.states], tensors[how.states :]
@@ -198,7 +207,7 @@ def _in_stretches(
     tensors: list[Tensor],
     grads: _Grads,
 ) -> list[Tensor | None]:
-    """The gradients of x, states and weights."""
+    """Computes the gradients of x, states and weights stretch by stretch."""
     how: _Layer = ctx.how
     wants_x, wanted = ctx.needs_input_grad[1], ctx.needs_input_grad[3:]
     with torch.enable_grad():
@@ -241,7 +250,7 @@ def _in_stretches(
 def _whole(
     ctx: Any, x: Tensor, sizes: Tensor | None, tensors: _Tensors, grads: _Grads
 ) -> list[Tensor | None]:
-    """The same in one run, as a graph of which gradients can be had."""
+    """Computes the gradients in one run, as a graph of which gradients can be had."""
     with _drawing_from(ctx.random):
         dropped = ctx.how.dropped(x)
     made = ctx.how.run(dropped, sizes, tensors)
@@ -251,7 +260,7 @@ def _whole(
 def _gradients(
     made: _Tensors, grads: Sequence[Tensor | None], inputs: list[Tensor], **how: bool
 ) -> list[Tensor | None]:
-    """Those of each input; None where none is wanted, or where no output has one."""
+    """Returns the gradient of each input; None where none is wanted or no output has one."""
     given = [
         (one, grad)
         for one, grad in zip(made, grads, strict=True)
@@ -271,7 +280,7 @@ def _leaf(x: Tensor, needs_grad: bool) -> Tensor:
 
 @contextmanager
 def _as_in_training() -> Iterator[None]:
-    """Inside, ops run as in training, by the kernels of that, and what they save is let go."""
+    """Runs ops by their training kernels inside this context; what they save is let go."""
     with (
         torch._C.DisableTorchFunction(),
         torch.enable_grad(),
@@ -282,7 +291,7 @@ def _as_in_training() -> Iterator[None]:
 
 @contextmanager
 def _drawing_from(state: Tensor | None) -> Iterator[None]:
-    """Inside, random numbers come from this state; afterwards from where they stood."""
+    """Draws random numbers from this state inside; on exit the generator is where it stood."""
     if state is None:
         yield
         return

@@ -16,18 +16,21 @@ from elbowroom.runtime.handles import KeepHandle
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
-    """As torch.nn.functional.relu."""
+    """Computes torch.nn.functional.relu."""
     made: Tensor = _ReLU.apply(input, inplace)  # type: ignore[no-untyped-call]
     return made
 
 
 def relu_(input: Tensor) -> Tensor:
-    """As torch.relu_."""
+    """Computes torch.relu_."""
     return relu(input, inplace=True)
 
 
 def fits_relu(call: Call, x: Tensor) -> bool:
-    """Autograd has rules of its own for leaves and views that are changed in place."""
+    """Returns whether the node can run.
+
+    Autograd has rules of its own for leaves and views that are changed in place.
+    """
     in_place = call.name == "relu_" or call.arg(1, "inplace", False)
     return not in_place or not (x.is_leaf or x._is_view())
 

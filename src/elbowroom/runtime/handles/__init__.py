@@ -1,4 +1,4 @@
-"""What is held instead of a saved tensor.
+"""Handles, which are held instead of saved tensors.
 
 Every handle can `restore` the whole storage, any number of times.
 

@@ -32,9 +32,9 @@ class CastHandle:
 
     @classmethod
     def of(cls, x: Tensor, base: Tensor, began: int) -> Self | None:
-        """For `base`, which covers x's storage.
+        """Creates a handle for `base`, which covers x's storage.
 
-        None if that is no cast of a parameter, or was made before autograd's node `began`.
+        Returns None if that is no cast of a parameter, or was made before autograd's node `began`.
         """
         copy = x if x._base is None else x._base
         node = copy.grad_fn

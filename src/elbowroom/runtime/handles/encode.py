@@ -71,7 +71,7 @@ class EncodeHandle:
         return self._encoded.codec.lossless or self._encoded.raw
 
     def normalizes(self, rows: Rows) -> bool:
-        """Whether the code stands for these rows, normalized each by itself."""
+        """Returns whether the code stands for these rows, each normalized by itself."""
         return self._normal is not None and self._normal.keeps_apart(rows)
 
     @property
@@ -80,7 +80,7 @@ class EncodeHandle:
 
     @property
     def codec(self) -> Codec:
-        """What made the code."""
+        """Codec that made the code."""
         return self._encoded.codec
 
     @property
@@ -114,9 +114,10 @@ class EncodeHandle:
         return x
 
     def parts(self, affine: Affine | None = None, bits: Tensor | None = None) -> Parts | None:
-        """What gives elements start .. start + n of `restore`, or `restore_mapped`, flat [n].
+        """Returns a function that gives elements start .. start + n of the value, flat [n].
 
-        None where the code cannot be decoded in parts.
+        The value is that of `restore` or `restore_mapped`. Returns None where the code cannot be
+        decoded in parts.
         """
         encoded, undo = self._encoded, None if self._normal is None else self._normal.undo()
         both = affine if undo is None else undo if affine is None else undo.then(affine)
@@ -132,7 +133,7 @@ class EncodeHandle:
         return part
 
     def is_needed(self) -> bool:
-        """Whether the code is all that there is: neither the original is left, nor one restored."""
+        """Returns whether the code is all there is: no original and no restored tensor is left."""
         return self._still_there() is None
 
     def normalized(self) -> tuple[Encoded, Statistics] | None:

@@ -36,7 +36,7 @@ class KeepHandle:
 
     @property
     def was_changed(self) -> bool:
-        """Whether it was changed in place since: it cannot be restored any more."""
+        """True if the tensor was changed in place since: it cannot be restored any more."""
         return version_of(self._tensor) != self._version
 
     def restore(self, *, private: bool = False) -> Tensor:

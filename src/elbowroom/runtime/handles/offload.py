@@ -96,7 +96,7 @@ class OffloadHandle:
         return self._full_nbytes
 
     def when_away(self, call: Callable[[], None]) -> None:
-        """Call once `nbytes` is 0, from any thread."""
+        """Calls `call` once `nbytes` is 0, from any thread."""
         self._ticket.when_away(call)
 
     def restore(self, *, private: bool = False) -> Tensor:
@@ -183,12 +183,12 @@ class OffloadHandle:
         return bool(self._early)
 
     def prefetch(self) -> None:
-        """Start to bring it back. Without the memory for it, it is not early, and that is all."""
+        """Starts to bring the tensor back. Without the memory for it, it is just not early."""
         with suppress(RuntimeError, MemoryError):
             self._early.append(self._fetch())
 
     def let_go(self) -> None:
-        """Forget what came back early: its memory may be taken at once."""
+        """Forgets what came back early: its memory may be taken at once."""
         with suppress(IndexError):
             while True:
                 _, arrival = self._early.pop()

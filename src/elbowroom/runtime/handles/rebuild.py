@@ -43,7 +43,7 @@ class RebuildHandle:
 
     @property
     def depth(self) -> int:
-        """How many ops run to make it, one after the other."""
+        """Number of ops that run, one after the other, to make the tensor again."""
         return self.ready.depth
 
     @property
@@ -52,13 +52,13 @@ class RebuildHandle:
         return self.ready.root
 
     def pin(self) -> None:
-        """From now on the sources must stay exact."""
+        """Makes the sources stay exact from now on."""
         self.ready.pin()
 
     def parts(self) -> Parts | None:
-        """What gives elements start .. start + n, flat [n].
+        """Returns a function that gives elements start .. start + n, flat [n].
 
-        None where not all that is made again can be made in parts.
+        None where some of what is made again cannot be made in parts.
         """
         mapped = self.ready.mapped_source() if self.ready.made == self._base else None
         if mapped is None:
@@ -71,7 +71,11 @@ class RebuildHandle:
         flat = flat_of(source.restore_value())
 
         def part(start: int, n: int) -> Tensor:
-            """It begins with a sample: with the first channel, and with a whole byte of bits."""
+            """Returns elements start ..
+
+            start + n. They begin with a sample: with the first channel, and with a whole byte of
+            bits.
+            """
             out = torch.empty(n, dtype=flat.dtype, device=flat.device)
             own = None if bits is None else bits[start // 8 : -(-(start + n) // 8)]
             ops.affine(flat[start : start + n], *affine, own, out)
@@ -80,7 +84,10 @@ class RebuildHandle:
         return part
 
     def restore(self, *, private: bool = False) -> Tensor:
-        """Run the recipe. It always gives fresh memory, or memory that its caller may overwrite."""
+        """Runs the recipe.
+
+        It always gives fresh memory, or memory that its caller may overwrite.
+        """
         if torch.is_grad_enabled():
             with torch.no_grad():
                 x = self.ready.make()
@@ -96,7 +103,10 @@ class RebuildHandle:
 
 
 def _repeats(affine: Affine, base: Geometry) -> bool:
-    """Whether each sample begins with the first channel: a group norm has channels a sample."""
+    """Returns whether each sample begins with the first channel.
+
+    The channels of a group norm are counted per sample.
+    """
     each = prod(base.shape[1:])
     return each % (len(affine.scale) * affine.inner) == 0
 

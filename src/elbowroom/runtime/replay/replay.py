@@ -47,7 +47,7 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 
 
 class Token:
-    """Tells by its end that nothing is held any more."""
+    """Token whose end tells that nothing is held any more."""
 
     __slots__ = ("__weakref__",)
 
@@ -62,7 +62,7 @@ class Kept(tuple[Tensor, int, Token | None]):
     __slots__ = ()
 
     def restore(self) -> Tensor:
-        """Return the tensor; raise RestoreError if it was changed in place."""
+        """Returns the tensor. Raises RestoreError if it was changed in place."""
         x, version, _ = self
         check_version(x, version)
         return x
@@ -145,7 +145,7 @@ class Replay(TorchFunctionMode):
         return self
 
     def follow(self, script: Script) -> None:
-        """Go on by this script, of which nothing has been done."""
+        """Goes on by this script, of which nothing has been done."""
         nowhere: Any = None
         if self._seeds is not None:
             self.context.give_back(self._seeds, self.script.seeds)
@@ -239,7 +239,7 @@ class Replay(TorchFunctionMode):
 
     @property
     def has_begun(self) -> bool:
-        """Whether any function has been called yet."""
+        """True if any function has been called yet."""
         return self._at > 0
 
     def _run_plain(self, act: Act, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -276,7 +276,7 @@ class Replay(TorchFunctionMode):
         return out
 
     def _end(self, act: Act, args: tuple[Any, ...], out: Any) -> None:
-        """An op has run, and was the one."""
+        """Ends a step of the script whose op has run."""
         if act.place != NOWHERE:
             self.note_place(act.place, out)
         for position, slot in act.copies:
@@ -315,7 +315,7 @@ class Replay(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A module is called, which may be one that runs again in backward."""
+        """Calls a module, which may be one that runs again in backward."""
         if self.saving is not None:
             return self.saving.calls(module, call, args, kwargs)
         act = self._act()
@@ -386,7 +386,7 @@ class Replay(TorchFunctionMode):
         return self.saving.take(x)
 
     def _input(self, x: Tensor) -> Any:
-        """Return what is held of x, which no call of the model's saves."""
+        """Returns what is held of x, which no call of the model's saves."""
         if checkpoint_call(x) is None:
             return self.kept(x)
         act, i = self._act(), self._given
@@ -420,7 +420,7 @@ class Replay(TorchFunctionMode):
         return mixed(self._first_seed + nth)
 
     def _copy(self, index: int, y: Tensor) -> None:
-        """A slot gets a copy of a constant, once."""
+        """Gives a slot a copy of a constant, once."""
         base = covering(y)
         if self.slots[index] is None and base is not None:
             slot = self.slots[index] = self.new_slot(index, base, Geometry.of(base))
@@ -428,15 +428,15 @@ class Replay(TorchFunctionMode):
 
     @property
     def share(self) -> float:
-        """Return how much of the script has been followed, from 0 to 1."""
+        """Share of the script that has been followed, from 0 to 1."""
         return self._at / max(len(self.script.steps), 1)
 
     def look(self) -> Saving:
-        """Return the context that looks at what is left of a forward that is another one."""
+        """Returns the context that looks at what is left of a forward that is another one."""
         raise NotImplementedError
 
     def _stray(self) -> None:
-        """The forward is another one: look at the rest of it."""
+        """Looks at the rest of a forward that is another one than the script's."""
         if self.saving is None:
             self.strayed = True
             assert self._seeds is not None

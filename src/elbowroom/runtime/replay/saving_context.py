@@ -44,7 +44,7 @@ Make = Callable[[Scribe | None], Saving]
 
 
 class Scripts:
-    """What is known of the steps of one setting; the one that was followed last comes first."""
+    """Scripts of the steps of one setting; the one that was followed last comes first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +56,10 @@ class Scripts:
         self._none_called_of: frozenset[int] | None = None  # what had been compiled by then
 
     def begin(self) -> tuple[Script, ...]:
-        """A step begins. Return the scripts that it may follow; none: it is looked at."""
+        """Begins a step; returns the scripts that it may follow.
+
+        If there are none, the step is looked at.
+        """
         with self._lock:
             if not self._scripts:
                 return ()
@@ -84,23 +87,23 @@ class Scripts:
 
     @property
     def wanted(self) -> bool:
-        """Whether a step that is looked at should be written down."""
+        """True if a step that is looked at should be written down."""
         return self._unwritten > 0
 
     def was_followed(self, script: Script) -> None:
-        """A step has followed it to its end."""
+        """Notes that a step has followed a script to its end."""
         with self._lock:
             if any(one is script for one in self._scripts[1:]):
                 self._scripts[:] = [script, *(one for one in self._scripts if one is not script)]
 
     def forget(self, script: Script) -> None:
-        """A step was another one, and had done something when that was seen."""
+        """Forgets a script: a step was another one, and had done something when that was seen."""
         with self._lock:
             self._unwritten -= 1
             self._remove(script)
 
     def add(self, scribe: Scribe, modules: Iterable[nn.Module]) -> None:
-        """A step was written down, or could not be. modules: those that it has called."""
+        """Adds a step that was written down, or could not be. modules: those that it has called."""
         script = scribe.script
         owners = None if script is None else _owners_of(script.parameters, modules)
         with self._lock:
@@ -133,7 +136,7 @@ class Scripts:
 def _owners_of(
     parameters: tuple[nn.Parameter, ...], modules: Iterable[nn.Module]
 ) -> list[nn.Module] | None:
-    """Return modules that hold all of these; None: one is of no module that was called."""
+    """Returns modules that hold all of these; None: one is of no module that was called."""
     wanted, owners = {id(p) for p in parameters}, []
     for module in modules:
         own = {id(p) for p in module.parameters()} & wanted
@@ -144,7 +147,7 @@ def _owners_of(
 
 
 class Identical:
-    """A setting that is equal to itself only."""
+    """Setting that is equal to itself only."""
 
     __slots__ = ("_it",)
 
@@ -169,7 +172,7 @@ _lock = threading.Lock()
 
 
 def scripts_of(*setting: Hashable) -> Scripts:
-    """Return what the process knows of steps with these settings."""
+    """Returns what the process knows of steps with these settings."""
     with _lock:
         scripts = _known.pop(setting, None) or Scripts()
         _known[setting] = scripts  # as the last one
@@ -211,7 +214,7 @@ class SavingContext:
 
     @property
     def policy(self) -> Policy:
-        """What decides about each tensor of a step that is looked at."""
+        """Policy that decides about each tensor of a step that is looked at."""
         return self._make(None).policy
 
     @property
@@ -287,15 +290,15 @@ class SavingContext:
             warn_if_useless(part.ledger, part.policy, stacklevel=3)
 
     def error_report(self) -> Any:
-        """What the lossy codes add to the gradient's variance, predicted beside measured.
+        """Returns what lossy codes add to the gradient's variance, predicted beside measured.
 
-        Call it after backward. Raises PlanError where nobody watches.
+        To be called after backward. Raises PlanError if the context does not watch its codes.
         """
         return self._make(None).error_report()
 
 
 class _Following(Replay):
-    """A step that follows a script, or another one that begins alike."""
+    """Step that follows a script, or another one that begins alike."""
 
     def __init__(
         self,
@@ -338,12 +341,12 @@ class _Following(Replay):
             self.scripts.was_followed(self.script)
 
     def follow(self, script: Script) -> None:
-        """Go on by another script."""
+        """Goes on by another script."""
         super().follow(script)
         self._repeated = RepeatedLedger(script.counts, self._token)
 
     def look(self) -> Saving:
-        """Return what looks at the rest: what is held already counts in its ledger."""
+        """Returns what looks at the rest: what is held already counts in its ledger."""
         if self.has_begun:
             saving, share = self._make(None), self.share
             entry = saving.ledger.open("", "", "", int(share * self.script.before_nbytes))

@@ -66,11 +66,11 @@ _AT_SAVE, _BEFORE, _AFTER, _LAST = range(4)
 
 
 class Unwritable(Exception):
-    """There is no script of this forward; the message says why."""
+    """Raised if there is no script of this forward; the message says why."""
 
 
 class OnceUnwritable(Unwritable):
-    """There is none of this forward, but maybe of the next."""
+    """Raised if there is no script of this forward, but maybe of the next."""
 
 
 @dataclass
@@ -106,14 +106,14 @@ class _Op:
 
     @property
     def addresses(self) -> Iterator[int]:
-        """Where the parameters among its arguments lie."""
+        """Addresses of the parameters among the arguments."""
         for x in (*self.args, *(value for _, value in self.kwargs)):
             if type(x) is Like and x.parameter is not None:
                 yield x.address
 
 
 class _Norm(NamedTuple):
-    """Where the statistics lie that something was normalized with."""
+    """Places of the statistics that something was normalized with."""
 
     mean: tuple[_Place, Geometry]
     rstd: tuple[_Place, Geometry]
@@ -123,7 +123,7 @@ class _Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class _Done:
-    """What was done with a slot, and when."""
+    """Record of what was done with a slot, and when."""
 
     op: int
     when: int
@@ -135,7 +135,7 @@ class _Done:
 
 
 class Scribe(Listener):
-    """Is told of one forward by its learning context.
+    """Listener that is told of one forward by its learning context, and writes its script.
 
     script        once that has ended; None: there is none
     why           there is none; once: of this forward, but maybe of the next
@@ -161,18 +161,21 @@ class Scribe(Listener):
     # --- What a context tells
 
     def starts(self, ledger: Ledger, seeds: int) -> None:
-        """The forward begins. ledger: that counts it; seeds: the count of its context's."""
+        """Begins the record of a forward.
+
+        ledger: that counts it; seeds: the count of its context's.
+        """
         self._mark, self._seeds_before = ledger.mark(), seeds
 
     def refuse(self, why: str, *, once: bool = False) -> None:
-        """There is no script of this forward. once: there may be one of the next."""
+        """Notes that there is no script of this forward. once: there may be one of the next."""
         self.once = once and (self.once or not self.why)
         self.why = self.why or why
         self._ops, self._stack, self._done, self._makers = [], [], [], {}
         self._storages, self._inputs = {}, None
 
     def begins(self, call: Call) -> None:
-        """A call begins, and nothing of it has happened yet."""
+        """Records that a call begins, and nothing of it has happened yet."""
         if self.why:
             return
         operands: list[_Place] = []
@@ -186,12 +189,12 @@ class Scribe(Listener):
         self._when, self._inputs = _BEFORE, None
 
     def compares(self) -> None:
-        """The arguments of the call that begins must be the same in forwards that follow."""
+        """Records that the arguments of this call must be the same in forwards that follow."""
         if self._stack:
             self._ops[self._stack[-1]].compared = True
 
     def begins_inputs(self) -> None:
-        """A checkpoint of the user's saves one of its inputs."""
+        """Records that a checkpoint of the user's saves one of its inputs."""
         if self.why or self._inputs is not None:
             return
         if self._stack:
@@ -201,11 +204,11 @@ class Scribe(Listener):
         self._inputs, self._when = len(self._ops) - 1, _BEFORE
 
     def leaves(self) -> None:
-        """The forward has ended; what waits for that is decided on."""
+        """Records that the forward has ended; what waits for that is decided on."""
         self._inputs = None
 
     def runs(self, call: Call, run: Callable[..., Any], direct: Direct | None) -> None:
-        """The call runs as `run`."""
+        """Records that the call runs as `run`."""
         if self.why:
             return
         op = self._ops[self._stack[-1]]
@@ -216,11 +219,11 @@ class Scribe(Listener):
         self._when = _AT_SAVE
 
     def ends(self) -> None:
-        """The call has run; now it is decided on what waited for that."""
+        """Records that the call has run; now it is decided on what waited for that."""
         self._when = _AFTER
 
     def makes(self, x: Any, identity: Identity) -> None:
-        """The call has made x. identity: knows how that can be made again."""
+        """Records that the call has made x. identity: knows how that can be made again."""
         origin = identity.origin(x) if is_touchable(x) else None
         recipe = None if origin is None else origin.recipe
         if recipe is not None and self._stack:
@@ -229,7 +232,7 @@ class Scribe(Listener):
                 self._makers[id(recipe.op)] = weakref.ref(recipe.op), self._stack[-1]
 
     def ended(self, call: Call, out: Any) -> None:
-        """The call has ended, and all is decided on."""
+        """Records that the call has ended, and all is decided on."""
         if self.why:
             return
         op = self._ops[self._stack.pop()]
@@ -239,7 +242,7 @@ class Scribe(Listener):
         self._when = _AT_SAVE if self._stack else _BEFORE
 
     def begins_region(self, module: nn.Module) -> None:
-        """A module is called that runs again in backward; nothing of it has happened yet."""
+        """Records that a call begins of a module that runs again in backward."""
         if self.why:
             return
         self._ops.append(_Op(type(module), RECOMPUTE, (), (), [], module=weakref.ref(module)))
@@ -247,22 +250,22 @@ class Scribe(Listener):
         self._when, self._inputs = _BEFORE, None
 
     def saves(self) -> None:
-        """Now the inputs of a module that runs again, or of a checkpoint, are saved."""
+        """Records that inputs of a module that runs again, or of a checkpoint, are saved now."""
         self._when = _AT_SAVE
 
     def region_saved(self) -> None:
-        """Its inputs are saved, and it runs."""
+        """Notes that the inputs of a region are saved, and that it runs."""
         if self.why:
             return
         self._stack.pop()
         self._when = _AT_SAVE if self._stack else _BEFORE
 
     def failed(self) -> None:
-        """The call has raised."""
+        """Records that the call has raised."""
         self.refuse("an op has raised")
 
     def saved(self, x: Tensor, held: Any) -> None:
-        """Autograd saves x, and holds `held` for it."""
+        """Records that autograd saves x, and holds `held` for it."""
         at = self._stack[-1] if self._stack else self._inputs
         if at is None:
             self._numel += x.numel()
@@ -288,7 +291,7 @@ class Scribe(Listener):
         covers: bool = False,
         drawn: int = 0,
     ) -> None:
-        """Something is done with a slot."""
+        """Records that something is done with a slot."""
         if self.why:
             return
         draw = drawn - self._seeds_before
@@ -307,7 +310,7 @@ class Scribe(Listener):
         return _Norm(mean, rstd, norm.inner, norm.rows)
 
     def copies(self, slot: Slot, y: Tensor, call: Call | None) -> None:
-        """A slot stands for a constant among the arguments of the call that has ended."""
+        """Records that a slot stands for a constant among the arguments of an ended call."""
         if call is None or not self._stack:
             return
         op = self._ops[self._stack[-1]]
@@ -348,7 +351,7 @@ class Scribe(Listener):
     # --- What comes of it
 
     def finish(self, ledger: Ledger, seeds: int, calls: Calls) -> None:
-        """The forward has ended, and its graph is still there: write the script, if there is one.
+        """Writes the script, if there is one: the forward has ended, and its graph is still there.
 
         ledger, seeds: those that it has started with; calls: of outermost modules in this step
         """
@@ -366,7 +369,7 @@ class Scribe(Listener):
 
 
 class _Writer:
-    """Puts together what was told."""
+    """Writer that puts a script together from what was told."""
 
     def __init__(
         self,
@@ -391,7 +394,7 @@ class _Writer:
         self._made_at: dict[_Place, int] = {}
 
     def script(self, ledger: Ledger, since: Mark, numel: int, *, selects: bool) -> Script:
-        """Return all of it. since: what the ledger had come to as the forward began.
+        """Returns all of it. since: what the ledger had come to as the forward began.
 
         numel: elements that no op has saved
         """
@@ -424,7 +427,7 @@ class _Writer:
         return Script(steps, *sizes, last, counts, numel, 0, self._state)
 
     def _deeds(self) -> list[tuple[_Done, Deed]]:
-        """Return what is done with slots that are not just kept, and with what they are made of."""
+        """Returns what is done with slots that are not just kept, and with their sources."""
         of_slot: dict[int, list[tuple[int, _Done, Slot]]] = {}
         for order, (one, slot) in enumerate(self._done):
             if type(slot.value) is KeepHandle and slot.bits is None:
@@ -448,7 +451,7 @@ class _Writer:
         return [(one, deed) for _, one, deed in found if not self._is_needless(one, deed, read)]
 
     def _is_needless(self, one: _Done, deed: Deed, read: set[int]) -> bool:
-        """Return whether bits are taken of a tensor whose code will have them.
+        """Returns whether bits are taken of a tensor whose code will have them.
 
         The tensor is kept until then, which takes no memory: the op that has it encoded reads it.
         read: slots whose bits others take
@@ -459,7 +462,7 @@ class _Writer:
         return bool(deed.bits) and is_brought and at_first and deed.slot not in read
 
     def _check_order(self, at: int, deed: Deed) -> None:
-        """Raise Unwritable where op `at` makes something of what is saved later.
+        """Checks that no op `at` makes something of what is saved later. Raises Unwritable.
 
         It was saved before, too, but by no op that is seen: as the input of the user's checkpoint.
         """
@@ -680,7 +683,7 @@ class _Writer:
         )
 
     def _placed(self, x: Any, at: int, seen: set[_Place]) -> Any:
-        """Return what an argument must be, with the number of the place that it is compared with.
+        """Returns what an argument must be, with the number of the place that it is compared with.
 
         seen: the places among the arguments of this op that came before
         """
@@ -699,12 +702,12 @@ class _Writer:
         return x._replace(same=same, place=new)
 
     def _is_made_before(self, at: int, place: _Place) -> bool:
-        """Return whether an earlier op than number `at` has made what lies there."""
+        """Returns whether an earlier op than number `at` has made what lies there."""
         maker = self._made_at.get(place)
         return maker is not None and maker < at
 
     def _is_known_before(self, at: int, place: _Place) -> bool:
-        """Return whether an earlier op has noted this place."""
+        """Returns whether an earlier op has noted this place."""
         saved, made = self._saved_at.get(place), self._made_at.get(place)
         if saved is not None and saved[0] < at:
             return True

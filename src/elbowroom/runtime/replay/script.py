@@ -1,4 +1,4 @@
-"""What is done in a settled forward, op by op: what the scribe writes, and `Replay` follows.
+"""Script of a settled forward, op by op: the scribe writes it, and `Replay` follows it.
 
     Step      one call from Python to torch: what must be true of it, and what it saves
     Save      one tensor that an op saves: its geometry, and the slot that it goes to
@@ -44,7 +44,7 @@ class Ref(NamedTuple):
     geometry: Geometry
 
     def tensor(self, replay: Replay) -> Tensor:
-        """Return that view in the forward that runs."""
+        """Returns that view in the forward that runs."""
         return self.geometry.on(replay.noted[self.noted])
 
 
@@ -57,7 +57,7 @@ class Norm(NamedTuple):
     rows: int
 
     def statistics(self, replay: Replay) -> Statistics:
-        """Return them in the forward that runs."""
+        """Returns them in the forward that runs."""
         return Statistics(self.mean.tensor(replay), self.rstd.tensor(replay), self.inner, self.rows)
 
 
@@ -80,10 +80,10 @@ class Remade:
 
 @dataclass(frozen=True)
 class Deed:
-    """What a slot is given.
+    """Action on one slot in a settled forward, and all that it takes.
 
-    action  None: what follows says it
-    bits    the op whose mask is taken of it; "": none is
+    action  None: a later op tells
+    bits    the op whose mask is taken of the tensor; "": none is
     covers  whether the op that saves it made all of its storage
     mask    the slot whose bits an encoding takes; NOWHERE: none
     draw    which of the forward's seeds an encoding takes, from 1 on
@@ -101,7 +101,7 @@ class Deed:
     draw: int = 0
 
     def masked(self, bits: Tensor | None) -> Action:
-        """Return the encoding with the bits of the forward that runs."""
+        """Returns the encoding with the bits of the forward that runs."""
         action = self.action
         assert isinstance(action, Encode)
         return replace(action, facts=replace(action.facts, mask=bits))
@@ -133,11 +133,11 @@ class Save(NamedTuple):
 
 
 class Like(NamedTuple):
-    """What a tensor among the arguments of an op must be.
+    """Requirements of a tensor among the arguments of an op.
 
     traits     dtype, device, requires_grad and layout
-    same       it is the storage of this place, and at that version; NOWHERE: any
-    place      it is that place from now on
+    same       its storage is that of this place, at that version; NOWHERE: any
+    place      it becomes that place
     parameter  it is this one, at this address
     """
 
@@ -187,7 +187,7 @@ class Step:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether nothing is done: its calls are only compared with it."""
+        """True if nothing is done in this step: its calls are only compared with it."""
         acts = self.before or self.after or self.copies or self.place != NOWHERE
         special = self.opens or self.module is not None
         return self.saves is None and self.args is None and not (acts or special)
@@ -195,7 +195,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Script:
-    """A forward.
+    """Record of a settled forward, step by step.
 
     slots, noted, places  how many there are
     last          deeds to be done as the forward ends
@@ -227,7 +227,7 @@ class Script:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes that are held at the end of it."""
+        """Bytes that are held at the end of the forward."""
         return self.counts.held_nbytes
 
     @property
@@ -237,7 +237,7 @@ class Script:
 
     @cached_property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Those that it compares arguments with: it keeps them alive."""
+        """Parameters that the script compares arguments with, and keeps alive."""
         found = (
             x.parameter
             for step in self.steps
@@ -248,17 +248,17 @@ class Script:
 
     @cached_property
     def recomputes(self) -> bool:
-        """Whether modules run again in backward."""
+        """True if modules run again in backward."""
         return any(step.module is not None for step in self.steps)
 
     @cached_property
     def codes_checkpoints(self) -> bool:
-        """Whether inputs of the user's checkpoints are looked at."""
+        """True if inputs of the user's checkpoints are looked at."""
         return any(step.inputs for step in self.steps)
 
     @cached_property
     def does_nothing(self) -> bool:
-        """Whether every op is torch's own, and all that is saved is kept."""
+        """True if every op is torch's own, and all that is saved is kept."""
         return all(step.is_plain for step in self.steps)
 
 
@@ -267,7 +267,7 @@ def _is_like(x: Any) -> bool:
 
 
 def state_of_torch() -> tuple[Any, ...]:
-    """Return the settings that kernels depend on, and that no argument tells of."""
+    """Returns the settings that kernels depend on, and that no argument tells of."""
     return (
         *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")),
         *(torch.get_autocast_dtype(device) for device in ("cpu", "cuda")),

@@ -1,4 +1,4 @@
-"""Where offloaded bytes go, and how they come back.
+"""Tiers, where offloaded bytes go, and how they come back.
 
 base       the seam: Tier, Ticket, Arrival
 extents    which parts of a file or a slab are free

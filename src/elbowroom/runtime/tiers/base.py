@@ -10,11 +10,11 @@ class Arrival(Protocol):
     """Bytes on their way back."""
 
     def wait(self) -> None:
-        """Return when they may be read by what runs next. OSError: they cannot be had."""
+        """Waits until the bytes may be read by what runs next. OSError: they cannot be had."""
         ...
 
     def drop(self) -> None:
-        """Nobody will read them: let go of their memory, which may be taken by what runs next.
+        """Lets go of memory that nobody will read, which may be taken by what runs next.
 
         It may be called anywhere, and never waits.
         """
@@ -31,18 +31,23 @@ class Ticket(Protocol):
     def source(self) -> Tensor | None: ...
 
     def fetch(self, into: Tensor) -> Arrival:
-        """Begin to bring the bytes back, any number of times. `into`: flat bytes, as long as these.
+        """Begins to bring the bytes back, any number of times.
+
+        `into`: flat bytes, as long as these.
 
         Only where `source` is None.
         """
         ...
 
     def when_away(self, call: Callable[[], None]) -> None:
-        """Call once `source` is None, from any thread; at once, if it is."""
+        """Calls `call` once `source` is None, from any thread; at once, if it is."""
         ...
 
     def drop(self) -> None:
-        """Nobody will ask any more. It may be called anywhere, and never waits."""
+        """Frees the bytes, which nobody will ask for any more.
+
+        It may be called anywhere, and never waits.
+        """
         ...
 
 
@@ -56,12 +61,12 @@ class Tier(Protocol):
     def refusal(self) -> str: ...
 
     def put(self, flat: Tensor) -> Ticket:
-        """Begin to take the bytes of `flat`, which must not change until they are away.
+        """Begins to take the bytes of `flat`, which must not change until they are away.
 
         It waits where too much is on its way already.
         """
         ...
 
     def say_trouble(self) -> None:
-        """Warn of what went wrong since the last time, if anything did."""
+        """Warns of what went wrong since the last time, if anything did."""
         ...

@@ -1,4 +1,4 @@
-"""Which tier serves a tensor.
+"""Choice of the tier that serves a tensor.
 
 One file a process and directory, one side stream and one set of slabs a device; they live as long
 as the process.
@@ -39,7 +39,7 @@ def tier_for(action: Offload, x: Tensor) -> Tier | str:
 
 
 def file_tier(directory: str | None = None) -> FileTier:
-    """The one of this directory."""
+    """Returns the tier of this directory."""
     path = os.path.realpath(directory or tempfile.gettempdir())
     if path not in _FILES:
         _FILES[path] = FileTier(path)
@@ -47,7 +47,10 @@ def file_tier(directory: str | None = None) -> FileTier:
 
 
 def host_tier(device: torch.device) -> HostTier:
-    """The one of this CUDA device. All devices together may pin half of the host's memory."""
+    """Returns the tier of this CUDA device.
+
+    All devices together may pin half of the host's memory.
+    """
     if device not in _HOSTS:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         slabs = Slabs(memory // 2 // torch.cuda.device_count())

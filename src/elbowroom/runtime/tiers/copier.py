@@ -27,30 +27,30 @@ class Copy(Protocol):
     def is_done(self) -> bool: ...
 
     def order(self, into: Tensor) -> None:
-        """What the current stream reads of `into` from now on comes after the copy.
+        """Makes reads of `into` by the current stream, from now on, come after the copy.
 
-        It does not wait here.
+        The host does not wait.
         """
         ...
 
     def let_go(self) -> None:
-        """The memory of the device may be taken by who comes after the copy. It does not wait."""
+        """Lets the memory of the device be taken by who comes after the copy. It does not wait."""
         ...
 
     def wait(self) -> None:
-        """Wait here until it is done: for threads of the host that read or write the memory."""
+        """Waits until it is done: for threads of the host that read or write the memory."""
         ...
 
 
 class Copier(Protocol):
-    """Of one device."""
+    """Interface of what copies to and from one device."""
 
     def home(self) -> Any:
-        """The stream that memory belongs to which is taken now."""
+        """Returns the stream that memory belongs to which is taken now."""
         ...
 
     def copy(self, source: Tensor, into: Tensor, home: Any = None) -> Copy:
-        """Begin to copy flat bytes, after all that the current stream was asked for so far.
+        """Begins to copy flat bytes, after all that the current stream was asked for so far.
 
         home: what the memory of the device belongs to, and waits for, too; None: current stream
         """
@@ -82,12 +82,12 @@ class CudaCopier:
 
 
 def begin(source: Tensor, into: Tensor) -> None:
-    """Ask the current stream for a copy."""
+    """Asks the current stream for a copy."""
     into.copy_(source, non_blocking=True)
 
 
 def used_on(x: Tensor, stream: torch.cuda.Stream) -> None:
-    """Say that a stream uses x, whose memory is another one's."""
+    """Tells that a stream uses x, whose memory is another one's."""
     x.record_stream(stream)
 
 

@@ -1,4 +1,4 @@
-"""Which parts of a file or a slab are free.
+"""Free and taken parts of a file or a slab.
 
     taken:  [0 ......)      [ ......)                     offsets and sizes are whole pages
     free:            [ ....)         [ .. end)
@@ -33,7 +33,7 @@ class Extents:
         return self.end - nbytes
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """What `take(nbytes)` gave is free again."""
+        """Frees what `take(nbytes)` gave."""
         nbytes = _pages(nbytes)
         at = bisect_left(self._free, (offset, 0))
         if at < len(self._free) and self._free[at][0] == offset + nbytes:

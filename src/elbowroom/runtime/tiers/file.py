@@ -70,7 +70,7 @@ class FileTier:
 
     @property
     def end(self) -> int:
-        """Where the last taken part of the file ends."""
+        """Offset at which the last taken part of the file ends."""
         return self._extents.end
 
     @property
@@ -94,12 +94,12 @@ class FileTier:
         return ticket
 
     def flush(self) -> None:
-        """Wait until nothing is on its way to the file."""
+        """Waits until nothing is on its way to the file."""
         self.window.wait_until_empty()
         self._let_go()
 
     def written(self, ticket: "FileTicket") -> None:
-        """Of a worker: this one may be let go."""
+        """Notes that a ticket was written, so that it may be let go. Called by a worker."""
         self._written.append(ticket)
 
     def _let_go(self) -> None:
@@ -113,7 +113,7 @@ class FileTier:
             warnings.warn(untold, stacklevel=2)
 
     def failed(self, error: Exception, nbytes: int) -> None:
-        """A write of so many bytes failed."""
+        """Notes that a write of so many bytes failed."""
         reason = getattr(error, "strerror", None) or error
         why = f"writing {show_nbytes(nbytes)} to '{self.directory}' failed: {reason}"
         if self._untold == "":
@@ -124,7 +124,7 @@ class FileTier:
         self._trouble = f"offload: {why}"
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """An extent is free. Rule 3."""
+        """Frees an extent. Rule 3."""
         self._dropped.append((offset, nbytes))
         self._collect()
 
@@ -167,7 +167,7 @@ class FileTicket:
         self.source: Tensor | None = flat
 
     def write(self) -> None:
-        """A worker's job."""
+        """Writes the bytes, as a worker's job."""
         if not _pop(self._to_write):
             return
         assert self.source is not None
@@ -188,7 +188,7 @@ class FileTicket:
         self._tier.window.leave(self._nbytes)  # last: who waits for an empty window finds all freed
 
     def let_go(self) -> None:
-        """It is written: the tensor is needed no more."""
+        """Lets go of the tensor, which is written."""
         self.source = None
         call = self._call  # dropping forgets it, at any time
         if call is not None:
@@ -244,7 +244,7 @@ class Reading:
         self._error: Exception | None = None
 
     def run(self) -> None:
-        """A worker's job."""
+        """Reads the bytes, as a worker's job."""
         try:
             self._read()
         except Exception as error:  # who waits hears of it
@@ -261,7 +261,7 @@ class Reading:
             raise self._error
 
     def drop(self) -> None:
-        """The worker holds the memory that it reads into until it has."""
+        """Does nothing: the worker holds the memory that it reads into until it has."""
 
 
 def _pop(token: list[bool]) -> bool:

@@ -46,12 +46,12 @@ class HostTier:
         self.slabs.say_trouble()
 
     def give_back(self, part: Part) -> None:
-        """A part is free; as in the file tier, without waiting for a lock."""
+        """Frees a part; as in the file tier, without waiting for a lock."""
         self._dropped.append(part)
         self._collect()
 
     def _let_go(self) -> None:
-        """Let go of what is away, and of the oldest where too much is on its way."""
+        """Lets go of what is away, and of the oldest where too much is on its way."""
         while self._leaving:
             sizes = [ticket.nbytes for ticket in self._leaving]
             oldest = self._leaving[0]
@@ -91,7 +91,7 @@ class HostTicket:
         return flat
 
     def let_go_if_done(self) -> bool:
-        """Whether it is away."""
+        """Lets go of the tensor if its copy is done; returns whether it is away."""
         if self._flat is not None:
             if not self._copy.is_done():
                 return False
@@ -99,7 +99,7 @@ class HostTicket:
         return True
 
     def let_go_in_order(self) -> None:
-        """Let go before the copy is done: what takes the memory comes after it."""
+        """Lets go before the copy is done: what takes the memory comes after it."""
         self._copy.let_go()
         self._let_go()
 

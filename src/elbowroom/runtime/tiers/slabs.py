@@ -35,10 +35,10 @@ class Part:
 
 
 class Slabs:
-    """Not for several threads at once: its tier has a lock.
+    """Slabs of host memory, for one thread at a time: the tier has a lock.
 
     pinned_nbytes  the budget for pinned memory
-    pin            makes pinned bytes; RuntimeError: there are none
+    pin            makes pinned bytes; raises RuntimeError if there are none
     slab           the smallest slab, in bytes
     """
 
@@ -63,7 +63,7 @@ class Slabs:
         return sum(slab.memory.numel() for slab in self._slabs)
 
     def take(self, nbytes: int) -> Part:
-        """A part of this size. The free one that is pinned comes first."""
+        """Returns a part of this size. The free one that is pinned comes first."""
         part = self._free_part(nbytes, pinned=True) or self._free_part(nbytes)
         part = part or self.take_pinned(nbytes)
         if part is not None:
@@ -86,7 +86,7 @@ class Slabs:
         return self._free_part(nbytes, pinned=True)
 
     def give_back(self, part: Part) -> None:
-        """It is free again. A pageable slab that is empty goes back to the system."""
+        """Frees a part. A pageable slab that is empty goes back to the system."""
         part.slab.parts.give_back(part.offset, part.flat.numel())
         if not part.slab.pinned and not part.slab.parts.end:
             self._slabs.remove(part.slab)

@@ -49,7 +49,7 @@ class StagedTicket:
         self._file = tier.file.put(host, before=self._copied)
 
     def _copied(self) -> None:
-        """A worker, before it writes."""
+        """Called by a worker before it writes: the copy on the host is done."""
         self._copy.wait()
         self.source = None
         call = self._call
@@ -89,7 +89,10 @@ class StagedArrival:
         self._copier.copy(self._host, self._into, self._home).order(self._into)
 
     def drop(self) -> None:
-        """No copy to the device has begun, and the worker holds the memory that it reads into."""
+        """Lets go of the read: no copy has begun.
+
+        The worker holds the memory that it reads into.
+        """
 
 
 def _pinned(nbytes: int) -> Tensor:

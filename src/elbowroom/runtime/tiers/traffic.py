@@ -1,4 +1,4 @@
-"""How much of the time that offloaded tensors are on their way is hidden behind computing.
+"""Share of the time of offloaded tensors on their way that is hidden behind computing.
 
     moved   seconds that workers spend writing and reading
     waited  seconds that a thread that computes stands still for them: before `put`, because too
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Traffic:
-    """What went over the link: bytes and seconds, so far or between two moments."""
+    """Bytes that went over the link, and its seconds, so far or between two moments."""
 
     nbytes: int = 0
     moved_s: float = 0.0
@@ -39,19 +39,19 @@ class Traffic:
 
 
 class Clock:
-    """Adds up seconds of several threads."""
+    """Clock that adds up seconds of several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sum = Traffic()
 
     def now(self) -> Traffic:
-        """All so far."""
+        """Returns all traffic so far."""
         return self._sum
 
     @contextmanager
     def moving(self, nbytes: int) -> Iterator[None]:
-        """Inside, a worker writes or reads."""
+        """Counts the time inside this context as a worker's writing or reading of `nbytes`."""
         start_s = time.perf_counter()
         try:
             yield
@@ -65,7 +65,7 @@ class Clock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, a thread that computes stands still."""
+        """Counts the time inside this context as that of a computing thread that waits."""
         start_s = time.perf_counter()
         try:
             yield

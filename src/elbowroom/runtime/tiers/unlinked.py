@@ -26,7 +26,7 @@ def open_unlinked(directory: str) -> int:
 
 
 def is_in_memory(descriptor: int) -> bool:
-    """Whether the file system of an open file is a part of the RAM."""
+    """Returns whether the file system of an open file lies in RAM."""
     device = os.fstat(descriptor).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -1,4 +1,4 @@
-"""How much may be on its way at a time: so many tensors, and so many bytes. One always may."""
+"""Limits of what is on its way at a time: so many tensors, and so many bytes. One always may be."""
 
 import threading
 
@@ -15,14 +15,14 @@ class Window:
         self._tensors = self._nbytes = 0
 
     def enter(self, nbytes: int) -> None:
-        """Wait until there is room, and take it."""
+        """Waits until there is room, and takes it."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_room(nbytes))
             self._tensors += 1
             self._nbytes += nbytes
 
     def leave(self, nbytes: int) -> None:
-        """Give the room back."""
+        """Gives the room back."""
         with self._changed:
             self._tensors -= 1
             self._nbytes -= nbytes

@@ -21,16 +21,19 @@ class Workers:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """In a forked child: it has none of its parent's threads, and must not wait for them."""
+        """Starts without threads.
+
+        A forked child has none of its parent's, and must not wait for them.
+        """
         self._jobs: SimpleQueue[Job] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def submit(self, job: Job) -> None:
-        """Run it soon. It must not raise."""
+        """Runs a job soon. It must not raise."""
         self._jobs.put(job)
 
     def start(self) -> None:
-        """Start what does not run yet. Not for `__del__`."""
+        """Starts the threads that do not run yet. Not for `__del__`."""
         while len(self._threads) < _THREADS:
             name = f"elbowroom-offload-{len(self._threads)}"
             thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
