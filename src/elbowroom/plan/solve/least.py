@@ -3,8 +3,9 @@
     minimise t    subject to    level at every moment <= t, and all limits but the budget
 
 by the program of `milp.py`; beside its answer stands what `boundaries.py` begins with, where
-programs leave that out. The lower of both goes further down by greedy walks towards a budget below,
-one share of the peak after another. Nothing of it depends on the budget, so the peak that is named
+programs leave that out, or the nearest to its fractions, where nothing whole came in time. The
+lower of both goes further down by greedy walks towards a budget below, one share of the peak after
+another. Nothing of it depends on the budget, so the peak that is named
 is one that the same search finds when it is given as the budget.
 """
 
@@ -13,13 +14,12 @@ from dataclasses import replace
 from elbowroom.plan.problem import Choice, Problem, keep_all
 from elbowroom.plan.solve.boundaries import best_start, searched
 from elbowroom.plan.solve.greedy import walk
-from elbowroom.plan.solve.limits import Limits, peak
+from elbowroom.plan.solve.limits import Limits, obeys, peak
 from elbowroom.plan.solve.milp import first_moments, search_relaxed, whole
 from elbowroom.plan.solve.model import Model
 from elbowroom.plan.solve.partial import PartialSolution
 
 _STEPS = (5, 8, 11, 14)  # halvings of the peak: steps down from it, the next where one fails
-LIMIT_S = 4.0  # of the search in whole numbers
 
 
 def least_peak(problem: Problem, limits: Limits, *, fitting: bool = False) -> Choice | None:
@@ -41,8 +41,12 @@ def _least_peak(problem: Problem, limits: Limits, *, fitting: bool) -> Choice | 
     if fitting and program is problem and (x is None or model.ceiling(x) > limits.budget + 1):
         return None
     choices = [keep_all(problem)]
-    if x is not None and (found := whole(model, moments, gap=1e-7, limit_s=LIMIT_S)):
-        choices.append(found)
+    if x is not None:
+        found = whole(model, moments, gap=1e-7)
+        if found is not None and program is problem:
+            return min(choices[0], found, key=lambda choice: peak(problem, choice))
+        nearest = found or model.choice(x)
+        choices += [nearest] if obeys(problem, nearest, limits) else []
     if program is not problem and (start := best_start(problem, limits, least=True)) is not None:
         choices.append(start)
     return lowered(problem, limits, min(choices, key=lambda choice: peak(problem, choice)))
