@@ -13,7 +13,7 @@ CEILINGS = {
     "`er.saving()`, the first step: made again": (26, 603),
     "`er.saving()`, the next ones: made again": (9, 206),
     '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (40, 769),
-    '`er.saving("dither", levels=16, rebuild=False)`, the next ones: encoded': (12, 237),
+    '`er.saving("dither", levels=16, rebuild=False)`, the next ones: encoded': (12, 238),
     "`er.fit`, a step that learns: made again": (28, 638),
     "`er.fit`, a settled step: made again": (7, 190),
 }
