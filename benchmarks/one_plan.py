@@ -208,7 +208,7 @@ def planned(
     bench: Bench,
     profile: Profile,
     policy: str,
-    terms: dict[str, Any],
+    options: dict[str, Any],
     share: float,
     plain: int,
 ) -> Found | None:
@@ -216,13 +216,13 @@ def planned(
     budget, is_least, over = int(share * plain), False, 0
     for _ in range(_ROUNDS):
         try:
-            plan = er.plan(profile, budget=budget - over, **terms)
+            plan = er.plan(profile, budget=budget - over, **options)
         except BudgetTooSmall as error:
             if is_least:
                 return None
             is_least, budget = True, int(_LEAST * error.least_nbytes) + max(over, 0)
             try:
-                plan = er.plan(profile, budget=int(_LEAST * error.least_nbytes), **terms)
+                plan = er.plan(profile, budget=int(_LEAST * error.least_nbytes), **options)
             except BudgetTooSmall:
                 return None
         except PlanError as error:

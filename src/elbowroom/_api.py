@@ -31,7 +31,7 @@ from elbowroom.compiled import GROUP_SIZE, Held
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.fitting import FitOptions, Fitting, Summary, check_alone, repeat
 from elbowroom.fitting import summary as summary_of
-from elbowroom.fitting.compiled import CompiledFitting, How, how_compiled
+from elbowroom.fitting.compiled import CompiledFitting, CompileSettings, compile_settings
 from elbowroom.measure.dry import dry_run as run_dry
 from elbowroom.measure.memory import budget_nbytes
 from elbowroom.measure.record import record
@@ -467,7 +467,7 @@ def fit(
         )
     check_noise(noise)
     check_solver(solver)
-    terms = FitOptions(
+    options = FitOptions(
         budget_nbytes(budget, _home(model)),
         exact,
         offload,
@@ -477,16 +477,16 @@ def fit(
         solver,
     )
     args, kwargs = _arguments(worst)
-    check_plan(plan, terms.budget_nbytes, exact, noise, offload, terms.codecs)
+    check_plan(plan, options.budget_nbytes, exact, noise, offload, options.codecs)
     check_alone(optimizer, [one.owned.states for other, one in _fittings() if other is not model])
     if plan is not None and worst is not None:
         raise PlanError("plan= and worst= both say what to begin with; give one of them")
     check_flag("compile", compile)
     release(model)
-    how = how_compiled(model) or (How() if compile else None)
+    how = compile_settings(model) or (CompileSettings() if compile else None)
     is_plain = all(one is None for one in (worst, plan, offload, noise, codecs))
     if how is not None and is_plain and solver == "auto":
-        attach(model, CompiledFitting(model, terms, optimizer, how))
+        attach(model, CompiledFitting(model, options, optimizer, how))
         return model
     if compile:
         raise PlanError(
@@ -494,7 +494,7 @@ def fit(
             "and solver out"
         )
     given = None if plan is None else replace(plan, strangers=Counter())  # it counts for this fit
-    fitting = Fitting(model, terms, optimizer, given)
+    fitting = Fitting(model, options, optimizer, given)
     if worst is not None:
         fitting.prepare(model, args, kwargs)
     attach(model, fitting)
@@ -646,8 +646,8 @@ def largest_batch(
     check_function("make_batch", make_batch)
     check_function("loss", loss)
     check_optimizer(optimizer, model, "largest_batch")
-    terms = FitOptions(budget_nbytes(budget, _home(model)), exact, None, min_nbytes)
-    return find_largest(model, make_batch, loss, terms, optimizer)
+    options = FitOptions(budget_nbytes(budget, _home(model)), exact, None, min_nbytes)
+    return find_largest(model, make_batch, loss, options, optimizer)
 
 
 def summary(model: nn.Module) -> Summary:
@@ -720,10 +720,10 @@ def grow_batch(
     check_function("loss", loss)
     check_optimizer(optimizer, model, "grow_batch")
     check_growing(batch, rule, most, growth)
-    terms = FitOptions(budget_nbytes(budget, _home(model)), exact, None, min_nbytes)
+    options = FitOptions(budget_nbytes(budget, _home(model)), exact, None, min_nbytes)
 
     def find(make_batch: Callable[[int], Any]) -> int:
-        return find_largest(model, make_batch, loss, terms, optimizer).batch
+        return find_largest(model, make_batch, loss, options, optimizer).batch
 
     return GrowingBatch(
         loader_factory, optimizer, find, batch, rule, most, float(growth), tuple(schedulers)

@@ -160,12 +160,12 @@ def test_under_fit(net, budget, optimizer, monkeypatch):
     """The whole step: forward, backward, and the update of an optimizer of ours or of torch's."""
     monkeypatch.setattr(base, "is_read_later", lambda flag: True)
     model, inputs = made(net)
-    terms = budget_of(model, inputs[0], budget)
+    options = budget_of(model, inputs[0], budget)
     kind = er.optim.AdamW if optimizer == "ours" else torch.optim.SGD
     made_by = {"state": "int8"} if optimizer == "ours" else {}
     update = kind(model.parameters(), lr=1e-3, **made_by)
     with pretended():
-        er.fit(model, optimizer=update, **terms)
+        er.fit(model, optimizer=update, **options)
         step, fitting = training(model, update), opener_of(model)
         assert isinstance(fitting, Fitting)
         for number in range(SETTLES + 20):

@@ -11,12 +11,13 @@ from elbowroom.fitting.commands import (
     MakePlan,
     PlanByForward,
     Raise,
-    RefuseRungs,
+    RefusePresets,
     RunLayersAgain,
     say,
 )
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.observations import (
+    Fallbacks,
     ForwardEnded,
     ForwardHeard,
     GivenHeld,
@@ -28,10 +29,9 @@ from elbowroom.fitting.observations import (
     OptionsChanged,
     Rehearsed,
     RehearsedInVain,
-    Spare,
     StandsBeside,
     StepBegan,
-    Strayed,
+    UnexpectedStep,
 )
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.state import Before
@@ -64,7 +64,7 @@ from fit_table.values import (
 
 ROWS = {
     # A step begins.
-    "the first step looks at a rung": Row(
+    "the first step looks at a preset": Row(
         UNBORN, StepBegan(STOCK, ONE), {"now": ONE, "largest": ONE}
     ),
     "the first step follows what was given": Row(
@@ -76,14 +76,14 @@ ROWS = {
     "what was given leaves room for transients": Row(
         replace(GIVENS, headroom=Headroom()),
         GivenHeld(MemoryState(150, 10, 20)),
-        {"stock": MemoryState(150, 10, 20), "headroom": Headroom(420)},
+        {"memory": MemoryState(150, 10, 20), "headroom": Headroom(420)},
     ),
     "a step like those before": Row(
-        SETTLED, StepBegan(MemoryState(90), ONE), {"stock": MemoryState(90)}
+        SETTLED, StepBegan(MemoryState(90), ONE), {"memory": MemoryState(90)}
     ),
     "a smaller call": Row(replace(SETTLED, largest=TWO), StepBegan(STOCK, ONE), {"now": ONE}),
     "a larger call is planned by the same profile": Row(
-        replace(SETTLED, rounds=2, tries=3, was_watched=True, rung=0, varies=True),
+        replace(SETTLED, rounds=2, tries=3, was_watched=True, preset=0, varies=True),
         StepBegan(STOCK, TWO),
         {
             "phase": P.VERIFYING,
@@ -94,12 +94,12 @@ ROWS = {
             "has_fit": False,
             "rounds": 0,
             "tries": 0,
-            "rung": 1,
+            "preset": 1,
             "attempts": Attempts().knowing(Profile()),
         },
         (FORGET, MakePlan(again=True)),
     ),
-    "a larger call than a rung was settled for": Row(
+    "a larger call than a preset was settled for": Row(
         replace(WRITING, phase=P.SETTLED),
         StepBegan(STOCK, TWO),
         {"phase": P.WRITING, "now": TWO, "largest": TWO, "headroom": Headroom(800)},
@@ -124,30 +124,30 @@ ROWS = {
         (FORGET,),
     ),
     "after a step with more forwards": Row(
-        replace(SETTLED, strays=1, only_largest=True),
+        replace(SETTLED, unexpected_steps=1, only_largest=True),
         StepBegan(STOCK, ONE, grew=True, calls=1),
         replace(
             FRESH,
-            outgrown=True,
-            strays=1,
+            infeasible=True,
+            unexpected_steps=1,
             only_largest=True,
-            before=Before(replace(SETTLED, strays=1, only_largest=True), 1),
+            before=Before(replace(SETTLED, unexpected_steps=1, only_largest=True), 1),
         ),
         (FORGET,),
     ),
     "after one with more forwards than nothing was settled for": Row(
-        WRITING, StepBegan(STOCK, ONE, grew=True), replace(FRESH, outgrown=True), (FORGET,)
+        WRITING, StepBegan(STOCK, ONE, grew=True), replace(FRESH, infeasible=True), (FORGET,)
     ),
     "after a step that strayed from what fits": Row(
-        replace(SETTLED, strays=1, has_strayed=True),
+        replace(SETTLED, unexpected_steps=1, was_unexpected=True),
         StepBegan(STOCK, ONE),
-        replace(FRESH, strays=1, varies=True),
+        replace(FRESH, unexpected_steps=1, varies=True),
         (FORGET,),
     ),
     "after a step that strayed from what nobody has seen to fit": Row(
-        replace(VERIFYING, strays=1, has_strayed=True),
+        replace(VERIFYING, unexpected_steps=1, was_unexpected=True),
         StepBegan(STOCK, ONE),
-        replace(FRESH, strays=1),
+        replace(FRESH, unexpected_steps=1),
         (FORGET,),
     ),
     "little more beside the model": Row(SETTLED, StandsBeside(10), {}),
@@ -170,13 +170,13 @@ ROWS = {
     "another budget": Row(
         SETTLED,
         OptionsChanged(FitOptions(900)),
-        {"phase": P.VERIFYING, "terms": FitOptions(900), "has_fit": False},
+        {"phase": P.VERIFYING, "options": FitOptions(900), "has_fit": False},
         (FORGET, MakePlan(again=True)),
     ),
     "another budget for what could not be planned": Row(
-        replace(SETTLED, outgrown=True),
+        replace(SETTLED, infeasible=True),
         OptionsChanged(FitOptions(900)),
-        replace(FRESH, terms=FitOptions(900)),
+        replace(FRESH, options=FitOptions(900)),
         (FORGET,),
     ),
     "another budget while codes are watched, which leaves no room to look": Row(
@@ -184,7 +184,7 @@ ROWS = {
         OptionsChanged(FitOptions(900)),
         {
             "phase": P.VERIFYING,
-            "terms": FitOptions(900),
+            "options": FitOptions(900),
             "has_fit": False,
             "was_watched": False,  # so it is looked at again
         },
@@ -195,54 +195,59 @@ ROWS = {
         OptionsChanged(FitOptions(900)),
         {
             "phase": P.VERIFYING,
-            "terms": FitOptions(900),
+            "options": FitOptions(900),
             "attempts": Attempts().knowing(Profile()),
         },
         (FORGET, MakePlan(again=True)),
     ),
     "a larger kind": Row(FRESH, LargerKnown(Headroom(70)), {"headroom": Headroom(None, 70)}),
     "after a step that strayed from a plan that is watched": Row(
-        replace(WATCHING, strays=1, has_strayed=True),
+        replace(WATCHING, unexpected_steps=1, was_unexpected=True),
         StepBegan(STOCK, ONE),
-        replace(FRESH, strays=1, varies=True),
+        replace(FRESH, unexpected_steps=1, varies=True),
         (FORGET,),
     ),
-    "another budget where nothing need be done, but for a step that no rung is sure to fit": Row(
-        replace(IDLE, outgrown=True),
+    "another budget where nothing need be done, but for a step that no preset is sure to fit": Row(
+        replace(IDLE, infeasible=True),
         OptionsChanged(FitOptions(900)),
-        replace(FRESH, terms=FitOptions(900)),
+        replace(FRESH, options=FitOptions(900)),
         (FORGET,),
     ),
     # Forwards.
     "a forward that climbed, of which nothing is known": Row(
-        FRESH, ForwardEnded(3, impossible=False), {"rung": 3}
+        FRESH, ForwardEnded(3, impossible=False), {"preset": 3}
     ),
     "a forward that climbed": Row(VERIFYING, ForwardEnded(3, impossible=False), {}),
     "a forward that holds too much": Row(
-        FRESH, ForwardEnded(5, impossible=True, saving="saving"), {}, (RefuseRungs("saving"),)
+        FRESH, ForwardEnded(5, impossible=True, saving="saving"), {}, (RefusePresets("saving"),)
     ),
     "the first step that strays": Row(
-        SETTLED, Strayed(), {"strays": 1, "has_strayed": True}, (say(Line.STRAY, learns=True),)
+        SETTLED,
+        UnexpectedStep(),
+        {"unexpected_steps": 1, "was_unexpected": True},
+        (say(Line.LARGER_STEP, learns=True),),
     ),
     "the last step that strays and is learned from": Row(
-        replace(SETTLED, strays=2),
-        Strayed(),
-        {"strays": 3, "has_strayed": True},
-        (say(Line.STRAY, learns=True),),
+        replace(SETTLED, unexpected_steps=2),
+        UnexpectedStep(),
+        {"unexpected_steps": 3, "was_unexpected": True},
+        (say(Line.LARGER_STEP, learns=True),),
     ),
     "one stray too many": Row(
-        replace(SETTLED, strays=3),
-        Strayed(),
-        {"strays": 4, "has_strayed": False},
-        (say(Line.STRAY, learns=False),),
+        replace(SETTLED, unexpected_steps=3),
+        UnexpectedStep(),
+        {"unexpected_steps": 4, "was_unexpected": False},
+        (say(Line.LARGER_STEP, learns=False),),
     ),
-    "strays that were said": Row(replace(SETTLED, strays=4), Strayed(), {"strays": 5}),
+    "strays that were said": Row(
+        replace(SETTLED, unexpected_steps=4), UnexpectedStep(), {"unexpected_steps": 5}
+    ),
     "layers that hold too much": Row(
         FRESH, LayersHeldTooMuch(), {}, (say(Line.RUNS_AGAIN), RunLayersAgain())
     ),
     "layers that hold too much under a plan": Row(VERIFYING, LayersHeldTooMuch(), {}),
     "layers that hold too much under exact=True": Row(
-        replace(FRESH, terms=FitOptions(1000, exact=True)), LayersHeldTooMuch(), {}
+        replace(FRESH, options=FitOptions(1000, exact=True)), LayersHeldTooMuch(), {}
     ),
     "a module gives another result, and nothing is known": Row(
         replace(WRITING, tries=2), NotRepeatable(None), FRESH, (FORGET,)
@@ -260,19 +265,19 @@ ROWS = {
     ),
     # A rehearsal.
     "a forward is rehearsed": Row(
-        replace(FRESH, stock=MemoryState(100, beside_nbytes=7)),
+        replace(FRESH, memory=MemoryState(100, beside_nbytes=7)),
         ForwardHeard(HEARD),
         {"profiled": ONE, "beside_nbytes": 7, "is_recurrent": True},
         (PlanByForward(HEARD),),
     ),
     "a plan by a rehearsal": Row(
-        replace(FRESH, profiled=ONE, outgrown=True),
+        replace(FRESH, profiled=ONE, infeasible=True),
         Rehearsed(PLAN, STOCK, ESTIMATES),
         {
             "phase": P.VERIFYING,
             "rehearsed": True,
             "was_rehearsed": True,
-            "outgrown": False,
+            "infeasible": False,
             "plan": PLAN.plan,
             "chosen": PLAN,
             "profile": Profile(),
@@ -281,7 +286,7 @@ ROWS = {
         },
         (BEGIN,),
     ),
-    "a plan by a rehearsal once a rung is known": Row(
+    "a plan by a rehearsal once a preset is known": Row(
         WRITING,
         Rehearsed(PLAN, STOCK, ESTIMATES),
         {
@@ -313,25 +318,25 @@ ROWS = {
     ),
     "no plan by a rehearsal": Row(FRESH, RehearsedInVain(ERROR), {}, (Raise(ERROR),)),
     "no plan by a rehearsal of an odd step": Row(
-        replace(FRESH, strays=1, before=Before(SETTLED, 2)),
+        replace(FRESH, unexpected_steps=1, before=Before(SETTLED, 2)),
         RehearsedInVain(ERROR),
-        replace(SETTLED, strays=1, attempts=Attempts()),
+        replace(SETTLED, unexpected_steps=1, attempts=Attempts()),
         (ForgetCalls(2),),
     ),
-    "no plan by a rehearsal of an odd step, whose rung is known": Row(
+    "no plan by a rehearsal of an odd step, whose preset is known": Row(
         replace(WRITING, before=Before(replace(GIVENS, phase=P.SETTLED, has_fit=True), 1)),
         RehearsedInVain(ERROR),
         replace(GIVENS, phase=P.SETTLED, has_fit=True),
         (ForgetCalls(1),),
     ),
     "more plans than leave out whole classes": Row(
-        replace(FRESH, outgrown=True), NoPlanLeft(MORE), FRESH, (FORGET, BlameNoClasses())
+        replace(FRESH, infeasible=True), NoPlanLeft(MORE), FRESH, (FORGET, BlameNoClasses())
     ),
     "more plans once layers run again": Row(
         replace(WRITING, is_recurrent=True),
-        NoPlanLeft(Spare(layers=True)),
+        NoPlanLeft(Fallbacks(layers=True)),
         replace(FRESH, is_recurrent=True),
         (FORGET, say(Line.RUNS_AGAIN), RunLayersAgain()),
     ),
-    "no more plans": Row(WRITING, NoPlanLeft(Spare(layers=True)), {}),
+    "no more plans": Row(WRITING, NoPlanLeft(Fallbacks(layers=True)), {}),
 }

@@ -1,11 +1,11 @@
-"""What follows from a step at a rung that was measured, or from one that was written down."""
+"""What follows from a step at a preset that was measured, or from one that was written down."""
 
 from dataclasses import replace
 
 from elbowroom.fitting.attempts import Attempts, Taken
 from elbowroom.fitting.commands import (
     Line,
-    RefuseRungs,
+    RefusePresets,
     say,
 )
 from elbowroom.fitting.headroom import Headroom
@@ -32,53 +32,55 @@ from fit_table.values import (
 )
 
 ROWS = {
-    # A step at a rung is measured.
-    "a rung fits": Row(
+    # A step at a preset is measured.
+    "a preset fits": Row(
         FRESH,
-        step(900, rung_within=lambda nbytes: 0 if nbytes == 400 else None),
-        {"phase": P.WRITING, "rung": 0, "has_fit": True, "headroom": Headroom(500)},
+        step(900, preset_within=lambda nbytes: 0 if nbytes == 400 else None),
+        {"phase": P.WRITING, "preset": 0, "has_fit": True, "headroom": Headroom(500)},
     ),
-    "a rung that fits though others should not": Row(
+    "a preset that fits though others should not": Row(
         FRESH, step(900), {"phase": P.WRITING, "has_fit": True, "headroom": Headroom(500)}
     ),
-    "a lossy rung is not taken: a plan may do with exact ones": Row(
-        FRESH, step(1100, rung_within=lambda _: 4), {"phase": P.WRITING, "headroom": Headroom(700)}
+    "a lossy preset is not taken: a plan may do with exact ones": Row(
+        FRESH,
+        step(1100, preset_within=lambda _: 4),
+        {"phase": P.WRITING, "headroom": Headroom(700)},
     ),
-    "a rung takes the whole budget": Row(
+    "a preset takes the whole budget": Row(
         FRESH, step(1000), {"phase": P.WRITING, "has_fit": True, "headroom": Headroom(600)}
     ),
-    "a rung that does not fit with the states that it has made": Row(
+    "a preset that does not fit with the states that it has made": Row(
         FRESH,
-        replace(step(1000), stock=MemoryState(150)),
-        {"phase": P.WRITING, "stock": MemoryState(150), "headroom": Headroom(600)},
+        replace(step(1000), memory=MemoryState(150)),
+        {"phase": P.WRITING, "memory": MemoryState(150), "headroom": Headroom(600)},
     ),
-    "no rung fits, with or without the states that it has made": Row(
+    "no preset fits, with or without the states that it has made": Row(
         FRESH,
-        replace(step(1100), stock=MemoryState(150)),
+        replace(step(1100), memory=MemoryState(150)),
         {
             "phase": P.WRITING,
-            "stock": MemoryState(150),
+            "memory": MemoryState(150),
             "headroom": Headroom(700),
-            "outgrown": True,
+            "infeasible": True,
         },
     ),
-    "no rung fits": Row(
-        FRESH, step(1100), {"phase": P.WRITING, "outgrown": True, "headroom": Headroom(700)}
+    "no preset fits": Row(
+        FRESH, step(1100), {"phase": P.WRITING, "infeasible": True, "headroom": Headroom(700)}
     ),
-    "no rung fits, and nothing can be measured": Row(
+    "no preset fits, and nothing can be measured": Row(
         FRESH,
         step(1100, may_measure=False, saving="saving"),
         {"phase": P.WRITING, "headroom": Headroom(700)},
-        (RefuseRungs("saving"),),
+        (RefusePresets("saving"),),
     ),
-    "a rung that makes the optimizer's states": Row(
+    "a preset that makes the optimizer's states": Row(
         FRESH,
-        replace(written(makes_states=True), stock=MemoryState(150), peak=900),
-        {"phase": P.WRITING, "stock": MemoryState(150), "headroom": Headroom(300)},
+        replace(written(makes_states=True), memory=MemoryState(150), peak=900),
+        {"phase": P.WRITING, "memory": MemoryState(150), "headroom": Headroom(300)},
     ),
     "a larger call than nothing need be done for": Row(
         replace(IDLE, now=TWO, largest=TWO),
-        step(900, rung_within=lambda _: 0),
+        step(900, preset_within=lambda _: 0),
         {"has_fit": True, "headroom": Headroom(500)},
     ),
     "a step that nobody could measure": Row(FRESH, step(None), {}),
@@ -86,7 +88,7 @@ ROWS = {
         WRITING, step(900, writes=True, makes_states=True), {}
     ),
     # A step is written down.
-    "a step at a rung is written down": Row(
+    "a step at a preset is written down": Row(
         WRITING,
         written(beside_nbytes=7),
         {

@@ -19,6 +19,7 @@ from elbowroom.fitting.commands import (
 )
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.observations import (
+    Fallbacks,
     NoiseMeasured,
     NoiseUsed,
     NoPlan,
@@ -26,7 +27,6 @@ from elbowroom.fitting.observations import (
     PlanTaken,
     RoomToWatch,
     SmallestMade,
-    Spare,
     StepBegan,
 )
 from elbowroom.fitting.options import MemoryState
@@ -73,7 +73,7 @@ ROWS = {
         {
             "plan": PLAN.plan,
             "chosen": PLAN,
-            "stock": MemoryState(90),
+            "memory": MemoryState(90),
             "headroom": Headroom(520),
         },
         (BEGIN,),
@@ -93,19 +93,19 @@ ROWS = {
     "nothing need be done": Row(
         replace(KNOWN, phase=P.VERIFYING),
         PlanMade(KEEPS, STOCK),
-        {"phase": P.SETTLED, "chosen": KEEPS, "rung": 0, "headroom": Headroom(500)},
+        {"phase": P.SETTLED, "chosen": KEEPS, "preset": 0, "headroom": Headroom(500)},
         (BEGIN,),
     ),
     "nothing need be done for a smaller call": Row(
         replace(KNOWN, phase=P.VERIFYING, largest=TWO),
         PlanMade(KEEPS, STOCK),
-        {"phase": P.IDLE, "chosen": KEEPS, "rung": 0, "headroom": Headroom(500)},
+        {"phase": P.IDLE, "chosen": KEEPS, "preset": 0, "headroom": Headroom(500)},
         (BEGIN,),
     ),
     "nothing need be done once noise is known": Row(
         replace(SMALLEST, largest=TWO),
         PlanMade(KEEPS, STOCK),
-        {"phase": P.IDLE, "chosen": KEEPS, "plan": None, "rung": 0},
+        {"phase": P.IDLE, "chosen": KEEPS, "plan": None, "preset": 0},
         (BEGIN,),
     ),
     "a plan is taken again": Row(
@@ -137,27 +137,30 @@ ROWS = {
     ),
     "no plan fits": Row(
         replace(KNOWN, phase=P.VERIFYING),
-        NoPlan(ERROR, Spare()),
+        NoPlan(ERROR, Fallbacks()),
         {"phase": P.IDLE},
         (Raise(ERROR),),
     ),
-    "no plan fits, but the rung has been seen to": Row(
+    "no plan fits, but the preset has been seen to": Row(
         replace(KNOWN, phase=P.VERIFYING, profile=Profile(peak=1000)),
-        NoPlan(ERROR, Spare()),
+        NoPlan(ERROR, Fallbacks()),
         {"phase": P.SETTLED},
     ),
     # It was an AssertionError: no plan was followed that a smaller one could take the place of.
     "no plan fits a larger call than nothing need be done for, by a plan that was made again": Row(
         replace(KNOWN, phase=P.VERIFYING, rounds=1),
-        NoPlan(ERROR, Spare()),
+        NoPlan(ERROR, Fallbacks()),
         {"phase": P.IDLE},
         (Raise(ERROR),),
     ),
     "no plan fits another budget": Row(
-        replace(KNOWN, phase=P.VERIFYING), NoPlan(ERROR, Spare(), again=True), FRESH, (FORGET,)
+        replace(KNOWN, phase=P.VERIFYING), NoPlan(ERROR, Fallbacks(), again=True), FRESH, (FORGET,)
     ),
     "no plan fits once noise is known": Row(
-        replace(SMALLEST), NoPlan(ERROR, Spare()), {"phase": P.IDLE, "plan": None}, (Raise(ERROR),)
+        replace(SMALLEST),
+        NoPlan(ERROR, Fallbacks()),
+        {"phase": P.IDLE, "plan": None},
+        (Raise(ERROR),),
     ),
     "no plan is left by what one was wrong by, and one has fit": Row(
         replace(VERIFYING, rounds=1, attempts=Attempts(taken=(MUCH, Taken(1000, OTHER)))),
@@ -173,13 +176,13 @@ ROWS = {
     ),
     "no plan is left of an estimate: it is written down": Row(
         replace(GUESSED, attempts=TRIED, once_nbytes=70, headroom=Headroom(0)),
-        NoPlan(ERROR, Spare()),
+        NoPlan(ERROR, Fallbacks()),
         {"once_nbytes": 0, "headroom": Headroom(500)},
         (BEGIN,),
     ),
     "no plan is left by what one was wrong by": Row(
         replace(VERIFYING, rounds=1, attempts=TRIED, once_nbytes=100, again_nbytes=20),
-        NoPlan(ERROR, Spare()),
+        NoPlan(ERROR, Fallbacks()),
         {"once_nbytes": 0, "again_nbytes": 0},
         (MakeSmallest(),),
     ),
@@ -199,13 +202,13 @@ ROWS = {
         SMALLEST,
         SmallestMade(LEFT, None),
         {"phase": P.LAST_RESORT, "plan": None, "attempts": LEFT, "headroom": Headroom(0)},
-        (say(Line.UNCORRECTED, least_nbytes=1100, rung="exact"),),
+        (say(Line.UNCORRECTED, least_nbytes=1100, preset="exact"),),
     ),
-    "no smallest is found, and no rung was seen to fit": Row(
+    "no smallest is found, and no preset was seen to fit": Row(
         replace(VERIFYING, was_rehearsed=True, attempts=TRIED),
         SmallestMade(LEFT, None),
-        {"phase": P.LAST_RESORT, "plan": None, "attempts": LEFT, "rung": 5},
-        (say(Line.UNCORRECTED, least_nbytes=1100, rung="dither, 4 levels"),),
+        {"phase": P.LAST_RESORT, "plan": None, "attempts": LEFT, "preset": 5},
+        (say(Line.UNCORRECTED, least_nbytes=1100, preset="dither, 4 levels"),),
     ),
     # What codes add.
     "a lossy plan fits": Row(
@@ -249,7 +252,7 @@ ROWS = {
         (MAKE, Then(NoiseUsed(told=True))),
     ),
     "noise is measured of one of the smallest, and limited": Row(
-        replace(WATCHING, terms=LIMITED, resumes=P.SMALLEST),
+        replace(WATCHING, options=LIMITED, resumes=P.SMALLEST),
         NoiseMeasured(None),
         {"phase": P.SMALLEST},
         (CheckPlan(), MAKE, Then(NoiseUsed(told=False))),
@@ -269,7 +272,7 @@ ROWS = {
         LAST, step(1000), {"phase": P.SETTLED, "has_fit": True, "headroom": Headroom(600)}
     ),
     "the last resort is not measured": Row(LAST, step(None), {}),
-    "the last resort does not fit, nor has a rung been seen to": Row(
+    "the last resort does not fit, nor has a preset been seen to": Row(
         LAST, step(1200), {"phase": P.SETTLED}, (Refuse(MUCH),)
     ),
     "the last resort takes more than a plan has": Row(
@@ -297,9 +300,9 @@ ROWS = {
         (say(Line.ABOVE, peak_nbytes=1050, **ABOVE),),
     ),
     "a step strays in the last resort": Row(
-        replace(LAST, strays=1, has_strayed=True),
+        replace(LAST, unexpected_steps=1, was_unexpected=True),
         StepBegan(STOCK, ONE),
-        replace(FRESH, strays=1),
+        replace(FRESH, unexpected_steps=1),
         (FORGET,),
     ),
 }

@@ -15,7 +15,7 @@ from elbowroom.fitting.commands import (
 )
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.observations import (
-    Spare,
+    Fallbacks,
     StepMeasured,
 )
 from elbowroom.fitting.options import FitOptions, MemoryState
@@ -82,7 +82,7 @@ GIVEN, WATCHED = Plan("given"), Plan("watched", exact=False, is_lossy=True, watc
 LIMITED = FitOptions(1000, noise=0.1)
 ERROR = BudgetTooSmall("no plan fits", least_nbytes=1100)
 FORGET, BEGIN, MAKE = ForgetScripts(), BeginPlan(), MakePlan()
-MORE = Spare(blamed_classes=True, layers=True)
+MORE = Fallbacks(blamed_classes=True, layers=True)
 
 UNBORN = FitState(OPTIONS, STOCK, Call(0, None), Call(0, None))  # before the first step of its kind
 FRESH = FitState(OPTIONS, STOCK, ONE, ONE)
@@ -90,7 +90,7 @@ WRITING = replace(FRESH, phase=P.WRITING, headroom=Headroom(400))
 GIVENS = replace(FRESH, phase=P.GIVEN, plan=GIVEN, given=GIVEN, headroom=Headroom(500))
 CORRECTING = replace(GIVENS, phase=P.CORRECTING, given=None, rehearsed=True)
 KNOWN = replace(WRITING, profile=Profile(), profiled=ONE, attempts=Attempts().knowing(Profile()))
-IDLE = replace(KNOWN, phase=P.IDLE, rung=0)
+IDLE = replace(KNOWN, phase=P.IDLE, preset=0)
 
 
 def following(one, phase=P.VERIFYING, **more):
@@ -107,12 +107,12 @@ SETTLED = following(PLAN, P.SETTLED, has_fit=True)
 MUCH = Taken(1100, PLAN)  # a plan that did not hold
 TRIED = Attempts(taken=(MUCH,))
 SMALLEST = following(OTHER, P.SMALLEST, attempts=TRIED)
-LAST = replace(KNOWN, phase=P.LAST_RESORT, rung=5, attempts=TRIED, was_rehearsed=True)
+LAST = replace(KNOWN, phase=P.LAST_RESORT, preset=5, attempts=TRIED, was_rehearsed=True)
 
 
 def step(peak, **more):
     """Return a measured step that held 300 bytes, 350 at most."""
-    seen = {"after_nbytes": 300, "most_nbytes": 350, "before_nbytes": 800, "rung": 1}
+    seen = {"after_nbytes": 300, "most_nbytes": 350, "before_nbytes": 800, "preset": 1}
     return StepMeasured(STOCK, 100, peak, **(seen | more))
 
 

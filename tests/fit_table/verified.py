@@ -179,9 +179,9 @@ ROWS = {
         (said(PLAN, 1100), MakeSmallest()),
     ),
     "three plans by a smaller call did not fit": Row(
-        replace(VERIFYING, rounds=3, largest=TWO, strays=2),
+        replace(VERIFYING, rounds=3, largest=TWO, unexpected_steps=2),
         step(1100),
-        replace(FRESH, largest=TWO, strays=2, only_largest=True),
+        replace(FRESH, largest=TWO, unexpected_steps=2, only_largest=True),
         (said(PLAN, 2100), FORGET),
     ),
     "one of the smallest fits": Row(
@@ -210,7 +210,7 @@ ROWS = {
     ),
     "one of the smallest does not fit, and more may be allowed": Row(
         SMALLEST,
-        step(1050, spare=MORE),
+        step(1050, fallbacks=MORE),
         FRESH,
         (said(OTHER, 1050), FORGET, BlameNoClasses()),
     ),
@@ -219,8 +219,8 @@ ROWS = {
     ),
     "nor one that makes the optimizer's states": Row(
         VERIFYING,
-        replace(step(900, makes_states=True), stock=MemoryState(180)),
-        {"tries": 1, "stock": MemoryState(180)},
+        replace(step(900, makes_states=True), memory=MemoryState(180)),
+        {"tries": 1, "memory": MemoryState(180)},
         (said(PLAN, 900),),
     ),
     "nor one that makes them within the whole budget": Row(

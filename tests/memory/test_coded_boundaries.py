@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import elbowroom as er
 from elbowroom.codecs import Dither
 from elbowroom.plan.make import plain_peak
-from elbowroom.plan.plan import Known, Plan
+from elbowroom.plan.plan import Plan, PlanEntry
 from elbowroom.plan.policy import Lossy
 from elbowroom.plan.precision_floor import LEAST_AGAIN
 from elbowroom.plan.rows import Rows
@@ -66,9 +66,10 @@ def gradient(model: nn.Module) -> Tensor:
 
 def plan_of(levels: int | None, names: list[str]) -> Plan:
     """These modules run again, from codes of so many levels or from their exact inputs."""
-    rung = "exact" if levels is None else f"dither, {levels} levels"
+    preset = "exact" if levels is None else f"dither, {levels} levels"
     sites = {
-        SiteName(name, RECOMPUTE, 0): Known(rung, "float32", 4 * ROWS * WIDTH) for name in names
+        SiteName(name, RECOMPUTE, 0): PlanEntry(preset, "float32", 4 * ROWS * WIDTH)
+        for name in names
     }
     return Plan(
         1 << 40, 0, 0, 1.0, 1.0, levels is None, "by hand", sites, frozenset(names), lines=()

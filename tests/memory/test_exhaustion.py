@@ -122,7 +122,7 @@ def test_a_step_without_memory_is_run_again_as_if_for_the_first_time(where, kind
             ends.append((loss, *(t.clone() for t in everything(model, optimizer))))
     assert all(same(*pair) for pair in zip(ends[:5], ends[5:], strict=True))
     assert caplog.text.count("there was no memory left within the budget 64.0 MiB") == 1
-    assert opener_of(model).terms.budget_nbytes < 64 << 20
+    assert opener_of(model).options.budget_nbytes < 64 << 20
 
 
 def test_a_step_that_never_has_memory_is_given_up_and_undone():
@@ -205,7 +205,7 @@ def test_without_step_a_forward_without_memory_is_raised_and_the_next_one_is_sma
     with pytest.raises(RuntimeError, match="can't allocate"):
         run(model, optimizer)()
     run(model, optimizer)()
-    assert opener_of(model).terms.budget_nbytes < 64 << 20
+    assert opener_of(model).options.budget_nbytes < 64 << 20
 
 
 def test_other_errors_are_none_of_ours():
@@ -214,7 +214,7 @@ def test_other_errors_are_none_of_ours():
     model.error = lambda: RuntimeError("shapes do not match")
     with pytest.raises(RuntimeError, match="shapes do not match"):
         er.step(run(model, optimizer))
-    assert opener_of(model).terms.budget_nbytes == 64 << 20
+    assert opener_of(model).options.budget_nbytes == 64 << 20
     er.fit(model, budget="1 KiB", optimizer=optimizer)
     with pytest.raises(BudgetTooSmall):
         er.step(run(model, optimizer))
@@ -252,4 +252,4 @@ def test_half_a_budget_that_is_too_small_is_not_the_end(where):
     model.where, LEFT[0] = where, 1
     assert torch.equal(er.step(run(model, optimizer)), expected)
     assert same(everything(model, optimizer), everything(*plain))  # statistics updated once
-    assert budget // 2 < opener_of(model).terms.budget_nbytes < budget
+    assert budget // 2 < opener_of(model).options.budget_nbytes < budget

@@ -118,7 +118,7 @@ def test_a_generous_budget_ends_at_keep_and_never_changes_a_bit():
     model, optimizer = make()
     assert er.fit(model, budget="4 GiB", optimizer=optimizer) is model
     losses, fitting = train(model, optimizer)
-    assert fitting.terms.rungs[fitting.planning.rung].name == "keep"
+    assert fitting.options.presets[fitting.planning.preset].name == "keep"
     assert torch.equal(torch.stack(plain), torch.stack(losses))
     assert all(
         torch.equal(a, b) for a, b in zip(plain_model.parameters(), model.parameters(), strict=True)
@@ -163,7 +163,7 @@ def test_an_exact_budget_between_exact_and_plain_stays_exact():
     model, optimizer = make()
     er.fit(model, budget=(plain + exact) // 2, optimizer=optimizer, exact=True)
     losses, fitting = train(model, optimizer, 5)
-    assert fitting.terms.rungs[fitting.planning.rung].exact
+    assert fitting.options.presets[fitting.planning.preset].exact
     assert torch.equal(torch.stack(reference), torch.stack(losses))
     er.release(model)
 
@@ -534,7 +534,7 @@ def test_after_it_has_settled_a_step_is_within_the_budget(kind, share):
 
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_every_step_of_a_tight_exact_budget_is_within_it_and_plain_in_every_bit(kind):
-    """Below what the exact rung needs, if anything is: from the first step, dropout included."""
+    """Below what the exact preset needs, if anything is: from the first step, dropout included."""
     steps = 7
     plain = Run(kind)
     for _ in range(steps):
@@ -568,7 +568,7 @@ def measured_peaks(run, steps):
 
 @pytest.mark.parametrize("kind", ["droppy", "gpt", "unet", "resnet"])
 def test_all_steps_of_a_tight_exact_budget_are_within_it(kind):
-    """The exact rung, where fit begins, would be too much: the first step is rehearsed.
+    """The exact preset, where fit begins, would be too much: the first step is rehearsed.
 
     A rehearsal knows nothing of workspaces; where it has to be optimistic, the first step may be
     over.
@@ -637,7 +637,7 @@ def test_a_plan_of_its_own_step_knows_all_its_sites():
     fitting.planning.plan.strangers.clear()
     run.step()
     assert not fitting.planning.plan.strangers
-    assert fitting.planning.plan.peak <= fitting.terms.budget_nbytes
+    assert fitting.planning.plan.peak <= fitting.options.budget_nbytes
     er.release(run.model)
 
 
@@ -674,7 +674,7 @@ def test_two_forwards_before_one_backward():
 
 
 def test_the_model_called_on_another_thread(caplog):
-    """No profiler there: fit stays at a rung that is safe, and says once that it guesses."""
+    """No profiler there: fit stays at a preset that is safe, and says once that it guesses."""
     budget = share_of("resnet", 0.85)
     plain, run = Run("resnet"), Run("resnet", budget)
     for _ in range(4):
@@ -982,7 +982,7 @@ def test_a_budget_above_plain_training_where_states_weigh_most_is_met_exactly(ex
 @pytest.mark.parametrize("exact", [True, None])
 @pytest.mark.parametrize("room", [0.9, 1.0, 1.05, 1.1, 1.3])
 def test_budgets_around_the_plain_peak_stay_exact(exact, room):
-    """Where a plan keeps everything, it was the rung below that was measured before."""
+    """Where a plan keeps everything, it was the preset below that was measured before."""
     plain_model, plain_optimizer = make()
     plain = [step(plain_model, plain_optimizer) for _ in range(6)]
     plain_optimizer.zero_grad()
@@ -1201,12 +1201,12 @@ def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
     planning.state = replace(planning.state, phase=Phase.LAST_RESORT)
     assert planning.state.wants_measuring
     ledger = types.SimpleNamespace(before_nbytes=0, after_nbytes=0, most_nbytes=0)
-    last = types.SimpleNamespace(climbed=False, rung=1, ledger=ledger)
-    stock = MemoryState(0)
+    last = types.SimpleNamespace(climbed=False, preset=1, ledger=ledger)
+    memory = MemoryState(0)
     measured = types.SimpleNamespace(
-        peak=3 << 20, profile=None, stock=stock, writes=False, makes_states=False
+        peak=3 << 20, profile=None, memory=memory, writes=False, makes_states=False
     )
-    planning.learn(last, measured, stock)
+    planning.learn(last, measured, memory)
     assert planning.settled
     assert "budget 1.00 MiB: steps take 3.00 MiB, and later ones will, too" in caplog.text
     assert "Give budget=3145728" in caplog.text
@@ -1230,7 +1230,7 @@ class LastResort:
         plan.exact, plan.held_nbytes = True, 0
         tried = Taken(2 * self.budget, types.SimpleNamespace(plan=plan))
         # No plan has left anything beside its transients.
-        known |= {"phase": Phase.SMALLEST, "rung": 0, "headroom": Headroom(self.budget)}
+        known |= {"phase": Phase.SMALLEST, "preset": 0, "headroom": Headroom(self.budget)}
         self.planning.state, _ = advance(
             replace(self.planning.state, **known), SmallestMade(Attempts(taken=(tried,)), None)
         )
@@ -1241,7 +1241,7 @@ class LastResort:
         descend(self.model, self.optimizer, self.x)
 
 
-def test_the_last_resort_measures_the_rung_that_was_seen_to_fit():
+def test_the_last_resort_measures_the_preset_that_was_seen_to_fit():
     # By what plans had left it was another step, and all was learned again.
     training = LastResort()
     training.step()

@@ -392,8 +392,8 @@ def test_what_backward_reads_as_it_is_held_is_not_restored(
     said = 0
     for storage in profile.storages:
         names = {save.site.name for save in storage.saves} & plan.sites.keys()
-        for rung in {plan.sites[name].rung for name in names}:
-            direct = dict(menu.option(profile, storage, menu.rung_named(rung)).direct)
+        for preset in {plan.sites[name].preset for name in names}:
+            direct = dict(menu.option(profile, storage, menu.preset_named(preset)).direct)
             said += sum(save.asked in direct for save in storage.saves)
 
     def restored() -> int:
@@ -672,7 +672,7 @@ def test_a_plan_with_an_unknown_setting_is_refused(tmp_path: Path) -> None:
     plan = planned("gpt", 0.8)
     assert plan is not None
     name, known = next(iter(plan.sites.items()))
-    strange = replace(plan, sites={**plan.sites, name: replace(known, rung="magic")})
+    strange = replace(plan, sites={**plan.sites, name: replace(known, preset="magic")})
     strange.save(tmp_path / "plan.json")
     with pytest.raises(DataError, match="magic"):
         Plan.load(tmp_path / "plan.json")
@@ -861,7 +861,7 @@ def test_a_generous_budget_changes_nothing() -> None:
     assert plan.changes_nothing
     assert plan.exact
     assert plan.slowdown == 0
-    assert {known.rung for known in plan.sites.values()} == {"keep"}
+    assert {known.preset for known in plan.sites.values()} == {"keep"}
 
 
 @pytest.mark.parametrize("solver", ["greedy", "uniform", "rounding"])

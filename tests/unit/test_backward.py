@@ -200,7 +200,7 @@ def test_a_forward_alone_tells_the_peak_of_the_step(name):
     took = static + peak(lambda: model(x).backward())
     model.zero_grad()
     planning = Planning(FitOptions(1 << 40, min_nbytes=1), owned, Context())
-    planning.begin(owned.stock(), Signature(None))
+    planning.begin(owned.memory(), Signature(None))
     heard = rehearsed(planning, owned, lambda: model(x))
     assert heard is not None
     born = owned.unallocated_gradients(), 0
@@ -212,7 +212,7 @@ def test_a_rehearsal_lets_go_of_what_was_saved_last_at_once():
     """Else it would stand in the next moment, and be counted twice by plans that keep it."""
     owned = ModelState(model := nn.Linear(8, 8), None)
     planning = Planning(FitOptions(1 << 40, min_nbytes=1), owned, Context())
-    planning.begin(owned.stock(), Signature(None))
+    planning.begin(owned.memory(), Signature(None))
     gone = []
 
     def forward() -> Tensor:

@@ -104,7 +104,7 @@ def test_a_budget_in_any_form_is_kept_in_bytes(of_8_gib, tmp_path, budget):
     plan.save(tmp_path / "plan.json")
     assert er.Plan.load(tmp_path / "plan.json").budget == plan.budget == 4 * GIB
     fitting = opener_of(er.fit(model, budget=budget))
-    assert fitting.terms.budget_nbytes == 4 * GIB
+    assert fitting.options.budget_nbytes == 4 * GIB
     er.release(model)
 
 

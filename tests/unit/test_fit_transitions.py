@@ -83,9 +83,9 @@ def test_which_steps_are_measured_and_which_are_written_down(phase):
 @pytest.mark.parametrize(
     ("state", "measured", "writes"),
     [
-        (replace(FRESH, stock=MemoryState(100, 0, 9)), True, True),  # it makes states
-        (replace(LAST, stock=MemoryState(100, 0, 9)), True, False),
-        (replace(GIVENS, stock=MemoryState(100, 0, 9)), True, False),
+        (replace(FRESH, memory=MemoryState(100, 0, 9)), True, True),  # it makes states
+        (replace(LAST, memory=MemoryState(100, 0, 9)), True, False),
+        (replace(GIVENS, memory=MemoryState(100, 0, 9)), True, False),
         (replace(IDLE, now=TWO), True, True),  # a larger call than nothing need be done for
         (GUESSED, True, True),  # which ends all guessing
         (replace(following(AGAIN), rehearsed=True), True, False),  # a module runs again
@@ -107,17 +107,17 @@ def test_a_fresh_state_knows_what_no_measurement_has_told():
     """A reset is a new value: of what was learned only what outlives a reset is left."""
     learned = replace(
         VERIFYING,
-        strays=2,
+        unexpected_steps=2,
         varies=True,
         only_largest=True,
         is_recurrent=True,
         before=Before(SETTLED, 2),
         headroom=Headroom(5, 6, 7),
-        has_strayed=True,
-        outgrown=True,
+        was_unexpected=True,
+        infeasible=True,
         was_watched=True,
     )
-    kept = {"strays": 2, "varies": True, "only_largest": True, "is_recurrent": True}
+    kept = {"unexpected_steps": 2, "varies": True, "only_largest": True, "is_recurrent": True}
     known = {"before": Before(SETTLED, 2), "headroom": Headroom(guess_nbytes=6)}
     assert learned.fresh() == replace(FRESH, **kept, **known)
 
@@ -130,7 +130,7 @@ def test_a_call_is_scaled_only_by_a_profile_that_is_known():
 def test_a_state_is_a_value():
     with pytest.raises(FrozenInstanceError):
         FRESH.phase = P.SETTLED
-    assert replace(FRESH, strays=1) != FRESH
+    assert replace(FRESH, unexpected_steps=1) != FRESH
 
 
 def test_the_machine_runs_where_there_is_no_torch():

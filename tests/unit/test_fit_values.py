@@ -32,7 +32,7 @@ def test_what_is_known_of_transients(after, transient, guess, seen):
 
 
 @pytest.mark.parametrize(
-    ("known", "stock", "allowed", "surely"),
+    ("known", "memory", "allowed", "surely"),
     [
         (Headroom(), STOCK, 600, 700),  # the guess of whoever asks, 100; none of it is certain
         (Headroom(guess_nbytes=40), STOCK, 660, 700),
@@ -48,9 +48,9 @@ def test_what_is_known_of_transients(after, transient, guess, seen):
         ),  # states do not fit
     ],
 )
-def test_what_a_forward_may_hold(known, stock, allowed, surely):
-    assert known.allowed_nbytes(OPTIONS, stock, None, 100) == allowed
-    assert known.surely_allowed_nbytes(OPTIONS, stock, None) == surely
+def test_what_a_forward_may_hold(known, memory, allowed, surely):
+    assert known.allowed_nbytes(OPTIONS, memory, None, 100) == allowed
+    assert known.surely_allowed_nbytes(OPTIONS, memory, None) == surely
 
 
 def chosen(name, state="fp32"):

@@ -21,7 +21,7 @@ from elbowroom.errors import BudgetTooSmall, DataError, PlanError, UnknownCodec
 from elbowroom.measure.rates import rates
 from elbowroom.plan import registered
 from elbowroom.plan.make import make_plan
-from elbowroom.plan.menu import rung_named
+from elbowroom.plan.menu import preset_named
 from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.registered import all_settings, settings_of, weighed
@@ -103,7 +103,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test registers into a copy, and rates anew."""
     codecs()
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    caches = registered._honest, lie_of, measured, rung_named
+    caches = registered._honest, lie_of, measured, preset_named
     for one in caches:
         one.cache_clear()
     yield
@@ -136,7 +136,7 @@ def least(profile: Profile, **settings: Any) -> er.Plan:
 
 
 def codes_of(plan: er.Plan) -> set[str]:
-    return {known.rung for known in plan.sites.values()} - {"keep", "exact"}
+    return {known.preset for known in plan.sites.values()} - {"keep", "exact"}
 
 
 def site(formula: Formula = Formula.SUMMED, shape: tuple[int, ...] = (512, 128)) -> Site:
@@ -149,7 +149,7 @@ def site(formula: Formula = Formula.SUMMED, shape: tuple[int, ...] = (512, 128))
 @pytest.mark.parametrize("codec", all_settings(), ids=setting_name)
 def test_a_setting_is_found_by_its_name(codec: Codec) -> None:
     assert setting_named(setting_name(codec)) == codec
-    assert rung_named(setting_name(codec)).name == setting_name(codec)
+    assert preset_named(setting_name(codec)).name == setting_name(codec)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_any_field_is_read_back(word: str) -> None:
 
 def test_a_plan_file_with_an_unknown_setting(profile: Profile, tmp_path: Path) -> None:
     plan = least(profile)
-    strange = {name: replace(known, rung="nobody, bits=2") for name, known in plan.sites.items()}
+    strange = {name: replace(known, preset="nobody, bits=2") for name, known in plan.sites.items()}
     replace(plan, sites=strange).save(tmp_path / "plan.json")
     with pytest.raises(DataError, match="no setting"):
         er.Plan.load(tmp_path / "plan.json")
@@ -247,9 +247,9 @@ def test_the_least_budget_is_searched_for_only_where_it_is_named(
     for name in ("relaxed", "least_peak"):
         before = getattr(solve_module if name == "least_peak" else auto_module, name)
 
-        def spied(*args: Any, name: str = name, before: Any = before) -> Any:
+        def spied(*args: Any, name: str = name, before: Any = before, **kwargs: Any) -> Any:
             asked.append(name)
-            return before(*args)
+            return before(*args, **kwargs)
 
         monkeypatch.setattr(solve_module if name == "least_peak" else auto_module, name, spied)
 
@@ -268,7 +268,7 @@ def test_the_least_budget_is_searched_for_only_where_it_is_named(
     assert make_plan(profile, fine.least_nbytes).peak <= fine.least_nbytes
     asked.clear()
     make_plan(profile, fine.least_nbytes)
-    assert not asked
+    assert "relaxed" not in asked
 
 
 def test_a_registered_codec_is_chosen(profile: Profile) -> None:
@@ -326,7 +326,7 @@ def test_a_liar_is_named_once_and_takes_no_part(
 @pytest.mark.parametrize("name", ["division", "group", "comet"])
 def test_a_menu_of_one_codec(name: str, profile: Profile) -> None:
     plan = least(profile, codecs=[name])
-    assert {rung.partition(",")[0] for rung in codes_of(plan)} == {name}
+    assert {preset.partition(",")[0] for preset in codes_of(plan)} == {name}
     assert any(f"{name}" in line.action for line in plan.lines)
 
 
@@ -377,7 +377,7 @@ def test_a_plan_with_other_codes_is_refused_by_fit(profile: Profile) -> None:
 
 
 def test_fit_keeps_to_the_menu(caplog: pytest.LogCaptureFixture) -> None:
-    """A paper's system as the paper has it: from the first rung on, no other code is seen."""
+    """A paper's system as the paper has it: from the first preset on, no other code is seen."""
     model = net()
     plain = er.peak(lambda: model(torch.randn(512, 128)).square().mean().backward())
     x = torch.randn(512, 128)

@@ -203,8 +203,8 @@ class _Run:
             budget = budget_nbytes(
                 self._budget, torch.device("cuda" if torch.cuda.is_available() else "cpu")
             )
-        terms = FitOptions(budget, self._exact)
-        self._program = CompiledProgram(terms, self.discovery.optimizers, self._held)
+        options = FitOptions(budget, self._exact)
+        self._program = CompiledProgram(options, self.discovery.optimizers, self._held)
         return self._program
 
     def _held(self) -> int:

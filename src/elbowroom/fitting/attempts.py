@@ -107,4 +107,4 @@ def _peak_nbytes(one: Taken) -> int:
 
 
 def _actions(plan: "Plan") -> tuple[frozenset[str], dict["SiteName", str]]:
-    return plan.recompute, {name: known.rung for name, known in plan.sites.items()}
+    return plan.recompute, {name: known.preset for name, known in plan.sites.items()}

@@ -22,7 +22,7 @@ from elbowroom.measure.graph import graph_of
 from elbowroom.plan.backward import run
 
 
-def peak_of_backward(outputs: Iterable[Tensor], saving: FittedSaving, stock: MemoryState) -> int:
+def peak_of_backward(outputs: Iterable[Tensor], saving: FittedSaving, memory: MemoryState) -> int:
     """Returns the bytes of backward's highest moment; 0 where the outputs have no graph.
 
     saving: of the forward that has made the outputs, and has ended
@@ -41,6 +41,6 @@ def peak_of_backward(outputs: Iterable[Tensor], saving: FittedSaving, stock: Mem
     for moment in run(graph_of(outputs)):
         node = node if moment.is_leaf else moment.nth
         still = below[bisect_right(firsts, node)] + restored.get(node, 0)
-        stay = min(moment.stay, stock.unallocated_gradient_nbytes)
+        stay = min(moment.stay, memory.unallocated_gradient_nbytes)
         highest = max(highest, moment.nbytes + moment.hidden + stay + still)
-    return highest and stock.static_nbytes + highest
+    return highest and memory.static_nbytes + highest

@@ -130,10 +130,10 @@ class Calls:
 class Rest:
     """Stand-in for a `Planning` that an unexpected forward follows; it allows any size."""
 
-    def __init__(self, terms: FitOptions, context: Context, plan: Plan | None) -> None:
+    def __init__(self, options: FitOptions, context: Context, plan: Plan | None) -> None:
         """plan: None where it could not be rehearsed."""
-        self.terms, self.context, self.plan = terms, context, plan
-        self.rung = len(terms.rungs) - 1
+        self.options, self.context, self.plan = options, context, plan
+        self.preset = len(options.presets) - 1
         self.meter: NoiseMeter | None = None
         self.redoes = False
 
@@ -164,7 +164,7 @@ def plan_rest(step: Profile, making: PlannerSettings) -> Plan:
 
     step: with what stands already as part of what is static
     """
-    exact = making.terms.exact
+    exact = making.options.exact
     allowed = (True, None) if exact is None else (exact,)
     for some, recompute in ((some, again) for some in allowed for again in (False, True)):
         plan = making.plan_for(step, 0, exact=some, recompute=recompute)
@@ -173,5 +173,5 @@ def plan_rest(step: Profile, making: PlannerSettings) -> Plan:
     try:
         return making.make(step, 0, exact=exact)
     except BudgetTooSmall as error:
-        least = making.terms.within(error.least_nbytes)
-    return replace(making, terms=least).make(step, 0, exact=exact)
+        least = making.options.within(error.least_nbytes)
+    return replace(making, options=least).make(step, 0, exact=exact)

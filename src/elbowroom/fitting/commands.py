@@ -17,7 +17,7 @@ class Line(Enum):
     """Names of the lines that are logged when a state moves; `messages.py` has their words."""
 
     MEASURED = "prediction and measurement of a step"
-    STRAY = "a step holds more than those before"
+    LARGER_STEP = "a step holds more than those before"
     OUTSIDE = "little of what a step takes is saved where it can be changed"
     ABOVE = "steps stay above the budget"
     SMALLEST = "the smallest plans are tried"
@@ -132,8 +132,8 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class RefuseRungs:
-    """Command: raise BudgetTooSmall, by what the least rung would have held of this forward."""
+class RefusePresets:
+    """Command: raise BudgetTooSmall, by what the least preset would have held of this forward."""
 
     saving: "FittedSaving | None"
 
@@ -169,7 +169,7 @@ Command = (
     | BlameNoClasses
     | RunLayersAgain
     | Refuse
-    | RefuseRungs
+    | RefusePresets
     | Raise
     | Then
 )

@@ -67,7 +67,7 @@ _SPARE = 1.5  # a plan for a graph with symbols is made for so many times the el
 
 
 @dataclass(frozen=True)
-class How:
+class CompileSettings:
     """Arguments that torch.compile was given for a model. options: those of Inductor."""
 
     dynamic: bool | None = None
@@ -75,14 +75,14 @@ class How:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def how_compiled(model: nn.Module) -> How | None:
+def compile_settings(model: nn.Module) -> CompileSettings | None:
     """Returns the arguments that torch.compile was given for a model; None without Inductor."""
     options = inductor_options(model) if is_compiled(model) else None
     if options is None:
         return None
     context = context_of(model)
     dynamic = getattr(context, "_dynamic", None)
-    return How(dynamic, bool(getattr(context, "fullgraph", False)), options)
+    return CompileSettings(dynamic, bool(getattr(context, "fullgraph", False)), options)
 
 
 class _Thread(threading.local):
@@ -105,7 +105,7 @@ class _Twin:
         self, fitting: "CompiledFitting", model: nn.Module, spare: float, runs: int = 1
     ) -> None:
         self._fitting, self._spare = fitting, spare
-        self.regions = Regions(Settings(counts_inputs=False, exact=fitting.terms.exact))
+        self.regions = Regions(Settings(counts_inputs=False, exact=fitting.options.exact))
         self.regions.runs = runs
         self.limit: float = inf
         self.refused: BudgetTooSmall | None = None
@@ -137,7 +137,7 @@ class _Twin:
         try:
             compiled = compiled or self._compiled(gm, example_inputs, room)
         except BudgetTooSmall as error:
-            budget = self._fitting.terms.budget_nbytes
+            budget = self._fitting.options.budget_nbytes
             self.refused = in_whole(error, budget, {STANDING: budget - room})
             raise self.refused from None
         if symbolic:
@@ -167,7 +167,7 @@ class _Twin:
         excess = self.excess_nbytes()
         if excess <= 0:
             return
-        budget = self._fitting.terms.budget_nbytes
+        budget = self._fitting.options.budget_nbytes
         raise BudgetTooSmall(
             f"budget {show_nbytes(budget)} is below the {show_nbytes(budget + excess)} that "
             f"{len(self.ran)} runs of compiled regions need: they hold "
@@ -193,9 +193,13 @@ class CompiledFitting:
     """
 
     def __init__(
-        self, model: nn.Module, terms: FitOptions, optimizer: Optimizer | None, how: How
+        self,
+        model: nn.Module,
+        options: FitOptions,
+        optimizer: Optimizer | None,
+        how: CompileSettings,
     ) -> None:
-        self.terms, self.how = terms, how
+        self.options, self.how = options, how
         self.owned = ModelState(original(model), optimizer)
         self.steps = 0
         self._twins: list[_Twin] = []
@@ -219,10 +223,10 @@ class CompiledFitting:
 
     def room_nbytes(self) -> int:
         """Returns the bytes that forward and backward may take."""
-        stock = self.owned.stock()
-        standing = stock.static_nbytes + stock.unallocated_state_nbytes
+        memory = self.owned.memory()
+        standing = memory.static_nbytes + memory.unallocated_state_nbytes
         self._standing = self._standing or standing
-        return max(self.terms.budget_nbytes - standing, 0)
+        return max(self.options.budget_nbytes - standing, 0)
 
     def counts_shape(self, frame: object, *, symbolic: bool) -> None:
         """Count a shape that is compiled, and note what helps where there are many."""
@@ -324,7 +328,7 @@ class CompiledFitting:
 
     def _may_go_eager(self, error: Exception) -> bool:
         if isinstance(error, BudgetTooSmall):
-            return not self.terms.exact
+            return not self.options.exact
         return not self.how.fullgraph  # who asks for that, wants the error
 
     def _go_eager(self, model: nn.Module, error: Exception) -> None:
@@ -347,7 +351,7 @@ class CompiledFitting:
     def _begin_eager(self, model: nn.Module) -> None:
         has_said()
         optimizers = self.owned.optimizers()
-        self._eager = Fitting(model, self.terms, optimizers[0] if optimizers else None)
+        self._eager = Fitting(model, self.options, optimizers[0] if optimizers else None)
         for other in optimizers[1:]:
             self._eager.owned.add(other)
 
@@ -370,13 +374,13 @@ class CompiledFitting:
 
     def summary(self, model: str) -> Summary:
         """Returns a summary of what was planned, for the end of a training; nothing is measured."""
-        return planned(model, self.owned, self.terms, self._standing, self.regions, self.steps)
+        return planned(model, self.owned, self.options, self._standing, self.regions, self.steps)
 
 
 def planned(
     model: str,
     owned: ModelState,
-    terms: FitOptions,
+    options: FitOptions,
     standing_nbytes: int,
     regions: Sequence[Decision],
     steps: int,
@@ -387,7 +391,7 @@ def planned(
     return Summary(
         model=model,
         device=owned.device.type,
-        budget_nbytes=terms.budget_nbytes,
+        budget_nbytes=options.budget_nbytes,
         plain_nbytes=None if plain is None else standing_nbytes + plain,
         predicted_nbytes=None if peak is None else standing_nbytes + peak,
         last_nbytes=None,

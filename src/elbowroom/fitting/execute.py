@@ -28,7 +28,7 @@ from elbowroom.fitting.commands import (
     Raise,
     ReadMeter,
     Refuse,
-    RefuseRungs,
+    RefusePresets,
     RunLayersAgain,
     Say,
     StartMeter,
@@ -36,6 +36,7 @@ from elbowroom.fitting.commands import (
     Then,
 )
 from elbowroom.fitting.observations import (
+    Fallbacks,
     GivenHeld,
     NoiseMeasured,
     NoPlan,
@@ -46,7 +47,6 @@ from elbowroom.fitting.observations import (
     RehearsedInVain,
     RoomToWatch,
     SmallestMade,
-    Spare,
     StepMeasured,
 )
 from elbowroom.fitting.options import MemoryState
@@ -54,8 +54,8 @@ from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.rehearse import plan_by_forward
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
-from elbowroom.plan.ladder import choose
 from elbowroom.plan.make import LOSSY_HELPS
+from elbowroom.plan.presets import choose
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile, with_backward
 
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 _LINES: dict[Line, Callable[..., None]] = {
     Line.MEASURED: messages.say_measured,
-    Line.STRAY: messages.warn_stray,
+    Line.LARGER_STEP: messages.warn_larger_step,
     Line.OUTSIDE: messages.warn_outside,
     Line.ABOVE: messages.warn_above,
     Line.SMALLEST: messages.warn_smallest,
@@ -85,7 +85,7 @@ def execute(kind: "Planning", command: Command) -> Observation | None:
     """
     match command:
         case Say(line, values):
-            _LINES[line](kind.terms, **values)
+            _LINES[line](kind.options, **values)
         case ForgetScripts():
             kind.forget_scripts()
         case BeginPlan():
@@ -101,10 +101,10 @@ def execute(kind: "Planning", command: Command) -> Observation | None:
             kind.meter = menu_meter(probes=1)
         case Refuse(least):
             raise _measured_refusal(kind, least)
-        case RefuseRungs(saving):
+        case RefusePresets(saving):
             assert saving is not None
             transient_nbytes = kind.state.headroom.transient_nbytes
-            raise messages.refusal(saving, kind.terms, kind.owned, kind.stock, transient_nbytes)
+            raise messages.refusal(saving, kind.options, kind.owned, kind.memory, transient_nbytes)
         case Raise(error):
             raise error
         case Then(observation):
@@ -129,13 +129,13 @@ def _planned(
     match command:
         case HoldAsGiven():
             assert kind.given is not None
-            kind.owned.states.begin_with(kind.given, kind, kind.terms)
-            return GivenHeld(_stock_of(kind))
+            kind.owned.states.begin_with(kind.given, kind, kind.options)
+            return GivenHeld(_memory_of(kind))
         case MakePlan(again):
             try:
                 chosen = _chosen(kind)
             except BudgetTooSmall as error:
-                return NoPlan(error, spare_of(kind), again)
+                return NoPlan(error, fallbacks_of(kind), again)
             return PlanMade(*_taken(kind, chosen))
         case CheckPlan():
             _chosen(kind, estimated=False)
@@ -153,50 +153,50 @@ def _planned(
             return _planned_by_forward(kind, heard)
         case MakeRoomToWatch(margin_nbytes):
             assert kind.profile is not None
-            exact = kind.terms.exact
+            exact = kind.options.exact
             return RoomToWatch(settings_of(kind).plan_for(kind.profile, margin_nbytes, exact=exact))
         case ReadMeter():
             return _noise_measured(kind)
 
 
 def observed(
-    kind: "Planning", last: "FittedSaving", step: "Measurement", stock: MemoryState
+    kind: "Planning", last: "FittedSaving", step: "Measurement", memory: MemoryState
 ) -> StepMeasured:
     """Returns what a step that has ended shows.
 
-    last: the saving of its last forward; stock: as the next step begins
+    last: the saving of its last forward; memory: as the next step begins
     """
-    rungs, profile = kind.terms.rungs, step.profile
+    presets, profile = kind.options.presets, step.profile
     if profile is not None:
         profile = replace(repeatable(kind, profile), standing=kind.owned.standing())
     return StepMeasured(
-        stock,
-        step.stock.static_nbytes,
+        memory,
+        step.memory.static_nbytes,
         step.peak,
-        beside_nbytes=step.stock.beside_nbytes,
+        beside_nbytes=step.memory.beside_nbytes,
         makes_states=step.makes_states,
         writes=step.writes,
         seen=step.profile,
         profile=profile,
         climbed=last.climbed,
-        rung=last.rung,
+        preset=last.preset,
         before_nbytes=last.ledger.before_nbytes,
         after_nbytes=last.ledger.after_nbytes,
         most_nbytes=last.ledger.most_nbytes,
         strangers=kind.plan is not None and bool(kind.plan.strangers),
         watched=kind.meter is not None and kind.meter.step >= STEPS,
         may_measure=may_measure(kind.owned.device),
-        spare=spare_of(kind),
-        rung_within=lambda allowed_nbytes: choose(rungs, last.storages, allowed_nbytes),
+        fallbacks=fallbacks_of(kind),
+        preset_within=lambda allowed_nbytes: choose(presets, last.storages, allowed_nbytes),
         saving=last,
     )
 
 
-def spare_of(kind: "Planning") -> Spare:
+def fallbacks_of(kind: "Planning") -> Fallbacks:
     """Returns the relaxations that are still possible where no plan fits."""
     context = kind.context
-    layers = not (context.runs_again or kind.terms.exact)
-    return Spare(bool(context.unrepeatable) and context.blames_classes, layers)
+    layers = not (context.runs_again or kind.options.exact)
+    return Fallbacks(bool(context.unrepeatable) and context.blames_classes, layers)
 
 
 def settings_of(kind: "Planning") -> PlannerSettings:
@@ -204,12 +204,12 @@ def settings_of(kind: "Planning") -> PlannerSettings:
     state = kind.state
     helps = kind.owned.states.lossy_helps() or LOSSY_HELPS
     return PlannerSettings(
-        state.terms,
+        state.options,
         state.ratio,
         state.once_nbytes,
         state.again_nbytes,
         helps,
-        finest=inf if state.corrects else state.terms.budget_nbytes >> 8,
+        finest=inf if state.corrects else state.options.budget_nbytes >> 8,
     )
 
 
@@ -221,7 +221,7 @@ def repeatable(kind: "Planning", profile: Profile) -> Profile:
 
 def step_of(kind: "Planning", heard: ForwardProfile, care: float) -> Profile:
     """Returns the whole step of a rehearsed forward: its backward is an estimate."""
-    born = kind.owned.unallocated_gradients(), kind.stock.unallocated_state_nbytes
+    born = kind.owned.unallocated_gradients(), kind.memory.unallocated_state_nbytes
     return with_backward(replace(heard, profile=repeatable(kind, heard.profile)), *born, care)
 
 
@@ -233,13 +233,13 @@ def _chosen(kind: "Planning", *, estimated: bool | None = None) -> Chosen:
 
 def _taken(kind: "Planning", chosen: Chosen) -> tuple[Chosen, MemoryState]:
     """Returns the plan once states are held as it was made for, and what is resident since then."""
-    taken = kind.owned.states.take(chosen, kind, kind.terms)
-    return taken, _stock_of(kind)
+    taken = kind.owned.states.take(chosen, kind, kind.options)
+    return taken, _memory_of(kind)
 
 
-def _stock_of(kind: "Planning") -> MemoryState:
+def _memory_of(kind: "Planning") -> MemoryState:
     """Returns the memory once states are held in another format."""
-    return kind.owned.stock().beside(kind.stock.beside_nbytes)
+    return kind.owned.memory().beside(kind.memory.beside_nbytes)
 
 
 def _planned_by_forward(kind: "Planning", heard: ForwardProfile) -> Observation:
@@ -247,7 +247,7 @@ def _planned_by_forward(kind: "Planning", heard: ForwardProfile) -> Observation:
     standing = kind.owned.standing()
     heard = replace(heard, profile=replace(heard.profile, standing=standing))
     steps = {care: step_of(kind, heard, care) for care in (CAREFUL, LIKELY)}
-    may_run_layers_again = kind.state.is_recurrent and spare_of(kind).layers
+    may_run_layers_again = kind.state.is_recurrent and fallbacks_of(kind).layers
     try:
         chosen = plan_by_forward(
             steps.__getitem__,
@@ -274,4 +274,4 @@ def _measured_refusal(kind: "Planning", least: Taken) -> BudgetTooSmall:
     plan, nbytes = least.chosen.plan, least.peak_nbytes
     if not plan.exact:  # what codes hold varies a little with the data
         nbytes += plan.held_nbytes // 256
-    return messages.measured_refusal(kind.terms, kind.owned, kind.stock, plan, nbytes)
+    return messages.measured_refusal(kind.options, kind.owned, kind.memory, plan, nbytes)

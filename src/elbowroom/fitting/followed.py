@@ -14,14 +14,14 @@ class Followed:
         self.state = state
 
     @property
-    def terms(self) -> FitOptions:
+    def options(self) -> FitOptions:
         """Options that the user gave."""
-        return self.state.terms
+        return self.state.options
 
     @property
-    def stock(self) -> MemoryState:
+    def memory(self) -> MemoryState:
         """Memory as the step began."""
-        return self.state.stock
+        return self.state.memory
 
     @property
     def now(self) -> Signature:
@@ -44,9 +44,9 @@ class Followed:
         return self.state.given
 
     @property
-    def rung(self) -> int:
-        """Index of the rung that all tensors are at if no plan is followed."""
-        return self.state.rung
+    def preset(self) -> int:
+        """Index of the preset that all tensors are at if no plan is followed."""
+        return self.state.preset
 
     @property
     def profile(self) -> Profile | None:
@@ -65,8 +65,8 @@ class Followed:
 
     @property
     def setting(self) -> str:
-        """Name of the setting that forwards run at: "plan", or the name of a rung."""
-        return "plan" if self.plan is not None else self.terms.rungs[self.rung].name
+        """Name of the setting that forwards run at: "plan", or the name of a preset."""
+        return "plan" if self.plan is not None else self.options.presets[self.preset].name
 
     @property
     def numel(self) -> int:

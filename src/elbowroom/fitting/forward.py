@@ -1,4 +1,4 @@
-"""One forward of a fitted model: it follows its plan, or its rung, and climbs if it must."""
+"""One forward of a fitted model: it follows its plan, or its preset, and climbs if it must."""
 
 import weakref
 from types import TracebackType
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from elbowroom.fitting.options import FitOptions
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.plan.action import Action
-from elbowroom.plan.ladder import Rung, SavedStorage, site_nbytes
 from elbowroom.plan.plan import Plan
+from elbowroom.plan.presets import Preset, SavedStorage, site_nbytes
 from elbowroom.plan.rehearsal import SAFE, USUAL
 from elbowroom.plan.site import Site
 from elbowroom.runtime.consumers import Call, Reading
@@ -32,9 +32,9 @@ class Fit(Protocol):
     redoes: bool
 
     @property
-    def terms(self) -> FitOptions: ...
+    def options(self) -> FitOptions: ...
     @property
-    def rung(self) -> int: ...
+    def preset(self) -> int: ...
     @property
     def plan(self) -> Plan | None: ...
     @property
@@ -52,9 +52,9 @@ class Fit(Protocol):
 class FittedSaving(Saving):
     """Context whose setting climbs the ladder while it runs, where what is held nears the budget.
 
-    rung        where on the ladder it is
-    climbed     whether it has left the plan, or the rung that it began with
-    impossible  even the strictest rung holds too much: the forward only counts to its end
+    preset        where on the ladder it is
+    climbed     whether it has left the plan, or the preset that it began with
+    impossible  even the strictest preset holds too much: the forward only counts to its end
     too_much    it would have had to climb, and may not: likewise
     storages    what the step has saved, once the context is closed
     saved_by    autograd's numbers of the nodes that have saved each slot; of a first forward only
@@ -84,7 +84,7 @@ class FittedSaving(Saving):
 
         super().__init__(
             policy,
-            min_nbytes=fit.terms.min_nbytes,
+            min_nbytes=fit.options.min_nbytes,
             context=fit.context,
             recorder=recorder,
             recompute=fit.recompute,
@@ -93,7 +93,7 @@ class FittedSaving(Saving):
             scribe=scribe,
         )
         self.climbed: bool = after is not None and after.climbed
-        self.rung: int = after.rung if after is not None and after.climbed else fit.rung
+        self.preset: int = after.preset if after is not None and after.climbed else fit.preset
         self.impossible = False
         self.too_much = counts
         self._may_climb, self._only_counts = may_climb, counts
@@ -103,7 +103,7 @@ class FittedSaving(Saving):
         self._earlier = [] if after is None else after.storages
         self.storages: list[SavedStorage] = []
         self.saved_by: weakref.WeakKeyDictionary[Slot, list[int]] = weakref.WeakKeyDictionary()
-        self._fit, self._rungs, self._followed = fit, fit.terms.rungs, fit.plan
+        self._fit, self._presets, self._followed = fit, fit.options.presets, fit.plan
 
     def __exit__(
         self,
@@ -120,12 +120,12 @@ class FittedSaving(Saving):
             raise Unrepeatable
 
     @property
-    def setting(self) -> Rung:
-        """Setting that decides now: the plan, or the current rung."""
+    def setting(self) -> Preset:
+        """Setting that decides now: the plan, or the current preset."""
         plan = self._plan
         if plan is None:
-            return self._rungs[self.rung]
-        return Rung("plan", plan.look_up, plan.exact)
+            return self._presets[self.preset]
+        return Preset("plan", plan.look_up, plan.exact)
 
     def is_exact(self) -> bool:
         """Returns whether no code of the setting adds errors."""
@@ -215,15 +215,15 @@ class FittedSaving(Saving):
 
     def _decide_site(self, site: Site) -> Action:
         allowed, surely_allowed = self._limits(site.nbytes)
-        rungs = self._rungs
+        presets = self._presets
         while not self.too_much and self._is_over(site, allowed):
             if not self._may_climb:
                 self.too_much = True
-            elif self.rung < len(rungs) - 1:
-                # No rung but the strictest is sure to hold less than a plan.
-                self.rung = self.rung + 1 if self._followed is None else len(rungs) - 1
+            elif self.preset < len(presets) - 1:
+                # No preset but the strictest is sure to hold less than a plan.
+                self.preset = self.preset + 1 if self._followed is None else len(presets) - 1
                 self.climbed = True
-                self.tighten(rungs[self.rung].policy)
+                self.tighten(presets[self.preset].policy)
             else:
                 break
         if self.ledger.held_nbytes > surely_allowed:

@@ -52,30 +52,30 @@ class Headroom:
         return replace(self, seen_nbytes=most_nbytes)
 
     def allowed_nbytes(
-        self, terms: "FitOptions", stock: "MemoryState", plan: "Plan | None", guessed_nbytes: int
+        self, options: "FitOptions", memory: "MemoryState", plan: "Plan | None", guessed_nbytes: int
     ) -> int:
         """Returns the bytes that may be held for backward.
 
         As long as nothing was measured, transients are guessed.
         """
-        free = terms.budget_nbytes - stock.static_nbytes
+        free = options.budget_nbytes - memory.static_nbytes
         if self.transient_nbytes is None:
             return free - min(guessed_nbytes, self.guess_nbytes or guessed_nbytes)
         allowed = free - self.transient_nbytes + _passing_nbytes(plan)
-        return max(allowed, self.seen_nbytes - stock.static_nbytes)
+        return max(allowed, self.seen_nbytes - memory.static_nbytes)
 
     def surely_allowed_nbytes(
-        self, terms: "FitOptions", stock: "MemoryState", plan: "Plan | None"
+        self, options: "FitOptions", memory: "MemoryState", plan: "Plan | None"
     ) -> int:
         """Returns the bytes that may be held for backward, without guesses.
 
         More than this cannot be held, or the optimizer's states would not fit.
         """
-        free = terms.budget_nbytes - stock.static_nbytes
-        if stock.unallocated_nbytes > free:
+        free = options.budget_nbytes - memory.static_nbytes
+        if memory.unallocated_nbytes > free:
             return -1
         allowed = free - (self.transient_nbytes or 0) + _passing_nbytes(plan)
-        return max(allowed, self.seen_nbytes - stock.static_nbytes)
+        return max(allowed, self.seen_nbytes - memory.static_nbytes)
 
 
 def _passing_nbytes(plan: "Plan | None") -> int:

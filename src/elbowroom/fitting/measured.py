@@ -11,7 +11,7 @@ from elbowroom.fitting.commands import (
     MakeRoomToWatch,
     ReadMeter,
     Refuse,
-    RefuseRungs,
+    RefusePresets,
     StartMeter,
     TakePlan,
     Then,
@@ -31,7 +31,7 @@ _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is gi
 
 def step_measured(state: FitState, seen: StepMeasured) -> Step:
     """Returns the state that follows from a measured step, and what it asks for."""
-    state = replace(state, stock=seen.stock)
+    state = replace(state, memory=seen.memory)
     match state.phase:
         case Phase.SETTLED:
             return state, ()
@@ -46,13 +46,13 @@ def step_measured(state: FitState, seen: StepMeasured) -> Step:
     if seen.peak is None or (seen.writes and seen.seen is None):
         return state, ()
     if state.plan is None:
-        return _rung_measured(state, seen, seen.peak)
+        return _preset_measured(state, seen, seen.peak)
     return _plan_measured(state, seen, _with_states(state, seen, seen.peak))
 
 
 def _born_nbytes(state: FitState, seen: StepMeasured) -> int:
     """Returns the bytes of optimizer states that the step made, and later ones have throughout."""
-    return max(0, state.stock.static_nbytes - seen.static_nbytes)
+    return max(0, state.memory.static_nbytes - seen.static_nbytes)
 
 
 def _with_states(state: FitState, seen: StepMeasured, peak_nbytes: int) -> int:
@@ -82,29 +82,29 @@ def _noted(state: FitState, peak_nbytes: int) -> FitState:
     return replace(state, attempts=state.attempts.after(state.chosen, peak_nbytes))
 
 
-def _rung_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
+def _preset_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
     """Moves the state after the first step: its transients are known now."""
-    born_nbytes, budget_nbytes = _born_nbytes(state, seen), state.terms.budget_nbytes
+    born_nbytes, budget_nbytes = _born_nbytes(state, seen), state.options.budget_nbytes
     peak_nbytes = _with_states(state, seen, own_nbytes + born_nbytes)
     fits = peak_nbytes <= budget_nbytes
     phase = Phase.IDLE if state.phase is Phase.IDLE else Phase.WRITING
     backward_nbytes = own_nbytes if seen.seen is None else seen.seen.backward_peak
     state = _with_transients(state, seen, backward_nbytes)
     state = replace(state, phase=phase, has_fit=fits)
-    found = seen.rung_within(state.allowed_nbytes(0))
-    if fits and (found is None or found > seen.rung):
-        found = seen.rung
+    found = seen.preset_within(state.allowed_nbytes(0))
+    if fits and (found is None or found > seen.preset):
+        found = seen.preset
     if found is None and (own_nbytes > budget_nbytes or not born_nbytes):
         if not seen.may_measure:
-            return state, (RefuseRungs(seen.saving),)
-        state = replace(state, outgrown=True)  # no rung fits, but a plan may
-    lossy = found is not None and not state.terms.rungs[found].exact
-    rung = seen.rung if found is None or lossy else found  # a plan may do with exact ones
-    return replace(state, rung=rung), ()
+            return state, (RefusePresets(seen.saving),)
+        state = replace(state, infeasible=True)  # no preset fits, but a plan may
+    lossy = found is not None and not state.options.presets[found].exact
+    preset = seen.preset if found is None or lossy else found  # a plan may do with exact ones
+    return replace(state, preset=preset), ()
 
 
 def _written(state: FitState, seen: StepMeasured) -> Step:
-    """Plans a step that was written down, or stays at the rung that it ran at."""
+    """Plans a step that was written down, or stays at the preset that it ran at."""
     state = replace(state, tries=state.tries + 1)
     if seen.seen is None or seen.profile is None or seen.climbed:
         return _try_again(state, seen)
@@ -129,7 +129,7 @@ def _try_again(state: FitState, seen: StepMeasured) -> Step:
     if state.tries < _MOST_TRIES:
         return state, ()
     state = replace(state, phase=Phase.SETTLED)
-    if peak_nbytes is None or peak_nbytes <= state.terms.budget_nbytes:
+    if peak_nbytes is None or peak_nbytes <= state.options.budget_nbytes:
         return state, ()
     if seen.climbed:
         why = "hold more than was planned for"
@@ -139,13 +139,13 @@ def _try_again(state: FitState, seen: StepMeasured) -> Step:
 
 
 def _last_resort_measured(state: FitState, seen: StepMeasured) -> Step:
-    """Moves the state after a uniform rung was measured because no plan was found by corrections.
+    """Moves the state after a uniform preset was measured because no plan was found by corrections.
 
     What took least stays.
     """
     if seen.peak is None:
         return state, ()
-    state, budget_nbytes = replace(state, phase=Phase.SETTLED), state.terms.budget_nbytes
+    state, budget_nbytes = replace(state, phase=Phase.SETTLED), state.options.budget_nbytes
     peak_nbytes = _at_largest(state, seen, seen.peak)
     least = state.attempts.least
     if peak_nbytes <= budget_nbytes:
@@ -164,7 +164,7 @@ def _last_resort_measured(state: FitState, seen: StepMeasured) -> Step:
 def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
     """Moves the state after a step under the plan was measured."""
     assert state.plan is not None
-    peak_nbytes, budget_nbytes = _at_largest(state, seen, own_nbytes), state.terms.budget_nbytes
+    peak_nbytes, budget_nbytes = _at_largest(state, seen, own_nbytes), state.options.budget_nbytes
     said = say(Line.MEASURED, plan=state.plan, peak_nbytes=peak_nbytes)
     state = replace(state, tries=state.tries + 1)
     strayed = seen.climbed and state.phase is not Phase.SMALLEST  # what is above it may climb
@@ -185,7 +185,7 @@ def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
 
     peak_nbytes: of the largest call
     """
-    plan, profile, budget_nbytes = state.plan, state.profile, state.terms.budget_nbytes
+    plan, profile, budget_nbytes = state.plan, state.profile, state.options.budget_nbytes
     assert plan is not None
     assert profile is not None
     state = _noted(_with_transients(state, seen, peak_nbytes), peak_nbytes)
@@ -206,7 +206,7 @@ def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
         return replace(state, rounds=state.rounds + 1).with_margin(margin), (MakePlan(),)
     if state.is_scaled:
         return learn_anew(state)
-    return go_smaller(state, seen.spare)
+    return go_smaller(state, seen.fallbacks)
 
 
 def _settle_given(state: FitState, *, strangers: bool) -> Step:
@@ -231,7 +231,7 @@ def _correct_given(state: FitState, peak_nbytes: int, *, strangers: bool) -> Ste
     """
     plan = state.plan
     assert plan is not None
-    near = peak_nbytes <= _NEARLY * state.terms.budget_nbytes
+    near = peak_nbytes <= _NEARLY * state.options.budget_nbytes
     writable = plan.exact and not (plan.recompute or strangers)
     if near and writable and state.phase is Phase.GIVEN:
         return replace(state, phase=Phase.CORRECTING, given=None, rehearsed=True), ()
@@ -268,7 +268,7 @@ def _watched(state: FitState, seen: StepMeasured) -> Step:
 
     After some, or one that took too much, the meter is read.
     """
-    too_much = seen.peak is not None and seen.peak > state.terms.budget_nbytes
+    too_much = seen.peak is not None and seen.peak > state.options.budget_nbytes
     return state, ((ReadMeter(),) if seen.watched or too_much else ())
 
 
@@ -278,7 +278,7 @@ def noise_measured(state: FitState, seen: NoiseMeasured) -> Step:
     profile = replace(state.profile, noise=seen.shares)
     state = replace(state, phase=state.resumes, profile=profile, rounds=0)
     plans = (MakePlan(), Then(NoiseUsed(told=seen.shares is not None)))
-    if state.terms.noise is not None:  # what is refused now must not fall back to a rung
+    if state.options.noise is not None:  # what is refused now must not fall back to a preset
         return state, (CheckPlan(), *plans)
     return state, plans
 

@@ -11,29 +11,29 @@ from elbowroom.plan.profile import Profile
 class Measurement:
     """Measurement of one step, which runs from `start` to `end` or `close`.
 
-    stock     what stood as it began
+    memory    what stood as it began
     writes    moment by moment; else only the peak is wanted
     recorder  to be told of what is saved, if it writes
     peak      in bytes, once it has ended; None: this thread could not tell
     profile   likewise, of a whole step that was written down
     """
 
-    def __init__(self, stock: MemoryState, running: Interval | Recording) -> None:
-        self.stock = stock
+    def __init__(self, memory: MemoryState, running: Interval | Recording) -> None:
+        self.memory = memory
         self.writes = isinstance(running, Recording)
         self.peak: int | None = None
         self.profile: Profile | None = None
         self._running: Interval | Recording | None = running
 
     @classmethod
-    def start(cls, owned: ModelState, stock: MemoryState, *, writes: bool) -> "Measurement | None":
+    def start(cls, owned: ModelState, memory: MemoryState, *, writes: bool) -> "Measurement | None":
         """Starts a measurement and returns it; None if this cannot be measured now."""
         running: Interval | Recording | None
         if writes:
             running = Recording.start(owned.tensors(), owned.device)
         else:
-            running = Interval.start(stock.static_nbytes, owned.device)
-        return None if running is None else cls(stock, running)
+            running = Interval.start(memory.static_nbytes, owned.device)
+        return None if running is None else cls(memory, running)
 
     @property
     def recorder(self) -> StepRecorder | None:
@@ -42,7 +42,7 @@ class Measurement:
     @property
     def makes_states(self) -> bool:
         """True if the optimizer had no states as the step began."""
-        return self.stock.unallocated_state_nbytes > 0
+        return self.memory.unallocated_state_nbytes > 0
 
     def end(self) -> None:
         """Ends the measurement, and reads what it saw. A second call does nothing."""
@@ -50,7 +50,7 @@ class Measurement:
         if isinstance(running, Recording):
             seen = running.finish()
             running.close()
-            seen = seen and seen.shifted(self.stock.beside_nbytes)
+            seen = seen and seen.shifted(self.memory.beside_nbytes)
             self.peak = None if seen is None else seen.peak
             self.profile = seen if running.has_backward else None
         elif running is not None:

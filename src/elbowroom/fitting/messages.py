@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.options import FitOptions, MemoryState
-from elbowroom.plan.ladder import LOSSY_RUNGS, Rung, held_nbytes
 from elbowroom.plan.make import LOSSY_HELPS, too_small
 from elbowroom.plan.plan import Plan
+from elbowroom.plan.presets import LOSSY_PRESETS, Preset, held_nbytes
 from elbowroom.units import show_nbytes
 
 if TYPE_CHECKING:
@@ -22,48 +22,48 @@ _GENEROUS = 12  # so many largest tensors cover the transients of a step that is
 _ROOM = 128  # a refusal's hint is so large a part above what was measured or estimated
 
 
-def say_measured(terms: FitOptions, plan: Plan, peak_nbytes: int) -> None:
+def say_measured(options: FitOptions, plan: Plan, peak_nbytes: int) -> None:
     """Logs prediction and measurement; a warning where the step was above the budget."""
     _log.log(
-        logging.WARNING if peak_nbytes > terms.budget_nbytes else logging.INFO,
+        logging.WARNING if peak_nbytes > options.budget_nbytes else logging.INFO,
         "budget %s: peak predicted %s, measured %s",
-        *map(show_nbytes, (terms.budget_nbytes, plan.peak, peak_nbytes)),
+        *map(show_nbytes, (options.budget_nbytes, plan.peak, peak_nbytes)),
     )
 
 
-def warn_stray(terms: FitOptions, *, learns: bool) -> None:
+def warn_larger_step(options: FitOptions, *, learns: bool) -> None:
     """Warns that a step holds more than those that were learned from."""
     _log.warning(
         "budget %s: this step saves more than those before it, and may need more than the budget; "
         "%s",
-        show_nbytes(terms.budget_nbytes),
+        show_nbytes(options.budget_nbytes),
         "it is measured, and a new plan is made" if learns else "so may others from now on",
     )
 
 
-def warn_outside(terms: FitOptions, peak_nbytes: int, seen_nbytes: int) -> None:
+def warn_outside(options: FitOptions, peak_nbytes: int, seen_nbytes: int) -> None:
     """Warns that steps stay above the budget, and save little where `fit` can see it."""
     _log.warning(
         "budget %s: steps take %s, and no plan brings them below: of what they save, %s was saved "
         "before forward returned, which is all that fit can change. A model that returns a "
         "generator, or layers that run outside of model(...), are covered by er.saving(...) around "
         "the loss, too",
-        *map(show_nbytes, (terms.budget_nbytes, peak_nbytes, seen_nbytes)),
+        *map(show_nbytes, (options.budget_nbytes, peak_nbytes, seen_nbytes)),
     )
 
 
-def warn_above(terms: FitOptions, peak_nbytes: int, why: str) -> None:
+def warn_above(options: FitOptions, peak_nbytes: int, why: str) -> None:
     """Warns that steps stay above the budget. why: what they do, in words."""
     _log.warning(
         "budget %s: steps take %s, and later ones will, too: they %s. Give budget=%d, or halve the "
         "batch",
-        *map(show_nbytes, (terms.budget_nbytes, peak_nbytes)),
+        *map(show_nbytes, (options.budget_nbytes, peak_nbytes)),
         why,
         peak_nbytes,
     )
 
 
-def warn_smallest(terms: FitOptions, least_nbytes: int) -> None:
+def warn_smallest(options: FitOptions, least_nbytes: int) -> None:
     """Warns that no plan keeps to the budget after corrections.
 
     least_nbytes: the least peak of one.
@@ -71,21 +71,21 @@ def warn_smallest(terms: FitOptions, least_nbytes: int) -> None:
     _log.warning(
         "budget %s: no plan has kept to it yet (%s was the least measured), so the smallest are "
         "tried, a step each, which may be above it, too",
-        *map(show_nbytes, (terms.budget_nbytes, least_nbytes)),
+        *map(show_nbytes, (options.budget_nbytes, least_nbytes)),
     )
 
 
-def warn_runs_again(terms: FitOptions) -> None:
+def warn_runs_again(options: FitOptions) -> None:
     """Warns that recurrent layers run again, since no plan fits what they save: bits change."""
     _log.warning(
         "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
         "backward, a stretch of time after the other; gradients differ from plain by rounding "
         "alone. exact=True refuses the budget instead",
-        show_nbytes(terms.budget_nbytes),
+        show_nbytes(options.budget_nbytes),
     )
 
 
-def warn_uncorrected(terms: FitOptions, least_nbytes: int, rung: str) -> None:
+def warn_uncorrected(options: FitOptions, least_nbytes: int, preset: str) -> None:
     """Warns that no plan keeps to the budget, however often it is made again.
 
     least_nbytes: the peak of the best of them.
@@ -93,104 +93,104 @@ def warn_uncorrected(terms: FitOptions, least_nbytes: int, rung: str) -> None:
     _log.warning(
         "budget %s: no plan kept to it (%s was the least measured), so all tensors are at setting "
         "'%s' now; of all that was tried, what took the least is kept",
-        *map(show_nbytes, (terms.budget_nbytes, least_nbytes)),
-        rung,
+        *map(show_nbytes, (options.budget_nbytes, least_nbytes)),
+        preset,
     )
 
 
-def warn_given(terms: FitOptions, plan: Plan) -> None:
+def warn_given(options: FitOptions, plan: Plan) -> None:
     """Warns that a plan that was given is of no use."""
     unknown = sum(plan.strangers.values())
     _log.warning(
         "budget %s: the plan that was given %s; another one is made",
-        show_nbytes(terms.budget_nbytes),
+        show_nbytes(options.budget_nbytes),
         f"does not know {unknown} of the tensors of this step" if unknown else "does not fit",
     )
 
 
-def warn_unexpected(terms: FitOptions, plan: Plan | None) -> None:
+def warn_unexpected(options: FitOptions, plan: Plan | None) -> None:
     """Warns of a forward that was not planned for: this step may need more than the budget."""
     needs = "more than the budget" if plan is None else show_nbytes(plan.peak)
     _log.warning(
         "budget %s: this step runs its model once more before backward, which was not planned for, "
         "and may need %s; from the next one on all its forwards are planned as one",
-        show_nbytes(terms.budget_nbytes),
+        show_nbytes(options.budget_nbytes),
         needs,
     )
 
 
-def say_unknown(terms: FitOptions, why: str) -> None:
+def say_unknown(options: FitOptions, why: str) -> None:
     """Logs that it is not known what codes add: at WARNING where a limit was asked for."""
     _log.log(
-        logging.INFO if terms.noise is None else logging.WARNING,
+        logging.INFO if options.noise is None else logging.WARNING,
         "budget %s: what codes add to the gradient is not measured, because %s; a larger budget, "
         "or a smaller batch, would show it",
-        show_nbytes(terms.budget_nbytes),
+        show_nbytes(options.budget_nbytes),
         why,
     )
 
 
-def say_noise(terms: FitOptions, plan: Plan) -> None:
+def say_noise(options: FitOptions, plan: Plan) -> None:
     """Logs what codes add: at WARNING where that is more than training would not notice."""
     _log.log(
         logging.INFO if plan.noise <= _UNNOTICED else logging.WARNING,
         "budget %s: codes add %.3g %% of what mini-batches vary by anyway (estimated, after %d "
         "watched steps)",
-        show_nbytes(terms.budget_nbytes),
+        show_nbytes(options.budget_nbytes),
         100 * plan.noise,
         plan.watched,
     )
 
 
-def warn_optimistic(terms: FitOptions) -> None:
+def warn_optimistic(options: FitOptions) -> None:
     """Say that only an optimistic estimate fits: the first step may be above the budget."""
     _log.warning(
         "budget %s: by a careful estimate the first step of this size does not fit, so it follows "
         "an optimistic one, and may be above the budget; it is measured, and later steps follow "
         "that",
-        show_nbytes(terms.budget_nbytes),
+        show_nbytes(options.budget_nbytes),
     )
 
 
-def warn_blind(terms: FitOptions) -> None:
+def warn_blind(options: FitOptions) -> None:
     """Warns that a step cannot be measured."""
     _log.warning(
         "budget %s: this step cannot be measured (a profiler runs, or this is not the main "
         "thread), so its peak is estimated, and may be above the budget; run the first "
         "steps without, and er.fit learns from them",
-        show_nbytes(terms.budget_nbytes),
+        show_nbytes(options.budget_nbytes),
     )
 
 
-def say_exhausted(terms: FitOptions, less: FitOptions, *, again: bool) -> None:
+def say_exhausted(options: FitOptions, less: FitOptions, *, again: bool) -> None:
     """Logs that memory ran out, and which smaller budget holds: at WARNING the first time."""
     _log.log(
         logging.INFO if again else logging.WARNING,
         "there was no memory left within the budget %s; from now on steps keep to %s",
-        show_nbytes(terms.budget_nbytes),
+        show_nbytes(options.budget_nbytes),
         show_nbytes(less.budget_nbytes),
     )
 
 
-def say_setting(terms: FitOptions, chosen: Rung, *, rounds: bool, was_lossy: bool) -> None:
+def say_setting(options: FitOptions, chosen: Preset, *, rounds: bool, was_lossy: bool) -> None:
     """Logs the setting that forwards run at.
 
     At WARNING, which Python shows by default, when it becomes lossy. rounds: though no code is
     lossy, bits differ.
     """
-    lossy = "lossy" if terms.exact is False else "lossy, because exact actions do not fit"
+    lossy = "lossy" if options.exact is False else "lossy, because exact actions do not fit"
     kind = "exact" if chosen.exact else "exact but for rounding" if rounds else lossy
     _log.log(
         logging.INFO if chosen.exact or rounds or was_lossy else logging.WARNING,
         "budget %s: saved tensors at setting '%s' (%s)",
-        show_nbytes(terms.budget_nbytes),
+        show_nbytes(options.budget_nbytes),
         chosen.name,
         kind,
     )
 
 
 def say_states(
-    terms: FitOptions,
+    options: FitOptions,
     state: str,
     why: str,
     *,
@@ -206,7 +206,7 @@ def say_states(
     _log.log(
         logging.WARNING if warns else logging.INFO,
         "budget %s: optimizer states in '%s' from now on, %s in place of %s (%s)%s",
-        show_nbytes(terms.budget_nbytes),
+        show_nbytes(options.budget_nbytes),
         state,
         show_nbytes(nbytes),
         show_nbytes(before_nbytes),
@@ -222,38 +222,38 @@ def say_unscripted(why: str) -> None:
 
 def refusal(
     saving: "FittedSaving",
-    terms: FitOptions,
+    options: FitOptions,
     owned: "ModelState",
-    stock: MemoryState,
+    memory: MemoryState,
     transient_nbytes: int | None,
 ) -> BudgetTooSmall:
-    """Returns the error for a step that no rung brings inside its budget.
+    """Returns the error for a step that no preset brings inside its budget.
 
     It says what takes the room.
 
     transient_nbytes: as measured; None: not yet
     """
     step = saving.storages
-    least_rung = min(terms.rungs, key=lambda rung: held_nbytes(rung, step))
-    saved = held_nbytes(least_rung, step)
+    least_preset = min(options.presets, key=lambda preset: held_nbytes(preset, step))
+    saved = held_nbytes(least_preset, step)
     other, kind = transient_nbytes, "measured"
     if other is None:  # a guess must be named generously
-        other, kind = stock.unallocated_nbytes + _GENEROUS * saving.largest_nbytes, "estimated"
-    least = stock.static_nbytes + saved + other
+        other, kind = memory.unallocated_nbytes + _GENEROUS * saving.largest_nbytes, "estimated"
+    least = memory.static_nbytes + saved + other
     weight_nbytes = owned.weight_nbytes
     parts = (
         ("weights", weight_nbytes),
-        ("gradients and optimizer states", stock.static_nbytes - weight_nbytes),
+        ("gradients and optimizer states", memory.static_nbytes - weight_nbytes),
         ("saved for backward", saved),
         ("transients and what the first step will create", other),
     )
     what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts if size)
     helps = LOSSY_HELPS if _lossy_helps(saving, saved) else ""
-    helps = (terms.exact and owned.states.lossy_helps()) or helps
+    helps = (options.exact and owned.states.lossy_helps()) or helps
     more = f"{helps[0].upper()}{helps[1:]}, or h" if helps else "H"
     return BudgetTooSmall(
-        f"budget {show_nbytes(terms.budget_nbytes)} is below the {show_nbytes(least)} that this "
-        f"step needs at setting '{least_rung.name}' ({kind}): {what}. "
+        f"budget {show_nbytes(options.budget_nbytes)} is below the {show_nbytes(least)} that this "
+        f"step needs at setting '{least_preset.name}' ({kind}): {what}. "
         f"{more}alve the batch, or give budget={least}.",
         least_nbytes=least,
         parts=dict(parts),
@@ -261,24 +261,24 @@ def refusal(
 
 
 def measured_refusal(
-    terms: FitOptions, owned: "ModelState", stock: MemoryState, plan: Plan, least_nbytes: int
+    options: FitOptions, owned: "ModelState", memory: MemoryState, plan: Plan, least_nbytes: int
 ) -> BudgetTooSmall:
     """Returns the error for a budget that no plan has kept to.
 
     least_nbytes: the peak of a step under `plan`, the best.
     """
     weight_nbytes, saved = owned.weight_nbytes, plan.held_nbytes
-    standing = stock.static_nbytes - weight_nbytes
+    standing = memory.static_nbytes - weight_nbytes
     parts = {
         "weights": weight_nbytes,
         "gradients and optimizer states": standing,
         "saved for backward": saved,
         "transients and gradients of the step": least_nbytes - weight_nbytes - standing - saved,
     }
-    ways = [owned.states.lossy_helps() or LOSSY_HELPS] if terms.exact else []
-    if terms.offload is None:
+    ways = [owned.states.lossy_helps() or LOSSY_HELPS] if options.exact else []
+    if options.offload is None:
         ways.append(OFFLOAD_HELPS)
-    return too_small(terms.budget_nbytes, least_nbytes, parts, MEASURED, *ways, "halve the batch")
+    return too_small(options.budget_nbytes, least_nbytes, parts, MEASURED, *ways, "halve the batch")
 
 
 def add_room(error: BudgetTooSmall) -> None:
@@ -297,4 +297,4 @@ def add_room(error: BudgetTooSmall) -> None:
 
 
 def _lossy_helps(saving: "FittedSaving", saved_nbytes: int) -> bool:
-    return held_nbytes(LOSSY_RUNGS[-1], saving.storages) < saved_nbytes
+    return held_nbytes(LOSSY_PRESETS[-1], saving.storages) < saved_nbytes

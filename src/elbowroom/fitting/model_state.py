@@ -69,7 +69,7 @@ class ModelState:
         states = (state for optimizer in self.optimizers() for state in optimizer.state.values())
         return tensors + tensors_of(states)
 
-    def stock(self) -> MemoryState:
+    def memory(self) -> MemoryState:
         """Returns the bytes that are resident now, and those that the next step will add."""
         return MemoryState(
             self.nbytes, self.unallocated_gradient_nbytes(), self.unallocated_state_nbytes()

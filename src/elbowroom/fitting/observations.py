@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Spare:
+class Fallbacks:
     """Relaxations that are still possible where no plan fits.
 
     blamed_classes  modules that cannot run again are left out with all others of their class
@@ -38,7 +38,7 @@ class StepBegan:
     calls  the forwards of a step before that
     """
 
-    stock: "MemoryState"
+    memory: "MemoryState"
     signature: "Signature"
     grew: bool = False
     calls: int = 1
@@ -53,16 +53,16 @@ class StandsBeside:
 
 @dataclass(frozen=True)
 class GivenHeld:
-    """Observation: states are held as the given plan was made for. stock: the memory since then."""
+    """Observation: states are held as the given plan was made for. memory: since then."""
 
-    stock: "MemoryState"
+    memory: "MemoryState"
 
 
 @dataclass(frozen=True)
 class OptionsChanged:
     """Observation: the user, or a lack of memory, asks for other options."""
 
-    terms: "FitOptions"
+    options: "FitOptions"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class NotRepeatable:
 
 
 @dataclass(frozen=True)
-class Strayed:
+class UnexpectedStep:
     """Observation: this step is another than those before, and holds more."""
 
 
@@ -101,14 +101,14 @@ class LayersHeldTooMuch:
 class NoPlanLeft:
     """Observation: no plan of a rehearsal fits."""
 
-    spare: Spare
+    fallbacks: Fallbacks
 
 
 @dataclass(frozen=True)
 class ForwardEnded:
-    """Observation: a forward has ended. impossible: the strictest rung held too much."""
+    """Observation: a forward has ended. impossible: the strictest preset held too much."""
 
-    rung: int
+    preset: int
     impossible: bool
     saving: "FittedSaving | None" = None
 
@@ -117,7 +117,7 @@ class ForwardEnded:
 class StepMeasured:
     """Observation: a step has ended, and was measured.
 
-    stock         as the next step begins
+    memory        as the next step begins
     static_nbytes what stood as it began
     beside_nbytes of that, what was beside the model
     makes_states  the optimizer had no states as it began
@@ -125,18 +125,18 @@ class StepMeasured:
     peak          in bytes; None: this thread could not tell
     seen          as it was written down; None: it was not, or it was no whole step
     profile       the same, to plan by
-    climbed       it has left the plan, or the rung that it began with
-    rung          that it ended at
+    climbed       it has left the plan, or the preset that it began with
+    preset          that it ended at
     before_nbytes of what it saved, in plain autograd; after_nbytes: as it was held
     most_nbytes   the most that was held
     strangers     it saved tensors that the plan does not know
     watched       as many steps have been watched as it takes
     may_measure   steps can be measured here
-    rung_within   the mildest rung that would have held at most so many bytes
+    preset_within   the mildest preset that would have held at most so many bytes
     saving        of its last forward
     """
 
-    stock: "MemoryState"
+    memory: "MemoryState"
     static_nbytes: int
     peak: int | None
     beside_nbytes: int = 0
@@ -145,15 +145,15 @@ class StepMeasured:
     seen: "Profile | None" = None
     profile: "Profile | None" = None
     climbed: bool = False
-    rung: int = 0
+    preset: int = 0
     before_nbytes: int = 0
     after_nbytes: int = 0
     most_nbytes: int = 0
     strangers: bool = False
     watched: bool = False
     may_measure: bool = True
-    spare: Spare = Spare()
-    rung_within: Callable[[int], int | None] = lambda allowed_nbytes: None
+    fallbacks: Fallbacks = Fallbacks()
+    preset_within: Callable[[int], int | None] = lambda allowed_nbytes: None
     saving: "FittedSaving | None" = None
 
 
@@ -183,7 +183,7 @@ class PlanMade:
     """Observation: a plan was made by the profile, and states are held as it was made for."""
 
     chosen: "Chosen"
-    stock: "MemoryState"
+    memory: "MemoryState"
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class PlanTaken:
     """Observation: states are held as a plan was made for that was chosen before."""
 
     chosen: "Chosen"
-    stock: "MemoryState"
+    memory: "MemoryState"
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class NoPlan:
     """
 
     error: "BudgetTooSmall"
-    spare: Spare
+    fallbacks: Fallbacks
     again: bool = False
 
 
@@ -240,7 +240,7 @@ class Rehearsed:
     """
 
     chosen: "Chosen"
-    stock: "MemoryState"
+    memory: "MemoryState"
     known: "tuple[KnownStep, ...]"
 
 
@@ -258,7 +258,7 @@ Observation = (
     | OptionsChanged
     | LargerKnown
     | NotRepeatable
-    | Strayed
+    | UnexpectedStep
     | LayersHeldTooMuch
     | NoPlanLeft
     | ForwardEnded

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from elbowroom.codecs import Codec
-from elbowroom.plan.ladder import EXACT_RUNGS, LOSSY_RUNGS, Rung
-from elbowroom.plan.menu import rungs_for
+from elbowroom.plan.menu import presets_for
+from elbowroom.plan.presets import EXACT_PRESETS, LOSSY_PRESETS, Preset
 from elbowroom.plan.registered import by_error
 
 
@@ -30,12 +30,12 @@ class FitOptions:
     solver: str = "auto"
 
     @property
-    def rungs(self) -> tuple[Rung, ...]:
-        """Rungs of the ladder that these options allow."""
+    def presets(self) -> tuple[Preset, ...]:
+        """Presets of the ladder that these options allow."""
         if self.exact:
-            return EXACT_RUNGS
-        lossy = LOSSY_RUNGS if self.codecs is None else rungs_for(by_error(self.codecs))
-        return EXACT_RUNGS + lossy
+            return EXACT_PRESETS
+        lossy = LOSSY_PRESETS if self.codecs is None else presets_for(by_error(self.codecs))
+        return EXACT_PRESETS + lossy
 
     def within(self, budget_nbytes: int) -> Self:
         """Returns these options with another budget."""

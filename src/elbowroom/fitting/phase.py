@@ -9,7 +9,7 @@
       └──> SETTLED
 
     in           it is seen that                             and next comes
-    GUESSING     a step at a rung was measured               WRITING
+    GUESSING     a step at a preset was measured               WRITING
                  a plan was given                            GIVEN
                  a forward held too much, and was rehearsed  VERIFYING
     WRITING      the step was written down                   VERIFYING
@@ -26,7 +26,7 @@
                  it does not                                 SMALLEST, by another plan
                  none is left                                LAST_RESORT
     WATCHING     what codes add is known                     VERIFYING, or SMALLEST again
-    LAST_RESORT  the rung was measured                       SETTLED, or the step is refused
+    LAST_RESORT  the preset was measured                       SETTLED, or the step is refused
     IDLE         a larger call was written down              VERIFYING
 
 From every phase a larger call, another budget or more that stands beside the model leads back to
@@ -44,15 +44,15 @@ from enum import Enum
 class Phase(Enum):
     """Purpose of the next step."""
 
-    GUESSING = "a uniform rung; what a step takes beside what it holds is guessed"
-    WRITING = "a uniform rung; that is measured, and the next step is written down"
-    IDLE = "a uniform rung; a step was written down, and nothing need be done for one like it"
+    GUESSING = "a uniform preset; what a step takes beside what it holds is guessed"
+    WRITING = "a uniform preset; that is measured, and the next step is written down"
+    IDLE = "a uniform preset; a step was written down, and nothing need be done for one like it"
     GIVEN = "a plan that was given is followed, and its step measured"
     CORRECTING = "the plan that was given is a little too large; its step is written down"
     VERIFYING = "a plan is followed, and its step measured"
     SMALLEST = "a plan of the least predicted peak is followed, and its step measured"
     WATCHING = "a plan that leaves room to look is followed, and what its codes add is measured"
-    LAST_RESORT = "no plan has fit; a uniform rung is measured"
+    LAST_RESORT = "no plan has fit; a uniform preset is measured"
     SETTLED = "nothing more is to be learned"
 
 

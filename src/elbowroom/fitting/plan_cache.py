@@ -18,14 +18,14 @@ class PlanCache:
     """The one that was used longest ago makes room for another.
 
     Beyond the last that is learned, a forward follows the plan of a larger one of the same
-    structure, or stays at the safest exact rung, watched like all.
+    structure, or stays at the safest exact preset, watched like all.
     """
 
     def __init__(
-        self, terms: FitOptions, owned: ModelState, context: Context, plan: Plan | None = None
+        self, options: FitOptions, owned: ModelState, context: Context, plan: Plan | None = None
     ) -> None:
         """plan: what the first kind begins with."""
-        self._terms, self._owned, self._context = terms, owned, context
+        self._options, self._owned, self._context = options, owned, context
         self._given = plan
         self._known: OrderedDict[Hashable, Planning] = OrderedDict()
         self._learned = 0
@@ -42,11 +42,11 @@ class PlanCache:
             self._known.move_to_end(signature.bucket)
         return found
 
-    def use(self, terms: FitOptions) -> None:
+    def use(self, options: FitOptions) -> None:
         """Replaces the options of all plans, and plans again."""
-        self._terms = terms
+        self._options = options
         for planning in self:
-            planning.use(terms)
+            planning.use(options)
 
     def _admit(self, signature: Signature) -> Planning:
         covering = [one for one in self if one.covers(signature)]
@@ -55,9 +55,9 @@ class PlanCache:
         if not learns and nearest is not None:
             return nearest
         if not learns:
-            return Planning(self._terms, self._owned, self._context, learns=False)
+            return Planning(self._options, self._owned, self._context, learns=False)
         given, self._given = self._given, None
-        made = Planning(self._terms, self._owned, self._context, given)
+        made = Planning(self._options, self._owned, self._context, given)
         if nearest is not None:
             made.inherit(nearest)
         self._learned += 1

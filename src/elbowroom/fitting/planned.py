@@ -4,7 +4,7 @@ No plan fits -> all that plans may do is allowed (`tries_more`)
              -> of the plans that were measured, one that fits is followed again
              -> a rehearsed one is written down, which ends all guessing
              -> the plans of the least predicted peak are measured, one after another
-             -> the uniform rung is measured (the last resort)
+             -> the uniform preset is measured (the last resort)
 """
 
 from dataclasses import replace
@@ -25,13 +25,13 @@ from elbowroom.fitting.commands import (
     say,
 )
 from elbowroom.fitting.observations import (
+    Fallbacks,
     NoPlan,
     PlanMade,
     PlanTaken,
     Rehearsed,
     RehearsedInVain,
     SmallestMade,
-    Spare,
 )
 from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.state import FitState
@@ -52,7 +52,7 @@ def begun(state: FitState, plan: "Plan") -> Step:
     profile, state = state.profile, replace(state, plan=plan)
     assert profile is not None
     peak_nbytes = plan.peak + state.margin_nbytes
-    above = peak_nbytes > state.terms.budget_nbytes  # followed all the same, to measure it
+    above = peak_nbytes > state.options.budget_nbytes  # followed all the same, to measure it
     other = 0 if above else peak_nbytes - profile.static - plan.held_nbytes
     return replace(state, headroom=state.headroom.learned(other)), (BeginPlan(),)
 
@@ -60,7 +60,7 @@ def begun(state: FitState, plan: "Plan") -> Step:
 def _held(state: FitState, seen: PlanMade | PlanTaken | Rehearsed) -> Step:
     """Follows a plan once states are held as it was made for."""
     profile = seen.chosen.candidate.profile
-    state = replace(state, chosen=seen.chosen, stock=seen.stock, profile=profile)
+    state = replace(state, chosen=seen.chosen, memory=seen.memory, profile=profile)
     return begun(state, seen.chosen.plan)
 
 
@@ -69,7 +69,7 @@ def plan_made(state: FitState, seen: PlanMade) -> Step:
     state, commands = _held(state, seen)
     if seen.chosen.plan.changes_nothing:
         phase = Phase.SETTLED if state.ratio == 1 else Phase.IDLE
-        state = replace(state, plan=None, rung=0, phase=phase)
+        state = replace(state, plan=None, preset=0, phase=phase)
     return state, commands
 
 
@@ -82,7 +82,7 @@ def rehearsed(state: FitState, seen: Rehearsed) -> Step:
     """Follows a plan that was made by a forward alone."""
     state = replace(state, attempts=Attempts(seen.known), was_rehearsed=True)
     state, commands = _held(state, seen)
-    return replace(state, phase=Phase.VERIFYING, rehearsed=True, outgrown=False), commands
+    return replace(state, phase=Phase.VERIFYING, rehearsed=True, infeasible=False), commands
 
 
 def rehearsed_in_vain(state: FitState, seen: RehearsedInVain) -> Step:
@@ -100,28 +100,28 @@ def no_plan(state: FitState, seen: NoPlan) -> Step:
     if state.is_scaled:
         return learn_anew(state)
     if state.corrects:
-        return go_smaller(state, seen.spare)
+        return go_smaller(state, seen.fallbacks)
     state = replace(state, phase=Phase.IDLE, plan=None, is_recurrent=profile.is_recurrent)
-    more = tries_more(state, seen.spare)
+    more = tries_more(state, seen.fallbacks)
     if more is not None:
         return more
-    if profile.peak <= state.terms.budget_nbytes:
-        return replace(state, phase=Phase.SETTLED), ()  # the uniform rung has been seen to fit
+    if profile.peak <= state.options.budget_nbytes:
+        return replace(state, phase=Phase.SETTLED), ()  # the uniform preset has been seen to fit
     if seen.again:
         return state.fresh(), (ForgetScripts(),)
     return state, (Raise(seen.error),)
 
 
-def tries_more(state: FitState, spare: Spare) -> Step | None:
+def tries_more(state: FitState, fallbacks: Fallbacks) -> Step | None:
     """Allows more where no plan fits, and learns all again; None: all is allowed already."""
-    if spare.blamed_classes:
+    if fallbacks.blamed_classes:
         return state.fresh(), (ForgetScripts(), BlameNoClasses())
-    if state.is_recurrent and spare.layers:
+    if state.is_recurrent and fallbacks.layers:
         return state.fresh(), (ForgetScripts(), say(Line.RUNS_AGAIN), RunLayersAgain())
     return None
 
 
-def go_smaller(state: FitState, spare: Spare) -> Step:
+def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
     """Tries smaller plans after corrected ones have needed more than the budget.
 
     Of one that is rehearsed, and runs no module again, the next step is written down: that ends
@@ -130,9 +130,9 @@ def go_smaller(state: FitState, spare: Spare) -> Step:
     plan, least = state.plan, state.attempts.least
     assert plan is not None
     assert least is not None
-    if least.peak_nbytes <= state.terms.budget_nbytes:
+    if least.peak_nbytes <= state.options.budget_nbytes:
         return replace(state, phase=Phase.SETTLED), (TakePlan(least.chosen),)
-    more = tries_more(state, spare)
+    more = tries_more(state, fallbacks)
     if more is not None:
         return more
     state = replace(state, once_nbytes=0, again_nbytes=0)
@@ -154,15 +154,17 @@ def smallest_made(state: FitState, seen: SmallestMade) -> Step:
 
 
 def _give_up(state: FitState, least: Taken) -> Step:
-    """Takes the uniform rung as the last resort: it holds little at all moments, not at the worst.
+    """Takes the uniform preset as the last resort: it holds little at all moments.
 
     Where none was seen to fit before the first plan, that is the strictest of them. The one that
     was seen to held more than its forward may beside what plans let pass.
 
     least: of what was measured
     """
-    rungs, rung, headroom = state.terms.rungs, state.rung, state.headroom.learned(0)
+    presets, preset, headroom = state.options.presets, state.preset, state.headroom.learned(0)
     if state.was_rehearsed:
-        rung, headroom = len(rungs) - 1, state.headroom
-    state = replace(state, phase=Phase.LAST_RESORT, plan=None, rung=rung, headroom=headroom)
-    return state, (say(Line.UNCORRECTED, least_nbytes=least.peak_nbytes, rung=rungs[rung].name),)
+        preset, headroom = len(presets) - 1, state.headroom
+    state = replace(state, phase=Phase.LAST_RESORT, plan=None, preset=preset, headroom=headroom)
+    return state, (
+        say(Line.UNCORRECTED, least_nbytes=least.peak_nbytes, preset=presets[preset].name),
+    )

@@ -26,7 +26,7 @@ class PlannerSettings:
     finest         bytes to within which that budget is searched for
     """
 
-    terms: FitOptions
+    options: FitOptions
     ratio: float = 1.0
     margin_nbytes: int = 0
     again_nbytes: int = 0
@@ -43,7 +43,7 @@ class PlannerSettings:
 
         Raises BudgetTooSmall.
         """
-        exact = self.terms.exact
+        exact = self.options.exact
         return (
             (exact is None and self.exact_plan(profile))
             or self._found(profile, exact=exact)
@@ -52,7 +52,7 @@ class PlannerSettings:
 
     def _found(self, profile: Profile, *, exact: bool | None) -> Plan | None:
         """With a little left free if it can be; else with nothing."""
-        careful, hasty = int(_CAREFUL * (self.terms.budget_nbytes - profile.static)), self._hasty
+        careful, hasty = int(_CAREFUL * (self.options.budget_nbytes - profile.static)), self._hasty
         for more in (careful, 0):
             try:
                 return hasty._cheaper(profile, more, exact=exact)
@@ -100,17 +100,17 @@ class PlannerSettings:
         self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool = True
     ) -> Plan:
         """Returns a plan that leaves `margin` bytes free. Raises BudgetTooSmall."""
-        budget_nbytes, static = self.terms.budget_nbytes, profile.static
-        noise = None if profile.noise is None else self.terms.noise  # no ground to refuse before
+        budget_nbytes, static = self.options.budget_nbytes, profile.static
+        noise = None if profile.noise is None else self.options.noise  # no ground to refuse before
         make = partial(
             make_plan,
             profile,
             exact=exact,
             recompute=recompute,
-            offload=self.terms.offload,
+            offload=self.options.offload,
             noise=noise,
-            solver=self.terms.solver,
-            codecs=self.terms.codecs,
+            solver=self.options.solver,
+            codecs=self.options.codecs,
             lossy_helps=self.lossy_helps,
             least_is=self.least_is,
             finest=self.finest,

@@ -1,19 +1,19 @@
 """One plan, from the first forward of its kind to a step that is known to fit.
 
-1. The first forward starts at the safest exact rung of the ladder (`plan/ladder.py`). Transients
+1. The first forward starts at the safest exact preset of the ladder (`plan/presets.py`). Transients
    are not known yet; six tensors of the largest size are set aside for them. If what is held comes
    closer to the budget than that, nothing is held any more, and forward runs twice again: once to
    be written down (`rehearse`), then by a plan whose backward is an estimate
    (`plan/rehearsal.py`). Where that cannot be measured (not on the main thread, or under somebody's
-   profiler), three are set aside, and forward climbs to a stricter rung on the spot instead.
+   profiler), three are set aside, and forward climbs to a stricter preset on the spot instead.
 2. That step is measured by the allocator, moment by moment if it makes the optimizer's states, so
-   that those count once. With its transients known, the mildest rung that fits is
+   that those count once. With its transients known, the mildest preset that fits is
    taken, and the next step is written down moment by moment.
 3. From that profile a plan is made (`plan/make.py`), each tensor with an action of its own, and
    followed. The first step under it is measured: if it needs more than was predicted, the plan is
    made again with that much less, up to three times. What one plan was wrong by says little of
    another: so if none is left, those of the least predicted peak are measured, too. If they are
-   above the budget, the last resort is a uniform rung: one that has been seen to fit before is
+   above the budget, the last resort is a uniform preset: one that has been seen to fit before is
    measured again, and what took least of all stays; else the strictest is, if it may fit, and if
    not, the step is refused with the least that plans took.
 4. A plan with lossy codes that has been verified is watched for a few steps, if it can be made so
@@ -37,7 +37,14 @@ from typing import Any
 
 from elbowroom.errors import BudgetTooSmall, NothingHeld
 from elbowroom.fitting.calls import Calls, Rest, plan_rest
-from elbowroom.fitting.execute import execute, observed, repeatable, settings_of, spare_of, step_of
+from elbowroom.fitting.execute import (
+    execute,
+    fallbacks_of,
+    observed,
+    repeatable,
+    settings_of,
+    step_of,
+)
 from elbowroom.fitting.followed import Followed
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
@@ -55,7 +62,7 @@ from elbowroom.fitting.observations import (
     OptionsChanged,
     StandsBeside,
     StepBegan,
-    Strayed,
+    UnexpectedStep,
 )
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.phase import Phase
@@ -89,17 +96,17 @@ class Planning(Followed):
 
     def __init__(
         self,
-        terms: FitOptions,
+        options: FitOptions,
         owned: ModelState,
         context: Context,
         given: Plan | None = None,
         *,
         learns: bool = True,
     ) -> None:
-        """given: what the first step begins with. learns: else it stays at the safest rung."""
+        """given: what the first step begins with. learns: else it stays at the safest preset."""
         nothing, phase = Signature(None), Phase.GUESSING if learns else Phase.SETTLED
         super().__init__(
-            FitState(terms, MemoryState(0), nothing, nothing, phase=phase, given=given)
+            FitState(options, MemoryState(0), nothing, nothing, phase=phase, given=given)
         )
         self.owned, self.context = owned, context
         self.calls = Calls()
@@ -134,17 +141,17 @@ class Planning(Followed):
         """Bounds transients by those of a larger kind of forward until they are measured."""
         self._tell(LargerKnown(larger.state.headroom))
 
-    def begin(self, stock: MemoryState, signature: Signature) -> None:
+    def begin(self, memory: MemoryState, signature: Signature) -> None:
         """Begins a step with its first forward."""
         grew, calls = self.calls.grew, self.calls.before_it_grew
         self.calls.begin()
         self._running = 0, signature
-        self._tell(StepBegan(stock, signature, grew, calls))
-        self._tell(StandsBeside(self.stock.beside_nbytes))
+        self._tell(StepBegan(memory, signature, grew, calls))
+        self._tell(StandsBeside(self.memory.beside_nbytes))
 
-    def use(self, terms: FitOptions) -> None:
+    def use(self, options: FitOptions) -> None:
         """Replaces the options, and plans again."""
-        self._tell(OptionsChanged(terms))
+        self._tell(OptionsChanged(options))
 
     def takes_trials(self) -> bool:
         """Returns whether modules are tested in this forward for giving the same when run again.
@@ -239,7 +246,7 @@ class Planning(Followed):
     def _tries_more(self) -> bool:
         """Returns whether there may be more plans, where none fits; then all is learned again."""
         before = self.state
-        self._tell(NoPlanLeft(spare_of(self)))
+        self._tell(NoPlanLeft(fallbacks_of(self)))
         return self.state is not before
 
     def lets_layers_run_again(self) -> bool:
@@ -274,17 +281,17 @@ class Planning(Followed):
             alone = step_of(self, heard.beside(last.ledger.held_nbytes), CAREFUL)
             settings = replace(settings_of(self), ratio=1.0, margin_nbytes=0, again_nbytes=0)
             plan = plan_rest(alone, settings)
-        if plan is None or plan.peak > self.terms.budget_nbytes:
-            warn_unexpected(self.terms, plan)
-        return Rest(self.terms, self.context, plan)
+        if plan is None or plan.peak > self.options.budget_nbytes:
+            warn_unexpected(self.options, plan)
+        return Rest(self.options, self.context, plan)
 
     def stray(self) -> None:
         """Learns again after a step that is another than those before, and holds more."""
-        self._tell(Strayed())
+        self._tell(UnexpectedStep())
 
     def forward_ended(self, saving: FittedSaving) -> None:
         """Records how far this forward had to climb; refuses a budget that cannot be met."""
-        self._tell(ForwardEnded(saving.rung, saving.impossible, saving))
+        self._tell(ForwardEnded(saving.preset, saving.impossible, saving))
         scribe = saving.scribe
         if scribe is None:
             return
@@ -296,11 +303,11 @@ class Planning(Followed):
             del self._scripts[next(iter(self._scripts))]
         self._scripts[self._running] = scribe.script
 
-    def learn(self, last: FittedSaving, step: Measurement, stock: MemoryState) -> None:
+    def learn(self, last: FittedSaving, step: Measurement, memory: MemoryState) -> None:
         """Moves the state by what the last step needed.
 
-        stock: the memory as the next one begins.
+        memory: the memory as the next one begins.
         """
         if self.settled or not self.calls.is_whole:
             return
-        self._tell(observed(self, last, step, stock.beside(step.stock.beside_nbytes)))
+        self._tell(observed(self, last, step, memory.beside(step.memory.beside_nbytes)))

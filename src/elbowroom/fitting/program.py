@@ -35,13 +35,13 @@ class CompiledProgram:
 
     def __init__(
         self,
-        terms: FitOptions,
+        options: FitOptions,
         optimizers: Callable[[], list[Optimizer]],
         held: Callable[[], int],
     ) -> None:
-        self.terms = terms
+        self.options = options
         self._optimizers, self._held = optimizers, held
-        self._regions = Regions(Settings(exact=terms.exact))
+        self._regions = Regions(Settings(exact=options.exact))
         self._standing = 0
         self.compiled = 0  # regions, also those from a cache
 
@@ -73,7 +73,7 @@ class CompiledProgram:
         """Returns a summary of what was planned, for the end of a training; nothing is measured."""
         owned, _holder = self._owned()
         name = "compiled code"
-        return planned(name, owned, self.terms, self._standing, self.regions, self.compiled)
+        return planned(name, owned, self.options, self._standing, self.regions, self.compiled)
 
     def _owned(self) -> tuple[ModelState, nn.ParameterList]:
         """Returns the optimizers' parameters and states, and the holder that keeps them alive."""
@@ -91,13 +91,13 @@ class CompiledProgram:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]
     ) -> Any:
         owned, holder = self._owned()
-        stock = owned.stock()
-        standing = stock.static_nbytes + stock.unallocated_state_nbytes + self._held()
+        memory = owned.memory()
+        standing = memory.static_nbytes + memory.unallocated_state_nbytes + self._held()
         self._standing = self._standing or standing
-        room = max(self.terms.budget_nbytes - standing, 0)
+        room = max(self.options.budget_nbytes - standing, 0)
         self.compiled += 1
         self._regions.restrict(room, counts_inputs=not len(holder))
         try:
             return compile_region(gm, example_inputs, self._regions, options, True)
         except BudgetTooSmall as error:
-            return refusal(in_whole(error, self.terms.budget_nbytes, {STANDING: standing}))
+            return refusal(in_whole(error, self.options.budget_nbytes, {STANDING: standing}))

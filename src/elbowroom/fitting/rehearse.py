@@ -94,20 +94,20 @@ def plan_by_forward(
 
     measures: the smallest is worth a step. Raises BudgetTooSmall where none can be expected to fit.
     """
-    for one in _tries(making.terms.exact):
+    for one in _tries(making.options.exact):
         profile = step(one.care)
         for candidate in states.candidates(profile, who)[one.state : one.state + 1]:
             plan = making.plan_for(candidate.profile, 0, exact=one.exact, recompute=one.recompute)
             if plan is not None:
                 if one.care < CAREFUL:
-                    warn_optimistic(making.terms)
+                    warn_optimistic(making.options)
                 return Chosen(candidate, plan)
     smallest = states.smallest(step(LIKELY), who, making) if measures else None
     static = step(LIKELY).static
     if smallest is not None:
-        free = making.terms.budget_nbytes - static
+        free = making.options.budget_nbytes - static
         if _SURE * (smallest.plan.peak - static) <= free:
-            warn_optimistic(making.terms)
+            warn_optimistic(making.options)
             return smallest
     raise _refusal(step, states, who, making)
 
@@ -133,12 +133,12 @@ def _tries(exact: bool | None) -> Iterator[_Try]:
 
 def _refusal(step: Step, states: States, who: object, making: PlannerSettings) -> BudgetTooSmall:
     """Returns a refusal that names a budget that should do; a smaller one may do, too."""
-    exact = making.terms.exact
+    exact = making.options.exact
 
     def refused(care: float, margin: int = 0, least_is: str = AT_LEAST) -> BudgetTooSmall:
         formats = states.candidates(step(care), who)
         profile = formats[0 if exact else -1].profile
-        finest = making.terms.budget_nbytes >> 8  # an estimate is not known better than that
+        finest = making.options.budget_nbytes >> 8  # an estimate is not known better than that
         asked = replace(making, least_is=least_is, finest=finest)
         try:
             plan = asked.make(profile, margin, exact=exact)

@@ -5,7 +5,7 @@ that is looked at goes on from what those before it hold, as if they had been lo
 """
 
 from elbowroom.fitting.forward import Fit, FittedSaving
-from elbowroom.plan.ladder import Rung
+from elbowroom.plan.presets import Preset
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.ledger import Entry, Tally
 from elbowroom.runtime.replay.replay import Replay
@@ -44,8 +44,8 @@ class ReplayedForward:
 
     def __init__(self, fit: Fit, script: Script, after: "ReplayedForward | None" = None) -> None:
         plan = fit.plan
-        rung = fit.terms.rungs[fit.rung]
-        self.setting = rung if plan is None else Rung("plan", plan.look_up, plan.exact)
+        preset = fit.options.presets[fit.preset]
+        self.setting = preset if plan is None else Preset("plan", plan.look_up, plan.exact)
         self.ledger = Tally(script.held_nbytes, script.before_nbytes)
         self._fit, self._script, self._after = fit, script, after
 

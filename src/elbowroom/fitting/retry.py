@@ -34,7 +34,7 @@ def repeat(step: Callable[[], T], models: list[nn.Module], fittings: list[Fittin
 
     models, fittings: the fitted models that may run in it and their fittings, in the same order.
     """
-    asked = [fitting.terms.budget_nbytes for fitting in fittings]
+    asked = [fitting.options.budget_nbytes for fitting in fittings]
     why = ""
     for _ in range(_MOST_TRIES):
         attempt = _Attempt(models, fittings)
@@ -110,7 +110,7 @@ class _Attempt:
 
 def _given_up(asked: list[int], fittings: list[Fitting], why: str) -> OutOfMemory:
     budgets = ", ".join(show_nbytes(nbytes) for nbytes in asked)
-    now = ", ".join(show_nbytes(fitting.terms.budget_nbytes) for fitting in fittings)
+    now = ", ".join(show_nbytes(fitting.options.budget_nbytes) for fitting in fittings)
     return OutOfMemory(
         f"the step ran out of memory again and again within the budget of {budgets}, and last with "
         f"plans for {now} ({why}). Nothing of it is left. Halve the batch, free what else holds "

@@ -58,15 +58,15 @@ class Fitting(MeasuredSteps):
     def __init__(
         self,
         model: nn.Module,
-        terms: FitOptions,
+        options: FitOptions,
         optimizer: Optimizer | None,
         plan: Plan | None = None,
     ) -> None:
         """plan: what the first step begins with."""
-        super().__init__(ModelState(model, optimizer), terms)
+        super().__init__(ModelState(model, optimizer), options)
         # Once a process; it loads the kernels, and no step waits.
-        rates(self.owned.device.type, lossy=not terms.exact)
-        self._plannings = PlanCache(terms, self.owned, self.context, plan)
+        rates(self.owned.device.type, lossy=not options.exact)
+        self._plannings = PlanCache(options, self.owned, self.context, plan)
         self._shortage = Shortage()
         self._copies = True  # until a forward has left large tensors alone (`rewind.py`)
         self._parameters: list[nn.Parameter] | None = None  # while forwards are known
@@ -126,7 +126,7 @@ class Fitting(MeasuredSteps):
             self._begin(signature)
             return self._run(model, forward, given)
         except BudgetTooSmall as error:
-            if undo is None or not self._shortage.relents(self.terms, error.least_nbytes):
+            if undo is None or not self._shortage.relents(self.options, error.least_nbytes):
                 raise
             undo.back()
         finally:
@@ -203,7 +203,7 @@ class Fitting(MeasuredSteps):
 
     def _learned(self, forward: Callable[[], Any], undo: Undo) -> Any:
         """Runs the forward as it is, if there is room; else undoes it, and plans by a rehearsal."""
-        if not (self.planning.state.outgrown or self.planning.calls.are_seen):
+        if not (self.planning.state.infeasible or self.planning.calls.are_seen):
             kept = self._kept(forward, undo=undo)
             self._copies = undo.changed_large
             if kept is not None:
@@ -246,8 +246,8 @@ class Fitting(MeasuredSteps):
         if not may_measure(self.owned.device) and self._step is None:
             return False
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
-        highest = peak_of_backward(made, saving, self.planning.stock)
-        return highest > self.terms.budget_nbytes
+        highest = peak_of_backward(made, saving, self.planning.memory)
+        return highest > self.options.budget_nbytes
 
     def _forward(self, forward: Callable[[], Any], after: FittedSaving | None = None) -> Any:
         cut_short = False
@@ -296,7 +296,7 @@ class Fitting(MeasuredSteps):
         if self._shortage.less is None:
             self.interrupt()
             held_nbytes = 0 if self._opened is None else self._opened.ledger.after_nbytes
-            self._shortage.note(self.terms, self.planning, held_nbytes)
+            self._shortage.note(self.options, self.planning, held_nbytes)
 
     def close(self) -> None:
         super().close()
@@ -312,7 +312,7 @@ class Fitting(MeasuredSteps):
             with _as_in_training(model, (args, kwargs)):
                 signature = signature_of(model, args, kwargs)
                 self.planning = self._plannings.of(signature)
-                self.planning.begin(self._stock(), signature)
+                self.planning.begin(self._memory(), signature)
                 with torch.enable_grad():
                     self.planning.prepare(lambda: model(*args, **kwargs))
         except BudgetTooSmall as error:
@@ -331,10 +331,10 @@ class Fitting(MeasuredSteps):
         self._beside.begin()
         less = self._shortage.taken()
         if less is not None:
-            self.terms = less
+            self.options = less
             self._plannings.use(less)
         self.planning = self._plannings.of(signature)
-        self.planning.begin(self._stock(), signature)
+        self.planning.begin(self._memory(), signature)
         self._measure()
 
 

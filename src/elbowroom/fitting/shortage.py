@@ -23,16 +23,16 @@ class Shortage:
         self.ran_out_nbytes: int | None = None
         self._was_said = False
 
-    def note(self, terms: FitOptions, planning: Planning, held_nbytes: int) -> None:
+    def note(self, options: FitOptions, planning: Planning, held_nbytes: int) -> None:
         """Records that there was no memory for a step. held_nbytes: of its last forward."""
-        plan, budget = planning.plan, terms.budget_nbytes
+        plan, budget = planning.plan, options.budget_nbytes
         knows = plan is not None and not planning.calls.grew  # all forwards of the step
         self.ran_out_nbytes = min(budget, plan.peak) if plan is not None and knows else budget
-        self.less = terms.within(_smaller_nbytes(budget, planning, held_nbytes))
-        say_exhausted(terms, self.less, again=self._was_said)
+        self.less = options.within(_smaller_nbytes(budget, planning, held_nbytes))
+        say_exhausted(options, self.less, again=self._was_said)
         self._was_said = True
 
-    def relents(self, terms: FitOptions, least_nbytes: int) -> bool:
+    def relents(self, options: FitOptions, least_nbytes: int) -> bool:
         """Goes back to a budget that a refusal has named, if it may fit; returns whether it did.
 
         The smaller budget was a guess, made after memory ran out.
@@ -40,9 +40,9 @@ class Shortage:
         Nothing changes if memory ran out within as much.
         """
         known = self.ran_out_nbytes
-        if known is None or not terms.budget_nbytes < least_nbytes < known:
+        if known is None or not options.budget_nbytes < least_nbytes < known:
             return False
-        self.less = terms.within(least_nbytes)
+        self.less = options.within(least_nbytes)
         return True
 
     def taken(self) -> FitOptions | None:
@@ -55,5 +55,5 @@ def _smaller_nbytes(budget: int, planning: Planning, held_nbytes: int) -> int:
     """Returns a smaller budget: below what the device turned out to have, or at least half."""
     if planning.plan is not None:
         return int(_LESS * min(budget, planning.plan.peak))
-    stands = planning.stock.static_nbytes + held_nbytes
+    stands = planning.memory.static_nbytes + held_nbytes
     return min(int(_LESS * budget), max(budget // 2, stands))

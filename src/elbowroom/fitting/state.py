@@ -36,14 +36,14 @@ class FitState:
 
     Of the step that runs, and of those like it:
 
-    terms         what the user asks for
-    stock         the memory as the step began
+    options       what the user asks for
+    memory        the memory as the step began
     now           the call that runs, or has run last; of a step that has several, the first
     largest       the least signature that covers all calls of this kind
 
     What forwards run at:
 
-    plan          is followed; None: all tensors are at `terms.rungs[rung]`
+    plan          is followed; None: all tensors are at `options.presets[preset]`
     chosen        what the plan is a part of; None: it was given, or is watched
     given         a plan to begin with; None: there is none, or not any more
     headroom      what a step takes beside what it holds
@@ -64,29 +64,29 @@ class FitState:
     tries         steps that were measured under a plan, or written down
     attempts      plans that were measured, and what smaller ones may be made by
     resumes       the phase that a plan which is watched was verified in
-    outgrown      the least rung holds too much, or a step had more forwards: rehearse
+    infeasible    the least preset holds too much, or a step had more forwards: rehearse
     has_fit       a step of this kind was measured within the budget
-    was_rehearsed so the uniform rung was not seen to fit
+    was_rehearsed so the uniform preset was not seen to fit
     was_watched   what codes add was looked at, or there was no room for it
 
     What steps have done that is not like those before:
 
-    strays        steps that held more
-    has_strayed   this step has, and is to be learned from
+    unexpected_steps  steps that held more
+    was_unexpected    this step has, and is to be learned from
     varies        a step was within the budget, and another one not like it
     only_largest  learn from calls of the largest size alone: what others told has not done
     before        what was settled before a step had more forwards
     """
 
-    terms: "FitOptions"
-    stock: "MemoryState"
+    options: "FitOptions"
+    memory: "MemoryState"
     now: "Signature"
     largest: "Signature"
     phase: Phase = Phase.GUESSING
     plan: "Plan | None" = None
     chosen: "Chosen | None" = None
     given: "Plan | None" = None
-    rung: int = SAFEST_EXACT
+    preset: int = SAFEST_EXACT
     headroom: Headroom = field(default_factory=Headroom)
     profile: "Profile | None" = None
     rehearsed: bool = False
@@ -99,12 +99,12 @@ class FitState:
     tries: int = 0
     attempts: Attempts = field(default_factory=Attempts)
     resumes: Phase = Phase.VERIFYING
-    outgrown: bool = False
+    infeasible: bool = False
     has_fit: bool = False
     was_rehearsed: bool = False
     was_watched: bool = False
-    strays: int = 0
-    has_strayed: bool = False
+    unexpected_steps: int = 0
+    was_unexpected: bool = False
     varies: bool = False
     only_largest: bool = False
     before: Before | None = None
@@ -112,13 +112,13 @@ class FitState:
     def fresh(self) -> Self:
         """Returns a state without what was measured, as before the first forward."""
         return type(self)(
-            self.terms,
-            self.stock,
+            self.options,
+            self.memory,
             self.now,
             self.largest,
             headroom=self.headroom.forgotten(),
             is_recurrent=self.is_recurrent,
-            strays=self.strays,
+            unexpected_steps=self.unexpected_steps,
             varies=self.varies,
             only_largest=self.only_largest,
             before=self.before,
@@ -132,17 +132,17 @@ class FitState:
             plan=before.plan,
             chosen=before.chosen,
             given=before.given,
-            rung=before.rung,
+            preset=before.preset,
             headroom=before.headroom,
             profile=before.profile,
             rehearsed=before.rehearsed,
             profiled=before.profiled,
             beside_nbytes=before.beside_nbytes,
-            outgrown=before.outgrown,
+            infeasible=before.infeasible,
             has_fit=True,
             was_rehearsed=before.was_rehearsed,
             was_watched=before.was_watched,
-            has_strayed=self.has_strayed,
+            was_unexpected=self.was_unexpected,
             before=None,
         )
 
@@ -217,11 +217,11 @@ class FitState:
 
         As long as no step was measured, the transients are guessed.
         """
-        return self.headroom.allowed_nbytes(self.terms, self.stock, self.plan, guessed_nbytes)
+        return self.headroom.allowed_nbytes(self.options, self.memory, self.plan, guessed_nbytes)
 
     def surely_allowed_nbytes(self) -> int:
         """Returns the bytes that may be held for backward, without guesses."""
-        return self.headroom.surely_allowed_nbytes(self.terms, self.stock, self.plan)
+        return self.headroom.surely_allowed_nbytes(self.options, self.memory, self.plan)
 
     @property
     def wants_measuring(self) -> bool:
@@ -242,7 +242,7 @@ class FitState:
     @property
     def wants_writing(self) -> bool:
         """True if the step that begins should be written down, not just measured."""
-        makes_states = self.stock.unallocated_state_nbytes > 0
+        makes_states = self.memory.unallocated_state_nbytes > 0
         match self.phase:
             case Phase.LAST_RESORT | Phase.GIVEN:  # given: written down it takes more (no turns)
                 return False

@@ -84,7 +84,7 @@ class States:
 
         estimated: the profile is; then states stay as they are, if any plan fits beside them
         """
-        candidates, exact = self.candidates(profile, who), making.terms.exact
+        candidates, exact = self.candidates(profile, who), making.options.exact
         if exact is None and len(candidates) > 1:
             plan = making.exact_plan(candidates[0].profile)
             if plan is not None:
@@ -117,22 +117,22 @@ class States:
 
         recompute: modules may run again
         """
-        candidates, exact = self.candidates(profile, who), making.terms.exact
+        candidates, exact = self.candidates(profile, who), making.options.exact
         one = candidates[0 if exact else -1]
         try:
-            finest = making.terms.budget_nbytes >> 8
-            replace(making, terms=making.terms.within(1), finest=finest).make(
+            finest = making.options.budget_nbytes >> 8
+            replace(making, options=making.options.within(1), finest=finest).make(
                 one.profile, 0, exact=exact, recompute=recompute
             )
         except BudgetTooSmall as error:
-            least = making.terms.within(error.least_nbytes)
-        made = replace(making, terms=least)
+            least = making.options.within(error.least_nbytes)
+        made = replace(making, options=least)
         plan = made.plan_for(one.profile, 0, exact=exact, recompute=recompute)
         if plan is None:
             return None
-        return Chosen(one, replace(plan, budget=making.terms.budget_nbytes))
+        return Chosen(one, replace(plan, budget=making.options.budget_nbytes))
 
-    def take(self, chosen: Chosen, who: object, terms: FitOptions) -> Chosen:
+    def take(self, chosen: Chosen, who: object, options: FitOptions) -> Chosen:
         """Holds auto states in the format that the plan was made for, and returns the plan.
 
         From now on planning `who` needs that format. The plan gets the bytes that are resident
@@ -142,32 +142,32 @@ class States:
         if not one.state:
             return chosen
         self._needs[who] = one.state
-        self._hold(one.state, terms, _CHOSEN[terms.exact])
+        self._hold(one.state, options, _CHOSEN[options.exact])
         standing = self._standing()
         profile = replace(one.profile, standing=standing)
         return Chosen(replace(one, profile=profile), replace(chosen.plan, standing=standing))
 
-    def begin_with(self, given: Plan, who: object, terms: FitOptions) -> None:
+    def begin_with(self, given: Plan, who: object, options: FitOptions) -> None:
         """Holds states as a given plan was made for, if that needs fewer bytes.
 
         who: the planning that follows it.
         """
         state = "" if given.standing is None else given.standing.states
-        if terms.exact or state not in CHOICES or not self.auto():
+        if options.exact or state not in CHOICES or not self.auto():
             return
         if CHOICES.index(state) > CHOICES.index(self._now()):
             self._needs[who] = state
-            self._hold(state, terms, "lossy, as the plan that was given has them")
+            self._hold(state, options, "lossy, as the plan that was given has them")
 
-    def make_room(self, terms: FitOptions, stock: MemoryState) -> bool:
+    def make_room(self, options: FitOptions, memory: MemoryState) -> bool:
         """Gives states that will be created the mildest format that fits; True if that is another.
 
-        stock: as they would be born now
+        memory: as they would be born now
         """
-        if terms.exact or not stock.unallocated_state_nbytes or not self.auto():
+        if options.exact or not memory.unallocated_state_nbytes or not self.auto():
             return False
         free, now = (
-            terms.budget_nbytes - stock.static_nbytes - stock.unallocated_nbytes,
+            options.budget_nbytes - memory.static_nbytes - memory.unallocated_nbytes,
             self._now(),
         )
         for state in CHOICES[CHOICES.index(now) :]:
@@ -175,7 +175,7 @@ class States:
             if free + saved >= self._converting_nbytes(state):
                 break
         why = "lossy, because those of fp32 do not fit beside weights and gradients"
-        return self._hold(state, terms, why)
+        return self._hold(state, options, why)
 
     def lossy_helps(self) -> str:
         """Returns what to type if exact=True leaves no room, or ""."""
@@ -263,7 +263,7 @@ class States:
         )
         return max(sizes, default=0)
 
-    def _hold(self, state: str, terms: FitOptions, why: str) -> bool:
+    def _hold(self, state: str, options: FitOptions, why: str) -> bool:
         before = self._now()
         if state == before:
             return False
@@ -271,7 +271,7 @@ class States:
             converted = sum(hold(one, state) for one in self.auto())
         milder = CHOICES.index(state) < CHOICES.index(before)
         say_states(
-            terms,
+            options,
             state,
             "there is room for it" if milder else why,
             nbytes=self._nbytes_as(state),

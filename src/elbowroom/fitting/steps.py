@@ -14,7 +14,7 @@ from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.planning import Planning
 from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.measure.background import Background
-from elbowroom.plan.ladder import Rung
+from elbowroom.plan.presets import Preset
 from elbowroom.runtime.context import Context
 
 _AMPLE = 0.25  # of the budget
@@ -25,18 +25,18 @@ class MeasuredSteps:
 
     planning        the `Planning` that the last forward followed
     peak_nbytes     the peak of the last measured step, everything included
-    peak_setting    what that step ran at: "plan", or the name of a rung
+    peak_setting    what that step ran at: "plan", or the name of a preset
     highest_nbytes  the highest of all measured peaks
-    terms           the budget is smaller than the user's once memory has run out
+    options         the budget is smaller than the user's once memory has run out
     was_exact       no forward so far has held a lossy code
     """
 
     _step: Measurement | None = None
 
-    def __init__(self, owned: ModelState, terms: FitOptions) -> None:
-        self.owned, self.terms = owned, terms
+    def __init__(self, owned: ModelState, options: FitOptions) -> None:
+        self.owned, self.options = owned, options
         self.context = Context()
-        self.planning = Planning(terms, owned, self.context)
+        self.planning = Planning(options, owned, self.context)
         self.peak_nbytes: int | None = None
         self.peak_setting = ""
         self.highest_nbytes: int | None = None
@@ -57,15 +57,15 @@ class MeasuredSteps:
         self._beside.opened(opened.ledger)
         return opened
 
-    def _stock(self) -> MemoryState:
+    def _memory(self) -> MemoryState:
         """Returns the memory as a step begins.
 
         States that the step will make are given a format that has room.
         """
-        stock = self.owned.stock()
-        if self.owned.states.make_room(self.terms, stock):
-            stock = self.owned.stock()
-        return stock.beside(self._beside.nbytes)
+        memory = self.owned.memory()
+        if self.owned.states.make_room(self.options, memory):
+            memory = self.owned.memory()
+        return memory.beside(self._beside.nbytes)
 
     def _ended(self, saving: FittedSaving) -> None:
         """Records that a forward has ended, and holds what it saved."""
@@ -90,19 +90,19 @@ class MeasuredSteps:
         planning = self.planning
         if step.peak is not None and not (planning.plan is not None and step.makes_states):
             self._note_peak(step.peak, last)
-        planning.learn(last, step, self.owned.stock())
+        planning.learn(last, step, self.owned.memory())
 
     def _measure(self) -> None:
         """Starts to measure the step that begins, if there is something to learn from it."""
         state = self.planning.state
         if self._closed or self._step is not None or not state.wants_measuring:
             return
-        self._step = Measurement.start(self.owned, state.stock, writes=state.wants_writing)
+        self._step = Measurement.start(self.owned, state.memory, writes=state.wants_writing)
         waits = Background.running is not None  # for another model's, and is measured after it
         blind = self._step is None and self.highest_nbytes is None
         if blind and not waits and not self._said_blind:
             self._said_blind = True
-            warn_blind(self.terms)
+            warn_blind(self.options)
 
     def _note_setting(self, saving: FittedSaving | ReplayedForward) -> None:
         chosen, rounds = saving.setting, self.context.runs_again
@@ -118,7 +118,7 @@ class MeasuredSteps:
     def _has_ample_room(self) -> bool:
         """True if steps are so small that nobody need see whether they are alike."""
         highest = self.highest_nbytes
-        return highest is not None and highest <= _AMPLE * self.terms.budget_nbytes
+        return highest is not None and highest <= _AMPLE * self.options.budget_nbytes
 
     def finish(self) -> None:
         """Ends the training: its last step counts as measured, if none with its setting was."""
@@ -148,7 +148,7 @@ class MeasuredSteps:
     def __del__(self) -> None:
         self._stop()  # the model died while a step was measured: the profiler must not run on
 
-    def _say(self, chosen: Rung, *, rounds: bool) -> None:
+    def _say(self, chosen: Preset, *, rounds: bool) -> None:
         """Logs one line when the setting of a kind of forward changes.
 
         rounds: see `say_setting`.
@@ -157,4 +157,4 @@ class MeasuredSteps:
             return
         self.planning.said = chosen.name, chosen.exact
         was_lossy, self._said_lossy = self._said_lossy, not chosen.exact
-        say_setting(self.terms, chosen, rounds=rounds, was_lossy=was_lossy)
+        say_setting(self.options, chosen, rounds=rounds, was_lossy=was_lossy)

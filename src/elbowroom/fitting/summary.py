@@ -19,7 +19,7 @@ class Summary:
     plain_nbytes      the peak of plain autograd: estimated; None where no step was written down
     predicted_nbytes  the peak under the plan: estimated; None without one
     last_nbytes       the peak of the last step that was measured; None where none was
-    last_setting      what that step ran at: "plan", or a rung of the ladder
+    last_setting      what that step ran at: "plan", or a preset of the ladder
     highest_nbytes    the highest peak of all measured steps
     setting           what steps run at now
     slowdown          of the plan over plain autograd, estimated
@@ -103,7 +103,7 @@ def summary(fitting: Fitting, model: str) -> Summary:
     return Summary(
         model=model,
         device=fitting.owned.device.type,
-        budget_nbytes=fitting.terms.budget_nbytes,
+        budget_nbytes=fitting.options.budget_nbytes,
         plain_nbytes=plain,
         predicted_nbytes=None if plan is None else plan.peak,
         last_nbytes=fitting.peak_nbytes,

@@ -18,7 +18,7 @@ from elbowroom.fitting.commands import (
     MakePlan,
     PlanByForward,
     Refuse,
-    RefuseRungs,
+    RefusePresets,
     RunLayersAgain,
     say,
 )
@@ -46,7 +46,7 @@ from elbowroom.fitting.observations import (
     StandsBeside,
     StepBegan,
     StepMeasured,
-    Strayed,
+    UnexpectedStep,
 )
 from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.planned import (
@@ -81,18 +81,18 @@ def advance(state: FitState, seen: Observation) -> Step:
             return _forward_ended(state, seen)
         case StepMeasured():
             return step_measured(state, seen)
-        case OptionsChanged(terms):
-            return _plan_again(replace(state, terms=terms), 1.0)
+        case OptionsChanged(options):
+            return _plan_again(replace(state, options=options), 1.0)
         case LargerKnown(headroom):
             return replace(state, headroom=state.headroom.inherited(headroom)), ()
         case NotRepeatable(profile):
             return _not_repeatable(state, profile)
-        case Strayed():
+        case UnexpectedStep():
             return _strayed(state)
         case LayersHeldTooMuch():
             return _layers_held_too_much(state)
-        case NoPlanLeft(spare):
-            return tries_more(state, spare) or (state, ())
+        case NoPlanLeft(fallbacks):
+            return tries_more(state, fallbacks) or (state, ())
         case NothingToDo():
             return state.fresh(), (ForgetScripts(),)
         case ForwardHeard():
@@ -120,14 +120,14 @@ def advance(state: FitState, seen: Observation) -> Step:
 def _step_began(state: FitState, seen: StepBegan) -> Step:
     """Begins a step. After one that was another, all is learned again; a larger call is planned."""
     commands: tuple[Command, ...] = ()
-    if seen.grew or state.has_strayed:
-        refuses, varies = state.may_refuse, state.has_strayed and not state.may_refuse
+    if seen.grew or state.was_unexpected:
+        refuses, varies = state.may_refuse, state.was_unexpected and not state.may_refuse
         before = (
             Before(replace(state, before=None), seen.calls) if seen.grew and not refuses else None
         )
-        state = replace(state.fresh(), varies=varies, before=before, outgrown=seen.grew)
+        state = replace(state.fresh(), varies=varies, before=before, infeasible=seen.grew)
         commands = (ForgetScripts(),)
-    state = replace(state, stock=seen.stock, now=seen.signature)
+    state = replace(state, memory=seen.memory, now=seen.signature)
     if state.largest.structure is None:
         state, more = _first_step_began(state)
     elif not state.largest.covers(seen.signature):
@@ -151,15 +151,15 @@ def _given_held(state: FitState, seen: GivenHeld) -> Step:
     """Reserves for transients what a given plan leaves beside resident bytes and what it holds."""
     given = state.given
     assert given is not None
-    stands = seen.stock.static_nbytes + seen.stock.unallocated_nbytes
+    stands = seen.memory.static_nbytes + seen.memory.unallocated_nbytes
     headroom = state.headroom.learned(given.peak - stands - given.held_nbytes)
-    return replace(state, stock=seen.stock, headroom=headroom), ()
+    return replace(state, memory=seen.memory, headroom=headroom), ()
 
 
 def _stands_beside(state: FitState, nbytes: int) -> Step:
     """Plans again if more is resident beside the model than when the step was written down."""
     more = nbytes - state.beside_nbytes
-    if state.profile is None or more <= _MUCH * state.terms.budget_nbytes:
+    if state.profile is None or more <= _MUCH * state.options.budget_nbytes:
         return state, ()
     return _plan_again(
         replace(state, profile=state.profile.shifted(more), beside_nbytes=nbytes), 1.0
@@ -168,7 +168,7 @@ def _stands_beside(state: FitState, nbytes: int) -> Step:
 
 def _plan_again(state: FitState, growth: float) -> Step:
     """Plans by what is known, if possible, for a larger call or another budget."""
-    if state.headroom.transient_nbytes is None or state.rehearsed or state.outgrown:
+    if state.headroom.transient_nbytes is None or state.rehearsed or state.infeasible:
         return state.fresh(), (ForgetScripts(),)
     profile, attempts = state.profile, Attempts()
     watching = state.phase is Phase.WATCHING  # which ends: what is left free is for another plan
@@ -179,7 +179,7 @@ def _plan_again(state: FitState, growth: float) -> Step:
         tries=0,
         has_fit=False,
         was_watched=state.was_watched and not watching,
-        rung=max(state.rung, SAFEST_EXACT),
+        preset=max(state.preset, SAFEST_EXACT),
         attempts=attempts if profile is None else attempts.knowing(profile),
     )
     if profile is not None:
@@ -200,15 +200,15 @@ def _strayed(state: FitState) -> Step:
 
     Some models take another path in each step; those are not learned for ever.
     """
-    strays = state.strays + 1
-    learns = strays <= _MOST_STRAYS
-    said = () if strays > _MOST_STRAYS + 1 else (say(Line.STRAY, learns=learns),)
-    return replace(state, strays=strays, has_strayed=learns), said
+    unexpected_steps = state.unexpected_steps + 1
+    learns = unexpected_steps <= _MOST_STRAYS
+    said = () if unexpected_steps > _MOST_STRAYS + 1 else (say(Line.LARGER_STEP, learns=learns),)
+    return replace(state, unexpected_steps=unexpected_steps, was_unexpected=learns), said
 
 
 def _layers_held_too_much(state: FitState) -> Step:
     """Lets layers run again in a forward of which nothing is known, if any may."""
-    if state.terms.exact or state.is_learned:
+    if state.options.exact or state.is_learned:
         return state, ()
     return state, (say(Line.RUNS_AGAIN), RunLayersAgain())
 
@@ -217,17 +217,17 @@ def _forward_ended(state: FitState, seen: ForwardEnded) -> Step:
     """Records how far this forward had to climb; refuses a budget that cannot be met."""
     if seen.impossible:
         least = state.attempts.least
-        if least is not None and least.peak_nbytes > state.terms.budget_nbytes:
+        if least is not None and least.peak_nbytes > state.options.budget_nbytes:
             return state, (Refuse(least),)
-        return state, (RefuseRungs(seen.saving),)
+        return state, (RefusePresets(seen.saving),)
     if state.headroom.transient_nbytes is None:
-        state = replace(state, rung=seen.rung)
+        state = replace(state, preset=seen.preset)
     return state, ()
 
 
 def _forward_heard(state: FitState, seen: ForwardHeard) -> Step:
     """Plans the step by a forward that was rehearsed."""
-    beside_nbytes, is_recurrent = state.stock.beside_nbytes, seen.heard.profile.is_recurrent
+    beside_nbytes, is_recurrent = state.memory.beside_nbytes, seen.heard.profile.is_recurrent
     state = replace(
         state, profiled=state.now, beside_nbytes=beside_nbytes, is_recurrent=is_recurrent
     )

@@ -14,9 +14,9 @@ import numpy as np
 
 from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError
-from elbowroom.plan.ladder import Rung
 from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, Menu, noise_again, option, options, spared
 from elbowroom.plan.precision_floor import LEAST_AGAIN
+from elbowroom.plan.presets import Preset
 from elbowroom.plan.problem import Item, Link, Problem, Region
 from elbowroom.plan.profile import ModuleCall, Profile, Storage, is_planned
 from elbowroom.plan.registered import all_settings
@@ -98,7 +98,7 @@ def _built(
     )
 
 
-def _places(profile: Profile, offload: str | None) -> tuple[Rung, ...]:
+def _places(profile: Profile, offload: str | None) -> tuple[Preset, ...]:
     if offload is None:
         return ()
     if f"out {offload}" not in profile.rates:

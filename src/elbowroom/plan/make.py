@@ -7,8 +7,8 @@ from math import inf
 from elbowroom.codecs import Codec
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.plan.build_problem import BuiltProblem, build_problem
-from elbowroom.plan.menu import KEEP, action_name, rung_named, spared
-from elbowroom.plan.plan import Known, Line, Plan
+from elbowroom.plan.menu import KEEP, action_name, preset_named, spared
+from elbowroom.plan.plan import Line, Plan, PlanEntry
 from elbowroom.plan.problem import (
     Choice,
     Item,
@@ -64,7 +64,7 @@ def make_plan(
     in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
     built = build_problem(profile, exact=True, recompute=recompute, offload=offload)
     asks = finest < inf
-    least = asks and bool(exact)  # else nobody asks how little would do with exact actions alone
+    least = bool(exact) if asks else None  # how little would do with exact actions alone
     found = solve(
         built.problem, budget - margin - in_flight, exact=True, solver=solver, least=least
     )
@@ -80,7 +80,7 @@ def make_plan(
             profile, exact=False, recompute=recompute, offload=offload, codecs=codecs
         )
         variance = inf if noise is None else noise
-        other = solve(freely.problem, allowed, variance=variance, solver=solver, least=asks)
+        other = solve(freely.problem, allowed, variance=variance, solver=solver, least=asks or None)
         if not found.feasible or (
             other.feasible
             and cost(freely.problem, other.choice) < cost(built.problem, found.choice)
@@ -220,32 +220,32 @@ def _takes_turns(profile: Profile) -> bool:
 
 def _sites(
     profile: Profile, built: BuiltProblem, choice: Choice
-) -> Iterator[tuple[SiteName, Known]]:
+) -> Iterator[tuple[SiteName, PlanEntry]]:
     problem = built.problem
     gone = recomputed_items(problem, choice.recomputed)
-    rungs = {}
+    presets = {}
     for i, (index, item, option) in enumerate(
         zip(built.storages, problem.items, choice.options, strict=True)
     ):
         if i not in gone:
-            rungs[index] = item.options[option].name
+            presets[index] = item.options[option].name
             storage = profile.storages[index]
             for save in storage.saves:
-                yield save.site.name, _known(rungs[index], storage, save.site)
+                yield save.site.name, _known(presets[index], storage, save.site)
     for r in choice.recomputed:
         call = profile.modules[built.modules[r]]
         for nth, index in enumerate(call.inputs):
-            if index in rungs:
+            if index in presets:
                 storage = profile.storages[index]
                 yield (
                     SiteName(call.name, RECOMPUTE, nth),
-                    _known(rungs[index], storage, storage.saves[0].site),
+                    _known(presets[index], storage, storage.saves[0].site),
                 )
 
 
-def _known(rung: str, storage: Storage, site: Site) -> Known:
+def _known(preset: str, storage: Storage, site: Site) -> PlanEntry:
     dtype = str(site.dtype).removeprefix("torch.")
-    return Known(rung, dtype, storage.nbytes, bool(site.curved))
+    return PlanEntry(preset, dtype, storage.nbytes, bool(site.curved))
 
 
 def _lines(profile: Profile, built: BuiltProblem, choice: Choice) -> Iterator[Line]:
@@ -262,7 +262,7 @@ def _lines(profile: Profile, built: BuiltProblem, choice: Choice) -> Iterator[Li
             item = problem.items[at[index]]
             why = _why(storage, option) if option.name == KEEP.name else _gain(item, option)
             seconds = option.forward_s + option.backward_s
-            action = action_name(rung_named(option.name), storage)
+            action = action_name(preset_named(option.name), storage)
             yield _line(storage, option.nbytes, action, why, seconds, option.variance)
 
 

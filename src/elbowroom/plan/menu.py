@@ -1,8 +1,8 @@
 """The menu: what could be done with a profiled storage, and what it would cost.
 
-A `Rung` is one setting of all sites (`plan/ladder.py`). What it would hold for one storage follows
-from the same questions, in the same order, that the runtime asks: what is held already, and does it
-serve the next op?
+A `Preset` is one setting of all sites (`plan/presets.py`). What it would hold for one storage
+follows from the same questions, in the same order, that the runtime asks: what is held already, and
+does it serve the next op?
 
     keep      the tensor
     exact     bits for masks, small integers for indices, what its op can make again not at all
@@ -21,10 +21,10 @@ from elbowroom.codecs import BitMask, Codec, Dither
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.codecs.quality import quality_of
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
-from elbowroom.plan.ladder import Rung
 from elbowroom.plan.offload_rest import OffloadRest
 from elbowroom.plan.policy import Exact, KeepAll, Lossy
 from elbowroom.plan.precision_floor import ATTENTION, keeps_rows_apart, suffices
+from elbowroom.plan.presets import Preset
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.registered import all_settings, expected_nbytes, weighed
@@ -32,40 +32,40 @@ from elbowroom.plan.rows import Rows
 from elbowroom.plan.samples import samples_at_once
 from elbowroom.plan.site import NORMS, Need, Reads, Rebuildable, Site
 
-KEEP = Rung("keep", KeepAll(), exact=True)
-EXACT_MENU = (Rung("exact", Exact(), exact=True),)
-OFFLOAD: dict[str, Rung] = {
-    "file": Rung("offload to file", OffloadRest("file"), exact=True),
-    "host": Rung("offload to host", OffloadRest("host"), exact=True),
+KEEP = Preset("keep", KeepAll(), exact=True)
+EXACT_MENU = (Preset("exact", Exact(), exact=True),)
+OFFLOAD: dict[str, Preset] = {
+    "file": Preset("offload to file", OffloadRest("file"), exact=True),
+    "host": Preset("offload to host", OffloadRest("host"), exact=True),
 }
-_FIXED = {rung.name: rung for rung in (KEEP, *EXACT_MENU, *OFFLOAD.values())}
+_FIXED = {preset.name: preset for preset in (KEEP, *EXACT_MENU, *OFFLOAD.values())}
 
 
 @cache
-def rung_named(name: str) -> Rung:
-    """The rung of this name, as plans and their files have it. Raises CodecError or ValueError."""
+def preset_named(name: str) -> Preset:
+    """The preset of this name, as plans and their files have it. Raises CodecError, ValueError."""
     known = _FIXED.get(name)
-    return known or Rung(name, Lossy(setting_named(name)), exact=False)
+    return known or Preset(name, Lossy(setting_named(name)), exact=False)
 
 
-def rungs_for(codecs: Sequence[Codec]) -> tuple[Rung, ...]:
-    """A rung for each of these settings."""
-    return tuple(rung_named(setting_name(codec)) for codec in codecs)
+def presets_for(codecs: Sequence[Codec]) -> tuple[Preset, ...]:
+    """A preset for each of these settings."""
+    return tuple(preset_named(setting_name(codec)) for codec in codecs)
 
 
 class Menu:
-    """The rungs of each storage of a profile.
+    """The presets of each storage of a profile.
 
     codecs  the settings of codes that are allowed; None: all that are registered; (): none
-    places  rungs besides
+    places  presets besides
     """
 
-    def __init__(self, codecs: tuple[Codec, ...] | None, places: tuple[Rung, ...] = ()) -> None:
+    def __init__(self, codecs: tuple[Codec, ...] | None, places: tuple[Preset, ...] = ()) -> None:
         self._codecs, self._places, self._named = codecs, places, codecs is not None
-        self._known: dict[tuple[object, ...], tuple[Rung, ...]] = {}
+        self._known: dict[tuple[object, ...], tuple[Preset, ...]] = {}
 
-    def of(self, storage: Storage) -> tuple[Rung, ...]:
-        """Returns the rungs of a storage, the mildest first; storages of a kind have the same."""
+    def of(self, storage: Storage) -> tuple[Preset, ...]:
+        """Returns the presets of a storage, the mildest first; storages of a kind have the same."""
         if self._codecs == ():
             return EXACT_MENU + self._places
         site = storage.saves[0].site
@@ -74,7 +74,7 @@ class Menu:
             settings = all_settings() if self._codecs is None else self._codecs
             taken = weighed(settings, site.dtype, site.facts, maps=kind[1], named=self._named)
             # Of masks and indices no code is made: any setting does the same with them.
-            self._known[kind] = rungs_for(taken or settings[:1]) + self._places
+            self._known[kind] = presets_for(taken or settings[:1]) + self._places
         return self._known[kind]
 
 
@@ -135,8 +135,10 @@ class _Held:
         return True
 
 
-def option(profile: Profile, storage: Storage, rung: Rung, *, as_written: bool = False) -> Option:
-    """Returns what one rung would hold for one storage, and the time it would take.
+def option(
+    profile: Profile, storage: Storage, preset: Preset, *, as_written: bool = False
+) -> Option:
+    """Returns what one preset would hold for one storage, and the time it would take.
 
     as_written: in a step that is written down, which restores a tensor for every need.
 
@@ -146,16 +148,16 @@ def option(profile: Profile, storage: Storage, rung: Rung, *, as_written: bool =
     held = _Held()
     for save in storage.saves:
         if not save.left and not (held.serves(save.site.need) and held.is_fine_for(save.site)):
-            _hold(held, rung, save.site, storage, profile)
-    if not rung.exact and held.codec is not None:
+            _hold(held, preset, save.site, storage, profile)
+    if not preset.exact and held.codec is not None:
         for moment in {s.asked for s in storage.saves if s.site.consumer == ATTENTION}:
             held.forward_s += profile.attention_s.get(moment, 0.0)
     nbytes = held.nbytes + held.bits_nbytes
-    direct = {} if as_written else _direct_needs(storage, held, exact=rung.exact)
+    direct = {} if as_written else _direct_needs(storage, held, exact=preset.exact)
     decoded = {Reads.GRADIENT, Reads.SAMPLES}
     free = [need for need, reads in direct.items() if not decoded.intersection(reads)]
     return Option(
-        name=rung.name,
+        name=preset.name,
         nbytes=min(nbytes, storage.nbytes),
         forward_s=held.forward_s,
         backward_s=held.restore_s * (max(len(storage.needs), 1) - len(free)),
@@ -226,22 +228,22 @@ def _share(storage: Storage) -> float:
     return samples_at_once(site.shape, site.dtype.itemsize) / site.shape[0]
 
 
-def options(profile: Profile, storage: Storage, rungs: Sequence[Rung]) -> dict[str, Option]:
-    """Returns the rungs that hold fewer bytes than all milder ones; to keep it comes first."""
+def options(profile: Profile, storage: Storage, presets: Sequence[Preset]) -> dict[str, Option]:
+    """Returns the presets that hold fewer bytes than all milder ones; to keep it comes first."""
     found = {KEEP.name: Option(KEEP.name, storage.nbytes)}
-    for rung in rungs:
-        made = option(profile, storage, rung)
+    for preset in presets:
+        made = option(profile, storage, preset)
         least = min(known.nbytes for known in found.values())
         if made.nbytes < least:
-            found[rung.name] = made
+            found[preset.name] = made
     return found
 
 
-def action_name(rung: Rung, storage: Storage) -> str:
+def action_name(preset: Preset, storage: Storage) -> str:
     """Returns the runtime's action for a storage: "rebuild", "bitmask", "dither, 4 levels"."""
     names: dict[str, None] = {}
     for save in storage.saves:
-        match rung.policy(save.site):
+        match preset.policy(save.site):
             case Keep():
                 names["keep"] = None
             case Rebuild():
@@ -254,12 +256,12 @@ def action_name(rung: Rung, storage: Storage) -> str:
     return " + ".join(names)
 
 
-def _hold(held: _Held, rung: Rung, site: Site, storage: Storage, profile: Profile) -> None:
-    if rung.exact and site.rebuildable is Rebuildable.LOSSY:
+def _hold(held: _Held, preset: Preset, site: Site, storage: Storage, profile: Profile) -> None:
+    if preset.exact and site.rebuildable is Rebuildable.LOSSY:
         site = replace(site, rebuildable=Rebuildable.EXACT)  # its source is exact as well then
-    if not rung.exact and (site.need is Need.EXACT or site.consumer == ATTENTION):
+    if not preset.exact and (site.need is Need.EXACT or site.consumer == ATTENTION):
         site = replace(site, rebuildable=Rebuildable.NO)  # its source may not be
-    match rung.policy(site):
+    match preset.policy(site):
         case Keep():
             held.value, held.nbytes, held.restore_s, held.error = "exact", storage.nbytes, 0.0, 0.0
             held.codec = None
@@ -271,7 +273,7 @@ def _hold(held: _Held, rung: Rung, site: Site, storage: Storage, profile: Profil
         case Rebuild() if site.need is Need.SHAPE:
             held.shape = True
         case Rebuild():
-            held.value = "exact" if site.need is Need.EXACT or rung.exact else "lossy"
+            held.value = "exact" if site.need is Need.EXACT or preset.exact else "lossy"
             held.nbytes, held.restore_s, held.rebuilt = 0, storage.producer_s, True
             held.codec, held.mapped = None, held.value == "lossy" and site.producer in _MAPS
         case Encode(codec) if site.need is Need.MASK:

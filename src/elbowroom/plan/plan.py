@@ -18,10 +18,10 @@ from elbowroom.codecs.names import setting_name
 from elbowroom.errors import CodecError, PlanError
 from elbowroom.plan import files
 from elbowroom.plan.action import Action
-from elbowroom.plan.ladder import Rung
-from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, rung_named
+from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, preset_named
 from elbowroom.plan.policy import Lossy
 from elbowroom.plan.precision_floor import ATTENTION
+from elbowroom.plan.presets import Preset
 from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
 from elbowroom.plan.sequence import prefix
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
@@ -49,14 +49,14 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Known:
+class PlanEntry:
     """The plan's action at one site, and the facts by which it recognizes the site.
 
-    rung    the name of one (`menu.rung_named`)
+    preset    the name of one (`menu.preset_named`)
     curved  see `Site`
     """
 
-    rung: str
+    preset: str
     dtype: str
     nbytes: int
     curved: bool = False
@@ -82,7 +82,7 @@ class Plan:
     plain_seconds: float
     exact: bool
     solver: str
-    sites: dict[SiteName, Known]
+    sites: dict[SiteName, PlanEntry]
     recompute: frozenset[str]
     lines: tuple[Line, ...]
     watched: int = 0
@@ -98,22 +98,22 @@ class Plan:
 
     def action_for(self, site: Site) -> Action:
         """Returns the action for what this site saves."""
-        if self._rung_for(site) is None:
+        if self._preset_for(site) is None:
             self.strangers[site.name] += 1
         return self.look_up(site)
 
     def look_up(self, site: Site) -> Action:
         """Returns the same for somebody who only wants to know: a stranger is not counted."""
-        known, rung = self.sites.get(site.name), self._rung_for(site) or EXACT_MENU[0]
+        known, preset = self.sites.get(site.name), self._preset_for(site) or EXACT_MENU[0]
         if known is None:
-            return rung.policy(site)
+            return preset.policy(site)
         # Whatever a fine formula reads is made of here is known to be, and has a code for that.
-        return rung.policy(replace(site, curved=known.curved or site.formula.is_fine))
+        return preset.policy(replace(site, curved=known.curved or site.formula.is_fine))
 
     def codes_input(self, name: SiteName) -> bool:
         """Returns whether a module runs again from a code of the input of this name."""
         known = self.sites.get(name)
-        return known is not None and not rung_named(known.rung).exact
+        return known is not None and not preset_named(known.preset).exact
 
     def reruns_attention(self, module: str) -> bool:
         """Returns whether an attention of this module has a code of anything that it saves.
@@ -127,14 +127,14 @@ class Plan:
         return frozenset(
             name.module
             for name, known in self.sites.items()
-            if name.consumer == ATTENTION and not rung_named(known.rung).exact
+            if name.consumer == ATTENTION and not preset_named(known.preset).exact
         )
 
-    def _rung_for(self, site: Site) -> Rung | None:
+    def _preset_for(self, site: Site) -> Preset | None:
         """Returns the setting that decides for a site; None for a site that is not in the plan."""
         known = self.sites.get(site.name)
         if known is not None and _is(known, site):
-            return rung_named(known.rung)
+            return preset_named(known.preset)
         if site.consumer == RECOMPUTE and site.module in self.recompute and known is None:
             return EXACT_MENU[0]  # an input that is saved for the second run only
         return None
@@ -187,7 +187,7 @@ class Plan:
     @property
     def codecs(self) -> set[Codec]:
         """The settings of codes that it takes."""
-        policies = (rung_named(known.rung).policy for known in self.sites.values())
+        policies = (preset_named(known.preset).policy for known in self.sites.values())
         return {policy.codec for policy in policies if isinstance(policy, Lossy)}
 
     @property
@@ -292,9 +292,9 @@ def check_plan(
             f"this plan has codes that codecs= leaves out, as '{name}'; make it with the same "
             "codecs="
         )
-    places = {known.rung for known in plan.sites.values()} & {r.name for r in OFFLOAD.values()}
+    places = {known.preset for known in plan.sites.values()} & {r.name for r in OFFLOAD.values()}
     if places and offload is None:
-        place = next(place for place, rung in OFFLOAD.items() if rung.name in places)
+        place = next(place for place, preset in OFFLOAD.items() if preset.name in places)
         raise PlanError(
             f"this plan moves tensors to the {place}, and offload=None lets none leave; give "
             f"offload='{place}', or make the plan without"
@@ -305,32 +305,32 @@ def difference(one: Plan, other: Plan) -> list[str]:
     """Returns how the other plan differs, a line a site: "layer1.conv: keep -> exact"."""
     found = [f"{name}: recompute in one only" for name in sorted(one.recompute ^ other.recompute)]
     for name in {**one.sites, **other.sites}:
-        rungs = [_rung(plan, name) for plan in (one, other)]
-        if rungs[0] != rungs[1]:
-            found.append(f"{name.module} {name.consumer} {name.nth}: {rungs[0]} -> {rungs[1]}")
+        presets = [_preset(plan, name) for plan in (one, other)]
+        if presets[0] != presets[1]:
+            found.append(f"{name.module} {name.consumer} {name.nth}: {presets[0]} -> {presets[1]}")
     return found
 
 
-def _rung(plan: Plan, name: SiteName) -> str:
+def _preset(plan: Plan, name: SiteName) -> str:
     known = plan.sites.get(name)
-    return "-" if known is None else known.rung
+    return "-" if known is None else known.preset
 
 
-def _is(known: Known, site: Site) -> bool:
+def _is(known: PlanEntry, site: Site) -> bool:
     same = known.dtype == str(site.dtype).removeprefix("torch.")
     return same and site.nbytes <= known.nbytes
 
 
 def _plan(data: dict[str, Any]) -> Plan:
     sites = {
-        SiteName(module, consumer, nth): files.made(Known, known)
+        SiteName(module, consumer, nth): files.made(PlanEntry, known)
         for module, consumer, nth, known in data["sites"]
     }
-    for rung in sorted({known.rung for known in sites.values()}):
+    for preset in sorted({known.preset for known in sites.values()}):
         try:
-            rung_named(rung)
+            preset_named(preset)
         except CodecError as error:
-            raise ValueError(f"no setting {rung!r}: {error}") from error
+            raise ValueError(f"no setting {preset!r}: {error}") from error
     lines = tuple(
         files.made(Line, {**line, "shape": _shape(line["shape"])}) for line in data["lines"]
     )

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from elbowroom.plan.build_problem import build_problem
-from elbowroom.plan.menu import EXACT_MENU, action_name, option, rung_named
+from elbowroom.plan.menu import EXACT_MENU, action_name, option, preset_named
 from elbowroom.plan.profile import Profile, Storage, is_planned
 
-_LOSSY = rung_named("dither, 16 levels")
+_LOSSY = preset_named("dither, 16 levels")
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ def _prospect(profile: Profile, storage: Storage, again: str) -> Prospect:
     left = storage.saves[0].left
     ways: list[Way] = []
     if is_planned(storage):
-        for rung in (*EXACT_MENU, _LOSSY):
-            made = option(profile, storage, rung)
+        for preset in (*EXACT_MENU, _LOSSY):
+            made = option(profile, storage, preset)
             if made.nbytes < min([way.held for way in ways], default=storage.nbytes):
-                ways.append(Way(action_name(rung, storage), made.nbytes, made.exact))
+                ways.append(Way(action_name(preset, storage), made.nbytes, made.exact))
         if again:
             ways.append(Way(f"recompute {again}", 0, exact=True))
     asked = next((save.site.why for save in storage.saves if save.site.why), "")

@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from elbowroom.plan.menu import action_name, rung_named
+from elbowroom.plan.menu import action_name, preset_named
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.savings_report import Prospect, Way, prospects
@@ -193,7 +193,7 @@ def _done(plan: Plan, storage: Storage) -> str:
     if modules:
         return f"recompute {modules[0]}"
     known = plan.sites.get(storage.saves[0].site.name)
-    return action_name(rung_named(known.rung), storage) if known is not None else "keep"
+    return action_name(preset_named(known.preset), storage) if known is not None else "keep"
 
 
 def _told(way: Way) -> str:

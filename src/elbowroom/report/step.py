@@ -104,8 +104,8 @@ def planned(profile: Profile, plan: Plan) -> Step:
             "this plan is of another step: it names none of the tensors that the profile has. Make "
             "one from this profile: elbowroom plan PROFILE.json --budget ..."
         )
-    rungs = {one.rung for one in plan.sites.values()}
-    place = next((place for rung, place in _PLACES.items() if rung in rungs), None)
+    presets = {one.preset for one in plan.sites.values()}
+    place = next((place for preset, place in _PLACES.items() if preset in presets), None)
     built = build_problem(profile, exact=plan.exact, offload=place)
     choice = _choice(profile, built, plan)
     problem = built.problem
@@ -147,6 +147,6 @@ def _choice(profile: Profile, built: BuiltProblem, plan: Plan) -> Choice:
     for index, item in zip(built.storages, built.problem.items, strict=True):
         names = [option.name for option in item.options]
         known = plan.sites.get(profile.storages[index].saves[0].site.name)
-        options.append(names.index(known.rung) if known and known.rung in names else 0)
+        options.append(names.index(known.preset) if known and known.preset in names else 0)
     regions = enumerate(built.problem.regions)
     return Choice(tuple(options), frozenset(r for r, one in regions if one.name in plan.recompute))

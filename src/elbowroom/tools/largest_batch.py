@@ -84,7 +84,7 @@ def find_largest(
     model: nn.Module,
     make_batch: MakeBatch,
     loss: Loss,
-    terms: FitOptions,
+    options: FitOptions,
     optimizer: Optimizer | None,
 ) -> LargestBatch:
     """Finds the largest batch that fits.
@@ -97,30 +97,30 @@ def find_largest(
             "(release_gradients() of an optimizer), which would change them. remove() those, and "
             "release gradients again afterwards"
         )
-    trial, budget = _Trial(model, make_batch, loss, terms, optimizer), terms.budget_nbytes
+    trial, budget = _Trial(model, make_batch, loss, options, optimizer), options.budget_nbytes
     with _untouched(model, trial.owned), waiting("the largest batch") as tell:
         tell(f"a step with batch {_SMALL} is written down")
         pair = trial.pair(_SMALL)
-        batch = _largest(pair, budget, terms.exact)
+        batch = _largest(pair, budget, options.exact)
         if batch > _FAR * pair.two:
             tell(f"a step with batch {batch // _FAR} is written down")
             pair = trial.pair(batch // _FAR)
-            batch = _largest(pair, budget, terms.exact)
-        return _confirmed(trial, pair, batch, terms, tell)
+            batch = _largest(pair, budget, options.exact)
+        return _confirmed(trial, pair, batch, options, tell)
 
 
 def _confirmed(
-    trial: "_Trial", pair: TwoBatches, batch: int, terms: FitOptions, tell: Tell
+    trial: "_Trial", pair: TwoBatches, batch: int, options: FitOptions, tell: Tell
 ) -> LargestBatch:
     """Returns the largest batch that was seen to fit.
 
     error  by which the last run took more than its plan had said
     """
-    budget, found = terms.budget_nbytes, None
+    budget, found = options.budget_nbytes, None
     allowed, error, was_over = budget, 0, False
     for _ in range(_MOST_RUNS):
         tell(f"batch {batch} is measured")
-        plan = pair.plan(batch, allowed, exact=terms.exact)
+        plan = pair.plan(batch, allowed, exact=options.exact)
         peak = trial.peak(batch, plan)
         if peak is None or peak <= budget:
             seconds = trial.seconds(batch, plan) / batch
@@ -131,7 +131,7 @@ def _confirmed(
                 return found
             error = peak - plan.peak
             allowed = budget - error
-            larger = _largest(pair, allowed, terms.exact)
+            larger = _largest(pair, allowed, options.exact)
             if larger <= batch:
                 return found
             batch = larger
@@ -144,13 +144,14 @@ def _confirmed(
             allowed = min(allowed, budget - error)
         else:
             allowed = int(_CUT * allowed)
-        batch = min(batch, _corrected(pair, budget, allowed, terms.exact))
+        batch = min(batch, _corrected(pair, budget, allowed, options.exact))
     if found is not None:
         return found
     raise PlanError(
-        f"{_MOST_RUNS} predictions were too optimistic for {show_nbytes(terms.budget_nbytes)}, the "
-        f"last for batch {batch}: what this step needs does not grow evenly with its batch. Give "
-        "a larger budget, or try batches by er.fit"
+        f"{_MOST_RUNS} predictions were too optimistic for "
+        f"{show_nbytes(options.budget_nbytes)}, the last for batch {batch}: what "
+        "this step needs does not grow evenly with its batch. Give a larger budget, or try batches "
+        "by er.fit"
     )
 
 
@@ -162,11 +163,11 @@ class _Trial:
         model: nn.Module,
         make_batch: MakeBatch,
         loss: Loss,
-        terms: FitOptions,
+        options: FitOptions,
         optimizer: Optimizer | None,
     ) -> None:
         self.owned = ModelState(model, optimizer)
-        self._model, self._make_batch, self._loss, self._terms = model, make_batch, loss, terms
+        self._model, self._make_batch, self._loss, self._options = model, make_batch, loss, options
 
     def pair(self, batch: int) -> TwoBatches:
         """Profiles at `batch` and at twice that."""
@@ -179,9 +180,9 @@ class _Trial:
         The optimizer has its states by then. Returns _RAN_OUT if there was no memory for the step.
         """
         data = self._make_batch(batch)  # is no part of a budget
-        measurement = Measurement.start(self.owned, self._stock(), writes=False)
+        measurement = Measurement.start(self.owned, self._memory(), writes=False)
         try:
-            with _attached(self._model, _Following(plan, self._terms.min_nbytes)):
+            with _attached(self._model, _Following(plan, self._options.min_nbytes)):
                 self._run(data)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -195,7 +196,7 @@ class _Trial:
     def seconds(self, batch: int, plan: Plan) -> float:
         """Measures the seconds of forward and backward under a plan."""
         data = self._make_batch(batch)
-        with _attached(self._model, _Following(plan, self._terms.min_nbytes)):
+        with _attached(self._model, _Following(plan, self._options.min_nbytes)):
             start = time.perf_counter()
             self._run(data)
             return time.perf_counter() - start
@@ -226,10 +227,10 @@ class _Trial:
             floor=tuple(level + born for level in profile.floor),
         )
 
-    def _stock(self) -> MemoryState:
+    def _memory(self) -> MemoryState:
         """Returns the memory as a step begins whose optimizer has its states."""
-        stock = self.owned.stock()
-        return MemoryState(stock.static_nbytes + stock.unallocated_state_nbytes)
+        memory = self.owned.memory()
+        return MemoryState(memory.static_nbytes + memory.unallocated_state_nbytes)
 
     def _run(self, data: Any) -> None:
         self._loss(self._model, data).backward()  # type: ignore[no-untyped-call]

@@ -54,7 +54,7 @@ def solve(
     variance: float = inf,
     exact: bool = False,
     solver: str = "auto",
-    least: bool = True,
+    least: bool | None = True,
     lowest: Choice | None = None,
 ) -> Solution:
     """Returns the action for each item, so that no moment holds more than `budget` bytes.
@@ -62,7 +62,8 @@ def solve(
     variance  allowed in all, as a share of that of mini-batches
     exact     exact options only
     solver    one of SOLVERS; PlanError for another
-    least     where none fits, the one with the least peak is given; False: plain autograd is
+    least     where none fits: True: the one with the least peak is given; False: the search for it
+              is made as long as it may find one that fits; None: plain autograd is given at once
     lowest    the one with the least peak, where that is known already
     """
     check_solver(solver)
@@ -73,7 +74,7 @@ def solve(
     choice = (
         problem.answers[solver, limits]
         or lowest
-        or least_peak(problem, limits, fitting=not least)
+        or (None if least is None else least_peak(problem, limits, fitting=not least))
         or keep_all(problem)
     )
     solve_s = perf_counter() - start

@@ -2,8 +2,7 @@
 
     keep -> exact -> dither, 256 levels -> 16 -> 8 -> 4
 
-With what each rung would hold. The first form of a planner: one rung for all sites. A planner that
-decides for each site alone replaces `choose`.
+`held_nbytes` says what each would hold. `choose` is the simplest planner: one preset for all sites.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from elbowroom.plan.site import Need, Rebuildable, Site
 
 
 @dataclass(frozen=True)
-class Rung:
+class Preset:
     """One uniform setting. exact: no bit of any gradient changes."""
 
     name: str
@@ -25,9 +24,9 @@ class Rung:
     exact: bool
 
 
-EXACT_RUNGS = (Rung("keep", KeepAll(), True), Rung("exact", Exact(), True))
-LOSSY_RUNGS = tuple(
-    Rung(f"dither, {levels} levels", Lossy(Dither(levels=levels)), False)
+EXACT_PRESETS = (Preset("keep", KeepAll(), True), Preset("exact", Exact(), True))
+LOSSY_PRESETS = tuple(
+    Preset(f"dither, {levels} levels", Lossy(Dither(levels=levels)), False)
     for levels in (256, 16, 8, 4)
 )
 
@@ -36,7 +35,7 @@ LOSSY_RUNGS = tuple(
 class SavedStorage:
     """One storage of a step: its bytes in plain autograd, and the sites that its ops made.
 
-    sites        empty: it is left alone whatever the rung
+    sites        empty: it is left alone whatever the preset
     asked_exact  some op needs its value exactly
     """
 
@@ -45,31 +44,33 @@ class SavedStorage:
     asked_exact: bool = False
 
 
-def held_nbytes(rung: Rung, step: Sequence[SavedStorage]) -> int:
-    """Bytes held before backward if this rung had decided.
+def held_nbytes(preset: Preset, step: Sequence[SavedStorage]) -> int:
+    """Bytes held before backward if this preset had decided.
 
     An upper bound where a size depends on the data.
     """
-    return sum(_held(rung, storage) for storage in step)
+    return sum(_held(preset, storage) for storage in step)
 
 
-def choose(rungs: Sequence[Rung], step: Sequence[SavedStorage], allowed_nbytes: int) -> int | None:
-    """The index of the mildest rung that holds at most `allowed_nbytes` before backward.
+def choose(
+    presets: Sequence[Preset], step: Sequence[SavedStorage], allowed_nbytes: int
+) -> int | None:
+    """The index of the mildest preset that holds at most `allowed_nbytes` before backward.
 
     None if none does.
     """
-    for index, rung in enumerate(rungs):
-        if held_nbytes(rung, step) <= allowed_nbytes:
+    for index, preset in enumerate(presets):
+        if held_nbytes(preset, step) <= allowed_nbytes:
             return index
     return None
 
 
-def site_nbytes(rung: Rung, site: Site) -> int:
-    """Bytes that this rung would hold for one site, or at most."""
-    if rung.exact and site.rebuildable is Rebuildable.LOSSY:
-        # Its source, encoded when this was noted, would be kept at this rung.
+def site_nbytes(preset: Preset, site: Site) -> int:
+    """Bytes that this preset would hold for one site, or at most."""
+    if preset.exact and site.rebuildable is Rebuildable.LOSSY:
+        # Its source, encoded when this was noted, would be kept at this preset.
         site = replace(site, rebuildable=Rebuildable.EXACT)
-    match rung.policy(site):
+    match preset.policy(site):
         case Keep():
             return site.nbytes
         case Encode(codec, facts):
@@ -79,11 +80,11 @@ def site_nbytes(rung: Rung, site: Site) -> int:
     return 0
 
 
-def _held(rung: Rung, storage: SavedStorage) -> int:
+def _held(preset: Preset, storage: SavedStorage) -> int:
     sites = storage.sites
     if storage.asked_exact and not any(site.need is Need.EXACT for site in sites):
-        # What was held for a milder need served the exact one too, and may not at another rung.
+        # What was held for a milder need served the exact one too, and may not at another preset.
         sites = tuple(replace(site, need=Need.EXACT) for site in sites)
     if not sites:
         return storage.nbytes
-    return min(storage.nbytes, sum(site_nbytes(rung, site) for site in sites))
+    return min(storage.nbytes, sum(site_nbytes(preset, site) for site in sites))

@@ -1,12 +1,12 @@
-"""The ladder: what each rung would hold, and the mildest that fits."""
+"""The ladder: what each preset would hold, and the mildest that fits."""
 
 import torch
 
 from elbowroom.codecs import Facts
-from elbowroom.plan.ladder import EXACT_RUNGS, LOSSY_RUNGS, SavedStorage, choose, held_nbytes
+from elbowroom.plan.presets import EXACT_PRESETS, LOSSY_PRESETS, SavedStorage, choose, held_nbytes
 from elbowroom.plan.site import Need, Rebuildable, Site
 
-RUNGS = EXACT_RUNGS + LOSSY_RUNGS
+PRESETS = EXACT_PRESETS + LOSSY_PRESETS
 SHAPE = (64, 2048)
 NBYTES = 4 * 64 * 2048
 
@@ -23,29 +23,29 @@ MADE_AGAIN = SavedStorage(NBYTES, (site(Need.LOSSY, Rebuildable.LOSSY),))
 FIXED = SavedStorage(NBYTES, ())
 
 
-def test_bytes_of_each_rung() -> None:
-    keep, exact = EXACT_RUNGS
+def test_bytes_of_each_preset() -> None:
+    keep, exact = EXACT_PRESETS
     step = [DENSE, MASK, MADE_AGAIN, FIXED]
     assert held_nbytes(keep, step) == 4 * NBYTES
-    # Exact: the mask in bits, the output rebuilt (its source would be kept at this rung), the rest
-    # whole.
+    # Exact: the mask in bits, the output rebuilt (its source would be kept at this preset), and
+    # the rest whole.
     assert held_nbytes(exact, step) == 2 * NBYTES + NBYTES // 32
     codes = 64 * 2048 // 4 + 2 * (64 * 2048 // 64) + 4 * 64  # 2 bits, 2 bytes a group, 4 a tile
-    assert held_nbytes(RUNGS[-1], step) == codes + NBYTES // 32 + NBYTES
+    assert held_nbytes(PRESETS[-1], step) == codes + NBYTES // 32 + NBYTES
 
 
 def test_a_storage_with_two_readers_counts_once() -> None:
     both = SavedStorage(NBYTES, (site(Need.MASK), site(Need.LOSSY)))
-    assert held_nbytes(EXACT_RUNGS[0], [both]) == NBYTES
-    assert held_nbytes(EXACT_RUNGS[1], [both]) == NBYTES
-    assert held_nbytes(RUNGS[-1], [both]) < NBYTES // 9
+    assert held_nbytes(EXACT_PRESETS[0], [both]) == NBYTES
+    assert held_nbytes(EXACT_PRESETS[1], [both]) == NBYTES
+    assert held_nbytes(PRESETS[-1], [both]) < NBYTES // 9
 
 
-def test_the_mildest_rung_that_fits_is_chosen() -> None:
+def test_the_mildest_preset_that_fits_is_chosen() -> None:
     step = [DENSE] * 10
-    sizes = [held_nbytes(rung, step) for rung in RUNGS]
+    sizes = [held_nbytes(preset, step) for preset in PRESETS]
     assert sizes == sorted(sizes, reverse=True)
-    assert choose(RUNGS, step, sizes[0]) == 0
-    assert choose(RUNGS, step, sizes[0] - 1) == 2  # "exact" gains nothing here
-    assert choose(RUNGS, step, sizes[3]) == 3
-    assert choose(RUNGS, step, sizes[-1] - 1) is None
+    assert choose(PRESETS, step, sizes[0]) == 0
+    assert choose(PRESETS, step, sizes[0] - 1) == 2  # "exact" gains nothing here
+    assert choose(PRESETS, step, sizes[3]) == 3
+    assert choose(PRESETS, step, sizes[-1] - 1) is None
