@@ -27,6 +27,7 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.repeats import Unrepeatable, why_not_again
 from elbowroom.runtime.replay.scribe import Unwritable
+from elbowroom.tools.discovery import Unseen
 
 STEPS, ROWS, WIDTH = 5, 256, 32
 COLLECTED = []
@@ -527,7 +528,8 @@ def test_every_exception_of_the_package_is_public_or_waited_for():
         "Unrepeatable": (BaseException,),  # below
         "Unwritable": (Exception,),  # a forward that nothing can follow: the next is looked at
         "OnceUnwritable": (Unwritable,),  # likewise
-        "_Refused": (errors.PlanError,),  # the command line shows its message
+        "Unseen": (errors.PlanError,),  # of a script: the command line shows its message
+        "_Refused": (Unseen,),  # likewise
         "_Hostile": (Exception,),  # in a snapshot: test_snapshot.py
         "_NoRoomError": (Exception,),  # inside the simulator of evictions: test_eviction.py
         "_Enough": (SystemExit,),  # the command line ends a script that has run for long enough

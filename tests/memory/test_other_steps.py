@@ -81,7 +81,7 @@ def test_many_storages_teach_the_same_as_few(caplog):
     caplog.set_level("INFO", "elbowroom")
     for _ in range(8):
         step()
-    settings = [one.getMessage() for one in caplog.records if "preset" in one.getMessage()]
+    settings = [one.getMessage() for one in caplog.records if "setting" in one.getMessage()]
     assert settings[-1].endswith("'plan' (exact)")
     assert len(settings) == len(dict.fromkeys(settings)), settings  # no way there and back
     fitting = opener_of(model)

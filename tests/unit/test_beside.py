@@ -69,9 +69,9 @@ def test_the_page_is_the_one_that_its_generator_makes(load):
 def test_the_page_of_benchmarks_counts_as_the_rows_do(load):
     text = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
     said = re.search(
-        r"plans lose against (\d+) of (\d+) rivals on the ResNet and win against (\d+); on the GPT "
-        r"they lose against (\d+) of (\d+),.*?, and win against (\d+)\. "
-        r"Peaks of all (\d+) plans were predicted to within ([\d.]+) %",
+        r"plans are more than 2 % slower than (\d+) of (\d+) rivals, and more than 2 % faster than "
+        r"(\d+)\..*? plans are slower than (\d+) of (\d+) rivals, and faster than (\d+)\..*? "
+        r"the peaks of all (\d+) plans were predicted within ([\d.]+) %",
         text,
     )
     found, off = [], []

@@ -1,8 +1,9 @@
 """Calls of modules that are known beforehand, seen whole: a call of any other costs nothing.
 
 `calls.py` gives all modules another `__call__`, which each call of each layer pays for. Where it is
-known which modules are meant, their classes alone get one: a model's own class, and that of the
-wrappers that torch.compile makes. Nothing is changed in a module, and nothing is left in a class.
+known which modules are meant, their classes alone get one: a model's own class. That of the
+wrappers that torch.compile makes gets a `_call_impl`, in which its own `__call__` ends. Nothing is
+changed in a module, and nothing is left in a class.
 """
 
 import sys
@@ -19,7 +20,6 @@ _is_known: Callable[[nn.Module], bool] = bool
 _wanted: set[type[nn.Module]] = set()
 _ours: set[type[nn.Module]] = set()  # classes whose `__call__` is ours
 _optimized: type[nn.Module] | None = None  # that of compiled wrappers
-_plain_optimized: Callable[..., Any] = nn.Module.__call__
 
 
 def watch_known(
@@ -50,7 +50,7 @@ def calls_by_itself(cls: type[nn.Module]) -> bool:
 
 def _keep_in_step() -> None:
     """Give the classes that are wanted our `__call__`, and others their own again."""
-    global _optimized, _plain_optimized
+    global _optimized
     optimized = _optimized_class()
     wanted = _wanted - {optimized}
     for cls in _ours - wanted:
@@ -62,12 +62,12 @@ def _keep_in_step() -> None:
         cls.__call__ = _call_known  # type: ignore[method-assign]
     if optimized is not None:
         if _wanted and _optimized is None:
-            _optimized, _plain_optimized = optimized, optimized.__call__
-            optimized.__call__ = _call_optimized  # type: ignore[method-assign]
+            _optimized = optimized
+            optimized._call_impl = _call_optimized  # type: ignore[method-assign,assignment]
         elif not _wanted and _optimized is not None:
             _optimized = None
-            if optimized.__call__ is _call_optimized:
-                optimized.__call__ = _plain_optimized  # type: ignore[method-assign]
+            if optimized.__dict__.get("_call_impl") is _call_optimized:
+                del optimized._call_impl
     if _wanted and optimized is None:  # it may be imported while we watch
         nn.Module.__init_subclass__ = classmethod(_begins)  # type: ignore[assignment,arg-type]
     elif "__init_subclass__" in nn.Module.__dict__:
@@ -103,9 +103,9 @@ def _plain_now(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _call_optimized(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_dynamo_compiling() or not _is_known(module):
-        return _plain_optimized(module, *args, **kwargs)
+        return nn.Module._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
     pass_through()  # torch.compile may have been imported since
-    return _seen(module, _plain_optimized, args, kwargs)
+    return _seen(module, nn.Module._call_impl, args, kwargs)
 
 
 def _seen(
