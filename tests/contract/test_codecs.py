@@ -552,7 +552,9 @@ def test_a_seed_decides_every_bit(case):
         assert keeps_promise(case, x, z), other
 
 
+# A threaded loop takes several seconds to compile: a sample runs each time.
 # The threaded loops of 16-bit floats take 10 to 20 s each to compile, and differ in a load alone.
+@pytest.mark.sampled
 @cases(lambda case: case.dtype not in (torch.bfloat16, torch.float16) or case.codec.id == "group")
 def test_the_number_of_threads_changes_no_bit(case):
     x = case.values(3 * 16 * TILE + 77)  # a thread takes 16 tiles at a time

@@ -35,6 +35,7 @@ print("equal")
 """
 
 
+@pytest.mark.whole  # half a minute: it compiles the loops once more
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a CPU of x86-64")
 def test_the_loops_of_an_older_cpu_equal_the_reference():
     run = subprocess.run(
