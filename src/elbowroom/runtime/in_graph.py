@@ -25,6 +25,7 @@ from elbowroom.runtime.compiler import (
     is_compiled,
     may_compile,
 )
+from elbowroom.runtime.known_calls import watches_calls_of
 from elbowroom.runtime.ledger import Ledger
 
 _running = threading.RLock()
@@ -58,7 +59,7 @@ def compiled_by(form: GraphForm, ledger: Ledger, *, watches: bool) -> Iterator[l
         module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         options = inductor_options(module) if is_compiled(module) else None
-        if options is None:
+        if options is None or watches_calls_of(module):  # a fitted one has a plan of its own
             with modules.entered(module) if watches else nullcontext():
                 return plain(*args, **kwargs)
         called.append(modules.name_of(module))

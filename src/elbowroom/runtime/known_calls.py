@@ -37,6 +37,11 @@ def watch_known(
         _keep_in_step()
 
 
+def watches_calls_of(module: nn.Module) -> bool:
+    """Returns whether calls of this module are seen here."""
+    return bool(_wanted) and _is_known(module)
+
+
 def calls_by_itself(cls: type[nn.Module]) -> bool:
     """Return whether a class has a `__call__` that is not torch's: it may change it at any time."""
     if cls is nn.Module:
