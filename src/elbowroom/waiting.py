@@ -17,7 +17,7 @@ _one = threading.Lock()
 
 @contextmanager
 def waiting(what: str) -> Iterator[Tell]:
-    """Inside, whoever waits sees `what`, and beside it what the function that is given was told."""
+    """Shows `what` on the terminal after 2 s, with the latest text that the given function got."""
     is_shown = sys.stderr is not None and sys.stderr.isatty() and _one.acquire(blocking=False)
     if not is_shown:
         yield lambda _: None

@@ -240,15 +240,15 @@ class _Run:
             return
         names = f"{', '.join(one.name for one in self._models)} and {name}"
         if self._plan is not None:
-            why = "and a plan is for one; leave out --plan"
+            why = "and a plan is for one; leave out --plan, "
         elif is_compiled(called) or isinstance(self._models[-1].fitting, CompiledFitting):
-            why = "and a compiled one keeps to the budget alone; leave them uncompiled"
+            why = "and a compiled one keeps to the budget alone; leave them uncompiled, "
         elif len(self._models) == _MOST_MODELS:
-            why = f"more than the {_MOST_MODELS} that share a budget"
+            why = f"more than the {_MOST_MODELS} that share a budget; "
         else:
             return
         raise _Refused(
-            f"the script trains several models, {names}, {why}, call all of them in the forward of "
+            f"the script trains several models, {names}, {why}call all of them in the forward of "
             "one nn.Module, or save what they hold by hand, with er.saving() around their forwards"
         )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided for one compiled region; all figures are estimates, in bytes.
+    """Decision for one compiled region; all figures are estimates, in bytes.
 
     peak_nbytes         of forward and backward, gradients included, parameters and inputs not
     saved_nbytes        held between forward and backward

@@ -307,7 +307,7 @@ def _is_stored(
     facts: dict[fx.Node, Facts],
     kept: set[fx.Node],
 ) -> bool:
-    """Whether a value is written to memory. heavy: slow ops that are inlined into it."""
+    """Returns whether a value is written to memory. heavy: slow ops that are inlined into it."""
     if fact.kind is Kind.REDUCTION or node in kept:
         return not isinstance(node.meta.get("val"), (tuple, list))
     if _is_read_by_extern(node, readers, facts):

@@ -75,7 +75,7 @@ def seed_of(base: int, number: int) -> int:
 
 
 def _rank() -> int:
-    """Of this process among those that train together: each draws noise of its own."""
+    """Returns the rank of this process, by which each process draws noise of its own."""
     distributed = torch.distributed
     return (
         distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

@@ -24,7 +24,7 @@ from typing import Any
 
 @contextmanager
 def in_order(*, fuses_alike: bool = False) -> Iterator[None]:
-    """Meanwhile Inductor keeps kernels where the graph has them, and frees what ends."""
+    """Makes Inductor keep kernels in the graph's order, and free memory at its last use."""
     from torch._inductor import config
     from torch._inductor.virtualized import V
 
@@ -54,7 +54,7 @@ def _choices_after(base: Any) -> Any:
 
 
 def _waits(scheduler: Any, one: Any, two: Any) -> bool:
-    """Whether the later of two needs a library call that comes after the earlier one."""
+    """Returns whether the later of two nodes needs a library call that follows the earlier one."""
     first, second = sorted((one, two), key=lambda node: node.min_order)
     needed = map(scheduler.name_to_fused_node.get, second.ancestors)
     between = (n for n in needed if n is not None and n.is_extern())

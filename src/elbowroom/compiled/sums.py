@@ -65,7 +65,7 @@ def split(graph: fx.Graph, among: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _is_taken(total: fx.Node, product: object, other: object) -> bool:
-    """Whether Inductor joins the two (`is_valid_addmm_fusion` in its post_grad passes)."""
+    """Returns whether Inductor joins a sum and a product (its `is_valid_addmm_fusion`)."""
     if not isinstance(product, fx.Node) or not isinstance(other, fx.Node):
         return False
     if product.target is not _aten.mm.default or len(product.users) != 1 or product is other:
@@ -79,7 +79,7 @@ def _is_taken(total: fx.Node, product: object, other: object) -> bool:
 
 
 def _prefers_loops(total: fx.Node) -> bool:
-    """On a GPU a sum that loops alone read is fused with these instead."""
+    """Returns whether a sum is fused with its readers, as on a GPU where all of them are loops."""
     from torch._inductor.utils import is_gpu, is_pointwise_use
 
     device = total.meta["val"].device.type

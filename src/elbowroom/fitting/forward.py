@@ -158,7 +158,7 @@ class FittedSaving(Saving):
 
     @property
     def _is_in_vain(self) -> bool:
-        """Whether the forward only goes to its end: nobody asks what it saves, and how."""
+        """True if the forward will be discarded, so that nothing of it is recorded any more."""
         return self.too_much and not (self._may_climb or self._only_counts)
 
     def _taken(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle | DropHandle:

@@ -16,7 +16,7 @@ _CAREFUL = 0.03  # of what is not static is left free by a plan that was not mea
 
 @dataclass(frozen=True)
 class PlannerSettings:
-    """How plans are made.
+    """Settings by which plans are made.
 
     ratio          how much larger than the profiled call the largest is
     margin_nbytes  by which plans in which no module runs again have been too optimistic
@@ -51,7 +51,7 @@ class PlannerSettings:
         )
 
     def _found(self, profile: Profile, *, exact: bool | None) -> Plan | None:
-        """With a little left free if it can be; else with nothing."""
+        """Returns a plan that leaves a little memory free, or one that leaves none, or None."""
         careful, hasty = int(_CAREFUL * (self.options.budget_nbytes - profile.static)), self._hasty
         for more in (careful, 0):
             try:

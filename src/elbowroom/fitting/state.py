@@ -30,7 +30,7 @@ class Before(NamedTuple):
 
 @dataclass(frozen=True)
 class FitState:
-    """What is known of forwards of one kind, and what they run at.
+    """Immutable state of forwards of one kind: what is known of them, and what they run at.
 
     phase         what the next step is for
 
@@ -177,7 +177,7 @@ class FitState:
 
     @property
     def corrects(self) -> bool:
-        """Whether smaller plans are measured where none is left: no budget is named then."""
+        """True if smaller plans are measured where no plan is left; no budget is named then."""
         return self.plan is not None and (self.rounds > 0 or self.rehearsed)
 
     @property

@@ -167,7 +167,7 @@ class Problem:
 
     @cached_property
     def answers(self) -> dict[object, Any]:
-        """What solvers have answered, by what they were asked: a plan is often asked for again."""
+        """Answers of solvers, by solver and limits: the same plan is often asked for again."""
         return {}
 
 

@@ -146,7 +146,7 @@ class Profile:
 
     @cached_property
     def problems(self) -> dict[object, Any]:
-        """What was built of it, by what it was built with (`build_problem.py`)."""
+        """Problems built from this profile, by their settings (`build_problem.py`)."""
         return {}
 
     @cached_property

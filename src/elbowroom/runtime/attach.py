@@ -84,7 +84,7 @@ def _forget() -> None:
 
 
 def discover(meet: Meet | None) -> None:
-    """From now on `meet` sees outermost modules before they run with gradients on; None: no more.
+    """Sets `meet`, which sees outermost modules before they run with gradients on; None ends that.
 
     Those that are attached already are not shown, nor what is called in backward or on a thread of
     its own. `meet` may attach a module: then this very call goes through it. It returns whether

@@ -100,7 +100,7 @@ def pass_through() -> None:
 
 
 def dynamo_looks() -> bool:
-    """Whether what runs now is a part of a compiled call: what is called next is compiled, too."""
+    """Returns whether a compiled call is running, so that what is called next is compiled, too."""
     return _dynamo_callback() not in (None, False)
 
 

@@ -103,7 +103,7 @@ def may_compile() -> bool:
 
 
 def compilations() -> frozenset[int] | None:
-    """What has been given to torch.compile so far in this process; None: it is not known.
+    """Returns ids of all that this process has given to torch.compile; None: it is not known.
 
     Dynamo notes a backend for each.
     """

@@ -46,7 +46,7 @@ class GraphForm(Protocol):
 
 @contextmanager
 def compiled_by(form: GraphForm, ledger: Ledger, *, watches: bool) -> Iterator[list[str]]:
-    """Inside, on this thread, modules that Inductor compiles are compiled by `form`.
+    """Compiles modules on this thread by `form`, where Inductor compiles them.
 
     Gives the names of those that have been called so far.
 

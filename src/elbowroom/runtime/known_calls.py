@@ -25,7 +25,7 @@ _optimized: type[nn.Module] | None = None  # that of compiled wrappers
 def watch_known(
     around: Around, is_known: Callable[[nn.Module], bool], classes: Iterable[type[nn.Module]]
 ) -> None:
-    """From now on calls of known modules on all threads go through this first.
+    """Makes calls of known modules on all threads go through `around`.
 
     is_known: of a module, or of a compiled wrapper; classes: of all known modules. Of none: no more
     """

@@ -344,7 +344,7 @@ def _moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 
 def _is_own_result(x: Tensor, held: Slot) -> bool:
-    """Whether x is a view of what its op has made, and saved as what is held."""
+    """Returns whether x is a view of its op's own result, which that op has saved."""
     node = x.grad_fn
     while node is not None and node.name() in _REORDERED:
         node = node.next_functions[0][0]
@@ -554,7 +554,7 @@ def _batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 
 def _is_one_pass(x: Tensor, *given: Tensor | None) -> bool:
-    """Whether torch's kernel makes a batch norm by x * scale + shift, once it has the statistics.
+    """Returns whether torch's kernel makes a batch norm of known statistics by x * scale + shift.
 
     A CPU's does, of a tensor in order; of another it subtracts the mean first.
     """

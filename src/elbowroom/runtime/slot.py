@@ -57,7 +57,7 @@ class Geometry(NamedTuple):
 
 
 class Slot:
-    """What is held for one storage at one version.
+    """Value that stands for one storage at one version, shared by all views of it.
 
     base             the geometry of a dense tensor that covers it
     bits             of a mask; mask_of: of which op's, if one has asked for it
@@ -221,12 +221,12 @@ class Slot:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it is made again, and what is made waits for its next readers."""
+        """True if the value is recomputed, and the result waits for its next readers."""
         return self.shares and hasattr(self.value, "ready")
 
     @property
     def is_shared_now(self) -> bool:
-        """Whether that is so, and a recipe may start here: what is made has every bit."""
+        """True if a recipe may start at the shared result, because that is exact."""
         return self.is_shared and self.exact
 
     def restore_source(self) -> Tensor:
@@ -263,7 +263,7 @@ _shared: "list[weakref.ref[Slot]]" = []
 
 
 def _note_shared(slot: Slot) -> None:
-    """Of what is made again and waits for more readers hold the last few, and let the others go.
+    """Keeps the last few recomputed tensors that wait for more readers, and frees the others.
 
     Readers of one tensor, and of what is made of it, come one after the other in backward: a query,
     a key and a value of one norm; a SiLU's input, which is made on the way to its output.

@@ -16,7 +16,7 @@ def is_traced() -> bool:
 
 
 def takes_gradients() -> bool:
-    """Inside torch.func.grad and what is made of it: vjp, jacrev, hessian."""
+    """Returns whether torch.func.grad, or vjp, jacrev or hessian, is running."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(one.key() == torch._C._functorch.TransformType.Grad for one in stack)
 

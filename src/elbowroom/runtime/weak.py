@@ -30,7 +30,7 @@ class WeakStorage:
         return 0 if self.expired() else self._count() - _counted_always()
 
     def is_held_by_more(self, than: int) -> bool:
-        """Whether more tensors than this share it. Asked of many in each moment of a step."""
+        """Returns whether more than `than` tensors share the storage. It is called very often."""
         return torch._C._storage_Use_Count(self.address) > than + _counted_always()
 
     def _count(self) -> int:

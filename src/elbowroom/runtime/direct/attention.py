@@ -230,7 +230,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _written_out(ctx: Any, tensors: tuple[Any, ...]) -> Given | None:
-    """What the math path's ops, called one by one, are given; None: it is left to torch."""
+    """Returns the arguments for the math path op by op; None if attention is left to torch."""
     how, (q, k, v, mask) = ctx.how, tensors
     if how.enable_gqa or not isinstance(ctx.drawn, _Bits):
         return None

@@ -42,7 +42,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """As torch.nn.functional.cross_entropy, for what `fits_cross_entropy`."""
+    """Computes torch.nn.functional.cross_entropy of arguments that pass `fits_cross_entropy`."""
     labels = _Labels(target, weight, _REDUCTIONS[reduction], ignore_index)
     logp: Tensor = _LogProbabilities.apply(input, labels)  # type: ignore[no-untyped-call]
     loss: Tensor = _NegativeLogLikelihood.apply(  # type: ignore[no-untyped-call]
@@ -52,7 +52,7 @@ def cross_entropy(
 
 
 def fits_cross_entropy(call: Call, x: Tensor) -> bool:
-    """Whether it is of rows of logits in float32 or so, on a CPU, by class numbers."""
+    """Returns whether a call takes rows of floating-point logits on a CPU and class numbers."""
     target, weight = call.arg(1, "target"), call.arg(2, "weight")
     on_cpu = x.device.type == "cpu" and x.dtype in (*FLOATS, torch.float64)
     if not on_cpu or x.dim() != 2 or not x.is_contiguous() or x.nbytes < _LEAST_NBYTES:
@@ -68,7 +68,7 @@ def fits_cross_entropy(call: Call, x: Tensor) -> bool:
 
 
 class _Labels:
-    """What the two nodes share: how the loss is made, and what the second tells the first.
+    """State that both nodes share: how the loss is made, and what the second tells the first.
 
     came  the gradient of the loss, the labels, their weights and what these add up to
     """
@@ -146,7 +146,7 @@ class _LogProbabilities(torch.autograd.Function):
 
 
 def _restored(ctx: Any) -> tuple[Tensor, bool]:
-    """What was saved, and whether nobody else can ask for it: it may be written over."""
+    """Returns the saved tensor, and whether it may be overwritten: nobody else can ask for it."""
     held = packed(ctx, 0)
     held = held.held if isinstance(held, Deferred) else held
     handle = held.slot.value if isinstance(held, View) else None

@@ -30,7 +30,7 @@ _MOST_KNOWN = 512  # geometries
 
 
 class Given(NamedTuple):
-    """What attention was given: q [B, H, T, E], k, v [B, H, S, E], mask, and its settings.
+    """Arguments of attention: q [B, H, T, E], k, v [B, H, S, E], mask, and its settings.
 
     is_learned  whether the mask wants a gradient
     """
@@ -46,7 +46,7 @@ class Given(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether it is what this file is about."""
+        """True if the functions of this module can compute attention of these arguments."""
         of_q = self.q.shape[:2], torch.float32
         tensors = (self.q, self.k, self.v)
         alike = all(x.dim() == 4 and (x.shape[:2], x.dtype) == of_q for x in tensors)
@@ -67,12 +67,12 @@ class Given(NamedTuple):
 
     @property
     def keeps(self) -> float:
-        """What dropout multiplies by what it lets pass."""
+        """Factor by which dropout scales the values that it keeps."""
         return float(torch.ones(()).div_(1 - self.dropout_p))
 
 
 def draw(given: Given) -> Tensor:
-    """Where dropout lets pass, a bit an element, drawn as torch draws it."""
+    """Draws the values that dropout keeps, one bit an element, as torch draws them."""
     ones = torch.empty((*given.q.shape[:3], given.k.shape[2])).bernoulli_(1 - given.dropout_p)
     return ops.pack_bits(ones.view(-1))
 
@@ -127,7 +127,7 @@ def _weights(logits: Tensor, given: Given) -> Tensor:
 
 
 class MathAttention:
-    """Which geometries have been seen to get torch's bits by the functions above."""
+    """Geometries for which the functions above were seen to give torch's bits."""
 
     def __init__(self) -> None:
         self._agrees: dict[Hashable, bool] = {}
@@ -173,7 +173,7 @@ def _geometry(given: Given, *grads: Tensor) -> Hashable:
 
 
 def _is_same(one: Tensor, other: Tensor | None) -> bool:
-    """Whether bits and strides are equal; what has a NaN is not."""
+    """Returns whether two tensors have equal bits and strides; False where one has a NaN."""
     return other is not None and one.stride() == other.stride() and torch.equal(one, other)
 
 

@@ -130,7 +130,7 @@ def _guard(step: Step) -> Guard:
 
 
 def _is_compared(want: Any) -> bool:
-    """Whether the same object may still be another argument than it was."""
+    """Returns whether an argument may have changed although it is the same object."""
     return type(want) in (Like, tuple, list)
 
 

@@ -72,7 +72,7 @@ class Scripts:
 
     @property
     def calls_nothing_compiled(self) -> bool:
-        """Whether no module that is called is compiled, as far as is known.
+        """True if no module that is called is compiled, as far as is known.
 
         To see each call of a module takes a tenth of a step of 60 ms: Python forgets what it knew
         of the attributes of all modules' classes.
@@ -249,7 +249,7 @@ class SavingContext:
         return self
 
     def _sees_calls(self, part: "Saving | _Following") -> bool:
-        """Whether a module that is called may be one that torch.compile compiles."""
+        """Returns whether a called module may be one that torch.compile compiles."""
         if self._graphs is None or "torch._dynamo" not in sys.modules:
             return False
         return isinstance(part, Saving) or not part.scripts.calls_nothing_compiled
