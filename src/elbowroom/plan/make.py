@@ -97,7 +97,7 @@ def make_plan(
                 solver=solver,
                 lowest=found.choice,
             )
-            least_nbytes, found = _least(found, search, int(finest))
+            least_nbytes, found = _least(found, search, max(int(finest), 1))
         ways = (lossy_helps,) if exact else ()
         if solver in BASELINES:
             ways = (f"leave out solver='{solver}', with which more is needed", *ways)
