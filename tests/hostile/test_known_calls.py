@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from elbowroom.runtime import attach, calls, known_calls
+from elbowroom.runtime import attach, calls
 
 
 class Around:
@@ -32,7 +32,7 @@ def nothing_is_left() -> Iterator[None]:
     for model, _ in attach.attached():
         attach.detach(model)
     assert nn.Module.__call__ is calls._plain_call
-    assert not known_calls._ours
+    assert not calls._ours
     assert "__init_subclass__" not in nn.Module.__dict__
 
 
@@ -118,7 +118,7 @@ def test_a_model_that_is_compiled_after_it_was_attached_is_seen() -> None:
     script = """
 import sys, torch
 from torch import nn
-from elbowroom.runtime import attach, known_calls
+from elbowroom.runtime import attach, calls
 from test_known_calls import Around
 assert "torch._dynamo" not in sys.modules
 model, around = nn.Sequential(nn.Linear(4, 4)), Around()
@@ -133,7 +133,7 @@ compiled(torch.randn(2, 4))
 model(torch.randn(2, 4))
 assert around.runs == 2, around.runs
 assert "__init_subclass__" not in nn.Module.__dict__
-assert known_calls._optimized is None
+assert calls._optimized is None
 """
     folder = __file__.rsplit("/", 1)[0]
     done = subprocess.run(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom as er
-from elbowroom.runtime.direct import math_attention
-from elbowroom.runtime.direct.math_attention import MATH_ATTENTION
+from elbowroom.runtime.direct.attention import math_path
+from elbowroom.runtime.direct.attention.math_path import MATH_ATTENTION
 from elbowroom.runtime.slot import _MOST_SHARED, Slot
 
 _aten: Any = torch.ops.aten
@@ -179,8 +179,8 @@ def test_written_out_attention_has_the_bits_of_torchs(mask: str) -> None:
 
 def test_attention_that_is_not_torchs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     MATH_ATTENTION._agrees.clear()
-    right = math_attention._weights
-    monkeypatch.setattr(math_attention, "_weights", lambda *given: right(*given) * 1.0001)
+    right = math_path._weights
+    monkeypatch.setattr(math_path, "_weights", lambda *given: right(*given) * 1.0001)
     q, k, v = heads(2, 128, 4, 8), heads(2, 128, 4, 8), heads(2, 128, 4, 8)
 
     def run() -> Tensor:

@@ -10,8 +10,7 @@ from elbowroom.plan.make import plain_peak
 from elbowroom.plan.plan import Plan, PlanEntry
 from elbowroom.plan.policy import Lossy
 from elbowroom.plan.precision_floor import LEAST_AGAIN
-from elbowroom.plan.rows import Rows
-from elbowroom.plan.site import RECOMPUTE, SiteName
+from elbowroom.plan.site import RECOMPUTE, Rows, SiteName
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.hooks import Saving

@@ -19,7 +19,7 @@ from elbowroom.measure import Speed
 from elbowroom.measure.record import record
 from elbowroom.plan import KeepAll
 from elbowroom.plan.profile import Profile, Save, Storage
-from elbowroom.runtime.supported_types import PLAIN
+from elbowroom.runtime.identity import PLAIN
 
 MIN_NBYTES = 4096
 SPEED = Speed(flops=1e10, nbytes=1e10, overhead_s=1e-6)

@@ -37,7 +37,7 @@ from elbowroom.fitting.transitions import advance
 from elbowroom.measure import peak
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.measure.recording import Recording
-from elbowroom.runtime import attach, calls, known_calls, modules, transforms
+from elbowroom.runtime import attach, calls, modules, transforms
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import Context
 from elbowroom.tools import Discovery
@@ -51,8 +51,8 @@ def nothing_stays_attached():
     for model in list(attach._attached):  # only after a failure
         er.release(model)
     assert nn.Module.__call__ is calls._plain_call, "a test left the interception in place"
-    assert not known_calls._ours
-    assert known_calls._optimized is None
+    assert not calls._ours
+    assert calls._optimized is None
     assert "__init_subclass__" not in nn.Module.__dict__
     assert modules._users == 0
 

@@ -15,7 +15,8 @@ import elbowroom as er
 from elbowroom.codecs import Dither
 from elbowroom.plan.precision_floor import levels_for
 from elbowroom.runtime import direct
-from elbowroom.runtime.direct.attention import _LeanMask, attention, spread
+from elbowroom.runtime.direct.attention import attention, spread
+from elbowroom.runtime.direct.attention.dropout import LeanMask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BAR = 0.05
@@ -282,12 +283,12 @@ def test_dropouts_backward_holds_three_matrices_of_weights(how: Any, dtype: torc
 
 def test_a_mask_of_dropout_that_is_changed_otherwise_is_held() -> None:
     bits, x = torch.zeros(8, dtype=torch.uint8), torch.ones(64)
-    lean = _LeanMask(bits)
+    lean = LeanMask(bits)
     with lean.drawing():
         x.bernoulli_(0.5).div_(0.5)
     assert not isinstance(lean.pack(x), Tensor)
     assert isinstance(lean.pack(x), Tensor)  # what lies there later is another tensor
-    other = _LeanMask(bits)
+    other = LeanMask(bits)
     with other.drawing():
         x.bernoulli_(0.5).mul_(2.0)
     assert isinstance(other.pack(x), Tensor)

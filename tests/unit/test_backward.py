@@ -17,7 +17,7 @@ from elbowroom.plan.backward import Graph, Node, run
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, with_backward
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.weak import WeakStorage
+from elbowroom.runtime.storage import WeakStorage
 
 END = ((-1, 0),)  # the op's input needs no gradient
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from elbowroom.runtime.handles import OffloadHandle, offload
+from elbowroom.runtime.storage import WeakStorage
 from elbowroom.runtime.tiers import HostTier, StagedTier, copier
 from elbowroom.runtime.tiers.slabs import Slabs
 from elbowroom.runtime.tiers.unlinked import bytes_of
-from elbowroom.runtime.weak import WeakStorage
 
 N = 64
 

@@ -14,7 +14,7 @@ Bits an element beside the mask, at density d: d log2 upper + (1 - d) log2 lower
 With fold > 1 so many of the lower values share a code, that of their sum with random signs: it is
 unbiased, and its error is larger than their spread. That is enough where all of the gradient has
 passed the mask, and is 0 below it: backward then reads what lies there only in the term
-xhat * mean(grad * xhat), summed over whole maps (`runtime/relu_gating.py`). Bits, beside the mask:
+xhat * mean(grad * xhat), summed over whole maps (`runtime/deferred.py`). Bits, beside the mask:
 d (log2 upper + 16 / group_size) + (1 - d) (log2 lower + 16 / group_size) / fold.
 """
 

@@ -33,7 +33,7 @@ from elbowroom.measure.resident_bytes import resident_bytes_of
 from elbowroom.measure.roofline import Speed, speed_of
 from elbowroom.plan import KeepAll
 from elbowroom.plan.profile import Profile
-from elbowroom.runtime.supported_types import standing_in
+from elbowroom.runtime.identity import standing_in
 
 Loss = Callable[[nn.Module, Any], Tensor]
 _NEED_VALUES = (

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from elbowroom.runtime.handles.keep import storage_nbytes
-from elbowroom.runtime.weak import WeakStorage
+from elbowroom.runtime.storage import WeakStorage, storage_nbytes
 
 _SMALL = 16384  # bytes: of a batch norm's statistics a network may have thousands
 

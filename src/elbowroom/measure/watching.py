@@ -22,9 +22,9 @@ from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
 from elbowroom.plan import Site, SiteName
 from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.observer import Use
 from elbowroom.runtime.slot import Geometry, Slot, View
+from elbowroom.runtime.storage import version_of
 
 Rungs = Callable[[Site], Sequence[Codec]]
 _SAMPLE = 32768  # elements on which other codecs are tried

@@ -5,7 +5,7 @@ from typing import Literal
 
 from elbowroom.codecs import Codec, Facts
 from elbowroom.codecs.facts import NOTHING
-from elbowroom.plan.rows import Rows
+from elbowroom.plan.site import Rows
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Encode:
     ReLU, whose mask is held anyway (`facts.mask`), or a GELU or SiLU, which is not linear in it.
 
     with_mask   if the ReLU is that of the norm's output
-    gated       if, besides, all of the norm's gradient comes through it (`runtime/relu_gating.py`)
+    gated       if, besides, all of the norm's gradient comes through it (`runtime/deferred.py`)
     behind_sum  if all of it comes through the ReLU of a sum that the norm's output is a part of
     curved      if it is read by a GELU or SiLU
     rows        normalized by their own mean and std, where a reader divides by their size

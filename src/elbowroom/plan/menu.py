@@ -28,9 +28,8 @@ from elbowroom.plan.presets import Preset
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.registered import all_settings, expected_nbytes, weighed
-from elbowroom.plan.rows import Rows
 from elbowroom.plan.samples import samples_at_once
-from elbowroom.plan.site import NORMS, Need, Reads, Rebuildable, Site
+from elbowroom.plan.site import NORMS, Need, Reads, Rebuildable, Rows, Site
 
 KEEP = Preset("keep", KeepAll(), exact=True)
 EXACT_MENU = (Preset("exact", Exact(), exact=True),)

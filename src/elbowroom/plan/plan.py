@@ -23,8 +23,7 @@ from elbowroom.plan.policy import Lossy
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
-from elbowroom.plan.sequence import prefix
-from elbowroom.plan.site import RECOMPUTE, Site, SiteName
+from elbowroom.plan.site import RECOMPUTE, Site, SiteName, prefix
 from elbowroom.units import show_nbytes, show_seconds
 
 VERSION = 1

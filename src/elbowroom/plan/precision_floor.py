@@ -11,7 +11,7 @@
     attention's q and k               16 to 256 levels, by their logits
     attention's v                     16 to 256 levels, by how it varies over tokens
 
-Attention runs again in backward, on what is held of q, k and v (`runtime/direct/attention.py`). An
+Attention runs again in backward, on what is held of q, k and v (`runtime/direct/attention/`). An
 error of variance s^2 in a logit changes the gradient's square by s^2 of it where weights are spread
 over many keys, by half of that where they are sharp; the codes of k and v, in which it is linear,
 add what they add to a linear op (16 levels: 0.8 % each). s^2 grows with the product of the squares
@@ -34,7 +34,7 @@ activation behind it share a code, their errors multiply besides. So the square 
 with (levels - 1)^4 where the variance falls with (levels - 1)^2. And the errors of layers add up:
 an EfficientNet with 49 norms had a gErr2 of 0.27 with 8 levels, 0.09 with 16 and 0.03 with 32
 (docs/log.md, "public models"). A ReLU is linear in what is decoded. Rows whose
-size a norm divides by: `rows.py`.
+size a norm divides by: `Rows` in `site.py`.
 
 A piece of forward that the user's checkpoint runs again from a decoded input is curved all over,
 and its ReLUs pass what they did not: what that adds to gErr2 (`dither`; public models, docs/log.md)

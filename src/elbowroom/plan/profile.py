@@ -20,9 +20,8 @@ from elbowroom.kernels.windows import Window
 from elbowroom.plan import files
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
-from elbowroom.plan.rows import Rows
 from elbowroom.plan.shares import NoiseShares, SiteShares
-from elbowroom.plan.site import RECURRENT, Formula, Need, Reads, Rebuildable, Site, SiteName
+from elbowroom.plan.site import RECURRENT, Formula, Need, Reads, Rebuildable, Rows, Site, SiteName
 from elbowroom.units import show_nbytes, show_seconds
 
 VERSION = 1

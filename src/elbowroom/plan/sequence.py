@@ -6,20 +6,9 @@
 Both must be profiles of forwards that held nothing (`plan/rehearsal.py`).
 """
 
-import re
 from dataclasses import replace
 
 from elbowroom.plan.profile import ModuleCall, Profile, Storage
-
-
-def prefix(nth: int) -> str:
-    """Returns the prefix of all module names in the nth forward of a step, from 1."""
-    return "" if nth == 1 else f"call {nth}: "
-
-
-def without_prefix(name: str) -> str:
-    """The module's own name."""
-    return re.sub(r"^call \d+: ", "", name) if name.startswith("call ") else name
 
 
 def in_sequence(first: Profile, second: Profile) -> Profile:

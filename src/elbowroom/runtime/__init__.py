@@ -1,18 +1,34 @@
 """DEED: what happens between autograd's pack and unpack.
 
+A step that is looked at, in the order in which a tensor meets it:
+
 hooks       the two hooks themselves, on the main path
-consumers   which op is saving, and what its backward needs
-request     what that op asks of the tensor's slot, and whether what is held suffices
-serving     the policy is asked, and what it says is performed, now or later
-listener    who is told of each op: the scribe, or nobody
-masks       ops whose backward reads a bit of an element, and which
+consumers   which op is saving, and what its backward needs: by its name, or
+readers     by the nodes that it has made, and formulas, the table of derivative formulas
 identity    one record (`Slot`) for one storage at one version, however many ops save it
-producers   how an op's output could be made again, in the terms of recipes
-replay/     settled forwards, that follow what was written down
+sites       facts of the save, which a policy decides by
+serving     what the op asks of the slot; the policy is asked, now or later
+deferred    what waits for the next op to be seen
 perform     action -> handle, the only `match` on actions
-handles/    keep, encode, rebuild, drop
+handles/    keep, encode, rebuild (recipes), cast, offload
+producers/  how an op's output could be made again, in the terms of recipes
+direct/     ops whose backward needs no restored tensor
+slot        what is held, and the view of it that autograd gets
+
+A settled step:
+
+replay/     the script of a forward, and what follows it
+
+Beside them:
+
+observer    who is told of each op: the scribe, a recorder, or nobody
+masks       ops whose backward reads a bit of an element, and which
+storage     a storage seen from outside: whether it lives and was changed
 arena       memory that restored tensors take turns in
 ledger      our own count of bytes
 context     seed, steps, what was learned
-attach      a model's forward
+calls       calls of modules, seen whole; attach: those of a fitted model
+recompute   modules that run again in backward; repeats, rewind, undo, reach: whether they can
+checkpoints inputs of the user's checkpoints
+tiers/      where offloaded tensors lie
 """

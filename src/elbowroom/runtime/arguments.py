@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elbowroom.runtime.generators import KINDS as RANDOM
+from elbowroom.runtime.rewind import KINDS as RANDOM
 
 LARGEST = 1 << 20  # bytes of the copy: one is held for each call that is to be made again
 _PLAIN = frozenset((str, int, float, bool, type(None), bytes, complex, tuple, list, dict, set))

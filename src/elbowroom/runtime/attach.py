@@ -1,9 +1,8 @@
 """A context around every forward of a model, without changing the model.
 
-Its calls are seen by `known_calls.py`, or, where any module may be meant, by `calls.py`, and the
-called one is looked up in a weak table: no attribute, no wrapper, no subclass. So `state_dict`,
-`type(model)`, pickles and deep copies are those of the plain model (a copy is not in the table),
-and detaching leaves nothing behind.
+Its calls are seen by `calls.py`, and the called one is looked up in a weak table: no attribute, no
+wrapper, no subclass. So `state_dict`, `type(model)`, pickles and deep copies are those of the plain
+model (a copy is not in the table), and detaching leaves nothing behind.
 """
 
 import threading
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from elbowroom.runtime import calls, known_calls
+from elbowroom.runtime import calls
 from elbowroom.runtime.compiler import original, say_eager
 from elbowroom.runtime.transforms import is_traced, say_traced
 
@@ -102,12 +101,12 @@ def _watch() -> None:
     _ids.clear()
     _ids.update(map(id, models))
     classes = _classes_of(models)
-    if _meet is not None or any(map(known_calls.calls_by_itself, classes)):
-        known_calls.watch_known(_around, _is_attached, ())
+    if _meet is not None or any(map(calls.calls_by_itself, classes)):
+        calls.watch_known(_around, _is_attached, ())
         calls.watch(_around, _is_attached if _meet is None else None)
     else:
         calls.watch(None)
-        known_calls.watch_known(_around, _is_attached, classes)
+        calls.watch_known(_around, _is_attached, classes)
 
 
 def _classes_of(modules: Iterable[nn.Module]) -> set[type[nn.Module]]:

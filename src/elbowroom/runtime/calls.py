@@ -5,12 +5,17 @@ while somebody wants to, and only then, `__call__` itself is another function (a
 tracer); no module is changed, and nothing is left behind.
 
     nn.Module.__call__     where any module may be meant: it costs about 1 us for each of them
-    that of some classes   where modules are known (`known_calls.py`): others cost nothing
+    that of some classes   where modules are known, as a fitted model is (`watch_known`): a call of
+                           any other costs nothing
+
+Where modules are known, their own classes alone get another `__call__`. That of the wrappers that
+torch.compile makes gets a `_call_impl`, in which its own `__call__` ends. Nothing is changed in a
+module, and nothing is left in a class.
 """
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +30,13 @@ _everywhere: Around | None = None
 _of: Callable[[nn.Module], bool] | None = None
 _users = 0
 _lock = threading.RLock()  # see attach.py
+
+# Of modules that are known:
+_around: Around | None = None
+_is_known: Callable[[nn.Module], bool] = bool
+_wanted: set[type[nn.Module]] = set()
+_ours: set[type[nn.Module]] = set()  # classes whose `__call__` is ours
+_optimized: type[nn.Module] | None = None  # that of compiled wrappers
 
 
 class _Thread(threading.local):
@@ -125,4 +137,107 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return call(*args, **kwargs) if everywhere is None else everywhere(module, call, args, kwargs)
 
 
-OURS: list[Callable[..., Any]] = [_call]  # what takes the place of a `__call__`
+def watch_known(
+    around: Around, is_known: Callable[[nn.Module], bool], classes: Iterable[type[nn.Module]]
+) -> None:
+    """Makes calls of known modules on all threads go through `around`.
+
+    is_known: of a module, or of a compiled wrapper; classes: of all known modules. Of none: no more
+    """
+    global _around, _is_known
+    with _lock:
+        _around, _is_known = around, is_known
+        _wanted.clear()
+        _wanted.update(classes)
+        _keep_in_step()
+
+
+def watches_calls_of(module: nn.Module) -> bool:
+    """Returns whether calls of this module are seen here."""
+    return bool(_wanted) and _is_known(module)
+
+
+def calls_by_itself(cls: type[nn.Module]) -> bool:
+    """Return whether a class has a `__call__` that is not torch's: it may change it at any time."""
+    if cls is nn.Module:
+        return True
+    above = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    return any(
+        "__call__" in one.__dict__ and one is not _optimized_class() and one not in _ours
+        for one in above
+    )
+
+
+def _keep_in_step() -> None:
+    """Give the classes that are wanted our `__call__`, and others their own again."""
+    global _optimized
+    optimized = _optimized_class()
+    wanted = _wanted - {optimized}
+    for cls in _ours - wanted:
+        _ours.discard(cls)
+        if cls.__dict__.get("__call__") is _call_known:  # else somebody has wrapped it since
+            del cls.__call__
+    for cls in wanted - _ours:
+        _ours.add(cls)
+        cls.__call__ = _call_known  # type: ignore[method-assign]
+    if optimized is not None:
+        if _wanted and _optimized is None:
+            _optimized = optimized
+            optimized._call_impl = _call_optimized  # type: ignore[method-assign,assignment]
+        elif not _wanted and _optimized is not None:
+            _optimized = None
+            if optimized.__dict__.get("_call_impl") is _call_optimized:
+                del optimized._call_impl
+    if _wanted and optimized is None:  # it may be imported while we watch
+        nn.Module.__init_subclass__ = classmethod(_begins)  # type: ignore[assignment,arg-type]
+    elif "__init_subclass__" in nn.Module.__dict__:
+        del nn.Module.__init_subclass__
+    pass_through()
+
+
+def _optimized_class() -> type[nn.Module] | None:
+    """Return the class of compiled wrappers, if torch.compile has been imported."""
+    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+
+
+def _begins(cls: type[nn.Module], **settings: Any) -> None:
+    """A class of modules is made, by which the first import of torch.compile is noticed."""
+    super(nn.Module, cls).__init_subclass__(**settings)
+    if cls.__module__ == "torch._dynamo.eval_frame" and cls.__name__ == "OptimizedModule":
+        sys.modules[cls.__module__].OptimizedModule = cls  # type: ignore[attr-defined]
+        with _lock:
+            _keep_in_step()
+
+
+def _call_known(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # By name, and now: whoever else wants to see calls (torch.fx, `calls.py`) is there.
+    if torch.compiler.is_dynamo_compiling() or not _is_known(module):
+        return nn.Module.__call__(module, *args, **kwargs)
+    return _seen(module, _plain_now, args, kwargs)
+
+
+def _plain_now(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # Looked up once the context is open: it may want to see this call, too.
+    return nn.Module.__call__(module, *args, **kwargs)
+
+
+def _call_optimized(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling() or not _is_known(module):
+        return nn.Module._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+    pass_through()  # torch.compile may have been imported since
+    return _seen(module, nn.Module._call_impl, args, kwargs)
+
+
+def _seen(
+    module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return plain(module, *args, **kwargs)
+
+    around = _around
+    if around is None or torch.compiler.is_compiling() or dynamo_looks():  # after a graph break
+        return call(*args, **kwargs)
+    return around(module, call, args, kwargs)
+
+
+OURS = _call, _call_known, _call_optimized  # what takes the place of a `__call__`

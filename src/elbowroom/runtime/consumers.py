@@ -24,15 +24,22 @@ from torch.overrides import TorchFunctionMode
 
 from elbowroom.plan import Need
 from elbowroom.plan.precision_floor import ATTENTION, CURVED, FEW
-from elbowroom.plan.rows import LEAST_FEATURES, LEAST_WIDTH
-from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, RECURRENT, Formula, Reads
+from elbowroom.plan.site import (
+    CHECKPOINT,
+    LEAST_FEATURES,
+    LEAST_WIDTH,
+    NORMS,
+    RECOMPUTE,
+    RECURRENT,
+    Formula,
+    Reads,
+)
 from elbowroom.runtime.formulas import INVERSES, SIZES, WHY
-from elbowroom.runtime.handles.keep import version_of
-from elbowroom.runtime.identity import is_made_of_parameters
+from elbowroom.runtime.identity import PLAIN, is_made_of_parameters
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.slot import Deferred, Slot
-from elbowroom.runtime.supported_types import PLAIN
+from elbowroom.runtime.storage import version_of
 
 # Functions that are told at once -> the arguments (position, name) that may carry an error.
 _FIRST = ((0, "input"),)
@@ -143,7 +150,7 @@ class Call:
         self.began = torch._C._autograd._get_sequence_nr()  # what nodes of its own begin with
         self.rounds = False  # it runs as a node of ours whose backward rounds otherwise
         self.reruns = self.would_rerun = False  # attention: a node of ours runs it again
-        self.fewest: Levels | None = None  # for attention's codes (`direct/attention.py`)
+        self.fewest: Levels | None = None  # for attention's codes (`direct/attention/`)
         self.levels: int | None = 16  # that attention needs of a code of what it saves now
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
         first = args[0] if args else kwargs.get("input")
@@ -231,7 +238,7 @@ class Reading(NamedTuple):
 
     why: the reason, where it needs the exact value
     width: elements of a row, where x has rows that a code had better keep apart; 0: none
-    by_size: the op divides by each row's own size: they must be kept apart (`plan/rows.py`)
+    by_size: the op divides by each row's own size: they must be kept apart (`plan/site.py`)
     """
 
     need: Need

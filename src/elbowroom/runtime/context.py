@@ -14,6 +14,7 @@ import torch
 
 from elbowroom.runtime.capacities import Capacities
 from elbowroom.runtime.prefetcher import Prefetcher
+from elbowroom.runtime.slot import MadeAgain
 
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
@@ -28,6 +29,7 @@ class Context:
     unrepeatable  names of modules that are never to be recomputed
     blames_classes  nor are others of their class, as long as there are plans without them
     capacities    of codes whose size is known to the device alone
+    made_again    tensors that were made again and wait for their next readers
     runs_again    recurrent layers run forward again in backward, in every forward (`recurrent.py`)
     """
 
@@ -38,6 +40,7 @@ class Context:
         self.learns = learns
         self.prefetcher = Prefetcher()
         self.capacities = Capacities()
+        self.made_again = MadeAgain()
         self.unrepeatable: frozenset[str] = frozenset()
         self.blames_classes = True
         self.runs_again = False

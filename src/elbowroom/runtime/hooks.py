@@ -1,7 +1,7 @@
 """The main path: autograd saves x -> `_pack` -> a `View`; backward asks -> `unpack` -> x again.
 
     x -> ours to touch? -> seen before?       identity.py
-      -> what does the saving op need?        consumers.py, formulas.py, request.py
+      -> what does the saving op need?        consumers.py, formulas.py, serving.py
       -> policy -> perform                    serving.py, plan/, perform.py
       -> slot -> View                         slot.py
 
@@ -51,7 +51,6 @@ from elbowroom.runtime.deferred import root_of
 from elbowroom.runtime.direct import Direct, direct_of, is_overridden, may_run
 from elbowroom.runtime.direct.attention import as_node
 from elbowroom.runtime.handles import DropHandle, KeepHandle
-from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.identity import (
     Identity,
     dense_base,
@@ -60,18 +59,16 @@ from elbowroom.runtime.identity import (
     untouchable,
 )
 from elbowroom.runtime.ledger import Ledger
-from elbowroom.runtime.listener import NOBODY, Listener
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.nested import tensors_in
-from elbowroom.runtime.observer import Observer, Recorder, Use, Watch
+from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use, Watch
 from elbowroom.runtime.perform import perform
 from elbowroom.runtime.producers import note_copy, note_origin
 from elbowroom.runtime.readers import Reader, readers_of
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again, will_be_tried
 from elbowroom.runtime.replay.scribe import Scribe
-from elbowroom.runtime.request import Request, classify
-from elbowroom.runtime.serving import Serving
+from elbowroom.runtime.serving import Request, Serving, classify
 from elbowroom.runtime.sites import left_alone, site_of
 from elbowroom.runtime.slot import (
     Beside,
@@ -85,6 +82,7 @@ from elbowroom.runtime.slot import (
     last_node,
     unpack,
 )
+from elbowroom.runtime.storage import storage_nbytes
 
 _log = logging.getLogger("elbowroom")
 _kept_out: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # of which that has been said
@@ -602,7 +600,7 @@ class Saving:
         dtype = str(x.dtype).removeprefix("torch.")
         entry = self.ledger.open(name.module, name.consumer, dtype, storage_nbytes(x))
         slot = CountedSlot(x if base is None else base, entry, is_window=base is None)
-        slot.shares = self._shares
+        slot.shared = self.context.made_again if self._shares else None
         self._identity.remember(x, slot)
         return slot
 

@@ -13,8 +13,10 @@
    ends.
 """
 
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.runtime import modules
-from elbowroom.runtime.handles.keep import KeepHandle, storage_nbytes, version_of
+from elbowroom.runtime.handles.base import KeepHandle
+from elbowroom.runtime.handles.rebuild import Recipe
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.nested import tensors_in
-from elbowroom.runtime.recipes import Recipe
 from elbowroom.runtime.slot import CountedSlot, Slot
-from elbowroom.runtime.supported_types import PLAIN
-from elbowroom.runtime.weak import WeakStorage
+from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
 _WINDOW = 4  # a view of less than a fourth of its storage is a window
 _MOST_CONSTANTS = 8
@@ -39,6 +40,11 @@ _SCALES = ("Mul", "Mv", "Vdot", "Dot")  # pruning masks and spectral_norm's vect
 
 
 _Copies = dict[tuple[int, int], tuple[WeakStorage, Slot]]  # by address and version
+
+# Classes of tensors that are plain memory, ours to touch: torch's own two, and while a dry run
+# pretends, the class that stands in for them.
+PLAIN: set[type] = {Tensor, nn.Parameter}
+_standing_in_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -285,3 +291,14 @@ def covering(x: Tensor) -> Tensor | None:
         ):
             return candidate
     return None
+
+
+@contextmanager
+def standing_in(kind: type[Tensor]) -> Iterator[None]:
+    """Treats tensors of this class as plain ones inside this context; one thread at a time."""
+    with _standing_in_lock:
+        PLAIN.add(kind)
+        try:
+            yield
+        finally:
+            PLAIN.discard(kind)

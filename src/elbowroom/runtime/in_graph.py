@@ -18,14 +18,13 @@ import torch
 from torch import nn
 
 from elbowroom.runtime import modules
-from elbowroom.runtime.calls import intercepted, undisturbed
+from elbowroom.runtime.calls import intercepted, undisturbed, watches_calls_of
 from elbowroom.runtime.compiler import (
     forced_backend,
     inductor_options,
     is_compiled,
     may_compile,
 )
-from elbowroom.runtime.known_calls import watches_calls_of
 from elbowroom.runtime.ledger import Ledger
 
 _running = threading.RLock()

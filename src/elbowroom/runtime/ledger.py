@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.plan.sequence import without_prefix
+from elbowroom.plan.site import without_prefix
 from elbowroom.units import show_nbytes
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from elbowroom.plan.sequence import prefix
+from elbowroom.plan.site import prefix
 from elbowroom.runtime.compiler import original, say_eager
 
 Calls = weakref.WeakKeyDictionary[nn.Module, int]  # how often each has been called

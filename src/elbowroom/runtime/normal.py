@@ -9,7 +9,7 @@ has to be looked at. Codecs do it in the pass that quantizes (`codecs/affine.py`
 byte: mean and rstd are held by the norm itself.
 
 So is what has rows that a reader divides by their own size, where a code would not keep them apart
-(`plan/rows.py`): by the mean and std of each, which are then held beside the code.
+(`plan/site.py`): by the mean and std of each, which are then held beside the code.
 
 A tensor whose exact zeros matter is scaled and not shifted, so that they stay. A site with an error
 bound of its own (`facts.error_bound`, in units of x) is not normalized.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from elbowroom.codecs import Affine
 from elbowroom.kernels.fakes import would_wait
-from elbowroom.plan.rows import Rows
+from elbowroom.plan.site import Rows
 
 _LEAST_STD = 16  # of a row, in units of how it is rounded: below that, its mean is all that it has
 _PART = 1 << 16  # elements that are read twice, in a cache's reach, and held once more

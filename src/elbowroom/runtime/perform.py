@@ -18,9 +18,9 @@ from elbowroom.runtime.handles import (
     OffloadHandle,
     RebuildHandle,
 )
+from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.normal import Normalized, Statistics, of_rows
 from elbowroom.runtime.prefetcher import Prefetcher
-from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.statistics import layout_of
 from elbowroom.runtime.tiers import tier_for
 

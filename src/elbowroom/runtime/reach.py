@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.errors import PlanError
-from elbowroom.runtime.handles.keep import version_of
+from elbowroom.runtime.storage import version_of
 
 LARGE = 1 << 24  # bytes of a tensor that forward has in reach besides its arguments
 SMALL = 1 << 16  # bytes of a tensor that is always copied

@@ -31,10 +31,9 @@ from torch.utils.checkpoint import checkpoint
 
 from elbowroom.errors import PlanError
 from elbowroom.runtime.arguments import Arguments
-from elbowroom.runtime.attributes import Attributes
 from elbowroom.runtime.calls import undisturbed
-from elbowroom.runtime.generators import Generators
-from elbowroom.runtime.handles.keep import check_version, version_of
+from elbowroom.runtime.rewind import Attributes, Generators
+from elbowroom.runtime.storage import check_version, version_of
 
 # Bytes. Up to here a buffer is copied whatever happens to it: BatchNorm writes to its statistics
 # without raising their version. Larger ones are not, and must not change.

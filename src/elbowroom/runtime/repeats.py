@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.errors import NothingHeld, PlanError
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.exhaustion import is_out_of_memory
-from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.reach import LARGE, Reach, Values, behind_calls
 from elbowroom.runtime.recompute import State
+from elbowroom.runtime.storage import version_of
 
 TRIED = 2  # calls
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,25 +1,39 @@
-"""Record of what a forward changes besides its outputs, so that it can run again as at first."""
+"""Record of what a forward changes besides its outputs, so that it can run again as at first.
 
+Rewind      all of it, of a module and what it is given
+Attributes  attributes of modules: counters, schedules, the state of the last call, None. They
+are names and the objects behind them, and the hooks that forward installs; what
+changes inside of an object (a list that is appended to) is seen to in `reach.py`
+Generators  random numbers besides those of PyTorch's default generators: from Python's
+`random`, from NumPy's global state, and from generators that a module is handed, or
+that are attributes of it or of a module inside (torch.Generator, random.Random,
+NumPy's Generator and RandomState). One that is kept elsewhere nobody can see
+"""
+
+import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import PlanError
-from elbowroom.runtime.generators import Generators
-from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.reach import (
     LARGE,
     SMALL,
     Reach,
     Values,
+    attributes_of,
     behind_calls,
     is_left_alone,
     nbytes_of,
+    set_attributes,
 )
+from elbowroom.runtime.storage import version_of
 
 
 class Rewind:
@@ -137,3 +151,121 @@ def _set_versions(tensors: list[tuple[Tensor, int]]) -> None:
     torch._C._autograd._unsafe_set_version_counter(
         tuple(x for x, _ in counted), tuple(version for _, version in counted)
     )
+
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward_"))
+_Values = tuple[dict[str, Any], list[dict[int, Any]]]
+
+
+class Attributes:
+    """Attributes of a module and of all modules inside it, as they are now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._values = [(vars(child), _read(vars(child))) for child in module.modules()]
+
+    def forget_unchanged(self) -> None:
+        """Drops the attributes of modules where none has changed."""
+        self._values = [
+            (held, values) for held, values in self._values if not _same(_read(held), values)
+        ]
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Sets the attributes as they were recorded, and on exit back to what they are now."""
+        now = [(held, _read(held)) for held, _ in self._values]
+        for held, values in self._values:
+            _set(held, values)
+        try:
+            yield
+        finally:
+            for held, values in now:
+                _set(held, values)
+
+
+def _read(held: dict[str, Any]) -> _Values:
+    """Attributes of a module, and its hooks."""
+    return attributes_of(held), [dict(held[name]) for name in _HOOKS]
+
+
+def _set(held: dict[str, Any], values: _Values) -> None:
+    set_attributes(held, values[0])
+    for name, hooks in zip(_HOOKS, values[1], strict=True):
+        if held[name] != hooks:
+            held[name].clear()
+            held[name].update(hooks)
+
+
+def _same(now: _Values, before: _Values) -> bool:
+    (mine, my_hooks), (others, other_hooks) = now, before
+    equal = mine.keys() == others.keys() and all(mine[name] is x for name, x in others.items())
+    return equal and my_hooks == other_hooks
+
+
+KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+class Generators:
+    """Random generators that a module may draw from, and their states as they are now."""
+
+    def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
+        """given: some that it is handed."""
+        self._states = [(source, _state_of(source)) for source in _sources(module, given)]
+
+    def forget_unchanged(self) -> None:
+        """Drops states that have not changed."""
+        self._states = [(one, state) for one, state in self._states if not _is_at(one, state)]
+
+    def restore(self) -> None:
+        """Sets the generators back to the recorded states."""
+        for source, state in self._states:
+            _set_state(source, state)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Sets the generators as they were recorded, and on exit back to what they are now."""
+        now = [(source, _state_of(source)) for source, _ in self._states]
+        self.restore()
+        try:
+            yield
+        finally:
+            for source, state in now:
+                _set_state(source, state)
+
+
+def _sources(module: nn.Module, given: Iterable[Any]) -> Iterator[Any]:
+    """Yields each generator once: modules that are functions of one state, or objects."""
+    yield random
+    yield np.random
+    held = (x for child in module.modules() for x in vars(child).values())
+    yield from {id(x): x for x in (*given, *held) if isinstance(x, KINDS)}.values()
+
+
+def _state_of(source: Any) -> Any:
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    if isinstance(source, torch.Generator):
+        return source.get_state()
+    return source.getstate() if hasattr(source, "getstate") else source.get_state(legacy=False)
+
+
+def _set_state(source: Any, state: Any) -> None:
+    if isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    elif hasattr(source, "setstate"):
+        source.setstate(state)
+    else:
+        source.set_state(state)
+
+
+def _is_at(source: Any, state: Any) -> bool:
+    return _same_state(_state_of(source), state)
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return all(_same_state(value, other[name]) for name, value in one.items())
+    return bool(one == other)

@@ -1,15 +1,19 @@
 """Making a slot hold what an op asks for: the policy is asked, and what it says is performed.
 
+    Request     what the op asks of the slot of a tensor that it saves
+    classify    makes one; is_served: what the slot holds suffices. Neither changes what is held
+    Serving     asks the policy, and performs what it says
+
 Mostly at once. Three things must be seen first, and the tensor is kept until they are: the
 statistics of the norm that saves it (as the call ends), the op that reads the norm's result
-(`waiting.py`), and the piece of forward that a checkpoint of the user's runs, or a plan runs again
+(`deferred.py`), and the piece of forward that a checkpoint of the user's runs, or a plan runs again
 (`checkpoints.py`).
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,25 +30,109 @@ from elbowroom.plan import (
     Site,
     SiteName,
 )
-from elbowroom.plan.precision_floor import ATTENTION, at_precision_floor
-from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE
+from elbowroom.plan.precision_floor import (
+    ATTENTION,
+    MOST_LEVELS,
+    at_precision_floor,
+    keeps_rows_apart,
+    suffices,
+)
+from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula
 from elbowroom.runtime.checkpoints import Pieces
-from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.consumers import Call, Reading
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.deferred import Waiting, WaitingLine
-from elbowroom.runtime.handles import CastHandle, KeepHandle
+from elbowroom.runtime.direct.attention import attention_reading
+from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle
+from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.identity import Identity, covering
-from elbowroom.runtime.listener import Listener
-from elbowroom.runtime.masks import mask_bits
-from elbowroom.runtime.observer import Watch
+from elbowroom.runtime.masks import differ, mask_bits
+from elbowroom.runtime.observer import Listener, Watch
 from elbowroom.runtime.perform import is_normalized, perform
-from elbowroom.runtime.recipes import Ready
-from elbowroom.runtime.request import Request, is_lossy, is_served, is_too_coarse_for
-from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, site_of
+from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, rows_of, site_of
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.statistics import statistics_of
 
 _AGAIN = (CHECKPOINT, RECOMPUTE)  # run a piece of forward again from what they save
+
+
+class Request(NamedTuple):
+    """Request of the op `call`, which saves x in the storage of `slot`, and reads it like this.
+
+    call  None: no function that Python has called saves it
+    name  module, op, and how many the op of this module has saved before
+    """
+
+    slot: Slot
+    x: Tensor
+    call: Call | None
+    reading: Reading
+    name: SiteName
+
+    @property
+    def need(self) -> Need:
+        """Need of the op for x."""
+        return self.reading.need
+
+
+def classify(
+    slot: Slot, x: Tensor, call: Call | None, reading: Reading, name: SiteName, *, looks: bool
+) -> Request:
+    """Returns what the op asks: more than `reading`, where what the slot holds does not fit it.
+
+    looks: whether attention's values may be looked at, on a CPU
+    """
+    if call is not None and call.would_rerun:
+        reading = attention_reading(x, call, slot, reading, looks=looks)
+    if reading.need is Need.MASK and differ(name.consumer, slot.bits_of):
+        why = f"'{slot.bits_of}' holds another mask of it"
+        reading = Reading(Need.EXACT, Formula.COMPARED, why)
+    if reading.by_size and name.consumer not in NORMS and not rows_of(slot, x, reading.width):
+        why = "its backward divides by the size of rows that lie in no order that is known"
+        reading = Reading(Need.EXACT, Formula.SINGULAR, why)
+    return Request(slot, x, call, reading, name)
+
+
+def is_served(request: Request) -> bool:
+    """Returns whether what the slot holds is all that the op needs."""
+    return request.slot.serves(request.need) and not _is_too_coarse(request)
+
+
+def _is_too_coarse(request: Request) -> bool:
+    """Returns whether the code that is held was chosen for a milder formula than this reader's."""
+    slot, x, call, reading, name = request
+    if reading.need is not Need.LOSSY or slot.exact or not slot.sites:
+        return False
+    levels = 0 if call is None else call.levels or MOST_LEVELS
+    site = replace(
+        slot.sites[-1],
+        consumer=name.consumer,
+        formula=reading.formula,
+        least_levels=levels,
+        rows=rows_of(slot, x, reading.width),
+        by_size=reading.by_size,
+    )
+    below = getattr(slot.value, "ready", None)
+    return any(is_too_coarse_for(one, site) for one in ([slot] if below is None else below.slots))
+
+
+def is_too_coarse_for(slot: Slot, site: Site) -> bool:
+    """Returns whether a slot holds a code of fewer levels than this site asks for.
+
+    Or one that does not keep apart the rows of which this site asks for the size.
+    """
+    held = slot.value
+    if slot.exact or not isinstance(held, EncodeHandle):
+        return False
+    normalized = site.rows is not None and held.normalizes(site.rows)
+    apart = keeps_rows_apart(held.codec, site, normalized=normalized)
+    return not apart or not suffices(held.codec, site)
+
+
+def is_lossy(action: Action, need: Need) -> bool:
+    """Returns whether the tensor may be, or may become, a lossy code."""
+    at_once = isinstance(action, Offload) or (isinstance(action, Encode) and action.codec.lossless)
+    return need is Need.LOSSY and not at_once
 
 
 class Serving:

@@ -1,21 +1,31 @@
-"""Facts of a save that are known without looking at a value, which a policy decides by."""
+"""Facts of a save that are known without looking at a value, which a policy decides by.
 
+site_of      all of them
+left_alone   why a storage is kept whatever the policy says
+facts_of     what the saving op tells: the range of indices, a mask's one value
+sequence_of  along which dimension neighbours are alike
+rows_of      which rows a code should keep apart
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import gcd, prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from elbowroom.codecs import Facts
+from elbowroom.kernels.windows import Window
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
 from elbowroom.plan.precision_floor import MOST_LEVELS
-from elbowroom.plan.rows import LEAST_WIDTH, Rows
-from elbowroom.plan.site import Reads
+from elbowroom.plan.site import LEAST_WIDTH, Reads, Rows
 from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_copy
-from elbowroom.runtime.facts import facts_of, sequence_of
+from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.identity import Origin, is_made_of_parameters, is_parameter
 from elbowroom.runtime.nested import tensors_in
-from elbowroom.runtime.recipes import Ready
-from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.statistics import layout_of
 
 MADE_OF_PARAMETERS = "made of parameters only"
@@ -126,3 +136,130 @@ def _ends_in_parameters(x: Tensor, call: Call | None) -> bool:
     given = tensors_in((call.args, call.kwargs))
     others = [one for one in given if one.requires_grad]
     return all(is_parameter(one) or is_made_of_parameters(one) for one in others)
+
+
+def facts_of(x: Tensor, call: Call | None) -> Facts:
+    """Returns facts that the saving op tells of x: the range of indices, or a mask's one value."""
+    if call is None:
+        return Facts()
+    if call.name == "dropout" and x.grad_fn is None and x.is_floating_point():
+        return Facts(value=_dropout_scale(float(call.arg(1, "p", 0.5)), x.dtype))
+    if x.dtype is torch.int64 and call.name in _INDEX_FACTS:
+        return _INDEX_FACTS[call.name](call)
+    return Facts()
+
+
+def sequence_of(x: Tensor, base: Geometry, op: str) -> int | None:
+    """The dimension of `base`, which covers the storage of x, along which neighbours are alike.
+
+    op  saves x; if it does not tell, the node that made x does. None: neither tells.
+    """
+    if not x.is_floating_point() or x.dim() < 2:
+        return None
+    first = op in _CHANNELS_FIRST
+    if not first and op not in _CHANNELS_LAST:
+        made = _node_of(x)
+        first = made.startswith(_MADE_CHANNELS_FIRST)
+        if not first and not made.startswith(_MADE_CHANNELS_LAST):
+            return None
+    if first and x.dim() != 3:
+        return None  # maps, or samples that do not follow each other
+    step = x.stride(-1 if first else -2)
+    found = (d for d, s in enumerate(base.stride) if s == step and base.shape[d] > 1)
+    return next((d - len(base.shape) for d in found), None)
+
+
+def _node_of(x: Tensor) -> str:
+    """The name of the node that made the values of x, before it was reshaped; or ""."""
+    node = x.grad_fn
+    for _ in range(_MOST_RESHAPES):
+        if node is None:
+            return ""
+        if not node.name().startswith(_RESHAPES):
+            return node.name()
+        node = node.next_functions[0][0] if node.next_functions else None
+    return ""
+
+
+@lru_cache
+def _dropout_scale(p: float, dtype: torch.dtype) -> float:
+    """1 / (1 - p), computed by the very op that dropout uses, so that it has the very bits."""
+    keep = 1.0 - p
+    return float(torch.tensor(1.0, dtype=dtype).div_(keep)) if keep else 0.0
+
+
+def _pool_facts(call: Call) -> Facts:
+    """Max-pooling saves flat indices into one map, each inside its window."""
+    x = call.arg(0, "input")
+    dims = next((n for n in (1, 2, 3) if f"max_pool{n}d" in call.name), 2)
+    size = 1
+    for length in x.shape[-dims:]:
+        size *= length
+    return Facts(smallest=0, largest=size - 1, window=_window(call, x, dims))
+
+
+def _window(call: Call, x: Tensor, dims: int) -> Window | None:
+    """Returns the window of pooling over columns, or rows and columns, with a batch; else None."""
+    if dims > 2 or x.dim() != dims + 2 or call.name.startswith("adaptive"):
+        return None
+    kernel = call.arg(1, "kernel_size")
+    stride = call.arg(2, "stride")
+    padding, dilation = call.arg(3, "padding", 0), call.arg(4, "dilation", 1)
+    chosen = (kernel, 1), (stride or kernel, 1), (padding, 0), (dilation, 1)
+    settings = (_rows_columns(one, dims, flat) for one, flat in chosen)
+    return Window(x.shape[-1], *(number for pair in settings for number in pair))
+
+
+def _rows_columns(value: Any, dims: int, flat: int) -> tuple[int, int]:
+    """A setting of pooling as one for rows and columns; flat: that of the row of a 1-D pooling."""
+    given = list(value) if isinstance(value, Sequence) else [value]
+    return (int(given[0]) if dims == 2 else flat), int(given[-1])
+
+
+def _embedding_facts(call: Call) -> Facts:
+    weight = call.arg(1, "weight")
+    return Facts(smallest=0, largest=weight.shape[0] - 1)
+
+
+def _row_facts(call: Call) -> Facts:
+    """Places along one side of a tensor, from its start."""
+    return Facts(smallest=0, largest=max(call.arg(0, "input").shape, default=1) - 1)
+
+
+def _place_facts(call: Call) -> Facts:
+    """Places in a tensor, which may count from its end."""
+    longest = max(call.arg(0, "input").shape, default=1)
+    return Facts(smallest=-longest, largest=longest - 1)
+
+
+def _label_facts(call: Call) -> Facts:
+    """Class numbers, and ignore_index, which may be negative."""
+    classes = call.arg(0, "input").shape
+    ignore = int(call.arg(4, "ignore_index", -100))
+    return Facts(
+        smallest=min(0, ignore), largest=max(classes[1 if len(classes) > 1 else 0] - 1, ignore)
+    )
+
+
+# Where the sequence lies in what an op reads or makes: before its channels, or after them.
+_CHANNELS_LAST = frozenset(
+    ("linear", "addmm", "mm", "matmul", "layer_norm", "rms_norm", "scaled_dot_product_attention")
+)
+_CHANNELS_FIRST = frozenset(
+    ("conv1d", "conv_transpose1d", "batch_norm", "group_norm", "instance_norm")
+)
+_MADE_CHANNELS_LAST = ("Addmm", "Mm", "Bmm", "Linear", "NativeLayerNorm", "FusedRmsNorm")
+_MADE_CHANNELS_FIRST = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm", "NativeGroupNorm")
+_RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Clone")
+_MOST_RESHAPES = 3
+_INDEX_FACTS: dict[str, Callable[[Call], Facts]] = {
+    **{f"max_pool{n}d": _pool_facts for n in (1, 2, 3)},
+    **{f"max_pool{n}d_with_indices": _pool_facts for n in (1, 2, 3)},
+    **{f"adaptive_max_pool{n}d": _pool_facts for n in (1, 2, 3)},
+    "embedding": _embedding_facts,
+    **dict.fromkeys(("gather", "index_select", "scatter_add", "scatter_add_"), _row_facts),
+    **dict.fromkeys(("scatter", "scatter_", "index_add", "index_add_"), _row_facts),
+    "__getitem__": _place_facts,
+    "cross_entropy": _label_facts,
+    "nll_loss": _label_facts,
+}

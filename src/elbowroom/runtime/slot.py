@@ -16,13 +16,13 @@ from elbowroom.codecs import Affine, BitMask, Encoded, Facts
 from elbowroom.errors import ElbowroomError, RestoreError
 from elbowroom.plan import Need, Site
 from elbowroom.runtime.arena import ARENA
-from elbowroom.runtime.handles.base import Handle
+from elbowroom.runtime.handles.base import Handle, KeepHandle
 from elbowroom.runtime.handles.encode import EncodeHandle
-from elbowroom.runtime.handles.keep import KeepHandle, storage_nbytes
 from elbowroom.runtime.handles.offload import OffloadHandle
 from elbowroom.runtime.ledger import Entry, Ledger, NoEntry, Repeated
 from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT
 from elbowroom.runtime.normal import Statistics, flat_of
+from elbowroom.runtime.storage import storage_nbytes
 
 _MANY_VIEWS = 8
 _MOST_SHARED = 4  # tensors that are held at a time, made again, for their next readers
@@ -56,6 +56,26 @@ class Geometry(NamedTuple):
         return x.as_strided(self.shape, self.stride, self.offset - base.offset + x.storage_offset())
 
 
+class MadeAgain:
+    """The last few tensors that were made again and wait for more readers; the others are freed.
+
+    Readers of one tensor, and of what is made of it, come one after the other in backward: a query,
+    a key and a value of one norm; a SiLU's input, which is made on the way to its output.
+    """
+
+    def __init__(self) -> None:
+        self._slots: list[weakref.ref[Slot]] = []
+
+    def note(self, slot: "Slot") -> None:
+        """Keeps what this slot has made again, and frees the oldest of too many."""
+        held = (one for one in self._slots if (s := one()) is not None and s.whole is not None)
+        known = [*(one for one in held if one() is not slot), weakref.ref(slot)]
+        for one in known[:-_MOST_SHARED]:
+            if (oldest := one()) is not None:
+                oldest.whole = None
+        self._slots = known[-_MOST_SHARED:]
+
+
 class Slot:
     """Value that stands for one storage at one version, shared by all views of it.
 
@@ -64,11 +84,11 @@ class Slot:
     statistics       of the norm that it is the input of
     views            made so far; views_asked: of them, restored so far; readers: that read values
     whole            restored, while more views will ask for it
-    shares           what is made again for one reader waits for the next (`Slot.is_shared`)
+    shared           what is made again for one reader waits there for the next; None: it does not
     sites            what was decided on; empty for what is left alone whatever the policy
     is_window        base covers only a small part of the storage
     is_source        something is made again from it; pinned: something exact, so it stays exact
-    waits            it will be encoded once it is known what follows (`waiting.py`)
+    waits            it will be encoded once it is known what follows (`deferred.py`)
     lossy_views      how many ops read it that bear an error; asked_exact: whether one does not
     shape_is_enough  so far every op has asked for the geometry only
     """
@@ -80,7 +100,8 @@ class Slot:
     statistics: Statistics | None = None
     views = views_asked = lossy_views = readers = 0
     whole: Tensor | None = None
-    asked_exact = is_source = waits = pinned = shape_is_enough = shares = False
+    asked_exact = is_source = waits = pinned = shape_is_enough = False
+    shared: MadeAgain | None = None
 
     def __init__(
         self,
@@ -205,8 +226,8 @@ class Slot:
         A loop over time saves hundreds of slices of one tensor: it is restored once for all of
         them, and held until the last has asked.
         """
-        shared = self.is_shared
-        if not shared and self.views < _MANY_VIEWS:
+        shared = self.shared if self.is_shared else None
+        if shared is None and self.views < _MANY_VIEWS:
             value = self.value
             assert value is not None
             if type(value) is EncodeHandle:
@@ -215,14 +236,14 @@ class Slot:
         self.views_asked += 1
         whole = self.restore_value() if self.whole is None else self.whole
         self.whole = whole if self.views_asked < self.views else None
-        if shared and self.whole is not None:
-            _note_shared(self)
+        if shared is not None and self.whole is not None:
+            shared.note(self)
         return whole
 
     @property
     def is_shared(self) -> bool:
         """True if the value is recomputed, and the result waits for its next readers."""
-        return self.shares and hasattr(self.value, "ready")
+        return self.shared is not None and hasattr(self.value, "ready")
 
     @property
     def is_shared_now(self) -> bool:
@@ -234,9 +255,9 @@ class Slot:
         if self.whole is not None:
             return self.whole
         whole = self.restore_value()
-        if self.views_asked < self.views and self.is_shared:
+        if self.shared is not None and self.views_asked < self.views and self.is_shared:
             self.whole = whole
-            _note_shared(self)
+            self.shared.note(self)
         return whole
 
     def restore_mapped(self, affine: Affine, bits: Tensor | None) -> Tensor:
@@ -257,24 +278,6 @@ class Slot:
         shape, stride = self.base.shape, self.base.stride
         encoded = Encoded(BitMask(), (bits,), shape, stride, self.dtype, facts=Facts(value=1.0))
         return encoded.decode(ARENA.take(encoded.numel, self.dtype, bits.device))
-
-
-_shared: "list[weakref.ref[Slot]]" = []
-
-
-def _note_shared(slot: Slot) -> None:
-    """Keeps the last few recomputed tensors that wait for more readers, and frees the others.
-
-    Readers of one tensor, and of what is made of it, come one after the other in backward: a query,
-    a key and a value of one norm; a SiLU's input, which is made on the way to its output.
-    """
-    known = [one for one in _shared if (other := one()) is not None and other.whole is not None]
-    if all(one() is not slot for one in known):
-        known.append(weakref.ref(slot))
-    for one in known[:-_MOST_SHARED]:
-        if (oldest := one()) is not None:
-            oldest.whole = None
-    _shared[:] = known[-_MOST_SHARED:]
 
 
 class CountedSlot(Slot):

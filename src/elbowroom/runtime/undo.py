@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.runtime.handles.keep import version_of
 from elbowroom.runtime.rewind import Rewind
+from elbowroom.runtime.storage import version_of
 
 
 class Undo:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elbowroom.measure.held import all_tensors
-from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.slot import View
+from elbowroom.runtime.storage import storage_nbytes
 from elbowroom.runtime.undo import gradient_of, tensors_of
 
 _VIEWS = ("TBackward", "TransposeBackward", "PermuteBackward", "ToCopyBackward", "ViewBackward")

@@ -7,7 +7,7 @@
     layer_norm   a dithered code     what is decoded, which becomes the gradient row by row (CPU)
     gelu, silu   any code            what is decoded, which becomes the gradient
     conv*d       anything            a few samples at a time (CPU; not in exact mode)
-    attention    any code            q, k, v restored: the op runs again (attention.py)
+    attention    any code            q, k, v restored: the op runs again (attention/)
     cross_entropy  log-probabilities  these, restored: the gradient takes their place (CPU)
     clamp        a bit an element    the bits, restored: what lies between its limits
     lstm, gru    input and states    what is decoded, from which forward runs again (CPU; likewise)
@@ -50,8 +50,7 @@ from elbowroom.runtime.direct.dropout import dropout, fits_dropout
 from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
 from elbowroom.runtime.direct.recurrent import fits_recurrent, recurrent
 from elbowroom.runtime.direct.relu import fits_relu, relu, relu_
-from elbowroom.runtime.identity import untouchable
-from elbowroom.runtime.supported_types import PLAIN
+from elbowroom.runtime.identity import PLAIN, untouchable
 from elbowroom.runtime.transforms import is_transformed
 
 

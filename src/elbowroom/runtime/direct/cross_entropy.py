@@ -24,7 +24,7 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle
 from elbowroom.runtime.slot import Deferred, View
-from elbowroom.runtime.weak import WeakStorage
+from elbowroom.runtime.storage import WeakStorage
 
 _aten: Any = torch.ops.aten
 _LEAST_NBYTES = 1 << 16  # of logits: less is not worth two nodes of ours

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.errors import RestoreError
-from elbowroom.runtime.handles.keep import check_version, storage_nbytes, version_of
 from elbowroom.runtime.slot import Geometry
+from elbowroom.runtime.storage import check_version, storage_nbytes, version_of
 
 
 class CastHandle:

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from elbowroom.codecs import Affine, BitMask, Codec, Encoded
 from elbowroom.codecs.compact import Compact
-from elbowroom.plan.rows import Rows
+from elbowroom.plan.site import Rows
 from elbowroom.runtime.arena import ARENA
-from elbowroom.runtime.handles.keep import storage_nbytes, version_of
 from elbowroom.runtime.normal import Normalized, Statistics, flat_of
-from elbowroom.runtime.weak import WeakStorage
-from elbowroom.runtime.witness import counted, witness_of
+from elbowroom.runtime.storage import WeakStorage, counted, storage_nbytes, version_of, witness_of
 
 Parts = Callable[[int, int], Tensor]  # first element, how many -> flat
 

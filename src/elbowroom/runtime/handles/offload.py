@@ -19,12 +19,17 @@ from torch import Tensor
 from elbowroom.errors import RestoreError
 from elbowroom.plan import SiteName
 from elbowroom.runtime.arena import ARENA
-from elbowroom.runtime.handles.keep import changed_in_place, storage_nbytes, version_of
 from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.prefetcher import Prefetcher
+from elbowroom.runtime.storage import (
+    WeakStorage,
+    changed_in_place,
+    counted,
+    storage_nbytes,
+    version_of,
+    witness_of,
+)
 from elbowroom.runtime.tiers import Arrival, Tier
-from elbowroom.runtime.weak import WeakStorage
-from elbowroom.runtime.witness import counted, witness_of
 
 _NOWHERE = SiteName("", "")
 

@@ -1,5 +1,36 @@
-"""Rebuild: nothing is held but the way back. The recipe holds the handles that it starts at."""
+"""Rebuild: how the output of an op can be made again from what the op saves anyway.
 
+    op          saved anyway             exact source x           encoded source x~
+    ReLU        bits of its output       relu(x)                  x~ where the bit is set, else 0
+    LeakyReLU   bits of its input        the same op              x~, times slope where no bit is
+    GELU, SiLU  x                        the same op              the same op
+    LayerNorm   x, mean, rstd            the same op              (x~ - mean) * rstd * weight + bias
+    GroupNorm,  x, mean, rstd            the same op              x~ * scale + shift
+    InstanceNorm                                                  by (sample, channel)
+    BatchNorm   x, mean, rstd            the same op, mean, rstd  x~ * scale + shift by channel
+    RMSNorm     x                        the same op              the same op
+    dropout     noise {0, 1 / (1 - p)}   x * noise                x~ * noise
+    product,    x, y, or a parameter y   the same op              x~ * y~, x~ + y~
+    sum
+    tanh, exp,  (nothing)                the same op              the same op
+    power, ...
+    cast        (nothing)                the same op              the same op
+    moved copy  (nothing)                the same op              (none)
+
+With an exact source the op itself runs again: same kernel, same bits. With an encoded source the
+*saved* mean and rstd are used, never statistics of x~, and masks come from their own bitmap, never
+from the sign of x~: so the result is linear in x~ and unbiased where x~ is (GELU, SiLU and RMSNorm
+excepted), and ReLU's and dropout's backward stay exact.
+
+Recipes chain: relu(batch_norm(x)), dropout(gelu(x)). A `Recipe` is made in forward and refers to
+its sources weakly; it becomes `Ready`, with strong references, only when some tensor is really
+dropped: a `RebuildHandle` holds that, and nothing else. Everything points upstream, as the graph's
+own edges do, so no cycle can form. (Facts: arXiv 2203.15980 for the idea of recomputing cheap ops.)
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from typing import Self
 
@@ -12,8 +43,316 @@ from elbowroom.kernels import ops
 from elbowroom.plan import Need
 from elbowroom.runtime.handles.encode import EncodeHandle, Parts
 from elbowroom.runtime.normal import flat_of
-from elbowroom.runtime.recipes import Ready
 from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.storage import check_version, version_of
+
+# Ops in a chain, all of which run at every restore. Attention that is written out in Python takes a
+# product of q and k, scales it, caps it (a quotient, a tanh, a product), adds a mask and takes the
+# softmax.
+_DEEPEST = 9
+_DEEPEST_READY = 11  # the same, through saved tensors that are made again themselves
+_AT_ONCE = 1 << 18  # elements, a multiple of 8: what `outside` makes of them stays in the cache
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op that can run again.
+
+    exact(x, private)   the op on an exact x; may overwrite x only if it is private
+    lossy(x)            on a decoded x, which it may overwrite
+    affine()            the same for an op that is one by channel, so that decoding does it
+    needs_bits          then 0, or `outside` of it, where bits [ceil(N / 8)] are not set
+    fixed               parameters that both read: unchanged until backward, or RestoreError
+    noise               dropout's factor, a saved tensor of its own
+    other               a second operand: a saved tensor, and where in it it lies
+    combine             what is done with both: (x, y, out) -> the result, in `out` if that is given
+    given, bound        tensors of this forward alone that its functions read, statistics, and what
+                        makes the same op of those of another forward; None: nothing does
+    is_of_given         `exact` reads them, too, and not only what works on codes
+    """
+
+    exact: Callable[[Tensor, bool], Tensor]
+    lossy: Callable[[Tensor], Tensor] | None = None
+    affine: Callable[[], Affine] | None = None
+    needs_bits: bool = False
+    outside: Callable[[Tensor], Tensor] | None = None
+    fixed: tuple[Tensor, ...] = ()
+    noise: "weakref.ref[Slot] | None" = None
+    other: "tuple[weakref.ref[Slot], Geometry] | None" = None
+    combine: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    given: tuple[Tensor, ...] = ()
+    bound: "Callable[..., Op] | None" = None
+    is_of_given: bool = False
+
+    @property
+    def works_lossy(self) -> bool:
+        return self.lossy is not None or self.affine is not None
+
+    @property
+    def is_norm(self) -> bool:
+        """True if the op is a norm that can be fused with a ReLU above it."""
+        return self.affine is not None and not self.needs_bits
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """op(source): the source is a saved tensor, or the output of another recipe.
+
+    seen      where in the source the op's input lies: any view of it
+    made      the geometry of what comes out: dense, a whole storage
+    output    where its own bits lie
+    versions  of the fixed parameters when the op ran
+    """
+
+    op: Op
+    source: "weakref.ref[Slot] | Recipe"
+    seen: Geometry
+    made: Geometry
+    output: "weakref.ref[Slot] | None"
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        op: Op,
+        source: "Slot | Recipe",
+        seen: Geometry,
+        out: Tensor,
+        output: Slot | None,
+        versions: tuple[int, ...] | None = None,
+    ) -> "Recipe | None":
+        """Makes a recipe; None if the chain would be too long."""
+        if isinstance(source, Recipe) and source.depth >= _DEEPEST:
+            return None
+        link = source if isinstance(source, Recipe) else weakref.ref(source)
+        if versions is None:
+            versions = tuple(version_of(tensor) for tensor in op.fixed)
+        return cls(
+            op,
+            link,
+            seen,
+            Geometry.of(out),
+            None if output is None else weakref.ref(output),
+            versions,
+        )
+
+    @property
+    def depth(self) -> int:
+        return 1 + (self.source.depth if isinstance(self.source, Recipe) else 0)
+
+    def ready(self) -> "Ready | None":
+        """Returns the recipe with strong references; None if something that it needs is gone."""
+        source: Slot | Ready | None = (
+            self.source.ready() if isinstance(self.source, Recipe) else self.source()
+        )
+        if source is None or (isinstance(source, Slot) and source.value is None):
+            return None
+        noise = None if self.op.noise is None else self.op.noise()
+        if self.op.noise is not None and (
+            noise is None or noise.value is None or not noise.value.exact
+        ):
+            return None
+        other = None if self.op.other is None else self.op.other[0]()
+        if self.op.other is not None and (other is None or other.value is None):
+            return None
+        output = None if self.output is None else self.output()
+        bits = output.bits if output is not None and self.op.needs_bits else None
+        wheres = [slot.where for slot in (source, other) if isinstance(slot, Slot)]
+        if any(where is not None and not _same_memory(where, bits) for where in wheres):
+            return None
+        ready = Ready(self.op, source, self.seen, self.made, self.versions, bits, noise, other)
+        usable = ready.depth <= _DEEPEST_READY and (ready.exact or ready.works_lossy)
+        return ready if usable else None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A recipe that holds all it needs."""
+
+    op: Op
+    source: "Slot | Ready"
+    seen: Geometry
+    made: Geometry
+    versions: tuple[int, ...]
+    bits: Tensor | None
+    noise: Slot | None
+    other: Slot | None = None
+
+    @property
+    def exact(self) -> bool:
+        """True if the sources are exact now. They may be encoded later, unless they are pinned."""
+        return self.source.exact and (self.other is None or self.other.exact)
+
+    @property
+    def works_lossy(self) -> bool:
+        """True if every op of the chain can also run on a decoded source."""
+        here = self.noise is not None or (
+            self.op.works_lossy and (self.bits is not None or not self.op.needs_bits)
+        )
+        return here and (not isinstance(self.source, Ready) or self.source.works_lossy)
+
+    @property
+    def depth(self) -> int:
+        """Number of ops that run, one after the other, to make the tensor again."""
+        return 1 + max(map(_depth_of, (self.source, self.other)))
+
+    @property
+    def root(self) -> Slot:
+        """The slot that the chain starts at."""
+        return self.source.root if isinstance(self.source, Ready) else self.source
+
+    @property
+    def sole_source(self) -> Slot | None:
+        """The slot that the chain starts at, if it takes nothing else."""
+        if self.noise is not None or self.other is not None:
+            return None
+        return self.source.sole_source if isinstance(self.source, Ready) else self.source
+
+    @property
+    def slots(self) -> "list[Slot]":
+        """Slots that the recipe takes."""
+        below = self.source.slots if isinstance(self.source, Ready) else [self.source]
+        return [*below, *(slot for slot in (self.noise, self.other) if slot is not None)]
+
+    def pin(self) -> None:
+        """Makes the sources stay exact from now on."""
+        self.source.pin()
+        if self.other is not None:
+            self.other.pin()
+
+    def make(self) -> Tensor:
+        """The output with the geometry `made`, in memory that the caller may overwrite.
+
+        Backward may run inside autocast, which would run other kernels than forward did.
+        """
+        self._check_parameters()
+        device = self.root.device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                out = self._run()
+        else:
+            out = self._run()
+        if out.shape != self.made.shape:
+            raise RestoreError(
+                f"rebuilding gave shape {tuple(out.shape)} where {self.made.shape} was saved. "
+                "Please report it; er.saving(..., rebuild=False) avoids it."
+            )
+        if not same_order(self.made.shape, out.stride(), self.made.stride):
+            out = torch.empty_strided(
+                self.made.shape, self.made.stride, dtype=out.dtype, device=out.device
+            ).copy_(out)
+        return out
+
+    def mapped_source(self) -> tuple[Slot, Affine, Tensor | None] | None:
+        """Returns a slot, an affine and its bits if the tensor is that affine of that slot.
+
+        An affine of an exact slot gives other bits than the op itself: not for exact mode.
+        """
+        self._check_parameters()
+        source, affine = self.source, self.op.affine
+        if affine is None or not isinstance(source, Slot):
+            return None
+        if self.op.needs_bits and self.bits is None:
+            return None
+        same = self.seen == source.base and same_order(
+            self.seen.shape, self.seen.stride, self.made.stride
+        )
+        plain = same and self.made.shape == self.seen.shape
+        return (source, affine(), self.bits) if plain else None
+
+    def _check_parameters(self) -> None:
+        for tensor, version in zip(self.op.fixed, self.versions, strict=True):
+            check_version(tensor, version)
+            if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
+                raise RestoreError(
+                    f"rebuilding needs a parameter of shape {tuple(tensor.shape)} whose memory was "
+                    "freed after forward (FSDP does so); use er.saving(..., rebuild=False)."
+                )
+
+    def _run(self) -> Tensor:
+        exact, affine = self.exact, self.op.affine
+        if isinstance(self.source, Ready):
+            x, private, base = self.source.make(), True, self.source.made
+        elif affine is not None and not exact and self.seen == self.source.base:
+            return self.source.restore_mapped(affine(), self.bits)
+        else:
+            private, base = not exact, self.source.base
+            slot = self.source
+            x = slot.restore_value(private=True) if private else slot.restore_source()
+        if self.seen != base:
+            x = x.as_strided(
+                self.seen.shape,
+                self.seen.stride,
+                self.seen.offset - base.offset + x.storage_offset(),
+            )
+            if not torch.ops.aten.is_non_overlapping_and_dense(x):
+                # The very op on the very strides, for the same bits; but a copy of ours where the
+                # op overwrites.
+                x, private = (x, False) if exact else (x.contiguous(), True)
+        if self.noise is not None:
+            noise = self._noise_like(x)
+            return x.mul_(noise) if private else x * noise
+        if self.other is not None:
+            return self._with_other(x, private)
+        if exact:
+            return self.op.exact(x, private)
+        if affine is not None:
+            affine().in_place(flat_of(x), self.bits)
+            return x
+        assert self.op.lossy is not None
+        x = self.op.lossy(x)
+        if self.op.outside is not None and self.bits is not None:
+            _replace_outside(flat_of(x), self.bits, self.op.outside)
+        return x
+
+    def _with_other(self, x: Tensor, private: bool) -> Tensor:
+        """Returns what the op makes of x and y, over x if that is private and the result fits."""
+        assert self.other is not None
+        assert self.op.other is not None
+        assert self.op.combine is not None
+        y = self.op.other[1].within(self.other.base, self.other.restore_source())
+        fits = tuple(x.shape) == self.made.shape and torch.result_type(x, y) is x.dtype
+        return self.op.combine(x, y, x if private and fits else None)
+
+    def _noise_like(self, x: Tensor) -> Tensor:
+        assert self.noise is not None
+        noise = self.noise.restore_source()
+        if noise.shape != x.shape:
+            raise RestoreError(
+                "dropout's factor has another shape than its input; "
+                "use er.saving(..., rebuild=False)"
+            )
+        return noise
+
+
+def _replace_outside(x: Tensor, bits: Tensor, outside: Callable[[Tensor], Tensor]) -> None:
+    """x [N] <- outside(x) where the bit of bits [ceil(N / 8)] is not set."""
+    for start in range(0, x.numel(), _AT_ONCE):
+        part = x[start : start + _AT_ONCE]
+        inside = torch.empty_like(part)
+        ops.unpack_bits(bits[start // 8 : (start + len(part) + 7) // 8], 1.0, inside)
+        part.copy_(torch.where(inside > 0, part, outside(part)))
+
+
+def _same_memory(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.data_ptr() == other.data_ptr()
+
+
+def _depth_of(source: "Slot | Ready | None") -> int:
+    """The depth of a recipe, be it one that a saved tensor is made again by; else 0."""
+    depth: int = (
+        source.depth
+        if isinstance(source, Ready)
+        else getattr(getattr(source, "value", None), "depth", 0)
+    )
+    return depth
+
+
+def same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Returns whether two strides order the elements of a shape alike."""
+    return one == other or all(
+        a == b for a, b, length in zip(one, other, shape, strict=True) if length > 1
+    )
 
 
 class RebuildHandle:

@@ -29,7 +29,6 @@ from elbowroom.runtime.context import Context, mixed
 from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.handles import KeepHandle
-from elbowroom.runtime.handles.keep import check_version
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.identity import covering
 from elbowroom.runtime.ledger import NOT_COUNTED
@@ -39,7 +38,7 @@ from elbowroom.runtime.replay.compiled import Act, Hold
 from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torch
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.slot import unpack as unpack_view
-from elbowroom.runtime.weak import WeakStorage
+from elbowroom.runtime.storage import WeakStorage, check_version
 
 _disabled = torch._C.DisableTorchFunction
 _innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks

@@ -10,6 +10,7 @@ A script refers to the parameters that ops were given. It is forgotten with the 
 
 import sys
 import threading
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
@@ -21,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.errors import PlanError
-from elbowroom.plan import Policy
+from elbowroom.plan import Exact, KeepAll, Policy
 from elbowroom.runtime import modules
-from elbowroom.runtime.advice import warn_if_useless
 from elbowroom.runtime.compiler import compilations, is_compiled
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
@@ -33,6 +33,7 @@ from elbowroom.runtime.replay.replay import Replay, Token
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script, state_of_torch
 from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.units import show_nbytes
 
 _MOST_SETTINGS = 16  # whose scripts are known at a time
 _MOST_SCRIPTS = 8  # of one setting: for other models, shapes, branches
@@ -360,7 +361,7 @@ class _Following(Replay):
         """Return the slot of this number, which the ledger counts if it is acted on."""
         entry = self._repeated.entry(number)
         slot = Slot(base, entry, geometry=geometry)
-        slot.shares = self._shares
+        slot.shared = self.context.made_again if self._shares else None
         looks = number == 0 and "torch._dynamo" in sys.modules
         if looks and any(map(is_compiled, modules.on_stack())):
             # Somebody has compiled the model before, and called it only now.
@@ -368,3 +369,30 @@ class _Following(Replay):
         if isinstance(entry, Repeated):
             self._repeated.counts(number, slot, entry)
         return slot
+
+
+_WORTH_A_WORD = 1 << 20  # below, there was nothing to gain
+_MOST_REASONS = 3
+
+
+def warn_if_useless(ledger: Ledger, policy: Policy, stacklevel: int) -> None:
+    """Warn if 1 MiB or more was saved, all of it was kept, and the policy wanted otherwise."""
+    before = ledger.before_nbytes
+    if (
+        before < _WORTH_A_WORD
+        or isinstance(policy, KeepAll)
+        or set(ledger.totals("action")) - {""} != {"keep"}
+    ):
+        return
+    reasons = sorted(ledger.totals("why").items(), key=lambda item: -item[1][0])
+    told = "; ".join(f"{show_nbytes(size)}: {why}" for why, (size, _) in reasons[:_MOST_REASONS])
+    remedy = (
+        "A lossy codec may help: er.saving('dither', bits=8)."
+        if isinstance(policy, Exact)
+        else "saved.ledger lists each."
+    )
+    warnings.warn(
+        f"this saving context changed nothing of the {show_nbytes(before)} that autograd saved "
+        f"in it ({told}). {remedy}",
+        stacklevel=stacklevel,
+    )

@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.plan import Action, Encode, Need, SiteName
 from elbowroom.runtime.consumers import Levels
 from elbowroom.runtime.direct import Direct
+from elbowroom.runtime.handles.rebuild import Op
 from elbowroom.runtime.ledger import Counts
 from elbowroom.runtime.modules import Counts as CallCounts
 from elbowroom.runtime.normal import Statistics
-from elbowroom.runtime.recipes import Op
 from elbowroom.runtime.slot import Geometry
 
 if TYPE_CHECKING:

@@ -1,0 +1,157 @@
+"""How fine a code of q, k and v must be for attention that runs again from it.
+
+By the error of a logit for q and k, by the spread over tokens for v (`plan/precision_floor.py`).
+"""
+
+from dataclasses import replace
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+
+from elbowroom.kernels.fakes import would_wait
+from elbowroom.plan import Need, Site
+from elbowroom.plan.precision_floor import MOST_LEVELS, UNSEEN_LEVELS, levels_for, levels_for_values
+from elbowroom.plan.site import Formula, Reads
+from elbowroom.runtime.consumers import Call, Levels, Reading, tolerant_arguments
+from elbowroom.runtime.direct.attention.node import NAMES
+from elbowroom.runtime.normal import var_mean
+from elbowroom.runtime.slot import Slot
+
+_GROUP = 64  # elements that share a step of a code, at most (`plan/precision_floor.py`)
+_LOGITS, _VALUES = frozenset((0, 1, "query", "key")), frozenset((2, "value"))
+
+
+def attention_reading(
+    x: Tensor, call: Call, slot: Slot, reading: Reading, *, looks: bool
+) -> Reading:
+    """Returns how attention reads x.
+
+    Also notes how many levels a code must have (`Call.levels`).
+
+    reading  how it would be read otherwise
+    looks    whether to look at values, on a CPU: x may become a code
+    """
+    roles = tolerant_arguments(x, call)
+    call.levels = _levels_of(roles, call, looks=looks)
+    if reading.need is not Need.LOSSY:
+        return reading
+    if call.levels is None and _LOGITS.intersection(roles):
+        why = "attention's logits are too sharp for any code of q and k"
+    elif call.levels is None:
+        why = "attention's v varies too little over its tokens for any code of it"
+    elif looks and slot.waits:
+        why = "its code waits for another op"
+    else:
+        return reading
+    return Reading(Need.EXACT, Formula.EXPONENTIAL, why)
+
+
+def as_node(site: Site, x: Tensor, call: Call) -> Site:
+    """Returns the site as it will be where the node stands; this step is written down without it.
+
+    The output, which fused attention saves, is then saved by what reads it alone: any code does.
+    """
+    if call.reruns or call.levels is None or site.need is not Need.EXACT:
+        return site
+    if x.grad_fn is not None and x.grad_fn.name().startswith("ScaledDotProduct"):
+        return replace(
+            site,
+            need=Need.LOSSY,
+            formula=Formula.SUMMED,
+            why="",
+            least_levels=2,
+            reads=Reads.GRADIENT,
+        )
+    if not tolerant_arguments(x, call):
+        return site
+    return replace(site, need=Need.LOSSY, formula=Formula.SUMMED, why="")
+
+
+def _levels_of(roles: list[int | str], call: Call, *, looks: bool) -> int | None:
+    """The fewest levels for a code of what attention saves; None: no code is fine enough.
+
+    By values on a CPU, where looking is cheap. On a GPU, where it would make the host wait, and for
+    stand-ins, q and k get the most: enough for a standard deviation of 5.5. v gets twice what it
+    needs where no channel stands out: enough for one that is off by 14 standard deviations.
+
+    roles  which arguments it is
+    """
+    logits, values = _LOGITS.intersection(roles), _VALUES.intersection(roles)
+    q = call.arg(0, "query")
+    if not looks or would_wait(q) or type(q) not in (Tensor, nn.Parameter):
+        return MOST_LEVELS if logits else UNSEEN_LEVELS
+    fewest = levels_by_values(call)
+    asked = [*([fewest.logits] if logits else []), *([fewest.values] if values else [])]
+    return None if None in asked else max((n for n in asked if n), default=levels_for(0.0))
+
+
+def levels_by_values(call: Call) -> Levels:
+    """The fewest levels for codes of this call's q and k, and of its v."""
+    if call.fewest is None:
+        q, k, v = (call.arg(i, NAMES[i]) for i in range(3))
+        logits = levels_for(spread(q, k, call.kwargs.get("scale")))
+        call.fewest = Levels(logits, levels_for_values(spread_of_values(v)))
+    return call.fewest
+
+
+@torch.no_grad()
+def spread(q: Tensor, k: Tensor, scale: float | None = None) -> float:
+    """The variance of the error of a logit, times (levels - 1)^2, of the head where it is largest.
+
+    q [..., T, D], k [..., S, D]. Of a code with step r / (levels - 1), r the range of the elements
+    that share it, the error of an element has the variance step^2 / 12. So, on average over rows,
+
+        scale^2 (mean(|q|^2) mean(r_k^2) + mean(|k|^2) mean(r_q^2)) / 12
+
+    Softmax follows the longest rows, and so does the gradient: a key that is 15 times as long as
+    the others has all of the weight of a query or none, and the queries in between make up most of
+    q's gradient. Each mean is weighted by |row|^6: of rows alike it is the mean, and one row that
+    is 4 times as long outweighs 4,000.
+
+    Rows of a multiple of 64 elements hold whole groups. Others may share a step with those of
+    another head, whose range counts for them then.
+    """
+    with torch._C.DisableTorchFunction():
+        scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
+        norms, ranges = zip(*map(_norms_and_ranges, (q, k)), strict=True)
+        if norms[0].shape != norms[1].shape:  # grouped queries, broadcast batches
+            norms, ranges = (tuple(x.amax() for x in pair) for pair in (norms, ranges))
+        both = norms[0] * ranges[1] + norms[1] * ranges[0]
+        return float(both.max()) * scale**2 / 12
+
+
+def _norms_and_ranges(x: Tensor) -> tuple[Tensor, Tensor]:
+    """mean |row|^2 and mean range^2 of each head, by its longest rows."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float().square()  # [..., T]
+    # 0 / 0 of a head of zeros: any weights do.
+    weights = (norms / norms.amax(-1, keepdim=True)).pow(3).nan_to_num(1.0)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return (norms * weights).sum(-1), (_ranges(x).square() * weights).sum(-1)
+
+
+def _ranges(x: Tensor) -> Tensor:
+    """The range of the elements that share a step with those of each row, [..., T]."""
+    low, high = torch.aminmax(x.detach(), dim=-1)
+    ranges = (high - low).float()
+    if x.shape[-1] % _GROUP:
+        ranges = ranges.amax(dim=-2, keepdim=True).expand(ranges.shape)
+    return ranges
+
+
+@torch.no_grad()
+def spread_of_values(v: Tensor) -> float:
+    """The variance of v's error over that of v, times (levels - 1)^2, of the worst head.
+
+    v [..., S, D]. A logit's gradient is grad . (v_j - the weighted mean of v): what all tokens have
+    in common cancels, but it widens the range that sets the step. So it is
+
+        D mean(r_v^2) / 12 / (the sum over channels of the variance over tokens)
+    """
+    with torch._C.DisableTorchFunction():
+        if v.shape[-2] == 1:
+            return 0.0  # the only weight is 1, whatever v is
+        varies = var_mean(v.detach(), dim=-2)[0].sum((-2, -1)).float()  # [...]
+        noise = _ranges(v).square().mean(-1) * v.shape[-1] / 12
+        return float((noise / varies).where(noise > 0, noise).max())

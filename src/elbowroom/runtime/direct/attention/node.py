@@ -1,0 +1,283 @@
+"""Attention that runs again in backward, from what is held of q, k and v.
+
+    forward    out = attention(q, k, v, mask); q, k, v and the mask are saved, and nothing else
+    backward   the same op, on what is restored, then its own backward
+
+torch's fused kernels save the logsumexp of each row of q k^T and the output besides, and backward
+takes exp(q k^T - logsumexp) for the weights. That belongs to the very q and k of forward: of coded
+ones the weights of a row do not add up to 1, by a factor that grows with exp(error of a logit), and
+gradients were wrong by 31 times where q and k have a standard deviation of 3 (docs/log.md,
+"attention"). Run again, weights, output and gradient are those of one attention, of q~, k~ and v~:
+what is left is the error of a logit itself, which `levels_for` bounds.
+
+    which kernel        what torch saves                        here
+    fused               q, k, v, output, logsumexp              q, k, v, and one forward more
+    none (math)         five tensors, T x T three of them       q, k, v, the RNG's state, likewise
+
+The math path is what a CPU takes for dropout, a mask that wants a gradient, or q of three
+dimensions. There the node stands in exact contexts, too: the same op on the same tensors, under the
+same random numbers, gives the same bits. The fused kernels save little that is not needed anyway,
+so that an exact context leaves them to torch.
+"""
+
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from elbowroom.codecs.base import FLOATS
+from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.direct.attention.dropout import Bits, Drawn, drawn_for
+from elbowroom.runtime.direct.attention.math_path import MATH_ATTENTION, Given
+from elbowroom.runtime.identity import PLAIN
+
+_MATH = 0  # what torch._fused_sdp_choice calls the way without a fused kernel
+NAMES = ("query", "key", "value", "attn_mask")
+_Grads = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class _How:
+    """Arguments of attention besides tensors, and the backend that it ran on."""
+
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    backend: int
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        out: Tensor = F.scaled_dot_product_attention(
+            *(q, k, v, mask, self.dropout_p, self.is_causal),
+            scale=self.scale,
+            enable_gqa=self.enable_gqa,
+        )
+        return out
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Computes torch.nn.functional.scaled_dot_product_attention."""
+    tensors: tuple[Tensor | None, ...] = query, key, value, attn_mask
+    tensors = _as_autocast(tensors)
+    backend = _backend(tensors, dropout_p, is_causal, scale, enable_gqa)
+    how = _How(dropout_p, is_causal, scale, enable_gqa, backend)
+    made: Tensor = _Attention.apply(*tensors, how)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Casts tensors as autocast, where it is on, casts what the op is given and saves."""
+    first = tensors[0]
+    if first is None or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        x if x is None or not x.is_floating_point() or x.dtype is torch.float64 else x.to(dtype)
+        for x in tensors
+    )
+
+
+def fits_attention(call: Call) -> bool:
+    """Returns whether the node can run: on dense tensors of common dtypes that have elements.
+
+    Tensors that are wrong otherwise go to torch, for its own error. A dropout of CUDA's cannot be
+    drawn again inside a graph that is being captured.
+    """
+    q, k, v, mask = (call.arg(i, name) for i, name in enumerate(NAMES))
+    given = (q, k, v) if mask is None else (q, k, v, mask)
+    if not all(isinstance(x, Tensor) and type(x) in PLAIN and x.numel() for x in given):
+        return False
+    if not torch.is_tensor(q) or q.dtype not in (*FLOATS, torch.float64) or q.dim() < 3:
+        return False
+    if not all(x.device == q.device and x.dim() == q.dim() for x in (k, v)):
+        return False
+    if len({x.dtype for x in _as_autocast((q, k, v)) if x is not None}) > 1:
+        return False
+    if not any(x.requires_grad for x in given) or q.shape[-1] != k.shape[-1]:
+        return False
+    p, causal = call.arg(4, "dropout_p", 0.0), call.arg(5, "is_causal", False)
+    if not isinstance(p, float | int) or not 0 <= p < 1 or not isinstance(causal, bool):
+        return False
+    return not (p and q.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def is_unfused(call: Call) -> bool:
+    """Returns whether torch has no fused kernel for this call, and saves all intermediates."""
+    tensors = tuple(call.arg(i, name) for i, name in enumerate(NAMES))
+    p, causal = call.arg(4, "dropout_p", 0.0), call.arg(5, "is_causal", False)
+    scale, gqa = call.kwargs.get("scale"), call.kwargs.get("enable_gqa", False)
+    q, mask = tensors[0], tensors[3]
+    assert q is not None
+    if type(q) not in (Tensor, nn.Parameter):  # a stand-in, of which torch says that nothing fits
+        learned = mask is not None and mask.requires_grad
+        return q.device.type == "cpu" and (p > 0 or q.dim() != 4 or learned)
+    try:
+        return _backend(_as_autocast(tensors), p, causal, scale, gqa) == _MATH
+    except RuntimeError:  # of arguments that torch will refuse
+        return False
+
+
+def adds_nothing_up(call: Call) -> bool:
+    """Returns whether q, k and v are three different tensors to autograd.
+
+    Gradients of a tensor that is several of them are added up as they come. Where all of them come
+    from one node, that is in another order, with other bits.
+    """
+    edges = set()
+    for i in range(3):
+        x = call.arg(i, NAMES[i])
+        edges.add(id(x) if x.grad_fn is None else (x.grad_fn, x.output_nr))
+    return len(edges) == 3
+
+
+def _backend(
+    tensors: tuple[Tensor | None, ...],
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> int:
+    with torch._C.DisableTorchFunction():
+        choice: Any = torch._fused_sdp_choice
+        chosen: int = choice(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return chosen
+
+
+def plain_nbytes(call: Call) -> int:
+    """Bytes that torch's own op saves and the node does not: in a module that runs again, say."""
+    q, k = call.arg(0, "query"), call.arg(1, "key")
+    if not is_unfused(call):
+        return int(q.nbytes)  # the output
+    dropped = 2 if call.arg(4, "dropout_p", 0.0) else 0
+    weights = q.numel() // q.shape[-1] * k.shape[-2] * q.itemsize
+    return int(q.nbytes + k.nbytes + (1 + dropped) * weights)
+
+
+def _workspace_nbytes(how: _How, q: Tensor, k: Tensor, mask: Tensor | None, drawn: Drawn) -> int:
+    """Returns the bytes that backward takes beside gradients without a fused kernel.
+
+    They were measured on a CPU.
+    """
+    learned_nbytes = mask.nbytes if mask is not None and mask.requires_grad else 0
+    if not (how.dropout_p or learned_nbytes or q.dim() != 4):
+        return 0
+    draws_again = how.dropout_p and not isinstance(drawn, Bits)
+    matrices = 4 if draws_again or q.dim() != 4 else 3
+    wide = max(q.itemsize, 4)  # the math path goes by float32 where q has fewer bits
+    nbytes = matrices * (q.numel() // q.shape[-1]) * k.shape[-2] * wide
+    return nbytes - learned_nbytes  # the mask's own gradient is one of them
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: _How
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        tensors = q, k, v, mask
+        drawn = drawn_for(q, k, how.dropout_p, is_math=how.backend == _MATH)
+        ctx.how, ctx.drawn = how, drawn
+        ctx.workspace_nbytes = _workspace_nbytes(how, q, k, mask, drawn)
+        given = _written_out(ctx, tensors)
+        run = partial(_run_first, ctx, tensors)
+        out, *bits = run() if given is None else MATH_ATTENTION.output(given, run)
+        ctx.save_for_backward(*tensors, *bits)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> _Grads:
+        (grad,) = grads
+        if grad is None:
+            return (None,) * 5
+        tensors = ctx.saved_tensors
+        saved, drawn = tensors[:4], tensors[4:]
+        run = partial(_run_again, ctx, saved, drawn, grad)
+        given = _written_out(ctx, saved)
+        if given is None or len(drawn) != 1 or torch.is_grad_enabled():
+            return *run(), None
+        with torch.autocast("cpu", enabled=False):
+            found = MATH_ATTENTION.gradients(given, drawn[0], grad, run)
+        wanted = zip(found, ctx.needs_input_grad, strict=False)
+        return *(x if needed else None for x, needed in wanted), None
+
+
+def _written_out(ctx: Any, tensors: tuple[Any, ...]) -> Given | None:
+    """Returns the arguments for the math path op by op; None if attention is left to torch."""
+    how, (q, k, v, mask) = ctx.how, tensors
+    if how.enable_gqa or not isinstance(ctx.drawn, Bits):
+        return None
+    learned = ctx.needs_input_grad[3]
+    given = Given(q, k, v, mask, how.dropout_p, how.is_causal, how.scale, learned)
+    return given if given.fits else None
+
+
+def _run_first(ctx: Any, tensors: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The result, and what was drawn for it."""
+    with saved_tensors_hooks(_nothing, _same), ctx.drawn.first():
+        out = _run(ctx.how, _leaves(tensors, ctx.needs_input_grad)).detach()
+    return out, *ctx.drawn.take()
+
+
+def _run_again(ctx: Any, saved: Any, drawn: Any, grad: Tensor) -> _Grads:
+    """The gradients of q, k, v and the mask by forward, run again, and autograd."""
+    again = torch.is_grad_enabled()  # somebody wants the gradient's own gradient
+    given = _aliases(saved) if again else _leaves(saved, ctx.needs_input_grad)
+    with ExitStack() as around:
+        around.enter_context(torch._C.DisableTorchFunction())
+        lean = None if again else ctx.drawn.lean(*drawn)
+        pack, unpack = (Tensor.detach, _same) if lean is None else (lean.pack, lean.unpack)
+        around.enter_context(saved_tensors_hooks(pack, unpack))
+        around.enter_context(torch.autocast(grad.device.type, enabled=False))
+        around.enter_context(ctx.drawn.again(*drawn) if lean is None else lean.drawing())
+        out = _run(ctx.how, given)
+    asked = [i for i in range(4) if ctx.needs_input_grad[i]]
+    with nullcontext() if lean is None else lean:
+        found = torch.autograd.grad(
+            out, [given[i] for i in asked], grad, create_graph=again, allow_unused=True
+        )
+    made: dict[int, Tensor | None] = dict(zip(asked, found, strict=True))
+    return tuple(made.get(i) for i in range(4))
+
+
+def _run(how: _How, given: list[Any]) -> Tensor:
+    """Runs the op as its caller had it: with gradients, and by the same kernel, for both matter."""
+    now = how.dropout_p, how.is_causal, how.scale, how.enable_gqa
+    with ExitStack() as around:
+        around.enter_context(torch.enable_grad())
+        if _backend(tuple(given), *now) != how.backend:  # chosen by a context that is closed by now
+            around.enter_context(sdpa_kernel(SDPBackend(how.backend)))
+        return how.run(*given)
+
+
+def _leaves(tensors: Any, wanted: Any) -> list[Any]:
+    """Returns a leaf for each tensor, also where two are one tensor."""
+    each = zip(tensors, wanted, strict=False)
+    return [None if x is None else x.detach().requires_grad_(needed) for x, needed in each]
+
+
+def _aliases(tensors: Any) -> list[Any]:
+    return [None if x is None else x.view_as(x) for x in tensors]
+
+
+def _nothing(x: Tensor) -> None:
+    """Drops a tensor that is saved inside: it is not needed, since it is made again."""
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

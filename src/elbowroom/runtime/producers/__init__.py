@@ -1,0 +1,157 @@
+"""Producers: which op made a tensor, and the recipe by which it is made again, read off its call.
+
+Formulas, and why they are right: `handles/rebuild.py`. By family:
+
+    activations  ReLU and its kin, GELU, SiLU; dropout
+    norms        which read the statistics that forward has saved
+    products     functions of one tensor; sums and products of two; small matrix products
+    copies       in another order, in another dtype, of some rows
+    making       what all of these are made by
+
+`_MAKERS`, at the end of this file, has them by the names of the ops.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.identity import Identity, Origin, is_dense, is_touchable, untouchable
+from elbowroom.runtime.masks import CAPPED
+from elbowroom.runtime.nested import tensors_in
+from elbowroom.runtime.producers.activations import dropout, gelu, leaky_relu, relu, relu6, silu
+from elbowroom.runtime.producers.copies import cast, gather, moved
+from elbowroom.runtime.producers.norms import (
+    batch_norm,
+    group_norm,
+    instance_norm,
+    layer_norm,
+    rms_norm,
+)
+from elbowroom.runtime.producers.products import binary, contraction, elementwise, softmax
+from elbowroom.runtime.storage import storage_nbytes, version_of
+
+_LEAST_DATA = 1024  # elements; smaller ones are left alone in any case
+
+
+def note_origin(call: Call, out: Any, identity: Identity) -> None:
+    """Records how to run an op again that has just ended, under its output's identity.
+
+    Of an output that wants no gradient it records that an op made it, so that no owner of an input
+    holds it.
+    """
+    maker = _MAKERS.get(call.name)
+    if not isinstance(out, Tensor) or not out.numel():
+        return
+    if not out.requires_grad:
+        _note_data(call, out, identity)
+        return
+    if maker is None:
+        return
+    x = call.arg(0, "input")
+    if untouchable(out) or not isinstance(x, Tensor) or untouchable(x):
+        return
+    if out.numel() * out.element_size() != storage_nbytes(out) or not is_dense(out):
+        return
+    if (
+        version_of(out) == call.version
+        and out.untyped_storage()._cdata == x.untyped_storage()._cdata
+    ):
+        return  # nothing was done: dropout in eval mode gives its input back
+    origin = maker(call, out, identity)
+    if origin is not None:
+        identity.made(out, origin)
+
+
+def _note_data(call: Call, out: Tensor, identity: Identity) -> None:
+    """Remember that the op has made `out` of its arguments, in memory of its own.
+
+    Its zeros are exact whatever its code: it may be a mask, or a word in one place of many.
+    """
+    if out.numel() < _LEAST_DATA or not is_touchable(out):
+        return
+    given = [*tensors_in(call.args), *tensors_in(call.kwargs)]
+    if not given or not all(map(is_touchable, given)):
+        return  # memory may come from elsewhere: an array, a buffer, a file
+    at = out.untyped_storage()._cdata
+    if all(x.untyped_storage()._cdata != at for x in given):
+        identity.made(out, Origin(call.name, has_zeros=True))
+
+
+def note_copy(x: Tensor, call: Call, identity: Identity) -> None:
+    """Remember how a copy of an op's input is made again that the op itself has made, and saves.
+
+    One that works in place saves its input as it was; under autocast the input is cast first.
+    """
+    of, copy = call.arg(0, "input"), x if x._base is None else x._base
+    if copy.grad_fn is None or not isinstance(of, Tensor) or untouchable(of):
+        return
+    if copy.grad_fn._sequence_nr() < call.began:
+        return  # a copy of the user's, who may have changed it since without autograd's knowing
+    kind, alike = copy.grad_fn.name(), copy.shape == of.shape and copy.stride() == of.stride()
+    if not alike or identity.origin(x) is not None or not _is_made_of(copy, of, call):
+        return
+    if kind == "CloneBackward0":
+        origin = identity.origin(of, call.version)
+    elif kind == "ToCopyBackward0" and copy.dtype is not of.dtype and is_dense(copy):
+        origin = cast(call, copy, identity)
+    else:
+        return
+    if origin is not None:
+        identity.made(copy, origin)
+
+
+def _is_made_of(copy: Tensor, of: Tensor, call: Call) -> bool:
+    """Returns whether the node of `copy` reads `of`, as it is or was before the call changed it."""
+    if copy.grad_fn is None or of.grad_fn is None:
+        return False
+    if version_of(of) == call.version:
+        return copy.grad_fn.next_functions[:1] == ((of.grad_fn, of.output_nr),)
+    return copy.grad_fn.next_functions[:1] == of.grad_fn.next_functions[:1]
+
+
+_ELEMENTWISE = (
+    *("tanh", "sigmoid", "exp", "expm1", "exp2", "log", "log1p", "sqrt", "rsqrt", "reciprocal"),
+    *("square", "pow", "__pow__", "abs", "neg", "__neg__", "sin", "cos", "erf", "softplus", "elu"),
+    *(
+        "celu",
+        "selu",
+        "mish",
+        "logsigmoid",
+        "hardswish",
+        "hardsigmoid",
+        "clamp",
+        "__rsub__",
+        "rsub",
+    ),
+)
+_BINARY: dict[Callable[..., Tensor], tuple[str, ...]] = {
+    torch.mul: ("mul", "__mul__", "__rmul__"),
+    torch.add: ("add", "__add__", "__radd__"),
+    torch.sub: ("sub", "__sub__"),
+    torch.div: ("div", "__truediv__"),
+}
+_MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {
+    "relu": relu,
+    "relu_": relu,
+    "leaky_relu": leaky_relu,
+    **dict.fromkeys(CAPPED, relu6),
+    "gelu": gelu,
+    "silu": silu,
+    "dropout": dropout,
+    "layer_norm": layer_norm,
+    "group_norm": group_norm,
+    "batch_norm": batch_norm,
+    "instance_norm": instance_norm,
+    "rms_norm": rms_norm,
+    **dict.fromkeys(_ELEMENTWISE, elementwise),
+    **{name: partial(binary, op) for op, names in _BINARY.items() for name in names},
+    **dict.fromkeys(("to", "float", "bfloat16", "half", "type_as"), cast),
+    **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), contraction),
+    **dict.fromkeys(("softmax", "log_softmax"), softmax),
+    **dict.fromkeys(("index_select", "__getitem__"), gather),
+    **dict.fromkeys(("contiguous", "clone", "reshape", "flatten", "roll"), moved),
+}

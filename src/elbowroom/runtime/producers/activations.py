@@ -1,0 +1,118 @@
+"""Recipes of activations, and of dropout."""
+
+import weakref
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from elbowroom.codecs import Affine
+from elbowroom.runtime.consumers import Call, is_capped
+from elbowroom.runtime.handles.rebuild import Op, Recipe
+from elbowroom.runtime.identity import Identity, Origin
+from elbowroom.runtime.producers.making import in_order, origin_of, source_of
+
+
+def relu(call: Call, out: Tensor, identity: Identity) -> Origin:
+    """The recipe of a ReLU; of one behind a norm, of both."""
+    source, seen = source_of(call, identity)
+    if isinstance(source, Recipe) and source.op.is_norm and seen == source.made:
+        norm = source
+        below = norm.source() if isinstance(norm.source, weakref.ref) else norm.source
+        op, slot = in_order(_relu_of_norm(norm.op), norm.seen, out), identity.slot(out)
+        recipe = (
+            None if below is None else Recipe.of(op, below, norm.seen, out, slot, norm.versions)
+        )
+        return Origin(call.name, has_zeros=True, recipe=recipe)
+    device = out.device
+    op = Op(
+        lambda x, private: x.relu_() if private else x.relu(),
+        affine=lambda: Affine.identity(device),
+        needs_bits=True,
+    )
+    return origin_of(call, out, identity, op, has_zeros=True)
+
+
+def _relu_of_norm(norm: Op) -> Op:
+    """ReLU after a norm: one op of both, so that a decoded tensor is passed over once."""
+
+    def exact(x: Tensor, private: bool) -> Tensor:
+        return norm.exact(x, private).relu_()
+
+    bound = norm.bound
+    again = None if bound is None else lambda *given: _relu_of_norm(bound(*given))
+    return replace(norm, exact=exact, needs_bits=True, bound=again)
+
+
+def leaky_relu(call: Call, out: Tensor, identity: Identity) -> Origin:
+    """The recipe of a LeakyReLU."""
+    slope = call.arg(1, "negative_slope", 0.01)
+    op = Op(
+        lambda x, private: F.leaky_relu(x, slope, private),
+        lambda x: x,
+        needs_bits=True,
+        outside=lambda x: x * slope,
+    )
+    return _make_masked(call, out, identity, op)
+
+
+def relu6(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """Returns a recipe of ReLU6.
+
+    An element outside is 0 or 6: a decoded value tells which, unless it is off by 3.
+    """
+    if not is_capped(call):
+        return None
+    op = Op(
+        lambda x, private: F.relu6(x, private),
+        lambda x: x,
+        needs_bits=True,
+        outside=lambda x: (x > 3).to(x.dtype) * 6,
+    )
+    return _make_masked(call, out, identity, op, has_zeros=True)
+
+
+def _make_masked(
+    call: Call, out: Tensor, identity: Identity, op: Op, *, has_zeros: bool = False
+) -> Origin:
+    """Returns a recipe that takes bits from where the op has saved its input or its output."""
+    source, seen = source_of(call, identity)
+    if source is None:
+        return Origin(call.name, has_zeros=has_zeros)
+    masks = (slot for slot in call.saved if slot.bits is not None and slot.base == seen)
+    recipe = Recipe.of(op, source, seen, out, next(masks, None))
+    return Origin(call.name, has_zeros=has_zeros, recipe=recipe)
+
+
+def gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
+    """The recipe of a GELU."""
+    approximate = call.arg(1, "approximate", "none")
+    op = Op(
+        lambda x, _: F.gelu(x, approximate=approximate),
+        # Over what was decoded: elementwise, so in place is the same.
+        lambda x: torch.ops.aten.gelu.out(x, approximate=approximate, out=x),
+    )
+    return origin_of(call, out, identity, op)
+
+
+def silu(call: Call, out: Tensor, identity: Identity) -> Origin:
+    """The recipe of a SiLU."""
+    op = Op(lambda x, _: F.silu(x), lambda x: F.silu(x, inplace=True))
+    return origin_of(call, out, identity, op)
+
+
+def dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """The recipe of a dropout, which multiplies by the factors that it has saved."""
+    noise = [
+        slot
+        for slot in call.saved
+        if slot.base.shape == tuple(out.shape) and slot.dtype is out.dtype
+    ]
+    before = identity.origin(call.arg(0, "input"), call.version)
+    has_zeros = before is not None and before.has_zeros
+    if len(noise) != 1:
+        return Origin(call.name, has_zeros)
+    op = Op(lambda x, _: x, lambda x: x, noise=weakref.ref(noise[0]))
+    call.saved.remove(noise[0])
+    return origin_of(call, out, identity, op, has_zeros=has_zeros)

@@ -1,0 +1,116 @@
+"""What recipes of all families are made by: where an op's operands are held, and its statistics."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.handles.rebuild import Op, Recipe, same_order
+from elbowroom.runtime.identity import Identity, Origin, untouchable
+from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
+from elbowroom.runtime.storage import storage_nbytes, version_of
+
+_EXPANDED = 8  # a result is at least so many times as large as a copy of what it is made of
+VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
+
+
+def source_of(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geometry]:
+    """Returns what the op can be run on again, and where in it the op's input lies.
+
+    It is the input as the op saved it, the recipe of its input, or what an earlier op saved.
+    """
+    x = call.arg(0, "input")
+    seen = Geometry.of(x)
+    held = identity.slot(x) if version_of(x) == call.version else None
+    if held is not None and held.value is not None and (held in call.saved or held.is_shared_now):
+        return held, seen
+    for slot in call.saved:  # a cast that autocast made
+        if (
+            slot.dtype is not x.dtype
+            and slot.dtype.is_floating_point
+            and slot.base.shape == seen.shape
+            and torch.is_autocast_enabled(x.device.type)
+        ):
+            return slot, slot.base
+    origin = identity.origin(x, call.version)
+    if origin is not None and origin.recipe is not None:
+        return origin.recipe, seen
+    return (held if held is not None and held.value is not None else None), seen
+
+
+def origin_of(
+    call: Call, out: Tensor, identity: Identity, op: Op | None, *, has_zeros: bool = False
+) -> Origin:
+    """The origin of `out`, with a recipe if there is an op, and something to run it on again."""
+    recipe = None
+    if op is not None:
+        source, seen = source_of(call, identity)
+        if source is not None:
+            recipe = Recipe.of(in_order(op, seen, out), source, seen, out, identity.slot(out))
+    return Origin(call.name, has_zeros, recipe)
+
+
+def in_order(op: Op, seen: Geometry, out: Tensor) -> Op:
+    """Returns the op without its lossy form if the output lies in another order than the input.
+
+    Only a lossy form that goes by memory order is dropped.
+    """
+    if op.affine is None or same_order(seen.shape, seen.stride, out.stride()):
+        return op
+    bound = op.bound
+    again = None if bound is None else lambda *given: replace(bound(*given), affine=None)
+    return replace(op, affine=None, bound=again)
+
+
+def view_of(saved: Any) -> View | None:
+    """The view that a node holds under one of its names; None for a parameter, or for nothing."""
+    packed = getattr(saved, "data", None)
+    held = packed.held if isinstance(packed, Deferred) else packed
+    return held if isinstance(held, View) else None
+
+
+def is_held(y: Tensor, identity: Identity) -> bool:
+    """Returns whether y is held as a saved tensor, or is a parameter."""
+    if type(y) is nn.Parameter:
+        return True
+    held = None if untouchable(y) else identity.slot(y)
+    return held is not None and held.value is not None
+
+
+def operand(x: Tensor, call: Call, identity: Identity) -> Slot | Recipe | None:
+    """Returns what x can be made from: its slot, if this op saved it, else a recipe, or a slot."""
+    held = identity.slot(x)
+    if held is not None and held.value is None:
+        held = None
+    if held is not None and (held in call.saved or held.is_shared_now):
+        return held
+    origin = identity.origin(x)
+    return held if origin is None or origin.recipe is None else origin.recipe
+
+
+def spare(x: Tensor, call: Call, out: Tensor, identity: Identity) -> Slot | None:
+    """A copy of x, which no op has saved: rows that are gathered many times, a bias of two parts.
+
+    It takes no more than a code of the result would.
+    """
+    if untouchable(x) or storage_nbytes(x) * _EXPANDED > storage_nbytes(out):
+        return None
+    return identity.spare(x, call.name)
+
+
+def of_statistics(bound: Callable[..., Op], *given: Tensor) -> Op:
+    """An op that reads statistics of this forward."""
+    return replace(bound(*given), given=given, bound=bound)
+
+
+def as_now(parameter: Tensor | None) -> Tensor | None:
+    """A parameter's memory of this moment: `p.data = other` before backward does not reach it."""
+    return None if parameter is None else parameter.detach()
+
+
+def present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Those of the tensors that are there."""
+    return tuple(tensor for tensor in tensors if tensor is not None)

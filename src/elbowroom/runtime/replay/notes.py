@@ -1,0 +1,107 @@
+"""What the scribe notes of a forward, for the writer to make a script of.
+
+NotedOp    one call from Python to torch, and what it saves (`NotedSave`)
+NotedDeed  something that is done with a slot, and when
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from elbowroom.runtime.consumers import Levels
+from elbowroom.runtime.direct import Direct
+from elbowroom.runtime.handles.rebuild import Op, Ready
+from elbowroom.runtime.replay.script import (
+    Deed,
+    Like,
+)
+from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
+
+Place = tuple[int, int]  # a storage's address, and its version
+Makers = dict[int, tuple["weakref.ref[Op]", int]]  # of recipes, by the id of their op
+AT_SAVE, BEFORE, AFTER, LAST = range(4)
+
+
+class Unwritable(Exception):
+    """Raised if there is no script of this forward; the message says why."""
+
+
+class OnceUnwritable(Unwritable):
+    """Raised if there is no script of this forward, but maybe of the next."""
+
+
+@dataclass
+class NotedSave:
+    """One tensor that was saved."""
+
+    geometry: Geometry
+    dtype: torch.dtype
+    nbytes: int
+    at: Place
+    held: weakref.ref[View | Deferred] | None
+
+
+@dataclass
+class NotedOp:
+    """One call from Python to torch."""
+
+    func: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    operands: list[Place]
+    saves: list[NotedSave] = field(default_factory=list)
+    run: Callable[..., Any] | None = None
+    direct: Direct | None = None
+    opens: bool = False
+    out: Place | None = None
+    levels: Levels | None = None
+    module: weakref.ref[nn.Module] | None = None
+    copies: list[tuple[int, weakref.ref[Slot]]] = field(default_factory=list)
+    compared: bool = False
+    numel: int = 0  # of all that it has saved
+
+    @property
+    def addresses(self) -> Iterator[int]:
+        """Addresses of the parameters among the arguments."""
+        for x in (*self.args, *(value for _, value in self.kwargs)):
+            if type(x) is Like and x.parameter is not None:
+                yield x.address
+
+
+class NotedNorm(NamedTuple):
+    """Places of the statistics that something was normalized with."""
+
+    mean: tuple[Place, Geometry]
+    rstd: tuple[Place, Geometry]
+    inner: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class NotedDeed:
+    """Record of what was done with a slot, and when."""
+
+    op: int
+    when: int
+    save: int
+    slot: weakref.ref[Slot]
+    deed: Deed
+    ready: weakref.ref[Ready] | None = None
+    norm: NotedNorm | None = None
+
+
+def made_of(each: list[Any], x: Any) -> Any:
+    """A tuple or list of these, in the kind of x: x itself if it is one that stays as it is.
+
+    For to be the same object is what is compared first, and most often true.
+    """
+    stays = type(x) is tuple and all(map(operator.is_, each, x))
+    return x if stays else type(x)(each)

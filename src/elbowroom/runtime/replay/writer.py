@@ -1,0 +1,473 @@
+"""Putting a script together from what the scribe has noted.
+
+Only what is done matters. A tensor that is kept needs no slot, and an op all of whose tensors are
+kept needs no guard. What is guarded follows from what is done:
+
+    an op that saves something that is acted on    its arguments
+    an op whose result is made again               its arguments, and where its operands come from
+    an op that such an operand comes from          its output: others are compared with it
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from elbowroom.plan import Encode, Keep
+from elbowroom.plan.precision_floor import ATTENTION
+from elbowroom.plan.site import CHECKPOINT
+from elbowroom.runtime.handles import EncodeHandle, KeepHandle
+from elbowroom.runtime.handles.rebuild import Ready
+from elbowroom.runtime.ledger import Ledger, Mark
+from elbowroom.runtime.replay.notes import (
+    AFTER,
+    AT_SAVE,
+    BEFORE,
+    LAST,
+    Makers,
+    NotedDeed,
+    NotedNorm,
+    NotedOp,
+    NotedSave,
+    OnceUnwritable,
+    Place,
+    Unwritable,
+    made_of,
+)
+from elbowroom.runtime.replay.script import (
+    NOWHERE,
+    Deed,
+    Like,
+    Norm,
+    Ref,
+    Remade,
+    Save,
+    Script,
+    Step,
+)
+from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
+from elbowroom.runtime.storage import version_of
+
+
+class Writer:
+    """Writer that puts a script together from what was told."""
+
+    def __init__(
+        self,
+        ops: list[NotedOp],
+        done: list[NotedDeed],
+        makers: Makers,
+        state: tuple[Any, ...],
+    ) -> None:
+        self._ops, self._makers, self._state = ops, makers, state
+        self._done = [(one, slot) for one in done if (slot := one.slot()) is not None]
+        self._numbers: dict[int, int] = {}  # of slots, by id
+        self._slots: list[Slot] = []
+        self._noted: dict[tuple[int, int], int] = {}  # of what is saved, by op and place in it
+        self._places: dict[Place, int] = {}
+        self._guarded: set[int] = set()  # ops whose arguments are compared
+        self._sourced: set[int] = set()  # ops whose operands are compared, too
+        self._compared: set[int] = set()  # ops whose arguments tell this forward from others
+        self._fixed: set[tuple[int, int]] = set()  # where the parameters lie that recipes read
+        self._views: dict[tuple[int, int], View] = {}
+        self._first: dict[int, tuple[int, int]] = {}  # of a slot: where it is saved first
+        self._saved_at: dict[Place, tuple[int, int]] = {}
+        self._made_at: dict[Place, int] = {}
+
+    def script(self, ledger: Ledger, since: Mark, numel: int, *, selects: bool) -> Script:
+        """Returns all of it. since: what the ledger had come to as the forward began.
+
+        numel: elements that no op has saved
+        """
+        for at, op in enumerate(self._ops):
+            for i, saved in enumerate(op.saves):
+                self._saved_at.setdefault(saved.at, (at, i))
+                view = None if saved.held is None else _view_of(saved.held())
+                if view is not None:
+                    self._views[at, i] = view
+                    self._first.setdefault(id(view.slot), (at, i))
+            if op.out is not None:
+                self._made_at.setdefault(op.out, at)
+        deeds = self._deeds()
+        self._close_sources()
+        self._compared |= {at for at, op in enumerate(self._ops) if op.compared}
+        self._guarded |= {at for (at, _), v in self._views.items() if id(v.slot) in self._numbers}
+        self._guarded |= {one.op for one, _ in deeds if one.op != NOWHERE and one.when == AT_SAVE}
+        self._note_places(deeds)
+        if selects:
+            self._compare_first()
+        steps = tuple(
+            replace(step, numel=None if op.run is not None and step.run is None else op.numel)
+            for op, step in ((op, self._step(at, op, deeds)) for at, op in enumerate(self._ops))
+        )
+        last = tuple(deed for one, deed in deeds if one.when == LAST)
+        sizes = len(self._slots), len(self._noted), len(self._places)
+        entries = {id(slot.entry): number for number, slot in enumerate(self._slots)}
+        counts = ledger.counts(lambda entry: entries.get(id(entry), NOWHERE), since)
+        numel += sum(step.numel or 0 for step in steps)
+        return Script(steps, *sizes, last, counts, numel, 0, self._state)
+
+    def _deeds(self) -> list[tuple[NotedDeed, Deed]]:
+        """Returns what is done with slots that are not just kept, and with their sources."""
+        of_slot: dict[int, list[tuple[int, NotedDeed, Slot]]] = {}
+        for order, (one, slot) in enumerate(self._done):
+            if type(slot.value) is KeepHandle and slot.bits is None:
+                continue  # whatever it was before: in the end it is kept
+            before = of_slot.setdefault(id(slot), [])
+            if before or not isinstance(one.deed.action, Keep):  # kept is what it begins with
+                before.append((order, one, slot))
+        for mine in of_slot.values():
+            if mine:
+                self._number(mine[0][2])
+                _check_kept([one for _, one, _ in mine])
+        found: list[tuple[int, NotedDeed, Deed]] = []
+        for slot in self._slots:  # which grows meanwhile
+            for order, one, _ in of_slot.get(id(slot), []):
+                found.append((order, one, self._deed(one, slot)))
+        self._check_raw()
+        for _, one, deed in found:
+            self._check_order(one.op, deed)
+        found.sort(key=lambda each: each[0])
+        read = {number for _, _, deed in found for number in _read_bits(deed)}
+        return [(one, deed) for _, one, deed in found if not self._is_needless(one, deed, read)]
+
+    def _is_needless(self, one: NotedDeed, deed: Deed, read: set[int]) -> bool:
+        """Returns whether bits are taken of a tensor whose code will have them.
+
+        The tensor is kept until then, which takes no memory: the op that has it encoded reads it.
+        read: slots whose bits others take
+        """
+        slot = self._slots[deed.slot]
+        is_brought = slot.bits is not None and slot.bits is getattr(slot.value, "bitmap", None)
+        at_first = one.when == AT_SAVE and self._first.get(id(slot)) == (one.op, one.save)
+        return bool(deed.bits) and is_brought and at_first and deed.slot not in read
+
+    def _check_order(self, at: int, deed: Deed) -> None:
+        """Checks that no op `at` makes something of what is saved later. Raises Unwritable.
+
+        It was saved before, too, but by no op that is seen: as the input of the user's checkpoint.
+        """
+        numbers = [] if deed.mask == NOWHERE else [deed.mask]
+        remade: int | Remade | None = deed.remade
+        while isinstance(remade, Remade):
+            numbers += [n for n in (remade.bits, remade.noise, remade.other) if n != NOWHERE]
+            remade = remade.source
+        numbers += [] if remade is None else [remade]
+        for slot in (self._slots[number] for number in numbers):
+            first = self._first.get(id(slot))
+            if at != NOWHERE and first is not None and first[0] > at:
+                raise Unwritable("a recipe of what no op has saved so far")
+
+    def _check_raw(self) -> None:
+        """Raise OnceUnwritable where readers took for exact what is a code in other forwards.
+
+        A lossy codec holds a tensor raw that has a NaN or an Inf. What reads it after the first, or
+        is made of it, may have asked for more than the code gives.
+        """
+        read = Counter(id(view.slot) for view in self._views.values())
+        for slot in self._slots:
+            held = slot.value
+            if not isinstance(held, EncodeHandle) or held.codec.lossless or not held.exact:
+                continue
+            if slot.is_source or read[id(slot)] > 1:
+                raise OnceUnwritable("several read a tensor that has no code: of a NaN or an Inf")
+
+    def _number(self, slot: Slot) -> int:
+        number = self._numbers.get(id(slot))
+        if number is None:
+            if id(slot) not in self._first and not self._copied(slot):
+                raise Unwritable("a slot that no op of the forward saves")
+            number = self._numbers[id(slot)] = len(self._slots)
+            self._slots.append(slot)
+        return number
+
+    def _copied(self, slot: Slot) -> bool:
+        return any(ref() is slot for op in self._ops for _, ref in op.copies)
+
+    def _deed(self, one: NotedDeed, slot: Slot) -> Deed:
+        deed, mask, remade = one.deed, NOWHERE, None
+        if one.ready is not None:
+            ready = one.ready()
+            if ready is None:
+                raise Unwritable("a recipe that is not held any more")
+            remade = self._remade(ready)
+        action = deed.action
+        if isinstance(action, Encode):
+            bits = action.facts.mask
+            if bits is not None:
+                mask = self._holder_of(bits)
+                action = replace(action, facts=replace(action.facts, mask=None))
+        return replace(
+            deed,
+            slot=self._number(slot),
+            action=action,
+            remade=remade,
+            norm=None if one.norm is None else self._norm(one.norm),
+            mask=mask,
+        )
+
+    def _holder_of(self, bits: Tensor) -> int:
+        for _, slot in self._done:
+            if slot.bits is not None and slot.bits.data_ptr() == bits.data_ptr():
+                return self._number(slot)
+        raise Unwritable("bits that no slot holds")
+
+    def _remade(self, ready: Ready) -> Remade:
+        made = self._makers.get(id(ready.op))
+        if made is None or made[0]() is not ready.op:
+            raise Unwritable("a recipe of no op")
+        self._sourced.add(made[1])
+        given = tuple(
+            self._ref((x.untyped_storage()._cdata, version_of(x)), Geometry.of(x))
+            for x in ready.op.given
+        )
+        if given and ready.op.bound is None:
+            raise Unwritable("a recipe that reads what only this forward has")
+        source = ready.source
+        bits = NOWHERE if ready.bits is None else self._holder_of(ready.bits)
+        op = replace(ready.op, given=())
+        if op.bound is not None:  # which makes what reads statistics
+            op = replace(op, lossy=None, affine=None)
+        self._fixed |= {(x.untyped_storage()._cdata, x.data_ptr()) for x in op.fixed}
+        return Remade(
+            op,
+            self._remade(source) if isinstance(source, Ready) else self._number(source),
+            ready.seen,
+            ready.made,
+            bits,
+            NOWHERE if ready.noise is None else self._number(ready.noise),
+            NOWHERE if ready.other is None else self._number(ready.other),
+            given,
+        )
+
+    def _norm(self, norm: NotedNorm) -> Norm:
+        return Norm(self._ref(*norm.mean), self._ref(*norm.rstd), norm.inner, norm.rows)
+
+    def _ref(self, place: Place, geometry: Geometry) -> Ref:
+        at = self._saved_at.get(place)
+        if at is None:
+            raise Unwritable("a statistic that no op of the forward saves")
+        self._guarded.add(at[0])
+        return Ref(self._noted.setdefault(at, len(self._noted)), geometry)
+
+    def _close_sources(self) -> None:
+        """Compare the operands of ops that make what a compared op reads, and so on."""
+        waiting = list(self._sourced)
+        while waiting:
+            at = waiting.pop()
+            op = self._ops[at]
+            own = {saved.at for saved in op.saves}
+            for place in op.operands:
+                if place in own:
+                    continue
+                maker = self._made_at.get(place)
+                saved = self._saved_at.get(place)
+                if saved is not None and saved[0] < at:
+                    self._guarded.add(saved[0])
+                elif maker is not None and maker < at and maker not in self._sourced:
+                    self._sourced.add(maker)
+                    waiting.append(maker)
+        self._guarded |= self._sourced
+        self._check_fixed()
+
+    def _check_fixed(self) -> None:
+        """Raise Unwritable unless what recipes read are parameters, which are compared as such.
+
+        A view of a parameter is compared by its shape alone: the next may be one of another.
+        """
+        storages = {storage for storage, _ in self._fixed}
+        compared = (self._ops[at].addresses for at in self._sourced)
+        known = {address for some in compared for address in some}
+        views = {place[0] for at in self._guarded for place in self._ops[at].operands}
+        if not {address for _, address in self._fixed} <= known or storages & views:
+            raise Unwritable("a recipe that reads a weight that is no parameter")
+
+    def _note_places(self, deeds: list[tuple[NotedDeed, Deed]]) -> None:
+        """Give numbers to the storages that others are compared with."""
+        for one, deed in deeds:
+            is_lossy = isinstance(deed.action, Encode) and not deed.action.codec.lossless
+            if (is_lossy or deed.remade is not None) and one.op != NOWHERE:
+                for saved in self._ops[one.op].saves:
+                    if self._is_made_before(one.op, saved.at):
+                        self._places.setdefault(saved.at, len(self._places))
+        for at, op in enumerate(self._ops):
+            for saved in op.saves if op.name == CHECKPOINT else ():
+                if self._is_made_before(at, saved.at):
+                    self._places.setdefault(saved.at, len(self._places))
+        for at in sorted(self._sourced):
+            op = self._ops[at]
+            own = {saved.at for saved in op.saves}
+            for place in op.operands:
+                if place not in own:
+                    self._places.setdefault(place, len(self._places))
+        for (at, i), view in self._views.items():
+            if id(view.slot) in self._numbers and self._first[id(view.slot)] != (at, i):
+                self._places.setdefault(self._ops[at].saves[i].at, len(self._places))
+
+    def _compare_first(self) -> None:
+        """Compare what is given to the ops up to the first one that is given a tensor."""
+        for at, op in enumerate(self._ops):
+            is_call = op.module is None and op.name != CHECKPOINT
+            if is_call and op.args != (Unwritable,) and not op.opens:
+                self._compared.add(at)
+            if op.operands:
+                return
+
+    def _step(self, at: int, op: NotedOp, deeds: list[tuple[NotedDeed, Deed]]) -> Step:
+        mine = [(one, deed) for one, deed in deeds if one.op == at]
+        before = tuple(deed for one, deed in mine if one.when == BEFORE)
+        after = tuple(deed for one, deed in mine if one.when == AFTER)
+        copies = tuple(
+            (position, self._numbers[id(slot)])
+            for position, ref in op.copies
+            if (slot := ref()) is not None and id(slot) in self._numbers
+        )
+        place = NOWHERE if op.out is None else self._places.get(op.out, NOWHERE)
+        if place != NOWHERE and self._made_at.get(op.out or (0, 0)) != at:
+            place = NOWHERE
+        keeps_run = op.direct is not None and not op.direct.exact
+        keeps_run = keeps_run or (op.direct is not None and op.direct.always)
+        if op.name == CHECKPOINT:
+            inputs = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
+            return Step(op.func, inputs, before=before, inputs=True)
+        if op.module is not None:
+            given = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
+            is_acting = any(s is not None and (s.slot, s.noted) != (NOWHERE,) * 2 for s in given)
+            return Step(op.func, given if is_acting else None, before=before, module=op.module)
+        if not (at in self._guarded or at in self._compared or keeps_run):
+            return Step(
+                op.func, opens=op.opens, place=place, copies=copies, before=before, after=after
+            )
+        if op.args == (Unwritable,):
+            raise Unwritable(f"'{op.name}' has an argument that cannot be compared")
+        saves = None
+        if at in self._guarded:
+            if op.opens:
+                raise Unwritable("a function of torch's own that saves by itself")
+            saves = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
+        seen: set[Place] = set()
+        direct = op.direct if op.direct is not None and op.name == ATTENTION else None
+        run = op.run
+        return Step(
+            op.func,
+            saves,
+            tuple(self._placed(x, at, seen) for x in op.args),
+            tuple((key, self._placed(x, at, seen)) for key, x in op.kwargs),
+            run,
+            direct,
+            op.levels,
+            op.opens,
+            place,
+            copies,
+            before,
+            after,
+        )
+
+    def _placed(self, x: Any, at: int, seen: set[Place]) -> Any:
+        """Returns what an argument must be, with the number of the place that it is compared with.
+
+        seen: the places among the arguments of this op that came before
+        """
+        if type(x) in (tuple, list):
+            each = [self._placed(one, at, seen) for one in x]
+            return made_of(each, x)
+        if type(x) is not Like or x.parameter is not None:
+            return x
+        op, same, new = self._ops[at], NOWHERE, NOWHERE
+        operand = op.operands[x.same]
+        if at in self._sourced and all(saved.at != operand for saved in op.saves):
+            number = self._places[operand]
+            is_known = operand in seen or self._is_known_before(at, operand)
+            same, new = (number, NOWHERE) if is_known else (NOWHERE, number)
+            seen.add(operand)
+        return x._replace(same=same, place=new)
+
+    def _is_made_before(self, at: int, place: Place) -> bool:
+        """Returns whether an earlier op than number `at` has made what lies there."""
+        maker = self._made_at.get(place)
+        return maker is not None and maker < at
+
+    def _is_known_before(self, at: int, place: Place) -> bool:
+        """Returns whether an earlier op has noted this place."""
+        saved, made = self._saved_at.get(place), self._made_at.get(place)
+        if saved is not None and saved[0] < at:
+            return True
+        if made is not None and made < at:
+            return True
+        for earlier in sorted(self._sourced):
+            if earlier >= at:
+                return False
+            op = self._ops[earlier]
+            if place in op.operands and place not in {saved.at for saved in op.saves}:
+                return True
+        return False
+
+    def _save(
+        self, at: int, i: int, saved: NotedSave, mine: list[tuple[NotedDeed, Deed]]
+    ) -> Save | None:
+        view = self._views.get((at, i))
+        noted = self._noted.get((at, i), NOWHERE)
+        number = None if view is None else self._numbers.get(id(view.slot))
+        is_first = self._saved_at.get(saved.at) == (at, i)
+        place = self._places.get(saved.at, NOWHERE)
+        note = place if is_first and not self._is_made_before(at, saved.at) else NOWHERE
+        if view is None or number is None:
+            is_kept = noted == note == NOWHERE
+            return None if is_kept else Save(saved.geometry, saved.dtype, noted=noted, place=note)
+        slot, fresh = view.slot, self._first[id(view.slot)] == (at, i)
+        deeds = [
+            deed
+            for one, deed in mine
+            if one.when == AT_SAVE and one.save == i and deed.slot == number
+        ]
+        if len(deeds) > 1:
+            raise Unwritable("a tensor with which two things are done at once")
+        if slot.is_window and deeds:
+            raise Unwritable("a window onto a larger storage")
+        return Save(
+            saved.geometry,
+            saved.dtype,
+            number,
+            fresh,
+            saved.geometry if saved.geometry == slot.base else slot.base,
+            saved.nbytes,
+            view.need,
+            deeds[0] if deeds else None,
+            any(one.when == AFTER and deed.slot == number for one, deed in mine),
+            noted,
+            note,
+            place if not fresh or self._is_made_before(at, saved.at) else NOWHERE,
+        )
+
+
+def _check_kept(mine: list[NotedDeed]) -> None:
+    """Raise Unwritable where a slot is acted on at the end, and nothing is kept of it until then.
+
+    It was acted on as it was saved by no call (by a function of the user's); calls that came later
+    were served by what that gave.
+    """
+    for before, one in pairwise(mine):
+        leaves_it = isinstance(before.deed.action, Keep)
+        leaves_it = leaves_it or (bool(before.deed.bits) and before.when != AT_SAVE)
+        if one.op == NOWHERE and not leaves_it:
+            raise Unwritable("what no call saves is made of what is not kept")
+
+
+def _read_bits(deed: Deed) -> Iterator[int]:
+    """Numbers of the slots whose bits a deed takes."""
+    yield deed.mask
+    remade: int | Remade | None = deed.remade
+    while isinstance(remade, Remade):
+        yield remade.bits
+        remade = remade.source
+
+
+def _view_of(held: Any) -> View | None:
+    if isinstance(held, Deferred):
+        held = held.held
+    return held if isinstance(held, View) else None
