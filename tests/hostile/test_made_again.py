@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom as er
+from elbowroom.runtime.context import Context
 from elbowroom.runtime.direct.attention import math_path
 from elbowroom.runtime.direct.attention.math_path import MATH_ATTENTION
+from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.slot import _MOST_SHARED, Slot
 
 _aten: Any = torch.ops.aten
@@ -239,3 +241,20 @@ def test_modules_calls_are_not_seen_in_steps_that_call_nothing_compiled() -> Non
     assert seen[-1]
     step()
     assert not seen[-1]
+
+
+def test_what_one_context_has_made_again_takes_no_place_of_another() -> None:
+    contexts = [Context() for _ in range(2)]
+    slots = []
+    for context in contexts:
+        for _ in range(_MOST_SHARED):
+            slot = Slot(torch.ones(2), NOT_COUNTED)
+            slot.whole = torch.ones(2)
+            context.made_again.note(slot)
+            slots.append(slot)
+    assert all(slot.whole is not None for slot in slots)
+    contexts[0].made_again.note(slots[0])  # which is the newest now
+    slot = Slot(torch.ones(2), NOT_COUNTED)
+    slot.whole = torch.ones(2)
+    contexts[0].made_again.note(slot)
+    assert [n for n, slot in enumerate(slots) if slot.whole is None] == [1]

@@ -13,6 +13,7 @@ from elbowroom.plan import Encode, Need
 from elbowroom.runtime import capacities as capacities_module
 from elbowroom.runtime import late
 from elbowroom.runtime.capacities import Capacities, HostSpill, NoSpill, can_spill
+from elbowroom.runtime.context import Context
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.perform import perform
 from elbowroom.runtime.slot import CountedSlot
@@ -171,14 +172,14 @@ def test_several_threads_share_them():
 
 
 def test_the_ledger_counts_the_capacity():
-    ledger, capacities = Ledger(), Capacities()
+    ledger, context = Ledger(), Context()
     x = torch.randn(50_000).relu()
     action = Encode(Dither(levels=4), Facts(has_zeros=True))
     held = []
     for number in range(4):
         slot = CountedSlot(x, ledger.open("", "", "float32", x.nbytes))
         given = action, x, Need.LOSSY, None, number
-        slot.hold(perform(*given, capacities=capacities))
+        slot.hold(perform(*given, context=context))
         payload = slot.value._encoded.buffers[1]
         held.append(ledger.held_nbytes)
         assert slot.value.nbytes == sum(b.nbytes for b in slot.value._encoded.buffers)

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elbowroom.codecs import Affine, Dither, Facts
-from elbowroom.codecs.compact import Coder, Compact
+from elbowroom.codecs import Affine, Cast, Dither, Facts, compact
+from elbowroom.codecs.compact import Coder, Coders, Compact
 from elbowroom.errors import CodecError
 from elbowroom.kernels import ops
+from elbowroom.plan import Encode, Need
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.masks import mask_bits
+from elbowroom.runtime.perform import perform
 
 pytest.importorskip("numba")
 SHAPES = [(64, 32), (5,), (3, 7, 11), (2049,)]
@@ -44,18 +48,18 @@ def test_a_code_has_the_bytes_of_the_codec(shape: Any, levels: int, zeros: bool)
     scale, shift = torch.rand(width) + 0.5, torch.zeros(width) if zeros else torch.randn(width)
     bits = torch.randint(0, 256, (-(-x.numel() // 8),), dtype=torch.uint8)
     for affine in (None, Affine(scale, shift, 1)):
-        plain, compact = coded(x, Dither(levels=levels), zeros, affine)
-        assert type(compact) is Compact
-        assert compact.nbytes == plain.nbytes
-        for one, other in zip(plain.buffers, compact.buffers, strict=True):
+        plain, short = coded(x, Dither(levels=levels), zeros, affine)
+        assert type(short) is Compact
+        assert short.nbytes == plain.nbytes
+        for one, other in zip(plain.buffers, short.buffers, strict=True):
             assert one.dtype is other.dtype
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
         undo, mask = (None, None) if affine is None else (Affine(1 / scale, shift, 1), bits)
         wanted = plain.decode(affine=undo, bits=mask)
-        assert torch.equal(compact.decoded(undo, mask), wanted)
-        assert torch.equal(compact.decode(affine=undo, bits=mask), wanted)
-        assert (compact.bitmap is None) == (plain.bitmap is None)
-        assert plain.bitmap is None or torch.equal(compact.bitmap, plain.bitmap)
+        assert torch.equal(short.decoded(undo, mask), wanted)
+        assert torch.equal(short.decode(affine=undo, bits=mask), wanted)
+        assert (short.bitmap is None) == (plain.bitmap is None)
+        assert plain.bitmap is None or torch.equal(short.bitmap, plain.bitmap)
 
 
 def test_another_tensor_than_the_coder_was_made_for_goes_to_the_codec() -> None:
@@ -69,9 +73,9 @@ def test_another_tensor_than_the_coder_was_made_for_goes_to_the_codec() -> None:
 
 def test_strides_come_back() -> None:
     x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    plain, compact = coded(x, Dither(levels=4), zeros=False)
-    assert compact.decoded().stride() == x.stride()
-    assert torch.equal(compact.decoded(), plain.decode())
+    plain, short = coded(x, Dither(levels=4), zeros=False)
+    assert short.decoded().stride() == x.stride()
+    assert torch.equal(short.decoded(), plain.decode())
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -79,15 +83,15 @@ def test_strides_come_back() -> None:
 def test_what_has_no_code_is_held_raw(value: float, zeros: bool) -> None:
     x = torch.randn(70, 32)
     x[69, 3] = value
-    plain, compact = coded(x, Dither(levels=4), zeros)
+    plain, short = coded(x, Dither(levels=4), zeros)
     assert plain.raw
-    assert compact.raw
-    assert torch.equal(compact.decode().nan_to_num(), x.nan_to_num())
+    assert short.raw
+    assert torch.equal(short.decode().nan_to_num(), x.nan_to_num())
 
 
 def test_a_code_that_was_cut_is_refused() -> None:
-    _, compact = coded(torch.randn(64, 32).relu(), Dither(levels=4), zeros=True)
-    cut = Compact(compact.coder, compact.memory[:-1].clone(), compact.seed)
+    _, short = coded(torch.randn(64, 32).relu(), Dither(levels=4), zeros=True)
+    cut = Compact(short.coder, short.memory[:-1].clone(), short.seed)
     with pytest.raises(CodecError, match="cannot decode"):
         cut.decoded()
 
@@ -147,3 +151,38 @@ def test_masks_by_address_are_those_of_ops(n: int) -> None:
     wanted = torch.empty(n)
     ops.masked(grad, bits, wanted)
     assert torch.equal(made.view(torch.int32), wanted.view(torch.int32))
+
+
+def test_a_step_that_is_looked_at_makes_codes_by_a_coder() -> None:
+    x = torch.randn(64, 32)
+    coders, action = Coders(), Encode(Dither(levels=4))
+    encoded = coders.encode(action.codec, x, 3, Facts())
+    assert type(encoded) is Compact
+    assert torch.equal(encoded.decode(), action.codec.encode(x, 3).decode())
+    handle = perform(action, x, Need.LOSSY, None, 3, context=Context())
+    assert isinstance(handle, EncodeHandle)
+    assert type(handle._encoded) is Compact
+    assert handle.nbytes == action.codec.encode(x, 3).nbytes
+
+
+def test_coders_leave_to_the_codec_what_they_have_no_kernel_for() -> None:
+    coders, dither = Coders(), Dither(levels=4)
+    mask = Facts(mask=torch.zeros(256, dtype=torch.uint8))
+    for codec, x, facts in [
+        (dither, torch.randn(64, 32, dtype=torch.bfloat16), Facts()),
+        (dither, torch.randn(64, 32), mask),
+        (dither, torch.tensor([]), Facts()),
+        (Cast("bf16"), torch.randn(64, 32), Facts()),
+    ]:
+        for _ in range(2):
+            encoded = coders.encode(codec, x, 3, facts)
+            assert type(encoded) is not Compact
+            assert torch.equal(encoded.decode(), codec.encode(x, 3, facts).decode())
+
+
+def test_coders_know_few_kinds_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compact, "_MOST_KINDS", 4)
+    coders = Coders()
+    for size in range(3, 20):
+        coders.encode(Dither(levels=4), torch.randn(size), 3, Facts())
+        assert len(coders._known) <= 4

@@ -28,6 +28,7 @@ _watchers = torch._C._len_torch_dispatch_stack
 _CPU = torch.device("cpu")
 _NO_AFFINE = 0, 0, 0, 0, 1, 1
 _NO_MASK = 0, 0
+_MOST_KINDS = 512
 
 
 class Coder:
@@ -91,6 +92,30 @@ class Coder:
         exact = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)  # what it took was not known
         ctypes.memmove(exact.data_ptr(), address, nbytes)
         return Compact(self, exact, seed)
+
+
+class Coders:
+    """Coders of the kinds of tensors that were met last; what has none is encoded by its codec."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Coder | None] = {}
+
+    def encode(
+        self, codec: Codec, x: Tensor, seed: int, facts: Facts, affine: Affine | None = None
+    ) -> Encoded:
+        """The code of x, in the bytes of `codec`."""
+        if type(codec) is not Dither or facts.mask is not None:
+            return codec.encode(x, seed, facts, affine)
+        key = codec, x.shape, x.stride(), x.dtype, x.device, facts
+        known = self._known
+        if key not in known:
+            if len(known) >= _MOST_KINDS:
+                known.clear()
+            known[key] = Coder.of(codec, x, facts)
+        coder = known.get(key)
+        if coder is None:
+            return codec.encode(x, seed, facts, affine)
+        return coder.encode(x, seed, affine)
 
 
 class Compact(Encoded):

@@ -68,21 +68,18 @@ def checkpoint_call(x: Tensor) -> Call | None:
 
 
 class Pieces:
-    """The piece of forward that runs now inside a checkpoint, and what waits for its end."""
+    """The piece of forward that runs now inside a checkpoint, and what is `waiting` for its end."""
 
     def __init__(self) -> None:
-        self._waiting: list[Callable[[str], None]] = []
+        self.waiting: list[Callable[[str], None]] = []
         self._names: set[str] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
 
     def wait(self, ended: Callable[[str], None]) -> None:
         """Calls `ended` when the piece has ended.
 
         Its argument is why the inputs of the piece must stay as they are, or "".
         """
-        self._waiting.append(ended)
+        self.waiting.append(ended)
 
     @property
     def has_begun(self) -> bool:
@@ -99,14 +96,14 @@ class Pieces:
         """Ends the piece, and calls what waits for that."""
         rough = self._names - {""}
         why = f"its checkpoint calls '{min(rough)}', which may not tolerate errors" if rough else ""
-        waiting = self._waiting
+        waiting = self.waiting
         self.clear()
         for ended in waiting:
             ended(why)
 
     def clear(self) -> None:
         """Drops all that waits."""
-        self._waiting, self._names = [], set()
+        self.waiting, self._names = [], set()
 
 
 def is_smooth(call: Call) -> bool:
@@ -121,7 +118,7 @@ def _is_smooth(call: Call) -> bool:
         exponent = call.arg(1, "exponent")
         return not isinstance(exponent, Tensor) and exponent in (1, 2, 3)
     if call.name == "rsqrt":  # whose pole is far from a mean of squares: one number a row
-        x = call.arg(0, "input")
+        x = call.first
         return isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == 1
     if call.name == "new_empty":  # a number for each sample, which drop path fills; no kernel's out
         return all(size == 1 for size in tree_leaves(call.args[1:])[1:])

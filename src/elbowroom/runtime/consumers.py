@@ -57,6 +57,7 @@ BUFFERS = dict.fromkeys(("batch_norm", "instance_norm"), _RUNNING)  # saved, but
 _AT_ONCE = frozenset(
     (*TOLERANT, *MASKED_OUTPUT, *MASKED_INPUT, *CAPPED, "dropout", RECOMPUTE, CHECKPOINT)
 )
+_MASKED = frozenset((*MASKED_OUTPUT, *MASKED_INPUT, *CAPPED))
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
 _TENSOR_CLASSES = (Tensor, torch._C.TensorBase, object)
 _TORCH_MODULES = (
@@ -120,6 +121,7 @@ class Call:
         "deferred",
         "fewest",
         "fine",
+        "first",
         "func",
         "kwargs",
         "levels",
@@ -153,11 +155,10 @@ class Call:
         self.fewest: Levels | None = None  # for attention's codes (`direct/attention/`)
         self.levels: int | None = 16  # that attention needs of a code of what it saves now
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
-        first = args[0] if args else kwargs.get("input")
+        self.first: Any = args[0] if args else kwargs.get("input")
         # A subclass may answer any question with an error (an uninitialized parameter does).
-        self.version = 0
-        if type(first) in PLAIN and isinstance(first, Tensor):
-            self.version = version_of(first)
+        is_plain = type(self.first) in PLAIN
+        self.version = version_of(self.first) if is_plain else 0  # type: ignore[arg-type]
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument, however it was passed."""
@@ -257,7 +258,7 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
             width = features_of(x)  # which a norm inside may read
             return Reading(Need.LOSSY, Formula.CURVED, width=width, by_size=width > 0)
         return Reading(Need.EXACT, Formula.UNKNOWN, "an input that wants no gradient")
-    masked = call.name in (*MASKED_OUTPUT, *MASKED_INPUT) or is_capped(call)
+    masked = call.name in _MASKED and (call.name not in CAPPED or is_capped(call))
     if masked and x.is_floating_point():
         return Reading(Need.MASK, Formula.COMPARED)
     if call.name not in TOLERANT:
@@ -384,6 +385,8 @@ def _is_number(argument: Any, number: int) -> bool:
 def tolerant_arguments(x: Tensor, call: Call) -> list[int | str]:
     """Returns which of the arguments that may carry an error x is, as positions or keywords."""
     known = TOLERANT.get(call.name)
+    if known is _FIRST:
+        return [0 if call.args else "input"] if _is(x, call.first) else []
     if known is None:
         places: list[int | str] = [*range(len(call.args)), *call.kwargs]
         values = (*call.args, *call.kwargs.values())
@@ -434,7 +437,7 @@ def _is_reshaped(x: Tensor, argument: Tensor) -> bool:
 
 def is_buffer(x: Tensor, call: Call | None) -> bool:
     """Returns whether x is a running statistic, which is the module's as parameters are."""
-    if call is None or call.name not in BUFFERS:
+    if call is None or call.name not in BUFFERS or x.dim() > 1:
         return False
     return any(_is(x, call.arg(*buffer)) for buffer in BUFFERS[call.name])
 
@@ -451,9 +454,10 @@ def is_running_copy(x: Tensor, call: Call | None) -> bool:
 
 def is_argument(x: Tensor, call: Call | None) -> bool:
     """Returns whether x was handed to the op, rather than made by it."""
-    return call is not None and any(
-        _is(x, argument) for argument in (*call.args, *call.kwargs.values())
-    )
+    if call is None:
+        return False
+    given = (*call.args, *call.kwargs.values())
+    return any(_is(x, argument) for argument in given if argument is not None)
 
 
 def _is_layer_output(x: Tensor, call: Call) -> bool:

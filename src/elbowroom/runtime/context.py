@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from elbowroom.codecs.compact import Coders
 from elbowroom.runtime.capacities import Capacities
 from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.slot import MadeAgain
@@ -29,6 +30,7 @@ class Context:
     unrepeatable  names of modules that are never to be recomputed
     blames_classes  nor are others of their class, as long as there are plans without them
     capacities    of codes whose size is known to the device alone
+    coders        what encodes tensors of the kinds that were met last
     made_again    tensors that were made again and wait for their next readers
     runs_again    recurrent layers run forward again in backward, in every forward (`recurrent.py`)
     """
@@ -40,6 +42,7 @@ class Context:
         self.learns = learns
         self.prefetcher = Prefetcher()
         self.capacities = Capacities()
+        self.coders = Coders()
         self.made_again = MadeAgain()
         self.unrepeatable: frozenset[str] = frozenset()
         self.blames_classes = True

@@ -155,7 +155,7 @@ def relu_mask(call: Call, out: Any, slot: Slot | None, identity: Identity) -> Te
     """The bits of this call's output, if it is the ReLU of the norm of all that `slot` holds."""
     if slot is None or call.name not in MASKED_OUTPUT or not isinstance(out, Tensor):
         return None
-    origin, after = identity.origin(call.arg(0, "input"), call.version), identity.slot(out)
+    origin, after = identity.origin(call.first, call.version), identity.slot(out)
     recipe = None if origin is None else origin.recipe
     if after is None or after.bits is None or recipe is None or not recipe.op.is_norm:
         return None

@@ -68,7 +68,7 @@ from elbowroom.runtime.readers import Reader, readers_of
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again, will_be_tried
 from elbowroom.runtime.replay.scribe import Scribe
-from elbowroom.runtime.serving import Request, Serving, classify
+from elbowroom.runtime.serving import Request, Serving, classify, ready_of
 from elbowroom.runtime.sites import left_alone, site_of
 from elbowroom.runtime.slot import (
     Beside,
@@ -82,7 +82,7 @@ from elbowroom.runtime.slot import (
     last_node,
     unpack,
 )
-from elbowroom.runtime.storage import storage_nbytes
+from elbowroom.runtime.storage import storage_nbytes, version_of
 
 _log = logging.getLogger("elbowroom")
 _kept_out: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # of which that has been said
@@ -319,12 +319,14 @@ class Saving:
     def _finished(self, call: Call, out: Any) -> None:
         with torch._C.DisableTorchFunction():
             self._listener.ends()
-            results = self._decide_on_deferred(call, out)
-            self._serving.waiting.ended(call, out, self._identity)
+            results = self._decide_on_deferred(call, out) if call.deferred else ()
+            if self._serving.waiting:
+                self._serving.waiting.ended(call, out, self._identity)
             for finish in call.at_end:
                 finish(call, out)
-            note_origin(call, out, self._identity)
-            self._listener.makes(out, self._identity)
+            made = note_origin(call, out, self._identity)
+            if made is not None:
+                self._listener.makes(made)
             for decide in results:
                 decide()
             if self._watch is not None:
@@ -402,8 +404,9 @@ class Saving:
             if body is not None:
                 listener.runs(call, body, None)
                 return body
-        self._serving.waiting.end_known()
-        if pieces:
+        if self._serving.waiting:
+            self._serving.waiting.end_known()
+        if pieces.waiting:
             if self._is_asked():
                 pieces.end()
             elif pieces.calls(call):
@@ -487,7 +490,7 @@ class Saving:
             return kept
         pieces = self._serving.pieces
         is_input = call is not None and call.name in (CHECKPOINT, RECOMPUTE)
-        if pieces and (pieces.has_begun or not is_input):
+        if pieces.waiting and (pieces.has_begun or not is_input):
             pieces.end()
         if is_input:
             self._listener.saves()
@@ -503,8 +506,6 @@ class Saving:
         What comes back decides on its results, once it is known how these could be made again.
         """
         saved, call.deferred = call.deferred, []
-        if not saved:
-            return []
         wanted = [one for one, x in saved if storage_nbytes(x) >= self.min_nbytes]
         readers = readers_of(call, out, wanted) if wanted else {}
         made = {x.untyped_storage()._cdata for x in tensors_in(out) if is_touchable(x)}
@@ -546,40 +547,47 @@ class Saving:
         node: autograd's number of the one that saves x; None: the last
         """
         name = self._name(call)
-        slot = self._identity.slot(x) or self._new_slot(x, name)
-        if call is not None:
-            note_copy(x, call, self._identity)
-            self._listener.makes(x, self._identity)
+        geometry = Geometry.of(x)
+        known, key = self._identity.stored(x), (version_of(x), x.dtype)
+        ref = known.slots.get(key)
+        slot = None if ref is None else ref()
+        if slot is None:
+            slot = self._new_slot(x, name, geometry)
+            known.slots[key] = weakref.ref(slot)
+        copied = None if call is None else note_copy(x, call, self._identity)
+        if copied is not None:
+            self._listener.makes(copied)
+        origin = known.origins.get(key)
         if name.consumer == RECOMPUTE and not self._codes_input(name):
             reading = Reading(Need.EXACT, Formula.UNKNOWN, "a module runs again from it")
         reruns = call is not None and call.would_rerun
         looks = reruns and (self.recorder is not None or not self.is_exact())
-        request = classify(slot, x, call, reading, name, looks=looks)
+        request = classify(slot, x, call, reading, name, origin, looks=looks)
         noted = None if self.recorder is None else self._noted(request)
+        need = request.reading.need
         if request.reading.formula.is_fine and call is not None:
-            self._note_fine(root_of(self._identity.origin(x)), call)
+            self._note_fine(root_of(origin), call)
         self._serving.serve(request)
-        slot.promise(request.need, name.consumer)
-        view = View(slot, Geometry.of(x), request.need)
+        slot.promise(need, name.consumer)
+        view = View(slot, geometry, need)
         if self.recorder is not None and noted is not None:
             site, sources = noted
-            made = self._identity.origin(x)
-            why = left_alone(slot, x, call, request.need, self.min_nbytes, made)
+            why = left_alone(slot, x, call, need, self.min_nbytes, origin)
             number = last_node() if node is None else node
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:
             call.note_saved(slot, x)
             # Of what runs again no op of the graph reads it, to be probed.
             readable = call.name not in (CHECKPOINT, RECOMPUTE)
-            if self._watch is not None and request.need is Need.LOSSY and readable:
+            if self._watch is not None and need is Need.LOSSY and readable:
                 self._watch.saved(Use(call, view, name.module), x)
         return view
 
     def _noted(self, request: Request) -> tuple[Site, Sequence[Slot]]:
         """Returns what is written down of a save before anything is done: its site and sources."""
-        slot, x, call, reading, name = request
-        ready = self._serving.ready(x)
-        site = site_of(slot, x, call, reading, ready, name, self._identity.origin(x))
+        slot, x, call, reading, name, origin = request
+        ready = ready_of(origin)
+        site = site_of(slot, x, call, reading, ready, name, origin)
         if call is not None and call.would_rerun:
             site = as_node(site, x, call)
         return site, () if ready is None else ready.slots
@@ -595,19 +603,21 @@ class Saving:
             if one is not None:
                 one.curved(source)
 
-    def _new_slot(self, x: Tensor, name: SiteName) -> Slot:
+    def _new_slot(self, x: Tensor, name: SiteName, geometry: Geometry) -> Slot:
         base = dense_base(x)
         dtype = str(x.dtype).removeprefix("torch.")
         entry = self.ledger.open(name.module, name.consumer, dtype, storage_nbytes(x))
-        slot = CountedSlot(x if base is None else base, entry, is_window=base is None)
+        known = geometry if base is None or base is x else None
+        slot = CountedSlot(
+            x if base is None else base, entry, is_window=base is None, geometry=known
+        )
         slot.shared = self.context.made_again if self._shares else None
-        self._identity.remember(x, slot)
         return slot
 
     def _source_of(self, x: Tensor) -> Slot | None:
         if storage_nbytes(x) < self.min_nbytes:
             return None  # kept, whatever it could be made from
-        ready = self._serving.ready(x)
+        ready = ready_of(self._identity.origin(x))
         return None if ready is None or not ready.exact else ready.sole_source
 
     def _copied(self, slot: Slot, y: Tensor) -> None:

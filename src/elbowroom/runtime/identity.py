@@ -56,7 +56,7 @@ class Origin:
     recipe: Recipe | None = None
 
 
-class _Storage:
+class Stored:
     """Slots and origins of one live storage, by version and dtype.
 
     A storage may be seen as another dtype (`view_as_real`), which has an origin of its own.
@@ -80,14 +80,14 @@ class Identity:
     def __init__(self, ledger: Ledger | None = None) -> None:
         self.told: Callable[[Slot, Tensor], None] | None = None
         self._ledger = ledger
-        self._storages: dict[int, _Storage] = {}
+        self._storages: dict[int, Stored] = {}
         self._constants: _Copies = {}
         self._spares: _Copies = {}
         self._purge_at = 256
 
     def slot(self, x: Tensor) -> Slot | None:
         """The slot of x's storage at its version, if some op has saved it already."""
-        known = self._known(x)
+        known = self._storages.get(x.untyped_storage()._cdata)
         found = None if known is None else known.slots.get((version_of(x), x.dtype))
         return None if found is None else found()
 
@@ -96,19 +96,30 @@ class Identity:
         tensors = filter(is_touchable, tensors_in(values))
         return [slot for x in tensors if (slot := self.slot(x)) is not None]
 
+    def stored(self, x: Tensor) -> Stored:
+        """What is known of x's storage from now on."""
+        at = x.untyped_storage()._cdata
+        # A weakly held address is never reused: who lives there now is who lived there then.
+        known = self._storages.get(at)
+        if known is None:
+            if len(self._storages) >= self._purge_at:
+                self._purge()
+            known = self._storages[at] = Stored(x)
+        return known
+
     def remember(self, x: Tensor, slot: Slot) -> None:
-        self._storage(x).slots[version_of(x), x.dtype] = weakref.ref(slot)
+        self.stored(x).slots[version_of(x), x.dtype] = weakref.ref(slot)
 
     def origin(self, x: Tensor, version: int | None = None) -> Origin | None:
         """Returns the origin of x's storage at this version (default: x's own)."""
-        known = self._known(x)
+        known = self._storages.get(x.untyped_storage()._cdata)
         if known is None:
             return None
         return known.origins.get((version_of(x) if version is None else version, x.dtype))
 
     def made(self, x: Tensor, origin: Origin) -> None:
         """Records what made x."""
-        self._storage(x).origins[version_of(x), x.dtype] = origin
+        self.stored(x).origins[version_of(x), x.dtype] = origin
 
     def slots(self) -> list[Slot]:
         """All slots that are alive."""
@@ -156,30 +167,17 @@ class Identity:
         self._spares.clear()
         self.told = None
 
-    def _known(self, x: Tensor) -> _Storage | None:
-        # A weakly held address is never reused: who lives there now is who lived there then.
-        return self._storages.get(x.untyped_storage()._cdata)
-
-    def _storage(self, x: Tensor) -> _Storage:
-        known = self._known(x)
-        if known is None:
-            self._purge()
-            known = self._storages[x.untyped_storage()._cdata] = _Storage(x)
-        return known
-
     def _purge(self) -> None:
         """Forgets dead storages now and then: a context around a whole training must not grow.
 
         Not those for which something is held still, a code of it or how it is made again.
         """
-        if len(self._storages) >= self._purge_at:
-            self._storages = {
-                at: known
-                for at, known in self._storages.items()
-                if not known.weak.expired()
-                or any(ref() is not None for ref in known.slots.values())
-            }
-            self._purge_at = max(256, 2 * len(self._storages))
+        self._storages = {
+            at: known
+            for at, known in self._storages.items()
+            if not known.weak.expired() or any(ref() is not None for ref in known.slots.values())
+        }
+        self._purge_at = max(256, 2 * len(self._storages))
 
 
 def untouchable(x: Tensor) -> str:

@@ -28,7 +28,7 @@ from elbowroom.runtime.slot import Slot, View
 if TYPE_CHECKING:
     from elbowroom.runtime.direct import Direct
     from elbowroom.runtime.handles.rebuild import Ready
-    from elbowroom.runtime.identity import Identity
+    from elbowroom.runtime.identity import Origin
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class Listener:
     def ends(self) -> None:
         """Called when the call has run; then it is decided on what waited for that."""
 
-    def makes(self, x: Any, identity: Identity) -> None:
-        """Called when the call has made x. identity: knows how that can be made again."""
+    def makes(self, origin: Origin) -> None:
+        """Called when the call has made something that is noted under this origin."""
 
     def copies(self, slot: Slot, y: Tensor, call: Call | None) -> None:
         """Called when a slot stands for a constant among the arguments of an ended call."""

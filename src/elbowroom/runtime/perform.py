@@ -10,7 +10,7 @@ from torch import Tensor
 from elbowroom.errors import PlanError
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan import Action, Encode, Keep, Need, Offload, Rebuild, SiteName
-from elbowroom.runtime.capacities import Capacities
+from elbowroom.runtime.context import Context
 from elbowroom.runtime.handles import (
     EncodeHandle,
     Handle,
@@ -20,7 +20,6 @@ from elbowroom.runtime.handles import (
 )
 from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.normal import Normalized, Statistics, of_rows
-from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.statistics import layout_of
 from elbowroom.runtime.tiers import tier_for
 
@@ -35,26 +34,30 @@ def perform(
     seed: int,
     on_outlived: Callable[[], None] | None = None,
     statistics: Statistics | None = None,
-    prefetcher: Prefetcher | None = None,
     name: SiteName = _NOWHERE,
-    capacities: Capacities | None = None,
+    context: Context | None = None,
 ) -> Handle:
     """Performs an action on `base`, a tensor that covers its storage; returns the handle.
 
     ready       its recipe, if it has one
     statistics  of the norm that it is the input of
-    prefetcher  brings offloaded tensors back early, by the order that it learned
     name        of the site
-    capacities  say how much memory a code gets whose size only the device knows
+    context     what it has learned: coders of such tensors, how much memory a code gets whose size
+                only the device knows, in which order offloaded tensors are brought back
     """
     match action:
         case Keep(why):
             return KeepHandle(base, why)
         case Encode(codec, facts):
-            normal, waits = normalized(action, base, statistics), would_wait(base)
-            room = capacities.room((name, codec, base.numel())) if waits and capacities else None
+            normal = normalized(action, base, statistics)
             affine = None if normal is None else normal.normalize()
-            encoded = codec.encode(base, seed, facts, affine, room)
+            if context is None:
+                encoded = codec.encode(base, seed, facts, affine)
+            elif would_wait(base):
+                room = context.capacities.room((name, codec, base.numel()))
+                encoded = codec.encode(base, seed, facts, affine, room)
+            else:
+                encoded = context.coders.encode(codec, base, seed, facts, affine)
             return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else normal)
         case Rebuild():
             assert ready is not None
@@ -63,6 +66,7 @@ def perform(
             tier = tier_for(action, base)
             if isinstance(tier, str):
                 return KeepHandle(base, tier)
+            prefetcher = None if context is None else context.prefetcher
             return OffloadHandle(tier, base, prefetcher, name, on_outlived)
         case _:
             raise PlanError(

@@ -45,7 +45,7 @@ from elbowroom.runtime.deferred import Waiting, WaitingLine
 from elbowroom.runtime.direct.attention import attention_reading
 from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle
 from elbowroom.runtime.handles.rebuild import Ready
-from elbowroom.runtime.identity import Identity, covering
+from elbowroom.runtime.identity import Identity, Origin, covering
 from elbowroom.runtime.masks import differ, mask_bits
 from elbowroom.runtime.observer import Listener, Watch
 from elbowroom.runtime.perform import is_normalized, perform
@@ -61,6 +61,7 @@ class Request(NamedTuple):
 
     call  None: no function that Python has called saves it
     name  module, op, and how many the op of this module has saved before
+    origin  the op that made x, if one was seen
     """
 
     slot: Slot
@@ -68,15 +69,18 @@ class Request(NamedTuple):
     call: Call | None
     reading: Reading
     name: SiteName
-
-    @property
-    def need(self) -> Need:
-        """Need of the op for x."""
-        return self.reading.need
+    origin: Origin | None = None
 
 
 def classify(
-    slot: Slot, x: Tensor, call: Call | None, reading: Reading, name: SiteName, *, looks: bool
+    slot: Slot,
+    x: Tensor,
+    call: Call | None,
+    reading: Reading,
+    name: SiteName,
+    origin: Origin | None,
+    *,
+    looks: bool,
 ) -> Request:
     """Returns what the op asks: more than `reading`, where what the slot holds does not fit it.
 
@@ -90,17 +94,22 @@ def classify(
     if reading.by_size and name.consumer not in NORMS and not rows_of(slot, x, reading.width):
         why = "its backward divides by the size of rows that lie in no order that is known"
         reading = Reading(Need.EXACT, Formula.SINGULAR, why)
-    return Request(slot, x, call, reading, name)
+    return Request(slot, x, call, reading, name, origin)
+
+
+def ready_of(origin: Origin | None) -> Ready | None:
+    """Returns how what has this origin could be made again now."""
+    return None if origin is None or origin.recipe is None else origin.recipe.ready()
 
 
 def is_served(request: Request) -> bool:
     """Returns whether what the slot holds is all that the op needs."""
-    return request.slot.serves(request.need) and not _is_too_coarse(request)
+    return request.slot.serves(request.reading.need) and not _is_too_coarse(request)
 
 
 def _is_too_coarse(request: Request) -> bool:
     """Returns whether the code that is held was chosen for a milder formula than this reader's."""
-    slot, x, call, reading, name = request
+    slot, x, call, reading, name, _ = request
     if reading.need is not Need.LOSSY or slot.exact or not slot.sites:
         return False
     levels = 0 if call is None else call.levels or MOST_LEVELS
@@ -175,20 +184,14 @@ class Serving:
         """Makes the slot hold what the op asks for, if it does not yet."""
         if is_served(request):
             return
-        slot, x, call, _, name = request
-        made = self._identity.origin(x)
-        why = left_alone(slot, x, call, request.need, self._min_nbytes, made)
+        slot, x, call, reading, name, origin = request
+        why = left_alone(slot, x, call, reading.need, self._min_nbytes, origin)
         if not why:
             self._act(request)
             return
         cast = self._cast(slot, x, call) if why is MADE_OF_PARAMETERS else None
         slot.hold(cast or KeepHandle(slot.base.on(x), why))
         self._listener.does(slot, name, Need.EXACT, Keep(why) if cast is None else None)
-
-    def ready(self, x: Tensor) -> Ready | None:
-        """Returns how x could be made again now."""
-        origin = self._identity.origin(x)
-        return None if origin is None or origin.recipe is None else origin.recipe.ready()
 
     def _cast(self, slot: Slot, x: Tensor, call: Call | None) -> CastHandle | None:
         """Returns a handle that makes x's storage again if it is a cast of a parameter, or None."""
@@ -198,8 +201,8 @@ class Serving:
 
     def _act(self, request: Request) -> None:
         """Asks the policy, and does what it says; or lets it wait."""
-        slot, x, call, _, name = request
-        need, site, ready = request.need, *self._site(request)
+        slot, x, call, reading, name, _ = request
+        need, (site, ready) = reading.need, self._site(request)
         whole = slot.base.on(x)
         action = self._chosen(request, site, ready)
         slot.entry.why = action.why if isinstance(action, Keep) else ""
@@ -222,15 +225,15 @@ class Serving:
 
     def _site(self, request: Request) -> tuple[Site, Ready | None]:
         """Returns the site of the save, and how x could be made again for it."""
-        slot, x, call, reading, name = request
-        ready = self.ready(x)
-        site = site_of(slot, x, call, reading, ready, name, self._identity.origin(x))
+        slot, x, call, reading, name, origin = request
+        ready = ready_of(origin)
+        site = site_of(slot, x, call, reading, ready, name, origin)
         if ready is None:
             return site, None
-        if request.name.consumer == RECOMPUTE and request.need is Need.LOSSY:
+        if request.name.consumer == RECOMPUTE and request.reading.need is Need.LOSSY:
             return replace(site, rebuildable=Rebuildable.NO), None  # the plan counts on a code
         too_coarse = any(map(partial(is_too_coarse_for, site=site), ready.slots))
-        if too_coarse or self._would_pin(ready, request.need):
+        if too_coarse or self._would_pin(ready, request.reading.need):
             return replace(site, rebuildable=Rebuildable.NO), None
         return site, ready
 
@@ -292,10 +295,9 @@ class Serving:
             self._listener.does(slot, name, Need.EXACT, Keep(slot.entry.why))
             return
         norm = slot.statistics
-        shared = self._context.prefetcher, name, self._context.capacities
         outlived = partial(self._context.learn_keep, _key(site))
         try:
-            handle = perform(action, whole, need, ready, seed, outlived, norm, *shared)
+            handle = perform(action, whole, need, ready, seed, outlived, norm, name, self._context)
         except CodecError as error:
             dtype = str(site.dtype).removeprefix("torch.")
             where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"

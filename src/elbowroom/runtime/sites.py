@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import Facts
+from elbowroom.codecs.facts import NOTHING
 from elbowroom.kernels.windows import Window
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
 from elbowroom.plan.precision_floor import MOST_LEVELS
@@ -47,12 +48,11 @@ def site_of(
     ready   how x could be made again now
     origin  the op that made x
     """
-    facts = facts_of(x, call)
-    if origin is not None and origin.has_zeros and x.is_floating_point():
-        facts = replace(facts, has_zeros=True)
+    has_zeros = origin is not None and origin.has_zeros and x.is_floating_point()
     sequence = sequence_of(x, slot.base, name.consumer)
-    if sequence is not None:
-        facts = replace(facts, sequence=sequence)
+    facts = facts_of(x, call)
+    if has_zeros or sequence is not None:
+        facts = _with(facts, has_zeros, sequence)
     rebuildable = (
         Rebuildable.NO if ready is None else Rebuildable.EXACT if ready.exact else Rebuildable.LOSSY
     )
@@ -141,12 +141,17 @@ def _ends_in_parameters(x: Tensor, call: Call | None) -> bool:
 def facts_of(x: Tensor, call: Call | None) -> Facts:
     """Returns facts that the saving op tells of x: the range of indices, or a mask's one value."""
     if call is None:
-        return Facts()
+        return NOTHING
     if call.name == "dropout" and x.grad_fn is None and x.is_floating_point():
         return Facts(value=_dropout_scale(float(call.arg(1, "p", 0.5)), x.dtype))
     if x.dtype is torch.int64 and call.name in _INDEX_FACTS:
         return _INDEX_FACTS[call.name](call)
-    return Facts()
+    return NOTHING
+
+
+@lru_cache(256)
+def _with(facts: Facts, has_zeros: bool, sequence: int | None) -> Facts:
+    return replace(facts, has_zeros=facts.has_zeros or has_zeros, sequence=sequence)
 
 
 def sequence_of(x: Tensor, base: Geometry, op: str) -> int | None:
@@ -165,8 +170,10 @@ def sequence_of(x: Tensor, base: Geometry, op: str) -> int | None:
     if first and x.dim() != 3:
         return None  # maps, or samples that do not follow each other
     step = x.stride(-1 if first else -2)
-    found = (d for d, s in enumerate(base.stride) if s == step and base.shape[d] > 1)
-    return next((d - len(base.shape) for d in found), None)
+    for d, stride in enumerate(base.stride):
+        if stride == step and base.shape[d] > 1:
+            return d - len(base.shape)
+    return None
 
 
 def _node_of(x: Tensor) -> str:
@@ -190,7 +197,7 @@ def _dropout_scale(p: float, dtype: torch.dtype) -> float:
 
 def _pool_facts(call: Call) -> Facts:
     """Max-pooling saves flat indices into one map, each inside its window."""
-    x = call.arg(0, "input")
+    x = call.first
     dims = next((n for n in (1, 2, 3) if f"max_pool{n}d" in call.name), 2)
     size = 1
     for length in x.shape[-dims:]:
@@ -223,18 +230,18 @@ def _embedding_facts(call: Call) -> Facts:
 
 def _row_facts(call: Call) -> Facts:
     """Places along one side of a tensor, from its start."""
-    return Facts(smallest=0, largest=max(call.arg(0, "input").shape, default=1) - 1)
+    return Facts(smallest=0, largest=max(call.first.shape, default=1) - 1)
 
 
 def _place_facts(call: Call) -> Facts:
     """Places in a tensor, which may count from its end."""
-    longest = max(call.arg(0, "input").shape, default=1)
+    longest = max(call.first.shape, default=1)
     return Facts(smallest=-longest, largest=longest - 1)
 
 
 def _label_facts(call: Call) -> Facts:
     """Class numbers, and ignore_index, which may be negative."""
-    classes = call.arg(0, "input").shape
+    classes = call.first.shape
     ignore = int(call.arg(4, "ignore_index", -100))
     return Facts(
         smallest=min(0, ignore), largest=max(classes[1 if len(classes) > 1 else 0] - 1, ignore)

@@ -24,6 +24,7 @@ from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT
 from elbowroom.runtime.normal import Statistics, flat_of
 from elbowroom.runtime.storage import storage_nbytes
 
+_new: Any = tuple.__new__  # a named tuple's own way to make one is a function of Python's
 _MANY_VIEWS = 8
 _MOST_SHARED = 4  # tensors that are held at a time, made again, for their next readers
 
@@ -37,7 +38,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> "Geometry":
-        return cls(tuple(x.shape), x.stride(), int(x.storage_offset()))
+        return _new(cls, (tuple(x.shape), x.stride(), int(x.storage_offset())))
 
     def on(self, x: Tensor) -> Tensor:
         """The tensor of this geometry on x's storage: x itself, if it has it."""

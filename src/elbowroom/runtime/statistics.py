@@ -14,6 +14,7 @@ the channels, what is behind it `inner`, a V before that the rows.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import groupby
 from math import prod
 
@@ -34,7 +35,7 @@ def statistics_of(call: Call, saved: Tensor) -> Statistics | None:
 
     saved: the input, as the norm has saved it; some save a contiguous copy.
     """
-    x = call.arg(0, "input")
+    x = call.first
     if not isinstance(x, Tensor) or not x.numel() or saved.numel() != x.numel():
         return None
     if saved.shape != x.shape:
@@ -64,21 +65,30 @@ def layout_of(x: Tensor, shape: Sequence[int]) -> tuple[list[int], int, int] | N
     See `Statistics` for the last two. Returns None where x has gaps or overlaps, or more
     alternations.
     """
-    order = sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
+    found = _layout(tuple(x.shape), x.stride(), tuple(shape))
+    return None if found is None else ([*found[0]], *found[1:])
+
+
+@lru_cache(1024)
+def _layout(
+    sizes: tuple[int, ...], stride: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], int, int] | None:
+    order = sorted(range(len(sizes)), key=lambda d: (-stride[d], d))
     expected = 1
     for d in reversed(order):
-        if x.shape[d] > 1 and x.stride(d) != expected:
+        if sizes[d] > 1 and stride[d] != expected:
             return None
-        expected *= x.shape[d]
-    sizes = ((shape[d] > 1, x.shape[d]) for d in order if x.shape[d] > 1)
-    runs = [(varies, prod(n for _, n in run)) for varies, run in groupby(sizes, lambda one: one[0])]
+        expected *= sizes[d]
+    varying = ((shape[d] > 1, sizes[d]) for d in order if sizes[d] > 1)
+    by_kind = groupby(varying, lambda one: one[0])
+    runs = [(varies, prod(n for _, n in run)) for varies, run in by_kind]
     inner = runs.pop()[1] if runs and not runs[-1][0] else 1
     if runs:
         runs.pop()  # the channels
     before = [n for varies, n in runs if varies]
     if len(before) > 1 or (before and not runs[0][0]):
         return None
-    return order, inner, before[0] if before else 1
+    return tuple(order), inner, before[0] if before else 1
 
 
 def _batch_norm(call: Call, x: Tensor) -> _Found | None:

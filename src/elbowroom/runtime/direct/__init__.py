@@ -135,7 +135,7 @@ def direct_of(call: Call) -> Direct | None:
     found = _OPS.get(call.func)
     if found is None or not all(map(_is_plain, (*call.args, *call.kwargs.values()))):
         return None
-    x = call.arg(0, "input")
+    x = call.first
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return None
     ready = found.again or (x.requires_grad and (found.swaps or _is_in_order(x)))

@@ -37,71 +37,78 @@ from elbowroom.runtime.storage import storage_nbytes, version_of
 _LEAST_DATA = 1024  # elements; smaller ones are left alone in any case
 
 
-def note_origin(call: Call, out: Any, identity: Identity) -> None:
+def note_origin(call: Call, out: Any, identity: Identity) -> Origin | None:
     """Records how to run an op again that has just ended, under its output's identity.
 
     Of an output that wants no gradient it records that an op made it, so that no owner of an input
-    holds it.
+    holds it. Returns what it has recorded.
     """
     maker = _MAKERS.get(call.name)
     if not isinstance(out, Tensor) or not out.numel():
-        return
+        return None
     if not out.requires_grad:
-        _note_data(call, out, identity)
-        return
+        return _note_data(call, out, identity)
     if maker is None:
-        return
-    x = call.arg(0, "input")
+        return None
+    x = call.first
     if untouchable(out) or not isinstance(x, Tensor) or untouchable(x):
-        return
+        return None
     if out.numel() * out.element_size() != storage_nbytes(out) or not is_dense(out):
-        return
+        return None
     if (
         version_of(out) == call.version
         and out.untyped_storage()._cdata == x.untyped_storage()._cdata
     ):
-        return  # nothing was done: dropout in eval mode gives its input back
+        return None  # nothing was done: dropout in eval mode gives its input back
     origin = maker(call, out, identity)
     if origin is not None:
         identity.made(out, origin)
+    return origin
 
 
-def _note_data(call: Call, out: Tensor, identity: Identity) -> None:
+def _note_data(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """Remember that the op has made `out` of its arguments, in memory of its own.
 
     Its zeros are exact whatever its code: it may be a mask, or a word in one place of many.
     """
     if out.numel() < _LEAST_DATA or not is_touchable(out):
-        return
+        return None
     given = [*tensors_in(call.args), *tensors_in(call.kwargs)]
     if not given or not all(map(is_touchable, given)):
-        return  # memory may come from elsewhere: an array, a buffer, a file
+        return None  # memory may come from elsewhere: an array, a buffer, a file
     at = out.untyped_storage()._cdata
-    if all(x.untyped_storage()._cdata != at for x in given):
-        identity.made(out, Origin(call.name, has_zeros=True))
+    if any(x.untyped_storage()._cdata == at for x in given):
+        return None
+    origin = Origin(call.name, has_zeros=True)
+    identity.made(out, origin)
+    return origin
 
 
-def note_copy(x: Tensor, call: Call, identity: Identity) -> None:
+def note_copy(x: Tensor, call: Call, identity: Identity) -> Origin | None:
     """Remember how a copy of an op's input is made again that the op itself has made, and saves.
 
     One that works in place saves its input as it was; under autocast the input is cast first.
+    Returns what it has recorded.
     """
-    of, copy = call.arg(0, "input"), x if x._base is None else x._base
-    if copy.grad_fn is None or not isinstance(of, Tensor) or untouchable(of):
-        return
+    of, copy = call.first, x if x._base is None else x._base
+    if of is copy or not isinstance(of, Tensor) or copy.grad_fn is None or untouchable(of):
+        return None
     if copy.grad_fn._sequence_nr() < call.began:
-        return  # a copy of the user's, who may have changed it since without autograd's knowing
+        return (
+            None  # a copy of the user's, who may have changed it since without autograd's knowing
+        )
     kind, alike = copy.grad_fn.name(), copy.shape == of.shape and copy.stride() == of.stride()
     if not alike or identity.origin(x) is not None or not _is_made_of(copy, of, call):
-        return
+        return None
     if kind == "CloneBackward0":
         origin = identity.origin(of, call.version)
     elif kind == "ToCopyBackward0" and copy.dtype is not of.dtype and is_dense(copy):
         origin = cast(call, copy, identity)
     else:
-        return
+        return None
     if origin is not None:
         identity.made(copy, origin)
+    return origin
 
 
 def _is_made_of(copy: Tensor, of: Tensor, call: Call) -> bool:

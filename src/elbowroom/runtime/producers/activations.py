@@ -109,7 +109,7 @@ def dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         for slot in call.saved
         if slot.base.shape == tuple(out.shape) and slot.dtype is out.dtype
     ]
-    before = identity.origin(call.arg(0, "input"), call.version)
+    before = identity.origin(call.first, call.version)
     has_zeros = before is not None and before.has_zeros
     if len(noise) != 1:
         return Origin(call.name, has_zeros)

@@ -23,7 +23,7 @@ def moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     plain autograd, too; of what is held for another reader it is not. And it is one pass: what is
     itself made again would be made for the copy, too.
     """
-    x, rest, named, func = call.arg(0, "input"), call.args[1:], dict(call.kwargs), call.func
+    x, rest, named, func = call.first, call.args[1:], dict(call.kwargs), call.func
     named.pop("input", None)
     held, before = identity.slot(x), identity.origin(x, call.version)
     if held is None or version_of(x) != call.version or not _is_own_result(x, held):
@@ -46,7 +46,7 @@ def _is_own_result(x: Tensor, held: Slot) -> bool:
 
 def gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """The recipe of `x[index]` and `x.index_select(dim, index)`, whose index is saved."""
-    x, by_dim = call.arg(0, "input"), call.name == "index_select"
+    x, by_dim = call.first, call.name == "index_select"
     dim = call.arg(1, "dim") if by_dim else 0
     index = call.arg(2, "index") if by_dim else call.arg(1, "index")
     if not isinstance(index, Tensor) or index.dtype is not torch.int64 or index.dim() != 1:
@@ -69,7 +69,7 @@ def gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 def cast(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """x in another floating dtype."""
-    x = call.arg(0, "input")
+    x = call.first
     source = operand(x, call, identity)
     if source is None or not x.is_floating_point() or x.device != out.device:
         return None

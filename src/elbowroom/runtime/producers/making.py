@@ -22,7 +22,7 @@ def source_of(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geo
 
     It is the input as the op saved it, the recipe of its input, or what an earlier op saved.
     """
-    x = call.arg(0, "input")
+    x = call.first
     seen = Geometry.of(x)
     held = identity.slot(x) if version_of(x) == call.version else None
     if held is not None and held.value is not None and (held in call.saved or held.is_shared_now):

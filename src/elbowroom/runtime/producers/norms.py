@@ -20,7 +20,7 @@ def rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
     On a CPU the op is made of others, which save x as fp32 first of all.
     """
-    x, shape, eps = call.arg(0, "input"), call.arg(1, "normalized_shape"), call.arg(3, "eps")
+    x, shape, eps = call.first, call.arg(1, "normalized_shape"), call.arg(3, "eps")
     weight, dtype = as_now(call.arg(2, "weight")), x.dtype
     held = next((slot for slot in call.saved if slot.base.shape == tuple(x.shape)), None)
     if held is None or held.value is None or not x.is_contiguous():
@@ -53,7 +53,7 @@ def layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
 
         return Op(exact, lossy, fixed=present(weight, bias))
 
-    statistics = logical_statistics(call, call.arg(0, "input"))
+    statistics = logical_statistics(call, call.first)
     op = Op(exact, fixed=present(weight, bias))
     if statistics is not None:
         op = of_statistics(bound, *statistics[1:])
@@ -62,7 +62,7 @@ def layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
 
 def group_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     """The recipe of a GroupNorm."""
-    x, groups, eps = call.arg(0, "input"), call.arg(1, "num_groups"), call.arg(4, "eps", 1e-5)
+    x, groups, eps = call.first, call.arg(1, "num_groups"), call.arg(4, "eps", 1e-5)
     weight, bias = as_now(call.arg(2, "weight")), as_now(call.arg(3, "bias"))
     op = Op(lambda x, _: F.group_norm(x, groups, weight, bias, eps), fixed=present(weight, bias))
     return origin_of(call, out, identity, _of_groups(op, call, x, groups, weight, bias))
@@ -107,12 +107,12 @@ def batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         fixed=present(weight, bias),
         given=present(*used),
     )
-    statistics = statistics_of(call, call.arg(0, "input"))
+    statistics = statistics_of(call, call.first)
     if statistics is None:
         return origin_of(call, out, identity, plain)
     inner, of_batch = (
         statistics.inner,
-        training and _is_one_pass(call.arg(0, "input"), weight, bias),
+        training and _is_one_pass(call.first, weight, bias),
     )
 
     def bound(mean: Tensor, rstd: Tensor, *_: Tensor) -> Op:
@@ -167,7 +167,7 @@ def _batch_norm_of(
 
 def instance_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """The recipe of an InstanceNorm."""
-    x, eps = call.arg(0, "input"), call.arg(7, "eps", 1e-5)
+    x, eps = call.first, call.arg(7, "eps", 1e-5)
     if call.func is not F.instance_norm or not call.arg(5, "use_input_stats", True):
         return None
     weight, bias = as_now(call.arg(3, "weight")), as_now(call.arg(4, "bias"))

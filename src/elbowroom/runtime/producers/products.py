@@ -23,7 +23,7 @@ _CONTRACTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def elementwise(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """A function of one tensor, and of numbers: from its input as anybody has saved it."""
-    x, rest, named, func = call.arg(0, "input"), call.args[1:], dict(call.kwargs), call.func
+    x, rest, named, func = call.first, call.args[1:], dict(call.kwargs), call.func
     named.pop("input", None)
     if any(isinstance(one, Tensor) for one in (*rest, *named.values())) or out.dtype != x.dtype:
         return None
@@ -38,7 +38,7 @@ def binary(
 
     One is saved or made again, the other is saved, a parameter or a number.
     """
-    x, y = call.arg(0, "input"), call.arg(1, "other")
+    x, y = call.first, call.arg(1, "other")
     if not isinstance(y, Tensor):
         return elementwise(call, out, identity)
     named = {key: value for key, value in call.kwargs.items() if key not in ("input", "other")}
@@ -105,7 +105,7 @@ def contraction(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 def softmax(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """The recipe of a softmax, from an exact input: `elementwise` for a function of rows."""
-    x, rest, named, func = call.arg(0, "input"), call.args[1:], dict(call.kwargs), call.func
+    x, rest, named, func = call.first, call.args[1:], dict(call.kwargs), call.func
     named.pop("input", None)
     if out.dtype is not x.dtype and torch.is_autocast_enabled(x.device.type):
         return None

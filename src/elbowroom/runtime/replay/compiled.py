@@ -382,9 +382,8 @@ def _perform(deed: Deed) -> Do:
         now = action if deed.mask == NOWHERE else deed.masked(replay.slots[deed.mask].bits)
         seed = replay.draw(deed.draw) if takes_seed else 0
         norm = None if deed.norm is None else deed.norm.statistics(replay)
-        context = replay.context
-        shared = context.prefetcher, deed.name, context.capacities
-        slot.hold(perform(now, whole, deed.need, None, seed, None, norm, *shared))
+        given = now, whole, deed.need, None, seed, None, norm, deed.name, replay.context
+        slot.hold(perform(*given))
         if not stays_itself:  # which comes between two codes, and drops no bits
             slot.drop_needless_bits()
 

@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from elbowroom.plan import Action, Need, SiteName
 from elbowroom.runtime.consumers import Levels
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.handles.rebuild import Op, Ready
-from elbowroom.runtime.replay.script import (
-    Deed,
-    Like,
-)
+from elbowroom.runtime.replay.script import Like
 from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
 
 Place = tuple[int, int]  # a storage's address, and its version
@@ -85,17 +83,21 @@ class NotedNorm(NamedTuple):
     rows: int
 
 
-@dataclass(frozen=True)
-class NotedDeed:
-    """Record of what was done with a slot, and when."""
+class NotedDeed(NamedTuple):
+    """What was done with a slot, and when; a `Deed` says what the fields mean."""
 
     op: int
     when: int
     save: int
     slot: weakref.ref[Slot]
-    deed: Deed
-    ready: weakref.ref[Ready] | None = None
-    norm: NotedNorm | None = None
+    name: SiteName
+    need: Need
+    action: Action | None
+    bits: str
+    covers: bool
+    draw: int
+    ready: weakref.ref[Ready] | None
+    norm: NotedNorm | None
 
 
 def made_of(each: list[Any], x: Any) -> Any:

@@ -25,7 +25,7 @@ from elbowroom.runtime import opened
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.handles.rebuild import Ready
-from elbowroom.runtime.identity import Identity, is_touchable, untouchable
+from elbowroom.runtime.identity import Origin, untouchable
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.modules import Calls
 from elbowroom.runtime.normal import Statistics
@@ -48,7 +48,6 @@ from elbowroom.runtime.replay.notes import (
 from elbowroom.runtime.replay.script import (
     NOWHERE,
     PLAIN_VALUES,
-    Deed,
     Like,
     Script,
     state_of_torch,
@@ -106,8 +105,8 @@ class Scribe(Listener):
             return
         operands: list[Place] = []
         try:
-            args = tuple(self._described(x, operands) for x in call.args)
-            kwargs = tuple((key, self._described(x, operands)) for key, x in call.kwargs.items())
+            args = tuple([self._described(x, operands) for x in call.args])
+            kwargs = tuple([(key, self._described(x, operands)) for key, x in call.kwargs.items()])
         except Unwritable:
             args, kwargs = (Unwritable,), ()
         self._ops.append(NotedOp(call.func, call.name, args, kwargs, operands))
@@ -148,10 +147,9 @@ class Scribe(Listener):
         """Records that the call has run; now it is decided on what waited for that."""
         self._when = AFTER
 
-    def makes(self, x: Any, identity: Identity) -> None:
-        """Records that the call has made x. identity: knows how that can be made again."""
-        origin = identity.origin(x) if is_touchable(x) else None
-        recipe = None if origin is None else origin.recipe
+    def makes(self, origin: Origin) -> None:
+        """Records that the call has made something of this origin, which may have a recipe."""
+        recipe = origin.recipe
         if recipe is not None and self._stack:
             known = self._makers.get(id(recipe.op))
             if known is None or known[0]() is None:
@@ -199,10 +197,14 @@ class Scribe(Listener):
         op = self._ops[at]
         op.numel += x.numel()
         nbytes, place = storage_nbytes(x), self._place_of(x)
-        is_looked_at = isinstance(held, View | Deferred)
-        geometry = Geometry.of(x) if is_looked_at else _NOTHING
-        seen = weakref.ref(held) if is_looked_at else None
-        op.saves.append(NotedSave(geometry, x.dtype, nbytes, place, seen))
+        if type(held) is View:
+            geometry = held.geometry
+        elif isinstance(held, View | Deferred):
+            geometry = Geometry.of(x)
+        else:
+            op.saves.append(NotedSave(_NOTHING, x.dtype, nbytes, place, None))
+            return
+        op.saves.append(NotedSave(geometry, x.dtype, nbytes, place, weakref.ref(held)))
 
     def does(
         self,
@@ -220,8 +222,7 @@ class Scribe(Listener):
         """Records that something is done with a slot."""
         if self.why:
             return
-        draw = drawn - self._seeds_before
-        deed = Deed(NOWHERE, name, need, action, bits=bits, covers=covers, draw=draw)
+        what = name, need, action, bits, covers, drawn - self._seeds_before
         kept = None if ready is None else weakref.ref(ready)  # its slots must be free to die
         where = None if norm is None else self._where(norm)
         at, when, save = self._stack[-1] if self._stack else self._inputs, self._when, 0
@@ -229,7 +230,7 @@ class Scribe(Listener):
             at, when = NOWHERE, LAST
         else:
             save = len(self._ops[at].saves)
-        self._done.append(NotedDeed(at, when, save, weakref.ref(slot), deed, kept, where))
+        self._done.append(NotedDeed(at, when, save, weakref.ref(slot), *what, kept, where))
 
     def _where(self, norm: Statistics) -> NotedNorm:
         mean, rstd = ((self._place_of(x), Geometry.of(x)) for x in (norm.mean, norm.rstd))
@@ -248,14 +249,16 @@ class Scribe(Listener):
 
     def _described(self, x: Any, operands: list[Place]) -> Any:
         if isinstance(x, Tensor):
-            if type(x) not in (Tensor, nn.Parameter) or untouchable(x):
+            kind = type(x)
+            if (kind is not Tensor and kind is not nn.Parameter) or untouchable(x):
                 raise Unwritable
-            if type(x) is nn.Parameter:
-                address = x.data_ptr()
-                return _like(x)._replace(parameter=x, address=address)
+            traits = x.dtype, x.device, x.requires_grad, x.layout
+            geometry = Geometry.of(x)
+            if isinstance(x, nn.Parameter):
+                return Like(kind, traits, geometry, NOWHERE, NOWHERE, x, x.data_ptr())
             operands.append(self._place_of(x))
             # `same` is the operand's number until the script is made
-            return _like(x)._replace(same=len(operands) - 1)
+            return Like(kind, traits, geometry, len(operands) - 1)
         if isinstance(x, tuple | list) and type(x) in (tuple, list, torch.Size):
             each = [self._described(one, operands) for one in x]
             return made_of(each, x)
@@ -292,7 +295,3 @@ class Scribe(Listener):
             except Unwritable as error:
                 self.refuse(str(error), once=isinstance(error, OnceUnwritable))
         self._ops, self._done, self._makers, self._storages = [], [], {}, {}
-
-
-def _like(x: Tensor) -> Like:
-    return Like(type(x), (x.dtype, x.device, x.requires_grad, x.layout), Geometry.of(x))

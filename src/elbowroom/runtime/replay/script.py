@@ -12,14 +12,13 @@ it holds parameters, which recipes read.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan import Action, Encode, Need, SiteName
 from elbowroom.runtime.consumers import Levels
@@ -238,13 +237,8 @@ class Script:
     @cached_property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """Parameters that the script compares arguments with, and keeps alive."""
-        found = (
-            x.parameter
-            for step in self.steps
-            for x in tree_leaves((step.args, step.kwargs), is_leaf=_is_like)
-            if type(x) is Like
-        )
-        return tuple({id(p): p for p in found if p is not None}.values())
+        found = (p for step in self.steps for p in _parameters_in((step.args, step.kwargs)))
+        return tuple({id(p): p for p in found}.values())
 
     @cached_property
     def recomputes(self) -> bool:
@@ -262,8 +256,13 @@ class Script:
         return all(step.is_plain for step in self.steps)
 
 
-def _is_like(x: Any) -> bool:
-    return type(x) is Like
+def _parameters_in(x: Any) -> Iterator[nn.Parameter]:
+    if type(x) is Like:
+        if x.parameter is not None:
+            yield x.parameter
+    elif type(x) is tuple or type(x) is list:
+        for one in x:
+            yield from _parameters_in(one)
 
 
 def state_of_torch() -> tuple[Any, ...]:
@@ -277,7 +276,9 @@ def state_of_torch() -> tuple[Any, ...]:
     )
 
 
-PLAIN_VALUES = (
-    *(int, float, bool, str, complex, type(None), type(...)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+PLAIN_VALUES = frozenset(
+    (
+        *(int, float, bool, str, complex, type(None), type(...)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    )
 )

@@ -78,6 +78,7 @@ class Writer:
         self._first: dict[int, tuple[int, int]] = {}  # of a slot: where it is saved first
         self._saved_at: dict[Place, tuple[int, int]] = {}
         self._made_at: dict[Place, int] = {}
+        self._compared_at: dict[Place, int] = {}  # the first op whose operands are compared with it
 
     def script(self, ledger: Ledger, since: Mark, numel: int, *, selects: bool) -> Script:
         """Returns all of it. since: what the ledger had come to as the forward began.
@@ -101,10 +102,10 @@ class Writer:
         self._note_places(deeds)
         if selects:
             self._compare_first()
-        steps = tuple(
-            replace(step, numel=None if op.run is not None and step.run is None else op.numel)
-            for op, step in ((op, self._step(at, op, deeds)) for at, op in enumerate(self._ops))
-        )
+        of_op: dict[int, list[tuple[NotedDeed, Deed]]] = {}
+        for each in deeds:
+            of_op.setdefault(each[0].op, []).append(each)
+        steps = tuple(self._step(at, op, of_op.get(at, [])) for at, op in enumerate(self._ops))
         last = tuple(deed for one, deed in deeds if one.when == LAST)
         sizes = len(self._slots), len(self._noted), len(self._places)
         entries = {id(slot.entry): number for number, slot in enumerate(self._slots)}
@@ -119,7 +120,7 @@ class Writer:
             if type(slot.value) is KeepHandle and slot.bits is None:
                 continue  # whatever it was before: in the end it is kept
             before = of_slot.setdefault(id(slot), [])
-            if before or not isinstance(one.deed.action, Keep):  # kept is what it begins with
+            if before or not isinstance(one.action, Keep):  # kept is what it begins with
                 before.append((order, one, slot))
         for mine in of_slot.values():
             if mine:
@@ -190,26 +191,20 @@ class Writer:
         return any(ref() is slot for op in self._ops for _, ref in op.copies)
 
     def _deed(self, one: NotedDeed, slot: Slot) -> Deed:
-        deed, mask, remade = one.deed, NOWHERE, None
+        action, mask, remade = one.action, NOWHERE, None
         if one.ready is not None:
             ready = one.ready()
             if ready is None:
                 raise Unwritable("a recipe that is not held any more")
             remade = self._remade(ready)
-        action = deed.action
         if isinstance(action, Encode):
             bits = action.facts.mask
             if bits is not None:
                 mask = self._holder_of(bits)
                 action = replace(action, facts=replace(action.facts, mask=None))
-        return replace(
-            deed,
-            slot=self._number(slot),
-            action=action,
-            remade=remade,
-            norm=None if one.norm is None else self._norm(one.norm),
-            mask=mask,
-        )
+        norm = None if one.norm is None else self._norm(one.norm)
+        number, how = self._number(slot), (mask, one.bits, one.covers, one.draw)
+        return Deed(number, one.name, one.need, action, remade, norm, *how)
 
     def _holder_of(self, bits: Tensor) -> int:
         for _, slot in self._done:
@@ -305,6 +300,7 @@ class Writer:
             for place in op.operands:
                 if place not in own:
                     self._places.setdefault(place, len(self._places))
+                    self._compared_at.setdefault(place, at)
         for (at, i), view in self._views.items():
             if id(view.slot) in self._numbers and self._first[id(view.slot)] != (at, i):
                 self._places.setdefault(self._ops[at].saves[i].at, len(self._places))
@@ -318,14 +314,15 @@ class Writer:
             if op.operands:
                 return
 
-    def _step(self, at: int, op: NotedOp, deeds: list[tuple[NotedDeed, Deed]]) -> Step:
-        mine = [(one, deed) for one, deed in deeds if one.op == at]
-        before = tuple(deed for one, deed in mine if one.when == BEFORE)
-        after = tuple(deed for one, deed in mine if one.when == AFTER)
+    def _step(self, at: int, op: NotedOp, mine: list[tuple[NotedDeed, Deed]]) -> Step:
+        before = tuple([deed for one, deed in mine if one.when == BEFORE])
+        after = tuple([deed for one, deed in mine if one.when == AFTER])
         copies = tuple(
-            (position, self._numbers[id(slot)])
-            for position, ref in op.copies
-            if (slot := ref()) is not None and id(slot) in self._numbers
+            [
+                (position, self._numbers[id(slot)])
+                for position, ref in op.copies
+                if (slot := ref()) is not None and id(slot) in self._numbers
+            ]
         )
         place = NOWHERE if op.out is None else self._places.get(op.out, NOWHERE)
         if place != NOWHERE and self._made_at.get(op.out or (0, 0)) != at:
@@ -334,15 +331,16 @@ class Writer:
         keeps_run = keeps_run or (op.direct is not None and op.direct.always)
         if op.name == CHECKPOINT:
             inputs = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
-            return Step(op.func, inputs, before=before, inputs=True)
+            return Step(op.func, inputs, before=before, inputs=True, numel=op.numel)
         if op.module is not None:
             given = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
             is_acting = any(s is not None and (s.slot, s.noted) != (NOWHERE,) * 2 for s in given)
-            return Step(op.func, given if is_acting else None, before=before, module=op.module)
+            held = given if is_acting else None
+            return Step(op.func, held, before=before, module=op.module, numel=op.numel)
         if not (at in self._guarded or at in self._compared or keeps_run):
-            return Step(
-                op.func, opens=op.opens, place=place, copies=copies, before=before, after=after
-            )
+            numel = None if op.run is not None else op.numel
+            acts: dict[str, Any] = {"copies": copies, "before": before, "after": after}
+            return Step(op.func, opens=op.opens, place=place, numel=numel, **acts)
         if op.args == (Unwritable,):
             raise Unwritable(f"'{op.name}' has an argument that cannot be compared")
         saves = None
@@ -352,13 +350,12 @@ class Writer:
             saves = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
         seen: set[Place] = set()
         direct = op.direct if op.direct is not None and op.name == ATTENTION else None
-        run = op.run
         return Step(
             op.func,
             saves,
-            tuple(self._placed(x, at, seen) for x in op.args),
-            tuple((key, self._placed(x, at, seen)) for key, x in op.kwargs),
-            run,
+            tuple([self._placed(x, at, seen) for x in op.args]),
+            tuple([(key, self._placed(x, at, seen)) for key, x in op.kwargs]),
+            op.run,
             direct,
             op.levels,
             op.opens,
@@ -366,6 +363,7 @@ class Writer:
             copies,
             before,
             after,
+            numel=op.numel,
         )
 
     def _placed(self, x: Any, at: int, seen: set[Place]) -> Any:
@@ -385,7 +383,7 @@ class Writer:
             is_known = operand in seen or self._is_known_before(at, operand)
             same, new = (number, NOWHERE) if is_known else (NOWHERE, number)
             seen.add(operand)
-        return x._replace(same=same, place=new)
+        return Like(x.kind, x.traits, x.geometry, same, new)
 
     def _is_made_before(self, at: int, place: Place) -> bool:
         """Returns whether an earlier op than number `at` has made what lies there."""
@@ -399,13 +397,7 @@ class Writer:
             return True
         if made is not None and made < at:
             return True
-        for earlier in sorted(self._sourced):
-            if earlier >= at:
-                return False
-            op = self._ops[earlier]
-            if place in op.operands and place not in {saved.at for saved in op.saves}:
-                return True
-        return False
+        return self._compared_at.get(place, at) < at
 
     def _save(
         self, at: int, i: int, saved: NotedSave, mine: list[tuple[NotedDeed, Deed]]
@@ -452,8 +444,8 @@ def _check_kept(mine: list[NotedDeed]) -> None:
     were served by what that gave.
     """
     for before, one in pairwise(mine):
-        leaves_it = isinstance(before.deed.action, Keep)
-        leaves_it = leaves_it or (bool(before.deed.bits) and before.when != AT_SAVE)
+        leaves_it = isinstance(before.action, Keep)
+        leaves_it = leaves_it or (bool(before.bits) and before.when != AT_SAVE)
         if one.op == NOWHERE and not leaves_it:
             raise Unwritable("what no call saves is made of what is not kept")
 
