@@ -72,7 +72,8 @@ def pytest_collection_finish() -> None:
 def _case(item: pytest.Item) -> Case:
     assert isinstance(item, pytest.Function)
     values = {name: repr(value) for name, value in item.callspec.params.items()}
-    return Case(item.nodeid, item.nodeid.partition("[")[0], values)
+    marks = [mark.args[0] for mark in item.iter_markers("sampled") if mark.args]
+    return Case(item.nodeid, item.nodeid.partition("[")[0], values, *marks[:1])
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,10 +1,10 @@
 """Of a large matrix of cases a sample runs each time, and all of them with `--all`.
 
 A case with the mark `sampled` belongs to the matrix of its test function. Of a function that has
-few, all run; of any other one in `SHARE`, chosen so that as many values of its parameters as
-possible occur: first each kernel, dtype and geometry once, then pairs of them. Which cases those
-are depends on the ids alone (ties go by their CRC-32), so every run and every process of
-`pytest -n` chooses the same.
+few, all run; of any other one in `SHARE`, or in as many as its mark says (`sampled(2)`), chosen so
+that as many values of its parameters as possible occur: first each kernel, dtype and geometry once,
+then pairs of them. Which cases those are depends on the ids alone (ties go by their CRC-32), so
+every run and every process of `pytest -n` chooses the same.
 """
 
 from collections import defaultdict
@@ -25,6 +25,7 @@ class Case(NamedTuple):
     id: str
     function: str
     values: Mapping[str, str]
+    share: int = SHARE
 
 
 def sample(cases: Iterable[Case]) -> set[str]:
@@ -46,7 +47,8 @@ def _sample(cases: Sequence[Case]) -> list[Case]:
         """How many values and how many pairs of values no chosen case has."""
         return len(case.values.items() - values), len(_pairs(case) - pairs)
 
-    while left and len(chosen) < max(FEW, -(-len(cases) // SHARE)):
+    most = max(FEW, -(-len(cases) // min(case.share for case in cases)))
+    while left and len(chosen) < most:
         best = max(left, key=news)
         left.remove(best)
         chosen.append(best)

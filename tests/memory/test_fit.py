@@ -86,6 +86,7 @@ def static_nbytes(model, optimizer):
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
+@functools.cache
 def needs(saved=None):
     """What a step of the model needs in all, in bytes, in a given saving context (None: plain)."""
     model, optimizer = make()
@@ -514,6 +515,7 @@ def settle(run, most=12):
     return fitting
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.7, 0.5])
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_after_it_has_settled_a_step_is_within_the_budget(kind, share):
@@ -955,6 +957,7 @@ def descend(model, optimizer, x):
     return loss.detach()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("exact", [True, None])
 @pytest.mark.parametrize("room", [1.04, 1.25])
 @pytest.mark.parametrize("born", [False, True])
@@ -979,16 +982,24 @@ def test_a_budget_above_plain_training_where_states_weigh_most_is_met_exactly(ex
     assert fitting.highest_nbytes <= budget
 
 
+@functools.cache
+def plain_training():
+    """Losses of six plain steps, bytes that are held before one, and those that it adds."""
+    model, optimizer = make()
+    losses = [step(model, optimizer) for _ in range(6)]
+    optimizer.zero_grad()
+    states = [v for state in optimizer.state.values() for v in state.values()]
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *states))
+    return losses, held, peak(lambda: step(model, optimizer))
+
+
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("exact", [True, None])
 @pytest.mark.parametrize("room", [0.9, 1.0, 1.05, 1.1, 1.3])
 def test_budgets_around_the_plain_peak_stay_exact(exact, room):
     """Where a plan keeps everything, it was the preset below that was measured before."""
-    plain_model, plain_optimizer = make()
-    plain = [step(plain_model, plain_optimizer) for _ in range(6)]
-    plain_optimizer.zero_grad()
-    states = [v for state in plain_optimizer.state.values() for v in state.values()]
-    held = sum(t.nbytes for t in (*plain_model.parameters(), *plain_model.buffers(), *states))
-    budget = int(held + room * peak(lambda: step(plain_model, plain_optimizer)))
+    plain, held, added = plain_training()
+    budget = int(held + room * added)
     model, optimizer = make()
     er.fit(model, budget=budget, optimizer=optimizer, exact=exact)
     losses = [step(model, optimizer) for _ in range(6)]

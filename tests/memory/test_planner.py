@@ -379,6 +379,7 @@ def test_the_options_of_the_profiled_step_are_what_it_held(kind: str) -> None:
         assert np.all(summed(option_spans(item, option), len(profile.level)) <= was)
 
 
+@pytest.mark.sampled(2)
 @KINDS
 @pytest.mark.parametrize("exact", [True, None])
 def test_what_backward_reads_as_it_is_held_is_not_restored(
@@ -417,13 +418,14 @@ def test_plain_autograd_is_predicted(kind: str) -> None:
     assert said == pytest.approx(plain_peak(kind), rel=0.01)
 
 
+@pytest.mark.sampled(2)
 @ALL
-def test_the_predicted_peak_is_the_measured_one(kind: str) -> None:
+@pytest.mark.parametrize("exact", [True, None])
+def test_the_predicted_peak_is_the_measured_one(kind: str, exact: bool | None) -> None:
     """At budgets from nine tenths of plain autograd down to the least."""
     plans = {
         plan.peak: plan
         for share in (0.9, 0.75, 0.6, 0.45)
-        for exact in (True, None)
         if (plan := planned(kind, share, exact=exact)) is not None
     }
     assert plans or kind == "lstm"
@@ -458,6 +460,7 @@ def test_a_prediction_is_right_whatever_the_clock_said(kind: str) -> None:
         assert plan.peak == pytest.approx(measured, rel=NEAR), str(plan)
 
 
+@pytest.mark.sampled(3)
 @KINDS
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 def test_what_is_cheapest_takes_no_more_time_than_exact_first(kind: str, share: float) -> None:

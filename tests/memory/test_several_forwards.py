@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
@@ -81,10 +82,17 @@ def trained(run, budget=None, steps=8, **settings):
     return losses, end, model, static + peak(lambda: step(steps))
 
 
+@cache
+def plainly(run):
+    """The same of a plain training, once for all tests of it."""
+    return trained(run)
+
+
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", [siamese, summed, uneven])
 @pytest.mark.parametrize("share", [0.65, 0.85])
 def test_all_forwards_of_a_step_share_the_budget_and_no_bit_changes(run, share, caplog):
-    losses, end, _, plain = trained(run)
+    losses, end, _, plain = plainly(run)
     budget = int(share * plain)
     with caplog.at_level(logging.INFO, "elbowroom"):
         ours, our_end, model, held = trained(run, budget, exact=True)
@@ -97,7 +105,7 @@ def test_all_forwards_of_a_step_share_the_budget_and_no_bit_changes(run, share, 
 
 
 def test_codes_serve_where_exact_actions_do_not(caplog):
-    plain = trained(siamese)[-1]
+    plain = plainly(siamese)[-1]
     budget = int(0.25 * plain)
     _, _, model, held = trained(siamese, budget, steps=12)
     assert held <= budget
@@ -122,7 +130,7 @@ def test_forwards_that_come_no_more_are_forgotten():
     def run(model, seed):
         return siamese(model, seed) if seed == 0 else model(batch(seed)).square().mean()
 
-    plain = trained(siamese)[-1]
+    plain = plainly(siamese)[-1]
     _, _, model, _ = trained(run, int(0.65 * plain), steps=12, exact=True)
     assert opener_of(model).planning.settled
 
@@ -173,10 +181,11 @@ def test_a_plan_of_a_whole_step_knows_each_forward():
     assert opener_of(model).planning.profile is None  # the given one stands
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.62, 0.65, 0.85])
 def test_one_odd_step_does_not_end_a_training_that_was_settled(share):
     """A forward whose output nobody used: the step after it is as those before."""
-    plain = trained(siamese)[-1]
+    plain = plainly(siamese)[-1]
 
     def run(model, seed):
         loss = siamese(model, seed)
@@ -235,6 +244,7 @@ def followed(monkeypatch):
     return seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", [siamese, summed, uneven])
 @pytest.mark.parametrize("exact", [True, False])
 def test_each_forward_of_a_settled_step_follows_a_script_of_its_own(run, exact, monkeypatch):
@@ -252,7 +262,7 @@ def test_each_forward_of_a_settled_step_follows_a_script_of_its_own(run, exact, 
 
 
 def test_codes_of_followed_forwards_are_those_of_forwards_that_are_looked_at(monkeypatch):
-    plain = trained(summed)[-1]
+    plain = plainly(summed)[-1]
     _, state, model, _ = trained(summed, int(0.35 * plain), steps=14)
     fitting = opener_of(model)
     count = fitting.context.count

@@ -30,6 +30,18 @@ def test_values_are_spread():
     assert len(values_of(chosen, "value")) == len(chosen)
 
 
+def test_a_mark_may_ask_for_more_than_a_fifth():
+    kinds, shares = tuple(range(10)), (0.9, 0.7)
+    cases = [
+        Case(f"test_it[{kind}-{share}]", "test_it", {"kind": str(kind), "share": str(share)}, 2)
+        for kind, share in product(kinds, shares)
+    ]
+    chosen = [case.values for case in cases if case.id in sample(cases)]
+    assert {values["kind"] for values in chosen} == {str(kind) for kind in kinds}, "each once"
+    assert len(chosen) == len(kinds)
+    assert {values["share"] for values in chosen} == {str(share) for share in shares}
+
+
 def test_each_function_has_a_sample_and_of_few_cases_all_run():
     few = [Case(f"test_few[{i}]", "test_few", {"i": str(i)}) for i in range(FEW)]
     assert sample([*MATRIX, *few]) == sample(MATRIX) | {case.id for case in few}
@@ -73,6 +85,7 @@ def collected(request):
     for item in made:
         item.callspec = SimpleNamespace(params={"n": item.nodeid, "backend": item.marked})
         item.get_closest_marker = lambda name, item=item: item.marked and name == "sampled"
+        item.iter_markers = lambda name: ()
     return made
 
 
