@@ -24,6 +24,7 @@ DTYPES = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
 }
+_LARGE = 150_000
 INEXACT = r"fma\.\S+|(?:div|sqrt)\.(?:full|approx)\S+|\S+\.ftz\S*"
 
 
@@ -79,19 +80,20 @@ def compiling(capability, every_form):
     """A stand-in for `launch` that compiles the kernel for these arguments, and runs nothing.
 
     Unless `every_form` is wanted, only for the first arguments that each kernel is given; and once
-    more for the first that have a spill.
+    more for the first that have a spill, if it is small: large ones take seconds, and their forms
+    differ by the same few lines.
     """
     import triton
     from triton.backends.compiler import GPUTarget
 
-    compiled = set()
+    compiled = {}  # bytes of cubin, by kernel and whether it has a spill
 
     def launch(kernel, tiles, *args, R=None, **constants):
         names = kernel.arg_names
         spills = "p_spill" in names and args[names.index("p_spill")] is not None
-        if (id(kernel), spills) in compiled and not every_form:
+        is_large = compiled.get((id(kernel), False), 0) > _LARGE
+        if ((id(kernel), spills) in compiled or (spills and is_large)) and not every_form:
             return
-        compiled.add((id(kernel), spills))
         signature, fixed, facts = {}, {}, {}
         for i, (name, arg) in enumerate(zip(names, args, strict=False)):
             if isinstance(arg, torch.Tensor):
@@ -112,7 +114,7 @@ def compiling(capability, every_form):
         done = triton.compile(source, target=target, options={"enable_fp_fusion": False})
         inexact = sorted(set(re.findall(INEXACT, done.asm["ptx"])))
         home = kernel.__module__.split(".")[-1]
-        size = len(done.asm["cubin"])
+        size = compiled[id(kernel), spills] = len(done.asm["cubin"])
         line = f"{home}.{kernel.__name__} {constants} {size} bytes of cubin, inexact: {inexact}"
         sys.stdout.write(line + "\n")
 

@@ -6,6 +6,7 @@ that op needs. The last view to die takes the slot with it, and the ledger hears
 """
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT
 from elbowroom.runtime.normal import Statistics, flat_of
 from elbowroom.runtime.storage import storage_nbytes
 
-_new: Any = tuple.__new__  # a named tuple's own way to make one is a function of Python's
+# A named tuple's own way to make one is a function of Python's.
+_new: "Callable[[type[Geometry], Any], Geometry]" = tuple.__new__
 _MANY_VIEWS = 8
 _MOST_SHARED = 4  # tensors that are held at a time, made again, for their next readers
 
