@@ -10,11 +10,11 @@ from following import Entered, Tracer, total
 
 # The most files and lines of each way so far. Goals: 12 and 600; in a settled step 4 and 200.
 CEILINGS = {
-    "`er.saving()`, the first step: made again": (26, 611),
+    "`er.saving()`, the first step: made again": (26, 617),
     "`er.saving()`, the next ones: made again": (9, 217),
-    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (40, 771),
+    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (40, 780),
     '`er.saving("dither", levels=16, rebuild=False)`, the next ones: encoded': (12, 243),
-    "`er.fit`, a step that learns: made again": (28, 649),
+    "`er.fit`, a step that learns: made again": (28, 655),
     "`er.fit`, a settled step: made again": (7, 197),
 }
 

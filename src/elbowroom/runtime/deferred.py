@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import Codec
-from elbowroom.plan import Action, Encode
+from elbowroom.plan import Action, Encode, Site
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.identity import Identity, Origin
 from elbowroom.runtime.masks import MASKED_OUTPUT
 from elbowroom.runtime.recipes import Recipe, same_order
 from elbowroom.runtime.relu_gating import Gate
+from elbowroom.runtime.saturated import Saturated
 from elbowroom.runtime.slot import Slot
 
 _MOST_SAVES = 6  # calls that save, of the branch that is added
@@ -93,8 +94,14 @@ class Waiting:
         return action.gated if is_gated and action.gated is not None else action.with_mask
 
 
-class WaitingLine(list[Waiting]):
+class WaitingLine(list[Waiting | Saturated]):
     """Slots that wait in one context."""
+
+    def reads(self, slot: Slot, site: Site) -> None:
+        """Notes that another op reads a slot that waits."""
+        for one in self:
+            if isinstance(one, Saturated) and one.slot() is slot:
+                one.also(site)
 
     def ended(self, call: Call, out: Any, identity: Identity) -> None:
         """Encodes, after a call, what need not wait on, and no more.
@@ -119,14 +126,14 @@ class WaitingLine(list[Waiting]):
         """Encodes whatever waits."""
         _end(self._taken())
 
-    def _taken(self) -> list[Waiting]:
+    def _taken(self) -> list[Waiting | Saturated]:
         """Empties the line and returns what waited: what is encoded may make others wait."""
         waiting = list(self)
         self.clear()
         return waiting
 
 
-def _end(waiting: Iterable[Waiting]) -> None:
+def _end(waiting: Iterable[Waiting | Saturated]) -> None:
     with torch._C.DisableTorchFunction():
         for one in waiting:
             one.end()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from elbowroom.errors import PlanError
-from elbowroom.kernels.fakes import would_wait
+from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import Action, Encode, Keep, Need, Offload, Rebuild, SiteName
 from elbowroom.runtime.capacities import Capacities
 from elbowroom.runtime.handles import (
@@ -51,10 +51,11 @@ def perform(
         case Keep(why):
             return KeepHandle(base, why)
         case Encode(codec, facts):
-            normal, waits = normalized(action, base, statistics), would_wait(base)
+            x = base if action.least is None else _from(action.least, base)
+            normal, waits = normalized(action, x, statistics), would_wait(base)
             room = capacities.room((name, codec, base.numel())) if waits and capacities else None
             affine = None if normal is None else normal.normalize()
-            encoded = codec.encode(base, seed, facts, affine, room)
+            encoded = codec.encode(x, seed, facts, affine, room)
             return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else normal)
         case Rebuild():
             assert ready is not None
@@ -69,6 +70,13 @@ def perform(
                 f"a policy returns Keep, Encode, Rebuild or Offload; got {action!r}. "
                 "Import them from elbowroom.plan, and return one for every site."
             )
+
+
+def _from(least: float, x: Tensor) -> Tensor:
+    """Returns x where it is at least this, and this elsewhere: x itself, where nothing is below."""
+    if not would_wait(x) and has_values(x) and bool(x.amin() >= least):
+        return x
+    return x.clamp_min(least)
 
 
 def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> Normalized | None:

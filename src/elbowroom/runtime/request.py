@@ -9,7 +9,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from elbowroom.plan import Action, Encode, Need, Offload, Site, SiteName
-from elbowroom.plan.precision_floor import MOST_LEVELS, keeps_rows_apart, suffices
+from elbowroom.plan.precision_floor import (
+    LEAST_LOG_PROBABILITY,
+    MOST_LEVELS,
+    keeps_rows_apart,
+    suffices,
+)
 from elbowroom.plan.site import NORMS, Formula
 from elbowroom.runtime.consumers import Call, Reading
 from elbowroom.runtime.direct.attention import attention_reading
@@ -50,10 +55,19 @@ def classify(
     if reading.need is Need.MASK and differ(name.consumer, slot.bits_of):
         why = f"'{slot.bits_of}' holds another mask of it"
         reading = Reading(Need.EXACT, Formula.COMPARED, why)
+    if slot.sites and reading.need is Need.LOSSY and _is_below(slot, reading):
+        why = f"of log-probabilities a code has those from {LEAST_LOG_PROBABILITY:.0f} up"
+        reading = Reading(Need.EXACT, Formula.DIFFERENCE, why)
     if reading.by_size and name.consumer not in NORMS and not rows_of(slot, x, reading.width):
         why = "its backward divides by the size of rows that lie in no order that is known"
         reading = Reading(Need.EXACT, Formula.SINGULAR, why)
     return Request(slot, x, call, reading, name)
+
+
+def _is_below(slot: Slot, reading: Reading) -> bool:
+    """Returns whether a code of log-probabilities would not do for what this reader makes."""
+    formulas = slot.sites[0].formula, reading.formula
+    return formulas[0] is Formula.LOG_PROBABILITY and formulas[1] is not formulas[0]
 
 
 def is_served(request: Request) -> bool:
