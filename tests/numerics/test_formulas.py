@@ -306,7 +306,7 @@ def test_sums_and_products_are_linear_in_what_is_saved():
 
 def test_curved_formulas_are_smooth_and_bounded():
     """Half the error has half the effect, and no error of a tenth has one beyond all bounds."""
-    curved = (Formula.CURVED, Formula.PROBABILITY, Formula.EXPONENTIAL)
+    curved = (Formula.CURVED, Formula.PROBABILITY, Formula.LOG_PROBABILITY)
     checked = set()
     for node, field, run, saved, formula in checkable():
         if formula not in curved:

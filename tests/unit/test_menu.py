@@ -290,7 +290,7 @@ def test_a_registered_codec_keeps_to_the_floors() -> None:
     assert at_precision_floor(coarse, site()) == coarse
     assert at_precision_floor(coarse, site(Formula.CURVED)) == Dither(levels=16)
     assert at_precision_floor(Signs(), site(Formula.CURVED)) == Signs()
-    assert at_precision_floor(Signs(), site(Formula.EXPONENTIAL)) == Dither(levels=256)
+    assert at_precision_floor(Signs(), site(Formula.LOG_PROBABILITY)) == Dither(levels=256)
 
 
 # --- who lies

@@ -73,12 +73,12 @@ def test_so_are_sums_over_few_elements(consumer, lean, mild):
 
 
 @pytest.mark.parametrize("id", ["dither", "group", "division", "comet"])
-def test_probabilities_have_relative_codes_and_what_is_exponential_fine_ones(id):
+def test_probabilities_have_relative_codes_and_log_probabilities_fine_ones(id):
     codec = er.codec(id)
     assert at_precision_floor(codec, site("softmax", Formula.PROBABILITY)) == er.codec(
         "cast", to="fp8_e4m3"
     )
-    fine = at_precision_floor(codec, site("log_softmax", Formula.EXPONENTIAL))
+    fine = at_precision_floor(codec, site("log_softmax", Formula.LOG_PROBABILITY))
     assert getattr(fine, "levels", 256) == 256
     assert getattr(fine, "bits", 8) in (8, None)
     assert at_precision_floor(er.codec("cast"), site("softmax", Formula.PROBABILITY)) == er.codec(

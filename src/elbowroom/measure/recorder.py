@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from elbowroom.measure.calling_line import calling_line
 from elbowroom.measure.clocks import Undisturbed
-from elbowroom.plan import Site
+from elbowroom.plan import Need, Site
 from elbowroom.plan.profile import ModuleCall, Save, Storage
-from elbowroom.plan.site import RECURRENT
+from elbowroom.plan.site import RECURRENT, Formula
 from elbowroom.runtime import modules
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.arguments import Arguments
@@ -31,6 +31,7 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.identity import is_parameter, untouchable
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.recompute import LARGEST_BUFFER, state_nbytes
+from elbowroom.runtime.saturated import WHY as DIVIDED
 from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
@@ -156,6 +157,14 @@ class StepRecorder:
         if index is not None:
             saves = self._storages[index].saves
             saves[:] = [replace(save, site=replace(save.site, curved=True)) for save in saves]
+
+    def divided(self, slot: Slot) -> None:
+        """Records that an op divides by what is left of this slot: it must be exact."""
+        index = self._index.get(slot)
+        if index is not None:
+            saves = self._storages[index].saves
+            exact: Any = {"need": Need.EXACT, "formula": Formula.SINGULAR, "why": DIVIDED}
+            saves[:] = [replace(one, site=replace(one.site, **exact)) for one in saves]
 
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:
         """Records that an op that had read these slots has made `out`."""

@@ -27,6 +27,7 @@ class Encode:
     behind_sum  if all of it comes through the ReLU of a sum that the norm's output is a part of
     curved      if it is read by a GELU or SiLU
     rows        normalized by their own mean and std, where a reader divides by their size
+    least       what is below is encoded as this: of log-probabilities, whose readers take exp
     """
 
     codec: Codec
@@ -36,6 +37,7 @@ class Encode:
     behind_sum: Codec | None = None
     curved: Codec | None = None
     rows: Rows | None = None
+    least: float | None = None
 
     @property
     def may_change(self) -> bool:

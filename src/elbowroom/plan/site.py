@@ -63,10 +63,11 @@ class Formula(Enum):
     PRODUCT = "product"  # linear, element by element: the error goes on upstream as it is
     CURVED = "curved"  # a smooth function of it with bounded derivatives (tanh, a cube)
     PROBABILITY = "probability"  # a softmax: small values matter as much as large ones
-    EXPONENTIAL = "exponential"  # exp of it: an absolute error becomes a relative one
+    LOG_PROBABILITY = "log-probability"  # exp of it, at most 0: an error becomes a relative one
     SHAPE = "shape"  # its shape and strides
     COMPARED = "compared"  # its order or sign: a small error turns a gradient on or off
     SINGULAR = "singular"  # it is divided by, or taken the logarithm or root of
+    DIFFERENCE = "difference"  # what is left of it after a subtraction, or a tail, may be far less
     STATISTIC = "statistic"  # a weight, mean, norm or scale, which every element depends on
     INDEX = "index"  # an integer or boolean that selects
     UNKNOWN = "unknown"  # the op is not in the table
@@ -82,7 +83,7 @@ class Formula(Enum):
         return self in _FINE
 
 
-_FINE = (Formula.PRODUCT, Formula.CURVED, Formula.PROBABILITY, Formula.EXPONENTIAL)
+_FINE = (Formula.PRODUCT, Formula.CURVED, Formula.PROBABILITY, Formula.LOG_PROBABILITY)
 _TOLERANT = (Formula.SUMMED, Formula.MATRIX, *_FINE)
 
 

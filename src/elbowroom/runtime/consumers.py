@@ -67,7 +67,7 @@ _TORCH_MODULES = (
     "torch._tensor",
     "torch._C._nn",
 )
-_RESHAPES = (
+RESHAPES = (
     *(
         "ToCopy",
         "Clone",
@@ -240,6 +240,7 @@ class Reading(NamedTuple):
     why: the reason, where it needs the exact value
     width: elements of a row, where x has rows that a code had better keep apart; 0: none
     by_size: the op divides by each row's own size: they must be kept apart (`plan/site.py`)
+    saturates: autograd's number of the sigmoid, tanh or softmax whose result it is; -1: of none
     """
 
     need: Need
@@ -247,6 +248,7 @@ class Reading(NamedTuple):
     why: str = ""
     width: int = 0
     by_size: bool = False
+    saturates: int = -1
 
 
 def reading_of(x: Tensor, call: Call | None) -> Reading:
@@ -269,7 +271,7 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
         return Reading(Need.EXACT, Formula.INDEX, "not a floating dtype")
     if call.name == ATTENTION and not call.reruns:
         why = "attention's logsumexp and output are those of the exact q, k and v"
-        return Reading(Need.EXACT, Formula.EXPONENTIAL, why)
+        return Reading(Need.EXACT, Formula.DIFFERENCE, why)
     if tolerant_arguments(x, call) or _is_layer_output(x, call):
         is_curved = call.name in (*CURVED, *RECURRENT)
         formula, is_norm = Formula.CURVED if is_curved else Formula.SUMMED, call.name in NORMS
@@ -346,7 +348,7 @@ def _is_inverse(x: Tensor) -> bool:
     """Returns whether x, through casts and reshapes, is 1 / something or a power."""
     node = x.grad_fn
     for _ in range(_MOST_RESHAPES):
-        if node is None or not node.name().startswith(_RESHAPES):
+        if node is None or not node.name().startswith(RESHAPES):
             break
         node = node.next_functions[0][0]
     return node is not None and node.name().startswith(INVERSES)
@@ -429,7 +431,7 @@ def _is_reshaped(x: Tensor, argument: Tensor) -> bool:
     for _ in range(_MOST_RESHAPES):
         if node is argument.grad_fn and output == argument.output_nr:
             return True
-        if node is None or not node.name().startswith(_RESHAPES):
+        if node is None or not node.name().startswith(RESHAPES):
             return False
         node, output = node.next_functions[0]
     return False

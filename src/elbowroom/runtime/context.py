@@ -20,6 +20,7 @@ from elbowroom.runtime.slot import MadeAgain
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
 SiteKey = tuple[str, str, tuple[int, ...], torch.dtype]
+OUTLIVED = "somebody else held it until backward"  # so that to encode it frees nothing
 
 
 class Context:
@@ -47,7 +48,7 @@ class Context:
         self.unrepeatable: frozenset[str] = frozenset()
         self.blames_classes = True
         self.runs_again = False
-        self._kept: set[SiteKey] = set()
+        self._kept: dict[SiteKey, str] = {}
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
@@ -83,13 +84,14 @@ class Context:
         """Begins a training step."""
         self.step += 1
 
-    def learn_keep(self, key: SiteKey) -> None:
-        """Learns to keep this site: somebody else holds its tensor, so encoding frees nothing."""
+    def learn_keep(self, key: SiteKey, why: str = OUTLIVED) -> None:
+        """Learns to keep this site, and why."""
         if self.learns:
-            self._kept.add(key)
+            self._kept.setdefault(key, why)
 
-    def keeps(self, key: SiteKey) -> bool:
-        return key in self._kept
+    def keeps(self, key: SiteKey) -> str | None:
+        """Returns why this site is kept, or None."""
+        return self._kept.get(key)
 
     def learn_unrepeatable(self, module: str) -> None:
         """Learns that the module of this name gives another result when it runs again."""

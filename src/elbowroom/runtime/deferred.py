@@ -27,13 +27,14 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import Codec
-from elbowroom.plan import Action, Encode
+from elbowroom.plan import Action, Encode, Site
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.rebuild import Recipe, same_order
 from elbowroom.runtime.identity import Identity, Origin, is_touchable
 from elbowroom.runtime.masks import MASKED_OUTPUT
 from elbowroom.runtime.nested import tensors_in
+from elbowroom.runtime.saturated import Saturated
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import WeakStorage
 
@@ -104,8 +105,14 @@ class Waiting:
         return action.gated if is_gated and action.gated is not None else action.with_mask
 
 
-class WaitingLine(list[Waiting]):
+class WaitingLine(list[Waiting | Saturated]):
     """Slots that wait in one context."""
+
+    def reads(self, slot: Slot, site: Site) -> None:
+        """Notes that another op reads a slot that waits."""
+        for one in self:
+            if isinstance(one, Saturated) and one.slot() is slot:
+                one.also(site)
 
     def ended(self, call: Call, out: Any, identity: Identity) -> None:
         """Encodes, after a call, what need not wait on, and no more.
@@ -130,14 +137,14 @@ class WaitingLine(list[Waiting]):
         """Encodes whatever waits."""
         _end(self._taken())
 
-    def _taken(self) -> list[Waiting]:
+    def _taken(self) -> list[Waiting | Saturated]:
         """Empties the line and returns what waited: what is encoded may make others wait."""
         waiting = list(self)
         self.clear()
         return waiting
 
 
-def _end(waiting: Iterable[Waiting]) -> None:
+def _end(waiting: Iterable[Waiting | Saturated]) -> None:
     with torch._C.DisableTorchFunction():
         for one in waiting:
             one.end()

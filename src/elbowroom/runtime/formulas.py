@@ -16,9 +16,9 @@ gradients wrong by factors of 8 to 13,000.
 from elbowroom.plan.site import Formula
 
 SUMMED, MATRIX, PRODUCT, CURVED = Formula.SUMMED, Formula.MATRIX, Formula.PRODUCT, Formula.CURVED
-PROBABILITY, EXPONENTIAL, SHAPE = Formula.PROBABILITY, Formula.EXPONENTIAL, Formula.SHAPE
+PROBABILITY, LOG_PROBABILITY = Formula.PROBABILITY, Formula.LOG_PROBABILITY
 COMPARED, SINGULAR, STATISTIC = Formula.COMPARED, Formula.SINGULAR, Formula.STATISTIC
-INDEX = Formula.INDEX
+DIFFERENCE, INDEX, SHAPE = Formula.DIFFERENCE, Formula.INDEX, Formula.SHAPE
 
 FORMULAS: dict[str, dict[str, Formula]] = {
     # Contractions: each element of a gradient is a sum over many of the saved ones.
@@ -135,13 +135,6 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     # of its inputs, grad / tensor2, -grad tensor1 / tensor2^2:
     "AddcdivBackward0": {"tensor1": PRODUCT, "tensor2": SINGULAR},
     "AddcmulBackward0": {"tensor1": PRODUCT, "tensor2": PRODUCT},  # grad tensor2, grad tensor1
-    # of its inputs, grad (sigmoid(self) - target):
-    "BinaryCrossEntropyWithLogitsBackward0": {
-        "self": CURVED,
-        "target": PRODUCT,
-        "weight": STATISTIC,
-        "pos_weight": STATISTIC,
-    },
     # of its inputs, grad (self - target) / (self (1 - self)):
     "BinaryCrossEntropyBackward0": {"self": SINGULAR, "target": PRODUCT, "weight": STATISTIC},
     "ExpBackward0": {"result": PRODUCT},  # grad result
@@ -152,7 +145,6 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "LerpBackward1": {"self": PRODUCT, "end": PRODUCT, "weight": PRODUCT},
     "LdexpBackward0": {"other": CURVED, "result": PRODUCT},  # grad 2^other
     "LinalgCrossBackward0": {"self": PRODUCT, "other": PRODUCT},  # cross(other, grad)
-    "MseLossBackward0": {"self": PRODUCT, "target": PRODUCT},  # 2 grad (self - target)
     "MulBackward0": {"self": PRODUCT, "other": PRODUCT},  # grad other, grad self
     "ProdBackward0": {"self": SINGULAR, "result": SINGULAR},  # grad result / self
     "ProdBackward1": {"self": SINGULAR, "result": SINGULAR},  # grad result / self
@@ -177,17 +169,11 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "GluBackward0": {"self": CURVED},  # grad sigmoid, grad a sigmoid (1 - sigmoid)
     # of its inputs, grad (self / 3 + 1/2) inside +-3: jumps of a half at the ends:
     "HardswishBackward0": {"self": CURVED},
-    "HuberLossBackward0": {"self": CURVED, "target": CURVED},  # grad clamp(self - target)
-    # of its inputs, grad sigmoid(-self); exp(-|self|) on a CPU:
-    "LogSigmoidBackward0": {"self": CURVED, "buffer": CURVED},
     "MishBackward0": {"self": CURVED},  # grad of self tanh(softplus(self))
     "SigmoidBackward0": {"result": CURVED},  # grad result (1 - result)
     "SiluBackward0": {"self": CURVED},  # grad sigmoid (1 + self (1 - sigmoid))
     "SinBackward0": {"self": CURVED},  # grad cos(self)
     "SincBackward0": {"self": CURVED},  # grad of sin(pi self) / (pi self)
-    "SmoothL1LossBackward0": {"self": CURVED, "target": CURVED},  # grad clamp(self - target)
-    # of its inputs, -grad target sigmoid(-target self):
-    "SoftMarginLossBackward0": {"self": CURVED, "target": CURVED},
     "SoftplusBackward0": {"self": CURVED},  # grad sigmoid(self)
     # 2 grad (self result - 1 / sqrt(pi))
     "SpecialErfcxBackward0": {"self": CURVED, "result": PRODUCT},
@@ -197,13 +183,30 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "SafeSoftmaxBackward0": {"result": PROBABILITY},  # as softmax
     "MaskedSoftmaxBackward0": {"result": PROBABILITY, "mask": INDEX},  # as softmax
     "SparseSoftmaxBackward0": {"result": PROBABILITY},  # as softmax
-    "LogSoftmaxBackward0": {"result": EXPONENTIAL},  # grad - exp(result) sum(grad)
+    "LogSoftmaxBackward0": {"result": LOG_PROBABILITY},  # grad - exp(result) sum(grad)
+    # Differences and tails: as a model fits its data, what is left is far less than the value, and
+    # an error of the value is not.
+    # of its inputs, grad (sigmoid(self) - target):
+    "BinaryCrossEntropyWithLogitsBackward0": {
+        "self": DIFFERENCE,
+        "target": DIFFERENCE,
+        "weight": STATISTIC,
+        "pos_weight": STATISTIC,
+    },
+    "HuberLossBackward0": {"self": DIFFERENCE, "target": DIFFERENCE},  # grad clamp(self - target)
+    # of its inputs, grad sigmoid(-self); exp(-|self|) on a CPU:
+    "LogSigmoidBackward0": {"self": DIFFERENCE, "buffer": DIFFERENCE},
     # of its inputs, grad / (1 + exp(other - self)):
-    "LogaddexpBackward0": {"self": EXPONENTIAL, "other": EXPONENTIAL},
-    "Logaddexp2Backward0": {"self": EXPONENTIAL, "other": EXPONENTIAL},  # as logaddexp
+    "LogaddexpBackward0": {"self": DIFFERENCE, "other": DIFFERENCE},
+    "Logaddexp2Backward0": {"self": DIFFERENCE, "other": DIFFERENCE},  # as logaddexp
     # of its inputs, sums of grad exp(self - result):
-    "LogcumsumexpBackward0": {"self": EXPONENTIAL, "result": EXPONENTIAL},
-    "LogsumexpBackward0": {"self": EXPONENTIAL, "result": STATISTIC},  # grad exp(self - result)
+    "LogcumsumexpBackward0": {"self": DIFFERENCE, "result": DIFFERENCE},
+    "LogsumexpBackward0": {"self": DIFFERENCE, "result": STATISTIC},  # grad exp(self - result)
+    "MseLossBackward0": {"self": DIFFERENCE, "target": DIFFERENCE},  # 2 grad (self - target)
+    # as huber_loss:
+    "SmoothL1LossBackward0": {"self": DIFFERENCE, "target": DIFFERENCE},
+    # of its inputs, -grad target sigmoid(-target self):
+    "SoftMarginLossBackward0": {"self": DIFFERENCE, "target": DIFFERENCE},
     # Shapes and strides: no value is read.
     "AdaptiveAvgPool2DBackward0": {"self": SHAPE},  # grad / area
     "AdaptiveAvgPool3DBackward0": {"self": SHAPE},  # grad / area
@@ -439,6 +442,7 @@ WHY = {
     Formula.SHAPE: "",
     Formula.COMPARED: "its order or sign decides where gradients flow",
     Formula.SINGULAR: "its backward divides by it, or by a root or logarithm of it",
+    Formula.DIFFERENCE: "its backward reads a difference of it, which may be far smaller",
     Formula.STATISTIC: "a weight or statistic, which every element depends on",
     Formula.INDEX: "its backward selects by it",
     Formula.UNKNOWN: "no derivative formula of it is known",

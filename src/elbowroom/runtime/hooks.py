@@ -68,6 +68,7 @@ from elbowroom.runtime.readers import Reader, readers_of
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again, will_be_tried
 from elbowroom.runtime.replay.scribe import Scribe
+from elbowroom.runtime.saturated import SATURATING
 from elbowroom.runtime.serving import Request, Serving, classify, ready_of
 from elbowroom.runtime.sites import left_alone, site_of
 from elbowroom.runtime.slot import (
@@ -320,6 +321,8 @@ class Saving:
         with torch._C.DisableTorchFunction():
             self._listener.ends()
             results = self._decide_on_deferred(call, out) if call.deferred else ()
+            if self._serving.saturated:
+                self._serving.keep_divided(call, self.recorder)
             if self._serving.waiting:
                 self._serving.waiting.ended(call, out, self._identity)
             for finish in call.at_end:
@@ -424,7 +427,7 @@ class Saving:
             return call.func
         call.reruns = call.would_rerun
         call.rounds = direct.always or not direct.exact
-        return direct.run
+        return direct.run if direct.coded is None or self.is_exact() else direct.coded
 
     def _may_stand(self, direct: Direct, call: Call) -> bool:
         """Returns whether this node may stand in the graph of this context."""
@@ -447,6 +450,11 @@ class Saving:
         A policy that does not say counts as exact.
         """
         return bool(getattr(self.policy, "exact", True))
+
+    @property
+    def _may_round(self) -> bool:
+        """True if codes add errors, in this forward or in one that this is written down for."""
+        return self.recorder is not None or not self.is_exact()
 
     @property
     def _skims(self) -> bool:
@@ -513,6 +521,8 @@ class Saving:
         for one, x in saved:
             reader = readers.get(id(one), Reader())
             reading = reading_by(reader.formula, x, call, reader.node)
+            if reader.node in SATURATING and reading.need is Need.LOSSY and self._may_round:
+                reading = reading._replace(saturates=reader.number)
             decide = partial(self._decide_on, one, x, call, reading)
             if x.untyped_storage()._cdata in made:
                 results.append(decide)

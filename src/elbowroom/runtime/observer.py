@@ -96,6 +96,10 @@ class Recorder(Protocol):
         """Called when a GELU or SiLU reads what is made of what this slot holds."""
         ...
 
+    def divided(self, slot: Slot) -> None:
+        """Called when an op divides by what is left of what this slot holds."""
+        ...
+
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:
         """Called when an op that had read these slots has made `out`."""
         ...

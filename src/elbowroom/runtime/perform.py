@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from elbowroom.errors import PlanError
-from elbowroom.kernels.fakes import would_wait
+from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import Action, Encode, Keep, Need, Offload, Rebuild, SiteName
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.handles import (
@@ -49,15 +49,16 @@ def perform(
         case Keep(why):
             return KeepHandle(base, why)
         case Encode(codec, facts):
-            normal = normalized(action, base, statistics)
+            x = base if action.least is None else _from(action.least, base)
+            normal = normalized(action, x, statistics)
             affine = None if normal is None else normal.normalize()
             if context is None:
-                encoded = codec.encode(base, seed, facts, affine)
+                encoded = codec.encode(x, seed, facts, affine)
             elif would_wait(base):
                 room = context.capacities.room((name, codec, base.numel()))
-                encoded = codec.encode(base, seed, facts, affine, room)
+                encoded = codec.encode(x, seed, facts, affine, room)
             else:
-                encoded = context.coders.encode(codec, base, seed, facts, affine)
+                encoded = context.coders.encode(codec, x, seed, facts, affine)
             return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else normal)
         case Rebuild():
             assert ready is not None
@@ -73,6 +74,13 @@ def perform(
                 f"a policy returns Keep, Encode, Rebuild or Offload; got {action!r}. "
                 "Import them from elbowroom.plan, and return one for every site."
             )
+
+
+def _from(least: float, x: Tensor) -> Tensor:
+    """Returns x where it is at least this, and this elsewhere: x itself, where nothing is below."""
+    if not would_wait(x) and has_values(x) and bool(x.amin() >= least):
+        return x
+    return x.clamp_min(least)
 
 
 def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> Normalized | None:

@@ -22,10 +22,14 @@ _SAVED = "_raw_saved_"
 
 
 class Reader(NamedTuple):
-    """Derivative formula by which a node uses a tensor that it has saved, and the node's name."""
+    """Derivative formula by which a node uses a tensor that it has saved.
+
+    node, number: the node's name, and autograd's number of it
+    """
 
     formula: Formula = Formula.UNKNOWN
     node: str = ""
+    number: int = -1
 
 
 def readers_of(call: Call, out: Any, wanted: Iterable[Deferred]) -> dict[int, Reader]:
@@ -42,7 +46,9 @@ def readers_of(call: Call, out: Any, wanted: Iterable[Deferred]) -> dict[int, Re
             for packed in _packed(node, field):
                 if id(packed) in waiting:
                     waiting.remove(id(packed))
-                    found[id(packed)] = Reader(formula_of(node, name, field), name)
+                    found[id(packed)] = Reader(
+                        formula_of(node, name, field), name, node._sequence_nr()
+                    )
     return found
 
 

@@ -10,6 +10,7 @@ statistics of the norm that saves it (as the call ends), the op that reads the n
 (`checkpoints.py`).
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ from elbowroom.plan import (
 )
 from elbowroom.plan.precision_floor import (
     ATTENTION,
+    LEAST_LOG_PROBABILITY,
     MOST_LEVELS,
     at_precision_floor,
     keeps_rows_apart,
@@ -47,8 +49,10 @@ from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle
 from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.identity import Identity, Origin, covering
 from elbowroom.runtime.masks import differ, mask_bits
-from elbowroom.runtime.observer import Listener, Watch
+from elbowroom.runtime.observer import Listener, Recorder, Watch
 from elbowroom.runtime.perform import is_normalized, perform
+from elbowroom.runtime.saturated import WHY as DIVIDED
+from elbowroom.runtime.saturated import Saturated, divided, tell_late
 from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, rows_of, site_of
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.statistics import statistics_of
@@ -91,6 +95,9 @@ def classify(
     if reading.need is Need.MASK and differ(name.consumer, slot.bits_of):
         why = f"'{slot.bits_of}' holds another mask of it"
         reading = Reading(Need.EXACT, Formula.COMPARED, why)
+    if slot.sites and reading.need is Need.LOSSY and _is_below(slot, reading):
+        why = f"of log-probabilities a code has those from {LEAST_LOG_PROBABILITY:.0f} up"
+        reading = Reading(Need.EXACT, Formula.DIFFERENCE, why)
     if reading.by_size and name.consumer not in NORMS and not rows_of(slot, x, reading.width):
         why = "its backward divides by the size of rows that lie in no order that is known"
         reading = Reading(Need.EXACT, Formula.SINGULAR, why)
@@ -100,6 +107,12 @@ def classify(
 def ready_of(origin: Origin | None) -> Ready | None:
     """Returns how what has this origin could be made again now."""
     return None if origin is None or origin.recipe is None else origin.recipe.ready()
+
+
+def _is_below(slot: Slot, reading: Reading) -> bool:
+    """Returns whether a code of log-probabilities would not do for what this reader makes."""
+    formulas = slot.sites[0].formula, reading.formula
+    return formulas[0] is Formula.LOG_PROBABILITY and formulas[1] is not formulas[0]
 
 
 def is_served(request: Request) -> bool:
@@ -148,6 +161,7 @@ class Serving:
     """Serves the requests of one forward.
 
     waiting, pieces  what is decided later
+    saturated        results that something may divide by what is left of, by their nodes
     """
 
     def __init__(
@@ -169,6 +183,7 @@ class Serving:
         self._is_exact = is_exact
         self.waiting = WaitingLine()
         self.pieces = Pieces()
+        self.saturated: dict[int, tuple[weakref.ref[Slot], Site]] = {}
 
     def end(self) -> None:
         """Ends the forward: nothing waits any more."""
@@ -179,10 +194,13 @@ class Serving:
         """Leaves what waits as it is."""
         self.waiting.clear()
         self.pieces.clear()
+        self.saturated.clear()
 
     def serve(self, request: Request) -> None:
         """Makes the slot hold what the op asks for, if it does not yet."""
         if is_served(request):
+            if request.slot.waits and request.reading.need is Need.LOSSY:
+                self.waiting.reads(request.slot, self._site(request)[0])
             return
         slot, x, call, reading, name, origin = request
         why = left_alone(slot, x, call, reading.need, self._min_nbytes, origin)
@@ -192,6 +210,26 @@ class Serving:
         cast = self._cast(slot, x, call) if why is MADE_OF_PARAMETERS else None
         slot.hold(cast or KeepHandle(slot.base.on(x), why))
         self._listener.does(slot, name, Need.EXACT, Keep(why) if cast is None else None)
+
+    def keep_divided(self, call: Call, recorder: Recorder | None) -> None:
+        """Keeps exactly what a call divides by what is left of (`saturated.py`).
+
+        What has a code by now is kept from the next step on.
+        """
+        for number in divided(call):
+            ref, site = self.saturated.get(number, (None, None))
+            slot = None if ref is None else ref()
+            if slot is None or site is None:
+                continue
+            if slot.exact:
+                slot.promise(Need.EXACT, call.name)
+                slot.entry.why = DIVIDED
+            else:
+                self._context.learn_keep(_key(site), DIVIDED)
+                self._listener.refuse(DIVIDED, once=True)
+                tell_late(site)
+            if recorder is not None:
+                recorder.divided(slot)
 
     def _cast(self, slot: Slot, x: Tensor, call: Call | None) -> CastHandle | None:
         """Returns a handle that makes x's storage again if it is a cast of a parameter, or None."""
@@ -208,6 +246,8 @@ class Serving:
         slot.entry.why = action.why if isinstance(action, Keep) else ""
         seed = self._context.next_seed() if isinstance(action, Encode) else 0
         hold = partial(self._hold, site, need, ready, seed, self._context.count)
+        if request.reading.saturates >= 0:
+            self.saturated[request.reading.saturates] = weakref.ref(slot), site
         covers = x.numel() == whole.numel()
         if need is Need.SHAPE and isinstance(action, Rebuild):
             slot.hold_shape()
@@ -217,6 +257,9 @@ class Serving:
         elif call is not None and call.name in _AGAIN and is_lossy(action, need):
             self._keep(slot, whole, name)
             self.pieces.wait(partial(self._hold_input, slot, whole, action, hold))
+        elif request.reading.saturates >= 0 and is_lossy(action, need):
+            self._keep(slot, whole, name)
+            self.waiting.append(Saturated(slot, action, hold))
         elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
             self._keep(slot, whole, name)
             call.at_end.append(partial(self._hold_normalized, slot, whole, name, action, hold))
@@ -254,13 +297,17 @@ class Serving:
     def _chosen(self, request: Request, site: Site, ready: Ready | None) -> Action:
         """Returns the action that the policy chooses, as far as this tensor allows it."""
         slot, x = request.slot, request.x
-        if self._context.keeps(_key(site)):
-            return Keep("somebody else held it until backward")
+        known = self._context.keeps(_key(site))
+        if known is not None:
+            return Keep(known)
         slot.sites.append(site)
         action = self._decide(site, ready)
         if isinstance(action, Encode) and site.rows is not None and site.consumer not in NORMS:
             codec, rows = site.rows.coded(action.codec, by_size=site.by_size)
-            return replace(action, codec=codec, rows=rows)
+            action = replace(action, codec=codec, rows=rows)
+        if isinstance(action, Encode) and site.formula is Formula.LOG_PROBABILITY:
+            least = None if action.codec.lossless else LEAST_LOG_PROBABILITY
+            action = replace(action, least=least)
         if isinstance(action, Offload) and covering(x) is None:
             return Keep("a part of a storage whose other parts may change")
         return action

@@ -45,7 +45,11 @@ from elbowroom.runtime.direct.attention import (
 from elbowroom.runtime.direct.batch_norm import batch_norm, fits_batch_norm
 from elbowroom.runtime.direct.clamp import clamp, clamp_max, clamp_min, fits_clamp
 from elbowroom.runtime.direct.convolution import convolution, fits_convolution
-from elbowroom.runtime.direct.cross_entropy import cross_entropy, fits_cross_entropy
+from elbowroom.runtime.direct.cross_entropy import (
+    coded_cross_entropy,
+    cross_entropy,
+    fits_cross_entropy,
+)
 from elbowroom.runtime.direct.dropout import dropout, fits_dropout
 from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
 from elbowroom.runtime.direct.recurrent import fits_recurrent, recurrent
@@ -66,6 +70,7 @@ class Direct:
     again  it saves other tensors than torch's op, and runs forward again: a context that follows
            what a step was seen to save leaves it alone. It need not have an input that wants a
            gradient
+    coded  the function to call in place of `run` where what it saves may become a lossy code
     swaps  it saves something else in place of its input, which may lie in any order: a context that
            follows what a step was seen to save leaves it alone, too
     """
@@ -77,6 +82,7 @@ class Direct:
     always: bool = False
     again: bool = False
     swaps: bool = False
+    coded: Callable[..., Any] | None = None
 
 
 def _always(call: Call, x: Tensor) -> bool:
@@ -106,7 +112,13 @@ _OPS: dict[Callable[..., Any], Direct] = {
     F.batch_norm: Direct(batch_norm, Reads.CODE, fits_batch_norm),
     F.layer_norm: Direct(layer_norm, Reads.GRADIENT, fits_layer_norm),
     F.dropout: Direct(dropout, Reads.BITS, fits_dropout),
-    F.cross_entropy: Direct(cross_entropy, Reads.RESTORED, fits_cross_entropy, always=True),
+    F.cross_entropy: Direct(
+        cross_entropy,
+        Reads.RESTORED,
+        fits_cross_entropy,
+        always=True,
+        coded=coded_cross_entropy,
+    ),
     F.gelu: Direct(gelu, Reads.GRADIENT, _always),
     F.silu: Direct(silu, Reads.GRADIENT, _not_in_place),
     **dict.fromkeys((torch.clamp, Tensor.clamp, torch.clip, Tensor.clip), _CLAMP),

@@ -1,6 +1,7 @@
 """Cross entropy whose backward takes no more memory than what it has saved.
 
-    forward    logp = log_softmax(x); loss = nll_loss(logp, target); logp is saved
+    forward    logp = log_softmax(x); loss = nll_loss(logp, target); logp is saved, from -24 up
+               where it may become a code (`plan/precision_floor.py`)
     backward   grad_x = grad - exp(logp) sum(grad), in the place of logp, some rows at a time
 
 At the first op of backward everything is held that forward has saved, and torch's own ops add the
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs.base import FLOATS
+from elbowroom.plan.precision_floor import LEAST_LOG_PROBABILITY
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed
@@ -43,11 +45,31 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """Computes torch.nn.functional.cross_entropy of arguments that pass `fits_cross_entropy`."""
+    return _loss(input, _Labels(target, weight, _REDUCTIONS[reduction], ignore_index))
+
+
+def coded_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Computes `cross_entropy`; what it saves may become a code without a copy of it."""
     labels = _Labels(target, weight, _REDUCTIONS[reduction], ignore_index)
+    labels.least = LEAST_LOG_PROBABILITY
+    return _loss(input, labels)
+
+
+def _loss(input: Tensor, labels: "_Labels") -> Tensor:
     logp: Tensor = _LogProbabilities.apply(input, labels)  # type: ignore[no-untyped-call]
     loss: Tensor = _NegativeLogLikelihood.apply(  # type: ignore[no-untyped-call]
-        logp, target, weight, labels
+        logp, labels.target, labels.weight, labels
     )
+    labels.target = labels.weight = None  # as the graph holds them now
     return loss
 
 
@@ -70,13 +92,19 @@ def fits_cross_entropy(call: Call, x: Tensor) -> bool:
 class _Labels:
     """State that both nodes share: how the loss is made, and what the second tells the first.
 
-    came  the gradient of the loss, the labels, their weights and what these add up to
+    least  what is below is saved as this
+    made   the loss, and what weights add up to
+    came   the gradient of the loss, the labels, their weights and what these add up to
     """
 
     def __init__(
         self, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
     ) -> None:
+        self.target: Tensor | None = target
+        self.weight = weight
         self.reduction, self.ignore_index = reduction, ignore_index
+        self.least: float | None = None
+        self.made: tuple[Tensor, Tensor] | None = None
         self.came: tuple[Tensor, Tensor, Tensor | None, Tensor] | None = None
 
     def gradient(
@@ -94,14 +122,12 @@ class _NegativeLogLikelihood(torch.autograd.Function):
     def forward(
         ctx: Any, logp: Tensor, target: Tensor, weight: Tensor | None, labels: _Labels
     ) -> Tensor:
-        loss, total = _aten.nll_loss_forward(
-            logp, target, weight, labels.reduction, labels.ignore_index
-        )
+        assert labels.made is not None
+        (loss, total), labels.made = labels.made, None
         ctx.save_for_backward(target, weight, total)
         ctx.set_materialize_grads(False)
         ctx.labels, ctx.shape = labels, logp.shape
-        made: Tensor = loss
-        return made
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -119,6 +145,11 @@ class _LogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, labels: _Labels) -> Tensor:
         logp = torch.log_softmax(x, 1)
+        labels.made = _aten.nll_loss_forward(
+            logp, labels.target, labels.weight, labels.reduction, labels.ignore_index
+        )
+        if labels.least is not None:
+            logp.clamp_(min=labels.least)
         ctx.save_for_backward(logp)
         ctx.set_materialize_grads(False)
         ctx.labels = labels

@@ -44,7 +44,7 @@ def attention_reading(
         why = "its code waits for another op"
     else:
         return reading
-    return Reading(Need.EXACT, Formula.EXPONENTIAL, why)
+    return Reading(Need.EXACT, Formula.DIFFERENCE, why)
 
 
 def as_node(site: Site, x: Tensor, call: Call) -> Site:

@@ -1,0 +1,177 @@
+"""Results of sigmoid, tanh and softmax, and the ops that divide by what is left of them.
+
+Their derivatives y (1 - y), 1 - y^2 and y (g - sum(g y)) vanish as y saturates, and a code has an
+error there that does not. Most readers do not mind: it is small against the gradients of elements
+that are not saturated. But log(1 - y + 1e-8) has a gradient of 1 / (1 - y + 1e-8), and makes of an
+error of 1/30 one of a million: gErr2 was 1e10 for the loss of a GAN that was written like this, and
+4e7 for the log-density of a squashed normal distribution (SAC).
+
+So such a result waits while somebody else holds it, when a code would free nothing; if a sum, a
+selection or the like was made of it, for three more ops that save something. If one of them divides
+by what is made of it, element by element, or takes a logarithm or root of that, it stays exact;
+else it gets its code. What divides by it later still (a logarithm of a product) is found, too: a
+warning says so, and a fitted model keeps it from the next step on.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, reduce
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from elbowroom.plan import Action, Encode, Site
+from elbowroom.plan.precision_floor import at_precision_floor, keeps_rows_apart
+from elbowroom.runtime.consumers import RESHAPES, Call
+from elbowroom.runtime.handles import KeepHandle
+from elbowroom.runtime.identity import Identity, is_touchable
+from elbowroom.runtime.nested import tensors_in
+from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.storage import WeakStorage
+
+_log = logging.getLogger("elbowroom")
+SATURATING = frozenset(
+    (
+        *("SigmoidBackward0", "TanhBackward0", "SoftmaxBackward0", "SafeSoftmaxBackward0"),
+        "MaskedSoftmaxBackward0",
+    )
+)
+WHY = "what is made of it is divided by, or its logarithm or root is taken"
+_MOST_SAVES = 3  # calls that save, of what goes on from it alone
+_OURS = 1  # the handle
+# Functions -> the argument whose inverse, logarithm, root or quotients their gradients have.
+_DIVIDING: dict[str, tuple[int, str]] = {
+    **dict.fromkeys(
+        (
+            *("log", "log2", "log10", "log1p", "log_", "sqrt", "rsqrt", "reciprocal", "logit"),
+            *("acos", "asin", "atanh", "acosh", "lgamma", "digamma", "prod", "cumprod"),
+            *("binary_cross_entropy", "__rtruediv__", "__rdiv__", "__pow__", "pow", "erfinv"),
+        ),
+        (0, "input"),
+    ),
+    **dict.fromkeys(("div", "divide", "true_divide", "__truediv__", "div_"), (1, "other")),
+    **dict.fromkeys(("xlogy",), (1, "other")),
+}
+_POWERS = ("pow", "__pow__")
+# Nodes through which a small difference stays one: element by element, or of some elements.
+_ALONE = (
+    *("Add", "Sub", "Rsub", "Neg", "Clamp", "_Clamp", "Where", "MaskedFill"),
+    *("Gather", "Index", "Select", "Slice", "Narrow", "Split", "Unbind", "MaskedSelect"),
+    *RESHAPES,
+)
+_ELEMENTWISE = (*_ALONE, "Mul", "Pow")
+_MOST_NODES = 16
+
+
+class Saturated:
+    """Slot whose encoding waits for ops that may divide by what is left of the tensor."""
+
+    def __init__(
+        self, slot: Slot, action: Action, hold: Callable[[Slot, Tensor, Action], None]
+    ) -> None:
+        self.slot = weakref.ref(slot)
+        slot.waits = True
+        self._action, self._hold = action, hold
+        self._saves = 0  # calls that have saved something since
+        self._is_read = False
+        self._is_open = False  # what was made of it alone may still be divided by
+        self._others: list[Site] = []
+
+    def ended(self, call: Call, out: Any, identity: Identity) -> bool:
+        """Notes that a call has ended; returns whether the slot has waited for long enough."""
+        slot = self.slot()
+        kept = None if slot is None else slot.value
+        if slot is None or slot.pinned or not isinstance(kept, KeepHandle):
+            return True
+        storage = kept.restore().untyped_storage()._cdata
+        if any(x.untyped_storage()._cdata == storage for x in _touchable(call)):
+            self._is_read, self._is_open = True, self._is_open or _goes_on(out)
+        elif call.saved and not self._is_held_by_others(kept):
+            self._saves += 1
+        return self._saves >= (_MOST_SAVES if self._is_open else 1)
+
+    @property
+    def is_known(self) -> bool:
+        """True if nobody can read it any more, and all who have done so multiply it."""
+        slot = self.slot()
+        kept = None if slot is None else slot.value
+        closed = self._is_read and not self._is_open
+        return closed and isinstance(kept, KeepHandle) and not self._is_held_by_others(kept)
+
+    def _is_held_by_others(self, kept: KeepHandle) -> bool:
+        """Returns whether somebody else holds the tensor, so that a code would free nothing yet."""
+        return WeakStorage(kept.restore()).holders() > _OURS
+
+    def also(self, site: Site) -> None:
+        """Notes another reader, which must be able to read the code, too."""
+        self._others.append(site)
+
+    def end(self) -> None:
+        """Encodes the slot, unless something exact reads it or what is left of it."""
+        slot = self.slot()
+        kept = None if slot is None else slot.value
+        if slot is not None:
+            slot.waits = False
+        if slot is None or not isinstance(kept, KeepHandle) or kept.was_changed:
+            return
+        action = self._action
+        if isinstance(action, Encode):
+            codec = reduce(at_precision_floor, self._others, action.codec)
+            if not all(keeps_rows_apart(codec, one, normalized=False) for one in self._others):
+                return
+            action = replace(action, codec=codec)
+        self._hold(slot, kept.restore(), action)
+
+
+def divided(call: Call) -> Iterator[int]:
+    """Yields autograd's numbers of the nodes whose results a call divides by what is left of.
+
+    It walks the graph from the argument whose inverse, root or logarithm the call's gradient has,
+    through ops that work element by element.
+    """
+    place = _DIVIDING.get(call.name)
+    x = None if place is None else call.arg(*place)
+    if not isinstance(x, Tensor) or (call.name in _POWERS and not _is_singular_power(call)):
+        return
+    waiting: list[Node | None] = [x.grad_fn]
+    for _ in range(_MOST_NODES):
+        node = waiting.pop(0) if waiting else None
+        if node is None:
+            if not waiting:
+                return
+            continue
+        name = node.name()
+        if name in SATURATING:
+            yield node._sequence_nr()
+        elif name.startswith(_ELEMENTWISE):
+            waiting += [below for below, _ in node.next_functions]
+
+
+def _touchable(call: Call) -> Iterator[Tensor]:
+    """Yields the tensors that a call was given, of those whose storage may be asked for."""
+    yield from (x for x in tensors_in((call.args, call.kwargs)) if is_touchable(x))
+
+
+def _goes_on(out: Any) -> bool:
+    """Returns whether a result is made element by element of one tensor, as far as is known."""
+    node = out.grad_fn if isinstance(out, Tensor) else None
+    return node is not None and node.name().startswith(_ALONE)
+
+
+def _is_singular_power(call: Call) -> bool:
+    exponent = call.arg(1, "exponent")
+    return not isinstance(exponent, int | float) or exponent < 1
+
+
+@cache
+def tell_late(site: Site) -> None:
+    """Warns, once a site, that a code was made before it was seen what it is read for."""
+    _log.warning(
+        "the result of '%s' in '%s' has a code, and %s: gradients of this step may be far off "
+        "there. A fitted model keeps it from now on; er.saving does not: enlarge min_nbytes, or "
+        "take a loss that is made of logits",
+        *(site.consumer, site.module, WHY),
+    )
