@@ -56,6 +56,16 @@ def test_a_shortcut_waits_for_the_branch_beside_it():
     assert [one.nbytes for one in run(Graph(nodes, ((2, 0),)))] == [10, 20, 10]
 
 
+def test_a_root_alone_runs_all_that_it_leads_to_beside_what_it_does_not():
+    nodes = (
+        Node(0, "Mul", (30,), END),
+        Node(1, "Mul", (20,), ((0, 0),)),  # another output of the same trunk: it gets no gradient
+        Node(2, "Mul", (10,), ((0, 0),)),
+    )
+    assert [one.nth for one in run(Graph(nodes, ((1, 0), (2, 0))))] == [2, 1, 0]
+    assert [one.nth for one in run(Graph(nodes, ((2, 0),)))] == [2, 0]
+
+
 def test_a_gradient_of_a_leaf_stays():
     nodes = (
         Node(7, "AccumulateGrad", (100,), stays=True),

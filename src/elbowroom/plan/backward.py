@@ -152,8 +152,8 @@ class _Backward:
         self._gradients = _Gradients()
         self._came: dict[int, dict[int, int]] = defaultdict(dict)  # by node and tensor
         self._missing = [0] * len(graph.nodes)
-        for node in graph.nodes:
-            for to, _ in node.gives:
+        for at in _reached(graph):  # what no root leads to gives nothing that anyone waits for
+            for to, _ in graph.nodes[at].gives:
                 if to >= 0:
                     self._missing[to] += 1
         self._peak = self._stay = 0
@@ -226,6 +226,17 @@ class _Backward:
         now = self._back.get(first, total)
         self._back[first] = now - own
         return now
+
+
+def _reached(graph: Graph) -> set[int]:
+    """Returns the nodes that a gradient of the roots comes to, by index."""
+    found = {to for to, _ in graph.roots}
+    waiting = list(found)
+    while waiting:
+        new = {to for to, _ in graph.nodes[waiting.pop()].gives if to >= 0} - found
+        found |= new
+        waiting += new
+    return found
 
 
 def _between(node: Node, nodes: tuple[Node, ...]) -> int:
