@@ -432,7 +432,7 @@ def _spare(x: Tensor, call: Call, out: Tensor, identity: Identity) -> Slot | Non
     """
     if untouchable(x) or storage_nbytes(x) * _EXPANDED > storage_nbytes(out):
         return None
-    return identity.spare(x, call.name)
+    return identity.spare(x, call.name, out)
 
 
 def _rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
