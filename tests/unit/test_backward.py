@@ -158,6 +158,18 @@ class Strided(nn.Module):
         return out
 
 
+class Sees(nn.Module):
+    """A first convolution that reads more than it makes: of images, which need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(4, 16, 8, 4), nn.ReLU(), nn.Conv2d(16, 32, 4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x / 255).mean()
+        return out
+
+
 class Biased(nn.Module):
     """Attention with a learned bias for every pair, as of relative positions."""
 
@@ -194,6 +206,7 @@ NETS = {
     "convolution": (Convolves, (8, 3, 96, 96)),
     "masked": (Masked, (8, 64, 64)),
     "strided": (Strided, (8, 3, 64, 64)),
+    "images": (Sees, (16, 4, 84, 84)),
     "biased attention": (Biased, (4, 128, 64)),
 }
 

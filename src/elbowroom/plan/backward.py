@@ -246,7 +246,7 @@ def _between(node: Node, nodes: tuple[Node, ...]) -> int:
     broadcasts = name in _REDUCING and any(size < largest for size in sizes)
     if name == "ConvolutionBackward":  # two maps in another layout (measured), or the weight
         given = [nodes[to].takes[which] for to, which in node.gives[:1] if to >= 0]
-        return max(2 * max(largest, *given, 0), *sizes, 0)
+        return max(2 * max(largest, *given, 0), *sizes, node.workspace)
     return node.workspace + largest * (_BETWEEN.get(name, 0) + broadcasts)
 
 
