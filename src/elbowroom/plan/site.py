@@ -50,6 +50,7 @@ class Formula(Enum):
     EXPONENTIAL = "exponential"  # exp of it: an absolute error becomes a relative one
     SHAPE = "shape"  # its shape and strides
     COMPARED = "compared"  # its order or sign: a small error turns a gradient on or off
+    PERIODIC = "periodic"  # a sine of it: its range may be many turns, and a code's step a few
     SINGULAR = "singular"  # it is divided by, or taken the logarithm or root of
     STATISTIC = "statistic"  # a weight, mean, norm or scale, which every element depends on
     INDEX = "index"  # an integer or boolean that selects
