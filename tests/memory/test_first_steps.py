@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import elbowroom as er
+from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure import peak
 from elbowroom.runtime.undo import Undo
 
@@ -112,3 +113,43 @@ def test_a_forward_that_runs_again_makes_its_own_casts_of_weights():
         undo.back()
         assert peak(lambda: model(x)) >= 2 * model.weight.numel()
         undo.close()
+
+
+class Spreads(nn.Module):
+    """Forward itself has the highest moment, of 32 MiB and more, whatever is held for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = (
+            nn.ModuleList(nn.Linear(64, 64) for _ in range(24)),
+            nn.Linear(64, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        spread = x.detach().repeat(16, 1).exp().mean()
+        return (self.head(x) * spread).mean()
+
+
+def test_a_budget_below_what_forward_takes_is_refused_before_a_step_follows_a_plan():
+    torch.manual_seed(0)
+    model, x = Spreads(), torch.randn(4096, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = []
+
+    def step():
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        updates.append(True)
+
+    er.fit(model, budget="28 MiB", optimizer=optimizer)
+    with pytest.raises(BudgetTooSmall) as refused:
+        step()
+    assert not updates
+    assert refused.value.least_nbytes > 32 << 20
+    er.fit(model, budget=refused.value.least_nbytes, optimizer=optimizer)
+    for _ in range(3):
+        step()
+    er.release(model)

@@ -56,6 +56,16 @@ def test_a_shortcut_waits_for_the_branch_beside_it():
     assert [one.nbytes for one in run(Graph(nodes, ((2, 0),)))] == [10, 20, 10]
 
 
+def test_a_root_alone_runs_all_that_it_leads_to_beside_what_it_does_not():
+    nodes = (
+        Node(0, "Mul", (30,), END),
+        Node(1, "Mul", (20,), ((0, 0),)),  # another output of the same trunk: it gets no gradient
+        Node(2, "Mul", (10,), ((0, 0),)),
+    )
+    assert [one.nth for one in run(Graph(nodes, ((1, 0), (2, 0))))] == [2, 1, 0]
+    assert [one.nth for one in run(Graph(nodes, ((2, 0),)))] == [2, 0]
+
+
 def test_a_gradient_of_a_leaf_stays():
     nodes = (
         Node(7, "AccumulateGrad", (100,), stays=True),
@@ -148,6 +158,18 @@ class Strided(nn.Module):
         return out
 
 
+class Sees(nn.Module):
+    """A first convolution that reads more than it makes: of images, which need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(4, 16, 8, 4), nn.ReLU(), nn.Conv2d(16, 32, 4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x / 255).mean()
+        return out
+
+
 class Biased(nn.Module):
     """Attention with a learned bias for every pair, as of relative positions."""
 
@@ -184,6 +206,7 @@ NETS = {
     "convolution": (Convolves, (8, 3, 96, 96)),
     "masked": (Masked, (8, 64, 64)),
     "strided": (Strided, (8, 3, 64, 64)),
+    "images": (Sees, (16, 4, 84, 84)),
     "biased attention": (Biased, (4, 128, 64)),
 }
 

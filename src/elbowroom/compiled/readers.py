@@ -97,4 +97,4 @@ def _linear() -> frozenset[Any]:
 
 @cache
 def _curved() -> frozenset[Any]:
-    return _ops("exp erf tanh sigmoid gelu silu sin cos var_mean square pow gelu_backward")
+    return _ops("exp erf tanh sigmoid gelu silu var_mean square pow gelu_backward")

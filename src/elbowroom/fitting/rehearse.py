@@ -41,6 +41,7 @@ _TRIES: dict[bool | None, tuple[tuple[bool | None, float, bool], ...]] = {
     False: ((False, CAREFUL, False), (False, CAREFUL, True), (False, LIKELY, True)),
 }
 _SURE = 0.7  # of the least by the graph: below that it is refused unmeasured
+_FIRST = 1.05  # of the budget, in a forward that held nothing: above that it is, too
 
 
 def rehearsed(
@@ -103,10 +104,11 @@ def plan_by_forward(
                     warn_optimistic(making.options)
                 return Chosen(candidate, plan)
     smallest = states.smallest(step(LIKELY), who, making) if measures else None
-    static = step(LIKELY).static
     if smallest is not None:
-        free = making.options.budget_nbytes - static
-        if _SURE * (smallest.plan.peak - static) <= free:
+        profile, budget_nbytes = smallest.candidate.profile, making.options.budget_nbytes
+        free = budget_nbytes - profile.static
+        might = _SURE * (smallest.plan.peak - profile.static) <= free
+        if might and profile.forward_peak <= _FIRST * budget_nbytes:
             warn_optimistic(making.options)
             return smallest
     raise _refusal(step, states, who, making)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.plan.backward import Graph, Node
+from elbowroom.runtime.slot import Deferred, View
 
 
 def graph_of(outputs: Iterable[Tensor], recorder: StepRecorder | None = None) -> Graph:
@@ -46,6 +47,20 @@ def _node(fn: Any, found: dict[Any, int]) -> Node:
         takes=tuple(prod(one.shape) * one.dtype.itemsize for one in fn._input_metadata),
         gives=tuple((-1 if to is None else found[to], nr) for to, nr in fn.next_functions),
         stays=leaf is not None and leaf.grad is None,
-        workspace=getattr(fn, "workspace_nbytes", 0),
+        workspace=getattr(fn, "workspace_nbytes", None) or _layout_nbytes(fn),
         saves=any(name.startswith("_raw_saved") for name in dir(type(fn))),
     )
+
+
+def _layout_nbytes(fn: Any) -> int:
+    """Returns what a convolution takes for another layout of an input that needs no gradient.
+
+    Of one that needs one, the graph tells the size. The first layer's is an image.
+    """
+    if not fn.name().startswith("ConvolutionBackward") or fn.next_functions[0][0] is not None:
+        return 0
+    packed = getattr(fn._raw_saved_input, "data", None)
+    view = packed.held if isinstance(packed, Deferred) else packed
+    if not isinstance(view, View):
+        return 0
+    return 2 * prod(view.geometry.shape) * view.slot.dtype.itemsize

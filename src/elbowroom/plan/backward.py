@@ -152,8 +152,8 @@ class _Backward:
         self._gradients = _Gradients()
         self._came: dict[int, dict[int, int]] = defaultdict(dict)  # by node and tensor
         self._missing = [0] * len(graph.nodes)
-        for node in graph.nodes:
-            for to, _ in node.gives:
+        for at in _reached(graph):  # what no root leads to gives nothing that anyone waits for
+            for to, _ in graph.nodes[at].gives:
                 if to >= 0:
                     self._missing[to] += 1
         self._peak = self._stay = 0
@@ -228,6 +228,17 @@ class _Backward:
         return now
 
 
+def _reached(graph: Graph) -> set[int]:
+    """Returns the nodes that a gradient of the roots comes to, by index."""
+    found = {to for to, _ in graph.roots}
+    waiting = list(found)
+    while waiting:
+        new = {to for to, _ in graph.nodes[waiting.pop()].gives if to >= 0} - found
+        found |= new
+        waiting += new
+    return found
+
+
 def _between(node: Node, nodes: tuple[Node, ...]) -> int:
     """Returns the bytes that a node's formula takes beside what came in and what comes out."""
     largest, name = max(node.takes, default=0), node.name.rstrip("0123456789")
@@ -235,7 +246,7 @@ def _between(node: Node, nodes: tuple[Node, ...]) -> int:
     broadcasts = name in _REDUCING and any(size < largest for size in sizes)
     if name == "ConvolutionBackward":  # two maps in another layout (measured), or the weight
         given = [nodes[to].takes[which] for to, which in node.gives[:1] if to >= 0]
-        return max(2 * max(largest, *given, 0), *sizes, 0)
+        return max(2 * max(largest, *given, 0), *sizes, node.workspace)
     return node.workspace + largest * (_BETWEEN.get(name, 0) + broadcasts)
 
 

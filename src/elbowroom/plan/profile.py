@@ -176,6 +176,11 @@ class Profile:
         return max(self.backward_peak + state_nbytes, *after, 0)
 
     @property
+    def forward_peak(self) -> int:
+        """The highest level before backward begins."""
+        return max(self.level[: self.backward], default=self.static)
+
+    @property
     def backward_peak(self) -> int:
         """The highest level until backward has asked for the last tensor."""
         return max(self.level[: self._backward_end], default=self.static)

@@ -66,6 +66,7 @@ class Formula(Enum):
     LOG_PROBABILITY = "log-probability"  # exp of it, at most 0: an error becomes a relative one
     SHAPE = "shape"  # its shape and strides
     COMPARED = "compared"  # its order or sign: a small error turns a gradient on or off
+    PERIODIC = "periodic"  # a sine of it: its range may be many turns, and a code's step a few
     SINGULAR = "singular"  # it is divided by, or taken the logarithm or root of
     DIFFERENCE = "difference"  # what is left of it after a subtraction, or a tail, may be far less
     STATISTIC = "statistic"  # a weight, mean, norm or scale, which every element depends on

@@ -19,6 +19,7 @@ SUMMED, MATRIX, PRODUCT, CURVED = Formula.SUMMED, Formula.MATRIX, Formula.PRODUC
 PROBABILITY, LOG_PROBABILITY = Formula.PROBABILITY, Formula.LOG_PROBABILITY
 COMPARED, SINGULAR, STATISTIC = Formula.COMPARED, Formula.SINGULAR, Formula.STATISTIC
 DIFFERENCE, INDEX, SHAPE = Formula.DIFFERENCE, Formula.INDEX, Formula.SHAPE
+PERIODIC = Formula.PERIODIC
 
 FORMULAS: dict[str, dict[str, Formula]] = {
     # Contractions: each element of a gradient is a sum over many of the saved ones.
@@ -160,7 +161,6 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "AtanBackward0": {"self": CURVED},  # grad / (self^2 + 1)
     "CeluBackward0": {"self": CURVED},  # grad exp(min(self, 0))
     "CeluBackward1": {"result": CURVED},  # in place: grad (1 + min(result, 0) / alpha)
-    "CosBackward0": {"self": CURVED},  # -grad sin(self)
     "EluBackward0": {"self": CURVED},  # grad exp(min(self, 0))
     "EluBackward1": {"result": CURVED},  # in place: grad where result > 0, else result + alpha
     "ErfBackward0": {"self": CURVED},  # grad 2 / sqrt(pi) exp(-self^2)
@@ -172,8 +172,6 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "MishBackward0": {"self": CURVED},  # grad of self tanh(softplus(self))
     "SigmoidBackward0": {"result": CURVED},  # grad result (1 - result)
     "SiluBackward0": {"self": CURVED},  # grad sigmoid (1 + self (1 - sigmoid))
-    "SinBackward0": {"self": CURVED},  # grad cos(self)
-    "SincBackward0": {"self": CURVED},  # grad of sin(pi self) / (pi self)
     "SoftplusBackward0": {"self": CURVED},  # grad sigmoid(self)
     # 2 grad (self result - 1 / sqrt(pi))
     "SpecialErfcxBackward0": {"self": CURVED, "result": PRODUCT},
@@ -284,6 +282,10 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "SoftshrinkBackward0": {"self": COMPARED},  # grad where |self| > lambda
     "ThresholdBackward0": {"self": COMPARED},  # grad where self > threshold
     "ThresholdBackward1": {"self": COMPARED},  # in place: as threshold
+    # Sines: what sin(30 x) of a coordinate network saves spans many turns.
+    "CosBackward0": {"self": PERIODIC},  # -grad sin(self)
+    "SinBackward0": {"self": PERIODIC},  # grad cos(self)
+    "SincBackward0": {"self": PERIODIC},  # grad of sin(pi self) / (pi self)
     # Divisions, logarithms, roots: an error near zero has no bound.
     "AcosBackward0": {"self": SINGULAR},  # -grad / sqrt(1 - self^2)
     "AcoshBackward0": {"self": SINGULAR},  # grad / sqrt(self^2 - 1)
@@ -441,6 +443,7 @@ INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward")
 WHY = {
     Formula.SHAPE: "",
     Formula.COMPARED: "its order or sign decides where gradients flow",
+    Formula.PERIODIC: "its backward takes a sine of it, and its range may be many turns",
     Formula.SINGULAR: "its backward divides by it, or by a root or logarithm of it",
     Formula.DIFFERENCE: "its backward reads a difference of it, which may be far smaller",
     Formula.STATISTIC: "a weight or statistic, which every element depends on",

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from elbowroom.runtime import modules
 from elbowroom.runtime.handles.base import KeepHandle
 from elbowroom.runtime.handles.rebuild import Recipe
+from elbowroom.runtime.late_copy import CONSTANT, LateCopy
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.slot import CountedSlot, Slot
@@ -134,14 +135,17 @@ class Identity:
         """
         return self._copy(x, op, self._constants, _MOST_CONSTANTS)
 
-    def spare(self, x: Tensor, op: str) -> Slot | None:
-        """A slot with a copy of what an op has made a much larger tensor of, and nobody saves.
+    def spare(self, x: Tensor, op: str, out: Tensor) -> Slot | None:
+        """A slot for a copy of x, of which an op has made `out`, much larger, and nobody saves x.
 
-        Only the last one is held until something is made of it: most are not used.
+        It is copied when something is made of it: most are not used. Only the last one is held
+        until then.
         """
-        return self._copy(x, op, self._spares, _MOST_SPARES)
+        return self._copy(x, op, self._spares, _MOST_SPARES, out)
 
-    def _copy(self, x: Tensor, op: str, held: _Copies, most: int) -> Slot | None:
+    def _copy(
+        self, x: Tensor, op: str, held: _Copies, most: int, late_for: Tensor | None = None
+    ) -> Slot | None:
         base = covering(x)
         if self._ledger is None or base is None:
             return None
@@ -151,10 +155,12 @@ class Identity:
             while len(held) >= most:
                 del held[next(iter(held))]
             entry = self._ledger.open(modules.current(), op, str(x.dtype).removeprefix("torch."), 0)
-            slot = CountedSlot(base, entry)
-            slot.hold(
-                KeepHandle(base.detach().clone(), "a constant: something is made again with it")
-            )
+            slot: Slot
+            if late_for is None or x.is_inference():
+                slot = CountedSlot(base, entry)
+                slot.hold(KeepHandle(base.detach().clone(), CONSTANT))
+            else:
+                slot = LateCopy(x, base, entry, late_for)
             known = WeakStorage(x), slot
         held[key] = known
         if self.told is not None:

@@ -98,7 +98,7 @@ def spare(x: Tensor, call: Call, out: Tensor, identity: Identity) -> Slot | None
     """
     if untouchable(x) or storage_nbytes(x) * _EXPANDED > storage_nbytes(out):
         return None
-    return identity.spare(x, call.name)
+    return identity.spare(x, call.name, out)
 
 
 def of_statistics(bound: Callable[..., Op], *given: Tensor) -> Op:
