@@ -16,6 +16,7 @@ import elbowroom as er
 from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.errors import PlanError
 from elbowroom.measure import Speed
+from elbowroom.measure.rates import Rates
 from elbowroom.measure.record import record
 from elbowroom.plan import KeepAll
 from elbowroom.plan.profile import Profile, Save, Storage
@@ -30,7 +31,9 @@ def unrated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here asks how fast codecs are; to measure that is slow."""
     for module in ("record", "dry"):
         monkeypatch.setattr(
-            sys.modules[f"elbowroom.measure.{module}"], "rates", lambda device_type: {}
+            sys.modules[f"elbowroom.measure.{module}"],
+            "rates",
+            lambda device_type: Rates(torch.device(device_type)),
         )
 
 

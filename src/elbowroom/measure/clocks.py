@@ -1,6 +1,7 @@
 """The cost of each moment of a recorded step: seconds, or bytes.
 
-StepClock      the time at which each moment begins
+Stopwatch      seconds of the step's own work: it stands still while we look at the step
+StepClock      the time at which each moment begins, by a stopwatch
 Undisturbed    seconds without those in which other processes had the processor
 CpuMemory      the highest level in each moment, from the marks among the allocations
 CudaMemory     the same from the caching allocator's counters, read and reset at each moment
@@ -9,7 +10,9 @@ CudaMemory     the same from the caching allocator's counters, read and reset at
 import itertools
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 
 import torch
 
@@ -40,44 +43,119 @@ class Undisturbed:
         return self._total_s
 
 
-class StepClock:
-    """Seconds from its making to each moment: of the CPU, or of the current CUDA stream."""
+class Stopwatch:
+    """Seconds of a step's own work, of the CPU or of the current CUDA stream.
 
-    def __init__(self) -> None:
-        self._cuda: list[torch.cuda.Event] | None = None
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._cuda = [self._event()]
-        self._cpu = Undisturbed()
-        self._cpu_s = [self._cpu.now_s()]
+    What writes a step down looks at each op and at each saved tensor, for as long as a small op
+    takes, and does exact actions that plain autograd would not. Inside `paused()` none of that
+    counts, so that what is read is what plain autograd takes.
+
+    A reading is a number; what it says in seconds is asked for when the step is over, since a GPU
+    is not to be waited for inside of it. A GPU's pause is what lies between an event before and one
+    after it: nothing, if the GPU was still busy with what it had been given, and else the time for
+    which it had nothing to do.
+    """
+
+    def __init__(self, now_s: Callable[[], float] | None = None) -> None:
+        """now_s: seconds on any clock, in place of this machine's."""
+        self._now_s = now_s or Undisturbed().now_s
+        self._has_events = now_s is None and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._is_paused = False
+        self._read_s: list[float] = []
+        self._events: list[tuple[torch.cuda.Event, int]] = []  # and how many pauses came before
+        self._pauses: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._began: torch.cuda.Event | None = None  # the pause that lasts
+        self.start()
+
+    def start(self) -> None:
+        """Begins again at 0; no reading from before counts."""
+        self._running_s, self._last_s = 0.0, self._now_s()
+        self._read_s.clear()
+        self._events.clear()
+        self._pauses.clear()
+        self.read()
+
+    def read(self) -> int:
+        """Returns the number of a new reading."""
+        if self._has_events:
+            self._events.append((self._began or _event(), len(self._pauses)))
+            return len(self._events) - 1
+        if not self._is_paused:
+            self._run()
+        self._read_s.append(self._running_s)
+        return len(self._read_s) - 1
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Returns a context in which no time passes; inside of another one, it changes nothing."""
+        return _NEVER if self._is_paused else self
+
+    def __enter__(self) -> None:
+        self._is_paused = True
+        if self._has_events:
+            self._began = _event()
+        else:
+            self._run()
+
+    def __exit__(self, *raised: object) -> None:
+        if self._began is not None:
+            self._pauses.append((self._began, _event()))
+            self._began = None
+        else:
+            self._last_s = self._now_s()
+        self._is_paused = False
+
+    def seconds_at(self, readings: Sequence[int]) -> list[float]:
+        """Returns, for each of these readings, the seconds from the first of all until then.
+
+        The step is over: a GPU is waited for.
+        """
+        if not self._has_events:
+            return [self._read_s[reading] - self._read_s[0] for reading in readings]
+        torch.cuda.synchronize()
+        lost = [0.0, *accumulate(one.elapsed_time(other) for one, other in self._pauses)]
+        first, _ = self._events[0]
+        read = [self._events[reading] for reading in readings]
+        return [(first.elapsed_time(event) - lost[pauses]) / 1000 for event, pauses in read]
+
+    def _run(self) -> None:
+        now_s = self._now_s()
+        self._running_s += now_s - self._last_s
+        self._last_s = now_s
+
+
+_NEVER = nullcontext()
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+class StepClock:
+    """Seconds from its making to each moment, by the stopwatch."""
+
+    def __init__(self, stopwatch: Stopwatch | None = None) -> None:
+        self.stopwatch = stopwatch or Stopwatch()
+        self._begun: list[int] = []
 
     def begin(self, moment: int, *, frees: bool = False) -> None:
-        if self._cuda is not None:
-            self._cuda.append(self._event())
-        else:
-            self._cpu_s.append(self._cpu.now_s())
+        self._begun.append(self.stopwatch.read())
 
-    @property
-    def starts_s(self) -> list[float]:
-        """The start of each moment, in seconds."""
-        if self._cuda is None:
-            return [at_s - self._cpu_s[0] for at_s in self._cpu_s[1:]]
-        torch.cuda.synchronize()
-        return [self._cuda[0].elapsed_time(event) / 1000 for event in self._cuda[1:]]
+    def times_s(self) -> list[float]:
+        """Returns the start of each moment, and now, in seconds."""
+        return self.stopwatch.seconds_at([*self._begun, self.stopwatch.read()])
 
-    @property
-    def seconds(self) -> float:
-        """Until now."""
-        if self._cuda is None:
-            return self._cpu.now_s() - self._cpu_s[0]
-        now = self._event()
-        torch.cuda.synchronize()
-        return float(self._cuda[0].elapsed_time(now)) / 1000
 
-    @staticmethod
-    def _event() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+class Clocks:
+    """Tells all of its clocks of each moment."""
+
+    def __init__(self, *clocks: "StepClock | CpuMemory | CudaMemory") -> None:
+        self._clocks = clocks
+
+    def begin(self, moment: int, *, frees: bool = False) -> None:
+        for clock in self._clocks:
+            clock.begin(moment, frees=frees)
 
 
 class CpuMemory:

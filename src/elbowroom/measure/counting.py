@@ -7,6 +7,8 @@ another.
 """
 
 import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, int] = {}  # bytes by the address of the storage
         self._begun: list[tuple[int, float, bool]] = []  # first change, seconds, frees
         self._changes: list[int] = []  # the level after each
+        self._read_s: list[float] = []
         self.level = 0
         self.seconds = 0.0
 
@@ -55,9 +58,18 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seconds += self._speed.seconds(func, args, {**kwargs, "out_val": out}, passed)
         return out
 
-    def now_s(self) -> float:
-        """Returns the seconds so far."""
-        return self.seconds
+    def read(self) -> int:
+        """Returns the number of a reading of the seconds so far, as the recorder's timer."""
+        self._read_s.append(self.seconds)
+        return len(self._read_s) - 1
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Returns a context that changes nothing: looking is no op."""
+        return nullcontext()
+
+    def seconds_at(self, readings: Sequence[int]) -> list[float]:
+        """Returns what was read."""
+        return [self._read_s[reading] for reading in readings]
 
     def start(self) -> None:
         """Begins a step: what is counted already was there before."""

@@ -63,9 +63,10 @@ def dry_run(
         step()
         counting.start()
         static = counting.level
-        recorder = run_recorded(step, counting, KeepAll(), min_nbytes, counting.now_s)
+        recorder = run_recorded(step, counting, KeepAll(), min_nbytes, counting)
     check_saves(recorder)
     levels, floors = counting.levels()
+    speeds = rates(device.type) if speed is None else None
     return Profile(
         level=tuple(levels),
         floor=tuple(floors),
@@ -75,7 +76,8 @@ def dry_run(
         static=static,
         storages=recorder.storages(),
         modules=recorder.modules(),
-        rates=rates(device.type) if speed is None else {},
+        rates={} if speeds is None else speeds,
+        fixed_s={} if speeds is None else speeds.fixed_s,
         device=(device.type, ""),
         measured=False,
         standing=resident_bytes_of(model, [] if optimizer is None else [optimizer]),

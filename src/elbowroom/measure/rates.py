@@ -1,4 +1,10 @@
-"""Measures, once a process, how many bytes of a tensor this machine encodes and decodes a second.
+"""Measures, once a process, what codes and copies take on this machine.
+
+    seconds of a tensor = fixed + bytes / rate
+
+The rate is what two sizes differ by, in a loop that does nothing else. The fixed part (Python, the
+launch of a kernel, the handle) is measured between other work, as in a step: a loop over one small
+tensor has its code and data in the nearest caches and takes a fourth to a tenth of that.
 
 What nearly every plan needs (bits, small integers; dither, if codes may be lossy) before a training
 begins; any other setting of a codec when a plan asks for it, on less, so that no fit begins later
@@ -8,7 +14,8 @@ planner that takes a neighbour's noise for the speed of a codec plans for the no
 
 import threading
 import time
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -17,14 +24,18 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from elbowroom.codecs import BitMask, Codec, Dither, Facts, Narrow
 from elbowroom.codecs.names import setting_named
 from elbowroom.errors import CodecError, PlanError
-from elbowroom.measure.timing import least_s
-from elbowroom.plan import Offload
-from elbowroom.plan.menu import ROWS, rate_name
+from elbowroom.measure.timing import least_s, typical_s
+from elbowroom.plan import Encode, Need, Offload
+from elbowroom.plan.menu import ATTENTION_LOOK, ROWS, fixed_name, rate_name
+from elbowroom.runtime.direct.attention import spread, spread_of_values
 from elbowroom.runtime.normal import of_rows
+from elbowroom.runtime.perform import perform
 from elbowroom.runtime.tiers import Tier, tier_for
 
 _ELEMENTS = 1 << 20
+_SMALL = 1 << 14  # elements of the tensor that the fixed part is measured with
 _RUNS = 5
+_OTHER_WORK = 1 << 22  # elements that are copied between two runs: most of what caches hold
 
 
 _FEWER = 1 << 18  # elements, on a CPU, of what is measured in the middle of a training
@@ -32,11 +43,15 @@ _EXACT = (BitMask(), Narrow())
 
 
 class Rates(dict[str, float]):
-    """Bytes a second, by name. What is missing is measured when it is asked for, if it can be."""
+    """Bytes a second, by name. What is missing is measured when it is asked for, if it can be.
+
+    fixed_s  seconds that each tensor takes besides, by name
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
+        self.fixed_s: dict[str, float] = {}
 
     def __missing__(self, name: str) -> float:
         verb, _, setting = name.partition(" ")
@@ -47,8 +62,22 @@ class Rates(dict[str, float]):
         except (CodecError, ValueError) as error:
             raise KeyError(name) from error
         elements = _FEWER if self.device.type == "cpu" else _ELEMENTS
-        self.update(_rated(codec, self.device, elements))
+        self.measure(codec, elements)
         return self[name]
+
+    def measure(self, codec: Codec, elements: int) -> None:
+        """Measures both rates of one setting, and the fixed part of its class if it is not known.
+
+        All settings of a class run the same code but for the innermost loop.
+        """
+        self.update(_rated(codec, self.device, elements))
+        names = [rate_name(verb, codec) for verb in ("encode", "decode")]
+        known = [fixed_name(verb, codec) for verb in ("encode", "decode")]
+        if known[0] not in self.fixed_s:
+            small_s = _between_other_work(codec, self.device)
+            for name, fixed, seconds in zip(names, known, small_s, strict=True):
+                nbytes = _sample(codec, self.device, _SMALL)[0].nbytes
+                self.fixed_s[fixed] = max(seconds - nbytes / self[name], 0.0)
 
 
 def rates(device_type: str, *, lossy: bool = True) -> Rates:
@@ -59,9 +88,11 @@ def rates(device_type: str, *, lossy: bool = True) -> Rates:
     found = _begun(device_type)
     for codec in Dither.settings() if lossy else ():
         if rate_name("encode", codec) not in found:
-            found.update(_rated(codec, found.device, _ELEMENTS))
+            found.measure(codec, _ELEMENTS)
     if lossy and ROWS not in found:
         found[ROWS] = _rate_of_rows(found.device)
+        if found.device.type == "cpu":
+            found[ATTENTION_LOOK] = _rate_of_looks(found.device)
     return found
 
 
@@ -71,28 +102,58 @@ def _rate_of_rows(device: torch.device) -> float:
         return x.nbytes / least_s(lambda: of_rows(x, keep_zeros=False), device)
 
 
+def _rate_of_looks(device: torch.device) -> float:
+    generator = torch.Generator().manual_seed(0)
+    with unset_fake_temporarily(), torch.no_grad():
+        x = torch.randn(_ELEMENTS // 4, generator=generator).view(8, 4, -1, 64)
+        return 3 * x.nbytes / least_s(lambda: (spread(x, x), spread_of_values(x)), device)
+
+
 @cache
 def _begun(device_type: str) -> Rates:
     """Measures the rates that a plan needs which changes no bit."""
     device = torch.device(device_type)
     found = Rates(device)
     for codec in _EXACT:
-        found.update(_rated(codec, device, _ELEMENTS))
+        found.measure(codec, _ELEMENTS)
     found.update(_links(device))
     return found
 
 
 def _rated(codec: Codec, device: torch.device, elements: int) -> dict[str, float]:
     """Measures both rates of one setting, by name."""
+    nbytes: list[int] = []
+    taken_s: dict[str, list[float]] = {rate_name(verb, codec): [] for verb in ("encode", "decode")}
     with unset_fake_temporarily(), torch.no_grad():
-        x, facts = _sample(codec, device, elements)
-        encoded = codec.encode(x, 1, facts)  # compiles
-        encoded.decode()
-        return {
-            rate_name("encode", codec): x.nbytes
-            / least_s(lambda: codec.encode(x, 1, facts), device),
-            rate_name("decode", codec): x.nbytes / least_s(encoded.decode, device),
-        }
+        for size in (min(_SMALL, elements // 4), elements):
+            x, facts = _sample(codec, device, size)
+            encoded = codec.encode(x, 1, facts)  # compiles
+            ways: tuple[Callable[[], object], ...]
+            ways = partial(codec.encode, x, 1, facts), encoded.decode
+            nbytes.append(x.nbytes)
+            for seconds, run in zip(taken_s.values(), ways, strict=True):
+                seconds.append(least_s(run, device))
+    more = nbytes[1] - nbytes[0]
+    return {
+        # Where launches are all there is, both sizes take as long.
+        name: more / max(large_s - small_s, large_s / 16)
+        for name, (small_s, large_s) in taken_s.items()
+    }
+
+
+def _between_other_work(codec: Codec, device: torch.device) -> list[float]:
+    """Seconds to hold a small tensor and to give it back, in the middle of other work."""
+    with unset_fake_temporarily(), torch.no_grad():
+        x, facts = _sample(codec, device, _SMALL)
+        action = Encode(codec, facts)
+        held = perform(action, x, Need.EXACT, None, 1)
+        work = torch.zeros(2, _OTHER_WORK, device=device)
+        ways: tuple[Callable[[], object], ...] = (
+            partial(perform, action, x, Need.EXACT, None, 1),
+            partial(held.restore, private=True),
+        )
+        between = partial(work[0].copy_, work[1])
+        return [typical_s(way, between, device) for way in ways]
 
 
 def _links(device: torch.device) -> dict[str, float]:

@@ -2,25 +2,30 @@
 
     1. once or twice as it is: optimizer states and caches come into being
     2. with a clock: when is what saved, and asked for
-    3. with the allocator: how much is held, moment by moment
+    3. with the allocator: how much is held, moment by moment; and with a clock, too
+
+Of the times of 2 and 3 the lesser counts, moment by moment: what disturbed one has rarely disturbed
+the other at the same moment.
 
 All inside a `saving` context of exact actions, so a step that plain autograd has no room for may
 still be measured, and no bit of any gradient changes. The step is the user's: it really trains.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 
 from elbowroom.errors import PlanError
 from elbowroom.measure.allocations import Allocations
 from elbowroom.measure.background import Background
-from elbowroom.measure.clocks import CpuMemory, CudaMemory, StepClock
+from elbowroom.measure.clocks import Clocks, CpuMemory, CudaMemory, StepClock
 from elbowroom.measure.held import Held, all_tensors
 from elbowroom.measure.peak import curve_of, pick_device
 from elbowroom.measure.rates import rates
-from elbowroom.measure.recorder import Clock, StepRecorder
+from elbowroom.measure.recorder import Clock, StepRecorder, Timer
 from elbowroom.measure.shares import watch_noise
 from elbowroom.plan import Exact, Policy
 from elbowroom.plan.profile import Profile
@@ -50,29 +55,48 @@ def record(
     for _ in range(warm_up):
         with Saving(policy, min_nbytes=min_nbytes, context=Context(learns=False)):
             step()
-    clock = StepClock()
-    timed = run_recorded(step, clock, policy, min_nbytes)
-    seconds = clock.seconds
-    sized, (levels, floors), static = _sized(step, chosen, policy, min_nbytes)
+    clock, second = StepClock(), StepClock()
+    timed = run_recorded(step, clock, policy, min_nbytes, clock.stopwatch)
+    times = [clock.times_s()]
+    sized, (levels, floors), static = _sized(step, chosen, policy, min_nbytes, second)
+    times.append(second.times_s())
     check_saves(sized)
     if not _alike(sized, timed):
         raise PlanError(
             "two runs of the step saved different tensors, so no plan can be made of it; give a "
             "step that does the same every time (same shapes, same branches)"
         )
+    *starts_s, seconds = least_times(*times)
+    speeds = rates(chosen.type)
     return Profile(
         level=tuple(levels),
         floor=tuple(floors),
-        starts_s=tuple(clock.starts_s),
+        starts_s=tuple(starts_s),
         backward=sized.moments - 1 if sized.backward is None else sized.backward,
         seconds=seconds,
         static=static,
-        storages=timed.storages(),
-        modules=timed.modules(),
-        rates=rates(chosen.type),
+        storages=tuple(
+            replace(one, producer_s=min(one.producer_s, other.producer_s))
+            for one, other in zip(timed.storages(), sized.storages(), strict=True)
+        ),
+        modules=tuple(
+            replace(one, seconds=min(one.seconds, other.seconds))
+            for one, other in zip(timed.modules(), sized.modules(), strict=True)
+        ),
+        rates=speeds,
+        fixed_s=speeds.fixed_s,
         device=(chosen.type, _name_of(chosen)),
         noise=watch_noise(step, min_nbytes=min_nbytes) if noise else None,
     )
+
+
+def least_times(one_s: Sequence[float], other_s: Sequence[float]) -> list[float]:
+    """Returns times of a step in which each moment takes the lesser of what it took in two.
+
+    Both have the start of each moment, and the end of the step last.
+    """
+    taken = zip(pairwise((0.0, *one_s)), pairwise((0.0, *other_s)), strict=True)
+    return list(accumulate(min(b - a, d - c) for (a, b), (c, d) in taken))
 
 
 def run_recorded(
@@ -80,10 +104,10 @@ def run_recorded(
     clock: Clock,
     policy: Policy,
     min_nbytes: int,
-    now_s: Callable[[], float] | None = None,
+    timer: Timer | None = None,
 ) -> StepRecorder:
     """Run a step once, inside a context of `policy`, and write it down."""
-    recorder = StepRecorder(clock, now_s)
+    recorder = StepRecorder(clock, timer)
     with Saving(
         policy, min_nbytes=min_nbytes, context=Context(learns=False), recorder=recorder
     ) as saving:
@@ -102,7 +126,7 @@ def check_saves(recorder: StepRecorder) -> None:
 
 
 def _sized(
-    step: Step, device: torch.device, policy: Policy, min_nbytes: int
+    step: Step, device: torch.device, policy: Policy, min_nbytes: int, clock: StepClock
 ) -> tuple[StepRecorder, tuple[list[int], list[int]], int]:
     """The record, the levels of its moments, and what was held before."""
     gc.collect()  # what nobody holds would be found, and may be collected within the step
@@ -110,7 +134,9 @@ def _sized(
         torch.cuda.synchronize(device)
         static = torch.cuda.memory_allocated(device)
         counters = CudaMemory(device)
-        recorder = run_recorded(step, counters, policy, min_nbytes)
+        both = Clocks(clock, counters)
+        clock.stopwatch.start()
+        recorder = run_recorded(step, both, policy, min_nbytes, clock.stopwatch)
         return recorder, counters.levels(), static
     held = Held(all_tensors(device.type))
     static = held.nbytes()
@@ -118,7 +144,9 @@ def _sized(
     Background.interrupt()
     allocations = Allocations()
     try:
-        recorder = run_recorded(step, marks, policy, min_nbytes)
+        both = Clocks(clock, marks)
+        clock.stopwatch.start()
+        recorder = run_recorded(step, both, policy, min_nbytes, clock.stopwatch)
     finally:
         changes, named = allocations.stop()
     allocations.check()

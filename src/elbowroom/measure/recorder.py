@@ -9,14 +9,15 @@ cost.
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from elbowroom.measure.calling_line import calling_line
-from elbowroom.measure.clocks import Undisturbed
+from elbowroom.measure.clocks import Stopwatch
 from elbowroom.plan import Need, Site
 from elbowroom.plan.profile import ModuleCall, Save, Storage
 from elbowroom.plan.site import RECURRENT, Formula
@@ -36,6 +37,22 @@ from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
 _LOOKS = 32  # storages in a moment
+
+
+class Timer(Protocol):
+    """Tells how long ops and modules take (`clocks.Stopwatch`)."""
+
+    def read(self) -> int:
+        """Returns the number of a new reading."""
+        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Returns a context in which no time passes."""
+        ...
+
+    def seconds_at(self, readings: Sequence[int]) -> list[float]:
+        """Returns the seconds at these readings, when the step is over."""
+        ...
 
 
 class Clock(Protocol):
@@ -84,13 +101,14 @@ class _Alive(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """Record of what an op made: its seconds, and the modules that ran."""
+    """Record of what an op made: readings as it began and ended, and the modules that ran."""
 
-    seconds: float
+    began: int
+    ended: int
     modules: tuple[str, ...]
 
 
-_NOBODY = _Made(0.0, ())
+_NOBODY = _Made(0, 0, ())
 
 
 @dataclass
@@ -101,7 +119,8 @@ class _Module:
     inputs: tuple[int, ...] = ()
     extra_nbytes: int = 0
     last: int = 0
-    seconds: float = 0.0
+    began: int = 0
+    ended: int = 0
     why_not: str = ""
     sources: tuple[int, ...] = ()
     made_nbytes: int = 0
@@ -111,11 +130,10 @@ class _Module:
 class StepRecorder:
     """One step's record. It is complete when the step, backward included, is over."""
 
-    def __init__(self, clock: Clock, now_s: Callable[[], float] | None = None) -> None:
-        """now_s: seconds on any clock, to tell how long ops and modules take."""
-        now_s = now_s or Undisturbed().now_s
+    def __init__(self, clock: Clock, timer: Timer | None = None) -> None:
+        """timer: tells how long ops and modules take."""
         # Weakly: whoever owns both would be a cycle, and hold what it measures until a collection.
-        self._clock, self._now_s = weakref.ref(clock), now_s
+        self._clock, self._timer = weakref.ref(clock), timer or Stopwatch()
         self._storages: list[_Storage] = []
         self._modules: list[_Module] = []
         self._index: weakref.WeakKeyDictionary[Slot, int] = weakref.WeakKeyDictionary()
@@ -130,12 +148,16 @@ class StepRecorder:
         self._theirs: object = None  # those that lay over ours last
         self._hidden: list[tuple[int, int]] = []
         self._nodes = torch._C._autograd._get_sequence_nr()
-        self._last_s = now_s()
+        self._last = self._timer.read()  # as the op before this one ended
         self.moments = 0
         self.backward: int | None = None
         self._begin()
 
     # what the hooks tell
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Returns a context for what is no work of the step's: its time is not counted."""
+        return self._timer.paused()
 
     def saved(
         self, view: View, x: Tensor, site: Site, why: str, node: int, sources: Sequence[Slot]
@@ -170,8 +192,7 @@ class StepRecorder:
         """Records that an op that had read these slots has made `out`."""
         if call.name.endswith("__get__"):  # x.shape, x.dtype: no op
             return
-        now_s = self._now_s()
-        seconds, self._last_s = now_s - self._last_s, now_s
+        began, self._last = self._last, self._timer.read()
         self._calls += 1
         if call.reruns:
             self._note_plain(plain_nbytes(call))
@@ -186,7 +207,7 @@ class StepRecorder:
                 self._storages[index].used = self._now
         for x in tensors_in(out):
             if not untouchable(x):
-                self._note_made(x, _Made(seconds, modules.stack()))
+                self._note_made(x, _Made(began, self._last, modules.stack()))
 
     def _note_plain(self, nbytes: int) -> None:
         """Adds bytes that torch's own op saves in a second run of the modules that run now."""
@@ -219,7 +240,8 @@ class StepRecorder:
         name = modules.name_of(module)
         if not name or not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        with torch._C.DisableTorchFunction():  # what is read here, the step does not read
+        # What is read here, the step does not read.
+        with self.looking(), torch._C.DisableTorchFunction():
             note = _Module(name, type(module).__name__, self._begin())
             note.extra_nbytes = state_nbytes(module)
             self._modules.append(note)
@@ -227,10 +249,10 @@ class StepRecorder:
             inputs, note.why_not = arguments.tensors, arguments.why_not
             changing = [*inputs, *self._owned_by(module).values()]
             versions = [version_of(x) for x in changing]
-        start_s = self._now_s()
+            note.began = self._timer.read()
         out = call(*args, **kwargs)
-        note.seconds = self._now_s() - start_s
-        with torch._C.DisableTorchFunction():
+        with self.looking(), torch._C.DisableTorchFunction():
+            note.ended = self._timer.read()
             if versions != [version_of(x) for x in changing]:
                 note.why_not = "it changes an input, a parameter or a large buffer in place"
             if not any(x.requires_grad for x in tensors_in(out)):
@@ -290,6 +312,8 @@ class StepRecorder:
     def storages(self) -> tuple[Storage, ...]:
         """Returns all that was saved, in order."""
         last = self.moments - 1
+        made = [s.made or _NOBODY for s in self._storages]
+        taken_s = self._between([(one.began, one.ended) for one in made])
         return tuple(
             Storage(
                 nbytes=s.nbytes,
@@ -299,14 +323,14 @@ class StepRecorder:
                 used=s.used,
                 needs=tuple(s.needs),
                 freed=last if s.freed is None else s.freed,
-                producer_s=(s.made or _NOBODY).seconds,
-                made_in=(s.made or _NOBODY).modules,
+                producer_s=producer_s,
+                made_in=one.modules,
                 made_of=tuple(sorted(s.made_of)),
                 saves=tuple(
                     replace(save, asked=s.asked.get(nth, -1)) for nth, save in enumerate(s.saves)
                 ),
             )
-            for s in self._storages
+            for s, one, producer_s in zip(self._storages, made, taken_s, strict=True)
         )
 
     def asks(self) -> tuple[tuple[int, ...], ...]:
@@ -327,7 +351,18 @@ class StepRecorder:
         for note in self._modules:
             if calls[note.name] > 1:
                 note.why_not = "it is called more than once in a step"
-        return tuple(ModuleCall(**vars(note)) for note in self._modules)
+        taken_s = self._between([(note.began, note.ended) for note in self._modules])
+        names = [f.name for f in fields(_Module) if f.name not in ("began", "ended")]
+        return tuple(
+            ModuleCall(seconds=seconds, **{name: getattr(note, name) for name in names})
+            for note, seconds in zip(self._modules, taken_s, strict=True)
+        )
+
+    def _between(self, readings: Sequence[tuple[int, int]]) -> list[float]:
+        """Returns the seconds between both readings of each pair."""
+        began_s = self._timer.seconds_at([began for began, _ in readings])
+        ended_s = self._timer.seconds_at([ended for _, ended in readings])
+        return [end - begin for begin, end in zip(began_s, ended_s, strict=True)]
 
     # how it is kept
 
@@ -403,9 +438,10 @@ class StepRecorder:
         return address
 
     def _freed(self, index: int) -> None:
-        self._storages[index].freed = self._now
-        self._begin(frees=True)
-        self._asking = -1
+        with self.looking():
+            self._storages[index].freed = self._now
+            self._begin(frees=True)
+            self._asking = -1
 
     def _note_made(self, x: Tensor, made: _Made) -> None:
         at = self._address(x), version_of(x)
@@ -459,6 +495,7 @@ class RecordedView(View):
         self._recorder, self._which = recorder, (index, save, call)
 
     def restore(self) -> Tensor:
-        self._recorder.asked(*self._which)
-        with ARENA.unused():
-            return super().restore()
+        with self._recorder.looking():
+            self._recorder.asked(*self._which)
+            with ARENA.unused():
+                return super().restore()

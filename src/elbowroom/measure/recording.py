@@ -24,10 +24,10 @@ class Recording:
         self._interval, self._device = interval, device
         self._held = Held(owned)
         self._static = self._held.nbytes()
-        self._wall = StepClock()
+        self._clock = StepClock()
         self._cpu = CpuMemory(self._held) if device.type != "cuda" else None
         self._cuda = CudaMemory(device) if device.type == "cuda" else None
-        self.recorder = StepRecorder(self)
+        self.recorder = StepRecorder(self, self._clock.stopwatch)
 
     @classmethod
     def start(cls, owned: list[Tensor], device: torch.device) -> "Recording | None":
@@ -40,10 +40,9 @@ class Recording:
 
     def begin(self, moment: int, *, frees: bool = False) -> None:
         """Begins a moment, as the clock of the recorder."""
-        self._wall.begin(moment, frees=frees)
-        for memory in (self._cpu, self._cuda):
-            if memory is not None:
-                memory.begin(moment, frees=frees)
+        for clock in (self._clock, self._cpu, self._cuda):
+            if clock is not None:
+                clock.begin(moment, frees=frees)
 
     @property
     def has_backward(self) -> bool:
@@ -52,22 +51,24 @@ class Recording:
 
     def finish(self) -> Profile | None:
         """Returns what was written down so far; None if this thread cannot tell."""
-        seconds = self._wall.seconds
+        *starts_s, seconds = self._clock.times_s()
         recorder = self.recorder
         levels = self._levels()
         if levels is None:
             return None
         last = recorder.moments - 1
+        speeds = rates(self._device.type, lossy=False)  # with what `fit` has asked for
         return Profile(
             level=tuple(levels[0]),
             floor=tuple(levels[1]),
-            starts_s=tuple(self._wall.starts_s),
+            starts_s=tuple(starts_s),
             backward=last if recorder.backward is None else recorder.backward,
             seconds=seconds,
             static=self._static,
             storages=recorder.storages(),
             modules=recorder.modules(),
-            rates=rates(self._device.type, lossy=False),  # with what `fit` has asked for
+            rates=speeds,
+            fixed_s=speeds.fixed_s,
             device=(self._device.type, ""),
         )
 

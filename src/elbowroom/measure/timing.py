@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from elbowroom.measure.clocks import Undisturbed
+
 
 @dataclass(frozen=True)
 class Paired:
@@ -121,3 +123,25 @@ def least_s(run: Callable[[], object], device: torch.device, runs: int = 5) -> f
             torch.cuda.synchronize(device)
         least = min(least, time.perf_counter() - start_s)
     return least
+
+
+def typical_s(
+    run: Callable[[], object], between: Callable[[], object], device: torch.device, runs: int = 7
+) -> float:
+    """The median seconds of several runs, after one that warms up, with other work between them.
+
+    For a cost in a step, where neither code nor data is in the nearest caches.
+    """
+    run()
+    taken = []
+    for _ in range(runs):
+        between()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        clock = Undisturbed()
+        made = run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(clock.now_s())
+        del made
+    return _median(tuple(taken))

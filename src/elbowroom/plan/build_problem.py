@@ -2,10 +2,11 @@
 
     base(t) = level(t) - what the profiled step held for the storages that are planned
 
-so that the memory model, given the very actions of the profiled step, gives back what was measured;
-and so for seconds.
+so that the memory model, given the very actions of the profiled step, gives back what was measured.
+Its seconds are those of plain autograd as they are: no clock runs while these actions are done.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -14,13 +15,13 @@ import numpy as np
 
 from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError
-from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, Menu, noise_again, option, options, spared
+from elbowroom.plan.menu import OFFLOAD, Menu, noise_again, options, spared
 from elbowroom.plan.precision_floor import LEAST_AGAIN
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.problem import Item, Link, Problem, Region
 from elbowroom.plan.profile import ModuleCall, Profile, Storage, is_planned
 from elbowroom.plan.registered import all_settings
-from elbowroom.plan.site import Rebuildable
+from elbowroom.plan.site import Need, Rebuildable
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]  # of each moment
 _TIMES = 4  # the bytes of its inputs that a module saves at least, to start from codes of them
@@ -73,7 +74,8 @@ def _built(
 ) -> BuiltProblem:
     menu = Menu(() if exact else codecs, _places(profile, offload))
     planned = [i for i, storage in enumerate(profile.storages) if is_planned(storage)]
-    items = tuple(_item(profile, profile.storages[i], menu, exact=exact) for i in planned)
+    again = _made_from(profile)
+    items = tuple(_item(profile, i, menu, again[i], exact=exact) for i in planned)
     base, floor = np.array(profile.level, np.int64), np.array(profile.floor, np.int64)
     for i in planned:
         taken = profiled_level(profile.storages[i], len(base))
@@ -87,7 +89,7 @@ def _built(
             base=tuple(int(nbytes) for nbytes in base),
             starts_s=profile.starts_s,
             backward=profile.backward,
-            seconds=max(profile.seconds - _profiled_seconds(profile, planned), 0.0),
+            seconds=profile.seconds,
             items=items,
             regions=_nested(regions),
             links={} if offload is None else {offload: _link(profile, offload)},
@@ -126,24 +128,28 @@ def profiled_level(storage: Storage, moments: int) -> Bytes:
     return level
 
 
-def _profiled_seconds(profile: Profile, planned: Sequence[int]) -> float:
-    """Returns the seconds of the profiled actions: those of exact mode, where it did not keep."""
-    held = (
-        option(profile, s, EXACT_MENU[0], as_written=True)
-        for i in planned
-        if not (s := profile.storages[i]).kept
-    )
-    return sum(one.forward_s + one.backward_s for one in held)
+def _made_from(profile: Profile) -> Counter[int]:
+    """Returns, for each storage, how often it is restored for what can be made from it.
+
+    That is nearly always made again where its source is not kept: it then holds nothing.
+    """
+    found: Counter[int] = Counter()
+    for storage in profile.storages:
+        values = {Need.EXACT, Need.LOSSY}
+        if is_planned(storage) and values.intersection(save.site.need for save in storage.saves):
+            found.update(dict.fromkeys(storage.made_of, len(storage.needs)))
+    return found
 
 
-def _item(profile: Profile, storage: Storage, menu: Menu, *, exact: bool) -> Item:
+def _item(profile: Profile, index: int, menu: Menu, again: int, *, exact: bool) -> Item:
+    storage = profile.storages[index]
     return Item(
         nbytes=storage.nbytes,
         born=storage.born,
         used=storage.used,
         needs=tuple((need, need) for need in storage.needs),
         freed=storage.freed,
-        options=tuple(options(profile, storage, menu.of(storage)).values()),
+        options=tuple(options(profile, storage, menu.of(storage), again=again).values()),
         spared=() if exact else tuple(spared(profile, storage).items()),
     )
 

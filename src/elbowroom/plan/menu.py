@@ -12,6 +12,7 @@ does it serve the next op?
 All registered codecs are weighed (`registered.py`).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -134,12 +135,10 @@ class _Held:
         return True
 
 
-def option(
-    profile: Profile, storage: Storage, preset: Preset, *, as_written: bool = False
-) -> Option:
+def option(profile: Profile, storage: Storage, preset: Preset, *, again: int = 0) -> Option:
     """Returns what one preset would hold for one storage, and the time it would take.
 
-    as_written: in a step that is written down, which restores a tensor for every need.
+    again: how often it is restored for what is made from it, beside its own needs.
 
     A variance of v shares of that of mini-batches makes a step worth 1 / (1 + v) steps (their
     noise adds up), so it is priced at v times the seconds of a step.
@@ -149,17 +148,14 @@ def option(
         if not save.left and not (held.serves(save.site.need) and held.is_fine_for(save.site)):
             _hold(held, preset, save.site, storage, profile)
     if not preset.exact and held.codec is not None:
-        for moment in {s.asked for s in storage.saves if s.site.consumer == ATTENTION}:
-            held.forward_s += profile.attention_s.get(moment, 0.0)
+        held.forward_s += _attention_s(profile, storage)
     nbytes = held.nbytes + held.bits_nbytes
-    direct = {} if as_written else _direct_needs(storage, held, exact=preset.exact)
-    decoded = {Reads.GRADIENT, Reads.SAMPLES}
-    free = [need for need, reads in direct.items() if not decoded.intersection(reads)]
+    direct = _direct_needs(storage, held, exact=preset.exact)
     return Option(
         name=preset.name,
         nbytes=min(nbytes, storage.nbytes),
         forward_s=held.forward_s,
-        backward_s=held.restore_s * (max(len(storage.needs), 1) - len(free)),
+        backward_s=held.restore_s * (max(len(storage.needs), 1) + again),
         variance=held.error,
         exact=not held.error,
         noise_s=held.error * profile.seconds,
@@ -170,6 +166,26 @@ def option(
         levels=_levels(held.codec, storage.saves[0].site)
         if held.value == "lossy" and held.codec
         else 0.0,
+    )
+
+
+def _attention_s(profile: Profile, storage: Storage) -> float:
+    """Returns the seconds that attention takes for a code of a query, key or value.
+
+    Values are looked at, for how many levels they need, and forward runs again, as soon as one of
+    the three is a code. An option of one tensor does not know of the others, so it counts half of
+    that: too little where it is the only one, too much where all three are.
+    """
+    given = Counter(
+        save.asked
+        for save in storage.saves
+        if save.site.consumer == ATTENTION and save.site.reads is not Reads.GRADIENT
+    )
+    looks = profile.device[0] == "cpu"
+    look_s = storage.nbytes / profile.rates.get(ATTENTION_LOOK, _UNMEASURED) if looks else 0.0
+    return sum(
+        min(count / 2, 1) * (profile.attention_s.get(moment, 0.0) + 3 / count * look_s)
+        for moment, count in given.items()
     )
 
 
@@ -227,11 +243,16 @@ def _share(storage: Storage) -> float:
     return samples_at_once(site.shape, site.dtype.itemsize) / site.shape[0]
 
 
-def options(profile: Profile, storage: Storage, presets: Sequence[Preset]) -> dict[str, Option]:
-    """Returns the presets that hold fewer bytes than all milder ones; to keep it comes first."""
+def options(
+    profile: Profile, storage: Storage, presets: Sequence[Preset], *, again: int = 0
+) -> dict[str, Option]:
+    """Returns the presets that hold fewer bytes than all milder ones; to keep it comes first.
+
+    again: as in `option`.
+    """
     found = {KEEP.name: Option(KEEP.name, storage.nbytes)}
     for preset in presets:
-        made = option(profile, storage, preset)
+        made = option(profile, storage, preset, again=again)
         least = min(known.nbytes for known in found.values())
         if made.nbytes < least:
             found[preset.name] = made
@@ -273,12 +294,13 @@ def _hold(held: _Held, preset: Preset, site: Site, storage: Storage, profile: Pr
             held.shape = True
         case Rebuild():
             held.value = "exact" if site.need is Need.EXACT or preset.exact else "lossy"
-            held.nbytes, held.restore_s, held.rebuilt = 0, storage.producer_s, True
+            again_s = storage.producer_s + profile.fixed_s.get(RESTORE, 0.0)
+            held.nbytes, held.restore_s, held.rebuilt = 0, again_s, True
             held.codec, held.mapped = None, held.value == "lossy" and site.producer in _MAPS
         case Encode(codec) if site.need is Need.MASK:
             held.bits_nbytes = -(-prod(site.shape) // 8)
-            held.forward_s += site.nbytes / _rate(profile, "encode", codec)
-            held.restore_s += site.nbytes / _rate(profile, "decode", codec)
+            held.forward_s += _seconds(profile, "encode", codec, site.nbytes)
+            held.restore_s += _seconds(profile, "decode", codec, site.nbytes)
         case Encode(codec, facts):
             rows = None if site.consumer in NORMS else site.rows
             if rows is not None:
@@ -291,19 +313,23 @@ def _hold(held: _Held, preset: Preset, site: Site, storage: Storage, profile: Pr
                 held.forward_s += site.nbytes / profile.rates.get(ROWS, _UNMEASURED)
             if facts.has_zeros and codec.keeps_zeros:
                 held.bits_nbytes, held.zeros = 0, True
-            held.forward_s += site.nbytes / _rate(profile, "encode", codec)
-            held.restore_s += site.nbytes / _rate(profile, "decode", codec)
+            held.forward_s += _seconds(profile, "encode", codec, site.nbytes)
+            held.restore_s += _seconds(profile, "decode", codec, site.nbytes)
             held.error = 0.0 if codec.lossless else _error(codec, site, profile)
 
 
-def _rate(profile: Profile, verb: str, codec: Codec) -> float:
+def _seconds(profile: Profile, verb: str, codec: Codec, nbytes: int) -> float:
+    """Returns the seconds in which so many bytes of a tensor are encoded or decoded."""
     try:
-        return profile.rates[rate_name(verb, codec)]  # what was not asked for is measured now
+        rate = profile.rates[rate_name(verb, codec)]  # what was not asked for is measured now
     except KeyError:
-        return _UNMEASURED
+        rate = _UNMEASURED
+    return profile.fixed_s.get(fixed_name(verb, codec), 0.0) + nbytes / rate
 
 
 ROWS = "rows"  # the rate at which the means and sizes of rows are found
+ATTENTION_LOOK = "attention levels"  # the rate at which it is found how fine its codes must be
+RESTORE = "decode bitmask"  # the fixed seconds of what does nearly nothing else
 _MAPS = ("relu", "relu_", "batch_norm")  # what they make of a code has parts
 _AHEAD = 4  # moments: about one tensor is back before it is asked for (runtime/prefetcher.py)
 _TYPICAL = 32  # levels of a code that a module runs again from
@@ -317,6 +343,11 @@ def rate_name(verb: str, codec: Codec) -> str:
     """
     named = Dither(levels=codec.levels) if isinstance(codec, Dither) else codec
     return f"{verb} {setting_name(named)}"
+
+
+def fixed_name(verb: str, codec: Codec) -> str:
+    """Returns the name of seconds in a profile that each tensor takes: "encode dither"."""
+    return f"{verb} {codec.id}"
 
 
 def _error(codec: Codec, site: Site, profile: Profile) -> float:

@@ -116,6 +116,7 @@ class Profile:
     seconds   of the whole step
     static    bytes held before it
     rates     bytes a second of the machine: "encode dither, 4 levels", "out file", ...
+    fixed_s   seconds that each tensor takes besides, however small: "encode dither", ...
     noise     what codes would add to the gradient's variance; None: not measured
     standing  what the model and its optimizers hold between steps; None: they were not known
     device    "cpu" or "cuda", and what it is called
@@ -134,6 +135,7 @@ class Profile:
     measured: bool = True
     noise: NoiseShares | None = None
     standing: ResidentBytes | None = None
+    fixed_s: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         kind = "measured" if self.measured else "estimated"
@@ -150,17 +152,14 @@ class Profile:
 
     @cached_property
     def attention_s(self) -> dict[int, float]:
-        """Seconds of the forward of each attention, for each tensor that it saves.
-
-        By the moment of its backward. What is coded of it makes it run again.
-        """
-        found: dict[int, list[float]] = {}
-        for storage in self.storages:
-            for save in storage.saves:
-                if save.site.consumer == ATTENTION and save.asked >= 0 and not save.left:
-                    made_s = storage.producer_s if save.site.reads is Reads.GRADIENT else 0.0
-                    found.setdefault(save.asked, []).append(made_s)
-        return {moment: max(seconds) / len(seconds) for moment, seconds in found.items()}
+        """Seconds of the forward of each attention, by the moment of its backward."""
+        return {
+            save.asked: storage.producer_s
+            for storage in self.storages
+            for save in storage.saves
+            if save.site.consumer == ATTENTION and save.asked >= 0 and not save.left
+            if save.site.reads is Reads.GRADIENT
+        }
 
     @property
     def peak(self) -> int:

@@ -14,7 +14,7 @@ thread, or never.
 import logging
 import weakref
 from collections.abc import Callable, Container, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -125,6 +125,7 @@ class Saving:
         self._shares = shares
         self.scribe = scribe
         self.recorder = recorder
+        self._looking = nullcontext if recorder is None else recorder.looking
         self.recompute = recompute
         self.idle = idle
         self.observer = observer
@@ -318,7 +319,7 @@ class Saving:
                 slot.hold(DropHandle())
 
     def _finished(self, call: Call, out: Any) -> None:
-        with torch._C.DisableTorchFunction():
+        with self._looking(), torch._C.DisableTorchFunction():
             self._listener.ends()
             results = self._decide_on_deferred(call, out) if call.deferred else ()
             if self._serving.saturated:
@@ -398,6 +399,10 @@ class Saving:
 
         A step that is written down runs as it is, and says what it could.
         """
+        with self._looking():
+            return self._chosen_run(call)
+
+    def _chosen_run(self, call: Call) -> Callable[..., Any]:
         listener, pieces = self._listener, self._serving.pieces
         if self.ledger.was_asked:
             listener.refuse("a backward has run inside")
@@ -481,7 +486,7 @@ class Saving:
         return hooks is not None and hooks[0] == (self._hook or self._pack)
 
     def _pack(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle | DropHandle:
-        with torch._C.DisableTorchFunction():
+        with self._looking(), torch._C.DisableTorchFunction():
             held = self._taken(x)
             self._listener.saved(x, held)
             return held

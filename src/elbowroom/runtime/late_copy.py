@@ -14,8 +14,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from elbowroom.runtime.handles.base import Handle
-from elbowroom.runtime.handles.base import KeepHandle
+from elbowroom.runtime.handles.base import Handle, KeepHandle
 from elbowroom.runtime.ledger import Entry
 from elbowroom.runtime.slot import CountedSlot
 from elbowroom.runtime.storage import WeakStorage

@@ -12,6 +12,7 @@ steps are not watched, and then nothing here is called but `begin`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -79,6 +80,10 @@ class Observer(Protocol):
 
 class Recorder(Protocol):
     """Writes down one forward, and the backward that follows."""
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Returns a context for what is no work of the step's: its time is not counted."""
+        ...
 
     def saved(
         self, view: View, x: Tensor, site: Site, why: str, node: int, sources: Sequence[Slot]

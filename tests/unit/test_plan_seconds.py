@@ -1,0 +1,228 @@
+"""Seconds in plans: those of the step's own work, and of what each action really takes."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import elbowroom as er
+from elbowroom.codecs import BitMask, Dither
+from elbowroom.measure.clocks import StepClock, Stopwatch
+from elbowroom.measure.rates import Rates
+from elbowroom.measure.record import least_times, record, run_recorded
+from elbowroom.plan import Exact
+from elbowroom.plan.menu import fixed_name, preset_named, rate_name
+from elbowroom.plan.menu import option as option_of
+from elbowroom.plan.profile import Profile
+from elbowroom.runtime import hooks
+
+_LOOK_S = 0.5  # that each look takes by the clock that we turn
+_WORK_S = {"first": 3.0, "second": 5.0}
+
+
+class Turned:
+    """A clock that goes on only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def now_s(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Turned:
+    """A clock on which every stopwatch runs, and on which looking at an op takes long."""
+    turned = Turned()
+    monkeypatch.setattr(
+        sys.modules["elbowroom.measure.clocks"],
+        "Undisturbed",
+        lambda: turned,
+    )
+    for name in ("_finished", "_pack", "_chosen_run"):
+        _slow(monkeypatch, turned, name)
+    return turned
+
+
+def _slow(monkeypatch: pytest.MonkeyPatch, clock: Turned, name: str) -> None:
+    """Makes what looks take its time, inside of the pause in which it looks."""
+    disable = torch._C.DisableTorchFunction
+    if name == "_chosen_run":
+        plain = hooks.Saving._chosen_run
+
+        def slow(self: Any, call: Any) -> Any:
+            clock.now += _LOOK_S
+            return plain(self, call)
+
+        monkeypatch.setattr(hooks.Saving, name, slow)
+        return
+    inner = {"_finished": "_decide_on_deferred", "_pack": "_taken"}[name]
+    plain_inner: Callable[..., Any] = getattr(hooks.Saving, inner)
+
+    def slow_inner(self: Any, *args: Any) -> Any:
+        with disable():
+            clock.now += _LOOK_S
+        return plain_inner(self, *args)
+
+    monkeypatch.setattr(hooks.Saving, inner, slow_inner)
+
+
+class Worker(nn.Module):
+    """A layer whose forward takes known seconds."""
+
+    def __init__(self, clock: Turned, seconds: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.clock, self.seconds = clock, seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.now += self.seconds
+        return torch.relu(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self, clock: Turned) -> None:
+        super().__init__()
+        self.first, self.second = (Worker(clock, seconds) for seconds in _WORK_S.values())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_looking_is_in_no_second_of_a_profile(clock: Turned) -> None:
+    net, x = Net(clock), torch.randn(512, 64)
+    watch = StepClock()
+    before = clock.now
+    recorder = run_recorded(lambda: net(x).sum().backward(), watch, Exact(), 1024, watch.stopwatch)
+    looked_s = clock.now - before - sum(_WORK_S.values())
+    assert looked_s > 10 * _LOOK_S, "the looks took no time, so nothing is tested"
+    seconds = {call.name: call.seconds for call in recorder.modules()}
+    assert {name: seconds[name] for name in _WORK_S} == pytest.approx(_WORK_S)
+    assert watch.times_s()[-1] == pytest.approx(sum(_WORK_S.values()))
+    assert sum(one.producer_s for one in recorder.storages()) <= sum(_WORK_S.values()) + 1e-9
+
+
+def test_a_stopwatch_stands_still_in_the_outermost_pause(clock: Turned) -> None:
+    watch = Stopwatch()
+    clock.now += 1
+    with watch.paused():
+        clock.now += 10
+        inside = watch.read()
+        with watch.paused():
+            clock.now += 100
+        clock.now += 1000  # the inner one has ended nothing
+    clock.now += 2
+    assert watch.seconds_at([inside, watch.read()]) == [1, 3]
+    with pytest.raises(ValueError, match="raised"), watch.paused():
+        raise ValueError("raised")
+    clock.now += 4
+    assert watch.seconds_at([watch.read()]) == [7]
+    watch.start()
+    clock.now += 1
+    assert watch.seconds_at([watch.read()]) == [1]
+
+
+def test_each_moment_takes_the_lesser_of_two_runs() -> None:
+    assert least_times([1, 2, 9], [2, 6, 7]) == [1, 2, 3]
+
+
+def _net() -> tuple[nn.Module, Tensor]:
+    layers = [layer for _ in range(5) for layer in (nn.Linear(64, 64), nn.GELU())]
+    return nn.Sequential(*layers), torch.randn(4096, 64)
+
+
+@pytest.fixture(scope="module")
+def profiled() -> Profile:
+    """A profile of known costs: 1 GB/s each way, 7 ms a tensor to encode and 3 to decode."""
+    torch.manual_seed(0)
+    net, x = _net()
+    profile = record(lambda: net(x).sum().backward())
+    codecs = BitMask(), *(Dither(levels=n) for n in (2, 3, 4, 6, 8, 16, 64, 256))
+    verbs = {"encode": 0.007, "decode": 0.003}
+    return replace(
+        profile,
+        rates={rate_name(verb, codec): 1e9 for verb in verbs for codec in codecs},
+        fixed_s={fixed_name(verb, codec): s for verb, s in verbs.items() for codec in codecs},
+    )
+
+
+def test_a_code_costs_its_fixed_part_and_its_bytes(profiled: Profile) -> None:
+    storage = next(s for s in profiled.storages if s.saves[0].site.consumer == "gelu")
+    made = option_of(profiled, storage, preset_named("dither, 16 levels"))
+    assert made.forward_s == pytest.approx(0.007 + storage.nbytes / 1e9)
+    assert made.backward_s == pytest.approx(0.003 + storage.nbytes / 1e9)
+    again = option_of(profiled, storage, preset_named("dither, 16 levels"), again=1)
+    assert again.backward_s == pytest.approx(2 * made.backward_s)  # also for what is made from it
+
+
+def test_predicted_seconds_are_what_a_step_of_known_costs_takes(
+    profiled: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a plan adds is within a factor of 1.2 of what its step takes on a clock that we turn.
+
+    Every encode and decode turns it by its cost, and nothing else does.
+    """
+    spent = {"encode": 0.0, "decode": 0.0}
+    _count(monkeypatch, spent)
+    torch.manual_seed(0)
+    net, x = _net()
+    cheap = replace(
+        profiled,
+        storages=tuple(replace(one, producer_s=0.0) for one in profiled.storages),
+    )
+    for share in (0.8, 0.6, 0.45):
+        plan = er.plan(
+            cheap, budget=int(share * cheap.peak), exact=False, recompute=False, codecs=["dither"]
+        )
+        spent.update(encode=0.0, decode=0.0)
+        with er.following(plan, seed=0):
+            loss = net(x).sum()
+        loss.backward()
+        taken_s = sum(spent.values())
+        predicted_s = plan.seconds - plan.plain_seconds
+        assert taken_s > 0
+        assert taken_s / 1.2 <= predicted_s <= 1.2 * taken_s, (share, predicted_s, taken_s)
+
+
+def _count(monkeypatch: pytest.MonkeyPatch, spent: dict[str, float]) -> None:
+    base = sys.modules["elbowroom.codecs.base"]
+    encode, decode = base.Codec.encode, base.Encoded.decode_own
+
+    def counted_encode(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        spent["encode"] += 0.007 + x.nbytes / 1e9
+        return encode(self, x, *args, **kwargs)
+
+    def counted_decode(self: Any, room: Tensor, *args: Any, **kwargs: Any) -> Any:
+        spent["decode"] += 0.003 + room.nbytes / 1e9
+        return decode(self, room, *args, **kwargs)
+
+    monkeypatch.setattr(base.Codec, "encode", counted_encode)
+    monkeypatch.setattr(base.Encoded, "decode_own", counted_decode)
+
+
+def test_rates_tell_the_fixed_part_from_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a codec that takes 2 ms and 1 ns a byte, both are found; other work makes 2 into 5."""
+    module = sys.modules["elbowroom.measure.rates"]
+    sizes: list[int] = []
+    plain = module._sample
+
+    def sample(codec: Any, device: torch.device, elements: int) -> Any:
+        x, facts = plain(codec, device, elements)
+        sizes.append(x.nbytes)
+        return x, facts
+
+    monkeypatch.setattr(module, "_sample", sample)
+    monkeypatch.setattr(module, "least_s", lambda run, device: 0.002 + sizes[-1] / 1e9)
+    monkeypatch.setattr(module, "typical_s", lambda run, between, device: 0.005 + sizes[-1] / 1e9)
+    found = Rates(torch.device("cpu"))
+    assert found[rate_name("encode", Dither(levels=4))] == pytest.approx(1e9)
+    assert found.fixed_s[fixed_name("decode", Dither(levels=16))] == pytest.approx(0.005)
+
+
+def test_a_profile_keeps_fixed_seconds_in_its_file(profiled: Profile, tmp_path: Any) -> None:
+    profiled.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json").fixed_s == profiled.fixed_s
