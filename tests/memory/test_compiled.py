@@ -21,7 +21,10 @@ from torch.nn import functional as F
 import elbowroom as er
 from elbowroom.compiled import elbowroom
 from elbowroom.compiled.collect import Kind, facts_of
+from elbowroom.compiled.decide import Search, choose, run_again
+from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.liveness import curve_of
+from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.partition import Decision, Partitioner, check_torch, told
 from elbowroom.compiled.sums import fuse, split
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
@@ -286,6 +289,105 @@ def test_a_sum_that_inductor_joins_with_a_product_is_joined_before_the_plan_is_m
     for product in (n for n in made if n.target is torch.ops.aten.mm.default):
         assert order.index(product) < order.index(late)  # where it was, not where its sum is
     assert all(torch.equal(a, b) for a, b in zip(gm(*given), tied(*given), strict=True))
+
+
+def joint_of(
+    function, given: list[Tensor], gradients: list[Tensor]
+) -> tuple[fx.GraphModule, Joint]:
+    """A joint graph of a function that returns one output, and then gradients."""
+    gm = traced(function, *given, *gradients)
+    inputs = gm.graph.find_nodes(op="placeholder")[: len(given)]
+    results = gm.graph.find_nodes(op="output")[0].args[0]
+    required, pending = set(), [results[0]]
+    while pending:
+        required.add(node := pending.pop())
+        pending += node.all_input_nodes
+    return gm, Joint(gm.graph, required, inputs, 1)
+
+
+def names_of(gm: fx.GraphModule) -> list[str]:
+    return [node.name for node in gm.graph.nodes]
+
+
+def test_the_gradient_of_a_weight_comes_before_that_of_the_input() -> None:
+    def two_layers(x: Tensor, v: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        h = torch.mm(x, v)  # mm
+        y = torch.mm(h, w)  # mm_1
+        grad_h = torch.mm(grad, w.t())  # mm_2
+        grad_w = torch.mm(h.t(), grad)  # mm_3
+        grad_x = torch.mm(grad_h, v.t())  # mm_4
+        grad_v = torch.mm(x.t(), grad_h)  # mm_5
+        return y, grad_x.relu(), grad_v, grad_w.t()
+
+    given = [torch.randn(8, 8) for _ in range(3)]
+    grad = torch.randn(8, 8)
+    gm, joint = joint_of(two_layers, given, [grad])
+    assert gradients_first(joint) == []
+    names = names_of(gm)
+    products = [name for name in names if name.startswith("mm")]
+    assert products == ["mm", "mm_1", "mm_3", "mm_2", "mm_4", "mm_5"]  # both of the last are ends
+    assert names.index("t_1") < names.index("mm_3")  # the view that it reads has moved with it
+    gm.graph.lint()
+    gm.recompile()
+    expected = two_layers(*given, grad)
+    assert all(torch.equal(a, b) for a, b in zip(gm(*given, grad), expected, strict=True))
+    assert gradients_first(joint) is None  # nothing is left to do
+
+
+def test_the_backward_of_a_convolution_is_split_and_keeps_its_bits() -> None:
+    def convolution(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        ones, zeros = [1, 1], [0, 0]
+        y = torch.ops.aten.convolution(x, w, None, ones, ones, ones, False, zeros, 1)
+        both = torch.ops.aten.convolution_backward(
+            grad, x, w, [0], ones, ones, ones, False, zeros, 1, [True, True, True]
+        )
+        return y, *both
+
+    given = [torch.randn(4, 8, 10, 10), torch.randn(8, 8, 3, 3)]
+    grad = torch.randn(4, 8, 10, 10)
+    gm, joint = joint_of(convolution, given, [grad])
+    made = gradients_first(joint)
+    assert made is not None
+    names = names_of(gm)
+    assert names.index("convolution_backward") < names.index(made[0].name)
+    gm.graph.lint()
+    gm.recompile()
+    expected = convolution(*given, grad)
+    assert all(torch.equal(a, b) for a, b in zip(gm(*given, grad), expected, strict=True))
+
+
+def test_a_gelu_that_is_computed_again_stands_once_at_a_time() -> None:
+    """Its output is free before the gradient of it is made, which is written over."""
+    plain = decide(transformer, None)
+    room = int(0.36 * plain.peak_nbytes)  # 0.39 was the least that could be reached
+    assert decide(transformer, room).peak_nbytes <= room
+
+
+def test_what_attention_gives_is_saved_as_one_and_its_products_are_counted() -> None:
+    found = []
+
+    def look(search: Search, room_nbytes: int | None) -> Step:
+        joint = search.joint
+        kept = {n for n in joint.required if n.name.startswith(("addmm", "mul"))}
+        step = joint.step(kept | set(joint.inputs))
+        assert step is not None
+        found.extend(run_again(joint, step))
+        return choose(search, room_nbytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elbowroom.compiled.partition.choose", look)
+        plain = decide(transformer, None).peak_nbytes
+        decide(transformer, int(0.7 * plain))
+    groups = {min(n.name for n in group): (rate, group) for rate, group in found}
+    attention = [one for one in groups.values() if any("getitem" in n.name for n in one[1])]
+    calls = [group for _, group in attention if "attention" in str(next(iter(group)).args[0])]
+    assert calls
+    assert {len(group) for group in calls} == {2}  # the output and the logsumexp
+    rates = [rate for rate, group in attention if group in calls]
+    # Two products of 64 x 64 scores for each of 32 rows, and an exponential of each score.
+    seconds = 8 * 4 * 64 * 64 * (2 * 2 * 8 / 5e10 + 1e-9)
+    nbytes = 8 * 64 * (32 + 4) * 4
+    assert all(rate == pytest.approx(seconds / nbytes, rel=0.2) for rate in rates)
 
 
 def test_loops_that_would_wait_for_a_library_call_stay_kernels_of_their_own() -> None:

@@ -166,3 +166,21 @@ def test_what_backward_does_with_a_value_decides_whether_it_tolerates_an_error()
     q = torch.randn(1, 2, 8, 4)
     attention = reading(lambda q, g: F.scaled_dot_product_attention(q, q, q) * g, q)
     assert attention.use is Use.EXACT
+
+
+def test_attentions_output_may_be_coded_finely_and_its_query_may_not() -> None:
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    attend = getattr(torch.ops.aten, name)
+    backward = getattr(torch.ops.aten, name + "_backward")
+    q = torch.randn(1, 2, 8, 4)
+    other = torch.randn(1, 2, 8, 4)
+    out, logsumexp = attend(other, other, other)
+
+    def as_output(x: Tensor, g: Tensor) -> Tensor:
+        return backward(g.expand(out.shape), other, other, other, x, logsumexp, 0.0, False)[0]
+
+    def as_both(x: Tensor, g: Tensor) -> Tensor:
+        return backward(g.expand(out.shape), x, other, other, x, logsumexp, 0.0, False)[0]
+
+    assert reading(as_output, out).use is Use.CURVED
+    assert reading(as_both, q).use is Use.EXACT

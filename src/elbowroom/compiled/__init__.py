@@ -11,6 +11,7 @@
     rewrite.py     encode and decode in the joint graph
     ops.py         ... as ops over the kernels of kernels/ops.py
     aten.py        ... written out in aten ops, for GPUs
+    order.py       gradients of weights as soon as they can be made
     sums.py        products that Inductor joins with a sum, before it is asked
     partition.py   what Inductor calls, with that choice in PyTorch's min-cut
     scheduling.py  ... and the order that Inductor then keeps

@@ -64,6 +64,10 @@ class Clock:
         read = {self._facts[n].storage for n in node.all_input_nodes if n in self._facts}
         return self._of_kernel(Kernel(0, [node], read, [node], fact.kind is not Kind.EXTERN))
 
+    def coded(self, node: fx.Node) -> float:
+        """The time to encode and to decode a value."""
+        return 2 * self._facts[node].elements * self._device.coded_s
+
     def _of_kernel(self, kernel: Kernel) -> float:
         moved = sum(self._facts[s].nbytes for s in kernel.reads)
         moved += sum(self._facts[s].nbytes for s in kernel.writes)
@@ -72,7 +76,8 @@ class Clock:
             flops = sum(self._flops_of(node) for node in kernel.nodes)
             coded = sum(_coded_elements(node) for node in kernel.nodes)
             seconds += coded * self._device.coded_s
-            return max(seconds, flops / self._device.flops)
+            scores = sum(_scores(node)[0] for node in kernel.nodes)
+            return max(seconds, flops / self._device.flops) + scores * self._device.heavy_s
         heavy = sum(self._facts[n].elements for n in kernel.heavy)
         return seconds + heavy * self._device.heavy_s
 
@@ -89,9 +94,27 @@ def _coded_elements(node: fx.Node) -> int:
     return max(elements_of(node), *(elements_of(n) for n in node.all_input_nodes), 0)
 
 
+def _scores(node: fx.Node) -> tuple[int, int]:
+    """Returns the number of scores that an attention on a CPU computes, and the width of a head.
+
+    PyTorch's flop counter knows attention on other devices only.
+    """
+    name = str(getattr(node.target, "overloadpacket", ""))
+    if "flash_attention_for_cpu" not in name:
+        return 0, 0
+    at = int("backward" in name)  # after the gradient of its output
+    query, key = (n.meta["val"].shape for n in node.args[at : at + 2])  # type: ignore[union-attr]
+    batch, heads, rows, width = (known_size(n) for n in query)
+    return batch * heads * rows * known_size(key[2]), width
+
+
 def _flops(node: fx.Node) -> float:
     from torch.utils.flop_counter import flop_registry
 
+    scores, width = _scores(node)
+    if scores:
+        products = 2 if "backward" not in str(node.target) else 5
+        return 2.0 * products * scores * width
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0.0

@@ -14,6 +14,7 @@ estimated seconds are the objective:
     faster and still fits
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ MinCut = Callable[[float], list[fx.Node]]  # activation_memory_budget -> saved v
 _BUDGETS = (0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.02)
 _STRIDES = (1, 2)  # which ends of blocks are saved: each, each second...
 _CHANGES = 60  # the most single changes that are tried in one direction
+_STARTS = 2  # of the fastest steps that fit, besides the lowest, are improved
+_TRIED = 16  # candidates that are looked at for one change
+_ROUNDS = 2  # of changes from one step
 _LARGE = 1 / 256  # of the peak: smaller tensors are not worth a change
 
 
@@ -41,19 +45,22 @@ class Search:
     min_cut   PyTorch's own choice at an activation memory budget
     plain     what torch.compile alone would save
     same_bits whether choices that round 16-bit floats in other places are left out
+    is_moved  whether the graph is no longer as torch.compile has it; `plain` is then its choice of
+              saved values in this other order
     """
 
     joint: Joint
     min_cut: MinCut
     budget: float = 1.0  # the activation memory budget that torch.compile alone would have
     same_bits: bool = True
+    is_moved: bool = False
     known: dict[frozenset[fx.Node], Step | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         joint, cut = self.joint, self.min_cut
         fixed = [node for node in joint.required if is_random(node)]
         with must_save(fixed):
-            plain = joint.step(cut(self.budget), is_plain=True)
+            plain = joint.step(cut(self.budget), is_plain=not self.is_moved)
         assert plain is not None, "the min-cut has left out what backward needs"
         self.plain = plain
         self.rounded = rounded_values(joint) if self.same_bits else frozenset()
@@ -98,8 +105,13 @@ def _refined(search: Search, room_nbytes: int) -> Step:
     if not fitting:
         lowest = min(search.steps, key=lambda step: (step.peak_nbytes, step.seconds))
         fitting = [_lower(search, lowest, room_nbytes)]
-    best = min(fitting, key=lambda step: step.seconds)
-    return _faster(search, best, room_nbytes) if best.peak_nbytes <= room_nbytes else best
+    fitting.sort(key=lambda step: step.seconds)
+    if fitting[0].peak_nbytes > room_nbytes:
+        return fitting[0]
+    lowest = min(fitting, key=lambda step: (step.peak_nbytes, step.seconds))
+    starts = {one.saved: one for one in (*fitting[:_STARTS], lowest)}
+    improved = [_improved(search, start, room_nbytes) for start in starts.values()]
+    return min(improved, key=lambda step: step.seconds)
 
 
 def _judge_cuts(search: Search, room_nbytes: int) -> None:
@@ -172,7 +184,7 @@ def _changes_at_peak(joint: Joint, step: Step) -> Iterator[set[fx.Node]]:
             yield saved | {storage}
             continue
         views = {n for n in saved if joint.facts[n].storage is storage}
-        if views and storage.op == "call_function" and may_run_again(storage):
+        if views and storage.op == "call_function" and mayrun_again(storage):
             freed = without(joint, saved, views)
             if freed is not None:
                 yield freed
@@ -187,7 +199,7 @@ def without(joint: Joint, saved: set[fx.Node], dropped: set[fx.Node]) -> set[fx.
         if node.op == "placeholder":
             result.add(node)
             continue
-        if not may_run_again(node):
+        if not mayrun_again(node):
             return None
         for read in node.all_input_nodes:
             if read in result or joint.facts.get(read) is None:
@@ -195,7 +207,7 @@ def without(joint: Joint, saved: set[fx.Node], dropped: set[fx.Node]) -> set[fx.
             if read.op == "placeholder":
                 result.add(read)
             elif is_tensor(read) and (
-                joint.facts[read].kind is Kind.EXTERN or not may_run_again(read)
+                joint.facts[read].kind is Kind.EXTERN or not mayrun_again(read)
             ):
                 result.add(read)  # a library call is run again by a change of its own
             else:
@@ -203,39 +215,107 @@ def without(joint: Joint, saved: set[fx.Node], dropped: set[fx.Node]) -> set[fx.
     return None if result & dropped else result
 
 
-def may_run_again(node: fx.Node) -> bool:
+def mayrun_again(node: fx.Node) -> bool:
     """Returns whether running the op a second time gives the same value and does nothing else."""
     if node.op != "call_function" or node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
         return False
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", "") == "getitem" and all(
-            may_run_again(n) for n in node.all_input_nodes
+            mayrun_again(n) for n in node.all_input_nodes
         )
     if target.namespace not in ("aten", "prims") or target._schema.is_mutable:
         return False
     return not is_random(node)
 
 
-def _faster(search: Search, step: Step, room_nbytes: int) -> Step:
-    """Saves more of what is computed again, the most seconds a byte first, while it fits."""
+def _improved(search: Search, step: Step, room_nbytes: int) -> Step:
+    """Fills the room, then gives up what is made again quickly for what takes longer."""
+    step = _filled(search, step, room_nbytes)
+    for _ in range(_ROUNDS):
+        changed = _filled(search, _trimmed(search, step), room_nbytes)
+        if changed.peak_nbytes > room_nbytes or changed.seconds >= step.seconds:
+            break
+        step = changed
+    return step
+
+
+def _trimmed(search: Search, step: Step) -> Step:
+    """Computes again what takes fewer seconds a byte than what is computed again already."""
     joint = search.joint
-    for _ in range(_CHANGES):
-        worth = [
-            n
-            for n in step.again
-            if joint.facts[n].kind is not Kind.VIEW and joint.facts[n].nbytes and is_tensor(n)
-        ]
-        worth.sort(key=lambda n: -joint.clock.of_node(n) / joint.facts[n].nbytes)
-        found = [
-            changed
-            for node in worth[:8]
-            if (changed := search.judge({*step.saved, node})) is not None
+    rates = [
+        rate for rate, group in run_again(joint, step) if _is_large(joint, group, step.peak_nbytes)
+    ]
+    worst = max(rates, default=0.0)
+    for rate, views in _soon_made(joint, step):
+        if rate >= worst:
+            break
+        freed = without(joint, set(step.saved), views & set(step.saved))
+        lower = None if freed is None else search.judge(freed)
+        if lower is None or lower.peak_nbytes > step.peak_nbytes:
+            continue
+        if lower.seconds - step.seconds < worst * (step.saved_nbytes - lower.saved_nbytes):
+            step = lower
+    return step
+
+
+def _is_large(joint: Joint, nodes: Iterable[fx.Node], peak_nbytes: int) -> bool:
+    return sum(joint.facts[n].nbytes for n in nodes) > _LARGE * peak_nbytes
+
+
+def _filled(search: Search, step: Step, room_nbytes: int) -> Step:
+    """Saves more of what is computed again, the most seconds a byte first, while it fits."""
+    groups = [group for _, group in run_again(search.joint, step)]
+    first, last = 0, len(groups)
+    while first < last:  # as many as fit, by bisection
+        middle = (first + last + 1) // 2
+        changed = search.judge({*step.saved}.union(*groups[:middle]))
+        if changed is not None and changed.peak_nbytes <= room_nbytes:
+            first = middle
+        else:
+            last = middle - 1
+    many = search.judge({*step.saved}.union(*groups[:first]))
+    if first and many is not None and many.seconds < step.seconds:
+        step = many
+    for group in groups[first:][:_TRIED]:
+        changed = search.judge({*step.saved} | group)
+        if (
+            changed is not None
             and changed.peak_nbytes <= room_nbytes
             and changed.seconds < step.seconds
-        ]
-        best = min(found, key=lambda one: one.seconds, default=None)
-        if best is None:
-            return step
-        step = best
+        ):
+            step = changed
     return step
+
+
+def _soon_made(joint: Joint, step: Step) -> list[tuple[float, set[fx.Node]]]:
+    """Saved values with their views, and the seconds a byte to make each again; fewest first."""
+    views: dict[fx.Node, set[fx.Node]] = {}
+    for node in step.saved:
+        views.setdefault(joint.facts[node].storage, set()).add(node)
+    found = [
+        (joint.clock.of_node(storage) / joint.facts[storage].nbytes, joint.place[storage])
+        for storage in views
+        if joint.facts[storage].nbytes > _LARGE * step.peak_nbytes and mayrun_again(storage)
+    ]
+    nodes = list(joint.place)
+    return [(rate, views[nodes[place]]) for rate, place in sorted(found)]
+
+
+def run_again(joint: Joint, step: Step) -> list[tuple[float, set[fx.Node]]]:
+    """Groups of values whose saving spares an op's second run, and the seconds a byte; most first.
+
+    All that is read of what a call gives is one group: attention runs again for its logsumexp as
+    much as for its output.
+    """
+    backward = joint.parts(step.saved)[1]
+    groups: list[tuple[float, set[fx.Node]]] = []
+    for node in step.again:
+        if joint.facts[node].kind is Kind.VIEW or node.target is operator.getitem:
+            continue
+        parts = [n for n in node.users if n.target is operator.getitem and n in backward]
+        group = {node} if is_tensor(node) else set(parts)
+        nbytes = sum(joint.facts[n].nbytes for n in group)
+        if nbytes and all(map(is_tensor, group)):
+            groups.append((joint.clock.of_node(node) / nbytes, group))
+    return sorted(groups, key=lambda one: -one[0])

@@ -6,13 +6,13 @@ a function bends (exp, GELU) stays at 256 levels, and what backward cannot take 
 exact (`readers.py`). All of it is judged on the rewritten graph, with encode and decode in it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
 
 from elbowroom.compiled.collect import tensors_of
-from elbowroom.compiled.decide import Search, is_tensor
+from elbowroom.compiled.decide import Search, is_tensor, run_again
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.readers import Use, reading_of
 from elbowroom.compiled.rewrite import Coded, Rewriting
@@ -20,7 +20,8 @@ from elbowroom.compiled.rewrite import Coded, Rewriting
 LEVELS = (256, 16, 4)
 _FINE = 256
 _LEAST_NBYTES = 32768
-_MOST_BASES = 6
+_MOST_BASES = 8
+_LEAST_GAIN = 0.98  # of the seconds: fewer levels have to spare as much
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -35,27 +36,52 @@ def code(
     exact  True: masks only; None: the most levels that fit; False: the first that are faster than
            the step without codes, if that fits
     """
-    joint, least = search.joint, step.peak_nbytes
+    least = step.peak_nbytes
     bar = step.seconds if step.peak_nbytes <= room_nbytes else float("inf")
+    found: list[tuple[float, list[Coded], Step]] = []
     for levels in (0,) if exact else (0, *LEVELS):
-        found: list[tuple[float, list[Coded], frozenset[fx.Node]]] = []
         for base in _bases(search, step):
-            coded = list(_coded(joint, base, levels))
-            if not coded:
-                continue
-            saved = frozenset(base.saved) | {one.node for one in coded}
-            rewriting = Rewriting(joint, saved, coded)
-            judged = joint.step(rewriting.saved)
-            rewriting.undo()
+            coded = list(_coded(search.joint, base, levels))
+            judged = _judged(search.joint, base, coded)
             if judged is None:
                 continue
             least = min(least, judged.peak_nbytes)
             if judged.peak_nbytes <= room_nbytes and judged.seconds < bar:
-                found.append((judged.seconds, coded, saved))
-        if found:
-            _, coded, saved = min(found, key=lambda one: one[0])
-            return joint.step(Rewriting(joint, saved, coded).saved), least
-    return None, least
+                found.append((judged.seconds, coded, base))
+        if found and exact is not False:
+            break
+        bar = min([bar, *(_LEAST_GAIN * one[0] for one in found)])  # fewer levels have to pay
+    if not found:
+        return None, least
+    _, coded, base = min(found, key=lambda one: one[0])
+    coded = _fewer(search.joint, base, coded, room_nbytes)
+    saved = {*base.saved, *(one.node for one in coded)}
+    return search.joint.step(Rewriting(search.joint, saved, coded).saved), least
+
+
+def _judged(joint: Joint, base: Step, coded: Sequence[Coded]) -> Step | None:
+    """Returns the step that a choice becomes with these codes; the graph is left as it is."""
+    if not coded:
+        return None
+    rewriting = Rewriting(joint, {*base.saved, *(one.node for one in coded)}, coded)
+    step = joint.step(rewriting.saved)
+    rewriting.undo()
+    return step
+
+
+def _fewer(joint: Joint, base: Step, coded: list[Coded], room_nbytes: int) -> list[Coded]:
+    """Leaves out codes of the largest values, as many as fit: each is time and noise."""
+    large = sorted(coded, key=lambda one: (-joint.facts[one.node].elements, joint.place[one.node]))
+    first, last = 0, len(large) - 1
+    while first < last:
+        middle = (first + last + 1) // 2
+        step = _judged(joint, base, large[middle:])
+        if step is not None and step.peak_nbytes <= room_nbytes:
+            first = middle
+        else:
+            last = middle - 1
+    gone = set(large[:first])
+    return [one for one in coded if one not in gone]
 
 
 def code_all(search: Search, levels: int, min_nbytes: int) -> Step:
@@ -82,11 +108,36 @@ def _plain_nbytes(one: Coded) -> int:
 
 
 def _bases(search: Search, step: Step) -> list[Step]:
-    """Choices of saved values that are worth coding: plain, the best, and some that save less."""
-    steps = sorted(search.steps, key=lambda one: one.seconds)
-    stride = max(1, len(steps) // _MOST_BASES)
-    chosen = [*steps[::stride], step, min(steps, key=lambda one: one.peak_nbytes)]
+    """Choices of saved values that are worth coding: no other is faster and has a lower peak."""
+    lowest, front = float("inf"), []
+    for one in sorted(search.steps, key=lambda one: (one.seconds, one.peak_nbytes)):
+        if one.peak_nbytes < lowest:
+            lowest = one.peak_nbytes
+            front.append(one)
+    stride = max(1, -(-len(front) // _MOST_BASES))
+    chosen = [*front[::stride], step, front[-1]]
+    chosen += [_with_what_codes_hold(search, one) for one in (front[-1], step)]
     return list({frozenset(one.saved): one for one in chosen}.values())
+
+
+def _with_what_codes_hold(search: Search, step: Step) -> Step:
+    """Saves what takes longer to be made again than to be coded; what may have no code is not."""
+    joint = search.joint
+    after, gradients = joint.parts(step.saved)[1], joint.gradients()
+    outputs = {joint.facts[n].storage for n in joint.forward_outputs}
+
+    def is_held(node: fx.Node) -> bool:
+        if joint.facts[node].nbytes < _LEAST_NBYTES:
+            return True
+        may = _may_be_coded(joint, node, _FLOATS, outputs)
+        return may and reading_of(node, after, gradients).use is not Use.EXACT
+
+    more: set[fx.Node] = set()
+    for rate, group in run_again(joint, step):
+        coded = sum(joint.clock.coded(n) for n in group) / sum(joint.facts[n].nbytes for n in group)
+        if rate > coded and all(map(is_held, group)):
+            more |= group
+    return search.judge({*step.saved, *more}) or step
 
 
 def _coded(joint: Joint, step: Step, levels: int) -> Iterator[Coded]:

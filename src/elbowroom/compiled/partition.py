@@ -33,7 +33,7 @@ from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.lossy import code, code_all
 from elbowroom.compiled.ops import DECODE
-from elbowroom.compiled.rounding import rounded_values
+from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.sums import fuse, split
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.units import show_at_least, show_nbytes
@@ -139,53 +139,82 @@ class _Answer:
         def min_cut(budget: float) -> list[fx.Node]:
             return list(self._choose(joint_graph, node_info, memory_budget=budget))
 
-        def without_sums() -> bool:
-            made = split(joint_graph, node_info.required_bw_nodes)
+        def added(made: list[fx.Node]) -> None:
             node_info.required_bw_nodes.update(made)
             node_info.tangents_closure.update(made)
             for node in made:
                 node.dist_from_bw = 0  # as the partitioner has marked all of backward
+
+        def without_sums() -> bool:
+            made = split(joint_graph, node_info.required_bw_nodes)
+            added(made)
             if made:
                 joint.refresh()
             return bool(made)
 
+        def reordered() -> bool:
+            made = gradients_first(joint)
+            added(made or [])
+            return made is not None
+
+        changes = _Changes(without_sums, reordered)
         with _remembered_cuts():
-            step, plain = self._decided(
-                joint, min_cut, without_sums, memory_budget, room, inputs_nbytes
+            step, plain, search = self._decided(
+                joint, min_cut, changes, memory_budget, room, inputs_nbytes
             )
-        _tell(joint, step, plain, inputs_nbytes, self._settings.exact)
+        _tell(joint, step, plain, inputs_nbytes, fuses_alike=bool(search.rounded))
         return list(step.saved)
 
     def _decided(
         self,
         joint: Joint,
         min_cut: MinCut,
-        without_sums: Callable[[], bool],
+        changes: "_Changes",
         memory_budget: float,
         room: int | None,
         inputs_nbytes: int,
-    ) -> tuple[Step, Step]:
-        """Decides about a graph, and puts codes into it; returns the chosen and the plain step."""
+    ) -> tuple[Step, Step, Search]:
+        """Decides about a graph, and puts codes into it.
+
+        Returns the chosen step, the one of plain torch.compile, and the search that found it.
+        """
         exact, levels = self._settings.exact, self._settings.levels
         if levels is not None:
             search = Search(joint, min_cut, memory_budget, same_bits=False)
-            return code_all(search, levels, self._settings.min_nbytes), search.plain
+            return code_all(search, levels, self._settings.min_nbytes), search.plain, search
         search = Search(joint, min_cut, memory_budget, same_bits=exact is not False)
-        step = _holding(search, choose(search, room), room, self._settings.held_nbytes)
-        if room is None or (
-            step.peak_nbytes <= room and (exact is not False or step is search.plain)
-        ):
-            return step, search.plain
         plain = search.plain
-        if exact is not True and (without_sums() or search.rounded):  # the next best: roundings
-            search = Search(joint, min_cut, memory_budget, same_bits=False)
+        if room is None or plain.peak_nbytes <= room:
+            return _holding(search, plain, room, self._settings.held_nbytes), plain, search
+        is_moved = not search.rounded and changes.reordered()
+        if is_moved:
+            search = Search(joint, min_cut, memory_budget, same_bits=False, is_moved=True)
+        step = _holding(search, choose(search, room), room, self._settings.held_nbytes)
+        if step.peak_nbytes <= room and exact is not False:
+            return step, plain, search
+        if exact is not True and (changes.without_sums() or search.rounded):
+            # The next best: other roundings.
+            is_moved = changes.reordered() or is_moved
+            search = Search(joint, min_cut, memory_budget, same_bits=False, is_moved=is_moved)
             step = choose(search, room)
             if exact is None and step.peak_nbytes <= room:
-                return step, plain
+                return step, plain, search
         coded, least = code(search, step, room, exact=exact)
         if coded is None and step.peak_nbytes > room:
             raise _too_small(joint, step, least, inputs_nbytes, self._settings)
-        return step if coded is None else coded, plain
+        return step if coded is None else coded, plain, search
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """Changes of a joint graph that lower its peak; each says whether it changed something.
+
+    without_sums  sums of products that Inductor would join are split, which may change a rounding
+    reordered     gradients of weights come first
+    """
+
+    without_sums: Callable[[], bool]
+    reordered: Callable[[], bool]
 
 
 def _holding(search: Search, step: Step, room: int | None, held: int | None) -> Step:
@@ -231,7 +260,7 @@ def _remembered_cuts() -> Iterator[None]:
         yield
 
 
-def _tell(joint: Joint, step: Step, plain: Step, inputs_nbytes: int, exact: bool | None) -> None:
+def _tell(joint: Joint, step: Step, plain: Step, inputs_nbytes: int, *, fuses_alike: bool) -> None:
     decision = Decision(
         peak_nbytes=step.peak_nbytes,
         saved_nbytes=step.saved_nbytes,
@@ -241,7 +270,7 @@ def _tell(joint: Joint, step: Step, plain: Step, inputs_nbytes: int, exact: bool
         plain_saved_nbytes=plain.saved_nbytes,
         is_lossy=any(n.target is DECODE for n in joint.graph.nodes),
         is_plain=step is plain,
-        fuses_alike=exact is not False and bool(rounded_values(joint)),
+        fuses_alike=fuses_alike,
     )
     for listener in _thread.listeners:
         listener(decision)

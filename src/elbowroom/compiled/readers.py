@@ -4,10 +4,11 @@ From a saved value all its readers in backward are followed, through what is com
 up to the ops that combine it with a gradient. What is met decides for the value:
 
     LINEAR      products, sums, reshapes: the gradient has the value's error times a gradient
-    CURVED      exp, erf, tanh, powers and the like: the error goes through a function
+    CURVED      exp, erf, tanh, powers and the like: the error goes through a function; attention's
+                output, from which its backward takes what it subtracts
     compared    a comparison says where a gradient goes: it is saved as one bit, of the exact value
-    else        attention, whose logsumexp belongs to the exact q and k; divisions, logarithms, and
-                every op that is not listed: the value stays exact
+    else        attention's q, k and v, whose logsumexp belongs to the exact q and k; divisions,
+                logarithms, and every op that is not listed: the value stays exact
 """
 
 import operator
@@ -62,13 +63,29 @@ def reading_of(
                 continue
             if packet is torch.ops.aten.div and reader.args[0] is not node:
                 return Reading(Use.EXACT, why=f"divides by it ({reader.name})")
-            found = _use(reader, packet)
+            found = Use.CURVED if _is_only_output(reader, node) else _use(reader, packet)
             if found is Use.EXACT:
                 return Reading(Use.EXACT, why=f"read by {packet}")
             use = max(use, found)
             if reader not in gradients:
                 pending.append(reader)
     return Reading(use, tuple(compared))
+
+
+def _is_only_output(reader: fx.Node, value: fx.Node) -> bool:
+    """Returns whether attention's backward reads a value as attention's output, and no other way.
+
+    From the output it takes the product of each row with its gradient, which it subtracts.
+    """
+    target = reader.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    name = str(target)
+    if "attention" not in name or "backward" not in name:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    given = dict(zip(names, reader.args, strict=False)) | dict(reader.kwargs)
+    return [name for name, one in given.items() if one is value] == ["out"]
 
 
 def _use(reader: fx.Node, packet: Any) -> Use:

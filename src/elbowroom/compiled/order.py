@@ -1,0 +1,118 @@
+"""Computes gradients of weights as soon as they can be, so that what they read is free earlier.
+
+    as autograd has it   g_x = g W    then  g_W = g^T x      x, g and g_x stand together
+    here                 g_W = g^T x  then  g_x = g W        x is free before g_x is made
+
+A gradient of a weight stands until backward ends whenever it is made, so this order never holds
+more. It also lets Inductor write over what is read last: where x is the output of a GELU that is
+computed again, four tensors of its size stood at once, and now two. A convolution's backward gives
+both gradients in one call, and is split into two, which make the same bits.
+
+Nothing is moved but calls of a library whose results go to the end of backward without another
+call, and the views between: fused loops stay in their order.
+"""
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import fx
+
+from elbowroom.compiled.collect import Facts, Kind, is_view
+from elbowroom.compiled.joint import Joint, is_random
+
+_aten = torch.ops.aten
+_BACKWARD = _aten.convolution_backward.default
+_MASK = 10  # the index of the argument that says which gradients are asked for
+
+
+def gradients_first(joint: Joint) -> list[fx.Node] | None:
+    """Reorder a joint graph. Returns nodes that were added; None where nothing is to be done."""
+    gradients = joint.gradients()
+    made = split_convolutions(joint.graph, gradients)
+    if made:
+        joint.refresh()
+        gradients = joint.gradients()
+    first = min((joint.place[u] for t in joint.tangents for u in t.users), default=None)
+    if first is None:
+        return None
+    starts = list(joint.place)[first].prev
+    behind: dict[fx.Node, list[fx.Node]] = {}  # what will follow a node
+    bases: dict[fx.Node, fx.Node] = {}
+    for node in _ends(joint, gradients):
+        for one in (*_views(node, joint.place), node):
+            if joint.place[one] >= first and one not in bases:
+                bases[one] = _base(one, joint.place)
+                at = bases[one] if joint.place[bases[one]] >= first else starts
+                behind.setdefault(at, []).append(one)
+    before = list(joint.graph.nodes)
+    for place, nodes in behind.items():
+        for one in nodes:
+            place.append(one)
+            place = one
+    if list(joint.graph.nodes) != before:
+        joint.refresh()
+        return made
+    return made or None
+
+
+def split_convolutions(graph: fx.Graph, among: Collection[fx.Node]) -> list[fx.Node]:
+    """Ask for the gradient of a convolution's input after that of its weight; return new nodes."""
+    made: list[fx.Node] = []
+    for node in graph.find_nodes(op="call_function", target=_BACKWARD):
+        mask = list(node.args[_MASK])
+        parts = {user.args[1]: user for user in node.users}
+        if node not in among or not mask[0] or not any(mask[1:]) or 0 not in parts:
+            continue
+        with graph.inserting_after(node):
+            other = graph.call_function(_BACKWARD, (*node.args[:_MASK], [True, False, False]))
+        other.meta = dict(node.meta)
+        values = node.meta["val"]
+        other.meta["val"] = (values[0], None, None)
+        node.meta["val"] = (None, *values[1:])
+        node.args = (*node.args[:_MASK], [False, *mask[1:]])
+        parts[0].replace_input_with(node, other)
+        other.append(parts[0])
+        made.append(other)
+    return made
+
+
+def _ends(joint: Joint, gradients: Collection[fx.Node]) -> Iterable[fx.Node]:
+    """Returns the calls of backward after which no other call follows, in the graph's order."""
+    calls: set[fx.Node] = set()  # nodes from which a call can be reached
+    for node in reversed(joint.place):
+        if any(u in calls or _is_call(u, joint.facts) for u in node.users):
+            calls.add(node)
+    return [
+        node
+        for node in joint.place
+        if node in gradients
+        and node not in calls
+        and _is_call(node, joint.facts)
+        and getattr(node.target, "namespace", "") == "aten"
+        and not node.target._schema.is_mutable
+        and not is_random(node)
+    ]
+
+
+def _is_call(node: fx.Node, facts: dict[fx.Node, Facts]) -> bool:
+    """Returns whether a node calls a library, and is not a part of what such a call gave."""
+    fact = facts.get(node)
+    is_op = isinstance(node.target, torch._ops.OpOverload)
+    return fact is not None and fact.kind is Kind.EXTERN and is_op
+
+
+def _views(node: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:
+    """Returns the views that a call reads through, in the graph's order."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        new = [n for n in pending.pop().all_input_nodes if is_view(n) and n not in found]
+        found.update(new)
+        pending += new
+    return sorted(found, key=place.__getitem__)
+
+
+def _base(node: fx.Node, place: dict[fx.Node, int]) -> fx.Node:
+    """Returns the last node that this one waits for, seen through views."""
+    read = [n for one in (node, *_views(node, place)) for n in one.all_input_nodes]
+    return max((n for n in read if not is_view(n)), key=place.__getitem__)
