@@ -16,3 +16,6 @@ ledger      our own count of bytes
 context     seed, steps, what was learned
 attach      a model's forward
 """
+
+# Slots and recipes import files of this package, which imports both; so it comes first, always.
+from elbowroom.runtime import handles as handles
