@@ -20,6 +20,9 @@
     # Optimizer states in 2 bytes a parameter, not 8.
     opt = er.optim.AdamW(model.parameters(), lr=3e-4, state="int8")
 
+`import elbowroom` loads no other module: that of a name is imported when the name is first asked
+for (`_lazy.py`).
+
 The map, from the top down; imports point down only:
 
     cli/  demo/            commands, and the data and models that they show
@@ -47,35 +50,70 @@ To follow a budget: measure/recorder.py -> plan/profile.py -> plan/menu.py, buil
 plan/problem.py -> plan/solve/ -> plan/make.py -> plan/plan.py `action_for`; and fitting/session.py.
 """
 
-from elbowroom import adaptive as adaptive
-from elbowroom import errors as errors
-from elbowroom import nn as nn
-from elbowroom import optim as optim
-from elbowroom._api import add_optimizer as add_optimizer
-from elbowroom._api import dry_run as dry_run
-from elbowroom._api import explain_oom as explain_oom
-from elbowroom._api import fit as fit
-from elbowroom._api import following as following
-from elbowroom._api import grow_batch as grow_batch
-from elbowroom._api import largest_batch as largest_batch
-from elbowroom._api import load_snapshot as load_snapshot
-from elbowroom._api import log_to as log_to
-from elbowroom._api import measure as measure
-from elbowroom._api import plan as plan
-from elbowroom._api import release as release
-from elbowroom._api import saving as saving
-from elbowroom._api import step as step
-from elbowroom._api import summary as summary
-from elbowroom.codecs import Codec as Codec
-from elbowroom.codecs import Encoded as Encoded
-from elbowroom.codecs import Facts as Facts
-from elbowroom.codecs import codec as codec
-from elbowroom.codecs import codecs as codecs
-from elbowroom.files import save_checkpoint as save_checkpoint
-from elbowroom.measure.peak import peak as peak
-from elbowroom.nn import convert as convert
-from elbowroom.plan.plan import Plan as Plan
-from elbowroom.plan.profile import Profile as Profile
-from elbowroom.tools import assert_peak as assert_peak
+from typing import TYPE_CHECKING
+
+from elbowroom._lazy import show_lazily as _show_lazily
+
+if TYPE_CHECKING:  # the same names for type checkers and editors
+    from elbowroom import adaptive as adaptive
+    from elbowroom import errors as errors
+    from elbowroom import nn as nn
+    from elbowroom import optim as optim
+    from elbowroom._api import add_optimizer as add_optimizer
+    from elbowroom._api import dry_run as dry_run
+    from elbowroom._api import explain_oom as explain_oom
+    from elbowroom._api import fit as fit
+    from elbowroom._api import following as following
+    from elbowroom._api import grow_batch as grow_batch
+    from elbowroom._api import largest_batch as largest_batch
+    from elbowroom._api import load_snapshot as load_snapshot
+    from elbowroom._api import log_to as log_to
+    from elbowroom._api import measure as measure
+    from elbowroom._api import plan as plan
+    from elbowroom._api import release as release
+    from elbowroom._api import saving as saving
+    from elbowroom._api import step as step
+    from elbowroom._api import summary as summary
+    from elbowroom.codecs import Codec as Codec
+    from elbowroom.codecs import Encoded as Encoded
+    from elbowroom.codecs import Facts as Facts
+    from elbowroom.codecs import codec as codec
+    from elbowroom.codecs import codecs as codecs
+    from elbowroom.files import save_checkpoint as save_checkpoint
+    from elbowroom.measure.peak import peak as peak
+    from elbowroom.nn import convert as convert
+    from elbowroom.plan.plan import Plan as Plan
+    from elbowroom.plan.profile import Profile as Profile
+    from elbowroom.tools import assert_peak as assert_peak
 
 __version__ = "0.1.0"
+__all__ = _show_lazily(
+    __name__,
+    ["adaptive", "errors", "nn", "optim"],
+    {
+        "_api": [
+            "add_optimizer",
+            "dry_run",
+            "explain_oom",
+            "fit",
+            "following",
+            "grow_batch",
+            "largest_batch",
+            "load_snapshot",
+            "log_to",
+            "measure",
+            "plan",
+            "release",
+            "saving",
+            "step",
+            "summary",
+        ],
+        "codecs": ["Codec", "Encoded", "Facts", "codec", "codecs"],
+        "files": ["save_checkpoint"],
+        "measure.peak": ["peak"],
+        "nn": ["convert"],
+        "plan.plan": ["Plan"],
+        "plan.profile": ["Profile"],
+        "tools": ["assert_peak"],
+    },
+)

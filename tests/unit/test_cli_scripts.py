@@ -386,6 +386,68 @@ def test_a_script_ends_as_it_would(folder, text, code, message):
     assert "runpy" not in ran.stderr, "frames that are not the script's"
 
 
+MODULE = """
+import sys
+import torch
+from . import helper
+
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    model(torch.ones(64, 64)).sum().backward()
+    optimizer.step()
+    if "--bad" in sys.argv and step == 3:
+        helper.fail()
+print(__name__, __package__, sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def package(folder, monkeypatch):
+    (folder / "pack" / "part").mkdir(parents=True)
+    for name in ("__init__.py", "part/__init__.py"):
+        (folder / "pack" / name).touch()
+    (folder / "pack" / "part" / "train.py").write_text(MODULE)
+    (folder / "pack" / "part" / "helper.py").write_text("def fail():\n    raise ValueError('mine')")
+    monkeypatch.chdir(folder)
+    monkeypatch.delitem(sys.modules, "pack", raising=False)
+    yield folder
+    for name in [name for name in sys.modules if name.split(".")[0] == "pack"]:
+        del sys.modules[name]
+
+
+def test_a_module_runs_as_python_m_would_run_it(package):
+    ran = in_process("run", "--budget", "1GiB", "-m", "pack.part.train", "--lr", "3")
+    assert ran.exit_code == 0, ran.output
+    assert "__main__ pack.part ['--lr', '3']" in ran.stdout
+    profiled = in_process("profile", "--module", "pack.part.train")
+    assert profiled.exit_code == 0, profiled.output
+    assert (package / "profile.json").exists()
+    failed = in_process("run", "--budget", "1GiB", "-m", "pack.part.train", "--", "--bad")
+    assert failed.exit_code == 1
+    frames = re.findall(r'File "(.+?)"', failed.stderr)
+    assert [Path(frame).name for frame in frames] == ["train.py", "helper.py"]
+    assert failed.stderr.startswith("Traceback")
+    assert "ValueError: mine" in failed.stderr
+
+
+@pytest.mark.parametrize("name", ["nothing", "pack.part.nothing", "pack", "sub/train.py"])
+def test_what_is_no_module_is_a_line(package, name):
+    ran = in_process("run", "--budget", "1GiB", "-m", name)
+    assert ran.exit_code == 2
+    (line,) = ran.stderr.splitlines()
+    assert f"no module '{name}' that can be run" in line
+    assert ("leave out -m" in line) == name.endswith(".py")
+
+
+def test_an_error_of_syntax_is_shown_without_frames_of_ours(folder):
+    (folder / "other.py").write_text("x = 1\nif x\n    x = 2\n")
+    ran = in_process("run", "--budget", "1GiB", folder / "other.py")
+    assert ran.exit_code == 1
+    assert "SyntaxError" in ran.stderr
+    assert len(re.findall(r'File "', ran.stderr)) == 1
+
+
 @pytest.mark.parametrize(
     ("way", "message"),
     [

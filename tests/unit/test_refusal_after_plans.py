@@ -7,6 +7,7 @@ import pytest
 
 from elbowroom.fitting.attempts import Attempts, Taken
 from elbowroom.fitting.commands import Refuse, RefusePresets
+from elbowroom.fitting.messages import refusal
 from elbowroom.fitting.observations import ForwardEnded
 from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.state import FitState
@@ -29,3 +30,18 @@ ENDED = ForwardEnded(preset=5, impossible=True, saving="saving")
 def test_a_forward_that_is_refused_names_what_a_plan_took(taken, command):
     state = replace(STATE, phase=Phase.VERIFYING, attempts=Attempts(taken=taken))
     assert advance(state, ENDED) == (state, (command,))
+
+
+@pytest.mark.parametrize("budget_nbytes", [90, 130, 170])
+def test_a_budget_is_said_to_be_below_what_a_step_needs_only_if_it_is(budget_nbytes):
+    """A GAN was told that 15 MiB are below the 13.8 that it needs, and to give these."""
+    saving = SimpleNamespace(storages=(), largest_nbytes=0, ledger=SimpleNamespace(most_nbytes=60))
+    preset = SimpleNamespace(name="exact", exact=True)
+    options = SimpleNamespace(budget_nbytes=budget_nbytes, presets=(preset,), exact=True)
+    states = SimpleNamespace(lossy_helps=lambda: "")
+    owned = SimpleNamespace(weight_nbytes=40, states=states)
+    memory = SimpleNamespace(static_nbytes=70, unallocated_nbytes=0)
+    error = refusal(saving, options, owned, memory, 30)
+    assert error.least_nbytes > budget_nbytes
+    assert error.least_nbytes == {90: 100, 130: 160, 170: 171}[budget_nbytes]
+    assert f"give budget={error.least_nbytes}" in str(error)

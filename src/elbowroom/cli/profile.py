@@ -8,7 +8,15 @@ from rich.console import Console
 from torch import nn
 
 from elbowroom.cli.mistakes import check_writable, errors_console, says_mistakes
-from elbowroom.cli.script import Arguments, Script, check_script, run_script, show_traceback
+from elbowroom.cli.script import (
+    Arguments,
+    IsModule,
+    NoScript,
+    Script,
+    check_script,
+    run_script,
+    show_traceback,
+)
 from elbowroom.errors import DataError, PlanError
 from elbowroom.files import write_text
 from elbowroom.plan.profile import Profile
@@ -25,6 +33,7 @@ Html = Annotated[Path | None, typer.Option(help="Where the page goes; by default
 def profile(
     script: Script,
     arguments: Arguments = None,
+    module: IsModule = False,
     out: Out = Path("profile.json"),
     html: Html = None,
 ) -> None:
@@ -35,7 +44,8 @@ def profile(
     before the optimizer's second step. Writes a profile, which "elbowroom plan" reads, and a
     self-contained page.
 
-    Options of elbowroom stand before the script; all that follows it is the script's.
+    Options of elbowroom stand before the script; all that follows it is the script's. With -m, the
+    script is a module, as in "elbowroom profile -m package.train".
 
     Exit code: 0 if a step was written down; the script's own if it ended before with an error; 2
     for a mistake that one line explains; 130 if stopped.
@@ -44,11 +54,12 @@ def profile(
         html = out.with_suffix(".html")
         if html == out:
             raise DataError(f"--out {out} is where the page goes; name a .json, or --html as well")
-    check_script(script)
-    check_writable(out, "--out", script)
-    check_writable(html, "--html", script, out)
+    check_script(script, is_module=module)
+    read = None if module else script
+    check_writable(out, "--out", read)
+    check_writable(html, "--html", read, out)
     running = _Run()
-    code = running.of(script, arguments or [])
+    code = running.of(script, arguments or [], is_module=module)
     if running.profile is None:
         if code:
             raise typer.Exit(code)
@@ -115,15 +126,15 @@ class _Run:
             "backward before the next; let the script run at least two such steps"
         )
 
-    def of(self, script: Path, arguments: list[str]) -> int:
+    def of(self, script: Path, arguments: list[str], *, is_module: bool) -> int:
         """Runs the script and returns its exit code."""
         try:
             with self._discovery:
-                return run_script(script, arguments)
-        except Unseen:
+                return run_script(script, arguments, is_module=is_module)
+        except (Unseen, NoScript):
             raise
         except Exception as error:
-            show_traceback(error, script)
+            show_traceback(error)
             return 1
         finally:
             if self._profiling is not None:

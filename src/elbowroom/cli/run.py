@@ -16,7 +16,15 @@ from torch.optim import Optimizer
 import elbowroom as er
 from elbowroom.cli.mistakes import check_writable, errors_console, mistake, says_mistakes
 from elbowroom.cli.places import Offload
-from elbowroom.cli.script import Arguments, Script, check_script, run_script, show_traceback
+from elbowroom.cli.script import (
+    Arguments,
+    IsModule,
+    NoScript,
+    Script,
+    check_script,
+    run_script,
+    show_traceback,
+)
 from elbowroom.cli.warm import start_warm
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.files import write_text
@@ -70,6 +78,7 @@ def run(
     script: Script,
     budget: Budget = None,
     arguments: Arguments = None,
+    module: IsModule = False,
     exact: IsExact = False,
     offload: Offload = None,
     plan: Begin = None,
@@ -92,7 +101,8 @@ def run(
     names: on a CPU a step with tensors of 32 MiB and more may take two thirds of the time. The
     process then looks larger than what is held.
 
-    Options of elbowroom stand before the script; all that follows it is the script's. A table at
+    Options of elbowroom stand before the script; all that follows it is the script's. With -m, the
+    script is a module, as in "elbowroom run --budget 6GiB -m package.train". A table at
     the end goes to stderr.
 
     Exit code: the script's own; 3 if nothing that is allowed fits the budget; 4 if the script ended
@@ -110,13 +120,13 @@ def run(
     allowed = parse_budget(asked)
     if not isinstance(allowed, Share):  # of which memory, the model's device will tell
         check_plan(given, allowed, exact or None, offload=offload)
-    check_script(script)
+    check_script(script, is_module=module)
     if report is not None:
-        check_writable(report, "--report", script, plan)
+        check_writable(report, "--report", None if module else script, plan)
     if warm:
         start_warm()
     running = _Run(asked, exact, offload, given)
-    code = running.of(script, arguments or [])
+    code = running.of(script, arguments or [], is_module=module)
     told = running.told()
     if not told:
         code = _say_not_found(code, made_optimizers=running.discovery.made_optimizers)
@@ -157,20 +167,20 @@ class _Run:
         self._models: list[_Model] = []
         self._program: CompiledProgram | None = None
 
-    def of(self, script: Path, arguments: list[str]) -> int:
+    def of(self, script: Path, arguments: list[str], *, is_module: bool) -> int:
         """Runs the script and returns its exit code.
 
         Raises BudgetTooSmall, or PlanError for what `fit` refuses.
         """
         with self.discovery, self._compiling():
             try:
-                return run_script(script, arguments)
+                return run_script(script, arguments, is_module=is_module)
             except KeyboardInterrupt:
                 return 130
-            except (BudgetTooSmall, Unseen):
+            except (BudgetTooSmall, Unseen, NoScript):
                 raise
             except Exception as error:
-                show_traceback(error, script)
+                show_traceback(error)
                 if is_out_of_memory(error):
                     say_exhaustion(error)
                 return 1

@@ -3,13 +3,13 @@
 How it ends is a code, as a shell sees it; a traceback that it causes shows its own frames only.
 """
 
+import importlib.util
 import runpy
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated
 
 import typer
@@ -23,30 +23,75 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="[-- ARGS]", help="The script's own arguments.", show_default=False),
 ]
+IsModule = Annotated[
+    bool, typer.Option("-m", "--module", help="SCRIPT is a module, as python -m would get it.")
+]
 PASSED_ON = {"allow_interspersed_args": False}  # what follows the script is not ours to read
+_PACKAGE = str(Path(__file__).parents[1])
 
 
-def check_script(path: Path) -> None:
-    """Raises DataError for what is no script."""
-    if path.is_dir():
-        raise DataError(f"{path} is a folder; name the script in it")
-    if not path.is_file():
-        raise DataError(f"there is no script {path} (looked in {Path.cwd()})")
+class NoScript(DataError):
+    """Raised where there is no such script or module."""
 
 
-def run_script(path: Path, arguments: list[str]) -> int:
+def check_script(path: Path, *, is_module: bool = False) -> None:
+    """Raises NoScript for what is no script, or no module that Python finds from this folder."""
+    if is_module:
+        with _stage([str(path)], Path.cwd()):
+            if path.is_file() or not _is_found(str(path).partition(".")[0]):
+                raise NoScript(_no_module(str(path)))
+    elif path.is_dir():
+        raise NoScript(f"{path} is a folder; name the script in it, or a package by -m")
+    elif not path.is_file():
+        raise NoScript(f"there is no script {path} (looked in {Path.cwd()})")
+
+
+def run_script(path: Path, arguments: list[str], *, is_module: bool = False) -> int:
     """Runs a script and returns the exit code that it would have had under `python`.
 
-    Errors of the script are passed on.
+    Errors of the script are passed on. Raises NoScript for a module that a package does not have.
 
     arguments  all that follows the script; a first "--" is not the script's
+    is_module  the script is the name of a module, as "python -m" takes it
     """
-    with _stage(path, arguments[1:] if arguments[:1] == ["--"] else arguments):
+    given = arguments[1:] if arguments[:1] == ["--"] else arguments
+    folder = Path.cwd() if is_module else path.resolve().parent
+    with _stage([str(path), *given], folder):
         try:
-            runpy.run_path(str(path), run_name="__main__")
+            if not is_module:
+                runpy.run_path(str(path), run_name="__main__")
+            elif _can_run(str(path)):
+                runpy.run_module(str(path), run_name="__main__", alter_sys=True)
+            else:
+                raise NoScript(_no_module(str(path)))
         except SystemExit as end:
             return exit_code(end)
     return 0
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # of a name that is none, such as "train/"
+        return False
+
+
+def _can_run(module: str) -> bool:
+    """Returns whether there is such a module, or package with a module `__main__`.
+
+    Imports the packages that it is in.
+    """
+    if not _is_found(module):
+        return False
+    spec = importlib.util.find_spec(module)
+    is_package = spec is not None and spec.submodule_search_locations is not None
+    return not is_package or _is_found(f"{module}.__main__")
+
+
+def _no_module(name: str) -> str:
+    hint = f"; leave out -m to run the file {name}" if Path(name).is_file() else ""
+    looked = f"looked in {Path.cwd()} and on Python's path"
+    return f"there is no module '{name}' that can be run ({looked}){hint}"
 
 
 def exit_code(end: SystemExit) -> int:
@@ -62,24 +107,25 @@ def exit_code(end: SystemExit) -> int:
     return 1
 
 
-def show_traceback(error: BaseException, path: Path) -> None:
-    """Prints what Python would have printed."""
+def show_traceback(error: BaseException) -> None:
+    """Prints what Python would have printed: the frames of the script and of what it called."""
     frames = error.__traceback__
-    while frames is not None and not _is_in(frames, path):
+    while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
-    traceback.print_exception(type(error), error, frames or error.__traceback__)
+    traceback.print_exception(type(error), error, frames)
 
 
-def _is_in(frames: TracebackType, path: Path) -> bool:
-    return frames.tb_frame.f_code.co_filename == str(path)
+def _is_ours(filename: str) -> bool:
+    """Returns whether a frame, before the first one of the script, is of what runs the script."""
+    return filename.startswith(("<frozen", _PACKAGE)) or filename == runpy.__file__
 
 
 @contextmanager
-def _stage(path: Path, arguments: list[str]) -> Iterator[None]:
-    argv, folders = sys.argv, list(sys.path)
-    sys.argv = [str(path), *arguments]
-    sys.path.insert(0, str(path.resolve().parent))
+def _stage(argv: list[str], folder: Path) -> Iterator[None]:
+    before, folders = sys.argv, list(sys.path)
+    sys.argv = argv
+    sys.path.insert(0, str(folder))
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = argv, folders
+        sys.argv, sys.path[:] = before, folders

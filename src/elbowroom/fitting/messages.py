@@ -240,6 +240,9 @@ def refusal(
     if other is None:  # a guess must be named generously
         other, kind = memory.unallocated_nbytes + _GENEROUS * saving.largest_nbytes, "estimated"
     least = memory.static_nbytes + saved + other
+    if least <= options.budget_nbytes:  # at some moment more was held than at the end, or than by
+        saved = saving.ledger.most_nbytes  # this preset from the start: a plan was followed before
+        least = max(memory.static_nbytes + saved + other, options.budget_nbytes + 1)
     weight_nbytes = owned.weight_nbytes
     parts = (
         ("weights", weight_nbytes),

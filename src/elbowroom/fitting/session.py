@@ -40,6 +40,7 @@ from elbowroom.fitting.replayed import ReplayedForward, ReplayedSaving
 from elbowroom.fitting.shortage import Shortage
 from elbowroom.fitting.signature import Signature, signature_of
 from elbowroom.fitting.steps import MeasuredSteps
+from elbowroom.fitting.together import Together
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.rates import rates
 from elbowroom.plan.plan import Plan
@@ -68,6 +69,7 @@ class Fitting(MeasuredSteps):
         rates(self.owned.device.type, lossy=not options.exact)
         self._plannings = PlanCache(options, self.owned, self.context, plan)
         self._shortage = Shortage()
+        self._together = Together()
         self._copies = True  # until a forward has left large tensors alone (`rewind.py`)
         self._parameters: list[nn.Parameter] | None = None  # while forwards are known
         self._repeated = 0  # known forwards in a row
@@ -83,6 +85,29 @@ class Fitting(MeasuredSteps):
 
         After an error that says there is no memory, plans with less.
         """
+        groups = self._together.groups_of(model)
+        if not groups:
+            return self._run_alone(model, forward, args, kwargs)
+        try:
+            return self._together.run(
+                groups,
+                lambda noted: self._run_alone(model, noted, args, kwargs),
+                model,
+                forward,
+                (args, kwargs),
+                lambda: self.planning.settled,
+            )
+        except BudgetTooSmall:
+            self.interrupt()
+            raise
+
+    def _run_alone(
+        self,
+        model: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         last, known = self._last, self._parameters
         signature = signature_of(model, args, kwargs, known)
         given = args, kwargs
@@ -145,9 +170,9 @@ class Fitting(MeasuredSteps):
         if follows and not planning.takes_trials():
             return self._forward(forward)
         undo = Undo(model, (), given, copies=self._copies)
-        planning.redoes = undo.is_possible
+        planning.redoes = undo.is_possible and not self._together.runs_once
         try:
-            if follows or not undo.is_possible:
+            if follows or not planning.redoes:
                 return self._forward(forward)
             return self._learned(forward, undo)
         except Unrepeatable:
@@ -183,7 +208,7 @@ class Fitting(MeasuredSteps):
             return self._forward(forward, last)
         undo = Undo(model, (), given)
         try:
-            if not undo.is_possible:
+            if not undo.is_possible or self._together.runs_once:
                 return self._forward(forward, last)
             kept = self._kept(forward, last) if learns else None
             if kept is not None:

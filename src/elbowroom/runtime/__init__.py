@@ -32,3 +32,6 @@ recompute   modules that run again in backward; repeats, rewind, undo, reach: wh
 checkpoints inputs of the user's checkpoints
 tiers/      where offloaded tensors lie
 """
+
+# Slots and recipes import files of this package, which imports both; so it comes first, always.
+from elbowroom.runtime import handles as handles
