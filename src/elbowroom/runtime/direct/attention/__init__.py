@@ -10,6 +10,7 @@ from elbowroom.runtime.direct.attention.levels import as_node as as_node
 from elbowroom.runtime.direct.attention.levels import attention_reading as attention_reading
 from elbowroom.runtime.direct.attention.levels import levels_by_values as levels_by_values
 from elbowroom.runtime.direct.attention.levels import spread as spread
+from elbowroom.runtime.direct.attention.levels import spread_of_values as spread_of_values
 from elbowroom.runtime.direct.attention.node import adds_nothing_up as adds_nothing_up
 from elbowroom.runtime.direct.attention.node import attention as attention
 from elbowroom.runtime.direct.attention.node import fits_attention as fits_attention
