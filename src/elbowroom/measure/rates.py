@@ -148,10 +148,10 @@ def _between_other_work(codec: Codec, device: torch.device) -> list[float]:
         action = Encode(codec, facts)
         held = perform(action, x, Need.EXACT, None, 1)
         work = torch.zeros(2, _OTHER_WORK, device=device)
-        ways: list[Callable[[], object]] = (
+        ways: list[Callable[[], object]] = [
             partial(perform, action, x, Need.EXACT, None, 1),
             partial(held.restore, private=True),
-        )
+        ]
         between = partial(work[0].copy_, work[1])
         return [typical_s(way, between, device) for way in ways]
 
