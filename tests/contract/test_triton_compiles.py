@@ -39,7 +39,7 @@ def test_every_kernel_compiles_and_keeps_its_bits(capability, tmp_path, pytestco
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = done.stdout.splitlines()

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
 from elbowroom.codecs import Dither, Sided
+from elbowroom.codecs.compact import Coders
 from elbowroom.errors import CodecError, RestoreError
 from elbowroom.plan import Encode, Exact, Keep, Lean, Need
 from programs import looking
@@ -310,7 +311,7 @@ def test_an_error_of_the_codec_closes_the_context(monkeypatch):
     def refuse(*args: Any) -> None:
         raise CodecError("no")
 
-    monkeypatch.setattr(Dither, "_encode_mapped", refuse)
+    monkeypatch.setattr(Coders, "encode", refuse)
     saved = lean()
     where = r"no \(saving float32 \(6, 4, 8, 8\) for 'batch_norm'"
     with pytest.raises(CodecError, match=where), saved:

@@ -295,7 +295,7 @@ def test_memory_is_flat_over_200_steps():
         env={**os.environ, "PYTHONPATH": source},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=360,
         check=False,
     )
     assert run.returncode == 0, run.stderr
