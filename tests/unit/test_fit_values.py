@@ -1,10 +1,13 @@
 """What `fit` has learned, as values: the room of a forward, and the plans that were attempted."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from elbowroom.fitting.attempts import Attempts, KnownStep
 from elbowroom.fitting.chosen import Candidate, Chosen
 from elbowroom.fitting.headroom import Headroom
+from elbowroom.fitting.messages import refusal
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.plan.plan import Plan
 
@@ -51,6 +54,16 @@ def test_what_is_known_of_transients(after, transient, guess, seen):
 def test_what_a_forward_may_hold(known, memory, allowed, surely):
     assert known.allowed_nbytes(OPTIONS, memory, None, 100) == allowed
     assert known.surely_allowed_nbytes(OPTIONS, memory, None) == surely
+
+
+def test_a_refusal_names_more_than_the_budget_that_a_forward_was_above():
+    """What was held before a backward inside of forward is gone when the refusal is written."""
+    saving = SimpleNamespace(
+        storages=[], largest_nbytes=10, impossible=True, ledger=SimpleNamespace(most_nbytes=700)
+    )
+    refused = refusal(saving, OPTIONS, SimpleNamespace(weight_nbytes=300), STOCK, 50)
+    assert refused.least_nbytes == 300 + 700 + 50 > OPTIONS.budget_nbytes
+    assert "exact=None" not in str(refused)  # lossy codes were allowed
 
 
 def chosen(name, state="fp32"):

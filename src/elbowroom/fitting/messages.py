@@ -236,6 +236,9 @@ def refusal(
     step = saving.storages
     least_preset = min(options.presets, key=lambda preset: held_nbytes(preset, step))
     saved = held_nbytes(least_preset, step)
+    lossy_helps = _lossy_helps(saving, saved)
+    if saving.impossible:  # so much was held, whatever of it is alive now
+        saved = max(saved, saving.ledger.most_nbytes)
     other, kind = transient_nbytes, "measured"
     if other is None:  # a guess must be named generously
         other, kind = memory.unallocated_nbytes + _GENEROUS * saving.largest_nbytes, "estimated"
@@ -251,7 +254,7 @@ def refusal(
         ("transients and what the first step will create", other),
     )
     what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts if size)
-    helps = LOSSY_HELPS if _lossy_helps(saving, saved) else ""
+    helps = LOSSY_HELPS if lossy_helps else ""
     helps = (options.exact and owned.states.lossy_helps()) or helps
     more = f"{helps[0].upper()}{helps[1:]}, or h" if helps else "H"
     return BudgetTooSmall(
