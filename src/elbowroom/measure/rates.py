@@ -128,11 +128,10 @@ def _rated(codec: Codec, device: torch.device, elements: int) -> dict[str, float
         for size in (min(_SMALL, elements // 4), elements):
             x, facts = _sample(codec, device, size)
             encoded = codec.encode(x, 1, facts)  # compiles
-            ways: tuple[Callable[[], object], ...]
-            ways = partial(codec.encode, x, 1, facts), encoded.decode
+            ways: list[Callable[[], object]] = [partial(codec.encode, x, 1, facts), encoded.decode]
             nbytes.append(x.nbytes)
-            for seconds, run in zip(taken_s.values(), ways, strict=True):
-                seconds.append(least_s(run, device))
+            for seconds, way in zip(taken_s.values(), ways, strict=True):
+                seconds.append(least_s(way, device))
     more = nbytes[1] - nbytes[0]
     return {
         # Where launches are all there is, both sizes take as long.
@@ -148,10 +147,10 @@ def _between_other_work(codec: Codec, device: torch.device) -> list[float]:
         action = Encode(codec, facts)
         held = perform(action, x, Need.EXACT, None, 1)
         work = torch.zeros(2, _OTHER_WORK, device=device)
-        ways: tuple[Callable[[], object], ...] = (
+        ways: list[Callable[[], object]] = [
             partial(perform, action, x, Need.EXACT, None, 1),
             partial(held.restore, private=True),
-        )
+        ]
         between = partial(work[0].copy_, work[1])
         return [typical_s(way, between, device) for way in ways]
 
