@@ -328,12 +328,10 @@ def following(plan: Plan) -> Callable[[], AbstractContextManager[Any]]:
     return lambda: er.following(plan, min_nbytes=MIN_NBYTES)
 
 
-def planned(
-    kind: str, share: float, *, profile: Profile | None = None, **settings: Any
-) -> Plan | None:
+def planned(kind: str, share: float, **settings: Any) -> Plan | None:
     """A plan, or None where nothing fits."""
     try:
-        return er.plan(profile or profiled(kind), budget=budget_of(kind, share), **settings)
+        return er.plan(profiled(kind), budget=budget_of(kind, share), **settings)
     except BudgetTooSmall:
         return None
 
@@ -386,12 +384,10 @@ def test_the_options_of_the_profiled_step_are_what_it_held(kind: str) -> None:
 def test_what_backward_reads_as_it_is_held_is_not_restored(
     kind: str, exact: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So many tensors fewer are restored as the options say, in a plan that codes all it can."""
-    profile = replace(profiled(kind), fixed_s={})  # then small codes are weighed, too
+    """So many tensors fewer are restored as the options say."""
+    profile = profiled(kind)
     plan = next(
-        plan
-        for share in (0.5, 0.7, 0.9, 1.0)
-        if (plan := planned(kind, share, profile=profile, exact=exact))
+        plan for share in (0.5, 0.7, 0.9, 1.0) if (plan := planned(kind, share, exact=exact))
     )
     said = 0
     for storage in profile.storages:
