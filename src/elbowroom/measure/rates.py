@@ -128,11 +128,10 @@ def _rated(codec: Codec, device: torch.device, elements: int) -> dict[str, float
         for size in (min(_SMALL, elements // 4), elements):
             x, facts = _sample(codec, device, size)
             encoded = codec.encode(x, 1, facts)  # compiles
-            ways: list[Callable[[], object]]
-            ways = [partial(codec.encode, x, 1, facts), encoded.decode]
+            ways: list[Callable[[], object]] = [partial(codec.encode, x, 1, facts), encoded.decode]
             nbytes.append(x.nbytes)
-            for seconds, run in zip(taken_s.values(), ways, strict=True):
-                seconds.append(least_s(run, device))
+            for seconds, way in zip(taken_s.values(), ways, strict=True):
+                seconds.append(least_s(way, device))
     more = nbytes[1] - nbytes[0]
     return {
         # Where launches are all there is, both sizes take as long.
