@@ -8,9 +8,11 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 
 from elbowroom.compiled import ops
+from elbowroom.compiled.joint import Joint, Step
+from elbowroom.compiled.lossy import _fewer
 from elbowroom.compiled.partition import Decision, Partitioner, told
 from elbowroom.compiled.readers import Use, reading_of
-from elbowroom.compiled.rewrite import GROUP_SIZE
+from elbowroom.compiled.rewrite import GROUP_SIZE, Coded
 from elbowroom.kernels import reference
 
 
@@ -184,3 +186,24 @@ def test_attentions_output_may_be_coded_finely_and_its_query_may_not() -> None:
 
     assert reading(as_output, out).use is Use.CURVED
     assert reading(as_both, q).use is Use.EXACT
+
+
+def test_codes_that_the_room_does_not_need_are_left_out_and_masks_are_not(plain) -> None:
+    _, decision = plain
+    seen = []
+
+    def look(joint: Joint, base: Step, coded: list[Coded], room_nbytes: int) -> list[Coded]:
+        kept = _fewer(joint, base, coded, room_nbytes)
+        with_room = _fewer(joint, base, coded, 2**40)
+        seen.append((coded, kept, with_room))
+        return kept
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elbowroom.compiled.lossy._fewer", look)
+        run(int(0.46 * decision.peak_nbytes), None)
+    ((coded, kept, with_room),) = seen
+    masks = {one for one in coded if not one.levels}
+    assert masks
+    assert masks < set(kept) <= set(coded)
+    assert masks < set(with_room)
+    assert len(with_room) == len(masks) + 1

@@ -255,10 +255,14 @@ def _kernels(
     for position, node in enumerate(order):
         fact = facts[node]
         inputs = [n for n in node.all_input_nodes if n in reads]
-        sources = nothing.union(*(reads[n] for n in inputs))
-        heavy = nothing.union(*(slow.get(n, nothing) for n in inputs))
+        if len(inputs) == 1:  # as most nodes have; nothing is joined then
+            sources, heavy = reads[inputs[0]], slow.get(inputs[0], nothing)
+            depth = level[inputs[0]]
+        else:
+            sources = nothing.union(*[reads[n] for n in inputs])
+            heavy = nothing.union(*[slow[n] for n in inputs if n in slow])
+            depth = max([level[n] for n in inputs], default=0)
         heavy = heavy | {node} if fact.is_heavy else heavy
-        depth = max((level[n] for n in inputs), default=0)
         if fact.kind is Kind.VIEW or fact.kind is Kind.GIVEN:
             reads[node], level[node], slow[node] = sources, depth, heavy
             continue

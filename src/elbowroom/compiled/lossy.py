@@ -70,18 +70,22 @@ def _judged(joint: Joint, base: Step, coded: Sequence[Coded]) -> Step | None:
 
 
 def _fewer(joint: Joint, base: Step, coded: list[Coded], room_nbytes: int) -> list[Coded]:
-    """Leaves out codes of the largest values, as many as fit: each is time and noise."""
-    large = sorted(coded, key=lambda one: (-joint.facts[one.node].elements, joint.place[one.node]))
+    """Leaves out codes of the largest values, as many as fit: each is time and noise.
+
+    Masks stay: a comparison must not be made of a value that comes out of a code.
+    """
+    masks = [one for one in coded if not one.levels]
+    large = [one for one in coded if one.levels]
+    large.sort(key=lambda one: (-joint.facts[one.node].elements, joint.place[one.node]))
     first, last = 0, len(large) - 1
     while first < last:
         middle = (first + last + 1) // 2
-        step = _judged(joint, base, large[middle:])
+        step = _judged(joint, base, [*large[middle:], *masks])
         if step is not None and step.peak_nbytes <= room_nbytes:
             first = middle
         else:
             last = middle - 1
-    gone = set(large[:first])
-    return [one for one in coded if one not in gone]
+    return [*large[first:], *masks]
 
 
 def code_all(search: Search, levels: int, min_nbytes: int) -> Step:
