@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -111,7 +112,22 @@ def test_being_stopped_is_no_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["elbowroom.cli.demo"], "compare", stop)
     result = run(*SMALL, "--out", tmp_path / "page.html")
     assert result.exit_code == 130
-    assert "nothing was written" in result.stderr
+    assert result.stderr.endswith("elbowroom: stopped\n")
+
+
+def test_a_picture_of_one_step_is_there_before_the_trainings(tmp_path, monkeypatch):
+    out = tmp_path / "page.html"
+
+    def stop(*_, **__):
+        found = out.read_text()
+        assert "One step of the untrained network" in found
+        assert "peak bytes" in found
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["elbowroom.cli.demo"], "compare", stop)
+    result = run(*SMALL, "--out", out)
+    assert result.exit_code == 130, result.output
+    assert re.search(r"One step takes .+ through elbowroom, and .+ without\.", result.stderr)
 
 
 def test_codecs_lists_the_registry():

@@ -16,8 +16,8 @@ import elbowroom as er
 from elbowroom.cli.mistakes import check_writable, errors_console, says_mistakes
 from elbowroom.demo.compare import Comparison, Saving, compare, try_out
 from elbowroom.demo.compare import Progress as Told
-from elbowroom.demo.page import page
-from elbowroom.demo.tasks import task
+from elbowroom.demo.page import first_line, first_page, page
+from elbowroom.demo.tasks import Task, task
 from elbowroom.report import table, write
 
 DEFAULT_STEPS = {"resnet18": 60, "unet": 150, "gpt": 120}  # under three minutes on two cores
@@ -61,7 +61,10 @@ def demo(
     as_json: AsJson = False,
     out: Out = Path("elbowroom-demo.html"),
 ) -> None:
-    """Train a small network twice, plain and through elbowroom, and compare."""
+    """Train a small network twice, plain and through elbowroom, and compare.
+
+    A page with the memory of one step is there before the trainings begin.
+    """
     # Kineto announces each profile on stderr, in the middle of the progress bar; 99 is above all
     # its levels.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -71,10 +74,17 @@ def demo(
         raise ValueError("--data names a folder of images and --text trains on text; choose one")
     saving, recipe = saving_for(codec, bits)
     chosen = task(name, width=width, batch=batch, folder=data)
-    try_out(chosen, saving)
+    glance = try_out(chosen, saving)
+    write(first_page(glance, {**_settings(chosen), "saving": recipe}), out)
+    errors_console().print(
+        f"{first_line(glance)} Picture: {out}. Now the network trains twice, to compare accuracies",
+        soft_wrap=True,
+        highlight=False,
+    )
     with _progress() as tell:
         result = compare(chosen, saving, steps=steps or DEFAULT_STEPS[name], on_progress=tell)
-    report = page(result, {**_settings(result), "saving": recipe})
+    trained = {"steps": f"{result.steps}, seed {result.seed}", "saving": recipe}
+    report = page(result, _settings(chosen) | trained)
     if as_json:
         typer.echo(json.dumps(_as_json(result, recipe, dict(report.versions), out), indent=2))
     else:
@@ -94,13 +104,11 @@ def saving_for(codec: str, bits: int | None) -> tuple[Saving, str]:
     return lambda: er.saving(codec, **fields), f'er.saving("{codec}"{shown})'
 
 
-def _settings(result: Comparison) -> dict[str, str]:
-    chosen = result.task
+def _settings(chosen: Task) -> dict[str, str]:
     return {
         "model": f"{chosen.name}, width {chosen.width}",
         "data": chosen.origin,
         "batch": str(chosen.batch),
-        "steps": f"{result.steps}, seed {result.seed}",
     }
 
 

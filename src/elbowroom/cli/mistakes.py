@@ -28,7 +28,7 @@ def says_mistakes(command: Callable[P, None]) -> Callable[P, None]:
             mistake(str(error))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            typer.echo("elbowroom: stopped; nothing was written", err=True)
+            typer.echo("elbowroom: stopped", err=True)
             raise typer.Exit(130) from None
 
     return run

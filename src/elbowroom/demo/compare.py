@@ -103,9 +103,30 @@ def _side_dict(side: Side, step_s: float) -> dict[str, Any]:
     }
 
 
-def try_out(task: Task, saving: Saving) -> None:
-    """Runs one step of a model of its own: a codec that does not take its tensors says so now."""
-    Run(task, saving, steps=1).step(next(task.batches(0)))
+@dataclass(frozen=True)
+class Glance:
+    """One step of the network before it is trained, plain and ours."""
+
+    task: Task
+    before_nbytes: int  # saved by autograd
+    after_nbytes: int  # held instead
+    plain: MemoryCurve
+    ours: MemoryCurve
+    ledger: str
+
+
+def try_out(task: Task, saving: Saving) -> Glance:
+    """Measures a step of models of its own: what the comparison will show, in seconds.
+
+    A codec that does not take the model's tensors raises its error here, before any training.
+    """
+    batch = next(task.batches(0))
+    ours, plain = Run(task, saving, steps=1), Run(task, nullcontext, steps=1)
+    ours.step(batch)  # makes optimizer states, and compiles kernels
+    plain.step(batch)
+    before_nbytes, after_nbytes, ledger = _saved(ours, saving, batch)
+    curves = memory_curve(lambda: plain.step(batch)), memory_curve(lambda: ours.step(batch))
+    return Glance(task, before_nbytes, after_nbytes, *curves, ledger)
 
 
 def compare(

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 
 import torch
 
-from elbowroom.demo.compare import Comparison
+from elbowroom.demo.compare import Comparison, Glance
 from elbowroom.demo.tasks import FULL_WIDTHS
+from elbowroom.measure import MemoryCurve
 from elbowroom.report import Curve, Page, Row
 from elbowroom.units import show_nbytes, show_seconds
 
@@ -21,6 +22,12 @@ NOTES = (
     "with its quartiles.",
 )
 
+_CURVES_NOTE = (
+    "Measured by torch's profiler, which sees every allocation of the step. Time is a share of the "
+    "step because the profiler slows it down; dashed lines are where backward and the optimizer "
+    "begin."
+)
+
 
 def page(comparison: Comparison, settings: Mapping[str, str]) -> Page:
     """The report of a finished comparison; `settings` are shown as they are."""
@@ -31,18 +38,50 @@ def page(comparison: Comparison, settings: Mapping[str, str]) -> Page:
         f"{comparison.task.origin}. {scaled(comparison)} Of one seed, a point of accuracy more "
         "or less is chance.",
         rows=rows(comparison),
-        curves=(
-            Curve("plain", plain.curve.times_s, plain.curve.nbytes, plain.curve.marks),
-            Curve("elbowroom", ours.curve.times_s, ours.curve.nbytes, ours.curve.marks),
-        ),
-        curves_note="Measured by torch's profiler, which sees every allocation of the step. "
-        "Time is a share of the step because the profiler slows it down; dashed lines are where "
-        "backward and the optimizer begin.",
+        curves=_curves(plain.curve, ours.curve),
+        curves_note=_CURVES_NOTE,
         details={"What was held, by action": comparison.ledger},
         settings=settings,
         versions=versions(),
         notes=NOTES,
     )
+
+
+def first_page(glance: Glance, settings: Mapping[str, str]) -> Page:
+    """The report of one step before the training; that of the whole comparison replaces it."""
+    plain, ours = glance.plain.peak_nbytes, glance.ours.peak_nbytes
+    return Page(
+        title=f"{glance.task.name}: one step, plain and through elbowroom",
+        lead=f"One step of the untrained network, on {glance.task.origin}. The page of the whole "
+        "comparison, with step times and accuracies, replaces this one when both trainings end.",
+        rows=_bytes_rows(glance.before_nbytes, glance.after_nbytes, plain, ours),
+        curves=_curves(glance.plain, glance.ours),
+        curves_note=_CURVES_NOTE,
+        details={"What was held, by action": glance.ledger},
+        settings=settings,
+        versions=versions(),
+        notes=NOTES[:3],
+    )
+
+
+def first_line(glance: Glance) -> str:
+    """What the first page shows, in a sentence."""
+    plain, ours = show_nbytes(glance.plain.peak_nbytes), show_nbytes(glance.ours.peak_nbytes)
+    return f"One step takes {ours} through elbowroom, and {plain} without."
+
+
+def _curves(plain: MemoryCurve, ours: MemoryCurve) -> tuple[Curve, Curve]:
+    return (
+        Curve("plain", plain.times_s, plain.nbytes, plain.marks),
+        Curve("elbowroom", ours.times_s, ours.nbytes, ours.marks),
+    )
+
+
+def _bytes_rows(before: int, after: int, plain_peak: int, our_peak: int) -> list[Row]:
+    return [
+        _bytes_row("saved bytes", before, after, "held before backward"),
+        _bytes_row("peak bytes", plain_peak, our_peak, "the allocator's highest level"),
+    ]
 
 
 def rows(comparison: Comparison) -> list[Row]:
@@ -51,10 +90,7 @@ def rows(comparison: Comparison) -> list[Row]:
     low, high = timing.ratio_iqr
     points = 100 * (ours.score - plain.score)
     return [
-        _bytes_row("saved bytes", plain.saved_nbytes, ours.saved_nbytes, "held before backward"),
-        _bytes_row(
-            "peak bytes", plain.peak_nbytes, ours.peak_nbytes, "the allocator's highest level"
-        ),
+        *_bytes_rows(plain.saved_nbytes, ours.saved_nbytes, plain.peak_nbytes, ours.peak_nbytes),
         Row(
             "seconds a step",
             show_seconds(timing.median_a_s),
