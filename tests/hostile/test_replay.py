@@ -10,6 +10,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 import elbowroom as er
 from elbowroom.errors import RestoreError
+from elbowroom.fitting.observations import NothingToDo
+from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.runtime import modules
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import PROCESS
@@ -338,6 +341,35 @@ def test_a_fitted_model_follows_its_script_and_keeps_its_bits(share):
     assert fitting.planning._unwritten == 4  # no forward has strayed
     pairs = zip(plain.parameters(), net.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    er.release(net)
+
+
+@pytest.mark.parametrize(("share", "known"), [(0.8, 4), (0.6, 3)])
+def test_a_script_is_written_while_its_plan_is_verified(share, known):
+    """The step after the last that is learned from follows it; at 0.6, modules are tried."""
+    net, x = stack_of(), torch.randn(512, 64)
+    static = 2 * sum(p.nbytes for p in net.parameters())
+    highest = er.peak(lambda: net(x).square().mean().backward()) + static
+    net.zero_grad(set_to_none=True)
+    er.fit(net, budget=int(static + share * (highest - static)), exact=True, min_nbytes=0)
+    for _ in range(known):
+        net(x).square().mean().backward()
+    assert isinstance(opener_of(net)._last, ReplayedForward)
+    er.release(net)
+
+
+def test_a_script_is_forgotten_with_its_plan(monkeypatch):
+    """Whatever puts another plan, or none, in its place."""
+    net, x = stack_of(), torch.randn(512, 64)
+    static = 2 * sum(p.nbytes for p in net.parameters())
+    highest = er.peak(lambda: net(x).square().mean().backward()) + static
+    planning = settled(net, int(static + 0.8 * (highest - static)), exact=True).planning
+    net(x).square().mean().backward()
+    assert planning._scripts
+    other = replace(planning.state, preset=planning.state.preset + 1)
+    monkeypatch.setattr("elbowroom.fitting.planning.advance", lambda state, seen: (other, ()))
+    planning._tell(NothingToDo())
+    assert not planning._scripts
     er.release(net)
 
 

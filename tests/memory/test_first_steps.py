@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting.forward import FittedSaving
 from elbowroom.measure import peak
 from elbowroom.runtime.undo import Undo
 
@@ -153,3 +155,40 @@ def test_a_budget_below_what_forward_takes_is_refused_before_a_step_follows_a_pl
     for _ in range(3):
         step()
     er.release(model)
+
+
+class Upcast(nn.Module):
+    """Small layers, and logits that are made again in other bytes before anything saves them.
+
+    A language model under autocast is such a one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(24))
+        self.head = nn.Linear(64, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return F.log_softmax(self.head(x).bfloat16().float(), -1)[:, 0].mean()
+
+
+def test_large_results_that_nobody_saves_end_a_forward_that_holds_too_much(monkeypatch):
+    net, x, ended = Upcast(), torch.randn(4096, 64), []
+    drop = FittedSaving.drop_everything
+
+    def dropped(saving: FittedSaving) -> None:
+        ended.append(saving._consumers.call)
+        drop(saving)
+
+    static = 2 * sum(p.nbytes for p in net.parameters())
+    highest = er.peak(lambda: net(x).backward()) + static // 2
+    net.zero_grad(set_to_none=True)
+    budget = int(static + 0.68 * (highest - static))
+    er.fit(net, budget=budget, exact=True)
+    monkeypatch.setattr(FittedSaving, "drop_everything", dropped)
+    assert er.peak(lambda: net(x).backward()) + static // 2 <= budget
+    assert ended[0].name == "linear"  # before its result is made again twice, and saved
+    assert ended[0].args[1] is net.head.weight
+    er.release(net)

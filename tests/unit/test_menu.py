@@ -18,6 +18,7 @@ from elbowroom.codecs.base import FLOATS, Buffers, Encoded, Expected, Layout
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.codecs.quality import _RECORDED, lie_of, measured, quality_of
 from elbowroom.errors import BudgetTooSmall, DataError, PlanError, UnknownCodec
+from elbowroom.measure import memory_curve
 from elbowroom.measure.rates import rates
 from elbowroom.plan import registered
 from elbowroom.plan.make import make_plan
@@ -197,6 +198,19 @@ def test_the_recorded_quality(name: str) -> None:
     assert measured(codec, maps=True).error == pytest.approx(maps, rel=0.03)
     assert measured(codec, maps=False).error == pytest.approx(rows, rel=0.03)
     assert measured(codec, maps=True).unbiased == unbiased
+
+
+def test_a_judged_setting_leaves_no_tensor_behind() -> None:
+    """It may be judged inside of a step, whose peak counts."""
+    measured.cache_clear()
+    curve = memory_curve(lambda: measured(Group(bits=7), maps=True))
+    assert curve.peak_nbytes >= 1 << 20
+    assert curve.nbytes[-1] == 0
+
+
+def test_settings_of_the_ladder_are_recorded() -> None:
+    of_presets = {Group(bits=4, group_size=32), Group(bits=5)}  # of products, and of maps
+    assert {setting_name(codec) for codec in of_presets} <= set(_RECORDED)
 
 
 def test_every_setting_of_ours_is_recorded() -> None:

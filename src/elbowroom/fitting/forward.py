@@ -18,7 +18,9 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.direct.recurrent import saved_nbytes
 from elbowroom.runtime.handles import DropHandle, KeepHandle
+from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.identity import is_parameter, is_touchable
 from elbowroom.runtime.observer import Recorder
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.replay.scribe import Scribe
@@ -165,8 +167,25 @@ class FittedSaving(Saving):
         return DropHandle() if self._is_in_vain else super()._taken(x)
 
     def _finished(self, call: Call, out: Any) -> None:
-        if not self._is_in_vain:
-            super()._finished(call, out)
+        if self._is_in_vain:
+            return
+        if not (self._may_climb or self.too_much):
+            self._note_result(out)
+        super()._finished(call, out)
+
+    def _note_result(self, out: Any) -> None:
+        """Gives a forward up that is tried first where a result is too large for what is held.
+
+        What its loss makes of large logits would come before anything of that size is saved.
+        """
+        if not is_touchable(out) or out.numel() * out.element_size() <= self.largest_nbytes:
+            return
+        if out._is_view() or is_parameter(out):  # they take no memory of their own
+            return
+        allowed, _ = self._limits(storage_nbytes(out))
+        if self.ledger.held_nbytes > allowed:
+            self.too_much = True
+            self.drop_everything()
 
     def _packed(
         self, x: Tensor, call: Call | None, reading: Reading, node: int | None = None

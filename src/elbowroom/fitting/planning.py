@@ -119,7 +119,10 @@ class Planning(Followed):
 
     def _tell(self, observation: Observation) -> None:
         """Moves the state by what was seen, and does what it asks for until it asks for no more."""
+        plan, preset = self.state.plan, self.state.preset
         self.state, commands = advance(self.state, observation)
+        if self.state.plan is not plan or self.state.preset != preset:
+            self.forget_scripts()  # one may have been written while its plan was only verified
         if self.state.phase is not Phase.WATCHING:
             self.meter = None
         for command in commands:
@@ -182,7 +185,7 @@ class Planning(Followed):
 
     def _is_written_down(self, recorder: StepRecorder | None, after: FittedSaving | None) -> bool:
         """Returns whether the forward that begins is to be written down, to be followed."""
-        if recorder is not None or self._untried >= 0 or not self._may_be_followed:
+        if recorder is not None or self._untried >= 0 or not self._may_be_written:
             return False
         is_planned = after is None or not after.climbed
         return is_planned and self._running not in self._scripts and self._unwritten > 0
@@ -190,6 +193,16 @@ class Planning(Followed):
     @property
     def _may_be_followed(self) -> bool:
         return self.settled and self.meter is None and not self.calls.grew
+
+    @property
+    def _may_be_written(self) -> bool:
+        """True if the next step may be settled, and go as this one does.
+
+        That of a plan that is verified is written while its peak is measured. It is forgotten with
+        the plan, should that not fit.
+        """
+        verifies = self.plan is not None and self.state.phase in (Phase.VERIFYING, Phase.SMALLEST)
+        return (self.settled or verifies) and self.meter is None and not self.calls.grew
 
     def repeat(self) -> Script | None:
         """Begins the last step once more; returns what its first forward follows."""

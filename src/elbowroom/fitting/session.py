@@ -236,6 +236,7 @@ class Fitting(MeasuredSteps):
             undo.back()
         self._stop()
         self.planning.rehearse_until_planned(forward, undo)
+        self.planning.takes_trials()  # this forward is the first of them
         self._measure()
         try:
             return self._forward(forward)
