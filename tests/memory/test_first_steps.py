@@ -179,7 +179,8 @@ def test_large_results_that_nobody_saves_end_a_forward_that_holds_too_much(monke
     drop = FittedSaving.drop_everything
 
     def dropped(saving: FittedSaving) -> None:
-        ended.append(saving._consumers.call)
+        call = saving._consumers.call
+        ended.append(call is not None and any(x is net.head.weight for x in call.args))
         drop(saving)
 
     static = 2 * sum(p.nbytes for p in net.parameters())
@@ -189,6 +190,5 @@ def test_large_results_that_nobody_saves_end_a_forward_that_holds_too_much(monke
     er.fit(net, budget=budget, exact=True)
     monkeypatch.setattr(FittedSaving, "drop_everything", dropped)
     assert er.peak(lambda: net(x).backward()) + static // 2 <= budget
-    assert ended[0].name == "linear"  # before its result is made again twice, and saved
-    assert ended[0].args[1] is net.head.weight
+    assert ended[0]  # by the head, before its result is made again twice, and saved
     er.release(net)
