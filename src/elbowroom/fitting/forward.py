@@ -18,13 +18,13 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.direct.recurrent import saved_nbytes
 from elbowroom.runtime.handles import DropHandle, KeepHandle
-from elbowroom.runtime.handles.keep import storage_nbytes
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.identity import is_parameter, is_touchable
 from elbowroom.runtime.observer import Recorder
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.slot import Beside, Deferred, Lone, Slot, View, last_node
+from elbowroom.runtime.storage import storage_nbytes
 
 
 class Fit(Protocol):
