@@ -14,7 +14,7 @@ CEILINGS = {
     "`er.saving()`, the next ones: made again": (9, 217),
     '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (25, 690),
     '`er.saving("dither", levels=16, rebuild=False)`, the next ones: encoded': (10, 243),
-    "`er.fit`, a step that learns: made again": (22, 628),
+    "`er.fit`, a step that learns: made again": (22, 629),
     "`er.fit`, a settled step: made again": (7, 197),
 }
 
