@@ -528,6 +528,7 @@ def test_every_exception_of_the_package_is_public_or_waited_for():
         "Unrepeatable": (BaseException,),  # below
         "Unwritable": (Exception,),  # a forward that nothing can follow: the next is looked at
         "OnceUnwritable": (Unwritable,),  # likewise
+        "NoScript": (errors.DataError,),  # likewise
         "Unseen": (errors.PlanError,),  # of a script: the command line shows its message
         "_Refused": (Unseen,),  # likewise
         "_Hostile": (Exception,),  # in a snapshot: test_snapshot.py

@@ -509,7 +509,7 @@ UNKNOWN = {  # or known to need every bit
 KNOWN = {
     "exp": lambda x: x.exp() + 1,
     "softmax": lambda x: x.softmax(-1).square(),
-    "log_softmax": lambda x: x.log_softmax(-1).square(),
+    "log_softmax": lambda x: x.log_softmax(-1) * torch.arange(32),
     "sigmoid": lambda x: x.sigmoid() + 1,
     "tanh": lambda x: x.tanh() + 1,
     "cube": lambda x: x**3,
@@ -522,7 +522,6 @@ KNOWN = {
     "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
     "cross entropy": lambda x: F.cross_entropy(x, torch.arange(16)) + 1,
     "glu": lambda x: F.glu(x, -1),
-    "huber": lambda x: F.huber_loss(x, x.detach().flip(0)) + 1,
 }
 
 

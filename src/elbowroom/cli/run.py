@@ -167,7 +167,7 @@ class _Run:
         self._models: list[_Model] = []
         self._program: CompiledProgram | None = None
 
-    def of(self, script: Path, arguments: list[str], *, is_module: bool) -> int:
+    def of(self, script: Path, arguments: list[str], *, is_module: bool = False) -> int:
         """Runs the script and returns its exit code.
 
         Raises BudgetTooSmall, or PlanError for what `fit` refuses.

@@ -127,7 +127,7 @@ class _Held:
             case Reads.BITS:
                 return not (self.bits_nbytes or self.zeros or isinstance(self.codec, BitMask))
             case Reads.CODE:
-                return self.codec is None or self.codec.lossless
+                return not isinstance(self.codec, Dither)
             case Reads.GRADIENT:
                 return exact or self.codec is None
             case Reads.SAMPLES:

@@ -78,6 +78,7 @@ def perform(
 
 def _from(least: float, x: Tensor) -> Tensor:
     """Returns x where it is at least this, and this elsewhere: x itself, where nothing is below."""
+    x = x.detach()  # else these ops, too, would save it
     if not would_wait(x) and has_values(x) and bool(x.amin() >= least):
         return x
     return x.clamp_min(least)
