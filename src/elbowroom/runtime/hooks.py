@@ -184,7 +184,10 @@ class Saving:
     def _new_serving(self) -> Serving:
         """Returns what makes the slots of a forward hold what is asked."""
         known = self.policy, self.context, self.min_nbytes, self._identity
-        return Serving(*known, self._listener, self._watch, weakref.WeakMethod(self.is_exact))
+        return Serving(
+            *(*known, self._listener, self._watch, weakref.WeakMethod(self.is_exact)),
+            lets_wait=self.recorder is None,
+        )
 
     def __exit__(
         self,

@@ -10,7 +10,8 @@ So such a result waits while somebody else holds it, when a code would free noth
 selection or the like was made of it, for three more ops that save something. If one of them divides
 by what is made of it, element by element, or takes a logarithm or root of that, it stays exact;
 else it gets its code. What divides by it later still (a logarithm of a product) is found, too: a
-warning says so, and a fitted model keeps it from the next step on.
+warning says so, and a fitted model keeps it from the next step on. So is whatever divides in a step
+that is written down to plan by, in which nothing waits: its moments are those of plans.
 """
 
 import logging

@@ -173,14 +173,17 @@ class Serving:
         listener: Listener,
         watch: Watch | None,
         is_exact: Callable[[], Callable[[], bool] | None],
+        *,
+        lets_wait: bool,
     ) -> None:
         """min_nbytes: storages smaller than this are kept. watch: is told of what codes replace.
 
         is_exact: a weak reference to what tells whether no code of the policy adds errors
+        lets_wait: results that saturate may wait; not where plans are made of what is held when
         """
         self._policy, self._context, self._min_nbytes = policy, context, min_nbytes
         self._identity, self._listener, self._watch = identity, listener, watch
-        self._is_exact = is_exact
+        self._is_exact, self._lets_wait = is_exact, lets_wait
         self.waiting = WaitingLine()
         self.pieces = Pieces()
         self.saturated: dict[int, tuple[weakref.ref[Slot], Site]] = {}
@@ -257,7 +260,7 @@ class Serving:
         elif call is not None and call.name in _AGAIN and is_lossy(action, need):
             self._keep(slot, whole, name)
             self.pieces.wait(partial(self._hold_input, slot, whole, action, hold))
-        elif request.reading.saturates >= 0 and is_lossy(action, need):
+        elif request.reading.saturates >= 0 and self._lets_wait and is_lossy(action, need):
             self._keep(slot, whole, name)
             self.waiting.append(Saturated(slot, action, hold))
         elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
