@@ -14,6 +14,7 @@ from elbowroom.adaptive import ActNN, CometBounds, Guard, LeanBudget, NoiseBudge
 from elbowroom.adaptive.base import Adaptive
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.plan import Lean
+from elbowroom.runtime.context import PROCESS
 
 
 class Training:
@@ -416,8 +417,9 @@ def test_what_a_budget_cannot_know_it_says(act, unknown, caplog):
 
 
 @pytest.mark.parametrize("between", [nn.Identity, nn.GELU], ids=str)
-def test_what_reads_a_norms_output_while_its_code_waits_is_predicted(between):
+def test_what_reads_a_norms_output_while_its_code_waits_is_predicted(between, monkeypatch):
     """Its input may be encoded with a ReLU's mask, so what comes next is saved before that."""
+    monkeypatch.setattr(PROCESS, "_remembered", {})  # what other tests have measured, among it
 
     def predicted(policy):
         torch.manual_seed(0)
