@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elbowroom as er
+from programs import looking
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -160,3 +161,15 @@ def test_it_is_said_where_a_code_was_made_too_early(caplog: pytest.LogCaptureFix
 
     noise_of(net(), product, inputs())
     assert "'sigmoid'" in caplog.text
+
+
+def test_few_results_wait_at_a_time() -> None:
+    """Those of a recurrence are held by a list, and each call would look at all that wait."""
+    layer, held, states = nn.Linear(WIDTH, WIDTH), inputs(), []
+    with looking("dither", levels=16, min_nbytes=0) as saving:
+        for _ in range(20):
+            held = torch.tanh(layer(held))
+            states.append(held)
+            assert len(saving._serving.waiting) <= 8
+    encoded = [row for row in saving.ledger.rows if row.consumer == "tanh"]
+    assert {row.action for row in encoded} == {"dither"}

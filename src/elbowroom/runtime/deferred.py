@@ -38,6 +38,7 @@ from elbowroom.runtime.saturated import Saturated
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import WeakStorage
 
+_MOST_SATURATED = 8
 _MOST_SAVES = 6  # calls that save, of the branch that is added
 
 
@@ -113,6 +114,17 @@ class WaitingLine(list[Waiting | Saturated]):
         for one in self:
             if isinstance(one, Saturated) and one.slot() is slot:
                 one.also(site)
+
+    def wait_for_divisions(self, one: Saturated) -> None:
+        """Lets a result wait, and ends the wait of the oldest if there are many.
+
+        A script may hold the states of all steps of a recurrence in a list.
+        """
+        waiting = [other for other in self if isinstance(other, Saturated)]
+        if len(waiting) >= _MOST_SATURATED:
+            self.remove(waiting[0])
+            waiting[0].end()
+        self.append(one)
 
     def ended(self, call: Call, out: Any, identity: Identity) -> None:
         """Encodes, after a call, what need not wait on, and no more.
