@@ -49,7 +49,7 @@ from elbowroom.measure import paired
 
 NAME = "compiled"
 BUDGETS = (0.8, 0.5, 0.3, 0.2)
-SHARES = (0.7, 0.5, 0.4, 0.3)
+SHARES = (0.7, 0.5, 0.4, 0.3, 0.25)
 
 
 class Loss(nn.Module):
