@@ -1,10 +1,10 @@
 """A dry run is what a real step would be: the same tensors at the same moments, without any."""
 
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ def unrated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here asks how fast codecs are; to measure that is slow."""
     for module in ("record", "dry"):
         monkeypatch.setattr(
-            sys.modules[f"elbowroom.measure.{module}"],
+            import_module(f"elbowroom.measure.{module}"),
             "rates",
             lambda device_type: Rates(torch.device(device_type)),
         )

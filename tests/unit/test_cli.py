@@ -109,7 +109,7 @@ def test_being_stopped_is_no_traceback(tmp_path, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["elbowroom.cli.demo"], "compare", stop)
+    monkeypatch.setattr(import_module("elbowroom.cli.demo"), "compare", stop)
     result = run(*SMALL, "--out", tmp_path / "page.html")
     assert result.exit_code == 130
     assert result.stderr.endswith("elbowroom: stopped\n")
@@ -124,7 +124,7 @@ def test_a_picture_of_one_step_is_there_before_the_trainings(tmp_path, monkeypat
         assert "peak bytes" in found
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["elbowroom.cli.demo"], "compare", stop)
+    monkeypatch.setattr(import_module("elbowroom.cli.demo"), "compare", stop)
     result = run(*SMALL, "--out", out)
     assert result.exit_code == 130, result.output
     assert re.search(r"One step takes .+ through elbowroom, and .+ without\.", result.stderr)
