@@ -65,7 +65,7 @@ def first_page(glance: Glance, settings: Mapping[str, str]) -> Page:
 
 
 def first_line(glance: Glance) -> str:
-    """What the first page shows, in a sentence."""
+    """Returns a sentence that says what the first page shows."""
     plain, ours = show_nbytes(glance.plain.peak_nbytes), show_nbytes(glance.ours.peak_nbytes)
     return f"One step takes {ours} through elbowroom, and {plain} without."
 

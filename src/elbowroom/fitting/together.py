@@ -28,7 +28,7 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Together:
-    """What one fitted model has in common with its copies, or shards, in other processes.
+    """Agreement of a fitted model with its copies, or shards, in other processes.
 
     runs_once  its forward is part of one of all processes, and must not be run again
     """

@@ -98,7 +98,7 @@ class Identity:
         return [slot for x in tensors if (slot := self.slot(x)) is not None]
 
     def stored(self, x: Tensor) -> Stored:
-        """What is known of x's storage from now on."""
+        """Returns the record of x's storage, made now if there is none."""
         at = x.untyped_storage()._cdata
         # A weakly held address is never reused: who lives there now is who lived there then.
         known = self._storages.get(at)

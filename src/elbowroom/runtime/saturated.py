@@ -168,11 +168,11 @@ def _is_singular_power(call: Call) -> bool:
 
 
 @cache
-def tell_late(site: Site) -> None:
-    """Warns, once a site, that a code was made before it was seen what it is read for."""
+def tell_late(consumer: str, module: str) -> None:
+    """Warns, once for an op of a module, that a code was made before its readers were seen."""
     _log.warning(
         "the result of '%s' in '%s' has a code, and %s: gradients of this step may be far off "
         "there. A fitted model keeps it from now on; er.saving does not: enlarge min_nbytes, or "
         "take a loss that is made of logits",
-        *(site.consumer, site.module, WHY),
+        *(consumer, module, WHY),
     )

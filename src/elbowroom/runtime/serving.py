@@ -230,7 +230,7 @@ class Serving:
             else:
                 self._context.learn_keep(_key(site), DIVIDED)
                 self._listener.refuse(DIVIDED, once=True)
-                tell_late(site)
+                tell_late(site.consumer, site.module)
             if recorder is not None:
                 recorder.divided(slot)
 

@@ -14,6 +14,7 @@ There are two nodes, as torch has them. What the first one hands to the second h
 makes its own gradient of logp.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,34 +44,23 @@ def cross_entropy(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    *,
+    least: float | None = None,
 ) -> Tensor:
-    """Computes torch.nn.functional.cross_entropy of arguments that pass `fits_cross_entropy`."""
-    return _loss(input, _Labels(target, weight, _REDUCTIONS[reduction], ignore_index))
+    """Computes torch.nn.functional.cross_entropy of arguments that pass `fits_cross_entropy`.
 
-
-def coded_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Computes `cross_entropy`; what it saves may become a code without a copy of it."""
-    labels = _Labels(target, weight, _REDUCTIONS[reduction], ignore_index)
-    labels.least = LEAST_LOG_PROBABILITY
-    return _loss(input, labels)
-
-
-def _loss(input: Tensor, labels: "_Labels") -> Tensor:
+    least: log-probabilities below are saved as this, for which a code needs no copy of them
+    """
+    labels = _Labels(target, weight, _REDUCTIONS[reduction], ignore_index, least)
     logp: Tensor = _LogProbabilities.apply(input, labels)  # type: ignore[no-untyped-call]
     loss: Tensor = _NegativeLogLikelihood.apply(  # type: ignore[no-untyped-call]
-        logp, labels.target, labels.weight, labels
+        logp, target, weight, labels
     )
     labels.target = labels.weight = None  # as the graph holds them now
     return loss
+
+
+coded_cross_entropy = partial(cross_entropy, least=LEAST_LOG_PROBABILITY)
 
 
 def fits_cross_entropy(call: Call, x: Tensor) -> bool:
@@ -98,12 +88,17 @@ class _Labels:
     """
 
     def __init__(
-        self, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+        self,
+        target: Tensor,
+        weight: Tensor | None,
+        reduction: int,
+        ignore_index: int,
+        least: float | None,
     ) -> None:
         self.target: Tensor | None = target
         self.weight = weight
         self.reduction, self.ignore_index = reduction, ignore_index
-        self.least: float | None = None
+        self.least = least
         self.made: tuple[Tensor, Tensor] | None = None
         self.came: tuple[Tensor, Tensor, Tensor | None, Tensor] | None = None
 

@@ -1,4 +1,4 @@
-"""What attention's dropout draws in forward, so that backward draws it again.
+"""Random numbers of attention's dropout: forward draws them, and backward draws them again.
 
 Drawn   nothing is drawn
 Random  the state of the device's random numbers before the run
@@ -196,7 +196,10 @@ class LeanMask(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def drawn_for(q: Tensor, k: Tensor, dropout_p: float, *, is_math: bool) -> Drawn:
-    """What holds the random numbers of one run. is_math: it takes no fused kernel."""
+    """Returns the object that draws the random numbers of one run.
+
+    is_math: it takes no fused kernel
+    """
     if not dropout_p:
         return Drawn()
     weights = q.numel() // q.shape[-1] * k.shape[-2]
