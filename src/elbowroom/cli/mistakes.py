@@ -7,6 +7,7 @@ from typing import ParamSpec
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from elbowroom.errors import BudgetTooSmall, DataError, ElbowroomError
 from elbowroom.files import beside
@@ -72,6 +73,11 @@ def check_writable(out: Path, option: str, *others: Path | None) -> None:
             f"cannot write {option} {out}: no folder {real.parent} that can be written to "
             f"({error.strerror})"
         ) from error
+
+
+def tell_path(what: str, path: Path | str) -> None:
+    """Prints on stderr where something is. A path may have brackets, which are no markup."""
+    errors_console().print(Text.assemble((what, "dim"), f" {path}"), soft_wrap=True)
 
 
 def errors_console() -> Console:

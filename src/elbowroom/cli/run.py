@@ -312,9 +312,8 @@ def _whole_mib(nbytes: int) -> str:
 def _table(told: Summary) -> Table:
     """The figures, each measured or estimated."""
     table = Table(
-        title=f"{told.model} inside {show_nbytes(told.budget_nbytes)}",
+        title=Text(f"{told.model} inside {show_nbytes(told.budget_nbytes)}", style="bold"),
         title_justify="left",
-        title_style="bold",
     )
     for name in ("one step", "measured", "estimated"):
         table.add_column(name, justify="left" if name == "one step" else "right")
