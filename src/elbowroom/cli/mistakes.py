@@ -23,7 +23,7 @@ def says_mistakes(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except BudgetTooSmall as error:
-            mistake(_on_the_command_line(error))
+            mistake(on_the_command_line(error))
             raise typer.Exit(3) from None
         except (ElbowroomError, ValueError, OSError) as error:
             mistake(str(error))
@@ -40,8 +40,8 @@ def mistake(message: str) -> None:
     typer.echo(f"elbowroom: {' '.join(message.split())}", err=True)
 
 
-def _on_the_command_line(error: BudgetTooSmall) -> str:
-    """The remedies, as they are typed there."""
+def on_the_command_line(error: BudgetTooSmall) -> str:
+    """Returns the message of a refusal, with remedies as they are typed on the command line."""
     message = str(error).replace("with exact=None", "by leaving out --exact")
     message = message.replace("with offload='file'", "by --offload file")
     mebibytes = -(-error.least_nbytes // 2**20)
