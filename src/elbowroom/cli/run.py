@@ -315,7 +315,7 @@ class _Run:
     def _unmet(self) -> None:
         """An optimizer is about to take its first step."""
         if not self.told():
-            raise _Refused(_NOT_FOUND)
+            raise _Refused(self.discovery.differentiated or _NOT_FOUND)
 
 
 def _in_a_process(
