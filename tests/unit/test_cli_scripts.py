@@ -105,7 +105,13 @@ elif sys.argv[1] == "functions":
     optimizer.step()
 else:
     params = dict(net.named_parameters())
+    if sys.argv[1] == "stepped":
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     found = grad(lambda params: functional_call(net, params, (x,)).sum())(params)
+    if sys.argv[1] == "stepped":
+        for name, p in net.named_parameters():
+            p.grad = found[name]
+        optimizer.step()
 print("trained")
 """
 ADDS_UP = """
@@ -454,6 +460,7 @@ def test_an_error_of_syntax_is_shown_without_frames_of_ours(folder):
         ("forward", "calls the forward method of Net by itself"),
         ("functions", "call the model itself, model(x), rather than functions of its weights"),
         ("gradients", "takes gradients of Net by torch.func"),
+        ("stepped", "takes gradients of Net by torch.func"),
     ],
 )
 def test_what_cannot_be_seen_is_said_before_the_first_update(folder, way, message):
@@ -464,7 +471,7 @@ def test_what_cannot_be_seen_is_said_before_the_first_update(folder, way, messag
     assert message in ran.stderr
     assert "trained" not in ran.stdout
     assert len(ran.stderr.splitlines()) == 1
-    if way != "functions":
+    if way in ("forward", "gradients"):
         profiled = in_process("profile", "--out", folder / "p.json", script, "--", way)
         assert profiled.exit_code == 2
         assert message in profiled.stderr

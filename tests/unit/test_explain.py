@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elbowroom as er
 from elbowroom.errors import DataError
@@ -103,6 +104,38 @@ def test_a_report_that_fails_hides_no_error(capsys, monkeypatch):
     with pytest.raises(RuntimeError, match="can't allocate"), er.explain_oom():
         run_out()
     assert "not enough left to say why" in capsys.readouterr().err
+
+
+class Refusing(torch.Tensor):
+    """A subclass that lets nobody call a function of torch on it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError("no touching")
+
+
+def test_tensors_of_others_neither_stop_the_report_nor_count_where_they_have_no_memory(capsys):
+    refusing = torch.zeros(1024).as_subclass(Refusing)
+    with FakeTensorMode():
+        fake = torch.empty(1 << 34)
+    with pytest.raises(RuntimeError, match="can't allocate"), er.explain_oom():
+        run_out()
+    told = capsys.readouterr().err
+    assert "tensors hold" in told
+    assert "GiB" not in told
+    del refusing, fake
+
+
+def test_a_report_is_written_once(capsys):
+    with pytest.raises(RuntimeError, match="can't allocate"), er.explain_oom(), er.explain_oom():
+        run_out()
+    assert capsys.readouterr().err.count("memory ran out") == 1
+
+
+def test_without_a_stderr_the_error_goes_on(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    with pytest.raises(RuntimeError, match="can't allocate"), er.explain_oom():
+        run_out()
 
 
 def test_a_known_profile_names_the_plan_that_fits():

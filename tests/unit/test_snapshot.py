@@ -9,7 +9,7 @@ import pytest
 
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall, DataError, PlanError
-from elbowroom.measure.snapshot import BACKWARD, BEFORE, ELSE, OPTIMIZER, SAVED
+from elbowroom.measure.snapshot import BACKWARD, BEFORE, ELSE, OPTIMIZER, SAVED, _snapshot
 from elbowroom.report import render_profile, snapshot_page
 
 MIB = 2**20
@@ -190,6 +190,48 @@ def test_code_in_the_file_does_not_run(write, evil, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="it wants to run"):
         er.load_snapshot(write(evil))
     assert not (tmp_path / "ran").exists()
+
+
+def endless():
+    """Ten lists of ten lists of ..., a few hundred bytes as a pickle and terabytes as text."""
+    value = ["ha"]
+    for _ in range(12):
+        value = [value] * 10
+    return value
+
+
+def deep():
+    value = []
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+def first_of(data, action):
+    return next(one for one in data["device_traces"][0] if one["action"].startswith(action))
+
+
+@pytest.mark.parametrize("make", [endless, deep])
+@pytest.mark.parametrize("place", ["action", "addr", "state", "filename"])
+def test_lists_in_the_place_of_a_name_are_refused_at_once(make, place):
+    data = training()
+    if place == "state":
+        data["segments"][0]["blocks"][0]["state"] = make()
+    elif place == "filename":
+        first_of(data, "alloc")["frames"] = [{"filename": make(), "line": 1, "name": "f"}]
+    else:
+        first_of(data, "alloc")[place] = make()
+    with pytest.raises(ValueError, match="list should be a"):
+        _snapshot(data, None)
+
+
+def test_what_else_a_frame_has_is_not_compared():
+    data = training()
+    begin, end = first_of(data, "alloc"), first_of(data, "free")
+    end["addr"] = begin["addr"]
+    for event in (begin, end):
+        event["frames"] = [{"filename": "a.py", "line": 1, "name": "f", "more": endless()}]
+    assert _snapshot(data, None).peak > 0
 
 
 def test_a_part_of_a_file_is_refused(write):

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import elbowroom as er
-from elbowroom.cli.mistakes import check_writable, errors_console, says_mistakes
+from elbowroom.cli.mistakes import check_writable, errors_console, says_mistakes, tell_path
 from elbowroom.demo.compare import Comparison, Saving, compare, try_out
 from elbowroom.demo.compare import Progress as Told
 from elbowroom.demo.page import first_line, first_page, page
@@ -80,6 +80,7 @@ def demo(
         f"{first_line(glance)} Picture: {out}. Now the network trains twice, to compare accuracies",
         soft_wrap=True,
         highlight=False,
+        markup=False,
     )
     with _progress() as tell:
         result = compare(chosen, saving, steps=steps or DEFAULT_STEPS[name], on_progress=tell)
@@ -91,7 +92,7 @@ def demo(
         Console().print(table(report))
         Console().print(report.lead)
     write(report, out)
-    errors_console().print(f"[dim]Memory curves and settings:[/] {out}", soft_wrap=True)
+    tell_path("Memory curves and settings:", out)
 
 
 def saving_for(codec: str, bits: int | None) -> tuple[Saving, str]:

@@ -7,6 +7,7 @@ from typing import ParamSpec
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from elbowroom.errors import BudgetTooSmall, DataError, ElbowroomError
 from elbowroom.files import beside
@@ -22,7 +23,7 @@ def says_mistakes(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except BudgetTooSmall as error:
-            mistake(_on_the_command_line(error))
+            mistake(on_the_command_line(error))
             raise typer.Exit(3) from None
         except (ElbowroomError, ValueError, OSError) as error:
             mistake(str(error))
@@ -39,8 +40,8 @@ def mistake(message: str) -> None:
     typer.echo(f"elbowroom: {' '.join(message.split())}", err=True)
 
 
-def _on_the_command_line(error: BudgetTooSmall) -> str:
-    """The remedies, as they are typed there."""
+def on_the_command_line(error: BudgetTooSmall) -> str:
+    """Returns the message of a refusal, with remedies as they are typed on the command line."""
     message = str(error).replace("with exact=None", "by leaving out --exact")
     message = message.replace("with offload='file'", "by --offload file")
     mebibytes = -(-error.least_nbytes // 2**20)
@@ -72,6 +73,11 @@ def check_writable(out: Path, option: str, *others: Path | None) -> None:
             f"cannot write {option} {out}: no folder {real.parent} that can be written to "
             f"({error.strerror})"
         ) from error
+
+
+def tell_path(what: str, path: Path | str) -> None:
+    """Prints on stderr where something is. A path may have brackets, which are no markup."""
+    errors_console().print(Text.assemble((what, "dim"), f" {path}"), soft_wrap=True)
 
 
 def errors_console() -> Console:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 import elbowroom as er
-from elbowroom.cli.mistakes import check_writable, errors_console, says_mistakes
+from elbowroom.cli.mistakes import check_writable, says_mistakes, tell_path
 from elbowroom.cli.places import Offload
 from elbowroom.errors import BudgetTooSmall, DataError, UnknownField
 from elbowroom.files import write_text
@@ -96,14 +96,14 @@ def plan(
     if explain:
         Console().print(Text(made.explain()), soft_wrap=True)
     else:
-        Console().print(f"[bold]{made}[/]", soft_wrap=True, highlight=False)
+        Console().print(Text(str(made), style="bold"), soft_wrap=True)
         Console().print(_table(made))
     if out is not None:
         made.save(out)
-        errors_console().print(f"[dim]The plan:[/] {out}", soft_wrap=True)
+        tell_path("The plan:", out)
     if html is not None:
         write_text(render_profile(step_page(known, profile.name, plan=made)), html)
-        errors_console().print(f"[dim]Page:[/] {html}", soft_wrap=True)
+        tell_path("Page:", html)
 
 
 def _table(made: Plan) -> Table:

@@ -1,5 +1,6 @@
 """`elbowroom profile`: where the memory of a script's training step goes."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,7 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from elbowroom.cli.mistakes import check_writable, errors_console, says_mistakes
+from elbowroom.cli.mistakes import check_writable, says_mistakes, tell_path
 from elbowroom.cli.script import (
     Arguments,
     IsModule,
@@ -76,12 +77,10 @@ def _show(found: Profile, model: str, remark: str, out: Path, html: Path) -> Non
         f"before the step; {show_nbytes(found.saved_nbytes)} saved for backward in "
         f"{len(found.storages)} tensors. {remark}",
         soft_wrap=True,
+        markup=False,
     )
-    errors_console().print(
-        f"[dim]Page: {html}. What would less of it take?[/]  elbowroom plan {out} --sweep",
-        soft_wrap=True,
-        highlight=False,
-    )
+    tell_path("Page:", html)
+    tell_path("What would less of it take?", f"elbowroom plan {shlex.quote(str(out))} --sweep")
 
 
 class _Enough(SystemExit):

@@ -2,7 +2,9 @@
 
 import json
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -11,10 +13,17 @@ import typer
 from rich.table import Table
 from rich.text import Text
 from torch import nn
+from torch.multiprocessing.spawn import ProcessExitedException
 from torch.optim import Optimizer
 
 import elbowroom as er
-from elbowroom.cli.mistakes import check_writable, errors_console, mistake, says_mistakes
+from elbowroom.cli.mistakes import (
+    check_writable,
+    errors_console,
+    mistake,
+    on_the_command_line,
+    says_mistakes,
+)
 from elbowroom.cli.places import Offload
 from elbowroom.cli.script import (
     Arguments,
@@ -25,6 +34,7 @@ from elbowroom.cli.script import (
     run_script,
     show_traceback,
 )
+from elbowroom.cli.spawned import Ended, following
 from elbowroom.cli.warm import start_warm
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.files import write_text
@@ -39,12 +49,18 @@ from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.tools import Discovery, Unseen, say_exhaustion
 from elbowroom.units import Share, parse_budget, show_nbytes
 
-NOT_KEPT = 4  # exit code
+UNSEEN, TOO_SMALL, NOT_KEPT = 2, 3, 4  # exit codes
+REFUSALS = (UNSEEN, TOO_SMALL)
 _MOST_MODELS = 8
 _NOT_FOUND = (
     "the script made an optimizer, but no module that holds its parameters was called in training "
     "mode with gradients on, on the main thread, so the budget is not kept; call the model "
     "itself, model(x), rather than functions of its weights"
+)
+_IN_PROCESSES = (
+    "the script trained nothing in its own process, and nothing is seen of processes that it "
+    "starts by multiprocessing.Process; if they train, start them by torch.multiprocessing.spawn "
+    "or by torchrun, or call er.fit in them"
 )
 
 Budget = Annotated[
@@ -126,13 +142,22 @@ def run(
     if warm:
         start_warm()
     running = _Run(asked, exact, offload, given)
-    code = running.of(script, arguments or [], is_module=module)
-    told = running.told()
-    if not told:
-        code = _say_not_found(code, made_optimizers=running.discovery.made_optimizers)
+    with following(partial(_in_a_process, asked, exact, offload, given)) as processes:
+        code = running.of(script, arguments or [], is_module=module)
+    spawned = processes.told
+    told = running.told() + spawned
+    if processes.refusal:
+        code = processes.refusal
+    elif not told:
+        made_optimizers = running.discovery.made_optimizers
+        code = _say_not_found(code, made_optimizers, processes.started)
     else:
-        for one in told:
+        for one in running.told():
             errors_console().print(_table(one))
+        if spawned:
+            worst = max(spawned, key=lambda one: one.last_nbytes or 0)
+            of = f" (in one of {len(processes.ended)} processes)"
+            errors_console().print(_table(worst, of if len(processes.ended) > 1 else ""))
         worst = max(told, key=lambda one: one.last_nbytes or 0)
         code = _say_not_kept(code, worst)
         if report is not None:
@@ -179,11 +204,29 @@ class _Run:
                 return 130
             except (BudgetTooSmall, Unseen, NoScript):
                 raise
+            except ProcessExitedException as error:
+                if error.exit_code in REFUSALS:  # the process has said why
+                    return error.exit_code
+                show_traceback(error)
+                return 1
             except Exception as error:
                 show_traceback(error)
                 if is_out_of_memory(error):
                     say_exhaustion(error)
                 return 1
+            finally:
+                for one in self._models:
+                    one.fitting.finish()
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Calls a function of the script's in a process of its own."""
+        with self.discovery, self._compiling():
+            try:
+                function()
+            except Exception as error:
+                if is_out_of_memory(error):
+                    say_exhaustion(error)
+                raise
             finally:
                 for one in self._models:
                     one.fitting.finish()
@@ -272,21 +315,44 @@ class _Run:
     def _unmet(self) -> None:
         """An optimizer is about to take its first step."""
         if not self.told():
-            raise _Refused(_NOT_FOUND)
+            raise _Refused(self.discovery.differentiated or _NOT_FOUND)
 
 
-def _say_not_found(code: int, *, made_optimizers: bool) -> int:
+def _in_a_process(
+    budget: int | str,
+    exact: bool,
+    offload: str | None,
+    plan: Plan | None,
+    function: Callable[[], object],
+) -> Ended:
+    """Runs a function of the script's in a process that the script has started."""
+    running = _Run(budget, exact, offload, plan)
+    try:
+        running.call(function)
+    except BudgetTooSmall as error:
+        mistake(on_the_command_line(error))
+        return Ended([], TOO_SMALL)
+    except Unseen as error:
+        mistake(str(error))
+        return Ended([], UNSEEN)
+    return Ended(running.told())
+
+
+def _say_not_found(code: int, made_optimizers: bool, started: int) -> int:
     """Warns that no model was fitted; returns the exit code.
 
     It is harmless if nothing was trained.
     """
     if code:
         return code
+    if not made_optimizers and started:
+        mistake(_IN_PROCESSES)
+        return UNSEEN
     if not made_optimizers:
         errors_console().print("[dim]elbowroom: the script trained nothing, so nothing was done[/]")
         return code
     mistake(_NOT_FOUND)
-    return 2
+    return UNSEEN
 
 
 def _say_not_kept(code: int, told: Summary) -> int:
@@ -309,12 +375,11 @@ def _whole_mib(nbytes: int) -> str:
     return f"{-(-nbytes // 2**20)}MiB"
 
 
-def _table(told: Summary) -> Table:
+def _table(told: Summary, where: str = "") -> Table:
     """The figures, each measured or estimated."""
     table = Table(
-        title=f"{told.model} inside {show_nbytes(told.budget_nbytes)}",
+        title=Text(f"{told.model} inside {show_nbytes(told.budget_nbytes)}{where}", style="bold"),
         title_justify="left",
-        title_style="bold",
     )
     for name in ("one step", "measured", "estimated"):
         table.add_column(name, justify="left" if name == "one step" else "right")

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 import elbowroom as er
-from elbowroom.cli.mistakes import check_writable, errors_console, says_mistakes
+from elbowroom.cli.mistakes import check_writable, says_mistakes, tell_path
 from elbowroom.files import write_text
 from elbowroom.report import render_profile, snapshot_page
 from elbowroom.waiting import waiting
@@ -32,4 +32,4 @@ def snapshot(file: File, html: Html = None, device: Device = None) -> None:
         found = er.load_snapshot(file, device)
     write_text(render_profile(snapshot_page(found, file.name)), page)
     Console().print(str(found), soft_wrap=True, highlight=False, markup=False)
-    errors_console().print(f"[dim]Page:[/] {page}", soft_wrap=True)
+    tell_path("Page:", page)

@@ -66,6 +66,7 @@ class ErrorReport:
             )
         from rich.console import Console  # most trainings draw no table
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(title=self._title())
         for name in ("module", "read by", "codec", "bits"):
@@ -78,7 +79,8 @@ class ErrorReport:
             then, measured = row.checked or (None, None)
             shown = (self._show(value) for value in (row.predicted, then, measured))
             agreement = "" if row.agreement is None else f"{row.agreement:.2f}"
-            table.add_row(row.module, row.op, codecs, bits, *shown, agreement)
+            cells = (row.module, row.op, codecs, bits, *shown, agreement)
+            table.add_row(*(Text(cell) for cell in cells))  # "[mask]" is a name, and no markup
         console = Console(width=140, record=True, file=io.StringIO())
         console.print(table)
         return console.export_text()

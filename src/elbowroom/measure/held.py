@@ -25,7 +25,7 @@ class Held:
         found: dict[int, tuple[WeakStorage, int]] = {}
         staying: dict[int, int] = {}
         for x in tensors:
-            nbytes = storage_nbytes(x) if x.layout is torch.strided and _is_real(x) else 0
+            nbytes = storage_nbytes(x) if x.layout is torch.strided and is_real(x) else 0
             if nbytes and (isinstance(x, nn.Parameter) or nbytes < _SMALL):
                 staying[x.untyped_storage()._cdata] = nbytes
             elif nbytes:
@@ -39,7 +39,7 @@ class Held:
         return self._staying_nbytes + sum(nbytes for _, nbytes in self._alive)
 
 
-def _is_real(x: Tensor) -> bool:
+def is_real(x: Tensor) -> bool:
     """Returns whether it has memory, which a compiler's fake tensor has not."""
     try:
         return x.untyped_storage().device.type != "meta"
@@ -48,9 +48,13 @@ def _is_real(x: Tensor) -> bool:
 
 
 def all_tensors(device_type: str) -> list[Tensor]:
-    """Every tensor on this type of device that Python knows of."""
-    return [
-        one
-        for one in gc.get_objects()
-        if issubclass(type(one), Tensor) and one.device.type == device_type
-    ]
+    """Every tensor on this type of device that Python knows of.
+
+    A subclass is not asked by way of `__torch_function__`, which may refuse.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            one
+            for one in gc.get_objects()
+            if issubclass(type(one), Tensor) and one.device.type == device_type
+        ]

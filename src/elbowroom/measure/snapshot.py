@@ -41,6 +41,10 @@ _KNOWN = {
 }
 _FREES = ("free", "free_completed")
 _ENGINE = ("_engine_run_backward", "autograd::Engine")
+_UNREADABLE = (
+    *(KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError),
+    *(RecursionError, MemoryError),  # of lists in lists, which a comparison follows
+)
 _HINT = (
     "torch.cuda.memory._record_memory_history() before the steps, and "
     'torch.cuda.memory._dump_snapshot("snapshot.pickle") after them, write one'
@@ -179,7 +183,7 @@ def load_snapshot(path: str | Path, device: int | None = None) -> Snapshot:
         ) from None
     try:
         return _snapshot(data, device)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+    except _UNREADABLE as error:
         raise DataError(
             f"{path} is a pickle, but no memory snapshot of a form that this version of elbowroom "
             f"knows ({type(error).__name__}: {error}). It reads those of torch 2.1 to 2.14; {_HINT}"
@@ -218,7 +222,7 @@ def _snapshot(data: Any, device: int | None) -> Snapshot:
     last = _blocks(segments, device)
     if not trace and not last:
         raise ValueError(f"it says nothing of GPU {device}")
-    unknown = Counter(str(event["action"]) for event in trace) if trace else Counter()
+    unknown = Counter(_text(event["action"]) for event in trace) if trace else Counter()
     unknown = Counter({name: n for name, n in unknown.items() if name not in _KNOWN})
     events = [event for event in trace if event["action"] in ("alloc", *_FREES)]
     times = [event.get("time_us") for event in events]
@@ -250,7 +254,7 @@ def _blocks(segments: list[Any], device: int) -> dict[int, tuple[int, list[Any]]
             nbytes = _int(block["size"])
             at = _int(block.get("address", address))
             address = at + nbytes
-            if str(block["state"]).startswith("active"):
+            if _text(block["state"]).startswith("active"):
                 frames = block.get("frames") or _history(block)
                 found[at] = (nbytes, frames)
     return found
@@ -281,7 +285,7 @@ def _replay(events: list[Any], last: dict[int, tuple[int, list[Any]]]) -> list[B
         elif address in born:
             start, nbytes, made = born.pop(address)
             # Where stacks of frees were not recorded, the allocator repeats that of the allocation.
-            ended = in_backward if frames == made else has_frames and _is_backward(frames)
+            ended = in_backward if _is_same(frames, made) else has_frames and _is_backward(frames)
             found.append(_block(nbytes, start, at - 1, made, has_frames, ended=ended))
         else:
             found.append(Block(nbytes, 0, at - 1, BEFORE))
@@ -302,7 +306,7 @@ def _block(
 ) -> Block:
     """Makes a `Block`. ended: whether it was freed in backward."""
     kind = ELSE
-    if any("torch/optim" in str(frame["filename"]).replace("\\", "/") for frame in frames):
+    if any("torch/optim" in _text(frame["filename"]).replace("\\", "/") for frame in frames):
         kind = OPTIMIZER
     elif has_frames and _is_backward(frames):
         kind = BACKWARD
@@ -313,21 +317,40 @@ def _block(
 
 def _is_backward(frames: list[Any]) -> bool:
     """Returns whether autograd's engine runs: its threads have no frame of Python."""
-    return not frames or any(word in str(frame["name"]) for frame in frames for word in _ENGINE)
+    return not frames or any(word in _text(frame["name"]) for frame in frames for word in _ENGINE)
+
+
+def _is_same(frames: list[Any], others: list[Any]) -> bool:
+    """Compares what is read of frames alone: whatever else is in them may be endless."""
+    if frames is others or len(frames) != len(others):
+        return frames is others
+    return all(
+        _text(one[key]) == _text(other[key]) and _int(one["line"]) == _int(other["line"])
+        for one, other in zip(frames, others, strict=True)
+        for key in ("filename", "name")
+    )
 
 
 def _where(frames: list[Any]) -> tuple[str, str]:
     """The innermost line of Python outside of torch and of Python itself, and its function."""
     for frame in frames:
-        path = str(frame["filename"]).replace("\\", "/")
+        path = _text(frame["filename"]).replace("\\", "/")
         is_packaged = "/site-packages/" in path or "/dist-packages/" in path
         is_own = path.endswith(".py") and "/torch/" not in path and not path.startswith("<")
         if is_own and (is_packaged or "/lib/python" not in path):
-            return f"{path.rsplit('/', 1)[-1]}:{_int(frame['line'])}", str(frame["name"])
+            return f"{path.rsplit('/', 1)[-1]}:{_int(frame['line'])}", _text(frame["name"])
     return "", ""
 
 
 def _int(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} should be a whole number")
+        shown = value if isinstance(value, int) else type(value).__name__
+        raise ValueError(f"{shown} should be a whole number")
+    return value
+
+
+def _text(value: Any) -> str:
+    """A string; nothing else is shown, since lists of lists of ... may show as terabytes."""
+    if not isinstance(value, str):
+        raise ValueError(f"{type(value).__name__} should be a string")
     return value

@@ -357,8 +357,9 @@ def _shape(sizes: Any) -> tuple[int, ...]:
 def _table(plan: Plan) -> str:
     from rich.console import Console  # most trainings draw no table
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=str(plan))
+    table = Table(title=Text(str(plan), style="table.title"))
     for name in ("module", "op", "shape"):
         table.add_column(name)
     for name in ("bytes", "held"):
@@ -368,7 +369,7 @@ def _table(plan: Plan) -> str:
         table.add_column(name, justify="right")
     table.add_column("why")
     for line in sorted(plan.lines, key=lambda line: -line.nbytes):
-        table.add_row(
+        cells = (
             line.module,
             line.op,
             "x".join(map(str, line.shape)),
@@ -379,6 +380,7 @@ def _table(plan: Plan) -> str:
             f"{line.error:.1e}" if line.error else "",
             line.why,
         )
+        table.add_row(*(Text(cell) for cell in cells))  # "[mask]" is a name, and no markup
     console = Console(width=150, record=True, file=io.StringIO())
     console.print(table)
     return console.export_text()

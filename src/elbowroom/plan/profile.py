@@ -280,14 +280,15 @@ def _profile(data: dict[str, Any]) -> Profile:
 
 def _check(profile: Profile) -> None:
     """Raise ValueError where moments, or what refers to them, do not agree."""
+    files.check_types(profile)
     moments = len(profile.level)
-    numbers = (*profile.level, *profile.floor, *profile.starts_s, profile.seconds, profile.static)
-    if not all(isinstance(number, int | float) for number in numbers):
-        raise ValueError("levels and times are numbers")
     if not moments == len(profile.floor) == len(profile.starts_s):
         raise ValueError("each moment has a level, a floor and a time")
-    if len(profile.device) != 2 or not all(isinstance(name, str) for name in profile.device):
-        raise ValueError("a device has a type and a name")
+    if not all(rate > 0 for rate in profile.rates.values()):
+        raise ValueError("a rate is of more than 0 bytes a second")
+    for one in () if profile.noise is None else profile.noise.sites:
+        if len(one.levels) != len(one.shares) or not all(levels > 1 for levels in one.levels):
+            raise ValueError("a share is that of a code of 2 levels or more")
     seen = [profile.backward]
     for storage in profile.storages:
         seen += [storage.born, storage.used, storage.freed, *storage.needs]

@@ -8,7 +8,7 @@ from elbowroom.report.page import Page
 
 def table(page: Page) -> Table:
     """The comparison, one row a figure; what is estimated says so in a column of its own."""
-    drawn = Table(title=page.title, title_justify="left", title_style="bold")
+    drawn = Table(title=Text(page.title, style="bold"), title_justify="left")
     drawn.add_column("one step")
     for name in ("plain", "elbowroom", "change"):
         drawn.add_column(name, justify="right")

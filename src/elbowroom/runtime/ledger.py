@@ -498,6 +498,7 @@ def _render(ledger: Account) -> str:
         )
     from rich.console import Console  # most trainings draw no table
     from rich.table import Table
+    from rich.text import Text
 
     before, after = show_nbytes(ledger.before_nbytes), show_nbytes(ledger.after_nbytes)
     any_away = ledger.away_nbytes > 0
@@ -514,9 +515,8 @@ def _render(ledger: Account) -> str:
         sizes = [show_nbytes(row.before_nbytes), show_nbytes(row.after_nbytes)]
         if any_away:
             sizes.append(show_nbytes(row.away_nbytes) if row.away_nbytes else "")
-        table.add_row(
-            row.module, row.consumer, row.dtype, row.action, str(row.count), *sizes, row.why
-        )
+        cells = (row.module, row.consumer, row.dtype, row.action, str(row.count), *sizes, row.why)
+        table.add_row(*(Text(cell) for cell in cells))  # "[mask]" is a name, and no markup
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(table)
     return console.export_text()

@@ -40,6 +40,7 @@ class Discovery:
     later   called with each optimizer as it is made
     unmet   called before an optimizer's first steps, if it has gradients and no model was found
     called  what the program called: the model itself, or what torch.compile made of it
+    differentiated  a sentence, if torch.func took gradients of a model
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Discovery:
         self._found, self._later, self._unmet = found, later, unmet
         self.made_optimizers = False
         self.called: nn.Module | None = None
+        self.differentiated = ""
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._plain_init = Optimizer.__init__
 
@@ -100,11 +102,9 @@ class Discovery:
         model = original(module)
         if is_traced():
             if model.training and takes_gradients() and not self.made_optimizers:
-                raise Unseen(
-                    f"the script takes gradients of {type(model).__name__} by torch.func, which "
-                    "lets nobody hold saved tensors in another way, so no budget can be kept; "
-                    "train by loss.backward()"
-                )
+                raise Unseen(_by_func(model))
+            if model.training and takes_gradients():
+                self.differentiated = self.differentiated or _by_func(model)
             return True
         trainable = [p for p in model.parameters() if p.requires_grad]
         if not trainable:
@@ -122,6 +122,13 @@ class Discovery:
             self.called = module
             self._found(model)
         return True
+
+
+def _by_func(model: nn.Module) -> str:
+    return (
+        f"the script takes gradients of {type(model).__name__} by torch.func, which lets nobody "
+        "hold saved tensors in another way, so no budget can be kept; train by loss.backward()"
+    )
 
 
 def _whose_forward(module: nn.Module) -> nn.Module | None:

@@ -26,6 +26,7 @@ from elbowroom.tools.holders import Holder, address_of, find_holders
 from elbowroom.units import parse_nbytes, show_nbytes
 
 _MOST = 5  # rows a kind
+_SAID = "_elbowroom_has_explained"  # an attribute of an error
 _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (torch.__file__, Path(__file__).parent, os.__file__)
@@ -54,9 +55,17 @@ class ExplainOutOfMemory:
 
 
 def say_exhaustion(error: BaseException, profile: Profile | None = None) -> None:
-    """Writes `explanation` on stderr. It raises nothing: the error is what must be seen."""
+    """Writes `explanation` on stderr, once for each error.
+
+    It raises nothing: the error is what must be seen.
+    """
+    if sys.stderr is None or getattr(error, _SAID, False):
+        return
+    with suppress(AttributeError, TypeError):  # of a class with __slots__
+        setattr(error, _SAID, True)
     try:
-        text = explanation(error, profile)
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass of the user's may refuse
+            text = explanation(error, profile)
     except Exception as failed:
         text = f"elbowroom: memory ran out, and there is not enough left to say why ({failed})"
     with suppress(OSError, ValueError):  # stderr is closed

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elbowroom.measure.held import all_tensors
+from elbowroom.measure.held import all_tensors, is_real
 from elbowroom.runtime.slot import View
 from elbowroom.runtime.storage import storage_nbytes
 from elbowroom.runtime.undo import gradient_of, tensors_of
@@ -82,7 +82,7 @@ class _Found:
         self._sums: dict[tuple[str, str], int] = {}
 
     def add(self, kind: str, where: str, x: Tensor) -> None:
-        if x.device.type != self._device_type:
+        if x.device.type != self._device_type or not is_real(x):
             return
         nbytes, address = storage_nbytes(x), address_of(x)
         if nbytes and address not in self._seen:
