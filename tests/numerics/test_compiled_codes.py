@@ -31,9 +31,14 @@ def run(
     p: float = 0.0,
     steps: int = 1,
     make=convolutions,
+    sizes: tuple[int, ...] = (),
+    dynamic: bool | None = None,
     **settings,
 ):
-    """Gradients of a few steps, and what was decided."""
+    """Gradients of a few steps, and what was decided.
+
+    sizes: of batch and maps of more steps, after those
+    """
 
     def as_written(gm, inputs):
         return torch._functorch.aot_autograd.make_boxed_func(gm.forward)
@@ -46,14 +51,14 @@ def run(
         partition_fn=Partitioner(room, False, exact, **settings),
         decompositions=select_decomp_table(),
     )
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic)
     found: list[Decision] = []
     gradients = []
     with told(found.append):
-        for _ in range(steps):
+        for given in [x] * steps + [x[:n, :, :n, :n].contiguous() for n in sizes]:
             model.zero_grad()
             torch.manual_seed(1)
-            compiled(x).square().mean().backward()
+            compiled(given).square().mean().backward()
             gradients.append(torch.cat([g.grad.flatten() for g in model.parameters()]))
     return gradients, found[0]
 
@@ -277,3 +282,19 @@ def test_levels_are_raised_for_as_few_of_the_largest_as_the_noise_needs() -> Non
         assert sum(levels) >= before
         before = sum(levels)
     assert _quiet(BySize(), None, coded, whole / 10**4) is None
+
+
+def test_codes_of_a_graph_with_symbols_are_those_of_one_without_and_serve_other_sizes() -> None:
+    coded = {"levels": 16, "min_nbytes": 4096}
+    with ops.draws.started_at(5):
+        (expected,), fixed = run(None, None, dynamic=False, **coded)
+    with ops.draws.started_at(5):
+        (got, other), symbolic = run(None, None, sizes=(12,), dynamic=True, **coded)
+    assert symbolic.is_lossy
+    assert symbolic.saved_nbytes == fixed.saved_nbytes
+    assert torch.equal(got, expected)
+    model, x = convolutions()
+    model(x)  # as the step before, for the statistics
+    model(x[:12, :, :12, :12].contiguous()).square().mean().backward()
+    exact = torch.cat([g.grad.flatten() for g in model.parameters()])
+    assert 1e-4 < error(other, exact) < 2 * symbolic.noise

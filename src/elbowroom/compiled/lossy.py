@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import tensors_of
+from elbowroom.compiled.collect import known_size, tensors_of
 from elbowroom.compiled.decide import Search, is_tensor, run_again
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.noise import Reach
@@ -168,7 +168,7 @@ def code_all(search: Search, levels: int, min_nbytes: int) -> tuple[Step, float]
 def _plain_nbytes(one: Coded) -> int:
     """The bytes that eager PyTorch would hold: a comparison stands for its operand."""
     value = tensors_of(one.node)[0]
-    return value.numel() * (value.dtype.itemsize if one.levels else 4)
+    return known_size(value.numel()) * (value.dtype.itemsize if one.levels else 4)
 
 
 def _bases(search: Search, step: Step) -> list[Step]:
@@ -232,8 +232,13 @@ def _may_be_coded(
     if not is_tensor(node) or node.op != "call_function" or joint.facts[node].storage in outputs:
         return False
     value = tensors_of(node)[0]
-    if value.dtype not in dtypes or not all(isinstance(n, int) for n in value.shape):
+    if value.dtype not in dtypes or any(map(_is_unknown, value.shape)):
         return False
-    return value.numel() * value.dtype.itemsize >= _LEAST_NBYTES // (
+    return known_size(value.numel()) * value.dtype.itemsize >= _LEAST_NBYTES // (
         1 if value.dtype.is_floating_point else 4
     )
+
+
+def _is_unknown(size: int | torch.SymInt) -> bool:
+    """Returns whether a size is known only when the program runs, as of what `nonzero` gives."""
+    return isinstance(size, torch.SymInt) and size.node.hint is None
