@@ -241,4 +241,4 @@ def _may_be_coded(
 
 def _is_unknown(size: int | torch.SymInt) -> bool:
     """Returns whether a size is known only when the program runs, as of what `nonzero` gives."""
-    return isinstance(size, torch.SymInt) and size.node.hint is None
+    return isinstance(size, torch.SymInt) and getattr(size.node, "hint", None) is None
