@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def _nets(*, small: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, Tensor]]]]:
-    width, batch = (128, 4) if small else (256, 8)
+    width, batch, depth = (128, 4, 3) if small else (256, 8, 6)
 
     def tokens(n: int, length: int) -> tuple[Tensor, Tensor]:
         return torch.randint(0, 255, (n, length)), torch.randint(0, 255, (n, length))
@@ -136,11 +136,11 @@ def _nets(*, small: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple[Tenso
         "gpt": lambda: (GPT(width=width, depth=4, context=256, dropout=0.0), tokens(batch, 256)),
         "resnet18": lambda: (ResNet18(width // 8), images(8 * batch)),
         "unet": lambda: (_Segmented(UNet(width // 8)), masks(8 * batch)),
-        "hf_gpt2": lambda: (_transformer("GPT2"), tokens(4, 256)),
-        "hf_llama": lambda: (_transformer("Llama"), tokens(4, 256)),
-        "hf_vit": lambda: (_vision_transformer(), pictures(16)),
-        "hf_resnet18": lambda: (_resnet("basic", [2, 2, 2, 2]), pictures(16)),
-        "hf_resnet50": lambda: (_resnet("bottleneck", [3, 4, 6, 3]), pictures(16)),
+        "hf_gpt2": lambda: (_transformer("GPT2", depth), tokens(batch // 2, 256)),
+        "hf_llama": lambda: (_transformer("Llama", depth), tokens(batch // 2, 256)),
+        "hf_vit": lambda: (_vision_transformer(depth), pictures(2 * batch)),
+        "hf_resnet18": lambda: (_resnet("basic", [2, 2, 2, 2]), pictures(2 * batch)),
+        "hf_resnet50": lambda: (_resnet("bottleneck", [3, 4, 6, 3]), pictures(2 * batch)),
         "tiny": lambda: (GPT(width=32, depth=2, context=32, dropout=0.0), tokens(2, 32)),
     }
 
@@ -167,14 +167,14 @@ class _Segmented(nn.Module):
         return self.model(x).movedim(1, -1)  # type: ignore[no-any-return]
 
 
-def _transformer(family: str) -> nn.Module:
+def _transformer(family: str, depth: int) -> nn.Module:
     import transformers
 
-    size = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8}
+    size = {"hidden_size": 256, "num_hidden_layers": depth, "num_attention_heads": 8}
     more: dict[str, Any] = {"intermediate_size": 688, "num_key_value_heads": 4}
     name = "LlamaForCausalLM"
     if family == "GPT2":
-        size = {"n_embd": 256, "n_layer": 6, "n_head": 8}
+        size = {"n_embd": 256, "n_layer": depth, "n_head": 8}
         more = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         name = "GPT2LMHeadModel"
     config = getattr(transformers, f"{family}Config")(
@@ -183,12 +183,12 @@ def _transformer(family: str) -> nn.Module:
     return _Logits(getattr(transformers, name)(config))
 
 
-def _vision_transformer() -> nn.Module:
+def _vision_transformer(depth: int) -> nn.Module:
     import transformers
 
     config = transformers.ViTConfig(
         hidden_size=256,
-        num_hidden_layers=6,
+        num_hidden_layers=depth,
         num_attention_heads=8,
         intermediate_size=1024,
         image_size=64,

@@ -435,7 +435,8 @@ def fit(
     noise       the most that codes may add to the variance of the gradient, as a share of what
                 mini-batches vary by anyway (0.1: a tenth). Measured in eight steps once a lossy
                 plan stands, if there is room to look; a budget that asks for more is refused then.
-                None: what is added is said by the logger, at WARNING above a tenth
+                Inside torch.compile it is estimated from sizes, and no plan adds more. None: what
+                is added is said by the logger, at WARNING above a tenth
     worst       what the model is called with for the longest batch: a tensor, a tuple of arguments
                 or a dict of keyword arguments. Its forward runs once, holding nothing, and is
                 planned before the training begins; RNG, buffers and modes are put back
@@ -444,8 +445,8 @@ def fit(
                 does not fit, or saves what the plan does not know, another is made
     compile     True: forwards run through torch.compile, which saves what the budget has room for
                 (`elbowroom.fitting.compiled`). A model that torch.compile has compiled with
-                Inductor is treated so without it, unless worst, plan, offload, noise, codecs or
-                solver are given: these belong to the eager engine
+                Inductor is treated so without it, unless worst, plan, offload, codecs or solver
+                are given: these belong to the eager engine
     codecs      what lossy codes there are, and
     solver      who chooses, as in `er.plan`: codecs=["division"], solver="delta" with exact=False
                 is DIVISION's code under DELTA's rule
@@ -484,14 +485,14 @@ def fit(
     check_flag("compile", compile)
     release(model)
     how = compile_settings(model) or (CompileSettings() if compile else None)
-    is_plain = all(one is None for one in (worst, plan, offload, noise, codecs))
+    is_plain = all(one is None for one in (worst, plan, offload, codecs))
     if how is not None and is_plain and solver == "auto":
         attach(model, CompiledFitting(model, options, optimizer, how))
         return model
     if compile:
         raise PlanError(
-            "compile=True plans inside torch.compile; leave worst, plan, offload, noise, codecs "
-            "and solver out"
+            "compile=True plans inside torch.compile; leave worst, plan, offload, codecs and "
+            "solver out"
         )
     given = None if plan is None else replace(plan, strangers=Counter())  # it counts for this fit
     fitting = Fitting(model, options, optimizer, given)

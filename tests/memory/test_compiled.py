@@ -194,6 +194,10 @@ def test_the_backend_raises_errors_of_our_own_types() -> None:
     with pytest.raises(BudgetTooSmall, match=r"budget 1\.95 KiB is below"):
         compiled(x)
     torch._dynamo.reset()
+    compiled = torch.compile(model, backend=elbowroom, options={"noise": -0.1})
+    with pytest.raises(UnknownField, match=r"takes noise=0\.1 for a tenth.*got -0\.1"):
+        compiled(x)
+    torch._dynamo.reset()
     compiled = torch.compile(model, backend=elbowroom, options={"budgit": 2000})
     with pytest.raises(UnknownField, match="has no option 'budgit'; it has budget"):
         compiled(x)
@@ -625,6 +629,22 @@ def test_fit_takes_no_plan_of_the_eager_engine_for_compiled_models() -> None:
     model, x = convolutions()
     with pytest.raises(PlanError, match="compile=True plans inside"):
         er.fit(model, budget="1 GiB", worst=x, compile=True)
+
+
+def test_fit_hands_the_noise_that_is_allowed_to_the_graph(monkeypatch) -> None:
+    import torch._inductor.compile_fx as compile_fx
+
+    seen = []
+
+    def compile_plainly(gm, inputs, *, config_patches, **_):
+        seen.append(config_patches["custom_partitioner_fn"].noise)
+        return gm
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compile_plainly)
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4)
+    er.fit(torch.compile(model), budget="1 GiB", noise=0.1)(torch.ones(2, 4)).sum().backward()
+    assert seen == [0.1]
 
 
 def test_a_fitted_model_inside_of_a_context_runs_as_it_is() -> None:

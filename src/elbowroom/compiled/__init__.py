@@ -8,6 +8,7 @@
     decide.py      the choice: the fastest whose peak stays inside the budget
     lossy.py       codes, where saving less does not reach the budget
     readers.py     ... and which values may have them: what backward does with each
+    noise.py       ... and what these add to the gradient
     rewrite.py     encode and decode in the joint graph
     ops.py         ... as ops over the kernels of kernels/ops.py
     aten.py        ... written out in aten ops, for GPUs

@@ -27,12 +27,13 @@ import torch
 from torch import fx
 
 from elbowroom.compiled.collect import known_size
-from elbowroom.compiled.decision import Decision
+from elbowroom.compiled.decision import Decision, too_small
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownField
-from elbowroom.units import Share, parse_budget, show_at_least, show_nbytes
+from elbowroom.units import Share, parse_budget, show_nbytes
 
 _log = logging.getLogger("elbowroom")
-_OPTIONS = ("budget", "exact")
+_OPTIONS = ("budget", "exact", "noise")
+_UNNOTICED = 0.1  # variance of mini-batches that codes may add before it is said as a warning
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Settings:
     exact          True: nothing that changes a bit; None: exact actions first; False: the fastest
     levels         levels of codes for all that may have one, whatever the room; see `Partitioner`
     min_nbytes     values below are not coded, where `levels` are given
+    noise          the most that codes may add to the gradient's variance, as a share of that of
+                   mini-batches; None: as much as the room needs
     """
 
     room_nbytes: int | None = None
@@ -51,6 +54,12 @@ class Settings:
     exact: bool | None = None
     levels: int | None = None
     min_nbytes: int = 32768
+    noise: float | None = None
+
+    @property
+    def limit(self) -> float | None:
+        """The noise that errors name; None where no code may add any."""
+        return None if self.exact else self.noise
 
 
 @dataclass
@@ -128,6 +137,14 @@ class Regions:
                 show_nbytes(decision.saved_nbytes),
                 decision.recomputed,
             )
+            if decision.is_lossy:
+                _log.log(
+                    logging.INFO if decision.noise <= _UNNOTICED else logging.WARNING,
+                    "compiled region %d: codes add about %.3g %% of what mini-batches vary by "
+                    "anyway (estimated from sizes)",
+                    len(self.decisions),
+                    100 * decision.noise,
+                )
 
 
 def compile_region(
@@ -152,7 +169,13 @@ def compile_region(
     room, held = regions.room_of(gm)
     settings = regions.settings
     partitioner = Partitioner(
-        room, settings.counts_inputs, settings.exact, settings.levels, settings.min_nbytes, held
+        room,
+        settings.counts_inputs,
+        settings.exact,
+        settings.levels,
+        settings.min_nbytes,
+        held,
+        settings.noise,
     )
     patches = {**options, "custom_partitioner_fn": partitioner}
     made: list[Decision] = []
@@ -170,24 +193,22 @@ def compile_region(
     except BudgetTooSmall as error:
         if regions.elsewhere_nbytes and settings.room_nbytes is not None:
             others = {"what other regions hold": regions.elsewhere_nbytes}
-            error = in_whole(error, settings.room_nbytes, others)
+            error = in_whole(error, settings.room_nbytes, others, settings.limit)
         if raises:
             raise error from None
         return refusal(error)
     return compiled  # type: ignore[no-any-return]
 
 
-def in_whole(error: BudgetTooSmall, budget_nbytes: int, more: Mapping[str, int]) -> BudgetTooSmall:
+def in_whole(
+    error: BudgetTooSmall,
+    budget_nbytes: int,
+    more: Mapping[str, int],
+    noise: float | None = None,
+) -> BudgetTooSmall:
     """Returns a region's error for the whole budget, which holds more than the region's room."""
     least = error.least_nbytes + sum(more.values())
-    parts = {**more, **error.parts}
-    held = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size)
-    return BudgetTooSmall(
-        f"budget {show_nbytes(budget_nbytes)} is below the {show_nbytes(least)} that this compiled "
-        f"region needs at least: {held}. Give {show_at_least(least)}, or halve the batch.",
-        least_nbytes=least,
-        parts=parts,
-    )
+    return too_small(budget_nbytes, least, {**more, **error.parts}, noise)
 
 
 def refusal(error: Exception) -> Callable[..., Any]:
@@ -241,8 +262,10 @@ def elbowroom(
     options  "budget": bytes, "6 GiB", or a share of the memory of the model's device as "80%", for
              parameters, gradients, saved tensors and workspaces of the compiled code; None: no
              limit. "exact": True: no bit of any gradient changes; None: exact actions first, then
-             codes, if the budget needs them; False: whatever is fastest. All other names are
-             Inductor's
+             codes, if the budget needs them; False: whatever is fastest. "noise": the most that
+             codes may add to the variance of the gradient, as a share of what mini-batches vary by
+             (0.1: a tenth), estimated from sizes (`noise.py`); None: as much as the budget needs.
+             All other names are Inductor's
     mode     as in torch.compile
     """
     given = {} if options is None else options
@@ -282,7 +305,14 @@ def read_options(
             f'backend "elbowroom" takes exact=True, None or False; got {exact!r}. None, the '
             "default, codes saved values only if the budget needs it."
         )
-    return Settings(_room(ours.get("budget"), device), exact=exact), rest
+    noise = ours.get("noise")
+    is_number = isinstance(noise, int | float) and not isinstance(noise, bool)
+    if noise is not None and not (is_number and noise >= 0):
+        raise UnknownField(
+            f'backend "elbowroom" takes noise=0.1 for a tenth of what mini-batches vary by, or '
+            f"None; got {noise!r}."
+        )
+    return Settings(_room(ours.get("budget"), device), exact=exact, noise=noise), rest
 
 
 def _room(budget: Any, device: torch.device) -> int | None:

@@ -1,6 +1,10 @@
-"""Figures of what was decided for a compiled region."""
+"""Figures of what was decided for a compiled region, and what is said of one that cannot fit."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.units import show_at_least, show_nbytes
 
 
 @dataclass(frozen=True)
@@ -16,6 +20,7 @@ class Decision:
     is_lossy            whether codes add errors
     is_plain            whether all is as in plain torch.compile
     fuses_alike         whether bits depend on which loops are fused
+    noise               variance that codes add to the gradient, as a share of that of mini-batches
     """
 
     peak_nbytes: int
@@ -27,3 +32,23 @@ class Decision:
     is_lossy: bool = False
     is_plain: bool = True
     fuses_alike: bool = False
+    noise: float = 0.0
+
+
+def too_small(
+    budget_nbytes: int, least_nbytes: int, parts: Mapping[str, int], noise: float | None
+) -> BudgetTooSmall:
+    """Returns the error for a budget below what a compiled region needs.
+
+    parts: what it is held by, in bytes. noise: the most that its codes may add; None: no limit
+    """
+    held = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size)
+    within = "" if noise is None else f" with noise={noise:g}"
+    more = "" if noise is None else "allow more noise, "
+    return BudgetTooSmall(
+        f"budget {show_nbytes(budget_nbytes)} is below the {show_nbytes(least_nbytes)} that this "
+        f"compiled region needs at least{within}: {held}. Give {show_at_least(least_nbytes)}, "
+        f"{more}or halve the batch.",
+        least_nbytes=least_nbytes,
+        parts=parts,
+    )

@@ -19,7 +19,7 @@ from torch import fx
 from torch._functorch import partitioners
 from torch.utils import _pytree as pytree
 
-from elbowroom.compiled.collect import Facts, facts_of
+from elbowroom.compiled.collect import Facts, facts_of, known_size
 from elbowroom.compiled.cost import Clock
 from elbowroom.compiled.liveness import Curve, curve_of
 
@@ -139,7 +139,7 @@ class Joint:
         value = node.meta["val"]
         if self.is_channels_last and value.dim() == 4:
             return [0, 2, 3, 1]
-        return sorted(range(value.dim()), key=lambda d: (-value.stride(d), d))
+        return sorted(range(value.dim()), key=lambda d: (-known_size(value.stride(d)), d))
 
     def _held(self, saved: Iterable[fx.Node]) -> int:
         storages = {self.facts[n].storage for n in saved} - self.outside

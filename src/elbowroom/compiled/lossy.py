@@ -4,16 +4,20 @@ Masks go first: a bool that backward asks for takes a byte an element, and one b
 exactly. Then, if errors are allowed, floats are coded at the most levels that fit: 256, 16, 4. What
 a function bends (exp, GELU) stays at 256 levels, and what backward cannot take with an error stays
 exact (`readers.py`). All of it is judged on the rewritten graph, with encode and decode in it.
+Where codes would add more to the gradient's variance than they may (`noise.py`), the largest values
+get more levels, and what cannot be held so is no choice.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import tensors_of
+from elbowroom.compiled.collect import known_size, tensors_of
 from elbowroom.compiled.decide import Search, is_tensor, run_again
 from elbowroom.compiled.joint import Joint, Step
+from elbowroom.compiled.noise import Reach
 from elbowroom.compiled.readers import Use, reading_of
 from elbowroom.compiled.rewrite import Coded, Rewriting
 
@@ -25,38 +29,90 @@ _LEAST_GAIN = 0.98  # of the seconds: fewer levels have to spare as much
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """Codes that fit. seconds: those of its step, and what its variance is worth."""
+
+    seconds: float
+    coded: list[Coded]
+    base: Step
+
+
 def code(
-    search: Search, step: Step, room_nbytes: int, *, exact: bool | None
-) -> tuple[Step | None, int]:
+    search: Search,
+    step: Step,
+    room_nbytes: int,
+    *,
+    exact: bool | None,
+    noise: float | None = None,
+) -> tuple[Step | None, int, float]:
     """Rewrite the graph with codes so that the step fits. Returns that step, if any does.
 
-    And the lowest peak that was found.
+    And the lowest peak that was found, and the variance that the codes of the step are predicted to
+    add to the gradient, as a share of that of mini-batches.
 
     step   the best without codes: its values and those of other choices are coded
     exact  True: masks only; None: the most levels that fit; False: the first that are faster than
-           the step without codes, if that fits
+           the step without codes, if that fits. A variance of v is priced as v steps, since it
+           takes as many more to average it out
+    noise  the most that codes may add; None: as much as the room needs
     """
+    reach = Reach(search.joint, search.plain)
     least = step.peak_nbytes
     bar = step.seconds if step.peak_nbytes <= room_nbytes else float("inf")
-    found: list[tuple[float, list[Coded], Step]] = []
+    found: list[_Choice] = []
     for levels in (0,) if exact else (0, *LEVELS):
         for base in _bases(search, step):
-            coded = list(_coded(search.joint, base, levels))
-            judged = _judged(search.joint, base, coded)
-            if judged is None:
+            coded = _quiet(reach, base, list(_coded(search.joint, base, levels)), noise)
+            judged = None if coded is None else _judged(search.joint, base, coded)
+            if coded is None or judged is None:
                 continue
             least = min(least, judged.peak_nbytes)
-            if judged.peak_nbytes <= room_nbytes and judged.seconds < bar:
-                found.append((judged.seconds, coded, base))
+            seconds = judged.seconds * (1 + reach.variance(base, coded))
+            if judged.peak_nbytes <= room_nbytes and seconds < bar:
+                found.append(_Choice(seconds, coded, base))
         if found and exact is not False:
             break
-        bar = min([bar, *(_LEAST_GAIN * one[0] for one in found)])  # fewer levels have to pay
+        bar = min([bar, *(_LEAST_GAIN * one.seconds for one in found)])  # fewer levels have to pay
     if not found:
-        return None, least
-    _, coded, base = min(found, key=lambda one: one[0])
-    coded = _fewer(search.joint, base, coded, room_nbytes)
-    saved = {*base.saved, *(one.node for one in coded)}
-    return search.joint.step(Rewriting(search.joint, saved, coded).saved), least
+        return None, least, 0.0
+    best = min(found, key=lambda one: one.seconds)
+    coded = _fewer(search.joint, best.base, best.coded, room_nbytes)
+    variance = reach.variance(best.base, coded)
+    saved = {*best.base.saved, *(one.node for one in coded)}
+    return search.joint.step(Rewriting(search.joint, saved, coded).saved), least, variance
+
+
+def _quiet(reach: Reach, base: Step, coded: list[Coded], noise: float | None) -> list[Coded] | None:
+    """Gives the largest values more levels, as few as keep the variance to `noise`.
+
+    None: not even codes of 256 levels do.
+    """
+    if noise is None or reach.variance(base, coded) <= noise:
+        return coded
+    order = sorted(range(len(coded)), key=lambda at: -reach.variance(base, [coded[at]]))
+    for finer in sorted(LEVELS):
+        first, last = 0, len(order)
+        while first < last:  # how many need so many levels, by bisection
+            middle = (first + last) // 2
+            raised = _raised(coded, order[:middle], finer)
+            if reach.variance(base, raised) <= noise:
+                last = middle
+            else:
+                first = middle + 1
+        coded = _raised(coded, order[:first], finer)
+        if reach.variance(base, coded) <= noise:
+            return coded
+    return None
+
+
+def _raised(coded: Sequence[Coded], places: Sequence[int], levels: int) -> list[Coded]:
+    """The codes, with at least so many levels at these places; masks stay."""
+    chosen = set(places)
+    return [
+        replace(one, levels=levels) if at in chosen and 0 < one.levels < levels else one
+        for at, one in enumerate(coded)
+    ]
 
 
 def _judged(joint: Joint, base: Step, coded: Sequence[Coded]) -> Step | None:
@@ -88,8 +144,10 @@ def _fewer(joint: Joint, base: Step, coded: list[Coded], room_nbytes: int) -> li
     return [*large[first:], *masks]
 
 
-def code_all(search: Search, levels: int, min_nbytes: int) -> Step:
+def code_all(search: Search, levels: int, min_nbytes: int) -> tuple[Step, float]:
     """Code all that plain torch.compile would save and that may have a code. Returns that step.
+
+    And the variance that this is predicted to add to the gradient.
 
     levels      0: masks only, which changes no bit
     min_nbytes  values below are left alone
@@ -97,18 +155,20 @@ def code_all(search: Search, levels: int, min_nbytes: int) -> Step:
     joint, plain = search.joint, search.plain
     coded = [one for one in _coded(joint, plain, levels) if _plain_nbytes(one) >= min_nbytes]
     if not coded:
-        return plain
+        return plain, 0.0
+    variance = Reach(joint, plain).variance(plain, coded)
     rewriting = Rewriting(joint, {*plain.saved, *(one.node for one in coded)}, coded)
     step = joint.step(rewriting.saved)
     if step is None:
         rewriting.undo()
-    return step or plain
+        return plain, 0.0
+    return step, variance
 
 
 def _plain_nbytes(one: Coded) -> int:
     """The bytes that eager PyTorch would hold: a comparison stands for its operand."""
     value = tensors_of(one.node)[0]
-    return value.numel() * (value.dtype.itemsize if one.levels else 4)
+    return known_size(value.numel()) * (value.dtype.itemsize if one.levels else 4)
 
 
 def _bases(search: Search, step: Step) -> list[Step]:
@@ -172,8 +232,13 @@ def _may_be_coded(
     if not is_tensor(node) or node.op != "call_function" or joint.facts[node].storage in outputs:
         return False
     value = tensors_of(node)[0]
-    if value.dtype not in dtypes or not all(isinstance(n, int) for n in value.shape):
+    if value.dtype not in dtypes or any(map(_is_unknown, value.shape)):
         return False
-    return value.numel() * value.dtype.itemsize >= _LEAST_NBYTES // (
+    return known_size(value.numel()) * value.dtype.itemsize >= _LEAST_NBYTES // (
         1 if value.dtype.is_floating_point else 4
     )
+
+
+def _is_unknown(size: int | torch.SymInt) -> bool:
+    """Returns whether a size is known only when the program runs, as of what `nonzero` gives."""
+    return isinstance(size, torch.SymInt) and getattr(size.node, "hint", None) is None

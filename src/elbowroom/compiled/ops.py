@@ -31,9 +31,9 @@ _GRID = "Tensor seed, int number, int levels, int group_size"
 _SCHEMAS = {
     "draw": "() -> Tensor",
     "pack_mask": "(Tensor x, int[] order) -> Tensor",
-    "unpack_mask": "(Tensor bits, int[] size, int[] order) -> Tensor",
+    "unpack_mask": "(Tensor bits, SymInt[] size, int[] order) -> Tensor",
     "encode": f"(Tensor x, int[] order, {_GRID}) -> (Tensor, Tensor, Tensor)",
-    "decode": f"({_CODES}, {_GRID}, int[] size, int[] order, ScalarType dtype) -> Tensor",
+    "decode": f"({_CODES}, {_GRID}, SymInt[] size, int[] order, ScalarType dtype) -> Tensor",
 }
 
 

@@ -30,13 +30,13 @@ from elbowroom.compiled.aten import expand
 from elbowroom.compiled.collect import nbytes_of
 from elbowroom.compiled.decide import MinCut, Search, choose
 from elbowroom.compiled.decision import Decision as Decision
+from elbowroom.compiled.decision import too_small
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.lossy import code, code_all
 from elbowroom.compiled.ops import DECODE
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.sums import fuse, split
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.units import show_at_least, show_nbytes
 
 _TIGHTER = (0.8, 0.6, 0.4)  # rooms in which a step is looked for that holds less
 _Graphs = tuple[fx.GraphModule, fx.GraphModule]
@@ -82,6 +82,8 @@ class Partitioner(_base()):  # type: ignore[misc]
                    None: only what the room needs
     min_nbytes     values below are not coded, where `levels` are given
     held_nbytes    the most that may be held between forward and backward, if that can be; None: all
+    noise          the most that codes may add to the gradient's variance, as a share of that of
+                   mini-batches; None: as much as the room needs
     """
 
     room_nbytes: int | None = None
@@ -90,6 +92,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     levels: int | None = None
     min_nbytes: int = 32768
     held_nbytes: int | None = None
+    noise: float | None = None
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -159,10 +162,11 @@ class _Answer:
 
         changes = _Changes(without_sums, reordered)
         with _remembered_cuts():
-            step, plain, search = self._decided(
+            step, plain, search, noise = self._decided(
                 joint, min_cut, changes, memory_budget, room, inputs_nbytes
             )
-        _tell(joint, step, plain, inputs_nbytes, fuses_alike=bool(search.rounded))
+        rounds = bool(search.rounded)
+        _tell(joint, step, plain, inputs_nbytes, noise=noise, fuses_alike=rounds)
         return list(step.saved)
 
     def _decided(
@@ -173,36 +177,38 @@ class _Answer:
         memory_budget: float,
         room: int | None,
         inputs_nbytes: int,
-    ) -> tuple[Step, Step, Search]:
+    ) -> tuple[Step, Step, Search, float]:
         """Decides about a graph, and puts codes into it.
 
-        Returns the chosen step, the one of plain torch.compile, and the search that found it.
+        Returns the chosen step, the one of plain torch.compile, the search that found it, and the
+        variance that its codes are predicted to add.
         """
         exact, levels = self._settings.exact, self._settings.levels
         if levels is not None:
             search = Search(joint, min_cut, memory_budget, same_bits=False)
-            return code_all(search, levels, self._settings.min_nbytes), search.plain, search
+            step, noise = code_all(search, levels, self._settings.min_nbytes)
+            return step, search.plain, search, noise
         search = Search(joint, min_cut, memory_budget, same_bits=exact is not False)
         plain = search.plain
         if room is None or plain.peak_nbytes <= room:
-            return _holding(search, plain, room, self._settings.held_nbytes), plain, search
+            return _holding(search, plain, room, self._settings.held_nbytes), plain, search, 0.0
         is_moved = not search.rounded and changes.reordered()
         if is_moved:
             search = Search(joint, min_cut, memory_budget, same_bits=False, is_moved=True)
         step = _holding(search, choose(search, room), room, self._settings.held_nbytes)
         if step.peak_nbytes <= room and exact is not False:
-            return step, plain, search
+            return step, plain, search, 0.0
         if exact is not True and (changes.without_sums() or search.rounded):
             # The next best: other roundings.
             is_moved = changes.reordered() or is_moved
             search = Search(joint, min_cut, memory_budget, same_bits=False, is_moved=is_moved)
             step = choose(search, room)
             if exact is None and step.peak_nbytes <= room:
-                return step, plain, search
-        coded, least = code(search, step, room, exact=exact)
+                return step, plain, search, 0.0
+        coded, least, noise = code(search, step, room, exact=exact, noise=self._settings.noise)
         if coded is None and step.peak_nbytes > room:
             raise _too_small(joint, step, least, inputs_nbytes, self._settings)
-        return step if coded is None else coded, plain, search
+        return step if coded is None else coded, plain, search, noise
 
 
 @dataclass(frozen=True)
@@ -260,7 +266,15 @@ def _remembered_cuts() -> Iterator[None]:
         yield
 
 
-def _tell(joint: Joint, step: Step, plain: Step, inputs_nbytes: int, *, fuses_alike: bool) -> None:
+def _tell(
+    joint: Joint,
+    step: Step,
+    plain: Step,
+    inputs_nbytes: int,
+    *,
+    noise: float,
+    fuses_alike: bool,
+) -> None:
     decision = Decision(
         peak_nbytes=step.peak_nbytes,
         saved_nbytes=step.saved_nbytes,
@@ -271,6 +285,7 @@ def _tell(joint: Joint, step: Step, plain: Step, inputs_nbytes: int, *, fuses_al
         is_lossy=any(n.target is DECODE for n in joint.graph.nodes),
         is_plain=step is plain,
         fuses_alike=fuses_alike,
+        noise=noise,
     )
     for listener in _thread.listeners:
         listener(decision)
@@ -298,13 +313,8 @@ def _too_small(
     if settings.counts_inputs:
         least += inputs_nbytes
         parts["parameters and inputs"] = inputs_nbytes
-    held = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size)
-    return BudgetTooSmall(
-        f"budget {show_nbytes(settings.room_nbytes)} is below the {show_nbytes(least)} that this "
-        f"compiled region needs at least: {held}. Give {show_at_least(least)}, or halve the batch.",
-        least_nbytes=least,
-        parts=parts,
-    )
+    noise = None if settings.exact else settings.noise
+    return too_small(settings.room_nbytes, least, parts, noise)
 
 
 def check_torch() -> None:

@@ -39,11 +39,12 @@ class Rewriting:
     """
 
     def __init__(self, joint: Joint, saved: Collection[fx.Node], coded: Sequence[Coded]) -> None:
-        """Rewrite. No value that is coded may have symbols in its size."""
+        """Rewrite."""
         self._joint = joint
         self._made: list[fx.Node] = []
         self._moved: list[tuple[fx.Node, fx.Node, fx.Node]] = []
         self._mode = _fake_mode(joint.inputs)
+        self._sizes = _named_sizes(joint.inputs)
         before, after = joint.parts(saved)
         order = [n for n in joint.graph.nodes if n in after]
         self.saved = set(saved)
@@ -67,10 +68,9 @@ class Rewriting:
 
     def _code(self, number: int, one: Coded, seed: fx.Node | None) -> fx.Node:
         """Encode a value after it is made; return what backward reads in its place."""
-        x, value = one.node, one.node.meta["val"]
-        size, order = list(value.shape), self._joint.order_of(x)
+        x, value, order = one.node, one.node.meta["val"], self._joint.order_of(one.node)
         self.saved.discard(x)
-        place = _latest(x, seed)
+        size, place = self._size_of(x, _latest(x, seed))
         if not one.levels:
             bits = self._put(place, ops.PACK_MASK, x, order)
             self.saved.add(bits)
@@ -83,12 +83,29 @@ class Rewriting:
         self.saved.update(parts)
         return self._put(parts[-1], ops.DECODE, *parts, *grid, size, order, value.dtype)
 
+    def _size_of(self, x: fx.Node, place: fx.Node) -> tuple[list[int | fx.Node], fx.Node]:
+        """Returns the size that decoding gives, and the node after which all of it is known.
+
+        A size that depends on symbols is a number that forward hands over.
+        """
+        sizes: list[int | fx.Node] = []
+        for dim, size in enumerate(x.meta["val"].shape):
+            if isinstance(size, int):
+                sizes.append(size)
+                continue
+            known = self._sizes.get(size.node.expr)
+            if known is None:
+                known = place = self._put(place, torch.ops.aten.sym_size.int, x, dim)
+            self.saved.add(known)
+            sizes.append(known)
+        return sizes, place
+
     def _put(self, place: fx.Node, op: Any, *args: Any) -> fx.Node:
         """Insert a call after a node, with the fake value that it gives."""
         with self._joint.graph.inserting_after(place):
             node = self._joint.graph.call_function(op, args)
         with self._mode:
-            node.meta["val"] = op(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
+            node.meta["val"] = op(*fx.map_arg(args, lambda a: a.meta["val"]))
         self._made.append(node)
         return node
 
@@ -118,6 +135,12 @@ class Rewriting:
 def _latest(x: fx.Node, seed: fx.Node | None) -> fx.Node:
     """The node after which both are known: an input may stand before the seed."""
     return seed if seed is not None and x.op == "placeholder" else x
+
+
+def _named_sizes(inputs: Iterable[fx.Node]) -> dict[Any, fx.Node]:
+    """Inputs that are sizes, by their expressions of symbols."""
+    values = ((n, n.meta.get("val")) for n in inputs)
+    return {value.node.expr: n for n, value in values if isinstance(value, torch.SymInt)}
 
 
 def _fake_mode(inputs: Iterable[fx.Node]) -> Any:

@@ -105,7 +105,10 @@ class _Twin:
         self, fitting: "CompiledFitting", model: nn.Module, spare: float, runs: int = 1
     ) -> None:
         self._fitting, self._spare = fitting, spare
-        self.regions = Regions(Settings(counts_inputs=False, exact=fitting.options.exact))
+        options = fitting.options
+        self.regions = Regions(
+            Settings(counts_inputs=False, exact=options.exact, noise=options.noise)
+        )
         self.regions.runs = runs
         self.limit: float = inf
         self.refused: BudgetTooSmall | None = None
@@ -138,7 +141,8 @@ class _Twin:
             compiled = compiled or self._compiled(gm, example_inputs, room)
         except BudgetTooSmall as error:
             budget = self._fitting.options.budget_nbytes
-            self.refused = in_whole(error, budget, {STANDING: budget - room})
+            noise = self.regions.settings.limit
+            self.refused = in_whole(error, budget, {STANDING: budget - room}, noise)
             raise self.refused from None
         if symbolic:
             peak = max((one.peak_nbytes for one in self.regions.decisions[-1:]), default=0)
@@ -399,11 +403,19 @@ def planned(
         highest_nbytes=None,
         setting="compiled",
         slowdown=None,
-        noise=None,
+        noise=_noise(regions),
         exact=not any(one.is_lossy for one in regions),
         steps=steps,
         lines=(),
     )
+
+
+def _noise(regions: Sequence[Decision]) -> float | None:
+    """Returns the variance that codes of all regions add; each counts by what it would hold."""
+    whole = sum(one.plain_saved_nbytes for one in regions)
+    if not whole:
+        return None
+    return sum(one.noise * one.plain_saved_nbytes for one in regions) / whole
 
 
 def _with_forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

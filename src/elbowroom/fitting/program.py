@@ -41,7 +41,7 @@ class CompiledProgram:
     ) -> None:
         self.options = options
         self._optimizers, self._held = optimizers, held
-        self._regions = Regions(Settings(exact=options.exact))
+        self._regions = Regions(Settings(exact=options.exact, noise=options.noise))
         self._standing = 0
         self.compiled = 0  # regions, also those from a cache
 
@@ -100,4 +100,5 @@ class CompiledProgram:
         try:
             return compile_region(gm, example_inputs, self._regions, options, True)
         except BudgetTooSmall as error:
-            return refusal(in_whole(error, self.options.budget_nbytes, {STANDING: standing}))
+            held, noise = {STANDING: standing}, self._regions.settings.limit
+            return refusal(in_whole(error, self.options.budget_nbytes, held, noise))

@@ -24,7 +24,8 @@ class Summary:
     setting           what steps run at now
     slowdown          of the plan over plain autograd, estimated
     noise             variance that its codes add to the gradient, as a share of that of
-                      mini-batches; 0 if it is exact; None where that was not measured
+                      mini-batches; 0 if it is exact; None where that was not measured; inside
+                      torch.compile it is estimated from sizes
     exact             no bit of any gradient has changed
     steps             forwards that recorded gradients
     lines             what the plan does, where it does something
