@@ -130,3 +130,54 @@ def test_no_bit_of_rows_depends_on_how_many_threads_there_are():
     finally:
         torch.set_num_threads(before)
     assert all(map(torch.equal, *found))
+
+
+# --- facts of rows ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "row"), [*ROWS, (1, 4097), (4096, 1), (3000, 24)])
+def test_statistics_of_rows_equal_the_reference(rows, row, dtype):
+    x = (3 * drawn(rows * row, 5) + 40).to(dtype)
+    got, expected = numba.row_statistics(x, row), reference.row_statistics(x, row)
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-5, atol=1e-9)
+    assert torch.equal(got[2:], expected[2:])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param((1.0, float("nan"), -2.0), id="nan"),
+        pytest.param((-float("nan"), 0.0, 0.0), id="minus nan among zeros"),
+        pytest.param((float("nan"), float("inf"), -float("inf")), id="nan and both infinities"),
+        pytest.param((-0.0, 0.0, 0.0), id="zeros"),
+        pytest.param((-3.0, -2.0, -7.0), id="negative"),
+        pytest.param((1e4 + 1, 1e4, 1e4 - 1), id="a mean far above the spread"),
+    ],
+)
+def test_statistics_of_hostile_rows(values):
+    x = torch.zeros(5, 3)
+    x[2] = torch.tensor(values)
+    got, expected = numba.row_statistics(x.view(-1), 3), reference.row_statistics(x.view(-1), 3)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0.0, equal_nan=True)
+    assert got[:, [0, 1, 3, 4]].eq(0).all()
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf")])
+def test_the_extremes_of_a_row_are_infinite_where_it_is(value):
+    x = torch.ones(4)
+    x[2] = value
+    *_, least, most = numba.row_statistics(x, 4).flatten()
+    assert (float(least), float(most)) == (min(1.0, value), max(1.0, value))
+
+
+def test_no_statistic_depends_on_how_many_threads_there_are():
+    x, before, found = drawn(3000 * 24, 6), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(numba.row_statistics(x, 24))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)

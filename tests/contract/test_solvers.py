@@ -33,6 +33,7 @@ from elbowroom.plan.solve.rounding import NEAR
 PROVING = tuple(name for name in SOLVERS if name not in BASELINES)
 FORWARD, MOMENTS = 5, 12
 MB = 1 << 20
+SHARED_S = 0.002, 0.004  # of codes, once for all that name it
 
 small = settings(
     max_examples=30,
@@ -49,7 +50,8 @@ def options(draw: st.DrawFn, nbytes: int) -> tuple[Option, ...]:
     if draw(st.booleans()):
         share, variance = draw(st.sampled_from([0.25, 0.5])), draw(st.integers(0, 4))
         code = Option("code", int(nbytes * share), draw(ms), draw(ms), variance, exact=False)
-        found.append(replace(code, levels=draw(st.sampled_from([0.0, 3.0]))))
+        shared = draw(st.sampled_from([(), (0,), (0, 1)]))
+        found.append(replace(code, levels=draw(st.sampled_from([0.0, 3.0])), shared=shared))
     kind = draw(st.sampled_from(["", "offload", "rebuild", "bitmap"]))
     if kind == "offload":
         ahead = draw(st.integers(0, 2))
@@ -112,6 +114,7 @@ def problems(draw: st.DrawFn, *, link_room: bool = True) -> Problem:
         items=found,
         regions=tuple(regions),
         links={"host": Link(1e9, 2e9, room)},
+        shared_s=SHARED_S,
     )
 
 
@@ -124,14 +127,19 @@ def all_choices(problem: Problem) -> list[Choice]:
 
 def binding_case(seed: int) -> tuple[Problem, Limits]:
     """Long idle times, and limits that few choices meet, some just so: there each row tells."""
-    random = Random(seed)
+    random, names = Random(seed), Random(seed)
     items, variances = [], []
     for _ in range(random.randint(3, 4)):
         nbytes, born = random.randint(2, 8) * MB, random.randrange(FORWARD)
         need = MOMENTS - 1 - born - random.randrange(2)
         variance, levels = random.randint(1, 4), random.choice([0.0, 3.0])
         ways = [
-            Option("code", nbytes // 4, _ms(random), 0.0, variance, exact=False, levels=levels),
+            Option(
+                *("code", nbytes // 4, _ms(random), 0.0, variance),
+                exact=False,
+                levels=levels,
+                shared=names.choice([(), (0,), (1,), (0, 1)]),
+            ),
             Option("offload", 0, _ms(random), link="host", ahead=random.randrange(2)),
             Option("rebuild", 0, _ms(random)),
             Option("bitmap", nbytes // 32, _ms(random), values=False),
@@ -170,6 +178,7 @@ def binding_case(seed: int) -> tuple[Problem, Limits]:
         items=tuple(items),
         regions=tuple(regions),
         links={"host": Link(rate, rate, random.choice([None, None, 6 * MB]))},
+        shared_s=SHARED_S,
     )
     variance = random.choice([inf, float(random.randint(max(variances), sum(variances)))])
     limits = Limits(0, variance, exact=random.random() < 0.2)

@@ -16,9 +16,11 @@ from elbowroom.measure.clocks import StepClock, Stopwatch
 from elbowroom.measure.rates import Rates
 from elbowroom.measure.record import least_times, record, run_recorded
 from elbowroom.plan import Exact
-from elbowroom.plan.menu import fixed_name, preset_named, rate_name
+from elbowroom.plan.menu import ATTENTION_LOOK, ROWS, fixed_name, preset_named, rate_name
 from elbowroom.plan.menu import option as option_of
+from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.profile import Profile
+from elbowroom.plan.site import Reads
 from elbowroom.runtime import hooks
 from elbowroom.runtime.handles import RebuildHandle
 
@@ -211,6 +213,132 @@ def _count(monkeypatch: pytest.MonkeyPatch, spent: dict[str, float]) -> None:
     monkeypatch.setattr(RebuildHandle, "restore", counted_restore)
     monkeypatch.setattr(base.Codec, "encode", counted_encode)
     monkeypatch.setattr(base.Encoded, "decode_own", counted_decode)
+
+
+class Attending(nn.Module):
+    """A norm whose output three layers read, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        q, k, v = (layer(normed).view(4, -1, 4, 16).transpose(1, 2) for layer in self.layers)
+        out = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + out.transpose(1, 2).reshape(x.shape)
+
+
+_AGAIN_S, _RATE = 0.05, 1e8  # of an attention's forward; bytes a second that are looked at
+
+
+@pytest.fixture(scope="module")
+def attended(profiled: Profile) -> tuple[Profile, nn.Module, Tensor]:
+    """A profile in which nothing takes time but codes, attention, and a look at its values."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), *(Attending() for _ in range(4)))
+    x = torch.randn(1024, 64)
+    profile = record(lambda: net(x).sum().backward())
+
+    def of(storage: Any) -> float:
+        saves = [save.site for save in storage.saves]
+        is_output = any(s.consumer == ATTENTION and s.reads is Reads.GRADIENT for s in saves)
+        return _AGAIN_S if is_output else 0.0
+
+    storages = tuple(replace(one, producer_s=of(one)) for one in profile.storages)
+    rates = {**profiled.rates, ROWS: 1e12, ATTENTION_LOOK: _RATE}
+    known = replace(profile, storages=storages, rates=rates, fixed_s=profiled.fixed_s)
+    return known, net, x
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.6, 0.5])
+def test_so_they_are_of_attention_and_of_what_is_made_of_what_is_made_again(
+    attended: tuple[Profile, nn.Module, Tensor], monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """An attention runs again once, whichever of its tensors are codes.
+
+    Layers that read a norm's output decode its input, through all that lies between.
+    """
+    profile, net, x = attended
+    spent = {"encode": 0.0, "decode": 0.0, "again": 0.0, "look": 0.0}
+    _count(monkeypatch, spent)
+    node = sys.modules["elbowroom.runtime.direct.attention.node"]
+    levels = sys.modules["elbowroom.runtime.direct.attention.levels"]
+    run_again, by_values = node._run_again, levels.levels_by_values
+
+    def counted_again(*args: Any) -> Any:
+        spent["again"] += _AGAIN_S
+        return run_again(*args)
+
+    def counted_look(call: Any) -> Any:
+        if call.fewest is None:
+            spent["look"] += 3 * x.nbytes / _RATE
+        return by_values(call)
+
+    monkeypatch.setattr(node, "_run_again", counted_again)
+    monkeypatch.setattr(levels, "levels_by_values", counted_look)
+    replayed = sys.modules["elbowroom.runtime.replay.replay"]
+    monkeypatch.setattr(replayed, "levels_by_values", counted_look)
+    budget = profile.static + int(share * (profile.peak - profile.static))
+    try:
+        plan = er.plan(profile, budget=budget, exact=False, recompute=False, codecs=["dither"])
+    except er.errors.BudgetTooSmall as error:
+        budget = int(1.01 * error.least_nbytes)
+        plan = er.plan(profile, budget=budget, exact=False, recompute=False, codecs=["dither"])
+    for _ in range(3):  # the last one follows what the first ones have written down
+        spent.update(dict.fromkeys(spent, 0.0))
+        with er.following(plan, seed=0):
+            loss = net(x).sum()
+        loss.backward()
+    taken_s, predicted_s = sum(spent.values()), plan.seconds - plan.plain_seconds
+    assert taken_s > 0
+    assert taken_s / 1.3 <= predicted_s <= 1.3 * taken_s, (share, predicted_s, spent)
+
+
+def test_values_are_not_looked_at_where_only_an_output_is_a_code(
+    attended: tuple[Profile, nn.Module, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, net, x = attended
+    saves = [(one, save.site) for one in profile.storages for save in one.saves]
+    of_attention = {site.name for _, site in saves if site.consumer == ATTENTION}
+    outputs = {
+        site.name
+        for storage, site in saves
+        if any(save.site.reads is Reads.GRADIENT for save in storage.saves)
+    }
+    looks, again = (
+        _calls(monkeypatch, "replay.replay", "levels_by_values"),
+        _calls(monkeypatch, "direct.attention.node", "_run_again"),
+    )
+    loose = er.plan(profile, budget=profile.peak, exact=False, recompute=False)
+    for coded, looked in ((outputs, False), (of_attention | outputs, True)):
+        sites = {
+            name: replace(entry, preset="dither, 16 levels" if name in coded else "keep")
+            for name, entry in loose.sites.items()
+        }
+        plan = replace(loose, sites=sites, exact=False)
+        for _ in range(3):  # the last one follows what the first ones have written down
+            looks.clear()
+            again.clear()
+            with er.following(plan, seed=0) as saved:
+                loss = net(x).sum()
+            loss.backward()
+        assert again, "no attention ran again, so nothing is tested"
+        assert bool(looks) is looked, saved.ledger
+
+
+def _calls(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> list[Any]:
+    """The calls of a function of the runtime."""
+    found: list[Any] = []
+    place = sys.modules[f"elbowroom.runtime.{module}"]
+    plain = getattr(place, name)
+
+    def noted(*args: Any) -> Any:
+        found.append(args)
+        return plain(*args)
+
+    monkeypatch.setattr(place, name, noted)
+    return found
 
 
 def test_rates_tell_the_fixed_part_from_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

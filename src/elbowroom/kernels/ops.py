@@ -27,6 +27,7 @@
     moments_dequantize(states, kinds, row, n)             m, v
     batch_norm_backward(grad, factor, inner, x!)          grad_weight, grad_bias; x is normalized,
     layer_norm_backward(grad, weight, rstd, x!)           and becomes the gradient of the input
+    row_statistics(x, width)                              mean, variance, least, most of each row
     dropout(x, seed, p, out!)                             x / (1 - p) or 0, by counter
 
 and a `_dequantize` for each `_quantize`, which writes `out`: the caller owns the memory of what is
@@ -167,6 +168,7 @@ dither_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.dith
 dither_dequantize = cast(Callable[..., None], _calls.dither_dequantize.default)
 batch_norm_backward = cast(Callable[..., tuple[Tensor, Tensor]], _calls.batch_norm_backward.default)
 layer_norm_backward = cast(Callable[..., tuple[Tensor, Tensor]], _calls.layer_norm_backward.default)
+row_statistics = cast(Callable[..., Tensor], _calls.row_statistics.default)
 nonzero_quantize = cast(
     Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.nonzero_quantize.default
 )

@@ -87,3 +87,8 @@ def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
 def places(x: Tensor, window: Sequence[int]) -> Tensor:
     """Allocates the packed places in windows."""
     return bytes_of(x, window_of(window).nbytes(x.numel()))
+
+
+def row_statistics(x: Tensor, width: int) -> Tensor:
+    """Allocates mean, variance, least and most of each row."""
+    return x.new_empty(4, x.numel() // width, dtype=torch.float32)

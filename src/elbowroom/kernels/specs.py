@@ -118,6 +118,7 @@ SPECS: dict[str, OpSpec] = {
         "(Tensor grad, Tensor weight, Tensor rstd, Tensor(a!) x) -> (Tensor, Tensor)",
         lambda grad, by_channel, *_: _like_twice(by_channel),
     ),
+    "row_statistics": OpSpec("(Tensor x, int width) -> Tensor", outputs.row_statistics),
     "fp8_quantize": OpSpec(
         "(Tensor x, int group_size, str fmt) -> (Tensor, Tensor)",
         lambda x, group_size, fmt: outputs.fp8(x, group_size),

@@ -15,7 +15,7 @@ import numpy as np
 
 from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError
-from elbowroom.plan.menu import OFFLOAD, Menu, noise_again, options, spared
+from elbowroom.plan.menu import OFFLOAD, Menu, noise_again, options, shared_s, spared
 from elbowroom.plan.precision_floor import LEAST_AGAIN
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.problem import Item, Link, Problem, Region
@@ -93,6 +93,7 @@ def _built(
             items=items,
             regions=_nested(regions),
             links={} if offload is None else {offload: _link(profile, offload)},
+            shared_s=() if exact else shared_s(profile),
         ),
         tuple(planned),
         tuple(profile.modules.index(call) for call in calls),
@@ -134,10 +135,12 @@ def _made_from(profile: Profile) -> Counter[int]:
     That is nearly always made again where its source is not kept: it then holds nothing.
     """
     found: Counter[int] = Counter()
-    for storage in profile.storages:
-        values = {Need.EXACT, Need.LOSSY}
+    values = {Need.EXACT, Need.LOSSY}
+    # What is made of what is made again is made of the same source: the last ones come first.
+    for i in sorted(range(len(profile.storages)), key=lambda i: -profile.storages[i].born):
+        storage = profile.storages[i]
         if is_planned(storage) and values.intersection(save.site.need for save in storage.saves):
-            found.update(dict.fromkeys(storage.made_of, len(storage.needs)))
+            found.update(dict.fromkeys(storage.made_of, len(storage.needs) + found[i]))
     return found
 
 

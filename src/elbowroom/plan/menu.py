@@ -12,7 +12,6 @@ does it serve the next op?
 All registered codecs are weighed (`registered.py`).
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -147,8 +146,6 @@ def option(profile: Profile, storage: Storage, preset: Preset, *, again: int = 0
     for save in storage.saves:
         if not save.left and not (held.serves(save.site.need) and held.is_fine_for(save.site)):
             _hold(held, preset, save.site, storage, profile)
-    if not preset.exact and held.codec is not None:
-        held.forward_s += _attention_s(profile, storage)
     nbytes = held.nbytes + held.bits_nbytes
     direct = _direct_needs(storage, held, exact=preset.exact)
     return Option(
@@ -166,27 +163,34 @@ def option(profile: Profile, storage: Storage, preset: Preset, *, again: int = 0
         levels=_levels(held.codec, storage.saves[0].site)
         if held.value == "lossy" and held.codec
         else 0.0,
+        shared=() if preset.exact else _shared(profile, storage),
     )
 
 
-def _attention_s(profile: Profile, storage: Storage) -> float:
-    """Returns the seconds that attention takes for a code of a query, key or value.
+def shared_s(profile: Profile) -> tuple[float, ...]:
+    """Returns the seconds that codes of what an attention saves add once: two of each module.
 
-    Values are looked at, for how many levels they need, and forward runs again, as soon as one of
-    the three is a code. An option of one tensor does not know of the others, so it counts half of
-    that: too little where it is the only one, too much where all three are.
+    Its forward runs again as soon as q, k, v or its output is a code, and values are looked at, on
+    a CPU, as soon as q, k or v is: for how many levels they need.
     """
-    given = Counter(
-        save.asked
-        for save in storage.saves
-        if save.site.consumer == ATTENTION and save.site.reads is not Reads.GRADIENT
-    )
+    rate = profile.rates.get(ATTENTION_LOOK, _UNMEASURED)
     looks = profile.device[0] == "cpu"
-    look_s = storage.nbytes / profile.rates.get(ATTENTION_LOOK, _UNMEASURED) if looks else 0.0
-    return sum(
-        min(count / 2, 1) * (profile.attention_s.get(moment, 0.0) + 3 / count * look_s)
-        for moment, count in given.items()
+    return tuple(
+        part
+        for seconds, nbytes in profile.attentions.values()
+        for part in (seconds, nbytes / rate if looks else 0.0)
     )
+
+
+def _shared(profile: Profile, storage: Storage) -> tuple[int, ...]:
+    """Returns which of `shared_s` a lossy code of a storage adds."""
+    numbers = {module: 2 * n for n, module in enumerate(profile.attentions)}
+    found: set[int] = set()
+    for save in storage.saves:
+        if save.site.consumer == ATTENTION and save.site.module in numbers:
+            again = numbers[save.site.module]
+            found |= {again} if save.site.reads is Reads.GRADIENT else {again, again + 1}
+    return tuple(sorted(found))
 
 
 def _direct_needs(storage: Storage, held: _Held, *, exact: bool) -> dict[int, list[Reads]]:

@@ -44,6 +44,7 @@ class Option:
     values      all its values come back, not only what backward asks of them (as from a bitmap)
     levels      of the dithered code that all its values come back from, or of one with the same
                 error; 0 where they do not, or are exact
+    shared      numbers of `Problem.shared_s`: seconds besides, that several options add together
     direct      needs for which it is not restored, since backward reads what is held: the first
                 moment of each, and the bytes that its op takes then beyond `base`: less than
                 nothing where it needs less room for its work than torch's own
@@ -61,6 +62,7 @@ class Option:
     noise_s: float = 0.0
     direct: tuple[tuple[int, int], ...] = ()
     levels: float = 0.0
+    shared: tuple[int, ...] = ()
 
     @property
     def cost_s(self) -> float:
@@ -155,6 +157,8 @@ class Problem:
     starts_s  seconds from the start of the step to each moment, in plain autograd
     backward  the first moment of backward
     seconds   of the whole step in plain autograd
+    shared_s  seconds that are added once where any of the options that name them is held: an
+              attention runs again as soon as one of the tensors that it saves is a code
     """
 
     base: tuple[int, ...]
@@ -164,6 +168,7 @@ class Problem:
     items: tuple[Item, ...]
     regions: tuple[Region, ...] = ()
     links: Mapping[str, Link] = field(default_factory=dict)
+    shared_s: tuple[float, ...] = ()
 
     @cached_property
     def answers(self) -> dict[object, Any]:
@@ -295,7 +300,9 @@ def held_options(problem: Problem, choice: Choice) -> list[tuple[int, Option]]:
 
 def added_seconds(problem: Problem, choice: Choice) -> float:
     """Returns the seconds that the choice adds: compute, and the part of the traffic not hidden."""
-    compute = sum(o.forward_s + o.backward_s for _, o in held_options(problem, choice))
+    held = held_options(problem, choice)
+    compute = sum(option.forward_s + option.backward_s for _, option in held)
+    compute += sum(problem.shared_s[n] for n in {n for _, option in held for n in option.shared})
     compute += sum(problem.regions[r].seconds for r in sorted(choice.recomputed))
     return compute + sum(sum(stalls(problem, choice, name)) for name in problem.links)
 

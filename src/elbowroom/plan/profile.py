@@ -151,15 +151,19 @@ class Profile:
         return {}
 
     @cached_property
-    def attention_s(self) -> dict[int, float]:
-        """Seconds of the forward of each attention, by the moment of its backward."""
-        return {
-            save.asked: storage.producer_s
-            for storage in self.storages
-            for save in storage.saves
-            if save.site.consumer == ATTENTION and save.asked >= 0 and not save.left
-            if save.site.reads is Reads.GRADIENT
-        }
+    def attentions(self) -> dict[str, tuple[float, int]]:
+        """Seconds of the attentions of each module, and the bytes of their q, k and v."""
+        found: dict[str, tuple[float, int]] = {}
+        for storage in self.storages:
+            for save in storage.saves:
+                if save.site.consumer == ATTENTION and save.asked >= 0 and not save.left:
+                    seconds, nbytes = found.get(save.site.module, (0.0, 0))
+                    if save.site.reads is Reads.GRADIENT:
+                        seconds += storage.producer_s
+                    else:
+                        nbytes += save.site.nbytes
+                    found[save.site.module] = seconds, nbytes
+        return found
 
     @property
     def peak(self) -> int:

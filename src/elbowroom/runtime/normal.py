@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import Affine
+from elbowroom.codecs.base import FLOATS
+from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan.site import Rows
 
@@ -124,18 +126,43 @@ def var_mean(x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     if x.device.type == "cpu" and x.numel() > 1 and not would_wait(x):
-        along = max((d for d in range(x.dim()) if d != dim % x.dim()), key=x.size, default=None)
-        count = x.numel() if along is None else max(_PART * x.size(along) // x.numel(), 1)
-        found = []
-        for part in (x,) if along is None else torch.split(x, count, along):
-            part = part.to(wide)
-            mean = part.mean(dim, keepdim=True)
-            found.append(((part - mean).square_().mean(dim, keepdim=True), mean))
-        var, mean = (torch.cat(parts, along or 0) for parts in zip(*found, strict=True))
+        is_last = dim % x.dim() == x.dim() - 1
+        found = statistics_of_rows(x) if is_last else None
+        if found is None:
+            var, mean = _in_parts(x, dim, wide)
+        else:
+            var, mean = found[1].unsqueeze(-1), found[0].unsqueeze(-1)
         if bool(mean.isfinite().all()):  # else there is a NaN, or the sum of a row is too large
             return var, mean
     var, mean = torch.var_mean(x.to(wide), dim=dim, correction=0, keepdim=True)
     return var, mean
+
+
+def _in_parts(x: Tensor, dim: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The variance and mean over one dimension, of what lies in a cache at a time."""
+    along = max((d for d in range(x.dim()) if d != dim % x.dim()), key=x.size, default=None)
+    count = x.numel() if along is None else max(_PART * x.size(along) // x.numel(), 1)
+    found = []
+    for part in (x,) if along is None else torch.split(x, count, along):
+        part = part.to(wide)
+        mean = part.mean(dim, keepdim=True)
+        found.append(((part - mean).square_().mean(dim, keepdim=True), mean))
+    var, mean = (torch.cat(parts, along or 0) for parts in zip(*found, strict=True))
+    return var, mean
+
+
+def statistics_of_rows(x: Tensor) -> Tensor | None:
+    """The mean, variance, least and largest value of each row of x [..., D]: [4, ...], float32.
+
+    All four are NaN where one of the row is. Returns None for what no kernel takes.
+    """
+    if x.dtype not in FLOATS or not x.numel() or would_wait(x):
+        return None
+    with torch.no_grad():
+        order = sorted(range(x.dim() - 1), key=x.stride, reverse=True)  # as the rows lie
+        laid = x.detach().permute(*order, -1)
+        found = ops.row_statistics(laid.reshape(-1), x.shape[-1]).view(4, *laid.shape[:-1])
+        return found.permute(0, *(1 + order.index(d) for d in range(len(order))))
 
 
 def flat_of(x: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from elbowroom.kernels.numba.nonzero import nonzero_dequantize as nonzero_dequan
 from elbowroom.kernels.numba.nonzero import nonzero_quantize as nonzero_quantize
 from elbowroom.kernels.numba.places import places_pack as places_pack
 from elbowroom.kernels.numba.places import places_unpack as places_unpack
+from elbowroom.kernels.numba.row_statistics import row_statistics as row_statistics
 from elbowroom.kernels.numba.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.numba.sided import sided_quantize as sided_quantize
 from elbowroom.kernels.numba.step import advance as advance

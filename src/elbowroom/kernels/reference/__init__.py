@@ -35,6 +35,7 @@ from elbowroom.kernels.reference.nonzero import nonzero_quantize as nonzero_quan
 from elbowroom.kernels.reference.nonzero import nonzero_quantize_into as nonzero_quantize_into
 from elbowroom.kernels.reference.places import places_pack as places_pack
 from elbowroom.kernels.reference.places import places_unpack as places_unpack
+from elbowroom.kernels.reference.row_statistics import row_statistics as row_statistics
 from elbowroom.kernels.reference.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.reference.sided import sided_quantize as sided_quantize
 from elbowroom.kernels.reference.sided import sided_quantize_into as sided_quantize_into

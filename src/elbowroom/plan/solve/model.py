@@ -1,14 +1,16 @@
 """A planning problem as a linear program.
 
     x_ia   item i is held by its option a          x_R   region R is recomputed      0 or 1
+    z_n    seconds that options share are added    >= 0
     y_iAS  both: x_ia of some a in A, and some region of S, which i is an input of    >= 0
     s      seconds by which a link is late, out and in                                >= 0
 
-    minimise  seconds of all x_ia and x_R, and all s
+    minimise  seconds of all x_ia, x_R and z_n, and all s
 
     sum_a x_ia + sum_{R holds i} x_R = 1       each item is held in one way, or made again
     x_R + sum_{R' around R} x_R' <= 1          of nested regions one
     x_R <= sum_{R takes a} x_ia                for each input i of R
+    sum_{a names n} x_ia <= z_n                for each item i
     sum_{a in A} x_ia + x_R - 1 <= y_iAS       for each R in S
     sum_{F_i >= F_k} x_ia size / rate <= F_end - F_k + s_out     for each last use F_k in forward
     sum_{b_i <= b_k} x_ia size / rate <= b_k + s_in              for each need b_k in backward
@@ -78,6 +80,8 @@ class Model:
                 self._starts[i][r] = region.start
         self._choice_rows()
         self._region_rows()
+        if not least:
+            self._shared_rows()
         self._noises = self._region_noises()
         self._side_rows()
         self._input_levels()
@@ -177,6 +181,16 @@ class Model:
                 taken = [a for a, o in options if region.takes(o) and (i, a) in self._options]
                 good = [self._options[i, a] for a in taken]
                 self.program.row([(column, 1.0), *((c, -1.0) for c in good)], high=0.0)
+
+    def _shared_rows(self) -> None:
+        """Adds a column for each of `shared_s`, which any option that names it needs."""
+        named: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for (i, a), column in self._options.items():
+            for n in self.problem.items[i].options[a].shared:
+                named[n, i].append(column)
+        columns = [self.program.column(_MS * seconds) for seconds in self.problem.shared_s]
+        for (n, _), options in named.items():
+            self.program.row([*((c, 1.0) for c in options), (columns[n], -1.0)], high=0.0)
 
     def _side_rows(self) -> None:
         items = self.problem.items

@@ -1,7 +1,7 @@
 """A partial solution: what a move would free and cost, and whether it may be made."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import inf
@@ -43,6 +43,7 @@ class Effect:
     seconds   added to the step
     variance  added
     traffic   (link, item): the starts of the regions it is an input of, or None: travels no more
+    shared    by how many more options each of the problem's shared seconds is named
     """
 
     first: int
@@ -50,6 +51,7 @@ class Effect:
     seconds: float
     variance: float
     traffic: _Traffic
+    shared: dict[int, int] = field(default_factory=dict)
 
 
 class PartialSolution:
@@ -64,6 +66,10 @@ class PartialSolution:
         for i, option in held_options(problem, choice):
             if option.link:
                 self._traffic[option.link][i] = self._starts(i, self.recomputed)
+        self._named = [0] * len(problem.shared_s)  # by how many options
+        for _, option in held_options(problem, choice):
+            for n in option.shared:
+                self._named[n] += 1
         self._stall_s = {name: self._stalls(name, {}) for name in problem.links}
         self._spans: dict[tuple[int, int], list[Span]] = {}  # of options that no region starts from
 
@@ -142,6 +148,7 @@ class PartialSolution:
                     spans += _signed(self._hold(effect, i, option, recomputed, signed), signed)
         if not self._sides_hold(effect):
             return None
+        self._add_shared(effect)
         effect.seconds += sum(
             self._stalls(name, effect.traffic) - self._stall_s[name]
             for name in {name for name, _ in effect.traffic}
@@ -160,6 +167,7 @@ class PartialSolution:
         spans += self._hold(effect, i, option, self.recomputed, 1)
         if not self._sides_hold(effect):
             return None
+        self._add_shared(effect)
         for name in {name for name, _ in effect.traffic}:
             effect.seconds += self._stalls(name, effect.traffic) - self._stall_s[name]
         return _with_bytes(effect, spans)
@@ -181,6 +189,12 @@ class PartialSolution:
                 effect.variance += sign * variance
                 effect.seconds += sign * variance * region.noise_s
 
+    def _add_shared(self, effect: Effect) -> None:
+        """Count the shared seconds that nothing named before, less those that nothing names now."""
+        for n, more in effect.shared.items():
+            after = (self._named[n] + more > 0) - (self._named[n] > 0)
+            effect.seconds += after * self.problem.shared_s[n]
+
     def _hold(
         self, effect: Effect, i: int, option: int, recomputed: frozenset[int], sign: int
     ) -> list[Span]:
@@ -189,6 +203,8 @@ class PartialSolution:
         starts = self._starts(i, recomputed)
         effect.seconds += sign * chosen.cost_s
         effect.variance += sign * chosen.variance
+        for n in chosen.shared:
+            effect.shared[n] = effect.shared.get(n, 0) + sign
         if chosen.link:
             effect.traffic[chosen.link, i] = starts if sign > 0 else None
         if starts:
@@ -230,6 +246,8 @@ class PartialSolution:
         self.recomputed = move.recomputed
         self.level[effect.first : effect.first + len(effect.nbytes)] += effect.nbytes
         self.variance += effect.variance
+        for n, more in effect.shared.items():
+            self._named[n] += more
         for name in self._traffic:
             self._traffic[name] = self._travelling(name, effect.traffic)
             self._stall_s[name] = self._stalls(name, {})

@@ -21,7 +21,7 @@ from torch import Tensor
 from elbowroom.plan import Encode, Keep
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.site import CHECKPOINT
-from elbowroom.runtime.handles import EncodeHandle, KeepHandle
+from elbowroom.runtime.handles import EncodeHandle, KeepHandle, OffloadHandle
 from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.ledger import Ledger, Mark
 from elbowroom.runtime.replay.notes import (
@@ -357,13 +357,20 @@ class Writer:
             tuple([(key, self._placed(x, at, seen)) for key, x in op.kwargs]),
             op.run,
             direct,
-            op.levels,
+            op.levels if self._codes_any(at, op) else None,
             op.opens,
             place,
             copies,
             before,
             after,
             numel=op.numel,
+        )
+
+    def _codes_any(self, at: int, op: NotedOp) -> bool:
+        """Returns whether anything that an op saves may be held otherwise than as it is."""
+        views = [self._views.get((at, i)) for i, one in enumerate(op.saves) if one.held is not None]
+        return any(
+            v is None or type(v.slot.value) not in (KeepHandle, OffloadHandle) for v in views
         )
 
     def _placed(self, x: Any, at: int, seen: set[Place]) -> Any:

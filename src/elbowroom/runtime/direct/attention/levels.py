@@ -15,10 +15,11 @@ from elbowroom.plan.precision_floor import MOST_LEVELS, UNSEEN_LEVELS, levels_fo
 from elbowroom.plan.site import Formula, Reads
 from elbowroom.runtime.consumers import Call, Levels, Reading, tolerant_arguments
 from elbowroom.runtime.direct.attention.node import NAMES
-from elbowroom.runtime.normal import var_mean
+from elbowroom.runtime.normal import statistics_of_rows, var_mean
 from elbowroom.runtime.slot import Slot
 
 _GROUP = 64  # elements that share a step of a code, at most (`plan/precision_floor.py`)
+_CANCELS = 1e-3  # of v's square: below that, no difference of two sums is its variance
 _LOGITS, _VALUES = frozenset((0, 1, "query", "key")), frozenset((2, "value"))
 
 
@@ -123,21 +124,27 @@ def spread(q: Tensor, k: Tensor, scale: float | None = None) -> float:
 
 def _norms_and_ranges(x: Tensor) -> tuple[Tensor, Tensor]:
     """mean |row|^2 and mean range^2 of each head, by its longest rows."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float().square()  # [..., T]
+    norms, ranges = _by_row(x)
     # 0 / 0 of a head of zeros: any weights do.
-    weights = (norms / norms.amax(-1, keepdim=True)).pow(3).nan_to_num(1.0)
-    weights = weights / weights.sum(-1, keepdim=True)
-    return (norms * weights).sum(-1), (_ranges(x).square() * weights).sum(-1)
+    weights = (norms / norms.amax(-1, keepdim=True)).pow_(3).nan_to_num_(1.0)
+    weights /= weights.sum(-1, keepdim=True)
+    return (norms * weights).sum(-1), (ranges.square() * weights).sum(-1)
 
 
-def _ranges(x: Tensor) -> Tensor:
-    """The range of the elements that share a step with those of each row, [..., T]."""
-    low, high = torch.aminmax(x.detach(), dim=-1)
-    ranges = (high - low).float()
+def _by_row(x: Tensor) -> tuple[Tensor, Tensor]:
+    """|row|^2, and the range of the elements that share a step with those of a row, [..., T]."""
+    found = statistics_of_rows(x)
+    if found is None:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float().square()
+        least, most = torch.aminmax(x.detach(), dim=-1)
+    else:
+        mean, variance, least, most = found
+        norms = (mean.square() + variance) * x.shape[-1]
+    ranges = (most - least).float()
     if x.shape[-1] % _GROUP:
         ranges = ranges.amax(dim=-2, keepdim=True).expand(ranges.shape)
-    return ranges
+    return norms, ranges
 
 
 @torch.no_grad()
@@ -152,6 +159,11 @@ def spread_of_values(v: Tensor) -> float:
     with torch._C.DisableTorchFunction():
         if v.shape[-2] == 1:
             return 0.0  # the only weight is 1, whatever v is
-        varies = var_mean(v.detach(), dim=-2)[0].sum((-2, -1)).float()  # [...]
-        noise = _ranges(v).square().mean(-1) * v.shape[-1] / 12
+        norms, ranges = _by_row(v)
+        wide = torch.promote_types(v.dtype, torch.float32)
+        norm = norms.mean(-1)
+        varies = norm - v.detach().mean(-2, dtype=wide).float().square().sum(-1)
+        if not bool((varies > _CANCELS * norm).all()):  # too little of it is left
+            varies = var_mean(v.detach(), dim=-2)[0].sum((-2, -1)).float()  # [...]
+        noise = ranges.square().mean(-1) * v.shape[-1] / 12
         return float((noise / varies).where(noise > 0, noise).max())
