@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import elbowroom as er
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.planning import Planning
@@ -14,6 +15,7 @@ from elbowroom.fitting.signature import Signature
 from elbowroom.measure.clocks import levels_of
 from elbowroom.measure.peak import peak
 from elbowroom.plan.backward import Graph, Node, run
+from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, with_backward
 from elbowroom.runtime.context import Context
@@ -318,6 +320,24 @@ def test_a_forward_alone_tells_the_peak_of_the_step(name):
     likely, careful = (plain_peak(with_backward(heard, *born, care)) for care in (LIKELY, CAREFUL))
     assert 0.85 * took <= likely <= careful <= 1.25 * took, (took, likely, careful)
     assert likely <= 1.12 * took or "checkpoint" not in name, (took, likely)
+
+
+def test_nothing_is_made_again_of_what_only_signs_are_held_of():
+    """Of a leaky ReLU's input backward reads the signs; its output then stays as it is."""
+    wide = [nn.Linear(64, 64) for _ in range(3)]
+    model = nn.Sequential(wide[0], nn.LeakyReLU(), wide[1], nn.LeakyReLU(), wide[2])
+    x = torch.randn(512, 64)
+    owned = ModelState(model, None)
+    planning = Planning(FitOptions(1 << 40, min_nbytes=1), owned, Context())
+    planning.begin(owned.memory(), Signature(None))
+    heard = rehearsed(planning, owned, lambda: model(x))
+    assert heard is not None
+    built = build_problem(with_backward(heard, (), 0), exact=True, recompute=False)
+    least = sum(min(option.nbytes for option in item.options) for item in built.problem.items)
+    with er.saving() as saved:
+        loss = model(x).sum()
+    assert least == saved.ledger.after_nbytes - x.nbytes  # which is there anyway
+    loss.backward()
 
 
 def test_a_rehearsal_lets_go_of_what_was_saved_last_at_once():
