@@ -132,6 +132,22 @@ ROWS = {
         replace(FRESH, largest=TWO, now=TWO, only_largest=True),
         (FORGET,),
     ),
+    "no plan fits while another model learns that ran inside": Row(
+        replace(KNOWN, phase=P.VERIFYING, others_learn=True, tries=7),
+        NoPlan(ERROR, MORE),
+        {"phase": P.WRITING, "plan": None, "headroom": Headroom(0)},
+    ),
+    "no plan fits once noise is known, while another model learns that ran inside": Row(
+        replace(SMALLEST, others_learn=True, tries=1),
+        NoPlan(ERROR, MORE),
+        {"phase": P.WRITING, "plan": None, "headroom": Headroom(0)},
+    ),
+    "no plan fits though another model has had its time to learn": Row(
+        replace(KNOWN, phase=P.VERIFYING, others_learn=True, tries=8),
+        NoPlan(ERROR, Fallbacks()),
+        {"phase": P.IDLE},
+        (Raise(ERROR),),
+    ),
     "no plan fits, and more may be allowed": Row(
         replace(KNOWN, phase=P.VERIFYING), NoPlan(ERROR, MORE), FRESH, (FORGET, BlameNoClasses())
     ),

@@ -43,6 +43,17 @@ from fit_table.values import (
 )
 
 ROWS = {
+    "a plan takes too much while another model learns that ran inside": Row(
+        VERIFYING,
+        step(1100, others_learn=True),
+        {
+            "tries": 1,
+            "others_learn": True,
+            "headroom": Headroom(700),
+            "attempts": KNOWN.attempts.after(PLAN, 1100),
+        },
+        (said(PLAN, 1100),),
+    ),
     # A step under a plan is measured.
     "a plan fits": Row(
         VERIFYING,

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 import elbowroom as er
+from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.model_state import storage_nbytes
 from elbowroom.measure import peak
 from elbowroom.measure.background import Background
@@ -127,3 +128,52 @@ def test_marks_of_an_interrupted_recording_are_not_those_of_the_next():
     kept = torch.ones(1000)
     second.begin(2)
     assert second._levels() == ([0, kept.nbytes, kept.nbytes], [0, 0, kept.nbytes])
+
+
+class Perceptrons(Pair):
+    """A pair of small perceptrons; of what a leaky ReLU has read, backward needs the signs."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        wide, leaky = nn.Linear(128, 128), nn.LeakyReLU(0.2)
+        self.generator = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), wide, nn.ReLU())
+        self.discriminator = nn.Sequential(
+            *(nn.Linear(128, 128), leaky, nn.Linear(128, 128), leaky, nn.Linear(128, 1))
+        )
+        self.optimizers = [torch.optim.Adam(m.parameters(), 1e-3, foreach=False) for m in self]
+
+    def fit(self, budget):
+        for model, optimizer in zip(self, self.optimizers, strict=True):
+            er.fit(model, budget=budget, optimizer=optimizer, exact=True)
+
+
+def noise_and_real(seed):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(1024, channels, generator=draw) for channels in (128, 16)]
+
+
+def test_a_budget_that_a_pair_was_told_is_accepted():
+    """The first is of one forward alone; the one after it knows all that a step runs."""
+    plain = Perceptrons()
+    for seed in range(3):
+        plain.step(noise_and_real(seed))
+    last = noise_and_real(STEPS)
+    needs = plain.held_nbytes + peak(lambda: plain.step(last))
+    budget, told = int(0.45 * needs), []
+    while len(told) < 3:
+        pair = Perceptrons()
+        pair.fit(budget)
+        try:
+            for seed in range(STEPS):
+                pair.step(noise_and_real(seed))
+        except BudgetTooSmall as error:
+            budget = error.least_nbytes
+            told.append(budget / needs)
+        else:
+            break
+        finally:
+            for model in pair:
+                er.release(model)
+    assert 1 <= len(told) <= 2, told
+    assert told[-1] <= 1, told
+    assert pair.held_nbytes + peak(lambda: pair.step(last)) <= 1.01 * needs

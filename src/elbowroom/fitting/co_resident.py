@@ -18,13 +18,18 @@ _fitted: "weakref.WeakSet[Neighbours]" = weakref.WeakSet()
 
 
 class Neighbours:
-    """Graphs and other models whose memory is resident beside one fitted model."""
+    """Graphs and other models whose memory is resident beside one fitted model.
+
+    learns: some of the model's forwards have not settled yet
+    """
 
     def __init__(self, owned: ModelState) -> None:
         self._owned = owned
         self._graphs: list[Ledger | Tally] = []
         self._turns: weakref.WeakKeyDictionary[Neighbours, int] = weakref.WeakKeyDictionary()
         self._began = next(_clock)
+        self._ran_inside: weakref.WeakSet[Neighbours] = weakref.WeakSet()
+        self.learns = True
         _fitted.add(self)
 
     @property
@@ -42,8 +47,19 @@ class Neighbours:
 
     def opened(self, graph: Ledger | Tally) -> None:
         """Adds the graph of a forward that begins, unless it goes on with the last one's."""
+        for other in self._others():
+            if any(held.held_nbytes > 0 for held in other._graphs):
+                other._ran_inside.add(self)
         if not self._graphs or self._graphs[-1] is not graph:
             self._graphs.append(graph)
+
+    @property
+    def others_learn(self) -> bool:
+        """True if a model still learns that has run while a graph of this one waited.
+
+        What it took then is part of what was measured of this one, and may become less.
+        """
+        return any(one.learns for one in self._ran_inside if one in _fitted)
 
     def leave(self) -> None:
         """Removes the model: it is not fitted any more."""
@@ -61,6 +77,16 @@ class Neighbours:
         mine = self._owned.tensors()
         theirs = [tensor for one in beside for tensor in one._owned.tensors()]
         return graphs + storage_nbytes([*mine, *theirs]) - storage_nbytes(mine)
+
+    @property
+    def savings_nbytes(self) -> int:
+        """Bytes by which graphs of other models that wait now are smaller than plain ones.
+
+        Within a larger budget these models may hold as much more.
+        """
+        graphs = (graph for one in self._others() for graph in one._graphs)
+        waiting = (graph for graph in graphs if graph.held_nbytes > 0)
+        return sum(max(graph.before_nbytes - graph.after_nbytes, 0) for graph in waiting)
 
     def _others(self) -> Iterator["Neighbours"]:
         for one in list(_fitted):

@@ -31,7 +31,7 @@ _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is gi
 
 def step_measured(state: FitState, seen: StepMeasured) -> Step:
     """Returns the state that follows from a measured step, and what it asks for."""
-    state = replace(state, memory=seen.memory)
+    state = replace(state, memory=seen.memory, others_learn=seen.others_learn)
     match state.phase:
         case Phase.SETTLED:
             return state, ()
@@ -190,6 +190,8 @@ def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
     assert profile is not None
     state = _noted(_with_transients(state, seen, peak_nbytes), peak_nbytes)
     slack = budget_nbytes - peak_nbytes
+    if slack < 0 and state.waits_for_others:
+        return state, ()
     if slack >= 0:
         state = replace(state, has_fit=True)
         if state.now == state.largest:

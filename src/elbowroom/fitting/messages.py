@@ -287,19 +287,23 @@ def measured_refusal(
     return too_small(options.budget_nbytes, least_nbytes, parts, MEASURED, *ways, "halve the batch")
 
 
-def add_room(error: BudgetTooSmall) -> None:
+def add_room(error: BudgetTooSmall, others_nbytes: int = 0) -> None:
     """Increases the budget that a refusal names, so that it holds when it is given.
 
     A step takes a little more or less than the one before: by what a script keeps of each (metrics,
     say), by its data, by what is rounded where.
+
+    others_nbytes: by so much the graphs of other models may be larger within a larger budget
     """
     room = error.least_nbytes // _ROOM
-    least = error.least_nbytes + room
+    least = error.least_nbytes + room + others_nbytes
     hint, roomy = f"give budget={error.least_nbytes}", f"give budget={least}"
     error.args = (str(error).replace(hint, roomy),)
     error.least_nbytes = least
     if error.parts:
         error.parts["what steps vary by"] = room
+        if others_nbytes:
+            error.parts["what other models may hold more of"] = others_nbytes
 
 
 def _lossy_helps(saving: "FittedSaving", saved_nbytes: int) -> bool:

@@ -134,6 +134,7 @@ class StepMeasured:
     may_measure   steps can be measured here
     preset_within   the mildest preset that would have held at most so many bytes
     saving        of its last forward
+    others_learn  another model ran inside of it that has not settled yet, and may take less
     """
 
     memory: "MemoryState"
@@ -155,6 +156,7 @@ class StepMeasured:
     fallbacks: Fallbacks = Fallbacks()
     preset_within: Callable[[int], int | None] = lambda allowed_nbytes: None
     saving: "FittedSaving | None" = None
+    others_learn: bool = False
 
 
 @dataclass(frozen=True)

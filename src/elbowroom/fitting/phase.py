@@ -13,6 +13,7 @@
                  a plan was given                            GIVEN
                  a forward held too much, and was rehearsed  VERIFYING
     WRITING      the step was written down                   VERIFYING
+                 no plan fits while another model learns     WRITING
     GIVEN        it fits                                     SETTLED
                  it is a little too large                    CORRECTING
                  it does not fit, or knows another step      GUESSING
@@ -65,13 +66,13 @@ FOLLOWS: dict[Phase, frozenset[Phase]] = {
     Phase.VERIFYING: frozenset(
         {
             *(Phase.WATCHING, Phase.SMALLEST, Phase.LAST_RESORT, Phase.SETTLED),
-            *(Phase.IDLE, Phase.GUESSING),
+            *(Phase.IDLE, Phase.GUESSING, Phase.WRITING),
         }
     ),
     Phase.SMALLEST: frozenset(
         {
             *(Phase.WATCHING, Phase.LAST_RESORT, Phase.SETTLED),
-            *(Phase.VERIFYING, Phase.IDLE, Phase.GUESSING),
+            *(Phase.VERIFYING, Phase.IDLE, Phase.GUESSING, Phase.WRITING),
         }
     ),
     Phase.WATCHING: frozenset({Phase.VERIFYING, Phase.SMALLEST, Phase.GUESSING}),

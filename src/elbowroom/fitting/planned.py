@@ -1,6 +1,7 @@
 """Transitions that follow from a planner's answer: a plan is followed, or something else is tried.
 
-No plan fits -> all that plans may do is allowed (`tries_more`)
+No plan fits -> while another model learns that runs inside of the step, it is measured again
+             -> all that plans may do is allowed (`tries_more`)
              -> of the plans that were measured, one that fits is followed again
              -> a rehearsed one is written down, which ends all guessing
              -> the plans of the least predicted peak are measured, one after another
@@ -99,6 +100,9 @@ def no_plan(state: FitState, seen: NoPlan) -> Step:
     assert profile is not None
     if state.is_scaled:
         return learn_anew(state)
+    if state.waits_for_others:
+        headroom = state.headroom.learned(0)
+        return replace(state, phase=Phase.WRITING, plan=None, headroom=headroom), ()
     if state.corrects:
         return go_smaller(state, seen.fallbacks)
     state = replace(state, phase=Phase.IDLE, plan=None, is_recurrent=profile.is_recurrent)

@@ -316,11 +316,19 @@ class Planning(Followed):
             del self._scripts[next(iter(self._scripts))]
         self._scripts[self._running] = scribe.script
 
-    def learn(self, last: FittedSaving, step: Measurement, memory: MemoryState) -> None:
+    def learn(
+        self,
+        last: FittedSaving,
+        step: Measurement,
+        memory: MemoryState,
+        *,
+        others_learn: bool = False,
+    ) -> None:
         """Moves the state by what the last step needed.
 
-        memory: the memory as the next one begins.
+        memory: the memory as the next one begins. others_learn: see `Neighbours`.
         """
         if self.settled or not self.calls.is_whole:
             return
-        self._tell(observed(self, last, step, memory.beside(step.memory.beside_nbytes)))
+        seen = observed(self, last, step, memory.beside(step.memory.beside_nbytes))
+        self._tell(replace(seen, others_learn=others_learn))

@@ -122,7 +122,7 @@ class Fitting(MeasuredSteps):
                 return self._go_on(model, forward, signature, last, given)
             return self._step_with(model, forward, signature, given)
         except BudgetTooSmall as error:
-            add_room(error)
+            add_room(error, self._beside.savings_nbytes)
             raise
         except Exception as error:
             if is_out_of_memory(error):
@@ -361,6 +361,7 @@ class Fitting(MeasuredSteps):
             self._plannings.use(less)
         self.planning = self._plannings.of(signature)
         self.planning.begin(self._memory(), signature)
+        self._beside.learns = not all(planning.settled for planning in self._plannings)
         self._measure()
 
 

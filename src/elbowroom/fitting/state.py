@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from elbowroom.plan.profile import Profile
 
 SAFEST_EXACT = 1  # index of "exact" in every ladder
+_MOST_WAITS = 8  # steps that are measured while another model, which runs inside of them, learns
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
 
 
@@ -63,6 +64,7 @@ class FitState:
     rounds        plans that were made again because a measurement broke the budget
     tries         steps that were measured under a plan, or written down
     attempts      plans that were measured, and what smaller ones may be made by
+    others_learn  another model ran inside of the last step that has not settled yet
     resumes       the phase that a plan which is watched was verified in
     infeasible    the least preset holds too much, or a step had more forwards: rehearse
     has_fit       a step of this kind was measured within the budget
@@ -98,6 +100,7 @@ class FitState:
     rounds: int = 0
     tries: int = 0
     attempts: Attempts = field(default_factory=Attempts)
+    others_learn: bool = False
     resumes: Phase = Phase.VERIFYING
     infeasible: bool = False
     has_fit: bool = False
@@ -179,6 +182,11 @@ class FitState:
     def corrects(self) -> bool:
         """True if smaller plans are measured where no plan is left; no budget is named then."""
         return self.plan is not None and (self.rounds > 0 or self.rehearsed)
+
+    @property
+    def waits_for_others(self) -> bool:
+        """True if what was measured may become less by itself, as another model settles."""
+        return self.others_learn and self.tries < _MOST_WAITS
 
     @property
     def ratio(self) -> float:

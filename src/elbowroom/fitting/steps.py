@@ -90,7 +90,7 @@ class MeasuredSteps:
         planning = self.planning
         if step.peak is not None and not (planning.plan is not None and step.makes_states):
             self._note_peak(step.peak, last)
-        planning.learn(last, step, self.owned.memory())
+        planning.learn(last, step, self.owned.memory(), others_learn=self._beside.others_learn)
 
     def _measure(self) -> None:
         """Starts to measure the step that begins, if there is something to learn from it."""

@@ -4,7 +4,8 @@ Every node knows the shapes of the tensors that its op has made, which are those
 that it takes, and the nodes that it gives gradients to. Its number tells when it was made.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -13,6 +14,14 @@ from torch import Tensor
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.plan.backward import Graph, Node
 from elbowroom.runtime.slot import Deferred, View
+
+_SAVED = "_raw_saved_"
+_RESULTS = ("result", "output", "out", "grad_input")  # fields of an op's own results
+_INDICES = ("index", "indices", "mask", "condition", "target", "rng_state")  # small, or not made
+_POSITIONS = {  # of inputs, in the order of an op's arguments; others come first
+    **dict.fromkeys(("other", "mat2", "weight", "key", "batch1", "tensor1", "end", "exponent"), 1),
+    **dict.fromkeys(("value", "batch2", "tensor2"), 2),
+}
 
 
 def graph_of(outputs: Iterable[Tensor], recorder: StepRecorder | None = None) -> Graph:
@@ -31,15 +40,23 @@ def graph_of(outputs: Iterable[Tensor], recorder: StepRecorder | None = None) ->
         if fn not in found:
             found[fn] = len(found)
             waiting += [to for to, _ in fn.next_functions if to is not None]
-    nodes = tuple(_node(fn, found) for fn in found)
+    hidden = () if recorder is None else recorder.hidden()
+    ranges = sorted(one for region in hidden for one in region)
+    nodes = tuple(_node(fn, found, is_hidden=_is_in(ranges, fn._sequence_nr())) for fn in found)
     roots = tuple(sorted((found[fn], which) for fn, which in starts))
     last = tuple(sorted(roots, key=lambda root: nodes[root[0]].nth)[-1:])
     if recorder is None:
         return Graph(nodes, roots, last_roots=last)
-    return Graph(nodes, roots, recorder.asks(), recorder.hidden(), last)
+    return Graph(nodes, roots, recorder.asks(), hidden, last)
 
 
-def _node(fn: Any, found: dict[Any, int]) -> Node:
+def _is_in(ranges: list[tuple[int, int]], nth: int) -> bool:
+    """Returns whether a number lies in one of these ranges, which are in order and disjoint."""
+    at = bisect_right(ranges, (nth, nth + 1)) - 1
+    return any(first <= nth < end for first, end in ranges[max(at, 0) : at + 2])
+
+
+def _node(fn: Any, found: dict[Any, int], *, is_hidden: bool) -> Node:
     leaf = getattr(fn, "variable", None)
     return Node(
         nth=fn._sequence_nr(),
@@ -48,8 +65,35 @@ def _node(fn: Any, found: dict[Any, int]) -> Node:
         gives=tuple((-1 if to is None else found[to], nr) for to, nr in fn.next_functions),
         stays=leaf is not None and leaf.grad is None,
         workspace=getattr(fn, "workspace_nbytes", None) or _layout_nbytes(fn),
-        saves=any(name.startswith("_raw_saved") for name in dir(type(fn))),
+        reads=tuple(_reads(fn, found)) if is_hidden else (),
     )
+
+
+def _reads(fn: Any, found: dict[Any, int]) -> Iterator[tuple[int, int]]:
+    """Yields what a node has saved, as (node that has made it, which of its tensors).
+
+    Only that of which the graph tells who has made it: inputs that need a gradient, and results.
+    """
+    edges = fn.next_functions
+    for name in dir(type(fn)):
+        if not name.startswith(_SAVED):
+            continue
+        saved = getattr(fn, name)
+        each = saved if isinstance(saved, list | tuple) else (saved,)
+        there = [k for k, one in enumerate(each) if getattr(one, "data", None) is not None]
+        field = name.removeprefix(_SAVED)
+        if not there or field in _INDICES:
+            continue
+        if field.startswith(_RESULTS):
+            which = int(field.removeprefix("result") or 0) if field.startswith("result") else 0
+            if which < len(fn._input_metadata):
+                yield found[fn], which
+            continue
+        at = there if len(each) > 1 or field == "tensors" else [_POSITIONS.get(field, 0)]
+        for k in at:
+            to, nr = edges[k] if k < len(edges) else (None, 0)
+            if to is not None:
+                yield found[to], nr
 
 
 def _layout_nbytes(fn: Any) -> int:

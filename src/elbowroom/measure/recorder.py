@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
+from inspect import ismethod
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,6 +38,7 @@ from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
 _LOOKS = 32  # storages in a moment
+_DEEPEST = 64  # checkpoints of the user's that may begin and end inside of one of them
 
 
 class Timer(Protocol):
@@ -145,8 +147,8 @@ class StepRecorder:
         self._calls = 0  # so many ops have ended
         self._task = -1  # the backward that runs, or ran last
         self._asking = -1  # the op whose backward asks
-        self._theirs: object = None  # those that lay over ours last
-        self._hidden: list[tuple[int, int]] = []
+        # Of each pair of somebody else's hooks: what packs, and the nodes that were made meanwhile.
+        self._hidden: list[tuple[Callable[[], object], list[tuple[int, int]]]] = []
         self._nodes = torch._C._autograd._get_sequence_nr()
         self._last = self._timer.read()  # as the op before this one ended
         self.moments = 0
@@ -276,7 +278,6 @@ class StepRecorder:
 
     def forward_ended(self) -> None:
         """Closes the record of forward, as the context closes."""
-        self._theirs = None  # they hold what their forward began with
         self._owned.clear()
         self._note_held()
         if self.backward is None:
@@ -341,9 +342,12 @@ class StepRecorder:
         """Returns the storages, by index, that are at these addresses."""
         return frozenset(i for (address, _), i in self._at.items() if address in addresses)
 
-    def hidden(self) -> tuple[tuple[int, int], ...]:
-        """Returns ranges of numbers of nodes whose tensors somebody else's hooks hold."""
-        return tuple(self._hidden)
+    def hidden(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Returns, for each pair of somebody else's hooks, the nodes whose tensors they hold.
+
+        As ranges of autograd's numbers. Inside of a checkpoint another one may begin and end.
+        """
+        return tuple(tuple(ranges) for _, ranges in self._hidden)
 
     def modules(self) -> tuple[ModuleCall, ...]:
         """All calls of modules, in order of their beginning."""
@@ -372,10 +376,13 @@ class StepRecorder:
         hooks = _others()
         if hooks is None or first == self._nodes:
             return
-        if hooks == self._theirs and self._hidden and self._hidden[-1][1] == first:
-            first = self._hidden.pop()[0]
-        self._theirs = hooks
-        self._hidden.append((first, self._nodes))
+        ranges = next((found for of, found in self._hidden[-_DEEPEST:] if of() == hooks), None)
+        if ranges is None:
+            ranges = []
+            self._hidden.append((_weakly(hooks), ranges))
+        if ranges and ranges[-1][1] == first:
+            first = ranges.pop()[0]
+        ranges.append((first, self._nodes))
 
     def _note_held(self) -> None:
         """Notes that what is held now is held until it is asked for."""
@@ -481,6 +488,14 @@ def _others() -> object:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack = None if hooks is None else hooks[0]
     return None if isinstance(getattr(pack, "__self__", None), Saving) else pack
+
+
+def _weakly(hooks: object) -> Callable[[], object]:
+    """Returns a reference to hooks, which hold what their forward began with."""
+    try:
+        return weakref.WeakMethod(hooks) if ismethod(hooks) else weakref.ref(hooks)
+    except TypeError:  # a slotted object, or a bound function of C
+        return lambda: None
 
 
 class RecordedView(View):

@@ -31,6 +31,13 @@ _PASS = (  # their gradient is what came in, or a view of it
     *("SubBackward", "TBackward", "TransposeBackward", "UnsafeViewBackward"),
     *("UnsqueezeBackward", "ViewBackward"),
 )
+_VIEWS = (  # what they make lies in the memory of what they read
+    *("AliasBackward", "AsStridedBackward", "ChunkBackward", "DetachBackward", "DiagonalBackward"),
+    *("ExpandBackward", "PermuteBackward", "ReshapeAliasBackward", "SelectBackward"),
+    *("SliceBackward", "SplitBackward", "SplitWithSizesBackward", "SqueezeBackward"),
+    *("TBackward", "TransposeBackward", "UnbindBackward", "UnfoldBackward", "UnsafeViewBackward"),
+    *("UnsqueezeBackward", "ViewBackward"),
+)
 _PARTS = ("CatBackward", "StackBackward")  # each gets a part of what came in
 _EMPTY = ("_NegativeLogLikelihoodBackward",)  # what they hand on has no memory
 _REDUCING = ("MulBackward", "DivBackward")  # a broadcast factor: the whole product, then its sum
@@ -45,7 +52,7 @@ class Node:
     takes   bytes of the gradient of each tensor that the op made
     gives   (node, which of its tensors) for each input of the op; node -1: it needs no gradient
     stays   what it takes is the gradient of a leaf, which has none yet
-    saves   it has saved tensors
+    reads   (node, which of its tensors) of what it has saved, where somebody else's hooks hold it
     workspace  bytes that it is known to take beside gradients
     """
 
@@ -54,7 +61,7 @@ class Node:
     takes: tuple[int, ...]
     gives: tuple[tuple[int, int], ...] = ()
     stays: bool = False
-    saves: bool = False
+    reads: tuple[tuple[int, int], ...] = ()
     workspace: int = 0
 
     @property
@@ -70,21 +77,25 @@ class Graph:
     roots   (node, which of its tensors) that gradients come into
     last_roots  of each forward the one made last, if the loss reads no other
     asks    for each saved storage, the `nth` of the node that has made each save
-    hidden  `nth` of nodes, from and up to, that somebody else's hooks hold for: one range for each
-            checkpoint of the user's, which puts all of it back at once
+    hidden  for each checkpoint of the user's the ranges of `nth`, from and up to, of nodes that its
+            hooks hold for; it puts all of that back at once
     """
 
     nodes: tuple[Node, ...] = ()
     roots: tuple[tuple[int, int], ...] = ()
     asks: tuple[tuple[int, ...], ...] = ()
-    hidden: tuple[tuple[int, int], ...] = ()
+    hidden: tuple[tuple[tuple[int, int], ...], ...] = ()
     last_roots: tuple[tuple[int, int], ...] = ()
 
     def followed_by(self, later: "Graph") -> "Graph":
         """Returns this graph joined with that of a forward that ran after this one."""
         shift = len(self.nodes)
         moved = (
-            replace(node, gives=tuple((to + shift if to >= 0 else -1, k) for to, k in node.gives))
+            replace(
+                node,
+                gives=tuple((to + shift if to >= 0 else -1, k) for to, k in node.gives),
+                reads=tuple((at + shift, k) for at, k in node.reads),
+            )
             for node in later.nodes
         )
         roots = tuple((to + shift, k) for to, k in later.roots)
@@ -157,8 +168,7 @@ class _Backward:
                 if to >= 0:
                     self._missing[to] += 1
         self._peak = self._stay = 0
-        self._hidden = _hidden(graph)
-        self._back: dict[int, int] = {}  # by region, bytes that were put back and not yet read
+        self._hidden = _Hidden(graph)
         for to, which in graph.roots:
             self._give(to, which, self._gradients.make(graph.nodes[to].takes[which]))
         ready = {to for to, _ in graph.roots if not self._missing[to]}
@@ -171,7 +181,7 @@ class _Backward:
             node = self._nodes[at]
             self._peak = self._gradients.nbytes
             self._run(at, node)
-            hidden = self._put_back(at)
+            hidden = self._hidden.read_by(at)
             yield Moment(node.nth, self._peak, self._stay, hidden, node.is_leaf)
 
     def _run(self, at: int, node: Node) -> None:
@@ -218,15 +228,6 @@ class _Backward:
             self._gradients.drop(before)
         self._gradients.drop(gradient)
 
-    def _put_back(self, at: int) -> int:
-        region = self._hidden.get(at)
-        if region is None:
-            return 0
-        first, total, own = region
-        now = self._back.get(first, total)
-        self._back[first] = now - own
-        return now
-
 
 def _reached(graph: Graph) -> set[int]:
     """Returns the nodes that a gradient of the roots comes to, by index."""
@@ -250,20 +251,111 @@ def _between(node: Node, nodes: tuple[Node, ...]) -> int:
     return node.workspace + largest * (_BETWEEN.get(name, 0) + broadcasts)
 
 
-def _hidden(graph: Graph) -> dict[int, tuple[int, int, int]]:
-    """Returns, for each node with saves held elsewhere: its region, all of its bytes, and its own.
+class _Hidden:
+    """What checkpoints of the user's have put back in backward, in bytes.
 
-    What was saved there is not seen; it is taken to be what its ops have made.
+    As a node of a piece runs, all that the piece has saved is put back at once; each tensor goes as
+    the last node has run that reads it. A tensor counts once, however many nodes and views of it
+    have saved it, and parameters are there anyway. What a piece begins with is held by its
+    checkpoint, counts apart for the node that asks first, and stays until the piece has read it.
+    A piece inside of another one begins with what that one has put back.
     """
-    at = {node.nth: i for i, node in enumerate(graph.nodes) if not node.is_leaf}
-    found: dict[int, tuple[int, int, int]] = {}
-    for first, end in graph.hidden:
-        own = {at[n]: _saved_nbytes(graph.nodes[at[n]]) for n in range(first, end) if n in at}
-        for i, nbytes in own.items():
-            found[i] = first, sum(own.values()), nbytes
+
+    def __init__(self, graph: Graph) -> None:
+        self.nbytes = 0
+        self._nodes = graph.nodes
+        self._piece: dict[int, int] = {}  # by node
+        self._around = _around(graph.hidden)
+        self._waits: list[list[_Put]] = [[] for _ in graph.hidden]  # to be put back, by piece
+        self._given: list[list[_Put]] = [[] for _ in graph.hidden]  # what each piece begins with
+        self._read_by: dict[int, list[_Put]] = defaultdict(list)
+        self._are_back: set[int] = set()
+        if graph.hidden:
+            self._note(graph)
+
+    def _note(self, graph: Graph) -> None:
+        at = {node.nth: i for i, node in enumerate(graph.nodes) if not node.is_leaf}
+        reached = _reached(graph)
+        for piece, ranges in enumerate(graph.hidden):
+            inside = [at[n] for first, end in ranges for n in range(first, end) if n in at]
+            readers: dict[tuple[int, int], set[int]] = defaultdict(set)
+            for i in reached.intersection(inside):
+                self._piece[i] = piece
+                for read in graph.nodes[i].reads:
+                    readers[self._base(read)].add(i)
+            for (node, which), by in readers.items():
+                if not graph.nodes[node].is_leaf:
+                    put = _Put(graph.nodes[node].takes[which], len(by))
+                    self._put_by(graph, piece, graph.nodes[node].nth).append(put)
+                    for i in by:
+                        self._read_by[i].append(put)
+
+    def _put_by(self, graph: Graph, piece: int, made: int) -> list["_Put"]:
+        """Returns the list that a tensor belongs to which a piece reads.
+
+        That is the piece's own, that of one around it, or that of what the piece begins with.
+        made: the number of the node that has made the tensor
+        """
+        within: int | None = piece
+        while within is not None:
+            if made >= graph.hidden[within][0][0]:
+                return self._waits[within]
+            within = self._around[within]
+        return self._given[piece]
+
+    def _base(self, read: tuple[int, int]) -> tuple[int, int]:
+        """Returns the tensor that this one is a view of, or itself."""
+        at, which = read
+        while self._nodes[at].name.rstrip("0123456789") in _VIEWS and self._nodes[at].gives:
+            before, k = self._nodes[at].gives[0]
+            if before < 0:
+                break
+            at, which = before, k
+        return at, which
+
+    def read_by(self, at: int) -> int:
+        """Returns the bytes that are back while this node runs; then what it has read goes."""
+        piece = self._piece.get(at)
+        if piece is None:
+            return self.nbytes
+        given = self._put_back(piece)
+        now = self.nbytes
+        self.nbytes += given
+        for put in self._read_by.pop(at, ()):
+            put.readers -= 1
+            if not put.readers:
+                self.nbytes -= put.nbytes
+        return now
+
+    def _put_back(self, piece: int) -> int:
+        """Puts back what a piece has saved, and what those around it have.
+
+        Returns the bytes that it begins with.
+        """
+        if piece in self._are_back:
+            return 0
+        self._are_back.add(piece)
+        around = self._around[piece]
+        given = 0 if around is None else self._put_back(around)
+        self.nbytes += sum(put.nbytes for put in self._waits[piece])
+        return given + sum(put.nbytes for put in self._given[piece])
+
+
+@dataclass
+class _Put:
+    """A tensor that a checkpoint puts back. readers: nodes that are still to read it."""
+
+    nbytes: int
+    readers: int
+
+
+def _around(pieces: tuple[tuple[tuple[int, int], ...], ...]) -> list[int | None]:
+    """Returns, for each piece, the smallest one that begins before it and ends after it."""
+    spans = [(ranges[0][0], ranges[-1][1]) for ranges in pieces]
+    found: list[int | None] = []
+    for first, end in spans:
+        around = [
+            i for i, (a, b) in enumerate(spans) if a <= first and end <= b and b - a > end - first
+        ]
+        found.append(min(around, key=lambda i: spans[i][1] - spans[i][0], default=None))
     return found
-
-
-def _saved_nbytes(node: Node) -> int:
-    passes = node.name.rstrip("0123456789") in _PASS
-    return sum(node.takes) if node.saves and not passes else 0

@@ -75,6 +75,7 @@ def _built(
     menu = Menu(() if exact else codecs, _places(profile, offload))
     planned = [i for i, storage in enumerate(profile.storages) if is_planned(storage)]
     again = _made_from(profile)
+    profile = _with_sources(profile)
     items = tuple(_item(profile, i, menu, again[i], exact=exact) for i in planned)
     base, floor = np.array(profile.level, np.int64), np.array(profile.floor, np.int64)
     for i in planned:
@@ -142,6 +143,28 @@ def _made_from(profile: Profile) -> Counter[int]:
         if is_planned(storage) and values.intersection(save.site.need for save in storage.saves):
             found.update(dict.fromkeys(storage.made_of, len(storage.needs) + found[i]))
     return found
+
+
+def _with_sources(profile: Profile) -> Profile:
+    """Returns the profile, in which nothing is made again from what only its signs are held of.
+
+    A rehearsal notes that a leaky ReLU's output could be made again from its input; but of that,
+    each preset below "keep" holds the bits that its backward reads, and the output as it is.
+    """
+    lost: set[int] = set()
+    storages = list(profile.storages)
+    for i, storage in enumerate(storages):
+        if storage.made_of and all(at in lost for at in storage.made_of):
+            sites = (replace(one.site, rebuildable=Rebuildable.NO) for one in storage.saves)
+            saves = (
+                replace(one, site=site) for one, site in zip(storage.saves, sites, strict=True)
+            )
+            storages[i] = storage = replace(storage, saves=tuple(saves))
+        needs = {save.site.need for save in storage.saves}
+        again = any(save.site.rebuildable is not Rebuildable.NO for save in storage.saves)
+        if needs <= {Need.MASK, Need.SHAPE} and not again:
+            lost.add(i)
+    return replace(profile, storages=tuple(storages))
 
 
 def _item(profile: Profile, index: int, menu: Menu, again: int, *, exact: bool) -> Item:
