@@ -3,7 +3,8 @@
     ./scripts/bench overhead [--quick]
 
     identity   torch's own saved_tensors_hooks with functions that do nothing: the floor in Python
-    keep       er.saving("keep"): every save is named, decided on, counted, and kept
+    keep       er.saving("keep"): every save is named, decided on, counted, and kept in the first
+               step; the next ones follow its script
     plan       er.following an exact plan for 97 % of what plain autograd takes: only ops that it
                does something with are looked at. What its actions themselves are predicted to take
                stands beside it

@@ -68,7 +68,7 @@ PURPOSE = {
     "runtime/handles/rebuild.py": "holds a recipe, and makes the tensor again by it",
     "runtime/replay/compiled.py": "compares the op, holds what it saves, with all bound",
     "runtime/replay/replay.py": "runs the op by its place in the script",
-    "runtime/replay/saving_context.py": "chooses a script, counts what is kept",
+    "runtime/replay/following.py": "counts what is held in a step that follows a script",
     "runtime/replay/scribe.py": "writes the op and its save into the script",
     "runtime/replay/script.py": "what is done with this tensor",
     "runtime/serving.py": "what the op asks: asks the policy, performs, or lets wait",

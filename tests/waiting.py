@@ -65,6 +65,34 @@ def _refusing(name: str, mode: NoWaiting) -> Any:
     return asked
 
 
+class Numbers(TorchDispatchMode):
+    """Writes down every op with all of its arguments that are no tensors.
+
+    A CUDA graph launches kernels again with the numbers that they were captured with.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace != "profiler":
+            self.found.append((str(func), _without_tensors(args), _without_tensors(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _without_tensors(given: Any) -> Any:
+    if isinstance(given, Tensor | torch.UntypedStorage):
+        return "a tensor"
+    if isinstance(given, list | tuple):
+        return [_without_tensors(x) for x in given]
+    if isinstance(given, dict):
+        return {key: _without_tensors(x) for key, x in given.items()}
+    return given
+
+
 class Late:
     """An event that is found done only so many questions later."""
 

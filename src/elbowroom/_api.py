@@ -57,7 +57,8 @@ from elbowroom.tools.grow_batch import check_growing
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
-_REPEATED = (Exact, Lossy, Lean, Coat, OffloadRest)  # policies that give a step what they gave it
+# Policies that give a step what they gave the one before.
+_REPEATED = (KeepAll, Exact, Lossy, Lean, Coat, OffloadRest)
 
 
 def saving(

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from elbowroom.kernels import ops, reference
+from elbowroom.kernels.specs import SPECS
 from waiting import NoWaiting
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -135,6 +137,71 @@ def test_schema_and_fake(op, device):
         by = (*torch.ones(2, 3, device=device), 5)
         mask = [reference.pack_bits(args[-1].relu())] if "mask=None" in schema else []
         torch.library.opcheck(overload, (*args, *by, *mask))
+
+
+# --- seeds in tensors ---
+
+SEEDED = [op for op, spec in SPECS.items() if " int seed" in spec.schema]
+
+
+@pytest.mark.parametrize("op", SEEDED)
+@pytest.mark.parametrize("where", ["ops", pytest.param("triton", marks=pytest.mark.sampled)])
+def test_a_seed_in_a_tensor_is_that_number(where, op):
+    """Of 64 bits, on every backend; of another one, something else is drawn."""
+    if where == "triton":
+        pytest.importorskip("triton")
+        if op in UNSERVED["triton"]:
+            pytest.skip("the reference serves it")
+        from elbowroom.kernels import triton as kernels
+
+    def called(by, *, lies):
+        args = list(arguments(op, "cpu", 300))
+        at = SPECS[op].schema[: SPECS[op].schema.index(" int seed")].count(",")
+        args[at] = torch.tensor([by]) if lies else by
+        if where == "triton":
+            out = getattr(kernels, op)(*args)
+        else:
+            overload = getattr(torch.ops.elbowroom, op)
+            out = (overload.seeded if lies else overload.default)(*args)
+        return [x for x in tree_leaves([*args, out]) if isinstance(x, torch.Tensor) and x.ndim]
+
+    seed = 0x7ABCDEF123456789
+    number, tensor, other = (
+        [x for x in called(by, lies=lies) if x.dtype is not torch.int64 or len(x) > 1]
+        for by, lies in ((seed, False), (seed, True), (seed ^ (1 << 40), True))
+    )
+    assert all(map(equal_bits, number, tensor))
+    assert not all(map(equal_bits, number, other))
+
+
+def test_a_gpu_waits_for_no_seed_where_bands_are_used_again():
+    """Which the reference does there, too."""
+    pytest.importorskip("triton")
+    from elbowroom.kernels import triton as kernels
+
+    x, out, seed = torch.randn(6000), torch.empty(6000), torch.tensor([0x7ABCDEF123456789])
+    how = [2, 50, 60, 1], 8, (32, 8, 3, 0), 2, True
+    expected = kernels.fdsr_quantize(x, int(seed), *how)
+    with NoWaiting():
+        stored = kernels.fdsr_quantize(x, seed, *how)
+        kernels.fdsr_dequantize(*stored, seed, *how, out)
+    assert all(map(torch.equal, stored, expected))
+    again = torch.empty_like(out)
+    kernels.fdsr_dequantize(*stored, int(seed), *how, again)
+    assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("op", SEEDED)
+def test_schema_and_fake_of_a_seed_in_a_tensor(op):
+    args = list(arguments(op, "cpu"))
+    at = SPECS[op].schema[: SPECS[op].schema.index(" int seed")].count(",")
+    args[at] = torch.tensor([args[at]])
+    torch.library.opcheck(getattr(torch.ops.elbowroom, op).seeded, tuple(args))
+
+
+def equal_bits(one, other):
+    """Whether all bytes are the same, those of a NaN, too."""
+    return torch.equal(*(x.contiguous().view(torch.uint8) for x in (one, other)))
 
 
 # --- what waits for a GPU ---

@@ -15,7 +15,8 @@ SHAPES += [(2, 3, 32, 32), (64, 8, 3, 3), (64, 80, 1, 1), (0, 500)]
 
 
 def one_by_one(*args):
-    *tensors, rule, weights, m_kind, v_kind, rows, factors, seeds, skip = args
+    *tensors, rule, weights, m_kind, v_kind, rows, factors, seeds, skip, steps = args
+    assert steps is None  # which a GPU counts
     for i, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
         alone = [some[i : i + 1] for some in tensors]
         how = rule, weights, m_kind, v_kind, [row], factors[i : i + 1], [seed], skip

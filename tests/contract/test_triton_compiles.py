@@ -80,8 +80,8 @@ def compiling(capability, every_form):
     """A stand-in for `launch` that compiles the kernel for these arguments, and runs nothing.
 
     Unless `every_form` is wanted, only for the first arguments that each kernel is given; and once
-    more for the first that have a spill, if it is small: large ones take seconds, and their forms
-    differ by the same few lines.
+    more for the first that have a spill, or whose seed lies in a tensor, if it is small: large ones
+    take seconds, and their forms differ by the same few lines.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -91,6 +91,8 @@ def compiling(capability, every_form):
     def launch(kernel, tiles, *args, R=None, **constants):
         names = kernel.arg_names
         spills = "p_spill" in names and args[names.index("p_spill")] is not None
+        lies = "seed_low" in names and isinstance(args[names.index("seed_low")], torch.Tensor)
+        spills = spills or lies
         is_large = compiled.get((id(kernel), False), 0) > _LARGE
         if ((id(kernel), spills) in compiled or (spills and is_large)) and not every_form:
             return
@@ -145,6 +147,9 @@ def main(capability, *, every_form):
         stored = kernels.dither_quantize(x, 5, levels, group_size)
         kernels.dither_dequantize(*stored, 5, levels, group_size, x)
         kernels.dither_dequantize(*stored, 5, levels, group_size, x, *by)
+        seed = torch.zeros(1, dtype=torch.int64)
+        stored = kernels.dither_quantize(x, seed, levels, group_size)
+        kernels.dither_dequantize(*stored, seed, levels, group_size, x)
         for maps in ([8, 25, 25, 1], [8, 5, 5, 25], [5, 1, 1000, 1])[: 3 if levels == 4 else 1]:
             stored = kernels.division_quantize(x, 5, levels, 8, 0, maps)
             kernels.division_dequantize(*stored, 5, levels, 8, 0, maps, True, x)

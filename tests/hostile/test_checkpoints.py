@@ -268,18 +268,18 @@ def followed(net: nn.Module, steps: int, x: Tensor | None = None, **how) -> list
 @contextmanager
 def seen_following():
     """The script and whether it was left, of all steps that begin to follow one."""
-    seen, end = [], saving_context._Following.__exit__
+    seen, end = [], saving_context.Following.__exit__
 
     def leave(self, *error):
         script = self.script
         end(self, *error)
         seen.append((script, self.strayed))
 
-    saving_context._Following.__exit__ = leave
+    saving_context.Following.__exit__ = leave
     try:
         yield seen
     finally:
-        saving_context._Following.__exit__ = end
+        saving_context.Following.__exit__ = end
 
 
 @pytest.mark.parametrize("depth", [1, 3])

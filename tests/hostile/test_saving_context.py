@@ -22,6 +22,7 @@ from programs import looking, same
 pytestmark = pytest.mark.usefixtures("one_thread")
 POLICIES: dict[str, dict[str, Any]] = {
     "exact": {"policy": None},
+    "keep": {"policy": "keep"},
     "dither": {"policy": "dither", "levels": 4},
     "group": {"policy": "group", "bits": 4},
     "lean": {"policy": "lean"},
@@ -77,7 +78,7 @@ def step(net: nn.Module, x: Tensor, context: Any) -> tuple[list[Tensor | None], 
 
 def followed(saved: SavingContext) -> bool:
     part = saved._parts[-1]
-    return isinstance(part, saving_context._Following) and not part.strayed
+    return isinstance(part, saving_context.Following) and not part.strayed
 
 
 @NETS

@@ -66,6 +66,7 @@ class Expected(NamedTuple):
 
 
 Layout = tuple[Expected, ...]
+Seed = int | Tensor  # 64 bits; a tensor (int64 [1]) lies on the device of what is encoded
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +83,7 @@ class Encoded:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    seed: int = 0
+    seed: Seed = 0
     facts: Facts = NOTHING
     raw: bool = False
     spill: Spill | None = None
@@ -239,14 +240,15 @@ class Codec(ABC):
     def encode(
         self,
         x: Tensor,
-        seed: int = 0,
+        seed: Seed = 0,
         facts: Facts | None = None,
         affine: Affine | None = None,
         room: Room | None = None,
     ) -> Encoded:
         """x of any shape -> `Encoded`. x is neither changed nor aliased.
 
-        seed    64 bits; same seed, same bits
+        seed    64 bits; same seed, same bits. In a tensor (int64 [1]) on the device of x, where
+                a CUDA graph shall draw other noise each time it is launched
         facts   what is known of x (see `Facts`), so that no value is scanned
         affine  what is encoded is affine(x), so that is what `decode` gives; but where the result
                 is raw, it is x itself. With facts.has_zeros, it must keep zeros, and make no others
@@ -255,7 +257,7 @@ class Codec(ABC):
         Raises UnsupportedTensor for a dtype, layout or content that this codec does not take.
         """
         self.check(x)
-        if not isinstance(seed, int) or not (facts is None or isinstance(facts, Facts)):
+        if not isinstance(seed, int | Tensor) or not (facts is None or isinstance(facts, Facts)):
             raise CodecError(
                 f"codec '{self.id}': a seed is an int, and facts are er.Facts(...) or None; got "
                 f"seed={seed!r}, facts={facts!r}"
@@ -263,7 +265,8 @@ class Codec(ABC):
         x = x.detach()
         if x.is_neg():
             x = x.resolve_neg()
-        seed = (seed + 2**63) % 2**64 - 2**63  # an op takes a signed integer
+        if isinstance(seed, int):
+            seed = (seed + 2**63) % 2**64 - 2**63  # an op takes a signed integer
         flat, stride = memory_order(x)
         facts = self._seen(tuple(x.shape), stride, facts or NOTHING)
         buffers, spill = None, None
@@ -279,7 +282,7 @@ class Codec(ABC):
         return Encoded(self, held, tuple(x.shape), stride, x.dtype, seed, facts, raw, spill)
 
     def _encode_within(
-        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, room: Room
+        self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None, room: Room
     ) -> tuple[Buffers | None, Spill | None]:
         """Returns buffers, one of them of the size that `room` gives if its own is not known."""
         layout, at = self._layout(flat.numel(), flat.dtype, facts), None
@@ -342,7 +345,7 @@ class Codec(ABC):
         return facts
 
     @abstractmethod
-    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+    def _encode(self, flat: Tensor, seed: Seed, facts: Facts) -> Buffers | None:
         """flat [N], N > 0 -> buffers, or None: hold x raw."""
 
     @abstractmethod
@@ -350,7 +353,7 @@ class Codec(ABC):
         """Write out [N]."""
 
     def _encode_into(
-        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, space: Space
+        self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None, space: Space
     ) -> Buffers | None:
         """Encodes as `_encode` or `_encode_mapped` do, with the payload in memory that is given.
 
@@ -359,7 +362,7 @@ class Codec(ABC):
         raise NotImplementedError
 
     def _encode_mapped(
-        self, flat: Tensor, seed: int, facts: Facts, affine: Affine
+        self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine
     ) -> Buffers | None:
         """Encodes affine(flat), as `_encode` does."""
         return self._encode(affine.of(flat), seed, facts)

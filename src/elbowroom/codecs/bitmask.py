@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
+from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts
 from elbowroom.errors import UnsupportedTensor
 from elbowroom.kernels import ops
@@ -48,7 +48,7 @@ class BitMask(Codec):
             )
         return facts
 
-    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+    def _encode(self, flat: Tensor, seed: Seed, facts: Facts) -> Buffers | None:
         return (ops.pack_bits(flat),)
 
     def _decode_into(self, encoded: Encoded, out: Tensor) -> None:

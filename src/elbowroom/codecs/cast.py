@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs._checks import finite, one_of
-from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
+from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts
 from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import would_wait
@@ -57,7 +57,7 @@ class Cast(Codec):
             return (Expected(_HALVES[self.to], (n,)),)
         return Expected(torch.uint8, (n,)), Expected(torch.bfloat16, (groups(n, self.group_size),))
 
-    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+    def _encode(self, flat: Tensor, seed: Seed, facts: Facts) -> Buffers | None:
         on_cpu = not would_wait(flat)
         if self.to in _HALVES:
             half = flat.to(_HALVES[self.to], copy=True)

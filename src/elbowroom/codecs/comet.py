@@ -28,7 +28,7 @@ from torch import Tensor
 
 from elbowroom.codecs._checks import one_of
 from elbowroom.codecs.affine import Affine
-from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
+from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts, Maps
 from elbowroom.codecs.room import Space
 from elbowroom.errors import CodecError, UnknownField
@@ -94,7 +94,7 @@ class Comet(Codec):
             Expected(torch.float32, (3,)),
         )
 
-    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+    def _encode(self, flat: Tensor, seed: Seed, facts: Facts) -> Buffers | None:
         least, most = (end.double() for end in torch.aminmax(flat))
         if not would_wait(flat) and not isfinite(float(least - most)):
             return None
@@ -105,7 +105,7 @@ class Comet(Codec):
         return *(stored if facts.has_zeros else stored[1:]), grid
 
     def _encode_into(
-        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, space: Space
+        self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None, space: Space
     ) -> Buffers | None:
         flat = flat if affine is None else affine.of(flat)
         least, most = (end.double() for end in torch.aminmax(flat))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs.affine import Affine
-from elbowroom.codecs.base import Buffers, Codec, Encoded
+from elbowroom.codecs.base import Buffers, Codec, Encoded, Seed
 from elbowroom.codecs.dither import Dither
 from elbowroom.codecs.facts import Facts
 from elbowroom.kernels import ops
@@ -45,6 +45,7 @@ class Coder:
         self.middle = self.start + (-(-self.numel // 8) if facts.has_zeros else 2 * each)
         self.most = self.middle + codes + (2 * each if facts.has_zeros else 0)
         self.fixed, self.is_serial = not facts.has_zeros, kernels.runs_serially
+        self.is_small = self.numel <= kernels.SERIAL
         self.quantize = kernels.dither if self.fixed else kernels.nonzero
         self.dequantize = kernels.dither_restored if self.fixed else kernels.nonzero_restored
         self.known = {
@@ -72,7 +73,7 @@ class Coder:
 
     def is_watched(self) -> bool:
         """Return whether somebody wants to see ops, or several threads are worth it now."""
-        return _watchers() > 0 or not self.is_serial(self.numel)
+        return _watchers() > 0 or not (self.is_small or self.is_serial(self.numel))
 
     def encode(self, x: Tensor, seed: int, affine: Affine | None = None) -> Encoded:
         """Return the code of x; that of the codec unless x is like the tensor this was made for."""
@@ -101,10 +102,10 @@ class Coders:
         self._known: dict[Any, Coder | None] = {}
 
     def encode(
-        self, codec: Codec, x: Tensor, seed: int, facts: Facts, affine: Affine | None = None
+        self, codec: Codec, x: Tensor, seed: Seed, facts: Facts, affine: Affine | None = None
     ) -> Encoded:
         """The code of x, in the bytes of `codec`."""
-        if type(codec) is not Dither or facts.mask is not None:
+        if type(codec) is not Dither or facts.mask is not None or isinstance(seed, Tensor):
             return codec.encode(x, seed, facts, affine)
         key = codec, x.shape, x.stride(), x.dtype, x.device, facts
         known = self._known

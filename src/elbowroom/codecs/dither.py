@@ -21,7 +21,7 @@ from torch import Tensor
 
 from elbowroom.codecs._checks import finite, one_of, within
 from elbowroom.codecs.affine import ABSENT, Affine
-from elbowroom.codecs.base import FLOATS, PART, Buffers, Codec, Encoded, Expected, Layout
+from elbowroom.codecs.base import FLOATS, PART, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts
 from elbowroom.codecs.room import Space
 from elbowroom.errors import UnknownField
@@ -83,7 +83,7 @@ class Dither(Codec):
         return Expected(torch.uint8, (codes,)), Expected(torch.uint8, (each, 2)), bounds
 
     def _encode(
-        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None = None
+        self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None = None
     ) -> Buffers | None:
         quantize = ops.nonzero_quantize if facts.has_zeros else ops.dither_quantize
         buffers = quantize(flat, seed, self.levels, self.group_size, *(affine or ()))
@@ -91,7 +91,7 @@ class Dither(Codec):
         return None if not would_wait(flat) and not finite(bounds) else buffers
 
     def _encode_into(
-        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, space: Space
+        self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None, space: Space
     ) -> Buffers | None:
         there = space.payload, space.spill.memory, space.used
         settings = seed, self.levels, self.group_size

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs._checks import finite, one_of, within
-from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
+from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts, Maps
 from elbowroom.kernels import maps, ops
 from elbowroom.kernels.fakes import would_wait
@@ -96,7 +96,7 @@ class Division(Codec):
         codes = Expected(torch.uint8, (packed_nbytes(1 << self.bits, n),))
         return codes, Expected(torch.bfloat16, (means,)), each, each
 
-    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+    def _encode(self, flat: Tensor, seed: Seed, facts: Facts) -> Buffers | None:
         how = 1 << self.bits, *self._how(flat.numel(), facts)
         codes, mean, scale, low = ops.division_quantize(flat, seed, *how)
         if not would_wait(flat) and not finite(scale):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs._checks import finite, one_of, within
-from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
+from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts, Maps
 from elbowroom.errors import UnknownField
 from elbowroom.kernels import ops
@@ -117,7 +117,7 @@ class Fdsr(Codec):
             Expected(torch.int8, (WORDS if kept else 0, b.rest)),
         )
 
-    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+    def _encode(self, flat: Tensor, seed: Seed, facts: Facts) -> Buffers | None:
         maps = self._maps(flat.numel(), facts)
         if not maps:
             return None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from elbowroom.codecs._checks import finite, one_of, within
 from elbowroom.codecs.affine import ABSENT, Affine
-from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
+from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts
 from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import would_wait
@@ -56,7 +56,7 @@ class Group(Codec):
         return codes, each, each
 
     def _encode(
-        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None = None
+        self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None = None
     ) -> Buffers | None:
         levels = 1 << self.bits
         codes, step, low = ops.group_quantize(flat, seed, levels, self.group_size, *(affine or ()))

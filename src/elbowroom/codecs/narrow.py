@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from elbowroom.codecs.base import Buffers, Codec, Encoded, Expected, Layout
+from elbowroom.codecs.base import Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts, Maps
 from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import would_wait
@@ -52,7 +52,7 @@ class Narrow(Codec):
         smallest, largest = torch.aminmax(flat)
         return Facts(smallest=int(smallest), largest=int(largest))
 
-    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+    def _encode(self, flat: Tensor, seed: Seed, facts: Facts) -> Buffers | None:
         if facts.window is not None:
             assert facts.maps is not None
             packed, lost = ops.places_pack(flat, facts.window, facts.maps)

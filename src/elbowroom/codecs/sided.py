@@ -26,7 +26,17 @@ from torch import Tensor
 
 from elbowroom.codecs._checks import finite, one_of, within
 from elbowroom.codecs.affine import ABSENT, Affine
-from elbowroom.codecs.base import FLOATS, PART, Buffers, Codec, Encoded, Expected, Layout, show
+from elbowroom.codecs.base import (
+    FLOATS,
+    PART,
+    Buffers,
+    Codec,
+    Encoded,
+    Expected,
+    Layout,
+    Seed,
+    show,
+)
 from elbowroom.codecs.facts import Facts
 from elbowroom.codecs.room import Space
 from elbowroom.errors import CodecError
@@ -82,7 +92,7 @@ class Sided(Codec):
         return (payload, bounds) if facts.mask is not None else (payload, bounds, _bits(n))
 
     def _encode(
-        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None = None
+        self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None = None
     ) -> Buffers | None:
         bits = _mask_of(flat, facts)
         payload, bounds = ops.sided_quantize(flat, bits, seed, *self._settings, *(affine or ()))
@@ -91,7 +101,7 @@ class Sided(Codec):
         return (payload, bounds) if facts.mask is not None else (payload, bounds, bits)
 
     def _encode_into(
-        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, space: Space
+        self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None, space: Space
     ) -> Buffers | None:
         bits = _mask_of(flat, facts)
         there = space.payload, space.spill.memory, space.used

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs.affine import Affine
-from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout
+from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts
 from elbowroom.codecs.room import Space
 from elbowroom.kernels import ops
@@ -41,12 +41,12 @@ class SparseLossless(Codec):
     def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
         return Expected(torch.uint8, (-(-n // 8),)), Expected(dtype, (n,), at_most=True)
 
-    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers | None:
+    def _encode(self, flat: Tensor, seed: Seed, facts: Facts) -> Buffers | None:
         words = flat.view(_WORDS[flat.element_size()])
         return ops.pack_bits(words), flat[words != 0]
 
     def _encode_into(
-        self, flat: Tensor, seed: int, facts: Facts, affine: Affine | None, space: Space
+        self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None, space: Space
     ) -> Buffers | None:
         flat = flat if affine is None else affine.of(flat)
         words = _WORDS[flat.element_size()]

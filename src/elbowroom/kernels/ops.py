@@ -20,7 +20,7 @@
                                                           bits, headers, sizes, payload (depends)
     affine(x, scale, shift, inner, bits, out!)            x * scale + shift by channel; 0 for bit 0
     optimizer_step(params!, residuals!, grads, states!, rule, weights, kinds, rows, factors, seeds,
-                   skip)                                  many parameters of one format
+                   skip, steps)                           many parameters of one format
     advance(counters!, by)                                what they are then
     beyond(xs, limit)                                     1 if one has NaN or is larger, else 0
     moments_quantize(m, v, states!, kinds, row, seed)     an optimizer's states, [D, ...] each
@@ -40,6 +40,9 @@ inner, what they quantize is x * scale + shift, not rounded to x's dtype; what t
 scaled and shifted before it is rounded, then made 0 where a bit of `mask` [ceil(N / 8)] is unset.
 `dither`, `nonzero` and `sided` can do a part: `out` begins with tile `first`, and ends with a tile,
 or with the tensor; scale, shift and mask are those of all of it.
+
+The seed of a codec's op is a number, or lies in a tensor on the device of x (int64 [1]): then a
+CUDA graph that has captured a launch draws other noise each time, if the tensor has changed.
 
 The size of the payload of `nonzero`, `sided` and `comet` depends on values, for which the host
 waits on a GPU. Their `_quantize_into` takes its memory instead: `payload`, `spill` for what does
@@ -125,6 +128,25 @@ def _serve(op: str, backend: str) -> Callable[..., Any]:
     return call
 
 
+def _serve_seeded(op: str, at: int, backend: str) -> Callable[..., Any]:
+    """The same with a seed that lies in a tensor, which Triton alone leaves there."""
+
+    def by_number(*args: Any) -> Any:
+        serve = getattr(reference, op) if backend == "reference" else _serve(op, backend)
+        return serve(*args[:at], int(args[at]), *args[at + 1 :])
+
+    def call(*args: Any) -> Any:
+        if _implementation(op, backend) is getattr(reference, op):
+            return by_number(*args)
+        try:
+            return _implementation(op, backend)(*args)
+        except _failures(backend) as error:
+            _give_up(op, backend, error)
+        return by_number(*args)
+
+    return call if backend == "triton" else by_number
+
+
 def _failures(backend: str) -> tuple[type[Exception], ...]:
     """The errors by which a backend says, before a kernel has run, that it cannot serve.
 
@@ -152,9 +174,29 @@ for _op, _spec in SPECS.items():
     _library.impl(_op, _serve(_op, "triton"), "CUDA")
     _fake = _spec.outputs or (lambda *_: None)
     torch.library.register_fake(f"elbowroom::{_op}", _fake, lib=_library)
+    if " int seed" in _spec.schema:
+        _seeded, _at = f"{_op}.seeded", _spec.schema[: _spec.schema.index(" int seed")].count(",")
+        _library.define(_seeded + _spec.schema.replace(" int seed", " Tensor seed"))
+        _library.impl(_seeded, _serve_seeded(_op, _at, "reference"), "CompositeExplicitAutograd")
+        _library.impl(_seeded, _serve_seeded(_op, _at, "numba"), "CPU")
+        _library.impl(_seeded, _serve_seeded(_op, _at, "triton"), "CUDA")
+        torch.library.register_fake(f"elbowroom::{_seeded}", _fake, lib=_library)
 
 # The overload, not the packet: 2 us less a call. Untyped in torch.
 _calls = torch.ops.elbowroom
+
+
+def _by_seed(op: str) -> Callable[..., Any]:
+    """Return the op for a seed that is a number, or that lies in a tensor (int64 [1])."""
+    of_number, of_tensor = getattr(_calls, op).default, getattr(_calls, op).seeded
+    at = SPECS[op].schema[: SPECS[op].schema.index(" int seed")].count(",")
+
+    def call(*args: Any) -> Any:
+        return (of_tensor if isinstance(args[at], Tensor) else of_number)(*args)
+
+    return call
+
+
 pack_bits = cast(Callable[..., Tensor], _calls.pack_bits.default)
 unpack_bits = cast(Callable[..., None], _calls.unpack_bits.default)
 masked = cast(Callable[..., None], _calls.masked.default)
@@ -162,40 +204,38 @@ times_bits = cast(Callable[..., None], _calls.times_bits.default)
 narrow = cast(Callable[..., tuple[Tensor, Tensor]], _calls.narrow.default)
 places_pack = cast(Callable[..., tuple[Tensor, Tensor]], _calls.places_pack.default)
 places_unpack = cast(Callable[..., None], _calls.places_unpack.default)
-group_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.group_quantize.default)
+group_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _by_seed("group_quantize"))
 group_dequantize = cast(Callable[..., None], _calls.group_dequantize.default)
-dither_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.dither_quantize.default)
-dither_dequantize = cast(Callable[..., None], _calls.dither_dequantize.default)
+dither_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _by_seed("dither_quantize"))
+dither_dequantize = cast(Callable[..., None], _by_seed("dither_dequantize"))
 batch_norm_backward = cast(Callable[..., tuple[Tensor, Tensor]], _calls.batch_norm_backward.default)
 layer_norm_backward = cast(Callable[..., tuple[Tensor, Tensor]], _calls.layer_norm_backward.default)
 row_statistics = cast(Callable[..., Tensor], _calls.row_statistics.default)
-nonzero_quantize = cast(
-    Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.nonzero_quantize.default
-)
+nonzero_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _by_seed("nonzero_quantize"))
 nonzero_quantize_into = cast(
-    Callable[..., tuple[Tensor, Tensor]], _calls.nonzero_quantize_into.default
+    Callable[..., tuple[Tensor, Tensor]], _by_seed("nonzero_quantize_into")
 )
-nonzero_dequantize = cast(Callable[..., None], _calls.nonzero_dequantize.default)
+nonzero_dequantize = cast(Callable[..., None], _by_seed("nonzero_dequantize"))
 division_quantize = cast(
-    Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], _calls.division_quantize.default
+    Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], _by_seed("division_quantize")
 )
-division_dequantize = cast(Callable[..., None], _calls.division_dequantize.default)
+division_dequantize = cast(Callable[..., None], _by_seed("division_dequantize"))
 sparse_pack_into = cast(Callable[..., Tensor], _calls.sparse_pack_into.default)
 sparse_unpack = cast(Callable[..., None], _calls.sparse_unpack.default)
-sided_quantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.sided_quantize.default)
-sided_quantize_into = cast(Callable[..., Tensor], _calls.sided_quantize_into.default)
-sided_dequantize = cast(Callable[..., None], _calls.sided_dequantize.default)
+sided_quantize = cast(Callable[..., tuple[Tensor, Tensor]], _by_seed("sided_quantize"))
+sided_quantize_into = cast(Callable[..., Tensor], _by_seed("sided_quantize_into"))
+sided_dequantize = cast(Callable[..., None], _by_seed("sided_dequantize"))
 fp8_quantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.fp8_quantize.default)
 fp8_dequantize = cast(Callable[..., None], _calls.fp8_dequantize.default)
-fdsr_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.fdsr_quantize.default)
-fdsr_dequantize = cast(Callable[..., None], _calls.fdsr_dequantize.default)
+fdsr_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _by_seed("fdsr_quantize"))
+fdsr_dequantize = cast(Callable[..., None], _by_seed("fdsr_dequantize"))
 comet_quantize = cast(
-    Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], _calls.comet_quantize.default
+    Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], _by_seed("comet_quantize")
 )
 comet_quantize_into = cast(
-    Callable[..., tuple[Tensor, Tensor, Tensor]], _calls.comet_quantize_into.default
+    Callable[..., tuple[Tensor, Tensor, Tensor]], _by_seed("comet_quantize_into")
 )
-comet_dequantize = cast(Callable[..., None], _calls.comet_dequantize.default)
+comet_dequantize = cast(Callable[..., None], _by_seed("comet_dequantize"))
 affine = cast(Callable[..., None], _calls.affine.default)
 optimizer_step = cast(Callable[..., None], _calls.optimizer_step.default)
 advance = cast(Callable[..., Tensor], _calls.advance.default)

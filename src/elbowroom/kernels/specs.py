@@ -130,7 +130,7 @@ SPECS: dict[str, OpSpec] = {
         "(Tensor(a!)[] params, Tensor(b!)[] residuals, Tensor[] grads, Tensor(c!)[] m_codes, "
         "Tensor(d!)[] m_bounds, Tensor(e!)[] v_codes, Tensor(f!)[] v_bounds, str rule, "
         "str weights, str m_kind, str v_kind, int[] rows, Tensor factors, int[] seeds, "
-        "Tensor? skip) -> ()"
+        "Tensor? skip, Tensor? steps=None) -> ()"
     ),
     "advance": OpSpec(
         "(Tensor(a!)[] counters, int by) -> Tensor",

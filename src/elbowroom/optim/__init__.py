@@ -5,6 +5,7 @@
     formats.py      which parameter is held how, and in how many bytes
     base.py         the step that all share: checks, then one kernel call a device and format
     batch.py        the parameters of a step, gathered into these calls
+    device_steps.py steps that a GPU counts for itself, so that a CUDA graph may launch them again
     verdict.py      whether a step is done, and when the host reads that
     parameters.py   which parameters can be updated, and how, asked before each step
     layout.py       which states an optimizer has for a parameter

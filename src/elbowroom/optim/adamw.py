@@ -3,7 +3,10 @@
 from math import sqrt
 from typing import Any
 
+from torch import Tensor
+
 from elbowroom.optim.base import EncodedOptimizer
+from elbowroom.optim.device_steps import Step, rate_of
 from elbowroom.optim.formats import Group
 from elbowroom.optim.settings import check_betas, check_numbers, check_torchs
 
@@ -55,10 +58,11 @@ class AdamW(EncodedOptimizer):
         check_numbers(group, "lr", "eps", "weight_decay")
         check_betas(group["betas"])
 
-    def factors(self, group: Group, step: int) -> list[float]:
+    def factors(self, group: Group, step: Step) -> list[Any]:
         """Returns decay, lr, b1, 1 - b1, b2, 1 - b2, root, eps: see `kernels/reference/step.py`."""
-        lr, (b1, b2) = float(group["lr"]), group["betas"]
+        lr, (b1, b2) = rate_of(group, step), group["betas"]
         sign = -1 if group["maximize"] else 1
-        rate, root = lr / (1 - b1**step), 1 / sqrt(1 - b2**step)
+        rate, left = lr / (1 - b1**step), 1 - b2**step
+        root = 1 / (left.sqrt() if isinstance(left, Tensor) else sqrt(left))
         decay = 1 - lr * group["weight_decay"]
         return [decay, rate, b1, sign * (1 - b1), b2, 1 - b2, root, group["eps"]]

@@ -35,6 +35,7 @@ from elbowroom.kernels.fakes import has_values
 from elbowroom.kernels.states import WEIGHTS
 from elbowroom.optim.batch import Batches, Due
 from elbowroom.optim.checked import VERSION, check_dict, check_states, checked_groups
+from elbowroom.optim.device_steps import DeviceSteps, Step, is_capturing
 from elbowroom.optim.formats import Group, check_state, resolve, state_nbytes
 from elbowroom.optim.layout import StateLayout
 from elbowroom.optim.parameters import DTYPES, Update, check_held, facts_of, update_of
@@ -62,6 +63,7 @@ class EncodedOptimizer(Optimizer):
     _skipped: int = 0
     _running: list[Verdict] | None = None  # of this step, which are read later
     _ended: tuple[list[Verdict], int] | None = None  # of the last step, and what is known of it
+    _counts: DeviceSteps | None = None  # where devices count steps for themselves
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -138,8 +140,11 @@ class EncodedOptimizer(Optimizer):
         """Raises InvalidSetting for numbers of `rule` that make no optimizer."""
         raise NotImplementedError
 
-    def factors(self, group: Group, step: int) -> list[float]:
-        """The numbers of this step that the kernel of `rule` takes."""
+    def factors(self, group: Group, step: Step) -> list[Any]:
+        """The numbers of this step that the kernel of `rule` takes.
+
+        Of steps in a tensor (float64 [P], `device_steps.py`) those that depend on it are tensors.
+        """
         raise NotImplementedError
 
     @overload
@@ -163,6 +168,7 @@ class EncodedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.settle()
+        self._hear_of_graphs()
         due = self._due()
         left = 0 if self.released is None else self.released.end_step()
         # All ranks must ask, also one where a parameter has no gradient in this step.
@@ -208,6 +214,21 @@ class EncodedOptimizer(Optimizer):
         self.settle()
         for verdict in self._running or ():
             verdict.refused()
+        self._hear_of_graphs()
+
+    def _hear_of_graphs(self) -> None:
+        """Takes over the steps that CUDA graphs have done, if one was captured."""
+        counts = self._counts
+        if counts is None or not counts.was_captured:
+            return
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if any(is_capturing(device) for device in {p.device for p in parameters}):
+            return
+        for places, steps in counts.heard():
+            for place, step in zip(places, steps, strict=True):
+                state = self.state.get(parameters[place])
+                if state:
+                    state["step"].fill_(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a state_dict as torch's, of steps that were done. On CUDA: waits for the last."""
@@ -262,7 +283,7 @@ class EncodedOptimizer(Optimizer):
             deepcopy(theirs) | {"params": ours["params"]}
             for ours, theirs in zip(self.param_groups, groups, strict=True)
         ]
-        self.state = defaultdict(dict, made)
+        self.state, self._counts = defaultdict(dict, made), None
         for done in self._optimizer_load_state_dict_post_hooks.values():
             done(self)
 
@@ -336,7 +357,8 @@ class EncodedOptimizer(Optimizer):
         """
         if flag is not None and is_read_later(flag):
             counters = self._update(due, flag)
-            self._running = [*(self._running or ()), Verdict(flag, counters)]
+            if not is_capturing(flag.device):  # of what a graph launches nobody is told
+                self._running = [*(self._running or ()), Verdict(flag, counters)]
             return True
         usable = flag is None or not flag.tolist()
         if usable:
@@ -351,7 +373,10 @@ class EncodedOptimizer(Optimizer):
         counters = [state["step"] for state in states]
         dry = not has_values(due[0].p)
         steps = [1] * len(due) if dry else [int(x) for x in ops.advance(counters, 1).tolist()]
-        batches = Batches(self.rule, self.factors)
+        if self._counts is None:
+            self._counts = DeviceSteps()
+        is_whole = not dry and self.released is None
+        batches = Batches(self.rule, self.factors, self._counts if is_whole else None)
         batches.add(due, states, steps)
         batches.run(skip)
         # The kernels write unseen by autograd, whose checks go by these counters.

@@ -7,13 +7,14 @@ A sparse gradient is made dense for its call alone, so that only one exists at a
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import has_values
+from elbowroom.optim.device_steps import DeviceSteps, Step, counts_for_itself, table_of
 from elbowroom.optim.formats import Group, seed_of
 from elbowroom.optim.parameters import Update
 from elbowroom.optim.sharded import is_sharded, local, shard_of
@@ -45,6 +46,9 @@ class Batch:
     rows: list[int] = field(default_factory=list)
     factors: list[int] = field(default_factory=list)  # places in the list of all
     seeds: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)  # of its parameters, among all
+    steps: list[int] = field(default_factory=list)
+    groups: list[tuple[Group, int]] = field(default_factory=list)  # of how many parameters
 
 
 class Batches:
@@ -54,9 +58,15 @@ class Batches:
     written  the tensors that the calls write
     """
 
-    def __init__(self, rule: str, factors: Callable[[Group, int], list[float]]) -> None:
+    def __init__(
+        self,
+        rule: str,
+        factors: Callable[[Group, Step], list[Any]],
+        counts: DeviceSteps | None = None,
+    ) -> None:
+        """counts: where devices count steps for themselves; None: the host does."""
         self.written: list[Tensor] = []
-        self._rule, self._factors_of = rule, factors
+        self._rule, self._factors_of, self._counts = rule, factors, counts
         self._batches: dict[tuple[object, ...], Batch] = {}
         self._factors: list[list[float]] = []
         self._places: dict[tuple[int, int], int] = {}  # (group, step) -> place among them
@@ -103,8 +113,14 @@ class Batches:
         for mine, more in zip(batch.tensors, tensors, strict=True):
             mine += more
         batch.rows += [update.row] * len(due)
-        batch.factors += [self._place(group, step) for step in steps]
         seed = group["seed"]
+        if self._counts is None or not counts_for_itself(p):
+            batch.factors += [self._place(group, step) for step in steps]
+        else:
+            batch.places += [one.place for one in due]
+            batch.steps += steps
+            batch.groups.append((group, len(due)))
+            steps = [0] * len(due)  # which the device adds to the seeds
         batch.seeds += [
             seed_of(seed, step, one.place, shard)
             for one, step, shard in zip(due, steps, shards, strict=True)
@@ -117,13 +133,27 @@ class Batches:
             (p, *_), _, (grad, *_), *_ = batch.tensors
             if grad.is_sparse:
                 batch.tensors[2] = [torch.empty_like(p).copy_(grad.to_dense())]
+            skips, steps = None if skip is None else skip.to(p.device), None
+            if batch.groups:
+                assert self._counts is not None
+                steps = self._counts.advance(p, tuple(batch.places), batch.steps, skips)
+                mine = self._factors_there(batch, steps)
+            else:
+                mine = _chosen(factors, batch.factors, p)
             ops.optimizer_step(
                 *batch.tensors,
                 *(self._rule, batch.weights, *batch.kinds, batch.rows),
-                _chosen(factors, batch.factors, p),
-                batch.seeds,
-                None if skip is None else skip.to(p.device),
+                *(mine, batch.seeds, skips, steps),
             )
+
+    def _factors_there(self, batch: Batch, steps: Tensor) -> Tensor:
+        """Return the factors of a batch's parameters, computed where their steps are."""
+        parts = torch.split(steps.double(), [n for _, n in batch.groups])
+        tables = [
+            table_of(self._factors_of(group, part), part, _FACTORS)
+            for (group, _), part in zip(batch.groups, parts, strict=True)
+        ]
+        return torch.cat(tables)
 
     def _place(self, group: Group, step: int) -> int:
         key = id(group), step

@@ -3,6 +3,7 @@
 from typing import Any
 
 from elbowroom.optim.base import EncodedOptimizer
+from elbowroom.optim.device_steps import Step, rate_of
 from elbowroom.optim.formats import Group
 from elbowroom.optim.settings import check_betas, check_numbers, check_torchs
 
@@ -35,8 +36,8 @@ class Lion(EncodedOptimizer):
         check_numbers(group, "lr", "weight_decay")
         check_betas(group["betas"])
 
-    def factors(self, group: Group, step: int) -> list[float]:
+    def factors(self, group: Group, step: Step) -> list[Any]:
         """Returns decay, lr, b1, 1 - b1, b2, 1 - b2."""
-        lr, (b1, b2) = float(group["lr"]), group["betas"]
+        lr, (b1, b2) = rate_of(group, step), group["betas"]
         sign = -1 if group["maximize"] else 1
         return [1 - lr * group["weight_decay"], lr, b1, sign * (1 - b1), b2, sign * (1 - b2)]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from elbowroom.optim.base import EncodedOptimizer
+from elbowroom.optim.device_steps import Step, rate_of
 from elbowroom.optim.formats import Group
 from elbowroom.optim.settings import check_momentum, check_numbers, check_torchs
 
@@ -43,8 +44,8 @@ class SGD(EncodedOptimizer):
         check_numbers(group, "lr", "weight_decay")
         check_momentum(group["momentum"])
 
-    def factors(self, group: Group, step: int) -> list[float]:
+    def factors(self, group: Group, step: Step) -> list[Any]:
         """Returns decay, lr, momentum, look, keep."""
         momentum = group["momentum"]
         ahead = (momentum, 1.0) if group["nesterov"] else (1.0, 0.0)
-        return [group["weight_decay"], float(group["lr"]), momentum, *ahead]
+        return [group["weight_decay"], rate_of(group, step), momentum, *ahead]

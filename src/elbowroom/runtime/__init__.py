@@ -26,7 +26,7 @@ masks       ops whose backward reads a bit of an element, and which
 storage     a storage seen from outside: whether it lives and was changed
 arena       memory that restored tensors take turns in
 ledger      our own count of bytes
-context     seed, steps, what was learned
+context     seed, steps, what was learned; device_seeds: seeds that a GPU draws for itself
 calls       calls of modules, seen whole; attach: those of a fitted model
 recompute   modules that run again in backward; repeats, rewind, undo, reach: whether they can
 checkpoints inputs of the user's checkpoints

@@ -14,6 +14,7 @@ import torch
 
 from elbowroom.codecs.compact import Coders
 from elbowroom.runtime.capacities import Capacities
+from elbowroom.runtime.device_seeds import DeviceSeeds
 from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.slot import MadeAgain
 
@@ -32,6 +33,7 @@ class Context:
     blames_classes  nor are others of their class, as long as there are plans without them
     capacities    of codes whose size is known to the device alone
     coders        what encodes tensors of the kinds that were met last
+    device_seeds  the seeds of settled steps, where codes are made on a GPU
     made_again    tensors that were made again and wait for their next readers
     runs_again    recurrent layers run forward again in backward, in every forward (`recurrent.py`)
     """
@@ -44,6 +46,7 @@ class Context:
         self.prefetcher = Prefetcher()
         self.capacities = Capacities()
         self.coders = Coders()
+        self.device_seeds = DeviceSeeds()
         self.made_again = MadeAgain()
         self.unrepeatable: frozenset[str] = frozenset()
         self.blames_classes = True
@@ -114,7 +117,7 @@ class Context:
 
 
 def mixed(x: int) -> int:
-    """A bijective hash of 64 bits (multiply and xor-shift, twice)."""
+    """A bijective hash of 64 bits (multiply and xor-shift, twice); also in `device_seeds.py`."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK

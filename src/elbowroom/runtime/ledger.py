@@ -148,6 +148,7 @@ class Mark(NamedTuple):
 class NoEntry:
     """Entry of a slot in a replayed forward, in place of an `Entry`: it counts nothing."""
 
+    __slots__ = ()
     counts = False
     action = why = ""
     before_nbytes = after_nbytes = 0
@@ -302,7 +303,7 @@ class Ledger(Account):
     @property
     def rows(self) -> list[Row]:
         """The saved tensors of the fullest moment."""
-        return _summed(self._of_fullest())
+        return summed(self._of_fullest())
 
     def mark(self) -> Mark:
         """Returns how far it has come."""
@@ -371,7 +372,7 @@ class Ledger(Account):
         self.after_nbytes, self.away_nbytes = self.held_nbytes, self.held_away_nbytes
 
 
-def _summed(entries: Iterable[Entry | Counted]) -> list[Row]:
+def summed(entries: Iterable[Entry | Counted]) -> list[Row]:
     """Returns sums by module, consumer, dtype and fate, in order of saving."""
     groups: dict[tuple[str, str, str, str, str], list[Entry | Counted]] = defaultdict(list)
     for entry in entries:
@@ -387,89 +388,6 @@ def _summed(entries: Iterable[Entry | Counted]) -> list[Row]:
         )
         for key, part in groups.items()
     ]
-
-
-class Repeated:
-    """Entry of a slot that is acted on, in a forward that repeats a counted one."""
-
-    __slots__ = ("action", "after_nbytes", "away_nbytes", "before_nbytes", "why")
-    counts = True
-
-    def __init__(self, known: Counted) -> None:
-        self.action, self.why = known.action, known.why
-        self.before_nbytes, self.after_nbytes = known.before_nbytes, known.after_nbytes
-        self.away_nbytes = known.away_nbytes
-
-    def hold(self, nbytes: int) -> None:
-        """Sets the bytes that are held, here or away."""
-        self.after_nbytes = nbytes - self.away_nbytes
-
-    def move_away(self, nbytes: int) -> None:
-        """Sets how many of them are away from now on, and not here. From any thread."""
-        held = self.after_nbytes + self.away_nbytes
-        self.after_nbytes, self.away_nbytes = held - nbytes, nbytes
-
-
-class RepeatedLedger(Account):
-    """The ledger of a forward that repeats one that was counted.
-
-    What is kept is known from that one. What is acted on is counted, for codes of zeros or of sharp
-    logits take another number of bytes in each step. Nothing is added up until somebody asks.
-    """
-
-    def __init__(self, known: Counts, token: object) -> None:
-        """token: lives as long as anything that is only kept."""
-        self._known, self._token = known, weakref.ref(token)
-        self._entries: dict[int, tuple[Repeated, weakref.ref[Any]]] = {}
-        self._by_slot = known.by_slot
-        self.before_nbytes = known.before_nbytes
-
-    def entry(self, slot: int) -> Repeated | NoEntry:
-        """Returns what counts the slot of this number."""
-        known = self._by_slot.get(slot)
-        return NOT_COUNTED if known is None else Repeated(known)
-
-    def counts(self, number: int, slot: Any, entry: Repeated) -> None:
-        """Counts a slot by its entry from now on, for as long as it lives."""
-        self._entries[number] = entry, weakref.ref(slot)
-
-    @property
-    def rows(self) -> list[Row]:
-        """The saved tensors of the fullest moment."""
-        return _summed(
-            counted if (mine := self._entries.get(counted.slot)) is None else _now(counted, mine[0])
-            for counted in self._known.entries
-        )
-
-    @property
-    def after_nbytes(self) -> int:  # type: ignore[override]
-        """Bytes that were held instead, before backward."""
-        each = ((e.after_nbytes, self._by_slot[at]) for at, (e, _) in self._entries.items())
-        return self._known.after_nbytes + sum(now - known.after_nbytes for now, known in each)
-
-    @property
-    def away_nbytes(self) -> int:  # type: ignore[override]
-        """Bytes that were in another tier."""
-        each = ((e.away_nbytes, self._by_slot[at]) for at, (e, _) in self._entries.items())
-        return self._known.away_nbytes + sum(now - known.away_nbytes for now, known in each)
-
-    @property
-    def most_nbytes(self) -> int:  # type: ignore[override]
-        """The most that was held at any moment."""
-        return max(self._known.most_nbytes, self.after_nbytes)
-
-    @property
-    def held_nbytes(self) -> int:  # type: ignore[override]
-        """Bytes that are held now."""
-        kept = 0 if self._token() is None else self._known.kept_nbytes
-        alive = (entry for entry, slot in self._entries.values() if slot() is not None)
-        return kept + sum(entry.after_nbytes for entry in alive)
-
-
-def _now(counted: Counted, entry: Repeated) -> Counted:
-    """Returns what a slot is in this forward."""
-    bytes_now = entry.before_nbytes, entry.after_nbytes, entry.away_nbytes
-    return Counted(*counted[:3], entry.action, entry.why, *bytes_now, counted.slot)
 
 
 class Ledgers(Account):

@@ -68,7 +68,9 @@ class Statistics:
 
     def _laid(self, statistic: Tensor) -> Tensor:
         """Returns a statistic in the layout that an `Affine` has its scale in."""
-        flat = statistic.float().flatten()
+        flat = statistic
+        if flat.dtype is not torch.float32 or flat.dim() != 1:
+            flat = flat.float().flatten()
         return flat if self.rows == 1 else flat.view(self.rows, -1)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from elbowroom.codecs.base import Seed
 from elbowroom.errors import PlanError
 from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import Action, Encode, Keep, Need, Offload, Rebuild, SiteName
@@ -31,7 +32,7 @@ def perform(
     base: Tensor,
     need: Need,
     ready: Ready | None,
-    seed: int,
+    seed: Seed,
     on_outlived: Callable[[], None] | None = None,
     statistics: Statistics | None = None,
     name: SiteName = _NOWHERE,

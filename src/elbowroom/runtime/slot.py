@@ -8,6 +8,7 @@ that op needs. The last view to die takes the slot with it, and the ledger hears
 import weakref
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.base import Handle, KeepHandle
 from elbowroom.runtime.handles.encode import EncodeHandle
 from elbowroom.runtime.handles.offload import OffloadHandle
-from elbowroom.runtime.ledger import Entry, Ledger, NoEntry, Repeated
+from elbowroom.runtime.ledger import Entry, Ledger, NoEntry
 from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT
 from elbowroom.runtime.normal import Statistics, flat_of
 from elbowroom.runtime.storage import storage_nbytes
@@ -52,11 +53,26 @@ class Geometry(NamedTuple):
             return x
         return x.detach().as_strided(self.shape, self.stride, self.offset)
 
+    def is_run_like(self, other: "Geometry") -> bool:
+        """Return whether both are the same elements in the same order, without gaps."""
+        places = {(prod(one.shape), one.offset) for one in (self, other)}
+        return len(places) == 1 and all(is_in_order(one.shape, one.stride) for one in (self, other))
+
     def within(self, base: "Geometry", x: Tensor) -> Tensor:
         """The part of x, which has the geometry `base`, that has this one."""
         if self is base or self == base:
             return x
         return x.as_strided(self.shape, self.stride, self.offset - base.offset + x.storage_offset())
+
+
+def is_in_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Return whether a tensor lies contiguously in memory."""
+    expected = 1
+    for length, step in zip(reversed(shape), reversed(stride), strict=True):
+        if length > 1 and step != expected:
+            return False
+        expected *= length
+    return True
 
 
 class MadeAgain:
@@ -71,8 +87,12 @@ class MadeAgain:
 
     def note(self, slot: "Slot") -> None:
         """Keeps what this slot has made again, and frees the oldest of too many."""
-        held = (one for one in self._slots if (s := one()) is not None and s.whole is not None)
-        known = [*(one for one in held if one() is not slot), weakref.ref(slot)]
+        known = []
+        for one in self._slots:
+            other = one()
+            if other is not None and other is not slot and other.whole is not None:
+                known.append(one)
+        known.append(weakref.ref(slot))
         for one in known[:-_MOST_SHARED]:
             if (oldest := one()) is not None:
                 oldest.whole = None
@@ -109,7 +129,7 @@ class Slot:
     def __init__(
         self,
         base: Tensor,
-        entry: Entry | Repeated | NoEntry,
+        entry: Entry | NoEntry,
         *,
         is_window: bool = False,
         geometry: Geometry | None = None,

@@ -19,7 +19,7 @@ from elbowroom.kernels.numba.compiled import TILE, counted, f32, i32, jit, u8, u
 from elbowroom.kernels.numba.dither import _dequantize as _dither_dequantize
 from elbowroom.kernels.numba.dither import _quantize as _dither_quantize
 from elbowroom.kernels.numba.dither import bounds_at
-from elbowroom.kernels.numba.launch import SERIAL
+from elbowroom.kernels.numba.launch import SERIAL as SERIAL
 from elbowroom.kernels.numba.launch import runs_serially as runs_serially
 from elbowroom.kernels.numba.nonzero import _dequantize as _nonzero_dequantize
 from elbowroom.kernels.numba.nonzero import _pack_mapped, _starts_of

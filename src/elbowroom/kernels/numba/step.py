@@ -31,7 +31,7 @@ from elbowroom.kernels.numba.moments import (
 )
 from elbowroom.kernels.numba.noise import high_uniform, low_uniform, tile_key, word_at
 from elbowroom.kernels.numba.weights import NEAREST, halves_load, weights_load, weights_store
-from elbowroom.kernels.reference.step import WEIGHT_STREAM
+from elbowroom.kernels.reference.step import STEP_MASK, WEIGHT_STREAM
 from elbowroom.kernels.states import BOUNDS, GROUP, KINDS, RULES, WEIGHTS, code_width
 
 ADAMW, LION, SGD = range(len(RULES))
@@ -59,6 +59,7 @@ def optimizer_step(
     factors: Tensor,
     seeds: list[int],
     skip: Tensor | None,
+    steps: Tensor | None = None,
 ) -> None:
     if not params or (skip is not None and array(skip)[()]):
         return
@@ -77,6 +78,8 @@ def optimizer_step(
     table[:, GROUPS] = -(-row // GROUP)
     table[:, M_WIDTH], table[:, V_WIDTH] = code_width(m_kind, row), code_width(v_kind, row)
     table[:, SEED] = seeds
+    if steps is not None:
+        table[:, SEED] |= (array(steps) & STEP_MASK) << 32
     starts = np.zeros(len(params) + 1, np.int64)
     np.cumsum(size // row * table[:, GROUPS], out=starts[1:])
     _step(

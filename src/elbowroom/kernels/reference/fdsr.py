@@ -41,7 +41,7 @@ from elbowroom.kernels.reference.transform import coefficients, elements, mix, p
 
 def fdsr_quantize(
     x: Tensor,
-    seed: int,
+    seed: int | Tensor,
     maps: Sequence[int],
     block: int,
     levels: Sequence[int],
@@ -89,7 +89,7 @@ def fdsr_dequantize(
     payload: Tensor,
     scales: Tensor,
     codebook: Tensor,
-    seed: int,
+    seed: int | Tensor,
     maps: Sequence[int],
     block: int,
     levels: Sequence[int],
@@ -128,7 +128,7 @@ def fdsr_dequantize(
     out.copy_(padded[:-1])
 
 
-def noise(seed: int, groups: int, b: Bands, dither: bool, device: torch.device) -> Tensor:
+def noise(seed: int | Tensor, groups: int, b: Bands, dither: bool, device: torch.device) -> Tensor:
     """u of each coefficient, [G, positions, lanes]; element p * lanes + lane of tile G of noise."""
     if not dither:
         return torch.full((groups, b.block**2, b.lanes), 0.5, device=device)

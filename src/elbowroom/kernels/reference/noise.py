@@ -26,9 +26,12 @@ def mix(x: Tensor) -> Tensor:
 
 
 def uniform(
-    seed: int, first_tile: int, tiles: int, device: torch.device, size: int = TILE
+    seed: int | Tensor, first_tile: int, tiles: int, device: torch.device, size: int = TILE
 ) -> Tensor:
-    """u in (0, 1) for `tiles` whole tiles of `size`, [tiles, size] float32."""
+    """u in (0, 1) for `tiles` whole tiles of `size`, [tiles, size] float32.
+
+    seed: a number, or int64 [1] on the device
+    """
     low, high = seed & _MASK, (seed >> 32) & _MASK
     tile = torch.arange(first_tile, first_tile + tiles, device=device)
     key = mix(mix(mix(tile) ^ low) ^ high)  # [tiles]

@@ -23,6 +23,7 @@ from elbowroom.kernels.reference.rounding import square_root
 from elbowroom.kernels.reference.weights import weights_load, weights_store
 from elbowroom.kernels.states import GROUP
 
+STEP_MASK = (1 << 31) - 1  # of a step's number, as the upper half of a seed
 WEIGHT_STREAM = 0x5851F42D  # the seed of weights is that of v, but for these bits
 
 
@@ -79,6 +80,7 @@ def optimizer_step(
     factors: Tensor,
     seeds: list[int],
     skip: Tensor | None,
+    steps: Tensor | None = None,
 ) -> None:
     """One step of many parameters: params, residuals and states are written.
 
@@ -86,8 +88,12 @@ def optimizer_step(
     in memory; float32 states, residuals and gradients lie as their parameter does. Codes and bounds
     have the shapes of `kernels/states.py`. An empty list: there are no such tensors. rows [P] are
     the elements of a row; factors [P, up to 8] float32 and seeds [P] are of one parameter each.
-    `skip` (int32 []) on the device of the parameters: if it is not 0, nothing is written.
+    `skip` (int32 []) on the device of the parameters: if it is not 0, nothing is written. `steps`
+    (int64 [P]), too, there with `factors`: the upper halves of seeds, which hold none themselves.
     """
+    if steps is not None:
+        uppers = ((steps & STEP_MASK) << 32).tolist()
+        seeds = [seed | upper for seed, upper in zip(seeds, uppers, strict=True)]
     for i, p in enumerate(params):
         lists = residuals, m_codes, m_bounds, v_codes, v_bounds
         held = [some[i] if some else None for some in lists]

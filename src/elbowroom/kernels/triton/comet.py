@@ -42,7 +42,7 @@ _NOISE = {"dither": (True, True), "stochastic": (True, False), "nearest": (False
 def comet_quantize(
     x: Tensor,
     grid: Tensor,
-    seed: int,
+    seed: int | Tensor,
     rounding: str,
     aware: bool,
     rows: int,
@@ -55,7 +55,7 @@ def comet_quantize(
 def comet_quantize_into(
     x: Tensor,
     grid: Tensor,
-    seed: int,
+    seed: int | Tensor,
     rounding: str,
     aware: bool,
     rows: int,
@@ -72,7 +72,7 @@ def comet_quantize_into(
 def _quantized(
     x: Tensor,
     grid: Tensor,
-    seed: int,
+    seed: int | Tensor,
     rounding: str,
     aware: bool,
     rows: int,
@@ -110,7 +110,7 @@ def comet_dequantize(
     sizes: Tensor,
     payload: Tensor,
     grid: Tensor,
-    seed: int,
+    seed: int | Tensor,
     rounding: str,
     rows: int,
     columns: int,

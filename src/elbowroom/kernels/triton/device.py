@@ -63,6 +63,10 @@ def mix(b_x):
 
 @triton.jit
 def tile_key(i_t, seed_low, seed_high):
+    """The key of a tile: by the halves of a seed, or by both of one that lies at an address."""
+    if seed_low.dtype.is_ptr():
+        seed = tl.load(seed_low)
+        seed_low, seed_high = seed.to(tl.int32), (seed >> 32).to(tl.int32)
     return mix(mix(mix(i_t.to(tl.uint32)) ^ seed_low.to(tl.uint32)) ^ seed_high.to(tl.uint32))
 
 

@@ -30,7 +30,7 @@ from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
 
 def dither_quantize(
     x: Tensor,
-    seed: int,
+    seed: int | Tensor,
     levels: int,
     group_size: int,
     scale: Tensor | None = None,
@@ -48,7 +48,7 @@ def dither_dequantize(
     codes: Tensor,
     ranges: Tensor,
     bounds: Tensor,
-    seed: int,
+    seed: int | Tensor,
     levels: int,
     group_size: int,
     out: Tensor,

@@ -41,7 +41,7 @@ BOTTOM, TOP = -(2**31), 2**31 - 1
 
 
 def division_quantize(
-    x: Tensor, seed: int, levels: int, block: int, reach: int, maps: list[int]
+    x: Tensor, seed: int | Tensor, levels: int, block: int, reach: int, maps: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     over, over_ranges = blocks(maps, block), ranges(maps, block, reach)
     n, count, device = x.numel(), over_ranges.entries, x.device
@@ -65,7 +65,7 @@ def division_dequantize(
     mean: Tensor,
     scale: Tensor,
     low: Tensor,
-    seed: int,
+    seed: int | Tensor,
     levels: int,
     block: int,
     reach: int,

@@ -16,7 +16,7 @@ from elbowroom.kernels.triton.device import (
 from elbowroom.kernels.triton.launch import launch, split_seed, words
 
 
-def dropout(x: Tensor, seed: int, p: float, out: Tensor) -> None:
+def dropout(x: Tensor, seed: int | Tensor, p: float, out: Tensor) -> None:
     source, kind = words(x)
     below = drop_below(p)
     signed = below - (below >> 31 << 32)  # one type for all p

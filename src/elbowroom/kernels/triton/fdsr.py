@@ -49,7 +49,7 @@ THREADS = 128  # of a program, at Triton's four warps
 
 def fdsr_quantize(
     x: Tensor,
-    seed: int,
+    seed: int | Tensor,
     maps: Sequence[int],
     block: int,
     levels: Sequence[int],
@@ -72,7 +72,7 @@ def fdsr_dequantize(
     payload: Tensor,
     scales: Tensor,
     codebook: Tensor,
-    seed: int,
+    seed: int | Tensor,
     maps: Sequence[int],
     block: int,
     levels: Sequence[int],

@@ -28,7 +28,7 @@ from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
 
 def group_quantize(
     x: Tensor,
-    seed: int,
+    seed: int | Tensor,
     levels: int,
     group_size: int,
     scale: Tensor | None = None,

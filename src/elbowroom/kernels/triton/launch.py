@@ -54,7 +54,13 @@ def patterns(x: Tensor) -> Tensor:
     return x.view(torch.int16)
 
 
-def split_seed(seed: int) -> tuple[int, int]:
-    """The two halves of a 64-bit seed, signed, so that an argument has one type for all seeds."""
+def split_seed(seed: int | Tensor) -> tuple[int | Tensor, int | Tensor]:
+    """The two halves of a 64-bit seed, signed, so that an argument has one type for all seeds.
+
+    Of one in a tensor (int64 [1]) twice its address, which `tile_key` reads: a CUDA graph launches
+    a kernel again with the numbers that it was captured with.
+    """
+    if isinstance(seed, Tensor):
+        return seed, seed
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     return low - (low >> 31 << 32), high - (high >> 31 << 32)

@@ -38,7 +38,7 @@ from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
 
 def nonzero_quantize(
     x: Tensor,
-    seed: int,
+    seed: int | Tensor,
     levels: int,
     group_size: int,
     scale: Tensor | None = None,
@@ -54,7 +54,7 @@ def nonzero_quantize(
 
 def nonzero_quantize_into(
     x: Tensor,
-    seed: int,
+    seed: int | Tensor,
     levels: int,
     group_size: int,
     payload: Tensor,
@@ -76,7 +76,7 @@ def _filled(
     starts: Tensor,
     payload: Tensor,
     spill: Tensor | None,
-    seed: int,
+    seed: int | Tensor,
     levels: int,
     group_size: int,
 ) -> Tensor:
@@ -94,7 +94,7 @@ def nonzero_dequantize(
     bits: Tensor,
     payload: Tensor,
     bounds: Tensor,
-    seed: int,
+    seed: int | Tensor,
     levels: int,
     group_size: int,
     out: Tensor,

@@ -44,7 +44,7 @@ from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
 def sided_quantize(
     x: Tensor,
     bits: Tensor,
-    seed: int,
+    seed: int | Tensor,
     upper: int,
     lower: int,
     group_size: int,
@@ -63,7 +63,7 @@ def sided_quantize(
 def sided_quantize_into(
     x: Tensor,
     bits: Tensor,
-    seed: int,
+    seed: int | Tensor,
     upper: int,
     lower: int,
     group_size: int,
@@ -88,7 +88,7 @@ def _filled(
     starts: Tensor,
     payload: Tensor,
     spill: Tensor | None,
-    seed: int,
+    seed: int | Tensor,
     settings: dict[str, int],
 ) -> Tensor:
     """Fill the payload of x; return the bounds."""
@@ -104,7 +104,7 @@ def sided_dequantize(
     bits: Tensor,
     payload: Tensor,
     bounds: Tensor,
-    seed: int,
+    seed: int | Tensor,
     upper: int,
     lower: int,
     group_size: int,

@@ -4,8 +4,12 @@ A program loads a few groups of 128 of one parameter, updates them in float32, a
 and kinds are constants of the compiler: a kernel for each combination that is used. A launch does
 up to 1024 parameters: a table says where their tensors lie, and a program finds its parameter by
 halving. A large parameter has a launch of its own, and no search.
+
+The table stays on the device as long as tensors lie where they did. What changes from step to step
+lies in tensors, so that a CUDA graph may launch a step again.
 """
 
+from collections import OrderedDict
 from itertools import groupby
 
 import torch
@@ -39,8 +43,10 @@ _FACTORS = 8
 _ALONE = 1 << 20  # elements from which on a parameter has a launch of its own
 _HALVINGS = 10  # of the search for a parameter: up to 1024 in a launch
 # Columns of the table (int64), whose rows are parameters: seven addresses, then numbers, the first
-# program of a launch that works on it, and its factors, two a column.
-COLUMNS = tl.constexpr(14 + _FACTORS // 2)
+# program of a launch that works on it, and its place in the lists.
+COLUMNS = tl.constexpr(15)
+STEP_MASK = tl.constexpr(reference.STEP_MASK)
+_MOST_TABLES = 64
 
 
 def optimizer_step(
@@ -59,6 +65,7 @@ def optimizer_step(
     factors: Tensor,
     seeds: list[int],
     skip: Tensor | None,
+    steps: Tensor | None = None,
 ) -> None:
     tensors = params, residuals, grads, m_codes, m_bounds, v_codes, v_bounds
     made = []
@@ -73,6 +80,7 @@ def optimizer_step(
     if not made:
         return
     made.sort(key=lambda one: one[:2])
+    device = params[0].device
     is_gpu = params[0].is_cuda
     # The interpreter takes as long for a program, whatever is in it.
     R = _GROUPS if is_gpu else triton.next_power_of_2(max(one[-1][-1] for one in made))
@@ -83,21 +91,22 @@ def optimizer_step(
         for first in range(0, len(found), 1 << _HALVINGS):
             some, programs = found[first : first + (1 << _HALVINGS)], 0
             begin = len(table)
-            for *_, numbers in some:
-                table.append([*numbers, programs])
+            for *_, place, numbers in some:
+                table.append([*numbers, programs, place])
                 programs += triton.cdiv(numbers[-1], R)
             launches.append((begin, len(some), programs, aligned))
-    order = torch.tensor([i for _, _, i, _ in made])
-    padded = torch.nn.functional.pad(factors, (0, _FACTORS - factors.shape[1]))[order]
-    held = torch.cat([torch.tensor(table), padded.contiguous().view(torch.int64)], dim=1)
-    if is_gpu:  # from pinned memory, which torch keeps until it is copied: nothing waits
-        held = held.pin_memory().to(params[0].device, non_blocking=True)
+    held = torch.tensor(table)
+    if is_gpu:
+        held = _held_there(held, device)
+    factors = torch.nn.functional.pad(factors, (0, _FACTORS - factors.shape[1])).contiguous()
+    if factors.device != device:
+        factors = _sent(factors, device)
     for first, count, programs, aligned in launches:
         part = held[first : first + count]
         launch(
             _step,
             programs * R,
-            *(part, part.view(torch.float32), skip, count),
+            *(part, factors, steps, skip, count),
             R=R,
             RULE=RULES.index(rule),
             WAY=WEIGHTS.index(weights),
@@ -110,6 +119,32 @@ def optimizer_step(
             HALVINGS=_HALVINGS if count > 1 else 0,
             FUSED=is_gpu,
         )
+
+
+_tables: OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]] = OrderedDict()
+_captured: list[tuple[Tensor, Tensor]] = []  # a graph copies from the host's at each launch
+
+
+def _held_there(table: Tensor, device: torch.device) -> Tensor:
+    """Return the table on the device; the one that is there already, if it is the same."""
+    capturing = torch.cuda.is_current_stream_capturing()
+    stream = torch.cuda.current_stream(device).cuda_stream
+    key = device, stream, len(table), int(table[0, 0])
+    known = _tables.pop(key, None)
+    if known is None or not torch.equal(known[0], table):
+        pinned = table.pin_memory()
+        known = pinned, pinned.to(device, non_blocking=True)
+        if capturing:
+            _captured.append(known)
+    _tables[key] = known
+    while len(_tables) > _MOST_TABLES:
+        _tables.popitem(last=False)
+    return known[1]
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """Copy from pinned memory, which torch keeps until it is copied: nothing waits."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 @triton.jit
@@ -177,7 +212,7 @@ def parameter_of(i, p_table, count, HALVINGS: tl.constexpr):
 
 @triton.jit
 def _step(
-    p_table, p_factors, p_skip, count,
+    p_table, p_factors, p_steps, p_skip, count,
     RULE: tl.constexpr, WAY: tl.constexpr, M_KIND: tl.constexpr, V_KIND: tl.constexpr,
     KIND: tl.constexpr, G_KIND: tl.constexpr, RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr,
     HALVINGS: tl.constexpr, FUSED: tl.constexpr, R: tl.constexpr,
@@ -187,7 +222,9 @@ def _step(
     V_SHIFT: tl.constexpr = 1 if V_KIND == LOG4 else 0
     i = tl.program_id(0).to(tl.int64)
     i_p = parameter_of(i, p_table, count, HALVINGS)
-    p_row, p_f = p_table + i_p * COLUMNS, p_factors + i_p * (2 * COLUMNS) + 28
+    p_row = p_table + i_p * COLUMNS
+    i_f = tl.load(p_row + 14)
+    p_f = p_factors + i_f * 8
     p_w, p_g = floats_at(p_row, 0, KIND, ALIGNED), floats_at(p_row, 2, G_KIND, ALIGNED)
     p_residual = None
     if RESIDUAL:
@@ -199,6 +236,8 @@ def _step(
     row, G = size_at(p_row, 7, ALIGNED), tl.load(p_row + 8)
     m_width, v_width = size_at(p_row, 9, ALIGNED), size_at(p_row, 10, ALIGNED)
     seed, groups = tl.load(p_row + 11), tl.load(p_row + 12)
+    if p_steps is not None:
+        seed = seed | ((tl.load(p_steps + i_f) & STEP_MASK) << 32)
     low, high = seed.to(tl.int32), (seed >> 32).to(tl.int32)
 
     i_g = ((i - tl.load(p_row + 13)) * R + tl.arange(0, R))[:, None]

@@ -70,8 +70,10 @@ class KeepHandle:
         return version_of(self._tensor) != self._version
 
     def restore(self, *, private: bool = False) -> Tensor:
-        check_version(self._tensor, self._version)
-        return self._tensor.clone() if private else self._tensor
+        x = self._tensor
+        if x.is_inference() or x._version != self._version:
+            check_version(x, self._version)
+        return x.clone() if private else x
 
 
 class DropHandle:

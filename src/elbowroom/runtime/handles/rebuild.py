@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -83,6 +83,12 @@ class Op:
     given: tuple[Tensor, ...] = ()
     bound: "Callable[..., Op] | None" = None
     is_of_given: bool = False
+
+    def changed(self, **fields: Any) -> "Op":
+        """Return the same op with other fields: `dataclasses.replace` in a tenth of its time."""
+        made = object.__new__(Op)
+        made.__dict__.update(self.__dict__, **fields)
+        return made
 
     @property
     def works_lossy(self) -> bool:
@@ -262,7 +268,8 @@ class Ready:
 
     def _check_parameters(self) -> None:
         for tensor, version in zip(self.op.fixed, self.versions, strict=True):
-            check_version(tensor, version)
+            if tensor.is_inference() or tensor._version != version:
+                check_version(tensor, version)
             if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
                 raise RestoreError(
                     f"rebuilding needs a parameter of shape {tuple(tensor.shape)} whose memory was "

@@ -1,7 +1,6 @@
 """Recipes of activations, and of dropout."""
 
 import weakref
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ def _relu_of_norm(norm: Op) -> Op:
 
     bound = norm.bound
     again = None if bound is None else lambda *given: _relu_of_norm(bound(*given))
-    return replace(norm, exact=exact, needs_bits=True, bound=again)
+    return norm.changed(exact=exact, needs_bits=True, bound=again)
 
 
 def leaky_relu(call: Call, out: Tensor, identity: Identity) -> Origin:

@@ -1,7 +1,6 @@
 """What recipes of all families are made by: where an op's operands are held, and its statistics."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,8 +60,8 @@ def in_order(op: Op, seen: Geometry, out: Tensor) -> Op:
     if op.affine is None or same_order(seen.shape, seen.stride, out.stride()):
         return op
     bound = op.bound
-    again = None if bound is None else lambda *given: replace(bound(*given), affine=None)
-    return replace(op, affine=None, bound=again)
+    again = None if bound is None else lambda *given: bound(*given).changed(affine=None)
+    return op.changed(affine=None, bound=again)
 
 
 def view_of(saved: Any) -> View | None:
@@ -103,7 +102,7 @@ def spare(x: Tensor, call: Call, out: Tensor, identity: Identity) -> Slot | None
 
 def of_statistics(bound: Callable[..., Op], *given: Tensor) -> Op:
     """An op that reads statistics of this forward."""
-    return replace(bound(*given), given=given, bound=bound)
+    return bound(*given).changed(given=given, bound=bound)
 
 
 def as_now(parameter: Tensor | None) -> Tensor | None:

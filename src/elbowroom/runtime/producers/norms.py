@@ -1,6 +1,6 @@
 """Recipes of norms, which read the statistics that forward has saved."""
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ def _of_groups(
             shift = shift if bias is None else shift + bias.float()
             return Affine(scale.flatten(), shift.flatten(), inner)
 
-        return replace(op, affine=affine)
+        return op.changed(affine=affine)
 
     return of_statistics(bound, *statistics[1:])
 
@@ -115,19 +115,21 @@ def batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         training and _is_one_pass(call.first, weight, bias),
     )
 
-    def bound(mean: Tensor, rstd: Tensor, *_: Tensor) -> Op:
-        mean, rstd = (part.flatten() for part in (mean, rstd))
-        op = _batch_norm_of(mean, rstd, weight, bias, plain.fixed) if of_batch else plain
-        mean, rstd = (part.float() for part in (mean, rstd))
+    again = plain.changed(given=(), is_of_given=True) if of_batch else plain
 
+    def bound(mean: Tensor, rstd: Tensor, *_: Tensor) -> Op:
         def affine() -> Affine:
-            scale = rstd if weight is None else rstd * weight.float()
-            shift = -mean * scale if bias is None else bias.float() - mean * scale
+            factor, center = rstd.float(), mean.float()
+            scale = factor if weight is None else factor * weight.float()
+            shift = -center * scale if bias is None else bias.float() - center * scale
             return Affine(scale, shift, inner)
 
-        return replace(op, affine=affine)
+        if not of_batch:
+            return again.changed(affine=affine)
+        return again.changed(exact=_batch_norm_of(mean, rstd, weight, bias), affine=affine)
 
-    op = of_statistics(bound, statistics.mean, statistics.rstd, *plain.given)
+    given = statistics.mean.flatten(), statistics.rstd.flatten(), *plain.given
+    op = of_statistics(bound, *given)
     return origin_of(call, out, identity, op)
 
 
@@ -144,12 +146,8 @@ def _is_one_pass(x: Tensor, *given: Tensor | None) -> bool:
 
 
 def _batch_norm_of(
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    fixed: tuple[Tensor, ...],
-) -> Op:
+    mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Callable[[Tensor, bool], Tensor]:
     """A batch norm by the statistics that it had: the same kernel, told not to count them again.
 
     It is given a variance of 1 and no eps, and so divides by 1; what it multiplies by is rounded as
@@ -162,7 +160,7 @@ def _batch_norm_of(
         one = torch.ones_like(mean)
         return torch.batch_norm(x, scale, bias, mean, one, False, 0.0, 0.0, False)
 
-    return Op(exact, fixed=fixed, is_of_given=True)
+    return exact
 
 
 def instance_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.codecs.compact import Coder
+from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Keep, Rebuild
 from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle, RebuildHandle
@@ -131,7 +132,8 @@ def _guard(step: Step) -> Guard:
 
 def _is_compared(want: Any) -> bool:
     """Returns whether an argument may have changed although it is the same object."""
-    return type(want) in (Like, tuple, list)
+    kind = type(want)
+    return kind is Like or kind is list or (kind is tuple and any(map(_is_compared, want)))
 
 
 def _fits(want: Any) -> Check:
@@ -140,7 +142,7 @@ def _fits(want: Any) -> Check:
         return _fits_parameter(want) if want.parameter is not None else _fits_tensor(want)
     if kind is tuple or kind is list:
         each = tuple(map(_fits, want))
-        stays = kind is tuple and not any(map(_is_compared, want))
+        stays = not _is_compared(want)
 
         def fits_all(replay: Replay, value: Any) -> bool:
             if stays and value is want:
@@ -316,7 +318,7 @@ def _encode(deed: Deed, action: Encode) -> Do:
 
     def encode(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
         if not coders:
-            coders.append(Coder.of(codec, whole, facts))
+            coders.append(None if would_wait(whole) else Coder.of(codec, whole, facts))
         coder = coders[0]
         if coder is None:
             perform_it(replay, slot, whole, x)
@@ -359,7 +361,7 @@ def _ready(remade: Remade, is_exact: bool) -> Callable[[Replay], Ready]:
     def make_ready(replay: Replay) -> Ready:
         slots = replay.slots
         return Ready(
-            op if bound is None else bound(*(ref.tensor(replay) for ref in given)),
+            op if bound is None else bound(*[ref.tensor(replay) for ref in given]),
             slots[number] if below is None else below(replay),
             seen,
             made,
@@ -380,7 +382,7 @@ def _perform(deed: Deed) -> Do:
 
     def perform_it(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
         now = action if deed.mask == NOWHERE else deed.masked(replay.slots[deed.mask].bits)
-        seed = replay.draw(deed.draw) if takes_seed else 0
+        seed = replay.draw_for(whole, deed.draw) if takes_seed else 0
         norm = None if deed.norm is None else deed.norm.statistics(replay)
         given = now, whole, deed.need, None, seed, None, norm, deed.name, replay.context
         slot.hold(perform(*given))

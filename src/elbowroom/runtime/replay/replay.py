@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from elbowroom.codecs.base import Seed
+from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import Need
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
@@ -71,8 +73,11 @@ def unpack(held: Any) -> Tensor:
     """Return the saved tensor that autograd asks for: the hook of backward."""
     if type(held) is Kept:
         x: Tensor = held[0]
-        if not x.is_inference() and x._version == held[1]:
-            return x
+        try:
+            if x._version == held[1]:
+                return x
+        except RuntimeError:  # an inference tensor has no version
+            pass
         return held.restore()
     return unpack_view(held)
 
@@ -121,6 +126,7 @@ class Replay(TorchFunctionMode):
         self._places: list[tuple[WeakStorage, int]] = []
         self._seeds: int | None = None  # the context's count before those of this forward
         self._first_seed = self._drawn = 0
+        self._on_device: dict[torch.device, tuple[Tensor, ...]] = {}  # seeds of this forward
         self._given = 0  # how many inputs the checkpoints of this step have saved
         self._token: Token | None = None
         self._numel = 0  # of all that was saved
@@ -151,6 +157,7 @@ class Replay(TorchFunctionMode):
         # The same noise for the same tensors, whether a forward is looked at or not.
         self._seeds = self.context.reserve(script.seeds)
         self._first_seed = self.context.first_seed() + self._seeds
+        self._on_device = {}
         self.script, self._acts = script, script.compiled.acts
         self.slots = [nowhere] * script.slots
         self.noted = [nowhere] * script.noted
@@ -267,21 +274,17 @@ class Replay(TorchFunctionMode):
             if holds is not None and self._saved != len(holds):
                 self._stray()
             if act.ends and self.saving is None:
-                self._end(act, args, out)
+                if act.place != NOWHERE:
+                    self.note_place(act.place, out)
+                for position, slot in act.copies:
+                    self._copy(slot, args[position])
+                for late in act.after:
+                    late(self)
         finally:
             self._holds, self._saved, self._is_inside = outer
             if act.numel is None:
                 self._numel = numel
         return out
-
-    def _end(self, act: Act, args: tuple[Any, ...], out: Any) -> None:
-        """Ends a step of the script whose op has run."""
-        if act.place != NOWHERE:
-            self.note_place(act.place, out)
-        for position, slot in act.copies:
-            self._copy(slot, args[position])
-        for late in act.after:
-            late(self)
 
     def may_stand(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a node of ours may stand for the call, by more than its arguments."""
@@ -349,16 +352,21 @@ class Replay(TorchFunctionMode):
             return self._pack_outside(x)
         self._numel += x.numel()
         holds = self._holds
-        if holds is None:
-            return self.kept(x)
-        i = self._saved
-        self._saved = i + 1
-        if i < len(holds):
+        if holds is not None:
+            i = self._saved
+            self._saved = i + 1
+            if i >= len(holds):
+                return self._stray_at(x)
             hold = holds[i]
-            held = self.kept(x) if hold is None else hold(self, x)
-            if held is not None:
-                return held
-        return self._stray_at(x)
+            if hold is not None:
+                held = hold(self, x)
+                return self._stray_at(x) if held is None else held
+        # As in `kept`, without its call: most of what is saved comes here.
+        try:
+            version = x._version
+        except RuntimeError:
+            return self.kept(x)
+        return Kept((x if x.is_leaf else x.detach(), version, self._token))
 
     def _pack_outside(self, x: Tensor) -> Any:
         """The same of what is saved between two calls, or in a forward that has strayed."""
@@ -417,6 +425,17 @@ class Replay(TorchFunctionMode):
         if nth > self._drawn:
             self._drawn = nth
         return mixed(self._first_seed + nth)
+
+    def draw_for(self, x: Tensor, nth: int) -> Seed:
+        """Return the same seed where x lies: on a GPU in a tensor (int64 [1])."""
+        if not (would_wait(x) and has_values(x)):
+            return self.draw(nth)
+        self._drawn = max(self._drawn, nth)
+        seeds = self._on_device.get(x.device)
+        if seeds is None:
+            given = x.device, self._first_seed, self.script.seeds
+            seeds = self._on_device[x.device] = self.context.device_seeds.take(*given)
+        return seeds[nth - 1]
 
     def _copy(self, index: int, y: Tensor) -> None:
         """Gives a slot a copy of a constant, once."""

@@ -13,26 +13,24 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from elbowroom.errors import PlanError
 from elbowroom.plan import Exact, KeepAll, Policy
-from elbowroom.runtime import modules
-from elbowroom.runtime.compiler import compilations, is_compiled
+from elbowroom.runtime.compiler import compilations
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.in_graph import GraphForm, compiled_by
-from elbowroom.runtime.ledger import Account, Ledger, Ledgers, Repeated, RepeatedLedger
-from elbowroom.runtime.replay.replay import Replay, Token
+from elbowroom.runtime.ledger import Account, Ledger, Ledgers
+from elbowroom.runtime.replay.following import Following, Make
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script, state_of_torch
-from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.units import show_nbytes
 
 _MOST_SETTINGS = 16  # whose scripts are known at a time
@@ -40,8 +38,6 @@ _MOST_SCRIPTS = 8  # of one setting: for other models, shapes, branches
 _MOST_UNWRITTEN = 8  # steps of one setting that no script could be written of, or that left theirs
 _MOST_PARTS = 3  # of a step that opens the same context several times
 _LOOKS_AGAIN = 256  # steps that follow, until one is looked at all the same
-
-Make = Callable[[Scribe | None], Saving]
 
 
 class Scripts:
@@ -209,7 +205,7 @@ class SavingContext:
         self._graphs = graphs
         self._in_graphs = Ledger()  # what compiled modules hold
         self._opened = ExitStack()
-        self._parts: list[Saving | _Following] = []  # whose graphs are there
+        self._parts: list[Saving | Following] = []  # whose graphs are there
         self._is_open = False
         self._compiled: list[str] | None = None  # modules that were called; None: nobody looks
 
@@ -249,20 +245,20 @@ class SavingContext:
         self._is_open = True
         return self
 
-    def _sees_calls(self, part: "Saving | _Following") -> bool:
+    def _sees_calls(self, part: "Saving | Following") -> bool:
         """Returns whether a called module may be one that torch.compile compiles."""
         if self._graphs is None or "torch._dynamo" not in sys.modules:
             return False
         return isinstance(part, Saving) or not part.scripts.calls_nothing_compiled
 
-    def _part(self) -> "Saving | _Following":
+    def _part(self) -> "Saving | Following":
         if self._setting is None:
             return self._make(None)
         scripts = scripts_of(*self._setting, min(len(self._parts), _MOST_PARTS))
         state = state_of_torch()
         known = tuple(script for script in scripts.begin() if script.state == state)
         if known:
-            return _Following(known, scripts, self._make, self.context, shares=self._shares)
+            return Following(known, scripts, self._make, self.context, shares=self._shares)
         return self._make(Scribe(selects=True) if scripts.wanted else None)
 
     def __exit__(
@@ -296,79 +292,6 @@ class SavingContext:
         To be called after backward. Raises PlanError if the context does not watch its codes.
         """
         return self._make(None).error_report()
-
-
-class _Following(Replay):
-    """Step that follows a script, or another one that begins alike."""
-
-    def __init__(
-        self,
-        known: tuple[Script, ...],
-        scripts: Scripts,
-        make: Make,
-        context: Context,
-        *,
-        shares: bool,
-    ) -> None:
-        super().__init__(known[0], context, known[1:])
-        self._shares = shares
-        self.scripts, self._make = scripts, make
-        self._token = Token()
-        self._repeated: RepeatedLedger  # from the beginning on: `follow` makes it
-
-    @property
-    def ledger(self) -> Account:
-        """The count of this step."""
-        return self._repeated if self.saving is None else self.saving.ledger
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._open is None:
-            return
-        super().__exit__(kind, error, trace)
-        self._token = None
-        if kind is not None:
-            return
-        saving = self.saving
-        if saving is not None and saving.scribe is not None:
-            self.scripts.add(saving.scribe, saving.called)
-        elif self.strayed or self._numel != self.script.numel:
-            self.scripts.forget(self.script)
-        else:
-            self.scripts.was_followed(self.script)
-
-    def follow(self, script: Script) -> None:
-        """Goes on by another script."""
-        super().follow(script)
-        self._repeated = RepeatedLedger(script.counts, self._token)
-
-    def look(self) -> Saving:
-        """Returns what looks at the rest: what is held already counts in its ledger."""
-        if self.has_begun:
-            saving, share = self._make(None), self.share
-            entry = saving.ledger.open("", "", "", int(share * self.script.before_nbytes))
-            entry.action, entry.why = "as before", "a step that began like an earlier one"
-            entry.hold(int(share * self.script.held_nbytes))
-            weakref.finalize(self._token, entry.close).atexit = False
-            return saving
-        return self._make(Scribe(selects=True) if self.scripts.wanted else None)
-
-    def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
-        """Return the slot of this number, which the ledger counts if it is acted on."""
-        entry = self._repeated.entry(number)
-        slot = Slot(base, entry, geometry=geometry)
-        slot.shared = self.context.made_again if self._shares else None
-        looks = number == 0 and "torch._dynamo" in sys.modules
-        if looks and any(map(is_compiled, modules.on_stack())):
-            # Somebody has compiled the model before, and called it only now.
-            self.scripts.has_seen_calls(compiled=True)
-        if isinstance(entry, Repeated):
-            self._repeated.counts(number, slot, entry)
-        return slot
 
 
 _WORTH_A_WORD = 1 << 20  # below, there was nothing to gain

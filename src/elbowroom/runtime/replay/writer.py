@@ -241,7 +241,14 @@ class Writer:
         )
 
     def _norm(self, norm: NotedNorm) -> Norm:
-        return Norm(self._ref(*norm.mean), self._ref(*norm.rstd), norm.inner, norm.rows)
+        return Norm(self._statistic(*norm.mean), self._statistic(*norm.rstd), norm.inner, norm.rows)
+
+    def _statistic(self, place: Place, geometry: Geometry) -> Ref:
+        """Return a statistic, of which only the order in memory counts, as it was saved."""
+        ref = self._ref(place, geometry)
+        op, i = self._saved_at[place]
+        saved = self._ops[op].saves[i].geometry
+        return ref._replace(geometry=saved) if saved.is_run_like(geometry) else ref
 
     def _ref(self, place: Place, geometry: Geometry) -> Ref:
         at = self._saved_at.get(place)

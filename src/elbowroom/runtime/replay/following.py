@@ -1,0 +1,194 @@
+"""A step by hand that follows a script: its slots, and the count of what they hold.
+
+What is only kept is known from the step that was written down. What is acted on has an entry, which
+is told what is held, and is added up when somebody asks.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from elbowroom.runtime import modules
+from elbowroom.runtime.compiler import is_compiled
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.ledger import (
+    NOT_COUNTED,
+    Account,
+    Counted,
+    Counts,
+    NoEntry,
+    Row,
+    summed,
+)
+from elbowroom.runtime.replay.replay import Replay, Token
+from elbowroom.runtime.replay.scribe import Scribe
+from elbowroom.runtime.replay.script import Script
+from elbowroom.runtime.slot import Geometry, Slot
+
+if TYPE_CHECKING:
+    from elbowroom.runtime.replay.saving_context import Scripts
+
+Make = Callable[[Scribe | None], Saving]
+
+
+class Repeated(NoEntry):
+    """Entry of a slot that is acted on, in a forward that repeats a counted one."""
+
+    __slots__ = ("action", "after_nbytes", "away_nbytes", "before_nbytes", "why")
+    counts = True
+
+    def __init__(self, known: Counted) -> None:
+        self.action, self.why = known.action, known.why
+        self.before_nbytes, self.after_nbytes = known.before_nbytes, known.after_nbytes
+        self.away_nbytes = known.away_nbytes
+
+    def hold(self, nbytes: int) -> None:
+        """Sets the bytes that are held, here or away."""
+        self.after_nbytes = nbytes - self.away_nbytes
+
+    def move_away(self, nbytes: int) -> None:
+        """Sets how many of them are away from now on, and not here. From any thread."""
+        held = self.after_nbytes + self.away_nbytes
+        self.after_nbytes, self.away_nbytes = held - nbytes, nbytes
+
+
+class RepeatedLedger(Account):
+    """The ledger of a forward that repeats one that was counted.
+
+    What is kept is known from that one. What is acted on is counted, for codes of zeros or of sharp
+    logits take another number of bytes in each step. Nothing is added up until somebody asks.
+    """
+
+    def __init__(self, known: Counts, token: object) -> None:
+        """token: lives as long as anything that is only kept."""
+        self._known, self._token = known, weakref.ref(token)
+        self._entries: dict[int, tuple[Repeated, weakref.ref[Any]]] = {}
+        self._by_slot = known.by_slot
+        self.before_nbytes = known.before_nbytes
+
+    def entry(self, slot: int) -> Repeated | NoEntry:
+        """Returns what counts the slot of this number."""
+        known = self._by_slot.get(slot)
+        return NOT_COUNTED if known is None else Repeated(known)
+
+    def counts(self, number: int, slot: Any, entry: Repeated) -> None:
+        """Counts a slot by its entry from now on, for as long as it lives."""
+        self._entries[number] = entry, weakref.ref(slot)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The saved tensors of the fullest moment."""
+        return summed(
+            counted if (mine := self._entries.get(counted.slot)) is None else _now(counted, mine[0])
+            for counted in self._known.entries
+        )
+
+    @property
+    def after_nbytes(self) -> int:  # type: ignore[override]
+        """Bytes that were held instead, before backward."""
+        each = ((e.after_nbytes, self._by_slot[at]) for at, (e, _) in self._entries.items())
+        return self._known.after_nbytes + sum(now - known.after_nbytes for now, known in each)
+
+    @property
+    def away_nbytes(self) -> int:  # type: ignore[override]
+        """Bytes that were in another tier."""
+        each = ((e.away_nbytes, self._by_slot[at]) for at, (e, _) in self._entries.items())
+        return self._known.away_nbytes + sum(now - known.away_nbytes for now, known in each)
+
+    @property
+    def most_nbytes(self) -> int:  # type: ignore[override]
+        """The most that was held at any moment."""
+        return max(self._known.most_nbytes, self.after_nbytes)
+
+    @property
+    def held_nbytes(self) -> int:  # type: ignore[override]
+        """Bytes that are held now."""
+        kept = 0 if self._token() is None else self._known.kept_nbytes
+        alive = (entry for entry, slot in self._entries.values() if slot() is not None)
+        return kept + sum(entry.after_nbytes for entry in alive)
+
+
+def _now(counted: Counted, entry: Repeated) -> Counted:
+    """Returns what a slot is in this forward."""
+    bytes_now = entry.before_nbytes, entry.after_nbytes, entry.away_nbytes
+    return Counted(*counted[:3], entry.action, entry.why, *bytes_now, counted.slot)
+
+
+class Following(Replay):
+    """Step that follows a script, or another one that begins alike."""
+
+    def __init__(
+        self,
+        known: tuple[Script, ...],
+        scripts: Scripts,
+        make: Make,
+        context: Context,
+        *,
+        shares: bool,
+    ) -> None:
+        super().__init__(known[0], context, known[1:])
+        self._shares = shares
+        self.scripts, self._make = scripts, make
+        self._token = Token()
+        self._repeated: RepeatedLedger  # from the beginning on: `follow` makes it
+
+    @property
+    def ledger(self) -> Account:
+        """The count of this step."""
+        return self._repeated if self.saving is None else self.saving.ledger
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._open is None:
+            return
+        super().__exit__(kind, error, trace)
+        self._token = None
+        if kind is not None:
+            return
+        saving = self.saving
+        if saving is not None and saving.scribe is not None:
+            self.scripts.add(saving.scribe, saving.called)
+        elif self.strayed or self._numel != self.script.numel:
+            self.scripts.forget(self.script)
+        else:
+            self.scripts.was_followed(self.script)
+
+    def follow(self, script: Script) -> None:
+        """Goes on by another script."""
+        super().follow(script)
+        self._repeated = RepeatedLedger(script.counts, self._token)
+
+    def look(self) -> Saving:
+        """Returns what looks at the rest: what is held already counts in its ledger."""
+        if self.has_begun:
+            saving, share = self._make(None), self.share
+            entry = saving.ledger.open("", "", "", int(share * self.script.before_nbytes))
+            entry.action, entry.why = "as before", "a step that began like an earlier one"
+            entry.hold(int(share * self.script.held_nbytes))
+            weakref.finalize(self._token, entry.close).atexit = False
+            return saving
+        return self._make(Scribe(selects=True) if self.scripts.wanted else None)
+
+    def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
+        """Return the slot of this number, which the ledger counts if it is acted on."""
+        entry = self._repeated.entry(number)
+        slot = Slot(base, entry, geometry=geometry)
+        slot.shared = self.context.made_again if self._shares else None
+        looks = number == 0 and "torch._dynamo" in sys.modules
+        if looks and any(map(is_compiled, modules.on_stack())):
+            # Somebody has compiled the model before, and called it only now.
+            self.scripts.has_seen_calls(compiled=True)
+        if isinstance(entry, Repeated):
+            self._repeated.counts(number, slot, entry)
+        return slot
