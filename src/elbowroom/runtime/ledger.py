@@ -148,7 +148,6 @@ class Mark(NamedTuple):
 class NoEntry:
     """Entry of a slot in a replayed forward, in place of an `Entry`: it counts nothing."""
 
-    __slots__ = ()
     counts = False
     action = why = ""
     before_nbytes = after_nbytes = 0
