@@ -152,6 +152,10 @@ def test_ops_of_graphs_have_true_fakes_and_are_those_of_the_kernels(layout) -> N
     bits = ops.PACK_MASK(mask, order)
     torch.library.opcheck(ops.UNPACK_MASK, (bits, list(x.shape), order))
     assert torch.equal(ops.UNPACK_MASK(bits, list(x.shape), order), mask)
+    as_bytes = mask.to(torch.uint8)
+    assert torch.equal(ops.PACK_MASK(as_bytes, order), bits)
+    torch.library.opcheck(ops.UNPACK_BYTES, (bits, list(x.shape), order))
+    assert torch.equal(ops.UNPACK_BYTES(bits, list(x.shape), order), as_bytes)
 
 
 def reading(f, x: Tensor):

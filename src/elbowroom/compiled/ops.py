@@ -3,6 +3,7 @@
     draw()                                                   seed   a fresh one each run
     pack_mask(x, order)                                      bits
     unpack_mask(bits, size, order)                           x, bool
+    unpack_bytes(bits, size, order)                          x, uint8: what loops on a CPU read fast
     encode(x, order, seed, number, levels, group_size)       codes, ranges, bounds
     decode(codes, ranges, bounds, seed, number, ..., size, order, dtype)   x~
 
@@ -32,6 +33,7 @@ _SCHEMAS = {
     "draw": "() -> Tensor",
     "pack_mask": "(Tensor x, int[] order) -> Tensor",
     "unpack_mask": "(Tensor bits, SymInt[] size, int[] order) -> Tensor",
+    "unpack_bytes": "(Tensor bits, SymInt[] size, int[] order) -> Tensor",
     "encode": f"(Tensor x, int[] order, {_GRID}) -> (Tensor, Tensor, Tensor)",
     "decode": f"({_CODES}, {_GRID}, SymInt[] size, int[] order, ScalarType dtype) -> Tensor",
 }
@@ -113,6 +115,10 @@ def _unpack_mask(bits: Tensor, size: Sequence[int], order: Sequence[int]) -> Ten
     return out
 
 
+def _unpack_bytes(bits: Tensor, size: Sequence[int], order: Sequence[int]) -> Tensor:
+    return _unpack_mask(bits, size, order).view(torch.uint8)
+
+
 def _encode(
     x: Tensor, order: Sequence[int], seed: Tensor, number: int, levels: int, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,6 +157,10 @@ _IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
         _unpack_mask,
         lambda bits, size, order: _laid_out(bits, size, order, torch.bool),
     ),
+    "unpack_bytes": (
+        _unpack_bytes,
+        lambda bits, size, order: _laid_out(bits, size, order, torch.uint8),
+    ),
     "encode": (_encode, _fake_encode),
     "decode": (
         _decode,
@@ -171,3 +181,4 @@ for _name, _schema in _SCHEMAS.items():
 _graph = cast(Any, torch.ops.elbowroom_graph)
 DRAW, ENCODE, DECODE = _graph.draw.default, _graph.encode.default, _graph.decode.default
 PACK_MASK, UNPACK_MASK = _graph.pack_mask.default, _graph.unpack_mask.default
+UNPACK_BYTES = _graph.unpack_bytes.default
