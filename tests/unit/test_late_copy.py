@@ -1,10 +1,12 @@
 """Copies of what is gathered from are made when something is made of them, not before."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import elbowroom as er
 from elbowroom.plan.action import Keep
@@ -52,6 +54,31 @@ def test_a_tensor_that_dies_is_copied_for_what_was_made_of_it(change):
     else:
         assert slot.value is not None
         assert torch.equal(slot.value.restore(), before)
+
+
+class Seen(TorchFunctionMode):
+    """Notes every function that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", repr(func)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_no_op_of_the_models_is_seen_where_a_tensor_dies(asks: bool) -> None:
+    """Else it is written into a script that no later forward follows."""
+    x, out = torch.randn(4, 3), torch.randn(8, 3)
+    slot = late_copy(x, out)
+    with Seen() as seen:
+        if asks:
+            assert slot.value is not None
+        del x
+    assert seen.names == []
+    assert slot.value is not None
 
 
 def test_a_tensor_that_dies_after_what_was_made_of_it_gives_no_copy():

@@ -59,10 +59,11 @@ class LateCopy(CountedSlot):
     def _copy(self, *, only_for_out: bool = False) -> None:
         """Copies the tensor, the first time that it is called; else, it does nothing."""
         storage, self._storage = self._storage, None
-        changed = self._counter._version != self._version
-        if storage is None or changed or (only_for_out and self._out.expired()):
-            return
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        # A tensor dies between two ops of the model's: what is done then is none of them.
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            changed = self._counter._version != self._version
+            if storage is None or changed or (only_for_out and self._out.expired()):
+                return
             x = storage.tensor(self.dtype)
             if x is not None:
                 self.hold(KeepHandle(x.as_strided(*self.base).clone(), CONSTANT))
