@@ -32,7 +32,7 @@ class Measurement:
         if writes:
             running = Recording.start(owned.tensors(), owned.device)
         else:
-            running = Interval.start(memory.static_nbytes, owned.device)
+            running = Interval.start(memory.static_nbytes, owned.device, owned.gradients())
         return None if running is None else cls(memory, running)
 
     @property

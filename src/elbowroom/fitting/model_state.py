@@ -62,12 +62,16 @@ class ModelState:
     def tensors(self) -> list[Tensor]:
         """Returns all tensors of the model's state."""
         model = self._model()
-        parameters = [] if model is None else list(model.parameters())
-        gradients = [gradient for p in parameters if (gradient := gradient_of(p)) is not None]
-        tensors = [*parameters, *gradients]
+        tensors = [] if model is None else [*model.parameters(), *self.gradients()]
         tensors += [] if model is None else list(model.buffers())
         states = (state for optimizer in self.optimizers() for state in optimizer.state.values())
         return tensors + tensors_of(states)
+
+    def gradients(self) -> list[Tensor]:
+        """Returns the gradients that the parameters have now."""
+        model = self._model()
+        parameters = [] if model is None else model.parameters()
+        return [gradient for p in parameters if (gradient := gradient_of(p)) is not None]
 
     def memory(self) -> MemoryState:
         """Returns the bytes that are resident now, and those that the next step will add."""

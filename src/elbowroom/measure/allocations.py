@@ -20,6 +20,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
@@ -50,11 +51,22 @@ class Change(NamedTuple):
     device_type: str
 
 
+@dataclass(frozen=True)
+class Freed:
+    """Names a moment at which memory went that was there before: the allocator says nothing then.
+
+    by  the measurement that it was there before
+    """
+
+    nbytes: int
+    by: object
+
+
 class Mark(NamedTuple):
-    """A moment that the program has named."""
+    """A moment that has a name: of the program's, or what was freed then."""
 
     at_ns: int
-    name: str
+    name: str | Freed
 
 
 class _Event(Protocol):
@@ -76,7 +88,7 @@ class Allocations:
     """
 
     _running: ClassVar[list["Allocations"]] = []
-    _marked: ClassVar[dict[tuple[int, int], str]] = {}  # name by address and size
+    _marked: ClassVar[dict[tuple[int, int], str | Freed]] = {}  # by address and size
 
     def __init__(self, *, shares: bool = False) -> None:
         """shares: others may begin while this runs.
@@ -105,7 +117,7 @@ class Allocations:
         return bool(cls._running) and all(one.shares and one.thread == here for one in cls._running)
 
     @classmethod
-    def mark(cls, name: str) -> None:
+    def mark(cls, name: str | Freed) -> None:
         """Name this moment, for all that run."""
         if not cls._running:
             return

@@ -6,16 +6,25 @@ there is one in a process, so an interval runs only on the main thread, one at a
 beside a profiler of the user's: `start` then gives None, and one tries again later. An interval
 that is not needed any more must be closed. A peak that somebody asks for (`er.peak`) and a profiler
 that the user starts end one that runs; inside of such a peak one may begin.
+
+The CPU's allocator does not report the release of what was there before. Of gradients it matters:
+a script may call `zero_grad()` after the forward, and they would count twice. So those that stand
+at the start are watched, and each marks the moment at which it goes.
 """
 
 import atexit
 import threading
+import weakref
+from collections.abc import Iterable
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from elbowroom.measure.allocations import Allocations, may_begin
+from elbowroom.measure.allocations import Allocations, Freed, may_begin
 from elbowroom.measure.background import Background
 from elbowroom.measure.peak import MemoryCurve, curve_of
+from elbowroom.runtime.storage import WeakStorage, storage_nbytes
 
 
 class Interval:
@@ -26,12 +35,16 @@ class Interval:
     ) -> None:
         self._base_nbytes, self._device, self._allocations = base_nbytes, device, allocations
         self._curve: MemoryCurve | None = None
+        self._watched: list[weakref.ref[Tensor]] = []
 
     @classmethod
-    def start(cls, base_nbytes: int, device: torch.device) -> "Interval | None":
+    def start(
+        cls, base_nbytes: int, device: torch.device, gradients: Iterable[Tensor] = ()
+    ) -> "Interval | None":
         """Starts an interval.
 
         base_nbytes: what is held at this moment; a CPU interval adds its own peak to it.
+        gradients: those of it that may go before the interval ends.
         """
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -39,7 +52,21 @@ class Interval:
         if not may_measure(device):
             return None
         Background.running = found = cls(base_nbytes, device, Allocations())
+        found._watch(gradients)
         return found
+
+    def _watch(self, gradients: Iterable[Tensor]) -> None:
+        """Has each of them mark its end.
+
+        Parts of a common buffer (DistributedDataParallel's) are left out: it stays.
+        """
+        for gradient in gradients:
+            if gradient.layout is not torch.strided:
+                continue
+            storage = WeakStorage(gradient)
+            if storage.holders() == 1:
+                freed = Freed(storage_nbytes(gradient), self)
+                self._watched.append(weakref.ref(gradient, partial(_mark_end, storage, freed)))
 
     def stop(self) -> int | None:
         """The highest level since the start, in bytes; None if this thread cannot tell it."""
@@ -61,10 +88,17 @@ class Interval:
         ):
             return False
         Background.running = None
+        self._watched.clear()
         if self._allocations.was_ended:
             return False
-        self._curve = curve_of(*self._allocations.stop(), self._device.type)
+        self._curve = curve_of(*self._allocations.stop(), self._device.type, by=self)
         return True
+
+
+def _mark_end(storage: WeakStorage, freed: Freed, _: object) -> None:
+    """Marks this moment, unless another tensor holds the memory of the one that goes."""
+    if storage.holders() <= 1:
+        Allocations.mark(freed)
 
 
 @atexit.register

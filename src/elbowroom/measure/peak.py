@@ -22,7 +22,7 @@ from itertools import accumulate
 import torch
 
 from elbowroom._checks import check_device
-from elbowroom.measure.allocations import Allocations, Change, Mark, is_busy
+from elbowroom.measure.allocations import Allocations, Change, Freed, Mark, is_busy
 from elbowroom.measure.background import Background
 
 
@@ -119,17 +119,31 @@ def pick_device(device: torch.device | str | None) -> torch.device:
     return check_device(device)
 
 
-def curve_of(changes: list[Change], marks: list[Mark], device_type: str) -> MemoryCurve:
-    """Returns what was allocated and freed on one type of device, as a curve."""
+def curve_of(
+    changes: list[Change], marks: list[Mark], device_type: str, *, by: object = None
+) -> MemoryCurve:
+    """Returns what was allocated and freed on one type of device, as a curve.
+
+    by: the measurement whose marks say what was freed that was there before it.
+    """
     changes = [change for change in changes if change.device_type == device_type]
     if device_type == "cpu":
         changes = _of_this_run(changes)
+    freed = [
+        Change(at_ns, 0, -name.nbytes, device_type)
+        for at_ns, name in marks
+        if isinstance(name, Freed) and name.by is by
+    ]
+    if freed:
+        changes = sorted([*freed, *changes], key=lambda change: change.at_ns)
     moments_ns = [change.at_ns for change in changes] + [mark.at_ns for mark in marks]
     start_ns = min(moments_ns, default=0)
     return MemoryCurve(
         times_s=tuple((change.at_ns - start_ns) / 1e9 for change in changes),
         nbytes=tuple(accumulate(change.nbytes for change in changes)),
-        marks=tuple((mark.name, (mark.at_ns - start_ns) / 1e9) for mark in marks),
+        marks=tuple(
+            (name, (at_ns - start_ns) / 1e9) for at_ns, name in marks if isinstance(name, str)
+        ),
     )
 
 
