@@ -1,5 +1,6 @@
 """What `fit` has learned, as values: the room of a forward, and the plans that were attempted."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +105,20 @@ def test_the_order_in_which_smallest_plans_are_attempted(known, order):
         attempts = attempts.after(found.chosen, 7)
     assert names(attempts) == order
     assert attempts.next_smallest(made)[1] is None
+
+
+def test_a_plan_that_should_take_much_more_than_another_waits():
+    """Its forward would be refused, before the smaller one has been tried."""
+
+    def sized(profile, again):
+        one = made(profile, again)
+        return replace(one, plan=replace(one.plan, peak=100 if again else 111))
+
+    attempts = Attempts((KnownStep("guess", rehearsed=True),))
+    attempts, found = attempts.next_smallest(sized)
+    assert found.chosen.plan.recompute == {"guess again"}
+    attempts, found = attempts.after(found.chosen, 7).next_smallest(sized)
+    assert found.chosen.plan.recompute == {"guess once"}
 
 
 def test_a_step_that_is_written_down_comes_before_what_was_estimated():

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from elbowroom.plan.site import SiteName
 
 
+_NEAR_LEAST = 1.1  # times the least predicted peak of those left
+
+
 class KnownStep(NamedTuple):
     """Profile that a step is planned from. rehearsed: its backward is an estimate."""
 
@@ -87,7 +90,8 @@ class Attempts:
 
         make: the smallest plan of a profile, if it is found; the flag says whether modules may run
         again. One in which none does can be written down, so it comes first of those by an
-        estimate; once that has been done, no estimate knows a smaller one.
+        estimate; once that has been done, no estimate knows a smaller one. What is predicted to
+        take much more than another waits: its forward would be refused before that was tried.
         """
         estimates = [one.rehearsed for one in self.known]
         is_written = not all(estimates + [one.rehearsed for one in self.smallest])
@@ -98,8 +102,10 @@ class Attempts:
                 if chosen is None or (not again and rehearsed and is_written):
                     continue
                 made.append(Smallest(chosen, rehearsed))
-        left = (one for one in made if not any(t.is_of(one.chosen) for t in self.taken))
-        return replace(self, known=(), smallest=tuple(made)), next(left, None)
+        left = [one for one in made if not any(t.is_of(one.chosen) for t in self.taken)]
+        least = min((one.chosen.plan.peak for one in left), default=0)
+        near = (one for one in left if one.chosen.plan.peak <= _NEAR_LEAST * least)
+        return replace(self, known=(), smallest=tuple(made)), next(near, None)
 
 
 def _peak_nbytes(one: Taken) -> int:
