@@ -122,6 +122,7 @@ def put(data, path, value):
         ("plan", ("budget",), 10**30),
         ("plan", ("peak",), 10**400),
         ("plan", ("seconds",), 10**400),
+        ("plan", ("lines", 0, "seconds"), 1e400),
     ],
 )
 def test_a_field_of_another_type_is_refused_when_it_is_read(kind, path, value, written, tmp_path):

@@ -9,7 +9,7 @@ import io
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +333,8 @@ def _plan(data: dict[str, Any]) -> Plan:
     lines = tuple(
         files.made(Line, {**line, "shape": _shape(line["shape"])}) for line in data["lines"]
     )
+    if not all(isfinite(line.seconds) for line in lines):
+        raise ValueError("seconds of a line are finite")
     recompute = data["recompute"]
     if not (isinstance(recompute, list) and all(isinstance(name, str) for name in recompute)):
         raise ValueError(f"recompute is {recompute!r}, and should be a list of strings")
