@@ -65,6 +65,8 @@ PURPOSE = {
     "runtime/perform.py": "carries out the action",
     "runtime/producers/__init__.py": "which op made the tensor",
     "runtime/producers/activations.py": "how the op's result is made again",
+    "runtime/producers/making.py": "what a recipe starts from",
+    "runtime/producers/products.py": "how a linear layer's result is made again",
     "runtime/handles/rebuild.py": "holds a recipe, and makes the tensor again by it",
     "runtime/replay/compiled.py": "compares the op, holds what it saves, with all bound",
     "runtime/replay/replay.py": "runs the op by its place in the script",

@@ -81,6 +81,19 @@ RESHAPES = (
     ),
     *("TBackward", "Transpose", "Permute"),
 )
+_IN_PLACE = frozenset(
+    (
+        *(f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")),
+        *(f"__i{op}__" for op in ("and", "or", "xor", "lshift", "rshift", "matmul", "div")),
+        "__setitem__",
+    )
+)
+_ASKED = {  # which argument asks for that
+    **dict.fromkeys(("relu", "relu6", "silu", "mish", "hardswish", "hardsigmoid", "selu"), 1),
+    **dict.fromkeys(("leaky_relu", "elu", "celu"), 2),
+    **dict.fromkeys(("hardtanh", "threshold", "dropout", "alpha_dropout", "dropout2d"), 3),
+    "rrelu": 4,
+}
 _MOST_RESHAPES = 8
 QUESTIONS = frozenset(  # what asks a tensor for its metadata saves nothing and makes nothing
     (
@@ -163,6 +176,14 @@ class Call:
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument, however it was passed."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    @property
+    def changes_first(self) -> bool:
+        """True if the call changes its first argument in place, by its name or as asked to."""
+        name = self.name
+        if name.startswith("__"):
+            return name in _IN_PLACE
+        return name.endswith("_") or self.arg(_ASKED.get(name, 99), "inplace") is True
 
     @property
     def is_told_at_once(self) -> bool:

@@ -30,7 +30,7 @@ from elbowroom.codecs import Codec
 from elbowroom.plan import Action, Encode, Site
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles import KeepHandle
-from elbowroom.runtime.handles.rebuild import Recipe, same_order
+from elbowroom.runtime.handles.rebuild import Ready, Recipe, same_order
 from elbowroom.runtime.identity import Identity, Origin, is_touchable
 from elbowroom.runtime.masks import MASKED_OUTPUT
 from elbowroom.runtime.nested import tensors_in
@@ -39,6 +39,7 @@ from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import WeakStorage
 
 _MOST_SATURATED = 8
+_MOST_LATER = 8
 _MOST_SAVES = 6  # calls that save, of the branch that is added
 
 
@@ -106,7 +107,46 @@ class Waiting:
         return action.gated if is_gated and action.gated is not None else action.with_mask
 
 
-class WaitingLine(list[Waiting | Saturated]):
+class LaterSource:
+    """Slot that is kept until an op saves what it could be made of; for some calls, no longer.
+
+    x * sigmoid(a * x), for one: sigmoid saves its result before the product saves x. Also what a
+    linear layer could make again, which is done only if nothing else can.
+    """
+
+    is_known = False
+
+    def __init__(
+        self, slot: Slot, recipe: Recipe, hold: Callable[[Slot, Tensor, Ready], None]
+    ) -> None:
+        self.slot = weakref.ref(slot)
+        self._recipe, self._hold = recipe, hold
+        self._saves_left = _MOST_SAVES
+
+    def ended(self, call: Call, out: Any, identity: Identity) -> bool:
+        """Notes that a call has ended; returns whether it is known what is to be done."""
+        slot = self.slot()
+        if slot is None or not isinstance(slot.value, KeepHandle):
+            return True
+        if not call.saved:
+            return False
+        self._saves_left -= 1
+        ready = self._recipe.ready()
+        is_cheap = ready is not None and ready.exact and not ready.products
+        return is_cheap or not self._saves_left
+
+    def end(self) -> None:
+        """Makes the slot hold its recipe, if that is ready, and the tensor has not changed."""
+        slot = self.slot()
+        kept = None if slot is None else slot.value
+        if slot is None or not isinstance(kept, KeepHandle) or kept.was_changed:
+            return
+        ready = self._recipe.ready()
+        if ready is not None and ready.exact:
+            self._hold(slot, kept.restore(), ready)
+
+
+class WaitingLine(list[Waiting | Saturated | LaterSource]):
     """Slots that wait in one context."""
 
     def reads(self, slot: Slot, site: Site) -> None:
@@ -122,6 +162,14 @@ class WaitingLine(list[Waiting | Saturated]):
         """
         waiting = [other for other in self if isinstance(other, Saturated)]
         if len(waiting) >= _MOST_SATURATED:
+            self.remove(waiting[0])
+            waiting[0].end()
+        self.append(one)
+
+    def wait_for_sources(self, one: LaterSource) -> None:
+        """Lets a tensor wait for what it could be made of, and ends the wait of the oldest."""
+        waiting = [other for other in self if isinstance(other, LaterSource)]
+        if len(waiting) >= _MOST_LATER:
             self.remove(waiting[0])
             waiting[0].end()
         self.append(one)
@@ -145,18 +193,24 @@ class WaitingLine(list[Waiting | Saturated]):
             self.extend(one for one in waiting if not one.is_known)
             _end(one for one in waiting if one.is_known)
 
+    def end_sources(self) -> None:
+        """Lets nothing wait any longer for what it could be made of."""
+        waiting = self._taken()
+        self.extend(one for one in waiting if not isinstance(one, LaterSource))
+        _end(one for one in waiting if isinstance(one, LaterSource))
+
     def end_all(self) -> None:
         """Encodes whatever waits."""
         _end(self._taken())
 
-    def _taken(self) -> list[Waiting | Saturated]:
+    def _taken(self) -> list[Waiting | Saturated | LaterSource]:
         """Empties the line and returns what waited: what is encoded may make others wait."""
         waiting = list(self)
         self.clear()
         return waiting
 
 
-def _end(waiting: Iterable[Waiting | Saturated]) -> None:
+def _end(waiting: Iterable[Waiting | Saturated | LaterSource]) -> None:
     with torch._C.DisableTorchFunction():
         for one in waiting:
             one.end()

@@ -135,7 +135,10 @@ class Saving:
         self._after = after
         self._calls: modules.Calls = weakref.WeakKeyDictionary()
         self._many = Many()
-        self._identity = Identity(self.ledger if getattr(policy, "rebuild", True) else None)
+        self._identity = Identity(
+            self.ledger if getattr(policy, "rebuild", True) else None,
+            is_exact=shares and self.is_exact() and bool(getattr(policy, "rebuild", False)),
+        )
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
         self._listener: Listener = NOBODY
@@ -207,6 +210,8 @@ class Saving:
     def _finish(self, *, raised: bool) -> None:
         """Ends the forward: decides on what waits for that."""
         self._listener.leaves()
+        if not raised:
+            self._serving.waiting.end_sources()  # of constants, some of which are let go of now
         self._identity.clear()
         if raised:  # what waits stays as it is: nothing may fail now, nor take memory
             self._listener.refuse("the forward has raised")
@@ -415,6 +420,8 @@ class Saving:
             if body is not None:
                 listener.runs(call, body, None)
                 return body
+        if self._identity.is_exact and call.changes_first:
+            self._copy_source(call.first)
         if self._serving.waiting:
             self._serving.waiting.end_known()
         if pieces.waiting:
@@ -426,6 +433,20 @@ class Saving:
         run = call.func if direct is None else self._direct_run(call, direct)
         listener.runs(call, run, direct)
         return run
+
+    def _copy_source(self, x: Any) -> None:
+        """Copies what others are made again from, and an op is about to change in place.
+
+        Who saved it may lie on no path of the loss: then plain autograd would not mind the change.
+        """
+        slot = self._identity.slot(x) if is_touchable(x) else None
+        kept = None if slot is None else slot.value
+        if slot is None or not slot.is_source or not isinstance(kept, KeepHandle):
+            return
+        if not kept.was_changed:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                slot.hold(KeepHandle(kept.restore().clone(), "a source that has changed since"))
+        self._listener.refuse("a source of recipes is changed in place")
 
     def _direct_run(self, call: Call, direct: Direct) -> Callable[..., Any]:
         """Returns the function to run for a call that a node of ours could stand for."""
@@ -571,6 +592,7 @@ class Saving:
         slot = None if ref is None else ref()
         if slot is None:
             slot = self._new_slot(x, name, geometry)
+            slot.is_unseen = call is None
             known.slots[key] = weakref.ref(slot)
         copied = None if call is None else note_copy(x, call, self._identity)
         if copied is not None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from elbowroom.runtime import modules
 from elbowroom.runtime.handles.base import KeepHandle
-from elbowroom.runtime.handles.rebuild import Recipe
+from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe
 from elbowroom.runtime.late_copy import CONSTANT, LateCopy
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.nested import tensors_in
@@ -33,6 +33,9 @@ from elbowroom.runtime.slot import CountedSlot, Slot
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
 _WINDOW = 4  # a view of less than a fourth of its storage is a window
+# Multiplications of linear layers that run again, as a share of forward's, which are a third of a
+# step's; they do while what is held is not so many times less than in plain autograd.
+_AGAIN, _ENOUGH = 1 / 5, 1.75
 _MOST_CONSTANTS = 8
 _MOST_SPARES = 1
 _DEEPEST_PARAMETER_GRAPH = 16
@@ -76,9 +79,17 @@ class Identity:
 
     ledger  counts copies of constants; None: there are to be none
     told    hears of each constant that is asked for, and of the slot of its copy
+    is_exact  no code adds errors, and no plan counts on what is held when: recipes may start from
+              what is saved later, and run linear layers again
+    products  multiplications of linear layers and convolutions so far
+    again     those of them that run again in backward
+    reordered copies that ops have made of their inputs, by what and where these were
     """
 
-    def __init__(self, ledger: Ledger | None = None) -> None:
+    def __init__(self, ledger: Ledger | None = None, *, is_exact: bool = False) -> None:
+        self.is_exact = is_exact
+        self.reordered: dict[Any, tuple[WeakStorage, weakref.ref[Slot], Op]] = {}
+        self.products = self.again = 0
         self.told: Callable[[Slot, Tensor], None] | None = None
         self._ledger = ledger
         self._storages: dict[int, Stored] = {}
@@ -117,6 +128,23 @@ class Identity:
         if known is None:
             return None
         return known.origins.get((version_of(x) if version is None else version, x.dtype))
+
+    def expected(
+        self, x: Tensor, version: int | None = None, recipe: Recipe | None = None
+    ) -> Expected:
+        """Returns a link to the slot that x's storage may get later, at this version.
+
+        recipe: of x, for where it gets none
+        """
+        known = self.stored(x)
+        key = version_of(x) if version is None else version, x.dtype
+        return Expected(known.slots, key, known.weak, recipe)
+
+    def affords(self, products: int) -> bool:
+        """Returns whether so many multiplications may run again for what is kept so far."""
+        if self._ledger is None or self._ledger.times_less >= _ENOUGH:
+            return False
+        return self.again + products <= _AGAIN * self.products
 
     def made(self, x: Tensor, origin: Origin) -> None:
         """Records what made x."""
@@ -171,6 +199,7 @@ class Identity:
         self._storages.clear()
         self._constants.clear()
         self._spares.clear()
+        self.reordered.clear()
         self.told = None
 
     def _purge(self) -> None:

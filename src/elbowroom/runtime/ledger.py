@@ -304,6 +304,11 @@ class Ledger(Account):
         """The saved tensors of the fullest moment."""
         return summed(self._of_fullest())
 
+    @property
+    def times_less(self) -> float:
+        """What plain autograd would hold now over what is held."""
+        return self._plain_nbytes / max(self.held_nbytes, 1)
+
     def mark(self) -> Mark:
         """Returns how far it has come."""
         sums = self.before_nbytes, self.after_nbytes, self.away_nbytes

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from elbowroom.errors import CodecError
@@ -43,9 +44,9 @@ from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula
 from elbowroom.runtime.checkpoints import Pieces
 from elbowroom.runtime.consumers import Call, Reading
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.deferred import Waiting, WaitingLine
+from elbowroom.runtime.deferred import LaterSource, Waiting, WaitingLine
 from elbowroom.runtime.direct.attention import attention_reading
-from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle
+from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle, RebuildHandle
 from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.identity import Identity, Origin, covering
 from elbowroom.runtime.masks import differ, mask_bits
@@ -149,6 +150,13 @@ def is_too_coarse_for(slot: Slot, site: Site) -> bool:
     normalized = site.rows is not None and held.normalizes(site.rows)
     apart = keeps_rows_apart(held.codec, site, normalized=normalized)
     return not apart or not suffices(held.codec, site)
+
+
+def _is_same(whole: Tensor, ready: Ready) -> bool:
+    """Returns whether a recipe gives the bits of a tensor. It runs, and compares: no hot path."""
+    made = RebuildHandle(ready, whole).restore()
+    one, other = (x.detach().contiguous().view(torch.uint8) for x in (whole, made))
+    return torch.equal(one, other)
 
 
 def is_lossy(action: Action, need: Need) -> bool:
@@ -268,6 +276,33 @@ class Serving:
             call.at_end.append(partial(self._hold_normalized, slot, whole, name, action, hold))
         else:
             hold(slot, whole, action)
+            if isinstance(action, Keep) and ready is None:
+                self._wait_for_sources(request, site)
+
+    def _wait_for_sources(self, request: Request, site: Site) -> None:
+        """Lets what is kept wait until something saves what it can be made of, in exact contexts.
+
+        And what only a linear layer could make again, which is asked last.
+        """
+        slot, origin = request.slot, request.origin
+        if not (self._identity.is_exact and self._lets_wait) or slot.is_unseen:
+            return
+        if origin is None or origin.recipe is None or site.need is Need.SHAPE:
+            return
+        known = replace(site, rebuildable=Rebuildable.EXACT)
+        if isinstance(self._policy(known), Rebuild):
+            hold = partial(self._hold_later, known)
+            self.waiting.wait_for_sources(LaterSource(slot, origin.recipe, hold))
+
+    def _hold_later(self, site: Site, slot: Slot, whole: Tensor, ready: Ready) -> None:
+        """Holds what makes a kept tensor again, if that is worth it and gives the same bits."""
+        identity, products = self._identity, ready.products
+        if not identity.affords(products) or any(one.is_unseen for one in ready.slots):
+            return
+        if ready.is_unsure and not _is_same(whole, ready):
+            return
+        identity.again += products
+        self._hold(site, site.need, ready, 0, self._context.count, slot, whole, Rebuild())
 
     def _site(self, request: Request) -> tuple[Site, Ready | None]:
         """Returns the site of the save, and how x could be made again for it."""
@@ -276,12 +311,20 @@ class Serving:
         site = site_of(slot, x, call, reading, ready, name, origin)
         if ready is None:
             return site, None
+        if self._identity.is_exact and self._is_dear(ready):  # `LaterSource` decides
+            return replace(site, rebuildable=Rebuildable.NO), None
         if request.name.consumer == RECOMPUTE and request.reading.need is Need.LOSSY:
             return replace(site, rebuildable=Rebuildable.NO), None  # the plan counts on a code
         too_coarse = any(map(partial(is_too_coarse_for, site=site), ready.slots))
         if too_coarse or self._would_pin(ready, request.reading.need):
             return replace(site, rebuildable=Rebuildable.NO), None
         return site, ready
+
+    def _is_dear(self, ready: Ready) -> bool:
+        """Returns whether a recipe is used only where nothing else is, or has to be tried first."""
+        if ready.products or ready.is_unsure or any(slot.is_unseen for slot in ready.slots):
+            return True
+        return ready.is_extra and not self._identity.affords(0)
 
     def _would_pin(self, ready: Ready, need: Need) -> bool:
         """Returns whether a tensor that may have a code would keep another from having one.

@@ -113,6 +113,7 @@ class Slot:
     is_source        something is made again from it; pinned: something exact, so it stays exact
     waits            it will be encoded once it is known what follows (`deferred.py`)
     lossy_views      how many ops read it that bear an error; asked_exact: whether one does not
+    is_unseen        no call that Python sees has saved it first: no script knows of it
     shape_is_enough  so far every op has asked for the geometry only
     """
 
@@ -123,7 +124,7 @@ class Slot:
     statistics: Statistics | None = None
     views = views_asked = lossy_views = readers = 0
     whole: Tensor | None = None
-    asked_exact = is_source = waits = pinned = shape_is_enough = False
+    asked_exact = is_source = waits = pinned = shape_is_enough = is_unseen = False
     shared: MadeAgain | None = None
 
     def __init__(

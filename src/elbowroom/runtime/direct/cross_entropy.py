@@ -25,7 +25,7 @@ from elbowroom.plan.precision_floor import LEAST_LOG_PROBABILITY
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed
-from elbowroom.runtime.handles import EncodeHandle, KeepHandle
+from elbowroom.runtime.handles import EncodeHandle, KeepHandle, RebuildHandle
 from elbowroom.runtime.slot import Deferred, View
 from elbowroom.runtime.storage import WeakStorage
 
@@ -177,10 +177,12 @@ def _restored(ctx: Any) -> tuple[Tensor, bool]:
     held = held.held if isinstance(held, Deferred) else held
     handle = held.slot.value if isinstance(held, View) else None
     is_code = isinstance(handle, EncodeHandle) and handle.is_needed()
+    is_made = isinstance(handle, RebuildHandle)
     is_kept = isinstance(handle, KeepHandle) or not isinstance(held, View)
     (saved,) = ctx.saved_tensors
     logp: Tensor = saved.detach()
     del saved
-    known = 2 if is_kept else is_code * (1 + ARENA.owns(logp))  # who holds it, and `logp` here
+    # Who holds it, and `logp` here.
+    known = 2 if is_kept else is_made + is_code * (1 + ARENA.owns(logp))
     alone = WeakStorage(logp).holders() <= known
     return logp, alone and not torch._C._autograd._get_current_graph_task_keep_graph()

@@ -30,9 +30,10 @@ own edges do, so no cycle can form. (Facts: arXiv 2203.15980 for the idea of rec
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,17 +42,49 @@ from elbowroom.codecs import Affine
 from elbowroom.errors import RestoreError
 from elbowroom.kernels import ops
 from elbowroom.plan import Need
+from elbowroom.runtime.handles.base import KeepHandle
 from elbowroom.runtime.handles.encode import EncodeHandle, Parts
 from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.slot import Geometry, Slot
-from elbowroom.runtime.storage import check_version, version_of
+from elbowroom.runtime.storage import WeakStorage, check_version, version_of
 
 # Ops in a chain, all of which run at every restore. Attention that is written out in Python takes a
 # product of q and k, scales it, caps it (a quotient, a tanh, a product), adds a mask and takes the
 # softmax.
 _DEEPEST = 9
 _DEEPEST_READY = 11  # the same, through saved tensors that are made again themselves
+Link: TypeAlias = "Recipe | Callable[[], Slot | None]"  # a weak reference, or an `Expected`
 _AT_ONCE = 1 << 18  # elements, a multiple of 8: what `outside` makes of them stays in the cache
+
+
+class Expected:
+    """Link to the slot of a tensor that no op has saved yet: one that comes later may do so.
+
+        0.5 * x * (1 + tanh(a * x + b * x**3))      0.5 * x comes first, and x**3 saves x
+
+    slots, key  where the slot will be entered: those of its storage, by version and dtype
+    storage     a weak reference, so that nobody else gets the address
+    recipe      of the tensor, if it has one that costs much: for where nobody saves it
+    """
+
+    __slots__ = ("_key", "_slots", "_storage", "recipe")
+
+    def __init__(
+        self,
+        slots: "dict[tuple[int, torch.dtype], weakref.ref[Slot]]",
+        key: tuple[int, torch.dtype],
+        storage: WeakStorage,
+        recipe: "Recipe | None" = None,
+    ) -> None:
+        self._slots, self._key, self._storage = slots, key, storage
+        self.recipe = recipe
+
+    def __call__(self) -> Slot | None:
+        """Returns the slot; None if nobody has saved the tensor so far, or holds it as it was."""
+        found = self._slots.get(self._key)
+        slot = None if found is None else found()
+        value = None if slot is None else slot.value
+        return None if isinstance(value, KeepHandle) and value.was_changed else slot
 
 
 @dataclass(frozen=True)
@@ -64,11 +97,15 @@ class Op:
     needs_bits          then 0, or `outside` of it, where bits [ceil(N / 8)] are not set
     fixed               parameters that both read: unchanged until backward, or RestoreError
     noise               dropout's factor, a saved tensor of its own
-    other               a second operand: a saved tensor, and where in it it lies
-    combine             what is done with both: (x, y, out) -> the result, in `out` if that is given
+    others              further operands: saved tensors or recipes, and where in them they lie
+    combine             what is done with all: (x, *others, out) -> the result, in `out` if given
+    products            multiplications that it takes, where these are many (a linear layer)
     given, bound        tensors of this forward alone that its functions read, statistics, and what
                         makes the same op of those of another forward; None: nothing does
     is_of_given         `exact` reads them, too, and not only what works on codes
+    beside              ops of earlier calls that have made the same of the same
+    is_extra            run again only where not enough is saved without
+    is_unsure           what it made may have been changed unseen: compare before it is dropped
     """
 
     exact: Callable[[Tensor, bool], Tensor]
@@ -78,11 +115,15 @@ class Op:
     outside: Callable[[Tensor], Tensor] | None = None
     fixed: tuple[Tensor, ...] = ()
     noise: "weakref.ref[Slot] | None" = None
-    other: "tuple[weakref.ref[Slot], Geometry] | None" = None
-    combine: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    others: "tuple[tuple[Link, Geometry], ...]" = ()
+    combine: Callable[..., Tensor] | None = None
+    products: int = 0
     given: tuple[Tensor, ...] = ()
     bound: "Callable[..., Op] | None" = None
     is_of_given: bool = False
+    beside: "tuple[Op, ...]" = ()
+    is_unsure: bool = False
+    is_extra: bool = False
 
     def changed(self, **fields: Any) -> "Op":
         """Return the same op with other fields: `dataclasses.replace` in a tenth of its time."""
@@ -102,7 +143,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Recipe:
-    """op(source): the source is a saved tensor, or the output of another recipe.
+    """op(source): the source is a saved tensor, the output of another recipe, or saved later.
 
     seen      where in the source the op's input lies: any view of it
     made      the geometry of what comes out: dense, a whole storage
@@ -111,7 +152,7 @@ class Recipe:
     """
 
     op: Op
-    source: "weakref.ref[Slot] | Recipe"
+    source: "Link"
     seen: Geometry
     made: Geometry
     output: "weakref.ref[Slot] | None"
@@ -121,16 +162,19 @@ class Recipe:
     def of(
         cls,
         op: Op,
-        source: "Slot | Recipe",
+        source: "Slot | Link",
         seen: Geometry,
         out: Tensor,
         output: Slot | None,
         versions: tuple[int, ...] | None = None,
     ) -> "Recipe | None":
         """Makes a recipe; None if the chain would be too long."""
-        if isinstance(source, Recipe) and source.depth >= _DEEPEST:
+        link = link_to(source)
+        links = (link, *(other for other, _ in op.others))
+        if max(map(_depth_of_link, links)) >= _DEEPEST:
             return None
-        link = source if isinstance(source, Recipe) else weakref.ref(source)
+        if any(isinstance(one, Expected) for one in links):
+            op = replace(op, is_extra=True)
         if versions is None:
             versions = tuple(version_of(tensor) for tensor in op.fixed)
         return cls(
@@ -142,31 +186,31 @@ class Recipe:
             versions,
         )
 
-    @property
+    @cached_property
     def depth(self) -> int:
-        return 1 + (self.source.depth if isinstance(self.source, Recipe) else 0)
+        """Number of ops that run, one after the other, to make the tensor again."""
+        return 1 + max(map(_depth_of_link, (self.source, *(link for link, _ in self.op.others))))
 
     def ready(self) -> "Ready | None":
         """Returns the recipe with strong references; None if something that it needs is gone."""
-        source: Slot | Ready | None = (
-            self.source.ready() if isinstance(self.source, Recipe) else self.source()
-        )
-        if source is None or (isinstance(source, Slot) and source.value is None):
+        source = _followed(self.source)
+        if source is None:
             return None
         noise = None if self.op.noise is None else self.op.noise()
         if self.op.noise is not None and (
             noise is None or noise.value is None or not noise.value.exact
         ):
             return None
-        other = None if self.op.other is None else self.op.other[0]()
-        if self.op.other is not None and (other is None or other.value is None):
+        others = [_followed(link) for link, _ in self.op.others]
+        if None in others:
             return None
+        given = tuple(one for one in others if one is not None)
         output = None if self.output is None else self.output()
         bits = output.bits if output is not None and self.op.needs_bits else None
-        wheres = [slot.where for slot in (source, other) if isinstance(slot, Slot)]
+        wheres = [slot.where for slot in (source, *given) if isinstance(slot, Slot)]
         if any(where is not None and not _same_memory(where, bits) for where in wheres):
             return None
-        ready = Ready(self.op, source, self.seen, self.made, self.versions, bits, noise, other)
+        ready = Ready(self.op, source, self.seen, self.made, self.versions, bits, noise, given)
         usable = ready.depth <= _DEEPEST_READY and (ready.exact or ready.works_lossy)
         return ready if usable else None
 
@@ -182,12 +226,12 @@ class Ready:
     versions: tuple[int, ...]
     bits: Tensor | None
     noise: Slot | None
-    other: Slot | None = None
+    others: "tuple[Slot | Ready, ...]" = ()
 
     @property
     def exact(self) -> bool:
         """True if the sources are exact now. They may be encoded later, unless they are pinned."""
-        return self.source.exact and (self.other is None or self.other.exact)
+        return self.source.exact and all(other.exact for other in self.others)
 
     @property
     def works_lossy(self) -> bool:
@@ -195,12 +239,13 @@ class Ready:
         here = self.noise is not None or (
             self.op.works_lossy and (self.bits is not None or not self.op.needs_bits)
         )
-        return here and (not isinstance(self.source, Ready) or self.source.works_lossy)
+        below = (one for one in (self.source, *self.others) if isinstance(one, Ready))
+        return here and all(one.works_lossy for one in below)
 
     @property
     def depth(self) -> int:
         """Number of ops that run, one after the other, to make the tensor again."""
-        return 1 + max(map(_depth_of, (self.source, self.other)))
+        return 1 + max(map(_depth_of, (self.source, *self.others)))
 
     @property
     def root(self) -> Slot:
@@ -210,21 +255,41 @@ class Ready:
     @property
     def sole_source(self) -> Slot | None:
         """The slot that the chain starts at, if it takes nothing else."""
-        if self.noise is not None or self.other is not None:
+        if self.noise is not None or self.others:
             return None
         return self.source.sole_source if isinstance(self.source, Ready) else self.source
 
     @property
     def slots(self) -> "list[Slot]":
         """Slots that the recipe takes."""
-        below = self.source.slots if isinstance(self.source, Ready) else [self.source]
-        return [*below, *(slot for slot in (self.noise, self.other) if slot is not None)]
+        found = self.source.slots if isinstance(self.source, Ready) else [self.source]
+        for one in self.others:
+            found = [*found, *(one.slots if isinstance(one, Ready) else [one])]
+        return found if self.noise is None else [*found, self.noise]
+
+    @property
+    def products(self) -> int:
+        """Multiplications that the ops of the recipe take, where they take many."""
+        below = (one.products for one in (self.source, *self.others) if isinstance(one, Ready))
+        return self.op.products + sum(below)
+
+    @property
+    def is_extra(self) -> bool:
+        """True if one of the ops runs again only where not enough is saved without."""
+        below = (one.is_extra for one in (self.source, *self.others) if isinstance(one, Ready))
+        return self.op.is_extra or any(below)
+
+    @property
+    def is_unsure(self) -> bool:
+        """True if what the recipe makes may have been changed without its version telling."""
+        below = (one.is_unsure for one in (self.source, *self.others) if isinstance(one, Ready))
+        return self.op.is_unsure or any(below)
 
     def pin(self) -> None:
         """Makes the sources stay exact from now on."""
         self.source.pin()
-        if self.other is not None:
-            self.other.pin()
+        for other in self.others:
+            other.pin()
 
     def make(self) -> Tensor:
         """The output with the geometry `made`, in memory that the caller may overwrite.
@@ -299,8 +364,8 @@ class Ready:
         if self.noise is not None:
             noise = self._noise_like(x)
             return x.mul_(noise) if private else x * noise
-        if self.other is not None:
-            return self._with_other(x, private)
+        if self.others:
+            return self._with_others(x, private)
         if exact:
             return self.op.exact(x, private)
         if affine is not None:
@@ -312,14 +377,19 @@ class Ready:
             _replace_outside(flat_of(x), self.bits, self.op.outside)
         return x
 
-    def _with_other(self, x: Tensor, private: bool) -> Tensor:
-        """Returns what the op makes of x and y, over x if that is private and the result fits."""
-        assert self.other is not None
-        assert self.op.other is not None
+    def _with_others(self, x: Tensor, private: bool) -> Tensor:
+        """Returns what the op makes of all operands, over x if that is private and it fits."""
         assert self.op.combine is not None
-        y = self.op.other[1].within(self.other.base, self.other.restore_source())
-        fits = tuple(x.shape) == self.made.shape and torch.result_type(x, y) is x.dtype
-        return self.op.combine(x, y, x if private and fits else None)
+        given = []
+        for one, (_, seen) in zip(self.others, self.op.others, strict=True):
+            if isinstance(one, Ready):
+                given.append(seen.within(one.made, one.make()))
+            else:
+                given.append(seen.within(one.base, one.restore_source()))
+        fits = tuple(x.shape) == self.made.shape and all(
+            torch.result_type(x, y) is x.dtype for y in given
+        )
+        return self.op.combine(x, *given, out=x if private and fits else None)
 
     def _noise_like(self, x: Tensor) -> Tensor:
         assert self.noise is not None
@@ -339,6 +409,27 @@ def _replace_outside(x: Tensor, bits: Tensor, outside: Callable[[Tensor], Tensor
         inside = torch.empty_like(part)
         ops.unpack_bits(bits[start // 8 : (start + len(part) + 7) // 8], 1.0, inside)
         part.copy_(torch.where(inside > 0, part, outside(part)))
+
+
+def link_to(source: "Slot | Link") -> "Link":
+    """Returns how a recipe refers to what it is made from, without holding it."""
+    return weakref.ref(source) if isinstance(source, Slot) else source
+
+
+def _followed(link: "Link") -> "Slot | Ready | None":
+    """Returns what a link leads to; None if that is gone, or is not saved."""
+    if isinstance(link, Recipe):
+        return link.ready()
+    slot = link()
+    if slot is not None and slot.value is not None:
+        return slot
+    recipe = getattr(link, "recipe", None)
+    return None if recipe is None else recipe.ready()
+
+
+def _depth_of_link(link: "Link") -> int:
+    recipe = link if isinstance(link, Recipe) else getattr(link, "recipe", None)
+    return 0 if recipe is None else recipe.depth
 
 
 def _same_memory(one: Tensor, other: Tensor | None) -> bool:

@@ -8,12 +8,14 @@ Formulas, and why they are right: `handles/rebuild.py`. By family:
     copies       in another order, in another dtype, of some rows
     making       what all of these are made by
 
-`_MAKERS`, at the end of this file, has them by the names of the ops.
+`_MAKERS`, at the end of this file, has them by the names of the ops; `_OF_EXACT` those that serve
+exact contexts alone.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +25,8 @@ from elbowroom.runtime.identity import Identity, Origin, is_dense, is_touchable,
 from elbowroom.runtime.masks import CAPPED
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.producers.activations import dropout, gelu, leaky_relu, relu, relu6, silu
-from elbowroom.runtime.producers.copies import cast, gather, moved
+from elbowroom.runtime.producers.copies import cast, gather, moved, reordered
+from elbowroom.runtime.producers.making import REORDERED
 from elbowroom.runtime.producers.norms import (
     batch_norm,
     group_norm,
@@ -31,7 +34,18 @@ from elbowroom.runtime.producers.norms import (
     layer_norm,
     rms_norm,
 )
-from elbowroom.runtime.producers.products import binary, contraction, elementwise, softmax
+from elbowroom.runtime.producers.products import (
+    added_product,
+    binary,
+    contraction,
+    convolution,
+    elementwise,
+    joined,
+    linear,
+    log_probabilities,
+    selected,
+    softmax,
+)
 from elbowroom.runtime.storage import storage_nbytes, version_of
 
 _LEAST_DATA = 1024  # elements; smaller ones are left alone in any case
@@ -43,14 +57,53 @@ def note_origin(call: Call, out: Any, identity: Identity) -> Origin | None:
     Of an output that wants no gradient it records that an op made it, so that no owner of an input
     holds it. Returns what it has recorded.
     """
-    maker = _MAKERS.get(call.name)
     if not isinstance(out, Tensor) or not out.numel():
         return None
+    maker = _maker_of(call, identity)
     if not out.requires_grad:
-        return _note_data(call, out, identity)
+        data = _note_data(call, out, identity)
+        return _inside_of_function(call, out, identity) or data
+    return None if maker is None else _note_made(maker, call, out, identity)
+
+
+def _inside_of_function(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """Records how the forward of a user's `autograd.Function` has made `out`, in exact contexts.
+
+    Its results are saved by the ops that read them. A kernel of the user's may have changed one
+    without its version telling, so that the recipe is tried before anything is dropped.
+    """
+    if not identity.is_exact or torch.is_grad_enabled():
+        return None
+    maker = _maker_of(call, identity)
     if maker is None:
         return None
+    given = [x for x in tensors_in(call.args) if is_touchable(x)]
+    if not any(x.requires_grad or _has_recipe(x, identity) for x in given):
+        return None
+    origin = _note_made(maker, call, out, identity)
+    if origin is None or origin.recipe is None:
+        return None
+    recipe = replace(origin.recipe, op=replace(origin.recipe.op, is_unsure=True))
+    origin = replace(origin, has_zeros=True, recipe=recipe)
+    identity.made(out, origin)
+    return origin
+
+
+def _maker_of(call: Call, identity: Identity) -> "_Maker | None":
+    maker = _MAKERS.get(call.name)
+    return _OF_EXACT.get(call.name) if maker is None and identity.is_exact else maker
+
+
+def _has_recipe(x: Tensor, identity: Identity) -> bool:
+    origin = identity.origin(x)
+    return origin is not None and origin.recipe is not None
+
+
+def _note_made(maker: "_Maker", call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """Records what `maker` says of the call, if `out` is memory of its own."""
     x = call.first
+    if call.name in _JOINS and isinstance(x, tuple | list) and x:
+        x = x[0]
     if untouchable(out) or not isinstance(x, Tensor) or untouchable(x):
         return None
     if out.numel() * out.element_size() != storage_nbytes(out) or not is_dense(out):
@@ -90,6 +143,8 @@ def note_copy(x: Tensor, call: Call, identity: Identity) -> Origin | None:
     One that works in place saves its input as it was; under autocast the input is cast first.
     Returns what it has recorded.
     """
+    if call.name == "cross_entropy" and identity.is_exact:
+        return log_probabilities(call, x, identity)
     of, copy = call.first, x if x._base is None else x._base
     if of is copy or not isinstance(of, Tensor) or copy.grad_fn is None or untouchable(of):
         return None
@@ -97,6 +152,8 @@ def note_copy(x: Tensor, call: Call, identity: Identity) -> Origin | None:
         return (
             None  # a copy of the user's, who may have changed it since without autograd's knowing
         )
+    if identity.is_exact and copy.grad_fn.name() in REORDERED:
+        return reordered(call, copy, identity)
     kind, alike = copy.grad_fn.name(), copy.shape == of.shape and copy.stride() == of.stride()
     if not alike or identity.origin(x) is not None or not _is_made_of(copy, of, call):
         return None
@@ -141,7 +198,9 @@ _BINARY: dict[Callable[..., Tensor], tuple[str, ...]] = {
     torch.sub: ("sub", "__sub__"),
     torch.div: ("div", "__truediv__"),
 }
-_MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {
+_JOINS = ("cat", "concat", "stack")
+_Maker: TypeAlias = Callable[[Call, Tensor, Identity], Origin | None]
+_MAKERS: dict[str, _Maker] = {
     "relu": relu,
     "relu_": relu,
     "leaky_relu": leaky_relu,
@@ -161,4 +220,14 @@ _MAKERS: dict[str, Callable[[Call, Tensor, Identity], Origin | None]] = {
     **dict.fromkeys(("softmax", "log_softmax"), softmax),
     **dict.fromkeys(("index_select", "__getitem__"), gather),
     **dict.fromkeys(("contiguous", "clone", "reshape", "flatten", "roll"), moved),
+}
+_OF_EXACT: dict[str, _Maker] = {
+    "linear": linear,
+    "addmm": added_product,
+    **dict.fromkeys((f"conv{n}d" for n in (1, 2, 3)), convolution),
+    **dict.fromkeys((f"conv_transpose{n}d" for n in (1, 2, 3)), convolution),
+    **dict.fromkeys(_JOINS, joined),
+    **dict.fromkeys(("where", "masked_fill"), selected),
+    **dict.fromkeys(("baddbmm", "einsum"), contraction),
+    **dict.fromkeys(("interpolate", "pad"), elementwise),
 }

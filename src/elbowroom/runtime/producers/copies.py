@@ -1,6 +1,7 @@
 """Recipes of copies: in another order, in another dtype, of some rows."""
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,11 +10,20 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.base import KeepHandle
 from elbowroom.runtime.handles.rebuild import Op, Recipe
 from elbowroom.runtime.identity import Identity, Origin
-from elbowroom.runtime.producers.making import VIEWS, operand, spare, view_of
+from elbowroom.runtime.producers.making import (
+    REORDERED,
+    VIEWS,
+    Source,
+    expected,
+    operand,
+    spare,
+    view_of,
+)
 from elbowroom.runtime.slot import Geometry, Slot
-from elbowroom.runtime.storage import version_of
+from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
-_REORDERED = (*VIEWS, "TransposeBackward0", "PermuteBackward0", "TBackward0")
+_MOST_RESHAPES = 4
+_COPYING = (*VIEWS, "CloneBackward0", "ReshapeAliasBackward0", "ToCopyBackward0")
 
 
 def moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
@@ -37,11 +47,74 @@ def moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 def _is_own_result(x: Tensor, held: Slot) -> bool:
     """Returns whether x is a view of its op's own result, which that op has saved."""
     node = x.grad_fn
-    while node is not None and node.name() in _REORDERED:
+    while node is not None and node.name() in REORDERED:
         node = node.next_functions[0][0]
     saved = (getattr(node, f"_raw_saved_{field}", None) for field in ("result", "output"))
     views = (view for one in saved if (view := view_of(one)) is not None)
     return isinstance(held.value, KeepHandle) and any(view.slot is held for view in views)
+
+
+def reordered(call: Call, copy: Tensor, identity: Identity) -> Origin | None:
+    """The recipe of a copy that an op has made of its input, to have it in order, and saves.
+
+    A linear layer that reads a transposed tensor does so. Three that read the same one make three:
+    the second and third are made of what is held of the first. In exact contexts.
+    """
+    x = call.first
+    if not copy.is_contiguous() or copy.numel() * copy.element_size() != storage_nbytes(copy):
+        return None
+    if copy.numel() != x.numel() or identity.origin(copy) is not None:
+        return None
+    if version_of(x) != call.version or not _is_copied(copy, x):
+        return None
+    shape, dtype, seen, slot = copy.shape, copy.dtype, Geometry.of(x), identity.slot(copy)
+    key = _key(x, call.version, dtype)
+    _, ref, first = identity.reordered.get(key, (None, None, None))
+    before = None if ref is None else ref()
+
+    def exact(x: Tensor, _: bool) -> Tensor:
+        return x.to(dtype).clone(memory_format=torch.contiguous_format).view(shape)
+
+    source: Source | None
+    if before is not None and before.value is not None and first is not None:
+        source, seen, op = before, before.base, Op(exact, beside=(first,), is_extra=True)
+    else:
+        source = operand(x, call, identity) or expected(x, identity, call.version)
+        op = Op(exact, is_extra=True)
+    recipe = None if source is None else Recipe.of(op, source, seen, copy, slot)
+    if recipe is None:
+        return None
+    if source is not before and slot is not None:
+        identity.reordered[key] = WeakStorage(x), weakref.ref(slot), recipe.op
+    origin = Origin(call.name, recipe=recipe)
+    identity.made(copy, origin)
+    return origin
+
+
+def reordered_slot(call: Call, dtype: torch.dtype, identity: Identity) -> Slot | None:
+    """The slot of a copy in order that this or an earlier call has made of the call's input."""
+    known = identity.reordered.get(_key(call.first, call.version, dtype))
+    slot = None if known is None else known[1]()
+    return None if slot is None or slot.value is None else slot
+
+
+def _key(x: Tensor, version: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    return x.untyped_storage()._cdata, version, x.dtype, Geometry.of(x), dtype
+
+
+def _is_copied(copy: Tensor, x: Tensor) -> bool:
+    """Returns whether a clone of x, maybe cast and reshaped, is what `copy` is."""
+    node, is_cloned = copy.grad_fn, False
+    for _ in range(_MOST_RESHAPES):
+        if node is None or not node.next_functions:
+            return False
+        is_cloned = is_cloned or node.name() == "CloneBackward0"
+        if node.name() not in _COPYING:
+            return False
+        if is_cloned and node.next_functions[0] == (x.grad_fn, x.output_nr):
+            return x.grad_fn is not None
+        node = node.next_functions[0][0]
+    return False
 
 
 def gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
@@ -58,11 +131,11 @@ def gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     if source is None:
         return None
 
-    def combine(x: Tensor, index: Tensor, _: Tensor | None = None) -> Tensor:
+    def combine(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
         return x.index_select(dim, index) if by_dim else x[index]  # which counts from the end, too
 
     other = weakref.ref(held), Geometry.of(index)
-    op = Op(lambda x, _: x, lambda x: x, other=other, combine=combine)
+    op = Op(lambda x, _: x, lambda x: x, others=(other,), combine=combine)
     recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 

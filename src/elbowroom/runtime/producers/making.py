@@ -1,25 +1,28 @@
 """What recipes of all families are made by: where an op's operands are held, and its statistics."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.handles.rebuild import Op, Recipe, same_order
+from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe, same_order
 from elbowroom.runtime.identity import Identity, Origin, untouchable
 from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
 from elbowroom.runtime.storage import storage_nbytes, version_of
 
+Source: TypeAlias = Slot | Recipe | Expected
 _EXPANDED = 8  # a result is at least so many times as large as a copy of what it is made of
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
+REORDERED = (*VIEWS, "TransposeBackward0", "PermuteBackward0", "TBackward0")
 
 
-def source_of(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geometry]:
+def source_of(call: Call, identity: Identity) -> tuple[Source | None, Geometry]:
     """Returns what the op can be run on again, and where in it the op's input lies.
 
-    It is the input as the op saved it, the recipe of its input, or what an earlier op saved.
+    It is the input as the op saved it, the recipe of its input, what an earlier op saved, or what a
+    later one may save.
     """
     x = call.first
     seen = Geometry.of(x)
@@ -36,8 +39,29 @@ def source_of(call: Call, identity: Identity) -> tuple[Slot | Recipe | None, Geo
             return slot, slot.base
     origin = identity.origin(x, call.version)
     if origin is not None and origin.recipe is not None:
-        return origin.recipe, seen
-    return (held if held is not None and held.value is not None else None), seen
+        return _cheapest(origin.recipe, x, identity, call.version), seen
+    if held is not None and held.value is not None:
+        return held, seen
+    return expected(x, identity, call.version), seen
+
+
+def _cheapest(recipe: Recipe, x: Tensor, identity: Identity, version: int | None = None) -> Source:
+    """Returns the recipe of x; if it costs much or is not ready, what an op saves comes first."""
+    if not identity.is_exact or not (recipe.op.products or recipe.ready() is None):
+        return recipe
+    held = identity.slot(x) if version in (None, version_of(x)) else None
+    if held is not None and held.value is not None:
+        return held
+    return identity.expected(x, version, recipe)
+
+
+def expected(x: Tensor, identity: Identity, version: int | None = None) -> Expected | None:
+    """Returns a link to what a later op may save of x, in contexts where that is worth it."""
+    if not identity.is_exact or type(x) is nn.Parameter or untouchable(x):
+        return None
+    if version is not None and version_of(x) != version:
+        return None  # the op has changed it in place
+    return identity.expected(x, version)
 
 
 def origin_of(
@@ -79,7 +103,7 @@ def is_held(y: Tensor, identity: Identity) -> bool:
     return held is not None and held.value is not None
 
 
-def operand(x: Tensor, call: Call, identity: Identity) -> Slot | Recipe | None:
+def operand(x: Tensor, call: Call, identity: Identity) -> Source | None:
     """Returns what x can be made from: its slot, if this op saved it, else a recipe, or a slot."""
     held = identity.slot(x)
     if held is not None and held.value is None:
@@ -87,7 +111,9 @@ def operand(x: Tensor, call: Call, identity: Identity) -> Slot | Recipe | None:
     if held is not None and (held in call.saved or held.is_shared_now):
         return held
     origin = identity.origin(x)
-    return held if origin is None or origin.recipe is None else origin.recipe
+    if origin is None or origin.recipe is None:
+        return held
+    return _cheapest(origin.recipe, x, identity)
 
 
 def spare(x: Tensor, call: Call, out: Tensor, identity: Identity) -> Slot | None:

@@ -5,19 +5,36 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.handles.rebuild import Op, Recipe
-from elbowroom.runtime.identity import Identity, Origin, untouchable
-from elbowroom.runtime.producers.making import VIEWS, is_held, operand, origin_of, spare, view_of
-from elbowroom.runtime.slot import Geometry
+from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe, link_to
+from elbowroom.runtime.identity import Identity, Origin, is_dense, untouchable
+from elbowroom.runtime.producers.copies import reordered_slot
+from elbowroom.runtime.producers.making import (
+    REORDERED,
+    Source,
+    as_now,
+    expected,
+    is_held,
+    operand,
+    origin_of,
+    present,
+    source_of,
+    spare,
+    view_of,
+)
+from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import storage_nbytes
 
 _MUCH_LARGER = 4  # a result is at least so many times as large as a constant copied to remake it
 _FEW = 256  # the most elements that a product may sum: the columns of an attention head
-_CONTRACTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "BmmBackward0": torch.bmm,
-    "MmBackward0": torch.mm,
+_MOST_PARTS = 8  # that are joined
+_LOG_PROBABILITIES = ("_LogProbabilitiesBackward", "LogSoftmaxBackward0")
+_CONTRACTIONS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
+    "BmmBackward0": (torch.bmm, "self", "mat2"),
+    "MmBackward0": (torch.mm, "self", "mat2"),
+    "BaddbmmBackward0": (torch.baddbmm, "batch1", "batch2"),
 }
 
 
@@ -57,21 +74,52 @@ def binary(
         return None
     source = operand(x, call, identity) or spare(x, call, out, identity)
     if source is None:
-        return None
+        is_open = identity.is_exact and not is_there
+        return _of_later(run, x, y, call, out, identity) if is_open else None
     held = identity.slot(y)
     if not is_there:
-        if untouchable(y) or storage_nbytes(y) * _MUCH_LARGER > storage_nbytes(out):
+        if untouchable(y):
             return None
-        made_of = source.ready() if isinstance(source, Recipe) else source
-        held = identity.constant(y, call.name) if made_of is not None and made_of.exact else None
+        if storage_nbytes(y) * _MUCH_LARGER > storage_nbytes(out):
+            return _of_later(run, x, y, call, out, identity) if identity.is_exact else None
+        held = identity.constant(y, call.name) if _may_be_exact(source) else None
         if held is None:
             return None
     if type(y) is nn.Parameter or held is None:
         factor = y.detach()
         op = Op(lambda x, _: run(x, factor), lambda x: run(x, factor), fixed=(factor,))
     else:  # `Ready` combines
-        op = Op(lambda x, _: x, lambda x: x, other=(weakref.ref(held), Geometry.of(y)), combine=run)
+        op = Op(
+            lambda x, _: x, lambda x: x, others=((weakref.ref(held), Geometry.of(y)),), combine=run
+        )
     recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
+    return None if recipe is None else Origin(call.name, recipe=recipe)
+
+
+def _may_be_exact(source: Source) -> bool:
+    if isinstance(source, Expected):
+        return True
+    made_of = source.ready() if isinstance(source, Recipe) else source
+    return made_of is not None and made_of.exact
+
+
+def _of_later(
+    run: Callable[..., Tensor], x: Tensor, y: Tensor, call: Call, out: Tensor, identity: Identity
+) -> Origin | None:
+    """The recipe of an op neither of whose operands is saved now: one may be, or be made again."""
+    if type(x) is nn.Parameter or type(y) is nn.Parameter or untouchable(y):
+        return None
+    sources = [
+        operand(one, call, identity) or expected(one, identity, call.version if one is x else None)
+        for one in (x, y)
+    ]
+    one, other = sources
+    if one is None or other is None:
+        return None
+    others = ((link_to(other), Geometry.of(y)),)
+    recipe = Recipe.of(
+        Op(lambda x, _: x, others=others, combine=run), one, Geometry.of(x), out, identity.slot(out)
+    )
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
 
@@ -82,23 +130,37 @@ def contraction(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     little beside the memory they take. Only exact operands serve, because softmax turns an error in
     a logit into a factor.
     """
+    if call.first.__class__ is Tensor and call.first.dim():
+        identity.products += out.numel() * call.first.shape[-1]
     node = out.grad_fn
-    while node is not None and node.name() in VIEWS:
+    while node is not None and node.name() in REORDERED:
         node = node.next_functions[0][0]
-    run = None if node is None else _CONTRACTIONS.get(node.name())
-    if run is None:
+    known = None if node is None else _CONTRACTIONS.get(node.name())
+    if known is None:
         return None
-    x, y = (view_of(getattr(node, f"_raw_saved_{field}")) for field in ("self", "mat2"))
+    run, *fields = known
+    x, y = (view_of(getattr(node, f"_raw_saved_{field}")) for field in fields)
     if x is None or y is None or not x.slot.dtype is y.slot.dtype is out.dtype:
         return None
     if x.geometry.shape[-1] > _FEW or not (x.slot.exact and y.slot.exact):
         return None
-    made = Geometry.of(out)
+    others: tuple[tuple[weakref.ref[Slot], Geometry], ...]
+    others, made, scales = ((weakref.ref(y.slot), y.geometry),), Geometry.of(out), {}
+    if call.name == "baddbmm":
+        added = call.first
+        if storage_nbytes(added) * _MUCH_LARGER > storage_nbytes(out) or "out" in call.kwargs:
+            return None
+        held = identity.constant(added, call.name)
+        if held is None:
+            return None
+        others = (*others, (weakref.ref(held), Geometry.of(added)))
+        scales = {name: call.kwargs[name] for name in ("beta", "alpha") if name in call.kwargs}
 
-    def combine(x: Tensor, y: Tensor, _: Tensor | None = None) -> Tensor:
-        return made.on(run(x, y))
+    def combine(x: Tensor, y: Tensor, *added: Tensor, out: Tensor | None = None) -> Tensor:
+        return made.on(run(*(one.to(x.dtype) for one in added), x, y, **scales))  # autocast's cast
 
-    op = Op(lambda x, _: x, other=(weakref.ref(y.slot), y.geometry), combine=combine)
+    is_extra = call.name in ("baddbmm", "einsum")
+    op = Op(lambda x, _: x, others=others, combine=combine, is_extra=is_extra)
     recipe = Recipe.of(op, x.slot, x.geometry, out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
@@ -110,3 +172,131 @@ def softmax(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     if out.dtype is not x.dtype and torch.is_autocast_enabled(x.device.type):
         return None
     return origin_of(call, out, identity, Op(lambda x, _: func(x, *rest, **named)))
+
+
+def linear(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """The recipe of a linear layer, in exact contexts.
+
+    Whether it is worth its multiplications is decided where something is made again by it
+    (`Serving`): not if its result, or what is made of it, is saved anyway.
+    """
+    x, weight, bias = call.first, call.arg(1, "weight"), call.arg(2, "bias")
+    products = out.numel() * x.shape[-1]
+    identity.products += products
+    if not identity.is_exact or type(weight) is not nn.Parameter:
+        return None
+    if bias is not None and type(bias) is not nn.Parameter:
+        return None
+    source, seen = source_of(call, identity)
+    w, b, dtype, given = weight.detach(), as_now(bias), out.dtype, seen
+    if isinstance(source, Expected) and source.recipe is None:  # its own copy may be held
+        copy = reordered_slot(call, dtype, identity)
+        source, given = (source, seen) if copy is None else (copy, copy.base)
+    if source is None:
+        return None
+
+    def exact(x: Tensor, _: bool) -> Tensor:
+        if given is not seen:  # torch runs other kernels on what lies in another order
+            x = torch.empty_strided(seen.shape, seen.stride, dtype=dtype, device=x.device).copy_(
+                x.view(seen.shape)
+            )
+        if x.dtype is w.dtype is dtype:
+            return F.linear(x, w, b)
+        return F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
+
+    op = Op(exact, fixed=present(w, b), products=products)
+    recipe = Recipe.of(op, source, given, out, identity.slot(out))
+    return None if recipe is None else Origin(call.name, recipe=recipe)
+
+
+def convolution(call: Call, out: Tensor, identity: Identity) -> None:
+    """Counts the multiplications of a convolution, which is not made again."""
+    weight = call.arg(1, "weight")
+    is_transposed = "transpose" in call.name
+    each = (call.first.numel() if is_transposed else out.numel()) if weight.dim() else 0
+    identity.products += each * weight[0].numel()
+
+
+def added_product(call: Call, out: Tensor, identity: Identity) -> None:
+    """Counts the multiplications of a linear layer that is written as `addmm`."""
+    factor = call.arg(1, "mat1")
+    identity.products += out.numel() * factor.shape[-1]
+
+
+def joined(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """The recipe of `cat` and `stack`, of parts that are held or made again, in exact contexts."""
+    parts, named = call.first, {k: v for k, v in call.kwargs.items() if k != "tensors"}
+    rest, run = call.args[1:], torch.stack if call.name == "stack" else torch.cat
+    if not identity.is_exact or not 2 <= len(parts) <= _MOST_PARTS or "out" in named:
+        return None
+    if any(untouchable(x) or x.dtype is not out.dtype for x in parts):
+        return None
+    sources = [None if type(x) is nn.Parameter else operand(x, call, identity) for x in parts]
+    links = tuple(link_to(one) for one in sources if one is not None)
+    if len(links) < len(parts):
+        return None
+
+    def combine(*parts: Tensor, out: Tensor | None = None) -> Tensor:
+        return run(parts, *rest, **named)
+
+    seen = [Geometry.of(x) for x in parts]
+    others = tuple(zip(links[1:], seen[1:], strict=True))
+    op = Op(lambda x, _: x, others=others, combine=combine, is_extra=True)
+    assert sources[0] is not None
+    recipe = Recipe.of(op, sources[0], seen[0], out, identity.slot(out))
+    return None if recipe is None else Origin(call.name, recipe=recipe)
+
+
+def selected(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """The recipe of `where(mask, x, y)` and `x.masked_fill(mask, y)`, in exact contexts.
+
+    The mask is held, or is data that is much smaller than the result; y is a number, or a tensor of
+    one element.
+    """
+    is_where = call.name == "where"
+    mask, x, y = call.arg(0, "condition"), call.arg(1, "input"), call.arg(2, "other")
+    if not is_where:
+        x, mask, y = call.first, call.arg(1, "mask"), call.arg(2, "value")
+    given = [mask, x] if not isinstance(y, Tensor) else [mask, x, y]
+    if not identity.is_exact or any(not isinstance(one, Tensor) for one in given):
+        return None
+    if any(type(one) is nn.Parameter or untouchable(one) for one in given):
+        return None
+    if x.dtype is not out.dtype or (isinstance(y, Tensor) and (y.numel() > 1 or y.requires_grad)):
+        return None
+    source = operand(x, call, identity)
+    if source is None or not _may_be_exact(source):
+        return None
+    held = []
+    for one in given[:1] + given[2:]:
+        slot = identity.slot(one)
+        if slot is None or slot.value is None:
+            if storage_nbytes(one) * _MUCH_LARGER > storage_nbytes(out):
+                return None
+            slot = identity.constant(one, call.name)
+        if slot is None:
+            return None
+        held.append((weakref.ref(slot), Geometry.of(one)))
+
+    def combine(x: Tensor, mask: Tensor, *one: Tensor, out: Tensor | None = None) -> Tensor:
+        other = one[0] if one else y
+        return torch.where(mask, x, other) if is_where else x.masked_fill(mask, other)
+
+    op = Op(lambda x, _: x, others=tuple(held), combine=combine, is_extra=True)
+    recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
+    return None if recipe is None else Origin(call.name, recipe=recipe)
+
+
+def log_probabilities(call: Call, x: Tensor, identity: Identity) -> Origin | None:
+    """The recipe of what cross entropy saves, which it has made of the logits that it was given."""
+    logits = call.first
+    if not isinstance(logits, Tensor) or untouchable(logits) or x.grad_fn is None:
+        return None
+    if x.grad_fn.name() not in _LOG_PROBABILITIES or identity.origin(x) is not None:
+        return None
+    if x.shape != logits.shape or x.dtype is not logits.dtype or not is_dense(x):
+        return None
+    dim = 1 if logits.dim() > 1 else 0
+    origin = origin_of(call, x, identity, Op(lambda x, _: torch.log_softmax(x, dim)))
+    identity.made(x, origin)
+    return origin

@@ -354,8 +354,11 @@ def _ready(remade: Remade, is_exact: bool) -> Callable[[Replay], Ready]:
     op, source, fixed = remade.op, remade.source, remade.op.fixed
     number = source if isinstance(source, int) else NOWHERE
     seen, made, given = remade.seen, remade.made, remade.given
-    bits, noise, other = remade.bits, remade.noise, remade.other
+    bits, noise = remade.bits, remade.noise
     below = None if isinstance(source, int) else _ready(source, is_exact)
+    others = tuple(
+        _slot(one) if isinstance(one, int) else _ready(one, is_exact) for one in remade.others
+    )
     bound = None if is_exact and not op.is_of_given else op.bound
 
     def make_ready(replay: Replay) -> Ready:
@@ -368,10 +371,14 @@ def _ready(remade: Remade, is_exact: bool) -> Callable[[Replay], Ready]:
             tuple([version_of(tensor) for tensor in fixed]),
             None if bits == NOWHERE else slots[bits].bits,
             None if noise == NOWHERE else slots[noise],
-            None if other == NOWHERE else slots[other],
+            tuple([other(replay) for other in others]),
         )
 
     return make_ready
+
+
+def _slot(number: int) -> Callable[[Replay], Slot]:
+    return lambda replay: replay.slots[number]
 
 
 def _perform(deed: Deed) -> Do:

@@ -73,8 +73,21 @@ class Remade:
     made: Geometry
     bits: int
     noise: int
-    other: int
+    others: tuple[int | Remade, ...]
     given: tuple[Ref, ...]
+
+    def __iter__(self) -> Iterator[Remade]:
+        """Yields this recipe, and those that it starts from."""
+        yield self
+        for one in (self.source, *self.others):
+            if isinstance(one, Remade):
+                yield from one
+
+    @property
+    def slots(self) -> list[int]:
+        """Numbers of the slots that it reads itself, NOWHERE among them."""
+        below = [one for one in (self.source, *self.others) if isinstance(one, int)]
+        return [*below, self.bits, self.noise]
 
 
 @dataclass(frozen=True)

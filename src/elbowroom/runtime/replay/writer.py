@@ -153,13 +153,10 @@ class Writer:
 
         It was saved before, too, but by no op that is seen: as the input of the user's checkpoint.
         """
-        numbers = [] if deed.mask == NOWHERE else [deed.mask]
-        remade: int | Remade | None = deed.remade
-        while isinstance(remade, Remade):
-            numbers += [n for n in (remade.bits, remade.noise, remade.other) if n != NOWHERE]
-            remade = remade.source
-        numbers += [] if remade is None else [remade]
-        for slot in (self._slots[number] for number in numbers):
+        numbers = [deed.mask]
+        for remade in deed.remade or ():
+            numbers += remade.slots
+        for slot in (self._slots[number] for number in numbers if number != NOWHERE):
             first = self._first.get(id(slot))
             if at != NOWHERE and first is not None and first[0] > at:
                 raise Unwritable("a recipe of what no op has saved so far")
@@ -213,10 +210,11 @@ class Writer:
         raise Unwritable("bits that no slot holds")
 
     def _remade(self, ready: Ready) -> Remade:
-        made = self._makers.get(id(ready.op))
-        if made is None or made[0]() is not ready.op:
-            raise Unwritable("a recipe of no op")
-        self._sourced.add(made[1])
+        for op in (ready.op, *ready.op.beside):
+            made = self._makers.get(id(op))
+            if made is None or made[0]() is not op:
+                raise Unwritable("a recipe of no op")
+            self._sourced.add(made[1])
         given = tuple(
             self._ref((x.untyped_storage()._cdata, version_of(x)), Geometry.of(x))
             for x in ready.op.given
@@ -225,7 +223,8 @@ class Writer:
             raise Unwritable("a recipe that reads what only this forward has")
         source = ready.source
         bits = NOWHERE if ready.bits is None else self._holder_of(ready.bits)
-        op = replace(ready.op, given=())
+        others = tuple((_gone, seen) for _, seen in ready.op.others)
+        op = replace(ready.op, given=(), others=others, beside=())
         if op.bound is not None:  # which makes what reads statistics
             op = replace(op, lossy=None, affine=None)
         self._fixed |= {(x.untyped_storage()._cdata, x.data_ptr()) for x in op.fixed}
@@ -236,7 +235,10 @@ class Writer:
             ready.made,
             bits,
             NOWHERE if ready.noise is None else self._number(ready.noise),
-            NOWHERE if ready.other is None else self._number(ready.other),
+            tuple(
+                self._remade(one) if isinstance(one, Ready) else self._number(one)
+                for one in ready.others
+            ),
             given,
         )
 
@@ -404,14 +406,14 @@ class Writer:
         maker = self._made_at.get(place)
         return maker is not None and maker < at
 
+    def _is_noted_before(self, at: int, place: Place) -> bool:
+        """Returns whether an earlier op has made what lies there, or was compared with it."""
+        return self._is_made_before(at, place) or self._compared_at.get(place, at) < at
+
     def _is_known_before(self, at: int, place: Place) -> bool:
         """Returns whether an earlier op has noted this place."""
-        saved, made = self._saved_at.get(place), self._made_at.get(place)
-        if saved is not None and saved[0] < at:
-            return True
-        if made is not None and made < at:
-            return True
-        return self._compared_at.get(place, at) < at
+        saved = self._saved_at.get(place)
+        return (saved is not None and saved[0] < at) or self._is_noted_before(at, place)
 
     def _save(
         self, at: int, i: int, saved: NotedSave, mine: list[tuple[NotedDeed, Deed]]
@@ -421,7 +423,8 @@ class Writer:
         number = None if view is None else self._numbers.get(id(view.slot))
         is_first = self._saved_at.get(saved.at) == (at, i)
         place = self._places.get(saved.at, NOWHERE)
-        note = place if is_first and not self._is_made_before(at, saved.at) else NOWHERE
+        is_noted = self._is_noted_before(at, saved.at)
+        note = place if is_first and not is_noted else NOWHERE
         if view is None or number is None:
             is_kept = noted == note == NOWHERE
             return None if is_kept else Save(saved.geometry, saved.dtype, noted=noted, place=note)
@@ -447,8 +450,12 @@ class Writer:
             any(one.when == AFTER and deed.slot == number for one, deed in mine),
             noted,
             note,
-            place if not fresh or self._is_made_before(at, saved.at) else NOWHERE,
+            place if not fresh or is_noted else NOWHERE,
         )
+
+
+def _gone() -> None:
+    """Link to a slot of the forward that the script was written from."""
 
 
 def _check_kept(mine: list[NotedDeed]) -> None:
@@ -467,10 +474,8 @@ def _check_kept(mine: list[NotedDeed]) -> None:
 def _read_bits(deed: Deed) -> Iterator[int]:
     """Numbers of the slots whose bits a deed takes."""
     yield deed.mask
-    remade: int | Remade | None = deed.remade
-    while isinstance(remade, Remade):
+    for remade in deed.remade or ():
         yield remade.bits
-        remade = remade.source
 
 
 def _view_of(held: Any) -> View | None:
