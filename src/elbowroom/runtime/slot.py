@@ -17,7 +17,7 @@ from elbowroom.codecs import Affine, BitMask, Encoded, Facts
 from elbowroom.errors import ElbowroomError, RestoreError
 from elbowroom.plan import Need, Site
 from elbowroom.runtime.arena import ARENA
-from elbowroom.runtime.handles.base import Handle, KeepHandle
+from elbowroom.runtime.handles.base import DropHandle, Handle, KeepHandle
 from elbowroom.runtime.handles.encode import EncodeHandle
 from elbowroom.runtime.handles.offload import OffloadHandle
 from elbowroom.runtime.ledger import Entry, Ledger, NoEntry, Repeated
@@ -185,6 +185,11 @@ class Slot:
         self._tell()
         if isinstance(value, OffloadHandle):
             value.when_away(partial(self.entry.move_away, value.full_nbytes))
+
+    def drop(self) -> None:
+        """Lets go of the value, if there is one: from bits alone nothing could be made again."""
+        if self.value is not None:
+            self.hold(DropHandle())
 
     def hold_bits(self, bits: Tensor) -> None:
         """Takes the bits of a mask (`masks.py`)."""
