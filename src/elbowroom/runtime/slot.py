@@ -235,7 +235,7 @@ class Slot:
         them, and held until the last has asked.
         """
         shared = self.shared if self.is_shared else None
-        if shared is None and self.views < _MANY_VIEWS:
+        if shared is None and not self.has_many_views:
             value = self.value
             assert value is not None
             if type(value) is EncodeHandle:
@@ -247,6 +247,11 @@ class Slot:
         if shared is not None and self.whole is not None:
             shared.note(self)
         return whole
+
+    @property
+    def has_many_views(self) -> bool:
+        """True if it is restored once for all of its views."""
+        return self.views >= _MANY_VIEWS
 
     @property
     def is_shared(self) -> bool:
@@ -325,6 +330,13 @@ class View:
             )
         with torch.no_grad():
             return self._restored()
+
+    def restore_alone(self) -> Tensor:
+        """Returns the saved tensor in memory that its caller may overwrite."""
+        slot = self.slot
+        if isinstance(slot.entry, Entry):
+            slot.entry.ask()
+        return self.geometry.within(slot.base, slot.restore_value(private=True))
 
     def _restored(self) -> Tensor:
         slot = self.slot
