@@ -18,6 +18,7 @@ from elbowroom.plan.backward import Graph, Node, run
 from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, with_backward
+from elbowroom.plan.site import Rebuildable
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.storage import WeakStorage
 
@@ -362,3 +363,29 @@ def test_a_rehearsal_lets_go_of_what_was_saved_last_at_once():
 def test_what_goes_as_a_moment_begins_counts_in_the_one_before():
     changes = [10, 30, 12, 4, 9, 8]
     assert levels_of(changes, [0, 2, 5], [False] * 3) == ([30, 9, 8], [0, 30, 9])
+
+
+class Leaks(nn.Module):
+    """A leaky ReLU of a sum that nobody else saves, whose result a product reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.gate = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.leaky_relu(self.one(x) + self.other(x)) * self.gate
+
+
+def test_a_rehearsal_makes_nothing_again_from_bits_alone():
+    """A plan that counted on that kept the tensor, which it had no room for."""
+    model, x = Leaks(), torch.randn(256, 64)
+    owned = ModelState(model, None)
+    planning = Planning(FitOptions(1 << 40, min_nbytes=1, exact=True), owned, Context())
+    planning.begin(owned.memory(), Signature(None))
+    heard = rehearsed(planning, owned, lambda: model(x))
+    assert heard is not None
+    sites = [save.site for storage in heard.profile.storages for save in storage.saves]
+    (read,) = [one for one in sites if one.consumer == "mul" and one.shape == (256, 64)]
+    assert read.producer == "leaky_relu"
+    assert read.rebuildable is Rebuildable.NO

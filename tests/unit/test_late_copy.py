@@ -152,3 +152,20 @@ def test_what_is_gathered_is_made_again(temporary):
     ours = torch.autograd.grad(made, (h, weight))
     assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True))
     assert saved.ledger.before_nbytes > 8 * saved.ledger.after_nbytes
+
+
+def test_queries_keys_and_values_of_edges_are_all_made_again():
+    """They are gathered one after the other, before anything is made of the first."""
+    x, index = torch.randn(NODES, WIDTH), torch.randint(0, NODES, (EDGES,))
+    weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(3)]
+
+    def loss() -> Tensor:
+        q, k, v = ((x @ w).index_select(0, index) for w in weights)
+        return (v * (q * k).sum(-1, keepdim=True)).square().sum()
+
+    plain = torch.autograd.grad(loss(), weights)
+    with er.saving(min_nbytes=0) as saved:
+        ours = loss()
+    of_edges = [row for row in saved.ledger.rows if row.consumer == "mul"]
+    assert {row.action for row in of_edges if row.before_nbytes > x.nbytes} == {"rebuild"}
+    assert all(map(torch.equal, plain, torch.autograd.grad(ours, weights)))

@@ -195,7 +195,7 @@ class FittedSaving(Saving):
             number = last_node() if node is None else node
             self.saved_by.setdefault(view.slot, []).append(number)
         if (self.impossible or self.too_much) and view.slot.sites:
-            view.slot.hold(DropHandle())  # the last one as well, whatever else comes
+            view.slot.drop()  # the last one as well, whatever else comes
         return view
 
     def _keep_out(self, module: nn.Module, name: str, why: str) -> None:

@@ -8,8 +8,8 @@ cost.
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from inspect import ismethod
 from typing import Any, NamedTuple, Protocol
@@ -510,7 +510,17 @@ class RecordedView(View):
         self._recorder, self._which = recorder, (index, save, call)
 
     def restore(self) -> Tensor:
+        with self._asked():
+            return super().restore()
+
+    def restore_alone(self) -> Tensor:
+        with self._asked():
+            return super().restore_alone()
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Records that backward asks for the tensor, which is restored inside."""
         with self._recorder.looking():
             self._recorder.asked(*self._which)
             with ARENA.unused():
-                return super().restore()
+                yield

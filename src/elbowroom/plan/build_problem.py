@@ -125,7 +125,7 @@ def profiled_level(storage: Storage, moments: int) -> Bytes:
         return level
     level[storage.born : storage.freed + 1] = storage.held
     level[storage.born : storage.used + 1] += storage.nbytes
-    for need in storage.needs:
+    for need in storage.restored:
         level[need] += storage.nbytes
     return level
 

@@ -139,7 +139,10 @@ def _least(found: Solution, search: Callable[[int], Solution], finest: int) -> t
 def plain_peak(profile: Profile) -> int:
     """The peak of plain autograd, in bytes: measured if the profiled step was that."""
     problem = build_problem(profile, exact=True, recompute=False).problem
-    return int(levels(problem, keep_all(problem)).max(initial=0))
+    level = levels(problem, keep_all(problem))
+    for moment, nbytes in profile.spared.items():
+        level[moment] += nbytes
+    return int(level.max(initial=0))
 
 
 def _refusal(

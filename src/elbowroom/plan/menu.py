@@ -129,6 +129,8 @@ class _Held:
                 return not isinstance(self.codec, Dither)
             case Reads.GRADIENT:
                 return exact or self.codec is None
+            case Reads.PLACE:
+                return not (self.rebuilt or (self.codec is not None and bool(self.value)))
             case Reads.SAMPLES:
                 return exact or not (isinstance(self.codec, Dither) or self.mapped)
         return True

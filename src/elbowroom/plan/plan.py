@@ -201,8 +201,9 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """True if all is kept, and every op is torch's own."""
-        return self.exact and all(line.action == "keep" for line in self.lines)
+        """True if all is kept, every op is torch's own, and the budget has room for these."""
+        is_kept = self.exact and all(line.action == "keep" for line in self.lines)
+        return is_kept and self.plain_peak <= self.budget
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """Bytes in plain autograd, and held, by action."""

@@ -6,6 +6,7 @@ another machine. A step is cut into moments, as in `plan/problem.py`: one begins
 is saved, asked for or let go of, and wherever a module begins or ends.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -73,6 +74,16 @@ class Storage:
     made_in: tuple[str, ...]
     saves: tuple[Save, ...]
     made_of: tuple[int, ...] = ()
+
+    @property
+    def restored(self) -> tuple[int, ...]:
+        """The needs at which it takes memory of its own, if it is not kept.
+
+        A product takes the place of a factor that was restored for it.
+        """
+        others = {save.asked for save in self.saves if save.site.reads is not Reads.PLACE}
+        places = {save.asked for save in self.saves} - others
+        return tuple(need for need in self.needs if need not in places)
 
 
 @dataclass(frozen=True)
@@ -164,6 +175,21 @@ class Profile:
                         nbytes += save.site.nbytes
                     found[save.site.module] = seconds, nbytes
         return found
+
+    @cached_property
+    def spared(self) -> dict[int, int]:
+        """Bytes, by moment, that torch's own op takes beyond those of the op of ours there.
+
+        Of a factor that was spread over a map torch makes the whole product beside the other one.
+        """
+        places = [
+            (save.asked, storage.nbytes)
+            for storage in self.storages
+            for save in storage.saves
+            if save.site.reads is Reads.PLACE and save.asked >= 0
+        ]
+        factors = Counter(moment for moment, _ in places)
+        return {moment: nbytes for moment, nbytes in places if factors[moment] == 1}
 
     @property
     def peak(self) -> int:

@@ -252,6 +252,6 @@ def _with(storages: list[Storage], base: list[int], first: int) -> list[int]:
     """The levels of a backward that restores what each moment needs, and holds nothing else."""
     level = list(base)
     for storage in storages:
-        for need in storage.needs:
+        for need in storage.restored:
             level[need - first] += storage.nbytes
     return level

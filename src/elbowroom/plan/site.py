@@ -99,6 +99,7 @@ class Reads(Enum):
     CODE = "code"  # a dithered code, a tile at a time (batch norm)
     SAMPLES = "samples"  # what is decoded, a few samples at a time (convolution)
     GRADIENT = "gradient"  # what is decoded to where the gradient will be (layer norm, GELU, SiLU)
+    PLACE = "place"  # the tensor, decoded or made again to where the gradient will be (products)
 
 
 class Rebuildable(Enum):

@@ -191,7 +191,7 @@ class Call:
 
         Then the nodes of the call tell.
         """
-        return self.name in _AT_ONCE or self.reads is not Reads.RESTORED
+        return self.name in _AT_ONCE or self.reads not in (Reads.RESTORED, Reads.PLACE)
 
     def note_saved(self, slot: Slot, x: Tensor) -> None:
         """Notes that the call has saved x."""

@@ -397,7 +397,11 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "WhereBackward0": {"condition": INDEX},  # grad on either side
 }
 _POWER = "PowBackward0"
-_OURS = {"_LogProbabilitiesBackward": "LogSoftmaxBackward0"}  # saves its result, likewise
+# Nodes of ours -> the torch node whose formula it is, and the field whose row they follow.
+OURS = {
+    "_LogProbabilitiesBackward": ("LogSoftmaxBackward0", "result"),
+    "_ProductBackward": ("MulBackward0", "self"),
+}
 _REDUCTIONS = ("IndexReduceBackward0", "ScatterReduceBackward0", "SegmentReduceBackward0")
 
 
@@ -409,9 +413,8 @@ def formula_of(node: object, name: str, field: str) -> Formula:
     """
     if name == _POWER and field == "self":
         return _power(getattr(node, "_saved_exponent", None))
-    formula = FORMULAS.get(_OURS.get(name, name), {}).get(
-        "result" if name in _OURS else field, Formula.UNKNOWN
-    )
+    known, column = OURS.get(name, (name, field))
+    formula = FORMULAS.get(known, {}).get(column, Formula.UNKNOWN)
     if name in _REDUCTIONS and formula is Formula.SINGULAR:
         return _reduction(getattr(node, "_saved_reduce", None))
     return formula

@@ -324,7 +324,7 @@ class Saving:
         self._listener.refuse("nothing is held")
         for slot in self._identity.slots():
             if slot.sites:
-                slot.hold(DropHandle())
+                slot.drop()
 
     def _finished(self, call: Call, out: Any) -> None:
         with self._looking(), torch._C.DisableTorchFunction():

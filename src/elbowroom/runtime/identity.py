@@ -37,7 +37,7 @@ _WINDOW = 4  # a view of less than a fourth of its storage is a window
 # step's; they do while what is held is not so many times less than in plain autograd.
 _AGAIN, _ENOUGH = 1 / 5, 1.75
 _MOST_CONSTANTS = 8
-_MOST_SPARES = 1
+_MOST_SPARES = 4  # copies that nothing was made of yet: queries, keys and values of edges
 _DEEPEST_PARAMETER_GRAPH = 16
 _PICKS = ("Embedding", "Index", "Gather", "Take")  # what these make of a parameter is data
 _SCALES = ("Mul", "Mv", "Vdot", "Dot")  # pruning masks and spectral_norm's vectors enter here
@@ -166,7 +166,7 @@ class Identity:
     def spare(self, x: Tensor, op: str, out: Tensor) -> Slot | None:
         """A slot for a copy of x, of which an op has made `out`, much larger, and nobody saves x.
 
-        It is copied when something is made of it: most are not used. Only the last one is held
+        It is copied when something is made of it: most are not used. Only the last few are held
         until then.
         """
         return self._copy(x, op, self._spares, _MOST_SPARES, out)

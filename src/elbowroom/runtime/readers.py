@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan.site import Formula
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.formulas import FORMULAS, formula_of
+from elbowroom.runtime.formulas import FORMULAS, OURS, formula_of
 from elbowroom.runtime.slot import Deferred
 
 _MOST_NODES = 64  # that one call has made: attention of torch's own, with dropout, makes 15
@@ -24,7 +24,7 @@ _SAVED = "_raw_saved_"
 class Reader(NamedTuple):
     """Derivative formula by which a node uses a tensor that it has saved.
 
-    node, number: the node's name, and autograd's number of it
+    node, number: the node's name, or that of torch's own that it stands for, and autograd's number
     """
 
     formula: Formula = Formula.UNKNOWN
@@ -46,9 +46,9 @@ def readers_of(call: Call, out: Any, wanted: Iterable[Deferred]) -> dict[int, Re
             for packed in _packed(node, field):
                 if id(packed) in waiting:
                     waiting.remove(id(packed))
-                    found[id(packed)] = Reader(
-                        formula_of(node, name, field), name, node._sequence_nr()
-                    )
+                    known, _ = OURS.get(name, (name, field))
+                    formula = formula_of(node, name, field)
+                    found[id(packed)] = Reader(formula, known, node._sequence_nr())
     return found
 
 

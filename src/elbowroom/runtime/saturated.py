@@ -63,7 +63,7 @@ _ALONE = (
     *("Gather", "Index", "Select", "Slice", "Narrow", "Split", "Unbind", "MaskedSelect"),
     *RESHAPES,
 )
-_ELEMENTWISE = (*_ALONE, "Mul", "Pow")
+_ELEMENTWISE = (*_ALONE, "Mul", "_Product", "Pow")
 _MOST_NODES = 16
 
 

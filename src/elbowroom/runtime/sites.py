@@ -68,12 +68,22 @@ def site_of(
         facts=facts,
         why=reading.why,
         nth=name.nth,
-        reads=Reads.RESTORED if call is None else call.reads,
+        reads=_reads(x, call),
         formula=reading.formula,
         least_levels=16 if call is None else call.levels or MOST_LEVELS,
         rows=rows_of(slot, x, reading.width),
         by_size=reading.by_size,
     )
+
+
+def _reads(x: Tensor, call: Call | None) -> Reads:
+    """Returns how backward reads x; of two factors only the larger one has the product's size."""
+    if call is None:
+        return Reads.RESTORED
+    if call.reads is not Reads.PLACE:
+        return call.reads
+    sizes = (y.numel() for y in (*call.args, *call.kwargs.values()) if isinstance(y, Tensor))
+    return Reads.PLACE if x.numel() >= max(sizes, default=0) else Reads.RESTORED
 
 
 def rows_of(slot: Slot, x: Tensor, width: int) -> Rows | None:

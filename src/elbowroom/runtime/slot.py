@@ -18,7 +18,7 @@ from elbowroom.codecs import Affine, BitMask, Encoded, Facts
 from elbowroom.errors import ElbowroomError, RestoreError
 from elbowroom.plan import Need, Site
 from elbowroom.runtime.arena import ARENA
-from elbowroom.runtime.handles.base import Handle, KeepHandle
+from elbowroom.runtime.handles.base import DropHandle, Handle, KeepHandle
 from elbowroom.runtime.handles.encode import EncodeHandle
 from elbowroom.runtime.handles.offload import OffloadHandle
 from elbowroom.runtime.ledger import Entry, Ledger, NoEntry
@@ -207,6 +207,11 @@ class Slot:
         if isinstance(value, OffloadHandle):
             value.when_away(partial(self.entry.move_away, value.full_nbytes))
 
+    def drop(self) -> None:
+        """Lets go of the value, if there is one: from bits alone nothing could be made again."""
+        if self.value is not None:
+            self.hold(DropHandle())
+
     def hold_bits(self, bits: Tensor) -> None:
         """Takes the bits of a mask (`masks.py`)."""
         self.bits = bits
@@ -251,7 +256,7 @@ class Slot:
         them, and held until the last has asked.
         """
         shared = self.shared if self.is_shared else None
-        if shared is None and self.views < _MANY_VIEWS:
+        if shared is None and not self.has_many_views:
             value = self.value
             assert value is not None
             if type(value) is EncodeHandle:
@@ -263,6 +268,11 @@ class Slot:
         if shared is not None and self.whole is not None:
             shared.note(self)
         return whole
+
+    @property
+    def has_many_views(self) -> bool:
+        """True if it is restored once for all of its views."""
+        return self.views >= _MANY_VIEWS
 
     @property
     def is_shared(self) -> bool:
@@ -341,6 +351,13 @@ class View:
             )
         with torch.no_grad():
             return self._restored()
+
+    def restore_alone(self) -> Tensor:
+        """Returns the saved tensor in memory that its caller may overwrite."""
+        slot = self.slot
+        if isinstance(slot.entry, Entry):
+            slot.entry.ask()
+        return self.geometry.within(slot.base, slot.restore_value(private=True))
 
     def _restored(self) -> Tensor:
         slot = self.slot

@@ -10,6 +10,7 @@
     attention    any code            q, k, v restored: the op runs again (attention/)
     cross_entropy  log-probabilities  these, restored: the gradient takes their place (CPU)
     clamp        a bit an element    the bits, restored: what lies between its limits
+    mul          anything            each factor where its product will be, one by one (CPU)
     lstm, gru    input and states    what is decoded, from which forward runs again (CPU; likewise)
 
 A restored tensor is written once and read once or twice, by an op that does little with it; on a
@@ -52,6 +53,7 @@ from elbowroom.runtime.direct.cross_entropy import (
 )
 from elbowroom.runtime.direct.dropout import dropout, fits_dropout
 from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
+from elbowroom.runtime.direct.product import fits_product, product
 from elbowroom.runtime.direct.recurrent import fits_recurrent, recurrent
 from elbowroom.runtime.direct.relu import fits_relu, relu, relu_
 from elbowroom.runtime.identity import PLAIN, untouchable
@@ -103,6 +105,7 @@ _CLAMP, _CLAMP_MIN, _CLAMP_MAX = (
     Direct(run, Reads.RESTORED, fits_clamp, exact=False, swaps=True)
     for run in (clamp, clamp_min, clamp_max)
 )
+_PRODUCT = Direct(product, Reads.PLACE, fits_product, always=True)
 _OPS: dict[Callable[..., Any], Direct] = {
     F.relu: _RELU,
     torch.relu: _RELU,
@@ -124,6 +127,7 @@ _OPS: dict[Callable[..., Any], Direct] = {
     **dict.fromkeys((torch.clamp, Tensor.clamp, torch.clip, Tensor.clip), _CLAMP),
     **dict.fromkeys((torch.clamp_min, Tensor.clamp_min), _CLAMP_MIN),
     **dict.fromkeys((torch.clamp_max, Tensor.clamp_max), _CLAMP_MAX),
+    **dict.fromkeys((torch.mul, Tensor.mul, torch.multiply, Tensor.multiply), _PRODUCT),
     F.conv1d: _CONVOLUTION,
     F.conv2d: _CONVOLUTION,
     F.conv3d: _CONVOLUTION,

@@ -26,7 +26,7 @@ from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, RebuildHandle
-from elbowroom.runtime.slot import Deferred, View
+from elbowroom.runtime.slot import View
 from elbowroom.runtime.storage import WeakStorage
 
 _aten: Any = torch.ops.aten
@@ -174,7 +174,6 @@ class _LogProbabilities(torch.autograd.Function):
 def _restored(ctx: Any) -> tuple[Tensor, bool]:
     """Returns the saved tensor, and whether it may be overwritten: nobody else can ask for it."""
     held = packed(ctx, 0)
-    held = held.held if isinstance(held, Deferred) else held
     handle = held.slot.value if isinstance(held, View) else None
     is_code = isinstance(handle, EncodeHandle) and handle.is_needed()
     is_made = isinstance(handle, RebuildHandle)

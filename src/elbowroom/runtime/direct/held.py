@@ -1,16 +1,17 @@
 """Access to what one of our nodes has saved, as it is held: no tensor is restored by asking."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from elbowroom.codecs import Encoded
-from elbowroom.runtime.handles import EncodeHandle
+from elbowroom.runtime.handles import EncodeHandle, RebuildHandle
 from elbowroom.runtime.identity import untouchable
 from elbowroom.runtime.normal import Statistics
-from elbowroom.runtime.slot import View
+from elbowroom.runtime.slot import Deferred, Geometry, View
 
 
 def view_of(ctx: Any, i: int) -> View | None:
@@ -24,7 +25,8 @@ def view_of(ctx: Any, i: int) -> View | None:
 
 def packed(ctx: Any, i: int) -> Any:
     """Returns what `_pack` made of the i-th saved tensor."""
-    return ctx._raw_saved_tensors[i].data
+    held = ctx._raw_saved_tensors[i].data
+    return held.held if isinstance(held, Deferred) else held
 
 
 def flat_like(grad: Tensor, view: View) -> Tensor | None:
@@ -67,6 +69,32 @@ def private_of(ctx: Any, i: int, grad: Tensor) -> Tensor | None:
     if view is None or not isinstance(handle, EncodeHandle) or flat_like(grad, view) is None:
         return None
     return handle.restore(private=True) if handle.is_needed() else None
+
+
+def restored_alone(view: View) -> Tensor | None:
+    """The tensor of a view, in memory that its caller may overwrite: nobody else will see it.
+
+    None where it is kept, or shared with other readers, or the view is not of all that is held.
+    """
+    slot, geometry = view.slot, view.geometry
+    shared = slot.is_window or slot.whole is not None or slot.is_shared or slot.has_many_views
+    if shared or not (geometry == slot.base or _is_run_of(geometry, slot.base)):
+        return None
+    handle = slot.value
+    is_code = isinstance(handle, EncodeHandle) and handle.is_needed()
+    if not is_code and not isinstance(handle, RebuildHandle):
+        return None
+    return view.restore_alone()
+
+
+def _is_run_of(geometry: Geometry, base: Geometry) -> bool:
+    """Returns whether a view in order has all elements of a dense tensor."""
+    own = 1
+    for length, stride in zip(reversed(geometry.shape), reversed(geometry.stride), strict=True):
+        if length != 1 and stride != own:
+            return False
+        own *= length
+    return own == prod(base.shape) and geometry.offset == base.offset
 
 
 def normalized_of(ctx: Any, grad: Tensor) -> tuple[Encoded, Statistics, Tensor] | None:
