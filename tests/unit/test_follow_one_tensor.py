@@ -12,8 +12,8 @@ from following import Entered, Tracer, total
 CEILINGS = {
     "`er.saving()`, the first step: made again": (20, 588),
     "`er.saving()`, the next ones: made again": (7, 217),
-    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (25, 688),
-    '`er.saving("dither", levels=16, rebuild=False)`, the next ones: encoded': (9, 244),
+    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (23, 693),
+    '`er.saving("dither", levels=16, rebuild=False)`, the next ones: encoded': (7, 219),
     "`er.fit`, a step that learns: made again": (22, 627),
     "`er.fit`, a settled step: made again": (6, 197),
 }
