@@ -428,7 +428,8 @@ def fit(
                 (of data, of address space). "100%" is all of it; 1.0 is refused
     optimizer   its states are counted, from before it makes them; those of an `er.optim` optimizer
                 with state="auto" are held in fewer bytes where that is the cheapest way to fit
-                (`elbowroom.fitting.state_formats`)
+                (`elbowroom.fitting.state_formats`). None: it is found as it steps for the first
+                time, and the next step is learned anew
     exact       True: exact actions only, no bit of any gradient changes; None: exact first, lossy
                 codecs only if the budget needs them, said in one line by the logger "elbowroom";
                 False: whatever is cheapest, where noise is priced as the steps that it costs
@@ -510,9 +511,10 @@ def add_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         trainer = Trainer(model, ...)            # makes its optimizer
         er.add_optimizer(model, trainer.optimizer)
 
-    From the next step on its states belong to the budget. One that is counted already counts once;
-    a model may have several. Raises PlanError for a model that is not fitted, and for what is no
-    optimizer.
+    From the next step on its states belong to the budget. An optimizer that `fit` was not told of
+    counts from its first step on, when its states are there already. One that is counted already
+    counts once; a model may have several. Raises PlanError for a model that is not fitted, and for
+    what is no optimizer.
     """
     check_model(model, "add_optimizer")
     if optimizer is None:
@@ -525,7 +527,10 @@ def add_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         )
     others = [one.owned.states for other, one in _fittings() if other is not model]
     check_alone(optimizer, others)
-    fitting.owned.add(optimizer)
+    if isinstance(fitting, Fitting):
+        fitting.add_optimizer(optimizer)
+    else:
+        fitting.owned.add(optimizer)
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import elbowroom as er
+from elbowroom.fitting.model_state import storage_nbytes
+from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,4 +128,31 @@ def test_ops_that_a_result_is_made_by_are_looked_at(monkeypatch):
     held = [step() for _ in range(8)][4:]
     assert "rebuild" in {row.action for row in opener_of(model)._last.ledger.rows}
     assert max(held) <= 1.01 * min(held)
+    er.release(model)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_states_of_an_optimizer_count_whether_it_was_given_or_not(given: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(4)]
+    model, x = nn.Sequential(*layers), torch.randn(512, 128)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def takes() -> int:
+        held = [*model.parameters(), *tree_leaves(list(optimizer.state.values()))]
+        return storage_nbytes(one for one in held if isinstance(one, Tensor)) + peak(step)
+
+    for _ in range(2):
+        step()
+    budget = int(0.75 * takes())
+    optimizer.state.clear()
+    er.fit(model, budget=budget, exact=True, optimizer=optimizer if given else None)
+    for _ in range(10):
+        step()
+    assert takes() <= budget
     er.release(model)

@@ -1,11 +1,15 @@
 """An optimizer that is made after the model was fitted is counted, by hand or under `run`."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks_of_all
 
 import elbowroom as er
 from elbowroom.errors import PlanError
+from elbowroom.fitting import late_optimizers
 from elbowroom.fitting.session import Fitting
 from elbowroom.runtime.attach import opener_of
 from elbowroom.tools import Discovery
@@ -29,6 +33,41 @@ def test_states_of_an_optimizer_that_is_added_later_are_counted() -> None:
         )
     assert fitting.owned.optimizers() == [optimizer]
     er.release(model)
+
+
+def test_an_optimizer_that_nobody_told_of_is_found_as_it_steps() -> None:
+    model, fitting = fitted()
+    other = nn.Linear(256, 256)
+    optimizers = [torch.optim.AdamW(net.parameters()) for net in (model, other)]
+    for _ in range(2):
+        model(torch.randn(4, 256)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert fitting.owned.optimizers() == optimizers[:1]
+    er.release(model)
+
+
+def test_one_whose_format_is_to_be_chosen_has_to_be_given() -> None:
+    model, fitting = fitted()
+    optimizer = er.optim.AdamW(model.parameters(), state="auto")
+    model(torch.randn(4, 256)).sum().backward()
+    optimizer.step()
+    assert fitting.owned.optimizers() == []
+    er.release(model)
+
+
+def test_no_hook_is_left_once_no_model_is_fitted() -> None:
+    def hooks() -> int:
+        return sum(hook is late_optimizers._before_step for hook in hooks_of_all.values())
+
+    model, fitting = fitted()
+    assert hooks() == 1
+    others = len(late_optimizers._owners) - 1  # of other tests
+    er.release(model)
+    del fitting
+    gc.collect()
+    assert len(late_optimizers._owners) <= others
+    assert hooks() == bool(late_optimizers._owners)
 
 
 def test_what_cannot_be_added_is_said() -> None:

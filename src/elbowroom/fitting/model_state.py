@@ -41,6 +41,11 @@ class ModelState:
         if all(known is not optimizer for known in self.optimizers()):
             self._optimizers.append(weakref.ref(optimizer))
 
+    def is_trained_by(self, optimizer: Optimizer) -> bool:
+        """Returns whether the optimizer holds a parameter of the model."""
+        own = set(map(id, self._trainable()))
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
     @property
     def nbytes(self) -> int:
         """Bytes held now."""

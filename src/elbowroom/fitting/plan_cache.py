@@ -26,7 +26,7 @@ class PlanCache:
     ) -> None:
         """plan: what the first kind begins with."""
         self._options, self._owned, self._context = options, owned, context
-        self._given = plan
+        self._first = self._given = plan
         self._known: OrderedDict[Hashable, Planning] = OrderedDict()
         self._learned = 0
 
@@ -47,6 +47,11 @@ class PlanCache:
         self._options = options
         for planning in self:
             planning.use(options)
+
+    def forget(self) -> None:
+        """Lets each kind of forward be learned anew, the first of them by the plan it was given."""
+        self._known.clear()
+        self._given = self._first
 
     def _admit(self, signature: Signature) -> Planning:
         covering = [one for one in self if one.covers(signature)]

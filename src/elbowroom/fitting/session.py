@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.errors import BudgetTooSmall, NothingHeld, PlanError
 from elbowroom.fitting.backward_peak import peak_of_backward
 from elbowroom.fitting.forward import FittedSaving
+from elbowroom.fitting.late_optimizers import watch
 from elbowroom.fitting.messages import add_room
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
@@ -39,6 +40,7 @@ from elbowroom.fitting.planning import Planning
 from elbowroom.fitting.replayed import ReplayedForward, ReplayedSaving
 from elbowroom.fitting.shortage import Shortage
 from elbowroom.fitting.signature import Signature, signature_of
+from elbowroom.fitting.state_formats import is_auto
 from elbowroom.fitting.steps import MeasuredSteps
 from elbowroom.fitting.together import Together
 from elbowroom.measure.interval import may_measure
@@ -65,6 +67,7 @@ class Fitting(MeasuredSteps):
     ) -> None:
         """plan: what the first step begins with."""
         super().__init__(ModelState(model, optimizer), options)
+        watch(self)
         # Once a process; it loads the kernels, and no step waits.
         rates(self.owned.device.type, lossy=not options.exact)
         self._plannings = PlanCache(options, self.owned, self.context, plan)
@@ -73,6 +76,26 @@ class Fitting(MeasuredSteps):
         self._copies = True  # until a forward has left large tensors alone (`rewind.py`)
         self._parameters: list[nn.Parameter] | None = None  # while forwards are known
         self._repeated = 0  # known forwards in a row
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Counts its states from the next step on, which is learned anew if there are any."""
+        before_nbytes = self._state_nbytes()
+        self.owned.add(optimizer)
+        if self._state_nbytes() > before_nbytes:
+            self._plannings.forget()
+            self._parameters = None
+
+    def _state_nbytes(self) -> int:
+        memory = self.owned.memory()
+        return memory.static_nbytes + memory.unallocated_state_nbytes
+
+    def meet(self, optimizer: Optimizer) -> None:
+        """Counts an optimizer that was not given, and is about to step, if it trains this model.
+
+        One whose format `fit` is to choose has to be given to it, or to `er.add_optimizer`.
+        """
+        if self.owned.is_trained_by(optimizer) and not is_auto(optimizer):
+            self.add_optimizer(optimizer)
 
     def run(
         self,

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TypeGuard
 
 from torch.optim import Optimizer
 
@@ -184,11 +185,7 @@ class States:
 
     def auto(self) -> list[EncodedOptimizer]:
         """Returns the optimizers whose format is chosen here."""
-        return [
-            one
-            for one in self._optimizers()
-            if isinstance(one, EncodedOptimizer) and auto_groups(one)
-        ]
+        return [one for one in self._optimizers() if is_auto(one)]
 
     def _nbytes_as(self, state: str) -> int:
         return sum(nbytes_as(one, state) for one in self.auto())
@@ -280,6 +277,11 @@ class States:
             warns=not milder and before == CHOICES[0],
         )
         return True
+
+
+def is_auto(optimizer: Optimizer) -> TypeGuard[EncodedOptimizer]:
+    """Returns whether the format of its states is chosen by `fit`."""
+    return isinstance(optimizer, EncodedOptimizer) and bool(auto_groups(optimizer))
 
 
 def check_alone(optimizer: Optimizer | None, others: Iterable[States]) -> None:

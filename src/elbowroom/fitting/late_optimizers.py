@@ -1,0 +1,52 @@
+"""Finds optimizers that `fit` was not given, as they are about to step: their states count, too.
+
+    er.fit(model, budget=...)    # no optimizer yet
+    AdamW(model.parameters())    # counted from its first step on
+
+PyTorch calls the one hook here before any optimizer's step. Each model is asked once for each of
+them, and the hook goes with the last model that is fitted.
+"""
+
+import weakref
+from typing import Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+class Owner(Protocol):
+    """Owner of a fitted model's memory, who counts the optimizers that train the model."""
+
+    def meet(self, optimizer: Optimizer) -> None: ...
+
+
+_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+_asked: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Owner]] = weakref.WeakKeyDictionary()
+_hook: list[RemovableHandle] = []  # at most one
+
+
+def watch(owner: Owner) -> None:
+    """Has it meet each optimizer that steps from now on, for as long as it lives."""
+    weakref.finalize(owner, _end).atexit = False  # before it is in: what is younger is called first
+    _owners.add(owner)
+    if not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _end() -> None:
+    if not _owners and _hook:
+        _hook.pop().remove()
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    if torch.compiler.is_compiling():
+        return
+    asked = _asked.get(optimizer)
+    if asked is None:
+        asked = _asked[optimizer] = weakref.WeakSet()
+    for owner in list(_owners):
+        if owner not in asked:
+            asked.add(owner)
+            owner.meet(optimizer)
