@@ -193,7 +193,7 @@ class Recipe:
 
     def ready(self) -> "Ready | None":
         """Returns the recipe with strong references; None if something that it needs is gone."""
-        source = _followed(self.source)
+        source = followed(self.source)
         if source is None:
             return None
         noise = None if self.op.noise is None else self.op.noise()
@@ -201,7 +201,7 @@ class Recipe:
             noise is None or noise.value is None or not noise.value.exact
         ):
             return None
-        others = [_followed(link) for link, _ in self.op.others]
+        others = [followed(link) for link, _ in self.op.others]
         if None in others:
             return None
         given = tuple(one for one in others if one is not None)
@@ -416,7 +416,7 @@ def link_to(source: "Slot | Link") -> "Link":
     return weakref.ref(source) if isinstance(source, Slot) else source
 
 
-def _followed(link: "Link") -> "Slot | Ready | None":
+def followed(link: "Link") -> "Slot | Ready | None":
     """Returns what a link leads to; None if that is gone, or is not saved."""
     if isinstance(link, Recipe):
         return link.ready()

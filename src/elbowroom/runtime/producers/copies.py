@@ -16,7 +16,7 @@ from elbowroom.runtime.producers.making import (
     Source,
     expected,
     operand,
-    spare,
+    operand_or_spare,
     view_of,
 )
 from elbowroom.runtime.slot import Geometry, Slot
@@ -127,7 +127,7 @@ def gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     held = identity.slot(index)
     if held is None or held.value is None:
         return None
-    source = operand(x, call, identity) or spare(x, call, out, identity)
+    source = operand_or_spare(x, call, out, identity)
     if source is None:
         return None
 

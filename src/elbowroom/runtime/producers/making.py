@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe, same_order
+from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe, followed, same_order
 from elbowroom.runtime.identity import Identity, Origin, untouchable
 from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
 from elbowroom.runtime.storage import storage_nbytes, version_of
@@ -114,6 +114,14 @@ def operand(x: Tensor, call: Call, identity: Identity) -> Source | None:
     if origin is None or origin.recipe is None:
         return held
     return _cheapest(origin.recipe, x, identity)
+
+
+def operand_or_spare(x: Tensor, call: Call, out: Tensor, identity: Identity) -> Source | None:
+    """The same, or a copy of x, where nothing that is held by now could make x."""
+    source = operand(x, call, identity)
+    if isinstance(source, Slot) or (source is not None and followed(source) is not None):
+        return source
+    return spare(x, call, out, identity) or source
 
 
 def spare(x: Tensor, call: Call, out: Tensor, identity: Identity) -> Slot | None:

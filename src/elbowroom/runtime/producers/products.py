@@ -18,10 +18,10 @@ from elbowroom.runtime.producers.making import (
     expected,
     is_held,
     operand,
+    operand_or_spare,
     origin_of,
     present,
     source_of,
-    spare,
     view_of,
 )
 from elbowroom.runtime.slot import Geometry, Slot
@@ -72,7 +72,7 @@ def binary(
         x, y, run, is_there = y, x, backward, True
     if untouchable(x) or torch.result_type(x, y) is not out.dtype:
         return None
-    source = operand(x, call, identity) or spare(x, call, out, identity)
+    source = operand_or_spare(x, call, out, identity)
     if source is None:
         is_open = identity.is_exact and not is_there
         return _of_later(run, x, y, call, out, identity) if is_open else None
