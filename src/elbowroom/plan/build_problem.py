@@ -136,12 +136,10 @@ def _made_from(profile: Profile) -> Counter[int]:
     That is nearly always made again where its source is not kept: it then holds nothing.
     """
     found: Counter[int] = Counter()
-    values = {Need.EXACT, Need.LOSSY}
-    # What is made of what is made again is made of the same source: the last ones come first.
-    for i in sorted(range(len(profile.storages)), key=lambda i: -profile.storages[i].born):
-        storage = profile.storages[i]
+    for storage in profile.storages:
+        values = {Need.EXACT, Need.LOSSY}
         if is_planned(storage) and values.intersection(save.site.need for save in storage.saves):
-            found.update(dict.fromkeys(storage.made_of, len(storage.needs) + found[i]))
+            found.update(dict.fromkeys(storage.made_of, len(storage.needs)))
     return found
 
 
