@@ -43,6 +43,7 @@ from fit_table.values import (
     FRESH,
     GIVEN,
     GIVENS,
+    GRADIENTS,
     GUESSED,
     HEARD,
     IDLE,
@@ -58,6 +59,7 @@ from fit_table.values import (
     WATCHING,
     WRITING,
     P,
+    Plan,
     Profile,
     Row,
 )
@@ -80,6 +82,44 @@ ROWS = {
     ),
     "a step like those before": Row(
         SETTLED, StepBegan(MemoryState(90), ONE), {"memory": MemoryState(90)}
+    ),
+    "gradients stand that did not before, and it may be too much": Row(
+        SETTLED,
+        StepBegan(GRADIENTS, ONE),
+        replace(FRESH, memory=GRADIENTS, gradient_nbytes=150),
+        (FORGET,),
+    ),
+    "gradients stand that did not as nothing needed to be done": Row(
+        replace(IDLE, phase=P.SETTLED, profile=Profile(peak=851)),
+        StepBegan(GRADIENTS, ONE),
+        replace(FRESH, memory=GRADIENTS, gradient_nbytes=150),
+        (FORGET,),
+    ),
+    "gradients stand that did not as a given plan was settled": Row(
+        replace(GIVENS, phase=P.SETTLED),
+        StepBegan(GRADIENTS, ONE),
+        {"memory": GRADIENTS, "phase": P.GIVEN, "gradient_nbytes": 150},
+    ),
+    "gradients stand that did not before, and there is room": Row(
+        replace(SETTLED, plan=Plan("small", peak=850)),
+        StepBegan(GRADIENTS, ONE),
+        {"memory": GRADIENTS},
+    ),
+    "gradients stand that did not before, and next to none": Row(
+        replace(SETTLED, plan=Plan("large", peak=995)),
+        StepBegan(MemoryState(110, gradient_nbytes=10), ONE),
+        {"memory": MemoryState(110, gradient_nbytes=10)},
+    ),
+    "gradients stand, and nothing is known yet": Row(
+        WRITING, StepBegan(GRADIENTS, ONE), {"memory": GRADIENTS}
+    ),
+    "fewer gradients stand than in a step that was measured": Row(
+        replace(VERIFYING, gradient_nbytes=150),
+        StepBegan(STOCK, ONE),
+        {"without_gradients": 1},
+    ),
+    "fewer gradients stand, and nothing is to be learned": Row(
+        replace(SETTLED, gradient_nbytes=150), StepBegan(STOCK, ONE), {}
     ),
     "a smaller call": Row(replace(SETTLED, largest=TWO), StepBegan(STOCK, ONE), {"now": ONE}),
     "a larger call is planned by the same profile": Row(

@@ -14,6 +14,7 @@ from fit_table.values import (
     CLIMBED,
     CORRECTING,
     FRESH,
+    GRADIENTS,
     GUESSED,
     IDLE,
     MAKE,
@@ -21,6 +22,7 @@ from fit_table.values import (
     OTHER,
     PLAN,
     SMALLEST,
+    STOCK,
     TRIED,
     TWO,
     WRITING,
@@ -77,6 +79,21 @@ ROWS = {
         FRESH,
         replace(written(makes_states=True), memory=MemoryState(150), peak=900),
         {"phase": P.WRITING, "memory": MemoryState(150), "headroom": Headroom(300)},
+    ),
+    "a preset that does not fit with the states that are still to come": Row(
+        FRESH,
+        replace(written(Profile(peak=950), makes_states=True), memory=MemoryState(100, 0, 60)),
+        {"phase": P.WRITING, "memory": MemoryState(100, 0, 60), "headroom": Headroom(300)},
+    ),
+    "a preset that does not fit with the gradients that it began with, and let go of": Row(
+        replace(FRESH, memory=GRADIENTS),
+        replace(written(Profile(peak=950), makes_states=True), static_nbytes=150),
+        {
+            "phase": P.WRITING,
+            "memory": STOCK,
+            "gradient_nbytes": 150,
+            "headroom": Headroom(250),
+        },
     ),
     "a larger call than nothing need be done for": Row(
         replace(IDLE, now=TWO, largest=TWO),

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import elbowroom as er
+from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.model_state import storage_nbytes
 from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
@@ -156,3 +157,54 @@ def test_states_of_an_optimizer_count_whether_it_was_given_or_not(given: bool) -
         step()
     assert takes() <= budget
     er.release(model)
+
+
+class AddsUp:
+    """Gradients of micro-batches are added up; those after the first begin with them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True, norm_first=True)
+        self.net = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+        self.net.append(nn.Linear(64, 1024))
+        self.optimizer = torch.optim.AdamW(self.net.parameters())
+        self.data = torch.randn(3, 4, 32, 64)
+
+    def step(self, count: int = 3) -> None:
+        for x in self.data[:count]:
+            self.net(x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def takes(self) -> int:
+        held = [*self.net.parameters(), *tree_leaves(list(self.optimizer.state.values()))]
+        return storage_nbytes(x for x in held if isinstance(x, Tensor)) + peak(self.step)
+
+
+@pytest.mark.parametrize(
+    ("counts", "exact"), [((3, 3, 3), True), ((3, 3, 3), None), ((1, 1, 3), True)]
+)
+def test_micro_batches_keep_to_the_budget_that_a_refusal_has_named(
+    counts: tuple[int, ...], exact: bool | None
+) -> None:
+    plain, refused = AddsUp(), 0
+    for _ in range(2):
+        plain.step()
+    needs = plain.takes()
+    budget = int(0.66 * needs)
+    while True:
+        one = AddsUp()
+        er.fit(one.net, budget=budget, optimizer=one.optimizer, exact=exact)
+        try:
+            for count in counts * 4:
+                one.step(count)
+            taken = one.takes()
+            break
+        except BudgetTooSmall as error:
+            budget = error.least_nbytes
+            refused += 1
+        finally:
+            er.release(one.net)
+    assert refused <= 3, (refused, budget / needs)
+    assert taken <= 1.01 * budget, (taken / needs, budget / needs)
+    assert budget <= 1.05 * needs, budget / needs

@@ -31,6 +31,9 @@ _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is gi
 
 def step_measured(state: FitState, seen: StepMeasured) -> Step:
     """Returns the state that follows from a measured step, and what it asks for."""
+    if state.added_gradient_nbytes >= 0:
+        nbytes = max(state.gradient_nbytes, state.memory.gradient_nbytes)
+        state = replace(state, gradient_nbytes=nbytes, without_gradients=0)
     state = replace(state, memory=seen.memory, others_learn=seen.others_learn)
     match state.phase:
         case Phase.SETTLED:
@@ -51,8 +54,15 @@ def step_measured(state: FitState, seen: StepMeasured) -> Step:
 
 
 def _born_nbytes(state: FitState, seen: StepMeasured) -> int:
-    """Returns the bytes of optimizer states that the step made, and later ones have throughout."""
-    return max(0, state.memory.static_nbytes - seen.static_nbytes)
+    """Returns the bytes that later steps have throughout, and this one did not as it began.
+
+    Those are states of the optimizer, made in it or still to come, and gradients that it has left
+    for micro-batches after it.
+    """
+    after = state.memory
+    gradient_nbytes = max(state.gradient_nbytes - after.gradient_nbytes, 0)  # let go of in it
+    later_nbytes = after.static_nbytes + after.unallocated_state_nbytes + gradient_nbytes
+    return max(0, later_nbytes - seen.static_nbytes)
 
 
 def _with_states(state: FitState, seen: StepMeasured, peak_nbytes: int) -> int:

@@ -66,9 +66,11 @@ class ModelState:
 
     def tensors(self) -> list[Tensor]:
         """Returns all tensors of the model's state."""
+        return self._with(self.gradients())
+
+    def _with(self, gradients: list[Tensor]) -> list[Tensor]:
         model = self._model()
-        tensors = [] if model is None else [*model.parameters(), *self.gradients()]
-        tensors += [] if model is None else list(model.buffers())
+        tensors = [] if model is None else [*model.parameters(), *gradients, *model.buffers()]
         states = (state for optimizer in self.optimizers() for state in optimizer.state.values())
         return tensors + tensors_of(states)
 
@@ -80,8 +82,12 @@ class ModelState:
 
     def memory(self) -> MemoryState:
         """Returns the bytes that are resident now, and those that the next step will add."""
+        gradients = self.gradients()
         return MemoryState(
-            self.nbytes, self.unallocated_gradient_nbytes(), self.unallocated_state_nbytes()
+            storage_nbytes(self._with(gradients)),
+            self.unallocated_gradient_nbytes(),
+            self.unallocated_state_nbytes(),
+            gradient_nbytes=storage_nbytes(gradients),
         )
 
     def unallocated_gradient_nbytes(self) -> int:

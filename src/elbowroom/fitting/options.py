@@ -50,12 +50,14 @@ class MemoryState:
     unallocated_gradient_nbytes  of gradients that the step will create, and hold at one time
     unallocated_state_nbytes     of states that the optimizer will
     beside_nbytes           the part of what is held that is not the model's (`co_resident.py`)
+    gradient_nbytes         the part of it that is gradients: those that micro-batches add up, say
     """
 
     static_nbytes: int
     unallocated_gradient_nbytes: int = 0
     unallocated_state_nbytes: int = 0
     beside_nbytes: int = 0
+    gradient_nbytes: int = 0
 
     @property
     def unallocated_nbytes(self) -> int:

@@ -32,8 +32,9 @@
 
 From every phase a larger call, another budget or more that stands beside the model leads back to
 VERIFYING, by the same profile; where there is none to plan by, to GIVEN, WRITING or GUESSING. After
-a step that held more than those before it, or ran its model more often, and where more is allowed
-to plans than before, comes GUESSING. Five steps that tell nothing lead to SETTLED.
+a step that held more than those before it, or ran its model more often, where gradients stand that
+did not before (micro-batches), and where more is allowed to plans, comes GUESSING. Five steps that
+tell nothing lead to SETTLED.
 
 In a settled step each forward is looked at (*learning*: a script of it is written), follows its
 script (*replaying*), or runs without hooks where that does nothing (*off*): see `session.py`.

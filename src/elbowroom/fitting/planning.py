@@ -28,6 +28,10 @@ was seen: what a smaller step needs above what stands grows with the number of i
 larger one comes, the plan is made again for it from the same profile, and the next step of about
 that size is measured. If no such plan fits, all is learned again, from steps of the largest size.
 
+Micro-batches whose gradients add up are steps, too. The first begins without gradients and takes
+the least. So once a step begins with more gradients than those before, and may not fit, all is
+learned again from such steps, and those that begin with fewer are not measured.
+
 What decides is drawn in `phase.py`, and moved in `transitions.py`.
 """
 

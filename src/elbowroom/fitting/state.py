@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 SAFEST_EXACT = 1  # index of "exact" in every ladder
 _MOST_WAITS = 8  # steps that are measured while another model, which runs inside of them, learns
+_MOST_WITHOUT = 8  # steps with fewer gradients, until one is measured all the same
+_LITTLE = 0.01  # of the budget: fewer gradients than that make no difference
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
 
 
@@ -64,6 +66,8 @@ class FitState:
     rounds        plans that were made again because a measurement broke the budget
     tries         steps that were measured under a plan, or written down
     attempts      plans that were measured, and what smaller ones may be made by
+    gradient_nbytes    the most gradients that a step began with which was learned from
+    without_gradients  steps since then that began with fewer, and were not
     others_learn  another model ran inside of the last step that has not settled yet
     resumes       the phase that a plan which is watched was verified in
     infeasible    the least preset holds too much, or a step had more forwards: rehearse
@@ -100,6 +104,8 @@ class FitState:
     rounds: int = 0
     tries: int = 0
     attempts: Attempts = field(default_factory=Attempts)
+    gradient_nbytes: int = 0
+    without_gradients: int = 0
     others_learn: bool = False
     resumes: Phase = Phase.VERIFYING
     infeasible: bool = False
@@ -232,6 +238,22 @@ class FitState:
         return self.headroom.surely_allowed_nbytes(self.options, self.memory, self.plan)
 
     @property
+    def added_gradient_nbytes(self) -> int:
+        """Bytes by which more gradients stand than in the steps before; if fewer, negative."""
+        nbytes = self.memory.gradient_nbytes - self.gradient_nbytes
+        return 0 if abs(nbytes) <= _LITTLE * self.options.budget_nbytes else nbytes
+
+    @property
+    def waits_for_gradients(self) -> bool:
+        """True if steps that begin with more gradients are measured in place of this one.
+
+        Of micro-batches that are added up, the first begins without any, and takes the least.
+        """
+        if self.settled or self.phase is Phase.GUESSING or self.without_gradients > _MOST_WITHOUT:
+            return False
+        return self.added_gradient_nbytes < 0
+
+    @property
     def wants_measuring(self) -> bool:
         """True if there is something to learn from the step that begins."""
         match self.phase:
@@ -239,6 +261,8 @@ class FitState:
                 return False
             case Phase.WATCHING:
                 return True
+            case _ if self.waits_for_gradients:
+                return False
             case _ if self.only_largest:
                 return self.now == self.largest
             case Phase.IDLE:

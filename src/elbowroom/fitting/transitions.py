@@ -62,6 +62,7 @@ from elbowroom.fitting.planned import (
 from elbowroom.fitting.state import SAFEST_EXACT, Before, FitState
 
 if TYPE_CHECKING:
+    from elbowroom.fitting.options import MemoryState
     from elbowroom.plan.profile import Profile
 
 _MUCH = 0.01  # of the budget: if as much more stands beside the model, it is planned again
@@ -120,7 +121,8 @@ def advance(state: FitState, seen: Observation) -> Step:
 def _step_began(state: FitState, seen: StepBegan) -> Step:
     """Begins a step. After one that was another, all is learned again; a larger call is planned."""
     commands: tuple[Command, ...] = ()
-    if seen.grew or state.was_unexpected:
+    gains = _gains_gradients(state, seen.memory)
+    if seen.grew or state.was_unexpected or (gains and not state.follows_given):
         refuses, varies = state.may_refuse, state.was_unexpected and not state.may_refuse
         before = (
             Before(replace(state, before=None), seen.calls) if seen.grew and not refuses else None
@@ -128,6 +130,11 @@ def _step_began(state: FitState, seen: StepBegan) -> Step:
         state = replace(state.fresh(), varies=varies, before=before, infeasible=seen.grew)
         commands = (ForgetScripts(),)
     state = replace(state, memory=seen.memory, now=seen.signature)
+    if gains:
+        phase = Phase.GIVEN if state.follows_given else state.phase
+        state = replace(state, phase=phase, gradient_nbytes=seen.memory.gradient_nbytes)
+    elif state.waits_for_gradients:
+        state = replace(state, without_gradients=state.without_gradients + 1)
     if state.largest.structure is None:
         state, more = _first_step_began(state)
     elif not state.largest.covers(seen.signature):
@@ -137,6 +144,18 @@ def _step_began(state: FitState, seen: StepBegan) -> Step:
     else:
         more = ()
     return state, (*commands, *more)
+
+
+def _gains_gradients(state: FitState, memory: "MemoryState") -> bool:
+    """Returns whether more gradients stand than in any step before, and may be too much.
+
+    So they do once micro-batches are added up: what was learned is of a step that began without.
+    """
+    planned, state = state.plan or state.profile, replace(state, memory=memory)
+    nbytes = state.added_gradient_nbytes
+    return (
+        nbytes > 0 and planned is not None and planned.peak + nbytes > state.options.budget_nbytes
+    )
 
 
 def _first_step_began(state: FitState) -> Step:
