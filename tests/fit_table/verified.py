@@ -270,14 +270,20 @@ ROWS = {
     "nor one that makes them within the whole budget": Row(
         VERIFYING, step(1000, makes_states=True), {"tries": 1}, (said(PLAN, 1000),)
     ),
+    "steps that leave their plan again and again are planned with less": Row(
+        replace(VERIFYING, tries=1),
+        step(1010, climbed=True),
+        {"tries": 2, "rounds": 1, "once_nbytes": max(1010 - PLAN.plan.peak, 1000 // 32)},
+        (said(PLAN, 1010), MAKE),
+    ),
     "five steps that tell nothing, within the whole budget": Row(
-        replace(VERIFYING, tries=4),
+        replace(VERIFYING, tries=4, rounds=3),
         step(1000, climbed=True),
         {"phase": P.SETTLED, "tries": 5},
         (said(PLAN, 1000),),
     ),
     "five steps that tell nothing": Row(
-        replace(VERIFYING, tries=4),
+        replace(VERIFYING, tries=4, rounds=3),
         step(1100, climbed=True),
         {"phase": P.SETTLED, "tries": 5},
         (said(PLAN, 1100), say(Line.ABOVE, peak_nbytes=1100, **CLIMBED)),

@@ -248,10 +248,10 @@ def followed(monkeypatch):
 @pytest.mark.parametrize("run", [siamese, summed, uneven])
 @pytest.mark.parametrize("exact", [True, False])
 def test_each_forward_of_a_settled_step_follows_a_script_of_its_own(run, exact, monkeypatch):
-    plain_losses, _, _, plain = trained(run, steps=16)
+    plain_losses, _, _, plain = trained(run, steps=24)
     seen = followed(monkeypatch)
     share = 0.65 if exact else 0.35
-    losses, _, model, held = trained(run, int(share * plain), steps=16, exact=exact or None)
+    losses, _, model, held = trained(run, int(share * plain), steps=24, exact=exact or None)
     planning = opener_of(model).planning
     assert planning.settled
     forwards = 3 if run is summed else 2
@@ -263,7 +263,7 @@ def test_each_forward_of_a_settled_step_follows_a_script_of_its_own(run, exact, 
 
 def test_codes_of_followed_forwards_are_those_of_forwards_that_are_looked_at(monkeypatch):
     plain = plainly(summed)[-1]
-    _, state, model, _ = trained(summed, int(0.35 * plain), steps=14)
+    _, state, model, _ = trained(summed, int(0.35 * plain), steps=22)
     fitting = opener_of(model)
     count = fitting.context.count
 

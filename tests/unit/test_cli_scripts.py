@@ -353,7 +353,9 @@ def test_where_gradients_are_added_up_the_profile_has_gradients_and_states(folde
     options = ["--budget", profile.peak - 2**19, "--exact", "--report", report]
     ran = in_process("run", *options, folder / "sub" / "adds_up.py")
     assert ran.exit_code == 0, ran.output
-    assert json.loads(report.read_text())["highest_nbytes"] <= profile.peak - 2**19
+    told = json.loads(report.read_text())
+    assert told["last_nbytes"] <= profile.peak - 2**19
+    assert told["highest_nbytes"] <= 1.1 * (profile.peak - 2**19)  # while it learns
 
 
 def test_of_two_models_the_first_is_profiled_and_the_other_named(folder):

@@ -61,7 +61,7 @@ def written(profile, plan, tmp_path_factory):
 
 
 def test_tables_show_names_with_brackets(model, plan):
-    with er.saving("dither", noise=0.1) as saved:
+    with er.saving("dither", noise=0.0987) as saved:
         loss = model(torch.randn(512, 64)).sum()
     loss.backward()
     for text in (plan.explain(), str(saved.ledger), str(saved.error_report())):

@@ -26,6 +26,7 @@ from elbowroom.fitting.state import FitState
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _NEARLY = 1.05  # of the budget: a plan that was given and takes no more is corrected, not dropped
 _MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
+_LEFT_FREE = 1 / 32  # of the budget, at least, by a plan whose forwards were to hold too much
 _MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
 
 
@@ -173,13 +174,19 @@ def _last_resort_measured(state: FitState, seen: StepMeasured) -> Step:
 
 def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
     """Moves the state after a step under the plan was measured."""
-    assert state.plan is not None
+    plan = state.plan
+    assert plan is not None
     peak_nbytes, budget_nbytes = _at_largest(state, seen, own_nbytes), state.options.budget_nbytes
-    said = say(Line.MEASURED, plan=state.plan, peak_nbytes=peak_nbytes)
+    said = say(Line.MEASURED, plan=plan, peak_nbytes=peak_nbytes)
     state = replace(state, tries=state.tries + 1)
     strayed = seen.climbed and state.phase is not Phase.SMALLEST  # what is above it may climb
     if state.profile is None and peak_nbytes > budget_nbytes:
         state, commands = _correct_given(state, peak_nbytes, strangers=seen.strangers)
+    elif strayed and state.profile is not None and state.tries > 1 and state.rounds < _MOST_ROUNDS:
+        # Its forwards climb step after step: they may not hold what the plan lets them hold.
+        margin = max(peak_nbytes - plan.peak, int(_LEFT_FREE * budget_nbytes))
+        state = replace(state, rounds=state.rounds + 1).with_margin(margin)
+        commands = (MakePlan(),)
     elif strayed or (seen.makes_states and peak_nbytes <= budget_nbytes):
         # A step that makes the optimizer's states has a peak of its own: the next one tells.
         state, commands = _try_again(state, seen)
