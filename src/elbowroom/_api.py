@@ -527,10 +527,7 @@ def add_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         )
     others = [one.owned.states for other, one in _fittings() if other is not model]
     check_alone(optimizer, others)
-    if isinstance(fitting, Fitting):
-        fitting.add_optimizer(optimizer)
-    else:
-        fitting.owned.add(optimizer)
+    fitting.add_optimizer(optimizer)
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

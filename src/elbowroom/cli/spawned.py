@@ -58,7 +58,7 @@ class Spawned:
 
 @dataclass
 class Processes:
-    """What has become of the processes that a script has started.
+    """Processes that a script has started, and how they ended.
 
     started  how many of them are no copy of the script's process, so that nothing is seen of them
              but by `Spawned`

@@ -225,6 +225,10 @@ class CompiledFitting:
         """Eager engine, where it has taken over."""
         return self._eager
 
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Counts its states in regions that are compiled from now on."""
+        self.owned.add(optimizer)
+
     def room_nbytes(self) -> int:
         """Returns the bytes that forward and backward may take."""
         memory = self.owned.memory()

@@ -252,7 +252,7 @@ def _between(node: Node, nodes: tuple[Node, ...]) -> int:
 
 
 class _Hidden:
-    """What checkpoints of the user's have put back in backward, in bytes.
+    """Bytes that checkpoints of the user's have put back in backward.
 
     As a node of a piece runs, all that the piece has saved is put back at once; each tensor goes as
     the last node has run that reads it. A tensor counts once, however many nodes and views of it

@@ -38,8 +38,7 @@ from elbowroom.runtime.saturated import Saturated
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import WeakStorage
 
-_MOST_SATURATED = 8
-_MOST_LATER = 8
+_MOST_WAITING = 8  # of a kind
 _MOST_SAVES = 6  # calls that save, of the branch that is added
 
 
@@ -155,21 +154,13 @@ class WaitingLine(list[Waiting | Saturated | LaterSource]):
             if isinstance(one, Saturated) and one.slot() is slot:
                 one.also(site)
 
-    def wait_for_divisions(self, one: Saturated) -> None:
-        """Lets a result wait, and ends the wait of the oldest if there are many.
+    def wait(self, one: Saturated | LaterSource) -> None:
+        """Lets a tensor wait, and ends the wait of the oldest of its kind if there are many.
 
         A script may hold the states of all steps of a recurrence in a list.
         """
-        waiting = [other for other in self if isinstance(other, Saturated)]
-        if len(waiting) >= _MOST_SATURATED:
-            self.remove(waiting[0])
-            waiting[0].end()
-        self.append(one)
-
-    def wait_for_sources(self, one: LaterSource) -> None:
-        """Lets a tensor wait for what it could be made of, and ends the wait of the oldest."""
-        waiting = [other for other in self if isinstance(other, LaterSource)]
-        if len(waiting) >= _MOST_LATER:
+        waiting = [other for other in self if type(other) is type(one)]
+        if len(waiting) >= _MOST_WAITING:
             self.remove(waiting[0])
             waiting[0].end()
         self.append(one)

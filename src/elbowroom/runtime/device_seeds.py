@@ -21,7 +21,7 @@ _SIGNLESS = (1 << 63) - 1
 
 
 class DeviceSeeds:
-    """What each device has counted to, and what the host takes that to be."""
+    """Counts of the devices, each with the number that the host takes it to be."""
 
     def __init__(self) -> None:
         self._counts: dict[torch.device, tuple[Tensor, int]] = {}

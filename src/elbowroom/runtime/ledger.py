@@ -306,7 +306,7 @@ class Ledger(Account):
 
     @property
     def times_less(self) -> float:
-        """What plain autograd would hold now over what is held."""
+        """The bytes that plain autograd would hold now, over those that are held."""
         return self._plain_nbytes / max(self.held_nbytes, 1)
 
     def mark(self) -> Mark:

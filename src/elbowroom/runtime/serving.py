@@ -270,7 +270,7 @@ class Serving:
             self.pieces.wait(partial(self._hold_input, slot, whole, action, hold))
         elif request.reading.saturates >= 0 and self._lets_wait and is_lossy(action, need):
             self._keep(slot, whole, name)
-            self.waiting.wait_for_divisions(Saturated(slot, action, hold))
+            self.waiting.wait(Saturated(slot, action, hold))
         elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
             self._keep(slot, whole, name)
             call.at_end.append(partial(self._hold_normalized, slot, whole, name, action, hold))
@@ -292,7 +292,7 @@ class Serving:
         known = replace(site, rebuildable=Rebuildable.EXACT)
         if isinstance(self._policy(known), Rebuild):
             hold = partial(self._hold_later, known)
-            self.waiting.wait_for_sources(LaterSource(slot, origin.recipe, hold))
+            self.waiting.wait(LaterSource(slot, origin.recipe, hold))
 
     def _hold_later(self, site: Site, slot: Slot, whole: Tensor, ready: Ready) -> None:
         """Holds what makes a kept tensor again, if that is worth it and gives the same bits."""
