@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from elbowroom.measure.allocations import Allocations, is_busy
+from elbowroom.measure.background import Background
 from sampling import Case, sample
 
 if not torch.cuda.is_available():
@@ -57,6 +59,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config, "workeroutput"
     ):  # a process of `pytest -n`, which tells the one that sums up
         config.workeroutput["left_out"] = config.stash[_left_out]
+
+
+@pytest.fixture(autouse=True)
+def measurements_end() -> Iterator[None]:
+    """Fails the test that leaves a measurement running, in place of all that measure after it."""
+    yield
+    if Background.running is None and is_busy():
+        Allocations.give_way()
+        pytest.fail("a measurement, or a profiler, still runs after this test")
 
 
 def pytest_collection_finish() -> None:

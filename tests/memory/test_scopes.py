@@ -1,14 +1,19 @@
 """Peaks are measured without touching the scopes, profilers and terminal of the program."""
 
+import gc
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from elbowroom.measure import mark, memory_curve
+import elbowroom as er
+from elbowroom.measure import allocations, mark, memory_curve, peak, rates
 from elbowroom.measure.background import Background
 from elbowroom.measure.interval import Interval
 
@@ -176,3 +181,88 @@ def test_measuring_says_nothing() -> None:
     )
     assert found.returncode == 0, found.stderr
     assert (found.stdout, found.stderr) == ("", "")
+
+
+def in_backward(act: Callable[[], object]) -> None:
+    """Calls this while the engine runs."""
+    x = torch.ones(10, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: void(act()))
+    y.sum().backward()
+
+
+def void(_: object) -> None:
+    """Takes a result away."""
+
+
+def test_a_measurement_that_is_closed_in_a_backward_ends_after_it() -> None:
+    """The engine would put its profiler back: nothing could be measured any more in the process."""
+    one = Interval.start(0, CPU)
+    assert one is not None
+    in_backward(one.close)
+    assert one.is_abandoned
+    assert Background.running is one
+    assert peak(lambda: torch.zeros(1000, dtype=torch.uint8)) == 1000
+    assert Background.running is None
+    assert not allocations.is_busy()
+
+
+def test_what_nobody_ends_ends_with_the_next_garbage() -> None:
+    before = list(gc.callbacks)
+    one = Interval.start(0, CPU)
+    assert one is not None
+    in_backward(one.close)
+    in_backward(gc.collect)
+    assert Background.running is one
+    gc.collect()
+    assert Background.running is None
+    assert not allocations.is_busy()
+    assert gc.callbacks == before
+
+
+def test_one_that_another_thread_closes_makes_room_for_the_next() -> None:
+    one = Interval.start(0, CPU)
+    assert one is not None
+    thread = threading.Thread(target=one.close)
+    thread.start()
+    thread.join()
+    two = Interval.start(0, CPU)
+    assert two is not None
+    assert two.stop() == 0
+    gc.collect()
+
+
+def test_a_fitted_model_that_dies_in_a_backward_leaves_others_to_be_measured() -> None:
+    held = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))]
+    er.fit(held[0], budget="1 GiB")
+    held[0](torch.ones(2, 8)).sum().backward()
+    assert Background.running is not None
+
+    def dies() -> None:
+        held.clear()
+        gc.collect()
+
+    in_backward(dies)
+    again = Interval.start(0, CPU)
+    assert again is not None
+    assert again.close()
+    assert not allocations.is_busy()
+
+
+def test_within_a_backward_none_begins() -> None:
+    """Its profiler would be gone with the backward."""
+    found: list[object] = []
+    in_backward(lambda: found.append(Interval.start(0, CPU)))
+    assert found == [None]
+    with pytest.raises(RuntimeError, match="inside a backward"):
+        in_backward(lambda: peak(lambda: None))
+    with pytest.raises(RuntimeError, match="within a backward"):
+        in_backward(allocations.Allocations)
+    assert not allocations.is_busy()
+
+
+def test_a_code_that_is_timed_in_a_training_takes_little_memory() -> None:
+    """It counts in the first step: 33 MiB of other work, where the budget was 11."""
+    found = rates.Rates(CPU)
+    assert peak(lambda: found["encode group"]) < 6 << 20
+    assert found.fixed_s["encode group"] > 0

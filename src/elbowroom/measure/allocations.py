@@ -93,10 +93,13 @@ class Allocations:
     def __init__(self, *, shares: bool = False) -> None:
         """shares: others may begin while this runs.
 
-        Raises RuntimeError where a profiler runs already, and does not share.
+        Raises RuntimeError where a profiler runs already, and does not share, and in a backward.
         """
         if not may_begin():
-            raise RuntimeError("PyTorch has one profiler in a process, and it runs already")
+            raise RuntimeError(
+                "PyTorch has one profiler in a process, and it runs already, or cannot begin here: "
+                "within a backward"
+            )
         quiet_profiler()
         _give_way_to_others()
         self.shares, self.thread = shares, threading.get_ident()
@@ -213,8 +216,22 @@ def is_busy() -> bool:
 
 
 def may_begin() -> bool:
-    """Returns whether a measurement may begin: no profiler runs, or one of ours that shares."""
+    """Returns whether a measurement may begin: no profiler runs, or one of ours that shares.
+
+    Within a backward none may.
+    """
+    if is_in_backward():
+        return False
     return not is_busy() or (Allocations.sharing() and not _Others.prepared)
+
+
+def is_in_backward() -> bool:
+    """Returns whether this thread runs a backward: no measurement can begin or end there.
+
+    The engine puts back, when backward is done, the profiler that ran when it began: one that began
+    meanwhile would be lost, and one that ended would seem to run for ever.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 def quiet_profiler() -> None:

@@ -4,6 +4,8 @@ from typing import Protocol
 
 
 class _Closes(Protocol):
+    is_abandoned: bool  # nobody waits for its result, and it could not end where it was closed
+
     def close(self) -> bool: ...
 
 

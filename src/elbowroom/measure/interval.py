@@ -4,8 +4,11 @@ Like `peak`, for code that is not ours to call. On CUDA: the caching allocator's
 the start. On a CPU: what the allocator reports (`allocations.py`). That belongs to one thread and
 there is one in a process, so an interval runs only on the main thread, one at a time, and never
 beside a profiler of the user's: `start` then gives None, and one tries again later. An interval
-that is not needed any more must be closed. A peak that somebody asks for (`er.peak`) and a profiler
-that the user starts end one that runs; inside of such a peak one may begin.
+that is not needed any more must be closed. Where it cannot end (on another thread, or within a
+backward, in which its model may be collected as garbage) it is abandoned: the next measurement ends
+it, or the next collection of garbage that finds the main thread outside of a backward. A peak that
+somebody asks for (`er.peak`) and a profiler that the user starts end one that runs; inside of such
+a peak one may begin.
 
 The CPU's allocator does not report the release of what was there before. Of gradients it matters:
 a script may call `zero_grad()` after the forward, and they would count twice. So those that stand
@@ -13,6 +16,7 @@ at the start are watched, and each marks the moment at which it goes.
 """
 
 import atexit
+import gc
 import threading
 import weakref
 from collections.abc import Iterable
@@ -21,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from elbowroom.measure.allocations import Allocations, Freed, may_begin
+from elbowroom.measure.allocations import Allocations, Freed, is_in_backward, may_begin
 from elbowroom.measure.background import Background
 from elbowroom.measure.peak import MemoryCurve, curve_of
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes
@@ -36,6 +40,7 @@ class Interval:
         self._base_nbytes, self._device, self._allocations = base_nbytes, device, allocations
         self._curve: MemoryCurve | None = None
         self._watched: list[weakref.ref[Tensor]] = []
+        self.is_abandoned = False
 
     @classmethod
     def start(
@@ -80,12 +85,11 @@ class Interval:
         return self._curve if self.close() else None
 
     def close(self) -> bool:
-        """Stops counting, if this is the thread that may; returns whether this call stopped it."""
-        if (
-            self._allocations is None
-            or Background.running is not self
-            or threading.current_thread() is not threading.main_thread()
-        ):
+        """Stops counting, if that is possible here; returns whether this call stopped it."""
+        if self._allocations is None or Background.running is not self:
+            return False
+        if threading.current_thread() is not threading.main_thread() or is_in_backward():
+            self._abandon()
             return False
         Background.running = None
         self._watched.clear()
@@ -94,11 +98,25 @@ class Interval:
         self._curve = curve_of(*self._allocations.stop(), self._device.type, by=self)
         return True
 
+    def _abandon(self) -> None:
+        """Has it end as soon as it can."""
+        if not self.is_abandoned:
+            self.is_abandoned = True
+            gc.callbacks.append(_end_abandoned)
+
 
 def _mark_end(storage: WeakStorage, freed: Freed, _: object) -> None:
     """Marks this moment, unless another tensor holds the memory of the one that goes."""
     if storage.holders() <= 1:
         Allocations.mark(freed)
+
+
+def _end_abandoned(phase: str, info: object) -> None:
+    """Ends an interval that was abandoned, after a collection of garbage."""
+    running = Background.running
+    waits = running is not None and running.is_abandoned
+    if phase == "stop" and (running is None or not waits or running.close()):
+        gc.callbacks.remove(_end_abandoned)
 
 
 @atexit.register
@@ -111,5 +129,8 @@ def may_measure(device: torch.device) -> bool:
     """Returns whether an interval could start now, on this thread."""
     if device.type == "cuda":
         return True
-    on_main = threading.current_thread() is threading.main_thread()
-    return on_main and Background.running is None and may_begin()
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if Background.running is not None and Background.running.is_abandoned:
+        Background.interrupt()
+    return Background.running is None and may_begin()

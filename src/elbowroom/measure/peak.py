@@ -22,7 +22,7 @@ from itertools import accumulate
 import torch
 
 from elbowroom._checks import check_device
-from elbowroom.measure.allocations import Allocations, Change, Freed, Mark, is_busy
+from elbowroom.measure.allocations import Allocations, Change, Freed, Mark, is_busy, is_in_backward
 from elbowroom.measure.background import Background
 
 
@@ -65,7 +65,8 @@ def peak(step: Callable[[], object], *, device: torch.device | str | None = None
     `device=None` is the current CUDA device if CUDA is in use in this process, else the CPU. There
     it is what this thread, and the backward that it calls, allocate: not what threads do that the
     step starts. Raises PlanError for a device that this machine does not have, and RuntimeError
-    where a profiler runs already, as in another `peak`, or where the step starts one.
+    where a profiler runs already, as in another `peak`, inside a backward, or where the step starts
+    one.
 
     >>> peak(lambda: torch.zeros(1000, dtype=torch.uint8))
     1000
@@ -86,6 +87,11 @@ def memory_curve(
 ) -> MemoryCurve:
     """Every change of the allocated bytes on one device while `step()` runs, with its time."""
     device = pick_device(device)
+    if is_in_backward():
+        raise RuntimeError(
+            "a peak cannot be measured inside a backward, which puts back the profiler that ran "
+            "when it began; measure the whole step"
+        )
     Background.interrupt()
     if is_busy():
         raise RuntimeError(

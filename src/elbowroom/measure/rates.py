@@ -7,9 +7,11 @@ launch of a kernel, the handle) is measured between other work, as in a step: a 
 tensor has its code and data in the nearest caches and takes a fourth to a tenth of that.
 
 What nearly every plan needs (bits, small integers; dither, if codes may be lossy) before a training
-begins; any other setting of a codec when a plan asks for it, on less, so that no fit begins later
-and no kernel is compiled that no plan weighs. On a tensor of 4 MiB, the best of a few runs; a
-planner that takes a neighbour's noise for the speed of a codec plans for the noise.
+begins; any other setting of a codec when a plan asks for it, so that no fit begins later and no
+kernel is compiled that no plan weighs. That is in the middle of a step, whose memory is counted: so
+on less, and beside a part of the other work; what all of it costs a mask more is added. On a tensor
+of 4 MiB, the best of a few runs; a planner that takes a neighbour's noise for the speed of a codec
+plans for the noise.
 """
 
 import threading
@@ -36,22 +38,26 @@ _ELEMENTS = 1 << 20
 _SMALL = 1 << 14  # elements of the tensor that the fixed part is measured with
 _RUNS = 5
 _OTHER_WORK = 1 << 22  # elements that are copied between two runs: most of what caches hold
-
-
-_FEWER = 1 << 18  # elements, on a CPU, of what is measured in the middle of a training
+_FEWER = 1 << 18  # elements of either in the middle of a training
 _EXACT = (BitMask(), Narrow())
 
 
 class Rates(dict[str, float]):
     """Bytes a second, by name. What is missing is measured when it is asked for, if it can be.
 
-    fixed_s  seconds that each tensor takes besides, by name
+    fixed_s    seconds that each tensor takes besides, by name
+    missing_s  seconds that encoding and decoding a small tensor take longer between all of the
+               other work than between a part of it
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
         self.fixed_s: dict[str, float] = {}
+        whole_s = _between_other_work(_EXACT[0], device, _OTHER_WORK)
+        part_s = _between_other_work(_EXACT[0], device, _FEWER)
+        both = zip(whole_s, part_s, strict=True)
+        self.missing_s = [max(whole - part, 0.0) for whole, part in both]
 
     def __missing__(self, name: str) -> float:
         verb, _, setting = name.partition(" ")
@@ -61,20 +67,24 @@ class Rates(dict[str, float]):
             codec = setting_named(setting)
         except (CodecError, ValueError) as error:
             raise KeyError(name) from error
-        elements = _FEWER if self.device.type == "cpu" else _ELEMENTS
-        self.measure(codec, elements)
+        self.measure(codec, in_training=True)
         return self[name]
 
-    def measure(self, codec: Codec, elements: int) -> None:
+    def measure(self, codec: Codec, *, in_training: bool = False) -> None:
         """Measures both rates of one setting, and the fixed part of its class if it is not known.
 
         All settings of a class run the same code but for the innermost loop.
         """
-        self.update(_rated(codec, self.device, elements))
+        fewer = in_training and self.device.type == "cpu"
+        self.update(_rated(codec, self.device, _FEWER if fewer else _ELEMENTS))
         names = [rate_name(verb, codec) for verb in ("encode", "decode")]
         known = [fixed_name(verb, codec) for verb in ("encode", "decode")]
         if known[0] not in self.fixed_s:
-            small_s = _between_other_work(codec, self.device)
+            small_s = _between_other_work(
+                codec, self.device, _FEWER if in_training else _OTHER_WORK
+            )
+            if in_training:
+                small_s = [each + more for each, more in zip(small_s, self.missing_s, strict=True)]
             for name, fixed, seconds in zip(names, known, small_s, strict=True):
                 nbytes = _sample(codec, self.device, _SMALL)[0].nbytes
                 self.fixed_s[fixed] = max(seconds - nbytes / self[name], 0.0)
@@ -88,7 +98,7 @@ def rates(device_type: str, *, lossy: bool = True) -> Rates:
     found = _begun(device_type)
     for codec in Dither.settings() if lossy else ():
         if rate_name("encode", codec) not in found:
-            found.measure(codec, _ELEMENTS)
+            found.measure(codec)
     if lossy and ROWS not in found:
         found[ROWS] = _rate_of_rows(found.device)
         if found.device.type == "cpu":
@@ -115,7 +125,7 @@ def _begun(device_type: str) -> Rates:
     device = torch.device(device_type)
     found = Rates(device)
     for codec in _EXACT:
-        found.measure(codec, _ELEMENTS)
+        found.measure(codec)
     found.update(_links(device))
     return found
 
@@ -140,13 +150,16 @@ def _rated(codec: Codec, device: torch.device, elements: int) -> dict[str, float
     }
 
 
-def _between_other_work(codec: Codec, device: torch.device) -> list[float]:
-    """Seconds to hold a small tensor and to give it back, in the middle of other work."""
+def _between_other_work(codec: Codec, device: torch.device, elements: int) -> list[float]:
+    """Seconds to hold a small tensor and to give it back, in the middle of other work.
+
+    elements  that are copied between two runs
+    """
     with unset_fake_temporarily(), torch.no_grad():
         x, facts = _sample(codec, device, _SMALL)
         action = Encode(codec, facts)
         held = perform(action, x, Need.EXACT, None, 1)
-        work = torch.zeros(2, _OTHER_WORK, device=device)
+        work = torch.zeros(2, elements, device=device)
         ways: list[Callable[[], object]] = [
             partial(perform, action, x, Need.EXACT, None, 1),
             partial(held.restore, private=True),
