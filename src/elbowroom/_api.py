@@ -32,6 +32,7 @@ from elbowroom.errors import PlanError, UnknownField
 from elbowroom.fitting import FitOptions, Fitting, Summary, check_alone, repeat
 from elbowroom.fitting import summary as summary_of
 from elbowroom.fitting.compiled import CompiledFitting, CompileSettings, compile_settings
+from elbowroom.fitting.loss import cover, losses_of, uncover
 from elbowroom.measure.dry import dry_run as run_dry
 from elbowroom.measure.memory import budget_nbytes
 from elbowroom.measure.record import record
@@ -405,6 +406,7 @@ def fit(
     min_nbytes: int = 65536,
     worst: Any = None,
     plan: Plan | None = None,
+    loss: nn.Module | Iterable[nn.Module] | None = None,
     compile: bool = False,
     codecs: Sequence[str | Codec] | None = None,
     solver: str = "auto",
@@ -419,8 +421,8 @@ def fit(
     inside a `saving` context. It starts at the safest setting, writes a step down, and from then on
     follows a plan, whose peak is measured and, if need be, corrected (`elbowroom.fitting.session`).
     Forwards of another kind (shapes, flags, modes) get plans of their own, as they come. A loss
-    computed outside of `model` is not covered. A first forward that would need more than the budget
-    is run up to three times, with RNG and buffers put back.
+    that is computed outside of `model` is covered if it is given (`loss`). A first forward that
+    would need more than the budget is run up to three times, with RNG and buffers put back.
 
     budget      bytes, as an int or 6e9; "6 GiB", where "6 GB" is 6 * 10**9; or a share of the
                 memory of the model's device: 0.8, "0.8" or "80%". That is all of a GPU's memory;
@@ -445,6 +447,9 @@ def fit(
     plan        what the first step follows, in place of learning: `er.plan(...)`,
                 `er.Plan.load(path)`, or `er.largest_batch(...).plan`. Its step is measured; if it
                 does not fit, or saves what the plan does not know, another is made
+    loss        module that the program calls on the model's output, such as nn.CrossEntropyLoss(),
+                or several: what it saves is part of the plan. It has no parameters that are trained
+                (a model may hold such a loss); on a CPU, those that it has are not counted
     compile     True: forwards run through torch.compile, which saves what the budget has room for
                 (`elbowroom.fitting.compiled`). A model that torch.compile has compiled with
                 Inductor is treated so without it, unless worst, plan, offload, codecs or solver
@@ -485,10 +490,16 @@ def fit(
     if plan is not None and worst is not None:
         raise PlanError("plan= and worst= both say what to begin with; give one of them")
     check_flag("compile", compile)
+    losses = losses_of(loss, model)
     release(model)
     how = compile_settings(model) or (CompileSettings() if compile else None)
     is_plain = all(one is None for one in (worst, plan, offload, codecs))
     if how is not None and is_plain and solver == "auto":
+        if losses:
+            raise PlanError(
+                "loss= belongs to the eager engine; compile one module that calls the model and "
+                "the loss, and leave loss= out"
+            )
         attach(model, CompiledFitting(model, options, optimizer, how))
         return model
     if compile:
@@ -500,6 +511,8 @@ def fit(
     fitting = Fitting(model, options, optimizer, given)
     if worst is not None:
         fitting.prepare(model, args, kwargs)
+    for one in losses:
+        cover(one, fitting)
     attach(model, fitting)
     return model
 
@@ -740,4 +753,6 @@ def release(model: M) -> M:
     fitting = detach(model)
     if isinstance(fitting, Fitting | CompiledFitting):
         fitting.close()
+    if isinstance(fitting, Fitting):
+        uncover(fitting)
     return model

@@ -12,6 +12,16 @@ ROWS, CLASSES = 300, 200
 OURS = "_NegativeLogLikelihoodBackward"
 
 
+def test_wrong_shapes_are_torchs_own_errors() -> None:
+    x = torch.randn(512, 300, requires_grad=True)
+    for y, weight in ((torch.arange(5), None), (torch.arange(512) % 300, torch.ones(5))):
+        with pytest.raises((ValueError, RuntimeError)) as torchs:
+            F.cross_entropy(x, y, weight)
+        with er.saving(), pytest.raises(torchs.type) as ours:
+            F.cross_entropy(x, y, weight)
+        assert str(ours.value) == str(torchs.value)
+
+
 def data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, 16, generator=generator, dtype=dtype)

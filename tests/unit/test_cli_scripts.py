@@ -129,6 +129,22 @@ for step in range(8):
         optimizer.zero_grad()
     print(step)
 """
+OUTSIDE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(1000, 32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1000))
+criterion = nn.CrossEntropyLoss()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x, y = torch.randint(0, 1000, (2, 512))
+for _ in range(8):
+    optimizer.zero_grad()
+    loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
 BY_HAND = """
 import torch
 from torch import nn
@@ -158,6 +174,7 @@ def with_scripts(folder):
         "by_hand": BY_HAND,
         "unseen": UNSEEN,
         "adds_up": ADDS_UP,
+        "outside": OUTSIDE,
     }.items():
         (folder / "sub" / f"{name}.py").write_text(text)
     return folder
@@ -330,6 +347,18 @@ def test_models_that_train_in_turns_share_the_budget_and_keep_their_bits(folder)
     assert [one["model"] for one in told["models"]] == ["Generator", "Discriminator"]
     assert all(one["last_nbytes"] <= 13 * 2**20 for one in told["models"])
     assert any(one["last_setting"] != "keep" for one in told["models"]), "there was room for all"
+
+
+def test_a_loss_outside_of_the_model_is_found_and_planned(folder):
+    """The logits are nearly all that the step holds: 6.3 MiB in plain training."""
+    plain = python(folder, "sub/outside.py")
+    assert plain.returncode == 0, plain.stderr
+    report = folder / "r.json"
+    options = ["--budget", "5MiB", "--exact", "--report", report]
+    ran = elbowroom(folder, "run", *options, "sub/outside.py")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == plain.stdout
+    assert json.loads(report.read_text())["last_nbytes"] <= 5 * 2**20
 
 
 def test_a_plan_is_for_one_model(folder, profiled):

@@ -40,6 +40,7 @@ from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.files import write_text
 from elbowroom.fitting import FitOptions, Fitting, Summary, summary
 from elbowroom.fitting.compiled import CompiledFitting
+from elbowroom.fitting.loss import cover, may_be_loss
 from elbowroom.fitting.program import CompiledProgram
 from elbowroom.measure.memory import budget_nbytes
 from elbowroom.plan.plan import Plan, check_plan
@@ -186,10 +187,11 @@ class _Run:
     def __init__(
         self, budget: int | str, exact: bool, offload: str | None, plan: Plan | None
     ) -> None:
-        self.discovery = Discovery(self._fit, self._count, self._unmet)
+        self.discovery = Discovery(self._fit, self._count, self._unmet, self._cover)
         self._budget, self._plan = budget, plan
         self._exact, self._offload = exact or None, offload
         self._models: list[_Model] = []
+        self._losses: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._program: CompiledProgram | None = None
 
     def of(self, script: Path, arguments: list[str], *, is_module: bool = False) -> int:
@@ -286,6 +288,18 @@ class _Run:
         for optimizer in optimizers:
             fitting.owned.add(optimizer)
         self._models.append(_Model(name, fitting, weakref.ref(model)))
+        for loss in list(self._losses):
+            self._cover(loss)
+
+    def _cover(self, loss: nn.Module) -> bool:
+        """Has a loss outside of the models belong to their steps; returns whether it does."""
+        fittings = [one.fitting for one in self._models if isinstance(one.fitting, Fitting)]
+        if self._plan is not None or not fittings or not may_be_loss(loss):
+            return False
+        self._losses.add(loss)
+        for fitting in fittings:
+            cover(loss, fitting)
+        return True
 
     def _check_others(self, name: str, called: nn.Module) -> None:
         """Raises PlanError where another model cannot stand beside those that there are."""

@@ -112,8 +112,9 @@ def warn_unexpected(options: FitOptions, plan: Plan | None) -> None:
     """Warns of a forward that was not planned for: this step may need more than the budget."""
     needs = "more than the budget" if plan is None else show_nbytes(plan.peak)
     _log.warning(
-        "budget %s: this step runs its model once more before backward, which was not planned for, "
-        "and may need %s; from the next one on all its forwards are planned as one",
+        "budget %s: this step runs its model, or its loss, once more before backward, which was "
+        "not planned for, and may need %s; from the next one on all of its forwards are planned "
+        "as one",
         show_nbytes(options.budget_nbytes),
         needs,
     )

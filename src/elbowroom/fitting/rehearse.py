@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -57,11 +58,12 @@ def rehearsed(
     recording = Recording.start(owned.tensors(), owned.device)
     if recording is None:
         return None
+    since = 0 if after is None else torch._C._autograd._get_sequence_nr()
     try:
         with FittedSaving(fit, recording.recorder, counts=True, after=after) as saving:
             out = [x for x in tree_leaves(forward()) if isinstance(x, Tensor) and x.requires_grad]
             saving.drop_everything()
-            graph = graph_of(out, recording.recorder)
+            graph = graph_of(out, recording.recorder, since)
         loss_nbytes, out_nbytes = _loss_nbytes(out), storage_nbytes(out)
         del out
         seen = recording.finish()

@@ -21,6 +21,7 @@ refused counts to its end without holding anything, or to a backward of its own.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -52,11 +53,17 @@ from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.undo import Undo
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
+_forwards = count(1)  # of all models that are fitted
 _MOST_REPEATED = 16  # forwards that are known, until what stands is looked after again
 
 
 class Fitting(MeasuredSteps):
-    """The controller of one fitted model. It runs every forward."""
+    """The controller of one fitted model. It runs every forward.
+
+    ran_at  number of its last forward, in the order of those of all models; 0: none yet
+    """
+
+    ran_at = 0
 
     def __init__(
         self,
@@ -108,13 +115,40 @@ class Fitting(MeasuredSteps):
 
         After an error that says there is no memory, plans with less.
         """
+        self.ran_at = next(_forwards)
+        return self._run_together(self._run_alone, model, forward, args, kwargs)
+
+    @property
+    def may_go_on(self) -> bool:
+        """True while what the last forward has saved waits for its backward."""
+        last = self._last
+        return last is not None and last.waits and self.planning.calls.may_go_on
+
+    def run_more(
+        self,
+        loss: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs forward(), which is loss(*args, **kwargs), as one more forward of the step."""
+        return self._run_together(self._run_loss, loss, forward, args, kwargs)
+
+    def _run_together(
+        self,
+        run: Callable[..., Any],
+        model: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         groups = self._together.groups_of(model)
         if not groups:
-            return self._run_alone(model, forward, args, kwargs)
+            return run(model, forward, args, kwargs)
         try:
             return self._together.run(
                 groups,
-                lambda noted: self._run_alone(model, noted, args, kwargs),
+                lambda noted: run(model, noted, args, kwargs),
                 model,
                 forward,
                 (args, kwargs),
@@ -134,8 +168,8 @@ class Fitting(MeasuredSteps):
         last, known = self._last, self._parameters
         signature = signature_of(model, args, kwargs, known)
         given = args, kwargs
-        goes_on = last is not None and last.waits and self.planning.calls.may_go_on
-        try:
+        goes_on = self.may_go_on
+        with self._failures():
             if known is not None and not goes_on and self._repeats(signature):
                 script = self.planning.repeat()
                 if script is not None:
@@ -144,6 +178,25 @@ class Fitting(MeasuredSteps):
             if last is not None and goes_on:
                 return self._go_on(model, forward, signature, last, given)
             return self._step_with(model, forward, signature, given)
+
+    def _run_loss(
+        self,
+        loss: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        last = self._last
+        assert last is not None
+        signature = signature_of(loss, args, kwargs)
+        with self._failures():
+            return self._go_on(loss, forward, signature, last, (args, kwargs))
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Says what a refusal leaves out, and learns from an error that says there is no memory."""
+        try:
+            yield
         except BudgetTooSmall as error:
             add_room(error, self._beside.savings_nbytes)
             raise

@@ -24,8 +24,13 @@ _POSITIONS = {  # of inputs, in the order of an op's arguments; others come firs
 }
 
 
-def graph_of(outputs: Iterable[Tensor], recorder: StepRecorder | None = None) -> Graph:
+def graph_of(
+    outputs: Iterable[Tensor], recorder: StepRecorder | None = None, since: int = 0
+) -> Graph:
     """Returns what backward from these will run; recorder: of a forward that was written down.
+
+    since: autograd's number as that forward began; of the nodes before, only those that its own
+    give gradients to
 
     Where one of them is a single number, it is taken for the loss, and the gradient comes from it
     alone; else from all of them.
@@ -39,15 +44,36 @@ def graph_of(outputs: Iterable[Tensor], recorder: StepRecorder | None = None) ->
         fn = waiting.pop()
         if fn not in found:
             found[fn] = len(found)
+            if fn._sequence_nr() < since:
+                continue
             waiting += [to for to, _ in fn.next_functions if to is not None]
     hidden = () if recorder is None else recorder.hidden()
     ranges = sorted(one for region in hidden for one in region)
-    nodes = tuple(_node(fn, found, is_hidden=_is_in(ranges, fn._sequence_nr())) for fn in found)
+    nodes = tuple(
+        _older(fn)
+        if fn._sequence_nr() < since
+        else _node(fn, found, is_hidden=_is_in(ranges, fn._sequence_nr()))
+        for fn in found
+    )
     roots = tuple(sorted((found[fn], which) for fn, which in starts))
     last = tuple(sorted(roots, key=lambda root: nodes[root[0]].nth)[-1:])
     if recorder is None:
         return Graph(nodes, roots, last_roots=last)
     return Graph(nodes, roots, recorder.asks(), hidden, last)
+
+
+def _older(fn: Any) -> Node:
+    return Node(fn._sequence_nr(), _name_of(fn), _taken(fn), is_older=True)
+
+
+def _name_of(fn: Any) -> str:
+    name: str = fn.name()
+    return name.removeprefix("torch::autograd::")
+
+
+def _taken(fn: Any) -> tuple[int, ...]:
+    """Returns the bytes of the gradients that a node takes."""
+    return tuple(prod(one.shape) * one.dtype.itemsize for one in fn._input_metadata)
 
 
 def _is_in(ranges: list[tuple[int, int]], nth: int) -> bool:
@@ -60,8 +86,8 @@ def _node(fn: Any, found: dict[Any, int], *, is_hidden: bool) -> Node:
     leaf = getattr(fn, "variable", None)
     return Node(
         nth=fn._sequence_nr(),
-        name=fn.name().removeprefix("torch::autograd::"),
-        takes=tuple(prod(one.shape) * one.dtype.itemsize for one in fn._input_metadata),
+        name=_name_of(fn),
+        takes=_taken(fn),
         gives=tuple((-1 if to is None else found[to], nr) for to, nr in fn.next_functions),
         stays=leaf is not None and leaf.grad is None,
         workspace=getattr(fn, "workspace_nbytes", None) or _layout_nbytes(fn),

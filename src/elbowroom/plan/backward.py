@@ -54,6 +54,7 @@ class Node:
     stays   what it takes is the gradient of a leaf, which has none yet
     reads   (node, which of its tensors) of what it has saved, where somebody else's hooks hold it
     workspace  bytes that it is known to take beside gradients
+    is_older   its op ran before the forward that the graph is of, and is looked at no further
     """
 
     nth: int
@@ -63,6 +64,7 @@ class Node:
     stays: bool = False
     reads: tuple[tuple[int, int], ...] = ()
     workspace: int = 0
+    is_older: bool = False
 
     @property
     def is_leaf(self) -> bool:
@@ -88,20 +90,40 @@ class Graph:
     last_roots: tuple[tuple[int, int], ...] = ()
 
     def followed_by(self, later: "Graph") -> "Graph":
-        """Returns this graph joined with that of a forward that ran after this one."""
+        """Returns this graph joined with that of a forward that ran after this one.
+
+        What the later one has made of this one's outputs hands its gradients to them: a loss of the
+        model's outputs, say. They have come from elsewhere, then, and are roots no more.
+        """
         shift = len(self.nodes)
+        places = {-1: -1} | {at: at + shift for at in range(len(later.nodes))}
+        outputs = {
+            (self.nodes[to].name, self.nodes[to].takes): to for to, _ in reversed(self.roots)
+        }
+        for at, node in enumerate(later.nodes):
+            if node.is_older:
+                places[at] = outputs.get((node.name, node.takes), at + shift)
         moved = (
             replace(
                 node,
-                gives=tuple((to + shift if to >= 0 else -1, k) for to, k in node.gives),
-                reads=tuple((at + shift, k) for at, k in node.reads),
+                gives=tuple((places[to], k) for to, k in node.gives),
+                reads=tuple((places[to], k) for to, k in node.reads),
             )
             for node in later.nodes
         )
-        roots = tuple((to + shift, k) for to, k in later.roots)
+        read = {(places[to], k) for node in later.nodes for to, k in node.gives}
+        mine, last_of_mine = (
+            tuple(root for root in roots if root not in read)
+            for roots in (self.roots, self.last_roots)
+        )
+        roots = mine + tuple((to + shift, k) for to, k in later.roots)
         asks, hidden = self.asks + later.asks, self.hidden + later.hidden
-        last = self.last_roots + tuple((to + shift, k) for to, k in later.last_roots)
-        return Graph((*self.nodes, *moved), self.roots + roots, asks, hidden, last)
+        last = last_of_mine + tuple((to + shift, k) for to, k in later.last_roots)
+        return Graph((*self.nodes, *moved), roots, asks, hidden, last)
+
+    def begins_at(self, other: "Graph") -> bool:
+        """Returns whether gradients come into any root of another graph, which this begins with."""
+        return not other.roots or any(root in self.roots for root in other.roots)
 
 
 @dataclass(frozen=True)

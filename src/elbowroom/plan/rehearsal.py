@@ -79,11 +79,13 @@ class ForwardProfile:
 
     def followed_by(self, later: "ForwardProfile") -> "ForwardProfile":
         """Returns both forwards joined, before one backward."""
-        most, least = self.loss_nbytes
+        graph = self.graph.followed_by(later.graph)
+        # A loss that has read all of the outputs is known, and is no guess any more.
+        most, least = self.loss_nbytes if graph.begins_at(self.graph) else (0, 0)
         shift = len(self.profile.storages)
         return ForwardProfile(
             in_sequence(self.profile, later.profile),
-            self.graph.followed_by(later.graph),
+            graph,
             (most + later.loss_nbytes[0], least + later.loss_nbytes[1]),
             self.out_nbytes + later.out_nbytes,
             self.standing.union(i + shift for i in later.standing),

@@ -3,7 +3,7 @@
 A model is an outermost module that is called in training mode with gradients on, and of which an
 optimizer holds parameters; or, where a program updates them by hand, one that has gradients by now.
 So a loss without parameters, a frozen teacher, a moving average and a first call that only makes
-lazy parameters are none.
+lazy parameters are none; what might be a loss is shown apart.
 
 What cannot be seen is said before the first update: a forward method that is called by itself, a
 gradient of torch.func, and an optimizer whose gradients come from no module that was called.
@@ -39,6 +39,8 @@ class Discovery:
 
     later   called with each optimizer as it is made
     unmet   called before an optimizer's first steps, if it has gradients and no model was found
+    loss    called with each outermost module without trained parameters; returns whether it has
+            attached it
     called  what the program called: the model itself, or what torch.compile made of it
     differentiated  a sentence, if torch.func took gradients of a model
     """
@@ -48,8 +50,9 @@ class Discovery:
         found: Found,
         later: Callable[[Optimizer], None] | None = None,
         unmet: Callable[[], None] | None = None,
+        loss: Callable[[nn.Module], bool] | None = None,
     ) -> None:
-        self._found, self._later, self._unmet = found, later, unmet
+        self._found, self._later, self._unmet, self._loss = found, later, unmet, loss
         self.made_optimizers = False
         self.called: nn.Module | None = None
         self.differentiated = ""
@@ -108,7 +111,8 @@ class Discovery:
             return True
         trainable = [p for p in model.parameters() if p.requires_grad]
         if not trainable:
-            return False  # what is called inside may yet have some, kept in a plain list
+            # If it is none, what is called inside may yet have some, kept in a plain list.
+            return self._loss is not None and self._loss(model)
         if not model.training or any(is_lazy(p) for p in trainable):
             return True
         if self.optimizers_of(model) or any(gradient_of(p) is not None for p in trainable):

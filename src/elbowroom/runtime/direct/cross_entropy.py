@@ -69,9 +69,11 @@ def fits_cross_entropy(call: Call, x: Tensor) -> bool:
     on_cpu = x.device.type == "cpu" and x.dtype in (*FLOATS, torch.float64)
     if not on_cpu or x.dim() != 2 or not x.is_contiguous() or x.nbytes < _LEAST_NBYTES:
         return False
-    if not isinstance(target, Tensor) or target.dtype is not torch.int64 or target.dim() != 1:
+    if not isinstance(target, Tensor) or target.dtype is not torch.int64:
         return False
-    if weight is not None and weight.requires_grad:
+    if target.shape != x.shape[:1]:  # torch's own error says it in other words than its kernel
+        return False
+    if weight is not None and (weight.requires_grad or weight.shape != x.shape[1:]):
         return False
     old = (call.arg(3, "size_average"), call.arg(5, "reduce"))
     smooth, how = call.arg(7, "label_smoothing", 0.0), call.arg(6, "reduction", "mean")

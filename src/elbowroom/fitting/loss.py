@@ -1,0 +1,114 @@
+"""The loss of a fitted model, where it is a module of its own that the program calls on the output.
+
+    criterion = nn.CrossEntropyLoss()
+    er.fit(model, budget=..., loss=criterion)
+    loss = criterion(model(x), y)
+
+A call of it, while what the model's forward has saved waits for its backward, is one more forward
+of the same step (`calls.py`). Any other call runs plainly: one that is not of a step. Models that
+share a loss, such as both of a GAN, are told apart by whose forward was the last one.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from elbowroom.errors import PlanError
+from elbowroom.fitting.session import Fitting
+from elbowroom.runtime.attach import attach, attached, detach, opener_of
+
+
+class _LossCalls:
+    """Runs the calls of a loss, for the models that are trained by it."""
+
+    def __init__(self) -> None:
+        self.fittings: weakref.WeakSet[Fitting] = weakref.WeakSet()
+
+    def run(
+        self,
+        model: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs a call of the loss in the step of the model whose forward was the last one."""
+        if not self.fittings:  # their models have died
+            detach(model)
+        waiting = [one for one in self.fittings if one.may_go_on]
+        runs_again = torch._C._current_graph_task_id() != -1  # in backward, from a checkpoint
+        if runs_again or not waiting:
+            return forward()
+        return max(waiting, key=lambda one: one.ran_at).run_more(model, forward, args, kwargs)
+
+    def passes(self) -> None:
+        """A call without gradients saves nothing."""
+
+
+def losses_of(loss: nn.Module | Iterable[nn.Module] | None, model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that `fit` was given as the model's loss.
+
+    Raises PlanError for what is no module, the model itself or a part of it, and for modules with
+    parameters that are trained: these belong into the model.
+    """
+    if loss is None:
+        return []
+    found = [loss] if isinstance(loss, nn.Module) else loss
+    if not isinstance(found, Iterable) or isinstance(found, str):
+        raise PlanError(_no_module(loss))
+    modules = list(found)
+    for one in modules:
+        if not isinstance(one, nn.Module):
+            raise PlanError(_no_module(one))
+        if any(one is part for part in model.modules()):
+            raise PlanError(
+                "loss= takes a module that the program calls on the model's output, and this one "
+                f"({type(one).__name__}) is a part of the model. Leave loss= out: what the model "
+                "calls is covered"
+            )
+        if any(p.requires_grad for p in one.parameters()):
+            raise PlanError(
+                f"the loss {type(one).__name__} has parameters that are trained; fit one module "
+                "that holds the model and the loss, and call that"
+            )
+    return modules
+
+
+def may_be_loss(module: nn.Module) -> bool:
+    """Returns whether a module that a program calls holds no parameters, not even in a list."""
+    parts = [part for one in module.modules() for part in vars(one).values()]
+    beside = [x for part in parts for x in tree_leaves(part) if isinstance(x, nn.Module)]
+    return not beside and next(module.parameters(), None) is None
+
+
+def _no_module(given: object) -> str:
+    return (
+        f"loss= takes a torch.nn.Module, or several; got {type(given).__name__}. For a function "
+        "such as F.cross_entropy, use its module (nn.CrossEntropyLoss), or call it in a module"
+    )
+
+
+def cover(loss: nn.Module, fitting: Fitting) -> None:
+    """Has calls of the loss that follow a forward of the model belong to its step.
+
+    Raises PlanError for a loss that is fitted itself, as a model.
+    """
+    calls = opener_of(loss)
+    if calls is None:
+        calls = _LossCalls()
+        attach(loss, calls)
+    if not isinstance(calls, _LossCalls):
+        raise PlanError(f"the loss {type(loss).__name__} is a fitted model; er.release it first")
+    calls.fittings.add(fitting)
+
+
+def uncover(fitting: Fitting) -> None:
+    """Leaves the losses of a model to themselves, and to other models."""
+    for loss, calls in attached():
+        if isinstance(calls, _LossCalls):
+            calls.fittings.discard(fitting)
+            if not calls.fittings:
+                detach(loss)

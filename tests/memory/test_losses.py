@@ -1,0 +1,264 @@
+"""A loss outside of the model is part of the plan, if `er.fit` is given it."""
+
+import collections
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import elbowroom as er
+from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.runtime.attach import opener_of
+
+WORDS, WIDTH = 1000, 32
+Step = Callable[[], Tensor]
+
+
+class Model(nn.Module):
+    """An embedding and a head, so that the loss holds nearly all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.mix = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.mix(self.words(x)))
+        return out
+
+
+def made() -> tuple[Model, nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, y = torch.randint(0, WORDS, (2, 512))
+    return Model(), nn.CrossEntropyLoss(), x, y
+
+
+def training(model: nn.Module, loss: Callable[..., Tensor], x: Tensor, y: Tensor) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> Tensor:
+        found = loss(model(x), y)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return found.detach()
+
+    return step
+
+
+def weights_nbytes(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+def plain_run(steps: int) -> tuple[list[Tensor], int]:
+    """The losses of plain training, and the bytes that a step takes."""
+    model, loss, x, y = made()
+    step = training(model, loss, x, y)
+    found = [step() for _ in range(steps)]
+    return found, weights_nbytes(model) + er.peak(step)
+
+
+def test_it_holds_what_the_model_alone_does_not_with_plains_bits() -> None:
+    plain, peak = plain_run(8)
+    budget = int(0.75 * peak)
+    model, loss, x, y = made()
+    er.fit(model, budget=budget, exact=True)
+    step = training(model, loss, x, y)
+    with pytest.raises(BudgetTooSmall):
+        collections.deque((step() for _ in range(8)), maxlen=0)
+    model, loss, x, y = made()
+    er.fit(model, budget=budget, exact=True, loss=loss)
+    step = training(model, loss, x, y)
+    found: list[Tensor] = []
+    first = weights_nbytes(model) + er.peak(lambda: found.append(step()))
+    found += [step() for _ in range(7)]
+    assert all(map(torch.equal, found, plain))
+    assert first <= 1.05 * budget
+    assert weights_nbytes(model) + er.peak(step) <= budget
+
+
+def test_what_a_refusal_names_is_below_plains_need_and_holds() -> None:
+    """Gradients of the loss go to the outputs of the model, each of which counts once."""
+    _, peak = plain_run(1)
+    model, loss, x, y = made()
+    er.fit(model, budget=int(0.64 * peak), exact=True, loss=loss)
+    step = training(model, loss, x, y)
+    with pytest.raises(BudgetTooSmall) as refused:
+        collections.deque((step() for _ in range(8)), maxlen=0)
+    least = refused.value.least_nbytes
+    assert least < 0.8 * peak
+    model, loss, x, y = made()
+    er.fit(model, budget=least, exact=True, loss=loss)
+    step = training(model, loss, x, y)
+    collections.deque((step() for _ in range(8)), maxlen=0)
+    assert weights_nbytes(model) + er.peak(step) <= least
+
+
+def test_codes_hold_it_in_less() -> None:
+    plain, peak = plain_run(1)
+    model, loss, x, y = made()
+    er.fit(model, budget=int(0.8 * peak), exact=False, loss=loss)
+    step = training(model, loss, x, y)
+    found = [step() for _ in range(8)]
+    assert torch.equal(found[0], plain[0])
+    assert found[-1] < found[0]
+    assert weights_nbytes(model) + er.peak(step) <= int(0.8 * peak)
+
+
+def test_without_a_forward_that_waits_it_runs_plainly() -> None:
+    model, loss, x, y = made()
+    er.fit(model, budget="1 GiB", loss=loss)
+    free = torch.randn(4, WORDS, requires_grad=True)
+    assert torch.equal(loss(free, y[:4]), F.cross_entropy(free, y[:4]))
+    step = training(model, loss, x, y)
+    for _ in range(4):
+        step()
+        with torch.no_grad():
+            loss(model(x), y)
+        loss(free, y[:4]).backward()
+    assert er.summary(model).exact
+
+
+def test_two_models_may_share_one() -> None:
+    """A call belongs to the model whose forward was the last one: both of a GAN, say."""
+
+    def nets() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        generator = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 64))
+        return generator, nn.Sequential(nn.Linear(64, 256), nn.LeakyReLU(), nn.Linear(256, 1))
+
+    def run(budgets: tuple[int, int] | None) -> list[Tensor]:
+        generator, critic = nets()
+        loss, seen = nn.BCEWithLogitsLoss(), []
+        if budgets is not None:
+            for net, budget in zip((generator, critic), budgets, strict=True):
+                er.fit(net, budget=budget, exact=True, loss=loss)
+        updates = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (generator, critic)]
+        real, noise, ones = torch.randn(256, 64), torch.randn(256, 16), torch.ones(256, 1)
+        for _ in range(8):
+            fake = generator(noise)
+            of_critic = loss(critic(real), ones) + loss(critic(fake.detach()), 0 * ones)
+            of_critic.backward()
+            updates[1].step()
+            of_generator = loss(critic(fake), ones)
+            updates[0].zero_grad()
+            of_generator.backward()
+            updates[0].step()
+            updates[1].zero_grad()
+            seen += [of_critic.detach(), of_generator.detach()]
+        return seen
+
+    assert all(map(torch.equal, run((10 << 20, 10 << 20)), run(None)))
+
+
+def test_several_losses_of_one_model() -> None:
+    def run(*, fits: bool) -> list[Tensor]:
+        model, one, x, y = made()
+        two = nn.MSELoss()
+        if fits:
+            er.fit(model, budget="7 MiB", exact=True, loss=[one, two])
+        step = training(model, lambda out, y: one(out, y) + two(out.mean(-1), y / WORDS), x, y)
+        return [step() for _ in range(8)]
+
+    assert all(map(torch.equal, run(fits=True), run(fits=False)))
+
+
+def test_under_the_users_checkpoint_and_over_micro_batches() -> None:
+    """Backward runs a checkpointed loss again: that is no forward of the next step."""
+
+    def run(*, fits: bool) -> list[Tensor]:
+        model, loss, x, y = made()
+        if fits:
+            er.fit(model, budget="24 MiB", exact=True, loss=loss)
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(8):
+            for some in ((x[:256], y[:256]), (x[256:], y[256:])):
+                found = checkpoint(loss, model(some[0]), some[1], use_reentrant=False)
+                found.backward()
+                seen.append(found.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert all(map(torch.equal, run(fits=True), run(fits=False)))
+
+
+def test_a_release_leaves_it_to_itself() -> None:
+    model, loss, x, y = made()
+    other = Model()
+    er.fit(model, budget="1 GiB", loss=loss)
+    er.fit(other, budget="1 GiB", loss=loss)
+    training(model, loss, x, y)()
+    er.release(model)
+    assert opener_of(loss) is not None
+    training(model, loss, x, y)()
+    training(other, loss, x, y)()
+    er.release(other)
+    assert opener_of(loss) is None
+
+
+def test_it_outlives_its_model() -> None:
+    model, loss, _, y = made()
+    er.fit(model, budget="1 GiB", loss=loss)
+    del model
+    gc.collect()
+    free = torch.randn(4, WORDS, requires_grad=True)
+    loss(free, y[:4]).backward()
+    assert opener_of(loss) is None
+
+
+def test_an_error_in_it_is_the_users_and_the_training_goes_on() -> None:
+    model, loss, x, y = made()
+    er.fit(model, budget="1 GiB", loss=loss)
+    step = training(model, loss, x, y)
+    step()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="batch_size"):
+            loss(model(x), y[:5])
+        step()
+
+
+class _Trained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.scale * (x - y)).square().mean()
+
+
+MODEL = Model()
+WRONG: dict[str, tuple[Any, str]] = {
+    "a function": (F.cross_entropy, "use its module"),
+    "a name": ("cross_entropy", "got str"),
+    "one of several": ([nn.MSELoss(), F.mse_loss], "got function"),
+    "the model": (MODEL, "a part of the model"),
+    "a part": (MODEL.mix[1], "a part of the model"),
+    "a trained one": (_Trained(), "parameters that are trained"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_loss_is_refused(name: str) -> None:
+    given, words = WRONG[name]
+    with pytest.raises(PlanError, match=words):
+        er.fit(MODEL, budget="1 GiB", loss=given)
+    assert opener_of(MODEL) is None
+
+
+def test_neither_a_fitted_model_nor_a_compiled_one_has_it() -> None:
+    frozen = Model().requires_grad_(requires_grad=False)
+    er.fit(frozen, budget="1 GiB")
+    with pytest.raises(PlanError, match="fitted model"):
+        er.fit(Model(), budget="1 GiB", loss=frozen)
+    er.release(frozen)
+    loss = nn.MSELoss()
+    with pytest.raises(PlanError, match="eager engine"):
+        er.fit(Model(), budget="1 GiB", loss=loss, compile=True)
+    assert opener_of(loss) is None
