@@ -9,12 +9,22 @@ every run and every process of `pytest -n` chooses the same.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heapreplace
 from itertools import combinations
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 from zlib import crc32
 
 SHARE = 5
 FEW = 2
+
+T = TypeVar("T")
+
+
+class Some(Protocol):
+    """The fixture `some` of `conftest.py`."""
+
+    def __call__(self, values: Sequence[T], share: int = 2) -> Sequence[T]: ...
+
 
 Value = tuple[str, str]  # of a parameter: its name and its value, as text
 
@@ -37,23 +47,28 @@ def sample(cases: Iterable[Case]) -> set[str]:
 
 
 def _sample(cases: Sequence[Case]) -> list[Case]:
-    """Those of one function."""
-    left = sorted(cases, key=lambda case: crc32(case.id.encode()))
+    """Those of one function.
+
+    Next is always the case with most values, and then most pairs of values, that no chosen case
+    has. These numbers only fall as others are chosen, so they are counted again only for the case
+    that would be next by its last count.
+    """
+    ordered = sorted(cases, key=lambda case: crc32(case.id.encode()))
     chosen: list[Case] = []
     values: set[Value] = set()
     pairs: set[tuple[Value, ...]] = set()
-
-    def news(case: Case) -> tuple[int, int]:
-        """How many values and how many pairs of values no chosen case has."""
-        return len(case.values.items() - values), len(_pairs(case) - pairs)
-
+    waiting = [(-len(case.values), -len(_pairs(case)), n) for n, case in enumerate(ordered)]
+    heapify(waiting)
     most = max(FEW, -(-len(cases) // min(case.share for case in cases)))
-    while left and len(chosen) < most:
-        best = max(left, key=news)
-        left.remove(best)
-        chosen.append(best)
-        values |= best.values.items()
-        pairs |= _pairs(best)
+    while waiting and len(chosen) < most:
+        case = ordered[n := waiting[0][2]]
+        its_pairs = _pairs(case)
+        now = -len(case.values.items() - values), -len(its_pairs - pairs), n
+        if heapreplace(waiting, now) == now:
+            heappop(waiting)
+            chosen.append(case)
+            values |= case.values.items()
+            pairs |= its_pairs
     return chosen
 
 
