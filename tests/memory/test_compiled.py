@@ -70,10 +70,10 @@ def transformer(p: float = 0.0) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*blocks), torch.randn(8, 64, D)
 
 
-def convolutions() -> tuple[nn.Module, Tensor]:
+def convolutions(depth: int = 4) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for i in range(4):
+    for i in range(depth):
         layers += [nn.Conv2d(8 if i else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
     return nn.Sequential(*layers), torch.randn(8, 3, 16, 16)
 
@@ -507,13 +507,18 @@ def test_attention_takes_tiles_of_scores_for_each_thread() -> None:
 @needs_a_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "net", [pytest.param("transformer", marks=pytest.mark.whole), "convolutions"]
+    "make",
+    [
+        pytest.param(transformer, marks=pytest.mark.whole, id="transformer"),
+        pytest.param(convolutions, marks=pytest.mark.whole, id="convolutions"),
+        pytest.param(lambda: convolutions(3), id="three convolutions"),
+    ],
 )
 def test_inductor_keeps_to_the_predicted_peak_and_gives_the_bits_of_plain_compile(
-    net: str, tmp_path, monkeypatch
+    make, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    make = with_loss(NETS[net])
+    make = with_loss(make)
     plain = decide(make, None)
     inputs = plain.inputs_nbytes
     room = int(0.7 * plain.peak_nbytes)
