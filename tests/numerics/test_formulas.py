@@ -162,7 +162,7 @@ def samples():
     # Here, so that only a process that runs these tests pays for the import.
     from torch.testing._internal import common_utils
 
-    # Its references of signal processing, which nothing here calls, and the copies that each sampler
+    # References of signal processing, which nothing here calls, and the copies that each sampler
     # makes of all its settings take nine tenths of the import.
     with mock.patch.object(common_utils, "TEST_SCIPY", False):
         from torch.testing._internal.opinfo import core
