@@ -64,9 +64,9 @@ class Attention(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(x.shape))
 
 
-def transformer(p: float = 0.0) -> tuple[nn.Module, Tensor]:
+def transformer(p: float = 0.0, depth: int = 6) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    blocks = [Attention() if i % 2 else Block(p) for i in range(6)]
+    blocks = [Attention() if i % 2 else Block(p) for i in range(depth)]
     return nn.Sequential(*blocks), torch.randn(8, 64, D)
 
 
@@ -80,7 +80,7 @@ def convolutions() -> tuple[nn.Module, Tensor]:
 
 NETS = {
     "transformer": transformer,
-    "transformer with dropout": lambda: transformer(0.1),
+    "transformer with dropout": lambda: transformer(0.1, depth=4),
     "convolutions": convolutions,
 }
 
