@@ -4,7 +4,8 @@ A case with the mark `sampled` belongs to the matrix of its test function. Of a 
 few, all run; of any other one in `SHARE`, or in as many as its mark says (`sampled(2)`), chosen so
 that as many values of its parameters as possible occur: first each kernel, dtype and geometry once,
 then pairs of them. Which cases those are depends on the ids alone (ties go by their CRC-32), so
-every run and every process of `pytest -n` chooses the same.
+every run and every process of `pytest -n` chooses the same. A parameter that is a dataclass counts
+by its fields. A loop inside a test takes a part of its values by the fixture `some`.
 """
 
 from collections import defaultdict
