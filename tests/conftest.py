@@ -11,7 +11,8 @@ import gc
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ import torch
 
 from elbowroom.measure.allocations import Allocations, is_busy
 from elbowroom.measure.background import Background
-from sampling import Case, sample
+from sampling import Case, Some, sample
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 collect_ignore = ["contract/sharding.py", "golden/make.py", "memory/capped.py"]  # no tests
+MANY = 100_000  # objects, of which each full collection takes 10 ms
 WHOLE = Path(__file__).with_name("whole-matrix.json")
 _left_out = pytest.StashKey[tuple[int, int]]()  # cases, and of how many
 
@@ -49,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     cases = [_case(item) for item in items if item.get_closest_marker("sampled")]
     whole = [item.nodeid for item in items if item.get_closest_marker("whole")]
-    if config.getoption("--all") or any("::" in argument for argument in config.args):
+    if _all_wanted(config):
         return
     left_out = ({case.id for case in cases} - sample(cases)) | set(whole)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
@@ -71,10 +73,16 @@ def measurements_end() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what was collected here.
+    """Spare the garbage collector what was collected here."""
+    _spare_the_collector()
 
-    It is nearly a million objects, none of them garbage, and `er.measure` and a good part of the
-    tests look through all objects that the collector knows: 0.4 s each time.
+
+def _spare_the_collector() -> None:
+    """Let it look no more at what is there now.
+
+    It is nearly a million objects after collection, and as many again as compilers are loaded. None
+    of them is garbage, and `er.measure` and a good part of the tests look through all objects that
+    the collector knows: 0.4 s each time.
     """
     gc.collect()
     gc.freeze()
@@ -82,9 +90,31 @@ def pytest_collection_finish() -> None:
 
 def _case(item: pytest.Item) -> Case:
     assert isinstance(item, pytest.Function)
-    values = {name: repr(value) for name, value in item.callspec.params.items()}
+    values = dict(_values(item.callspec.params))
     marks = [mark.args[0] for mark in item.iter_markers("sampled") if mark.args]
     return Case(item.nodeid, item.nodeid.partition("[")[0], values, *marks[:1])
+
+
+def _all_wanted(config: pytest.Config) -> bool:
+    """Whether no case is left out: so it was asked, or a test was named."""
+    return config.getoption("--all") or any("::" in argument for argument in config.args)
+
+
+@pytest.fixture
+def some(request: pytest.FixtureRequest) -> Some:
+    """Of the values of a loop in a test, one in `share`; all of them with `--all`."""
+    wanted = _all_wanted(request.config)
+    return lambda values, share=2: values if wanted else values[::share]
+
+
+def _values(params: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """The names and values of parameters; of a dataclass, those of each field."""
+    for name, value in params.items():
+        if is_dataclass(value) and not isinstance(value, type):
+            fields = {f"{name}.{field}": each for field, each in vars(value).items()}
+            yield from ((field, repr(each)) for field, each in fields.items())
+        else:
+            yield name, repr(value)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -217,3 +247,5 @@ def nothing_stays_fitted() -> Iterator[None]:
 
     for model, _ in attached():
         er.release(model)
+    if len(gc.get_objects()) > MANY:
+        _spare_the_collector()

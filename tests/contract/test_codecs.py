@@ -186,8 +186,11 @@ GEOMETRIES: dict[str, Callable[[Fill], Tensor]] = {
 }
 
 
-def cases(wanted: Callable[[Case], bool]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", [case for case in ready() if wanted(case)], ids=str)
+def cases(wanted: Callable[[Case], bool], share: int = 3) -> pytest.MarkDecorator:
+    """Those that are wanted, of which one in `share` runs each time, each setting among them."""
+    sampled = pytest.mark.sampled(share)
+    chosen = [pytest.param(case, marks=sampled) for case in ready() if wanted(case)]
+    return pytest.mark.parametrize("case", chosen, ids=str)
 
 
 CASES = cases(lambda case: True)
@@ -554,8 +557,10 @@ def test_a_seed_decides_every_bit(case):
 
 # A threaded loop takes several seconds to compile: a sample runs each time.
 # The threaded loops of 16-bit floats take 10 to 20 s each to compile, and differ in a load alone.
-@pytest.mark.sampled
-@cases(lambda case: case.dtype not in (torch.bfloat16, torch.float16) or case.codec.id == "group")
+@cases(
+    lambda case: case.dtype not in (torch.bfloat16, torch.float16) or case.codec.id == "group",
+    share=5,
+)
 def test_the_number_of_threads_changes_no_bit(case):
     x = case.values(3 * 16 * TILE + 77)  # a thread takes 16 tiles at a time
     one = case.encode(x, seed=1)

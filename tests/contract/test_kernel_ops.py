@@ -393,6 +393,7 @@ worker.join()
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layer", ["default", "workqueue"])
 @pytest.mark.parametrize(
     "scene", [FORK, THREADS, FORK_WHILE_LAUNCHING], ids=["fork", "threads", "fork while launching"]

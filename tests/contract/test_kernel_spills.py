@@ -36,9 +36,9 @@ def channels(mapped: bool) -> tuple[object, ...]:
 class Op:
     """One kind of payload: how it is made, made in given memory, and read."""
 
-    def __init__(self, kind: str, dtype: torch.dtype, *, mapped: bool) -> None:
+    def __init__(self, kind: str, dtype: torch.dtype, *, mapped: bool, n: int = N) -> None:
         self.kind, self.dtype, self.by = kind, dtype, channels(mapped)
-        self.x = values(dtype)
+        self.x = values(dtype)[-n:]
         if kind == "nonzero":
             self.settings: tuple[object, ...] = 3, 32
             codec = Dither(levels=3, group_size=32)
@@ -53,7 +53,7 @@ class Op:
             codec = Comet()
             self.most_of_tile = layout.TILE * dtype.itemsize
         facts = Facts(has_zeros=kind == "nonzero")
-        sizes = (codec._layout(n, dtype, facts) for n in (N, layout.TILE))
+        sizes = (codec._layout(n, dtype, facts) for n in (n, layout.TILE))
         self.most, of_tile = (next(e for e in every if e.at_most).nbytes for every in sizes)
         assert of_tile == self.most_of_tile  # what codecs reserve is what kernels reckon with
 
@@ -89,7 +89,7 @@ class Op:
         return tuple(made), spill, used
 
     def read(self, where: object, stored: tuple[Tensor, ...], spill: Tensor | None) -> Tensor:
-        out = torch.empty(N, dtype=self.dtype)
+        out = torch.empty_like(self.x)
         if self.kind == "nonzero":
             by = (*self.by, None) if self.by else (None, None, 1, None)
             where.nonzero_dequantize(*stored, SEED, *self.settings, out, *by, 0, spill)
@@ -127,7 +127,9 @@ SHARES = (0.0, 0.3, 0.7, 1.0, 1.1)
 def test_what_does_not_fit_is_in_the_spill(backend, kind, turn):
     read, make = backend
     share, dtype = SHARES[turn], DTYPES[turn % 3]  # of the payload that fits
-    op = Op(kind, dtype, mapped=turn in (1, 2) and not kind.startswith("comet"))
+    # Predicting takes Triton's interpreter 6 s for a tile: of the second there are a few elements.
+    n = layout.TILE + 64 if make is not reference and kind == "comet, predicted" else N
+    op = Op(kind, dtype, mapped=turn in (1, 2) and not kind.startswith("comet"), n=n)
     exact = op.exact(reference)
     expected = op.read(reference, exact, None)
     size = len(exact[op.place])

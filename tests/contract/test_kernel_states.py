@@ -102,6 +102,7 @@ def test_every_backend_equals_the_reference(
 SHAPES = [(40, 32), (1, 32), (0, 7), (3, 150), (1, 1), (64, 129), (700, 130), (2, 5000), (1, 32)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("rule", "first", "second"), KINDS)
 @pytest.mark.parametrize(("dtype", "weights"), WEIGHTS)
 @pytest.mark.parametrize("backend", [numba, triton], ids=["numba", "triton"])

@@ -59,6 +59,7 @@ ASKS = {
 }
 
 
+@pytest.mark.sampled(2)
 @every
 @pytest.mark.parametrize("released", [False, True], ids=["ordinary", "released"])
 @pytest.mark.parametrize("ask", ASKS)

@@ -265,6 +265,7 @@ def test_groups_have_states_of_their_own():
     assert torch.equal(net[2].weight, before)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "train step"])
 @pytest.mark.parametrize("released", [False, True], ids=["ordinary", "released"])
 @pytest.mark.parametrize(("cls", "state"), [(AdamW, "fp32"), (AdamW, "int8"), (SGD, "int8")])

@@ -128,6 +128,7 @@ def test_by_hand(policy, net):
         assert PROCESS.capacities._known or policy not in OF_NO_FIXED_SIZE
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("net", ["convolutions", "attention"])
 @pytest.mark.parametrize("policy", ["exact", "lean", "dither", "group", "division"])
 def test_a_settled_step_gives_kernels_the_same_numbers(policy, net):
@@ -171,6 +172,7 @@ def budget_of(model: nn.Module, x: Tensor, kind: str) -> dict[str, Any]:
     return {"budget": int(share * plain_peak(profile)), "exact": exact, "min_nbytes": 0}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("optimizer", ["ours", "torch's"])
@@ -209,6 +211,7 @@ def profilers(monkeypatch):
     return started
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_settled_fit_starts_no_profiler(net, budget, profilers):

@@ -29,6 +29,7 @@ from elbowroom.plan.solve.milp import GAP
 from elbowroom.plan.solve.model import Model
 from elbowroom.plan.solve.partial import PartialSolution
 from elbowroom.plan.solve.rounding import NEAR
+from sampling import Some
 
 PROVING = tuple(name for name in SOLVERS if name not in BASELINES)
 FORWARD, MOMENTS = 5, 12
@@ -246,12 +247,13 @@ def looked_through(seed: int, less: int) -> tuple[Problem, Limits, Choice | None
     return problem, limits, *best(problem, limits)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("solver", PROVING)
 @pytest.mark.parametrize("less", [0, MB])
-def test_against_all_choices(solver: str, less: int) -> None:
+def test_against_all_choices(solver: str, less: int, some: Some) -> None:
     """It fits if anything does, is within its gap then, and has the least peak else."""
     gaps = {"auto": NEAR, "milp": GAP}
-    for seed in range(200):
+    for seed in some(range(200)):
         problem, limits, cheapest, least = looked_through(seed, less)
         found = solved(problem, limits, solver)
         assert found.feasible == (cheapest is not None), seed
@@ -371,9 +373,9 @@ def test_hostile_problems(
     assert (found.feasible, found.peak) == (feasible, peak_nbytes)
 
 
-def test_the_linear_model_says_of_every_choice_what_problem_says() -> None:
+def test_the_linear_model_says_of_every_choice_what_problem_says(some: Some) -> None:
     """Whether it may be made, whether it fits, what it costs."""
-    for seed in range(40):
+    for seed in some(range(40), share=3):
         problem, limits = binding_case(seed)
         if seed % 2:  # so that no row hides behind those of the levels
             limits = replace(limits, budget=100 * MB)

@@ -79,6 +79,7 @@ def gradients(name: str, shapes, layouts, of_grad: str, dtype, multiply=torch.mu
     return [out.detach(), a.grad, b.grad, *seen]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("of_grad", LAYOUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())

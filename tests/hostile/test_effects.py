@@ -249,6 +249,7 @@ def assert_same(ours, expected):
             assert torch.equal(x, y)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.85, 0.7])
 @pytest.mark.parametrize("name", NETS)
 def test_what_a_block_does_besides_is_done_once(name, share):
@@ -358,6 +359,7 @@ HOOKS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.85, 0.7])
 @pytest.mark.parametrize("register", HOOKS)
 def test_hooks_collect_each_output_once(register, share):
@@ -399,6 +401,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.85, 0.7])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_model_is_handed_is_handed_to_it_once(name, share):

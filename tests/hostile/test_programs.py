@@ -19,9 +19,9 @@ LOSSLESS = Lossy(er.codec("sparse_lossless"))
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_exact_modes_agree_with_plain_autograd(block):
-    refused = 0
-    for seed in range(60 * block, 60 * (block + 1)):
+def test_exact_modes_agree_with_plain_autograd(block, some):
+    refused, seeds = 0, some(range(60 * block, 60 * (block + 1)))
+    for seed in seeds:
         try:
             plain = gradients(seed, contextlib.nullcontext())
         except RuntimeError as error:
@@ -38,4 +38,4 @@ def test_exact_modes_agree_with_plain_autograd(block):
         assert [name for name, got in results.items() if not same(got, plain)] == [], (
             f"program {seed}"
         )
-    assert refused < 30
+    assert refused < len(seeds) / 2

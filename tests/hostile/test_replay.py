@@ -81,9 +81,10 @@ def grads(
 
 
 @pytest.mark.parametrize("block", range(3))
-def test_programs_that_change_give_the_bits_of_plain_autograd(block):
+def test_programs_that_change_give_the_bits_of_plain_autograd(block, some):
     followed = strayed = 0
-    for seed in range(50 * block, 50 * (block + 1)):
+    seeds = some(range(50 * block, 50 * (block + 1)), share=3)
+    for seed in seeds:
         model = Model()
         if seed % 2:
             model.weights = [nn.Parameter(w.detach()) for w in model.weights]
@@ -113,8 +114,8 @@ def test_programs_that_change_give_the_bits_of_plain_autograd(block):
                 assert same(got, plain), f"program {seed}, {name}, step {step}"
                 followed += not replay.strayed
                 strayed += replay.strayed
-    assert followed > 100
-    assert strayed > 100
+    assert followed > 2 * len(seeds)
+    assert strayed > 2 * len(seeds)
 
 
 class Chooses(nn.Module):

@@ -966,6 +966,7 @@ def hard_grad(name: str, context: Any) -> Tensor:
     return w.grad
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
 @pytest.mark.parametrize("name", HARD)
@@ -976,6 +977,7 @@ def test_a_hard_tensor_gives_the_exact_gradient(name, mode):
     assert torch.equal(got.nan_to_num(nan=-77.0), exact.nan_to_num(nan=-77.0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 @pytest.mark.parametrize("name", sorted(set(HARD) - {"NaN and Inf"}))
 @pytest.mark.parametrize("codec", ["dither", "group", "cast"])

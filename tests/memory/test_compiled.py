@@ -7,7 +7,7 @@ import pickle
 import shutil
 import tomllib
 import warnings
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -64,9 +64,9 @@ class Attention(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(x.shape))
 
 
-def transformer(p: float = 0.0) -> tuple[nn.Module, Tensor]:
+def transformer(p: float = 0.0, depth: int = 6) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    blocks = [Attention() if i % 2 else Block(p) for i in range(6)]
+    blocks = [Attention() if i % 2 else Block(p) for i in range(depth)]
     return nn.Sequential(*blocks), torch.randn(8, 64, D)
 
 
@@ -80,7 +80,7 @@ def convolutions() -> tuple[nn.Module, Tensor]:
 
 NETS = {
     "transformer": transformer,
-    "transformer with dropout": lambda: transformer(0.1),
+    "transformer with dropout": lambda: transformer(0.1, depth=4),
     "convolutions": convolutions,
 }
 
@@ -140,30 +140,48 @@ def decide(make, room_nbytes: int | None) -> Decision:
     return found[0]
 
 
+@cache
+def decided_plainly(net: str) -> Decision:
+    """What is decided about one of NETS that has room for all."""
+    return decide(NETS[net], None)
+
+
+@cache
+def refused(net: str) -> Exception:
+    """What is raised where one of NETS has no room."""
+    with pytest.raises(Exception, match="this compiled region needs at least") as caught:
+        decide(NETS[net], 1000)
+    return caught.value.inner_exception
+
+
+@cache
+def trained_plainly(net: str) -> list[Tensor]:
+    """What the partitioner of PyTorch itself gives."""
+    return train(NETS[net], without_codegen(min_cut_rematerialization_partition))
+
+
 @pytest.mark.parametrize("net", NETS)
 def test_a_smaller_budget_changes_no_bit(net: str) -> None:
-    make = NETS[net]
-    plain = decide(make, None)
+    plain = decided_plainly(net)
     assert plain.peak_nbytes == plain.plain_nbytes
     room = int(0.75 * plain.peak_nbytes)
-    tight = decide(make, room)
+    expected = trained_plainly(net)
+    found: list[Decision] = []
+    with told(found.append):
+        got = train(NETS[net], without_codegen(Partitioner(room)))
+    (tight,) = found
     assert tight.peak_nbytes <= room < plain.peak_nbytes
     assert tight.saved_nbytes < plain.saved_nbytes
-    expected = train(make, without_codegen(min_cut_rematerialization_partition))
-    got = train(make, without_codegen(Partitioner(room)))
     assert len(got) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("net", NETS)
 def test_the_least_that_an_error_names_is_enough(net: str) -> None:
-    make = NETS[net]
-    with pytest.raises(Exception, match="this compiled region needs at least") as caught:
-        decide(make, 1000)
-    error = caught.value.inner_exception
+    error = refused(net)
     assert isinstance(error, BudgetTooSmall)
     assert error.parts["gradients"] > 0
-    assert decide(make, error.least_nbytes).peak_nbytes <= error.least_nbytes
+    assert decide(NETS[net], error.least_nbytes).peak_nbytes <= error.least_nbytes
 
 
 def test_the_peak_is_below_that_of_the_activation_memory_budget() -> None:
@@ -174,10 +192,8 @@ def test_the_peak_is_below_that_of_the_activation_memory_budget() -> None:
     for budget in (0.8, 0.5, 0.3, 0.1):
         with functorch_config.patch(activation_memory_budget=budget):
             lowest.append(decide(transformer, None).peak_nbytes)
-    with pytest.raises(Exception, match="at least") as caught:
-        decide(transformer, 1000)
     assert lowest[2] > lowest[1]  # fewer saved bytes, and a higher peak
-    assert caught.value.inner_exception.least_nbytes < min(lowest)
+    assert refused("transformer").least_nbytes < min(lowest)
 
 
 def test_a_partitioner_is_pickled_with_its_settings_and_has_a_stable_identity() -> None:
@@ -362,7 +378,7 @@ def test_the_backward_of_a_convolution_is_split_and_keeps_its_bits() -> None:
 
 def test_a_gelu_that_is_computed_again_stands_once_at_a_time() -> None:
     """Its output is free before the gradient of it is made, which is written over."""
-    plain = decide(transformer, None)
+    plain = decided_plainly("transformer")
     room = int(0.36 * plain.peak_nbytes)  # 0.39 was the least that could be reached
     assert decide(transformer, room).peak_nbytes <= room
 
@@ -549,7 +565,7 @@ def test_a_second_start_finds_its_graphs_in_the_cache(tmp_path, monkeypatch) -> 
     from torch._dynamo.utils import counters
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    room = int(0.7 * decide(convolutions, None).peak_nbytes)
+    room = int(0.7 * decided_plainly("convolutions").peak_nbytes)
     options = {"budget": room + 10**5}
 
     def run() -> list[Decision]:
@@ -581,8 +597,7 @@ def uncompiled(monkeypatch):
 
 @pytest.mark.parametrize("way", ["compiled before", "compile=True"])
 def test_fit_plans_inside_torch_compile(way: str, uncompiled) -> None:
-    plain = decide(convolutions, None)
-    expected = train(convolutions, without_codegen(min_cut_rematerialization_partition))
+    plain, expected = decided_plainly("convolutions"), trained_plainly("convolutions")
     torch._dynamo.reset()
     model, x = convolutions()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

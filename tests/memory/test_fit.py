@@ -535,14 +535,14 @@ def test_after_it_has_settled_a_step_is_within_the_budget(kind, share):
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_every_step_of_a_tight_exact_budget_is_within_it_and_plain_in_every_bit(kind):
+def test_every_step_of_a_tight_exact_budget_is_within_it_and_plain_in_every_bit(kind, some):
     """Below what the exact preset needs, if anything is: from the first step, dropout included."""
     steps = 7
     plain = Run(kind)
     for _ in range(steps):
         plain.step()
     expected, done = plain.end(), 0
-    for share in (0.85, 0.75, 0.65, 0.55):
+    for share in some((0.85, 0.75, 0.65, 0.55)):
         budget = share_of(kind, share)
         run = Run(kind, budget, exact=True)
         try:
@@ -569,14 +569,14 @@ def measured_peaks(run, steps):
 
 
 @pytest.mark.parametrize("kind", ["droppy", "gpt", "unet", "resnet"])
-def test_all_steps_of_a_tight_exact_budget_are_within_it(kind):
+def test_all_steps_of_a_tight_exact_budget_are_within_it(kind, some):
     """The exact preset, where fit begins, would be too much: the first step is rehearsed.
 
     A rehearsal knows nothing of workspaces; where it has to be optimistic, the first step may be
     over.
     """
     rehearsed = 0
-    for share in (0.8, 0.7, 0.6):
+    for share in some((0.8, 0.7, 0.6)):
         run = Run(kind, budget := share_of(kind, share), exact=True)
         try:
             peaks = measured_peaks(run, 5)

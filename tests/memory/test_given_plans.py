@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,7 @@ class Training:
         er.fit(self.model, budget=budget, plan=plan, **settings)
 
 
+@cache
 def plan_of(make: Make = sgd, share: float = 0.7, **settings) -> Plan:
     training = Training(make)
     training.step()
@@ -86,6 +88,7 @@ def planned(profile: Profile, share: float, **settings) -> Plan:
         return er.plan(profile, budget=error.least_nbytes, **settings)
 
 
+@pytest.mark.sampled(2)
 @OPTIMIZERS
 @pytest.mark.parametrize("recompute", [True, False])
 def test_it_is_followed_from_the_first_step_to_the_very_bits(make: Make, recompute: bool) -> None:

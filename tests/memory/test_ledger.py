@@ -85,6 +85,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
 def test_the_ledger_equals_the_allocator(job, settings):

@@ -522,6 +522,7 @@ def test_a_budget_too_small_names_one_that_does(kind: str) -> None:
 # --- Nothing else changes
 
 
+@pytest.mark.sampled(2)
 @KINDS
 @pytest.mark.parametrize("share", [0.8, 0.6])
 def test_an_exact_plan_changes_no_bit(kind: str, share: float) -> None:

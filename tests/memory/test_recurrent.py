@@ -90,6 +90,7 @@ def test_a_first_step_that_goes_by_hope_is_said(caplog):
     er.release(run.model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.7, 0.4])
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_layers_run_again_where_no_plan_fits_what_they_save(kind, share, caplog):

@@ -73,6 +73,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("std", STDS)
 def test_the_gradient_is_near_at_every_sharpness(std: float, case: str) -> None:

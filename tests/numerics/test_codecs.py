@@ -109,6 +109,7 @@ def bias_and_limit(c: Codec, x: Tensor, facts: Facts, seeds: list[int]) -> tuple
     return (total / n - x).abs(), step * sqrt(log(2 * x.numel() / FALSE_ALARM) / (2 * n)) + rounding
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("c", "facts"), SETTINGS, ids=name)
 def test_the_mean_over_seeds_is_x(c, facts, kind):

@@ -48,6 +48,7 @@ NAMES = ["constant", "all zero", "both zeros", "subnormal", "half of it subnorma
 NAMES += ["wide", "sorted", "offset", "one outlier", "smooth", "relu", "huge"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rounding", ["dither", "stochastic", "nearest"])
 @pytest.mark.parametrize("prediction", ["none", "1d", "2d"])

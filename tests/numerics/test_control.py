@@ -255,6 +255,7 @@ def test_a_guard_that_hears_nothing_says_so(caplog):
     assert "guard.loss(loss)" in caplog.text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["noise", "lean", "actnn", "comet", "guard"])
 @pytest.mark.parametrize("first", [2, 5, 9])
 def test_a_checkpoint_goes_on_with_the_same_choices(kind, first):

@@ -67,6 +67,7 @@ def limit(elements: int, draws: int) -> float:
     return sqrt(log(2 * elements / FALSE_ALARM) / (2 * draws)) + 2**-17 + 1e-5  # float32
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["maps", "channels_last"])
 @pytest.mark.parametrize("chosen", SETTINGS, ids=str)
 def test_the_mean_over_seeds_is_x(chosen, layout):

@@ -159,15 +159,23 @@ def samples_of(ops):
 
 
 def samples():
-    # Here, so that only a process that runs these tests pays for the import: 3 s.
+    # Here, so that only a process that runs these tests pays for the import.
     from torch.testing._internal import common_utils
-    from torch.testing._internal.common_methods_invocations import op_db
+
+    # References of signal processing, which nothing here calls, and the copies that each sampler
+    # makes of all its settings take nine tenths of the import.
+    with mock.patch.object(common_utils, "TEST_SCIPY", False):
+        from torch.testing._internal.opinfo import core
+
+        with mock.patch.object(core, "asdict", vars):
+            from torch.testing._internal.common_methods_invocations import op_db
 
     torch.manual_seed(0)
     # Else each op looks for the name of the running test in the sources of all the stack, and each
     # seed notes the stack for devices that may be used later: nine tenths of the time.
     with (
         mock.patch.object(common_utils, "extract_test_fn", return_value=None),
+        mock.patch.object(core, "extract_test_fn", return_value=None),
         mock.patch("traceback.format_stack", return_value=[]),
     ):
         yield from samples_of(op_db)
@@ -222,7 +230,7 @@ def checkable():
 
 
 def test_every_row_is_run_or_is_that_of_another_and_enough_ops_are_known():
-    """In one test, as running PyTorch's samples takes half a minute in each process."""
+    """In one test: each process that runs PyTorch's samples takes some seconds for them."""
     found, ops = runs()
     rows = {(node, field) for node, row in FORMULAS.items() for field in row}
     missing = {node for node, field in rows - found.keys() if node not in ELSEWHERE}

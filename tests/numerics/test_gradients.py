@@ -259,6 +259,7 @@ def test_exact_mode_without_rebuilding_changes_no_bit(net):
     assert not step(net, er.saving(rebuild=False, min_nbytes=0)).differs(plain)
 
 
+@pytest.mark.sampled(2)
 @ALL_NETS
 @pytest.mark.parametrize("rebuild", [True, False])
 def test_offloading_changes_no_bit(net, rebuild):
@@ -268,6 +269,7 @@ def test_offloading_changes_no_bit(net, rebuild):
         assert not step(net, offload, steps).differs(plain)
 
 
+@pytest.mark.sampled(2)
 @ALL_NETS
 @pytest.mark.parametrize("codec", ["dither", "group"])
 def test_lossy_mode_changes_gradients_a_little_and_nothing_else(net, codec):
@@ -387,6 +389,7 @@ MASKS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "codec",
     [

@@ -53,6 +53,7 @@ def trained(request):
     return Trained(request.param)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", [er.codec("dither", levels=6), er.codec("group", bits=4)])
 def test_predicted_is_measured_within_a_fifth(trained, codec):
     policy, true = Lossy(codec), trained.grads(None)
@@ -64,6 +65,7 @@ def test_predicted_is_measured_within_a_fifth(trained, codec):
     assert 0.8 < meter.table.added / (sum(measured) / len(measured)) < 1.25
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("probed", "levels"), [(3, 24), (16, 4)])
 def test_what_probes_found_with_rough_codes_holds_for_fine_ones(trained, probed, levels):
     """The rough code of what ReLU holds back stays rough: its error must not count as the rest.

@@ -70,6 +70,7 @@ def gerr2(norm: Callable[[Tensor], Tensor], rows: str, width: int, context: Any)
     return float((got - true).square().sum() / true.square().sum())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("norm", NORMS)

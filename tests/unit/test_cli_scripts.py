@@ -1,5 +1,6 @@
-"""run, profile and plan: scripts that have never heard of elbowroom, each in a process of its own.
+"""run, profile and plan: scripts that have never heard of elbowroom.
 
+They run in a process of their own where it is the point: to start one takes longer than they do.
 Figures of the runs are compared with those that Python gives for the same script.
 """
 
@@ -271,14 +272,14 @@ def test_a_run_begins_with_the_plan_that_it_is_given(folder, profiled, plain):
     assert told["plain_nbytes"] == plan.plain_peak
     assert told["highest_nbytes"] <= budget
 
-    short = ["sub/train.py", "--", "--steps", "2"]
-    alone = elbowroom(folder, "run", "--exact", "--plan", out, *short)  # the plan has a budget
-    assert alone.returncode == 0, alone.stderr
-    refused = elbowroom(folder, "run", "--budget", "1MiB", "--plan", out, "sub/train.py")
-    assert refused.returncode == 2
+    script = folder / "sub" / "train.py"
+    short = [script, "--", "--steps", "2"]
+    alone = in_process("run", "--exact", "--plan", out, *short)  # the plan has a budget
+    assert alone.exit_code == 0, alone.stderr
+    refused = in_process("run", "--budget", "1MiB", "--plan", out, script)
+    assert refused.exit_code == 2
     assert "more than the budget of 1.00 MiB" in refused.stderr
     assert "Traceback" not in refused.stderr
-    script = folder / "sub" / "train.py"
     small = in_process("run", "--budget", "0.0001%", "--plan", out, script)
     assert small.exit_code == 2
     assert "more than the budget of" in small.stderr
@@ -328,8 +329,9 @@ def test_no_run_is_warm_without_glibc(folder, monkeypatch):
 
 def test_a_run_inside_a_share_of_the_memory(folder):
     report = folder / "r.json"
-    ran = elbowroom(folder, "run", "--budget", "50%", "--report", report, "sub/by_hand.py")
-    assert ran.returncode == 0, ran.stderr
+    script = folder / "sub" / "by_hand.py"
+    ran = in_process("run", "--budget", "50%", "--report", report, script)
+    assert ran.exit_code == 0, ran.stderr
     assert json.loads(report.read_text())["budget_nbytes"] == budget_nbytes(0.5, "cpu")
 
 
@@ -338,8 +340,8 @@ def test_models_that_train_in_turns_share_the_budget_and_keep_their_bits(folder)
     assert plain.returncode == 0, plain.stderr
     report = folder / "r.json"
     options = ["--budget", "13MiB", "--exact", "--report", report]
-    ran = elbowroom(folder, "run", *options, "sub/gan.py")
-    assert ran.returncode == 0, ran.stderr
+    ran = in_process("run", *options, folder / "sub" / "gan.py")
+    assert ran.exit_code == 0, ran.stderr
     assert ran.stdout == plain.stdout
     assert "Generator inside 13.0 MiB" in ran.stderr
     assert "Discriminator inside 13.0 MiB" in ran.stderr
@@ -387,17 +389,19 @@ def test_where_gradients_are_added_up_the_profile_has_gradients_and_states(folde
     assert told["highest_nbytes"] <= 1.1 * (profile.peak - 2**19)  # while it learns
 
 
-def test_of_two_models_the_first_is_profiled_and_the_other_named(folder):
-    done = elbowroom(folder, "profile", "sub/gan.py")
-    assert done.returncode == 0, done.stderr
+def test_of_two_models_the_first_is_profiled_and_the_other_named(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    done = in_process("profile", "sub/gan.py")
+    assert done.exit_code == 0, done.stderr
     assert "The script trains Discriminator as well" in done.stdout
     assert {"profile.json", "profile.html"} <= {path.name for path in folder.iterdir()}
 
 
 def test_weights_that_are_updated_by_hand_are_a_model_too(folder):
     report = folder / "r.json"
-    ran = elbowroom(folder, "run", "--budget", "1GiB", "--report", report, "sub/by_hand.py")
-    assert ran.returncode == 0, ran.stderr
+    script = folder / "sub" / "by_hand.py"
+    ran = in_process("run", "--budget", "1GiB", "--report", report, script)
+    assert ran.exit_code == 0, ran.stderr
     assert json.loads(report.read_text())["steps"] == 3  # of four: the first had no gradient yet
 
 
@@ -417,8 +421,8 @@ def test_weights_that_are_updated_by_hand_are_a_model_too(folder):
 )
 def test_a_script_ends_as_it_would(folder, text, code, message):
     (folder / "other.py").write_text(text)
-    ran = elbowroom(folder, "run", "--budget", "1GiB", "other.py")
-    assert ran.returncode == code
+    ran = in_process("run", "--budget", "1GiB", folder / "other.py")
+    assert ran.exit_code == code
     assert message in ran.stderr
     assert "runpy" not in ran.stderr, "frames that are not the script's"
 
@@ -508,9 +512,10 @@ def test_what_cannot_be_seen_is_said_before_the_first_update(folder, way, messag
         assert message in profiled.stderr
 
 
-def test_too_few_steps_are_no_profile(folder):
-    done = elbowroom(folder, "profile", "sub/train.py", "--steps", "1")
-    assert done.returncode == 2
+def test_too_few_steps_are_no_profile(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    done = in_process("profile", "sub/train.py", "--steps", "1")
+    assert done.exit_code == 2
     assert "(calls of Sequential with gradients on: 1)" in done.stderr
     assert not (folder / "profile.json").exists()
 
@@ -525,10 +530,11 @@ def test_tensors_may_be_moved_where_it_is_allowed(folder, profiled, plain):
         )
     )
     assert moves <= stays
-    ran = elbowroom(folder, "run", "--budget", "1GiB", "--offload", "file", "sub/train.py")
+    script = folder / "sub" / "train.py"
+    ran = in_process("run", "--budget", "1GiB", "--offload", "file", script)
     assert ran.stdout == plain
-    refused = elbowroom(folder, "run", "--budget", "1GiB", "--offload", "host", "sub/train.py")
-    assert refused.returncode == 2
+    refused = in_process("run", "--budget", "1GiB", "--offload", "host", script)
+    assert refused.exit_code == 2
     assert "this model is in host memory already" in refused.stderr
     assert in_process("plan", path, "--budget", "8MiB", "--offload", "moon").exit_code == 2
 

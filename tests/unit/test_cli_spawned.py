@@ -1,6 +1,7 @@
 """`elbowroom run` of scripts that train in processes which they start."""
 
 import json
+import runpy
 import subprocess
 import sys
 
@@ -48,20 +49,29 @@ def python(tmp_path):
     return python
 
 
+@pytest.fixture
+def plain(tmp_path, capsys):
+    """What plain Python prints: each process of the script trains by itself."""
+    (tmp_path / "train.py").write_text(TRAIN.replace("START", SPAWN))
+    work = runpy.run_path(str(tmp_path / "train.py"))["work"]
+    for rank in range(2):
+        work(rank, 6)
+    return capsys.readouterr().out
+
+
 def run(*options):
     return "-m", "elbowroom", "run", *options, "--exact", "train.py"
 
 
-def test_each_process_keeps_to_the_budget_with_the_bits_of_python(python, tmp_path):
-    plain = python("train.py", "6")
+def test_each_process_keeps_to_the_budget_with_the_bits_of_python(python, plain, tmp_path):
     roomy = python(*run("--budget", "1GiB", "--report", "roomy.json"), "6")
     assert roomy.returncode == 0, roomy.stderr
-    assert sorted(roomy.stdout.split("\n")) == sorted(plain.stdout.split("\n"))
+    assert sorted(roomy.stdout.split("\n")) == sorted(plain.split("\n"))
     assert "Sequential inside 1.00 GiB (in one of 2 processes)" in roomy.stderr
     peak = json.loads((tmp_path / "roomy.json").read_text())["last_nbytes"]
     tight = python(*run("--budget", str(int(0.8 * peak)), "--report", "tight.json"), "6")
     assert tight.returncode == 0, tight.stderr
-    assert sorted(tight.stdout.split("\n")) == sorted(plain.stdout.split("\n"))
+    assert sorted(tight.stdout.split("\n")) == sorted(plain.split("\n"))
     models = json.loads((tmp_path / "tight.json").read_text())["models"]
     assert len(models) == 2
     assert all(one["last_nbytes"] <= 0.8 * peak for one in models)

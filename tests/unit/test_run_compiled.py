@@ -35,7 +35,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.blocks = nn.Sequential(*(Block() for _ in range(2)))
 
     def forward(self, x):
         return self.blocks(x)
@@ -70,7 +70,7 @@ elif way == "model with loss":
 elif way == "step":
     whole = torch.compile(whole)
 for step in range(3):
-    x = torch.randn(16, 64, 32, generator=torch.Generator().manual_seed(step))
+    x = torch.randn(32, 64, 32, generator=torch.Generator().manual_seed(step))
     if way == "step":
         whole(x)
         continue

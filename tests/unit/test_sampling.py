@@ -2,6 +2,7 @@
 
 from itertools import product
 from types import SimpleNamespace
+from zlib import crc32
 
 import pytest
 
@@ -40,6 +41,21 @@ def test_a_mark_may_ask_for_more_than_a_fifth():
     assert {values["kind"] for values in chosen} == {str(kind) for kind in kinds}, "each once"
     assert len(chosen) == len(kinds)
     assert {values["share"] for values in chosen} == {str(share) for share in shares}
+
+
+def test_the_next_case_is_always_one_with_most_values_and_pairs_that_are_new():
+    """By a search through all that are left, for each."""
+    chosen, left = [], sorted(MATRIX, key=lambda case: crc32(case.id.encode()))
+
+    def news(case):
+        values = {item for one in chosen for item in one.values.items()}
+        pairs = {tuple(one.values.items()) for one in chosen}
+        return len(case.values.items() - values), tuple(case.values.items()) not in pairs
+
+    for _ in range(-(-len(MATRIX) // SHARE)):
+        chosen.append(max(left, key=news))
+        left.remove(chosen[-1])
+    assert sample(MATRIX) == {case.id for case in chosen}
 
 
 def test_each_function_has_a_sample_and_of_few_cases_all_run():

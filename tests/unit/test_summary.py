@@ -6,6 +6,7 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom.errors import PlanError
+from uncompiled import uncompiled as uncompiled
 
 
 def net() -> nn.Sequential:
@@ -54,12 +55,10 @@ def test_it_is_of_fitted_models_only() -> None:
         er.summary(model)
 
 
-def test_of_a_compiled_model_all_is_estimated() -> None:
-    from torch._inductor.utils import fresh_cache  # what is cached has no plan
-
+def test_of_a_compiled_model_all_is_estimated(uncompiled) -> None:
+    torch._dynamo.reset()
     model = er.fit(net(), budget="1 GiB", compile=True)
-    with fresh_cache():
-        train(model, 1)
+    train(model, 1)
     told = er.summary(model)
     assert told.last_nbytes is None
     assert told.predicted_nbytes is not None
