@@ -32,7 +32,7 @@ from elbowroom.plan import (
     SiteName,
 )
 from elbowroom.plan.precision_floor import ATTENTION
-from elbowroom.plan.site import CHECKPOINT, RECOMPUTE, RECURRENT, Formula, Reads
+from elbowroom.plan.site import CHECKPOINT, FINE, RECOMPUTE, RECURRENT, Formula, Reads
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
@@ -605,7 +605,7 @@ class Saving:
         request = classify(slot, x, call, reading, name, origin, looks=looks)
         noted = None if self.recorder is None else self._noted(request)
         need = request.reading.need
-        if request.reading.formula.is_fine and call is not None:
+        if call is not None and request.reading.formula in FINE:
             self._note_fine(root_of(origin), call)
         self._serving.serve(request)
         slot.promise(need, name.consumer)

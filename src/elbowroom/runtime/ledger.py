@@ -289,8 +289,8 @@ class Ledger(Account):
         self.away_nbytes = 0
 
     def open(self, module: str, consumer: str, dtype: str, before_nbytes: int) -> Entry:
-        """A new entry for a storage of `before_nbytes`. Calls of one module are summed."""
-        entry = Entry(self, without_prefix(module), consumer, dtype, before_nbytes)
+        """A new entry for a storage of `before_nbytes`."""
+        entry = Entry(self, module, consumer, dtype, before_nbytes)
         with self._lock:
             self._clock += 1
             entry.born = self._clock
@@ -377,10 +377,14 @@ class Ledger(Account):
 
 
 def summed(entries: Iterable[Entry | Counted]) -> list[Row]:
-    """Returns sums by module, consumer, dtype and fate, in order of saving."""
+    """Returns sums by module, consumer, dtype and fate, in order of saving.
+
+    Several calls of one module are one.
+    """
     groups: dict[tuple[str, str, str, str, str], list[Entry | Counted]] = defaultdict(list)
     for entry in entries:
-        key = entry.module, entry.consumer, entry.dtype, entry.action, entry.why
+        module = without_prefix(entry.module)
+        key = module, entry.consumer, entry.dtype, entry.action, entry.why
         groups[key].append(entry)
     return [
         Row(

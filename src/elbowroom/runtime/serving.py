@@ -256,7 +256,7 @@ class Serving:
         action = self._chosen(request, site, ready)
         slot.entry.why = action.why if isinstance(action, Keep) else ""
         seed = self._context.next_seed() if isinstance(action, Encode) else 0
-        hold = partial(self._hold, site, need, ready, seed, self._context.count)
+        hold = partial(self._hold, name, site, ready, seed, self._context.count)
         if request.reading.saturates >= 0:
             self.saturated[request.reading.saturates] = weakref.ref(slot), site
         covers = x.numel() == whole.numel()
@@ -291,10 +291,12 @@ class Serving:
             return
         known = replace(site, rebuildable=Rebuildable.EXACT)
         if isinstance(self._policy(known), Rebuild):
-            hold = partial(self._hold_later, known)
+            hold = partial(self._hold_later, request.name, known)
             self.waiting.wait(LaterSource(slot, origin.recipe, hold))
 
-    def _hold_later(self, site: Site, slot: Slot, whole: Tensor, ready: Ready) -> None:
+    def _hold_later(
+        self, name: SiteName, site: Site, slot: Slot, whole: Tensor, ready: Ready
+    ) -> None:
         """Holds what makes a kept tensor again, if that is worth it and gives the same bits."""
         identity, products = self._identity, ready.products
         if not identity.affords(products) or any(one.is_unseen for one in ready.slots):
@@ -302,7 +304,7 @@ class Serving:
         if ready.is_unsure and not _is_same(whole, ready):
             return
         identity.again += products
-        self._hold(site, site.need, ready, 0, self._context.count, slot, whole, Rebuild())
+        self._hold(name, site, ready, 0, self._context.count, slot, whole, Rebuild())
 
     def _site(self, request: Request) -> tuple[Site, Ready | None]:
         """Returns the site of the save, and how x could be made again for it."""
@@ -343,7 +345,7 @@ class Serving:
     def _chosen(self, request: Request, site: Site, ready: Ready | None) -> Action:
         """Returns the action that the policy chooses, as far as this tensor allows it."""
         slot, x = request.slot, request.x
-        known = self._context.keeps(_key(site))
+        known = self._context.kept.get(_key(site))
         if known is not None:
             return Keep(known)
         slot.sites.append(site)
@@ -372,8 +374,8 @@ class Serving:
 
     def _hold(
         self,
+        name: SiteName,
         site: Site,
-        need: Need,
         ready: Ready | None,
         seed: int,
         drawn: int,
@@ -382,12 +384,11 @@ class Serving:
         action: Action,
     ) -> None:
         """Performs the action. drawn: the count of seeds as this one was drawn."""
-        name = site.name
         if slot.pinned and isinstance(action, Encode):
             slot.entry.why = "an op that needs every bit reads it, or what is made of it"
             self._listener.does(slot, name, Need.EXACT, Keep(slot.entry.why))
             return
-        norm = slot.statistics
+        need, norm = site.need, slot.statistics
         outlived = partial(self._context.learn_keep, _key(site))
         try:
             handle = perform(action, whole, need, ready, seed, outlived, norm, name, self._context)
