@@ -56,7 +56,6 @@ PURPOSE = {
     "runtime/context.py": "settings of the open context, seeds",
     "runtime/direct/__init__.py": "whether a node of ours takes the op's place",
     "runtime/handles/encode.py": "holds the code",
-    "runtime/handles/base.py": "holds the tensor itself, checks its version",
     "runtime/hooks.py": "autograd's pack and unpack hooks",
     "runtime/identity.py": "whether the tensor may be touched and is known",
     "runtime/ledger.py": "counts the bytes held",

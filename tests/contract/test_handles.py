@@ -1,6 +1,6 @@
 """What every handle promises.
 
-See `runtime/handles/base.py`, and rules 1, 2, 4 and 9 of DESIGN, section 4.
+See `runtime/slot.py`, and rules 1, 2, 4 and 9 of DESIGN, section 4.
 """
 
 import gc

@@ -10,10 +10,10 @@ sites       facts of the save, which a policy decides by
 serving     what the op asks of the slot; the policy is asked, now or later
 deferred    what waits for the next op to be seen
 perform     action -> handle, the only `match` on actions
-handles/    keep, encode, rebuild (recipes), cast, offload
+handles/    encode, rebuild (recipes), cast, offload; keep: in slot
 producers/  how an op's output could be made again, in the terms of recipes
 direct/     ops whose backward needs no restored tensor
-slot        what is held, and the view of it that autograd gets
+slot        what is held, and the view of it that autograd gets; kept: what needs no slot
 
 A settled step:
 

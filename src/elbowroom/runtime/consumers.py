@@ -36,9 +36,10 @@ from elbowroom.plan.site import (
 )
 from elbowroom.runtime.formulas import INVERSES, SIZES, WHY
 from elbowroom.runtime.identity import PLAIN, is_made_of_parameters
+from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.nested import tensors_in
-from elbowroom.runtime.slot import Deferred, Slot
+from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.storage import version_of
 
 # Functions that are told at once -> the arguments (position, name) that may carry an error.

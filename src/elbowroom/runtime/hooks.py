@@ -58,6 +58,7 @@ from elbowroom.runtime.identity import (
     is_touchable,
     untouchable,
 )
+from elbowroom.runtime.kept import Beside, Deferred, Lone, Many, last_node
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.nested import tensors_in
@@ -71,18 +72,7 @@ from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.saturated import SATURATING
 from elbowroom.runtime.serving import Request, Serving, classify, ready_of
 from elbowroom.runtime.sites import left_alone, site_of
-from elbowroom.runtime.slot import (
-    Beside,
-    CountedSlot,
-    Deferred,
-    Geometry,
-    Lone,
-    Many,
-    Slot,
-    View,
-    last_node,
-    unpack,
-)
+from elbowroom.runtime.slot import CountedSlot, Geometry, Slot, View, unpack
 from elbowroom.runtime.storage import storage_nbytes, version_of
 
 _log = logging.getLogger("elbowroom")

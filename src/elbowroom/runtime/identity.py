@@ -24,12 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.runtime import modules
-from elbowroom.runtime.handles.base import KeepHandle
 from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe
 from elbowroom.runtime.late_copy import CONSTANT, LateCopy
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.nested import tensors_in
-from elbowroom.runtime.slot import CountedSlot, Slot
+from elbowroom.runtime.slot import CountedSlot, KeepHandle, Slot
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
 _WINDOW = 4  # a view of less than a fourth of its storage is a window

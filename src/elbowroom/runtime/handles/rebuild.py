@@ -42,10 +42,9 @@ from elbowroom.codecs import Affine
 from elbowroom.errors import RestoreError
 from elbowroom.kernels import ops
 from elbowroom.plan import Need
-from elbowroom.runtime.handles.base import KeepHandle
 from elbowroom.runtime.handles.encode import EncodeHandle, Parts
 from elbowroom.runtime.normal import flat_of
-from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.slot import Geometry, KeepHandle, Slot
 from elbowroom.runtime.storage import WeakStorage, check_version, version_of
 
 # Ops in a chain, all of which run at every restore. Attention that is written out in Python takes a

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.handles.base import KeepHandle
 from elbowroom.runtime.handles.rebuild import Op, Recipe
 from elbowroom.runtime.identity import Identity, Origin
 from elbowroom.runtime.producers.making import (
@@ -19,7 +18,7 @@ from elbowroom.runtime.producers.making import (
     operand_or_spare,
     view_of,
 )
-from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.slot import Geometry, KeepHandle, Slot
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
 _MOST_RESHAPES = 4

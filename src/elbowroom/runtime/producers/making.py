@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe, followed, same_order
 from elbowroom.runtime.identity import Identity, Origin, untouchable
-from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
+from elbowroom.runtime.kept import Deferred
+from elbowroom.runtime.slot import Geometry, Slot, View
 from elbowroom.runtime.storage import storage_nbytes, version_of
 
 Source: TypeAlias = Slot | Recipe | Expected
