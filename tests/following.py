@@ -72,11 +72,10 @@ PURPOSE = {
     "runtime/replay/following.py": "counts what is held in a step that follows a script",
     "runtime/replay/scribe.py": "writes the op and its save into the script",
     "runtime/replay/script.py": "what is done with this tensor",
-    "runtime/serving.py": "what the op asks: asks the policy, performs, or lets wait",
-    "runtime/sites.py": "facts of the save: what its op and its producer tell",
+    "runtime/serving.py": "asks the policy, performs, or lets wait",
+    "runtime/sites.py": "what the op asks, and facts of the save that a policy decides by",
     "runtime/slot.py": "holds one storage for all of its readers",
     "runtime/storage.py": "whether a storage lives and was changed, and its size",
-    "runtime/deferred.py": "decisions that wait for the end of a call",
 }
 
 

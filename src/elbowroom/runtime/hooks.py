@@ -47,7 +47,6 @@ from elbowroom.runtime.consumers import (
     reading_of,
 )
 from elbowroom.runtime.context import PROCESS, Context
-from elbowroom.runtime.deferred import root_of
 from elbowroom.runtime.direct import Direct, direct_of, is_overridden, may_run
 from elbowroom.runtime.direct.attention import as_node
 from elbowroom.runtime.handles import DropHandle, KeepHandle
@@ -70,8 +69,8 @@ from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again, will_be_tried
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.saturated import SATURATING
-from elbowroom.runtime.serving import Request, Serving, classify, ready_of
-from elbowroom.runtime.sites import left_alone, site_of
+from elbowroom.runtime.serving import Serving
+from elbowroom.runtime.sites import Request, classify, left_alone, site_of
 from elbowroom.runtime.slot import CountedSlot, Geometry, Slot, View, unpack
 from elbowroom.runtime.storage import storage_nbytes, version_of
 
@@ -596,13 +595,13 @@ class Saving:
         noted = None if self.recorder is None else self._noted(request)
         need = request.reading.need
         if call is not None and request.reading.formula in FINE:
-            self._note_fine(root_of(origin), call)
+            self._note_fine(None if origin is None else origin.root(), call)
         self._serving.serve(request)
         slot.promise(need, name.consumer)
         view = View(slot, geometry, need)
         if self.recorder is not None and noted is not None:
             site, sources = noted
-            why = left_alone(slot, x, call, need, self.min_nbytes, origin)
+            why = left_alone(request, self.min_nbytes)
             number = last_node() if node is None else node
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:
@@ -615,11 +614,10 @@ class Saving:
 
     def _noted(self, request: Request) -> tuple[Site, Sequence[Slot]]:
         """Returns what is written down of a save before anything is done: its site and sources."""
-        slot, x, call, reading, name, origin = request
-        ready = ready_of(origin)
-        site = site_of(slot, x, call, reading, ready, name, origin)
+        ready, call = request.ready(), request.call
+        site = site_of(request, ready)
         if call is not None and call.would_rerun:
-            site = as_node(site, x, call)
+            site = as_node(site, request.x, call)
         return site, () if ready is None else ready.slots
 
     def _note_fine(self, source: Slot | None, call: Call) -> None:
@@ -647,7 +645,8 @@ class Saving:
     def _source_of(self, x: Tensor) -> Slot | None:
         if storage_nbytes(x) < self.min_nbytes:
             return None  # kept, whatever it could be made from
-        ready = ready_of(self._identity.origin(x))
+        origin = self._identity.origin(x)
+        ready = None if origin is None else origin.ready()
         return None if ready is None or not ready.exact else ready.sole_source
 
     def _copied(self, slot: Slot, y: Tensor) -> None:

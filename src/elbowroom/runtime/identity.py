@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.runtime import modules
-from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe
+from elbowroom.runtime.handles.rebuild import Expected, Op, Ready, Recipe
 from elbowroom.runtime.late_copy import CONSTANT, LateCopy
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.nested import tensors_in
@@ -57,6 +57,17 @@ class Origin:
     op: str
     has_zeros: bool = False
     recipe: Recipe | None = None
+
+    def ready(self) -> Ready | None:
+        """Returns how the tensor could be made again now."""
+        return None if self.recipe is None else self.recipe.ready()
+
+    def root(self) -> Slot | None:
+        """Returns the slot that the chain of recipes begins with, if there is one."""
+        source = None if self.recipe is None else self.recipe.source
+        while isinstance(source, Recipe):
+            source = source.source
+        return None if source is None else source()
 
 
 class Stored:
