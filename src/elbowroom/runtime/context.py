@@ -117,6 +117,11 @@ def mixed(x: int) -> int:
     return (x ^ (x >> 31)) & (_MASK >> 1)  # op schemas take a signed 64-bit int
 
 
+def seeds_after(count: int, n: int) -> list[int]:
+    """Returns the seeds of the counts count + 1 .. count + n."""
+    return [mixed(count + nth) for nth in range(1, n + 1)]
+
+
 @lru_cache(maxsize=16)
 def _first(seed: int, rank: int) -> int:
     return mixed(seed ^ (rank << 40))

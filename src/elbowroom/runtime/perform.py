@@ -53,13 +53,14 @@ def perform(
             x = base if action.least is None else _from(action.least, base)
             normal = normalized(action, x, statistics)
             affine = None if normal is None else normal.normalize()
-            if context is None:
+            coder = None if context is None else context.coders.of(codec, x, facts)
+            if coder is not None and not isinstance(seed, Tensor):
+                encoded = coder.encode(x, seed, affine)
+            elif context is None or not would_wait(base):
                 encoded = codec.encode(x, seed, facts, affine)
-            elif would_wait(base):
+            else:
                 room = context.capacities.room((name, codec, base.numel()))
                 encoded = codec.encode(x, seed, facts, affine, room)
-            else:
-                encoded = context.coders.encode(codec, x, seed, facts, affine)
             return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else normal)
         case Rebuild():
             assert ready is not None

@@ -27,7 +27,7 @@ from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.checkpoints import checkpoint_call
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import QUESTIONS, Call
-from elbowroom.runtime.context import Context, mixed
+from elbowroom.runtime.context import Context, seeds_after
 from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.handles import KeepHandle
@@ -126,7 +126,9 @@ class Replay(TorchFunctionMode):
         self._places: list[tuple[WeakStorage, int]] = []
         self._seeds: int | None = None  # the context's count before those of this forward
         self._first_seed = self._drawn = 0
-        self._on_device: dict[torch.device, tuple[Tensor, ...]] = {}  # seeds of this forward
+        # Seeds of this forward, made as the first is asked for.
+        self._on_host: list[int] = []
+        self._on_device: dict[torch.device, tuple[Tensor, ...]] = {}
         self._given = 0  # how many inputs the checkpoints of this step have saved
         self._token: Token | None = None
         self._numel = 0  # of all that was saved
@@ -157,7 +159,7 @@ class Replay(TorchFunctionMode):
         # The same noise for the same tensors, whether a forward is looked at or not.
         self._seeds = self.context.reserve(script.seeds)
         self._first_seed = self.context.first_seed() + self._seeds
-        self._on_device = {}
+        self._on_host, self._on_device = [], {}
         self.script, self._acts = script, script.compiled.acts
         self.slots = [nowhere] * script.slots
         self.noted = [nowhere] * script.noted
@@ -424,7 +426,9 @@ class Replay(TorchFunctionMode):
         """Return one of the seeds of this forward, from 1 on."""
         if nth > self._drawn:
             self._drawn = nth
-        return mixed(self._first_seed + nth)
+        if not self._on_host:
+            self._on_host = seeds_after(self._first_seed, self.script.seeds)
+        return self._on_host[nth - 1]
 
     def draw_for(self, x: Tensor, nth: int) -> Seed:
         """Return the same seed where x lies: on a GPU in a tensor (int64 [1])."""
