@@ -12,7 +12,7 @@ from following import Entered, Tracer, total
 CEILINGS = {
     "`er.saving()`, the first step: made again": (17, 687),
     "`er.saving()`, the next ones: made again": (6, 219),
-    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (21, 694),
+    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (20, 631),
     '`er.saving("dither", levels=16, rebuild=False)`, the next ones: encoded': (8, 242),
     "`er.fit`, a step that learns: made again": (19, 638),
     "`er.fit`, a settled step: made again": (5, 200),

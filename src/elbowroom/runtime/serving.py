@@ -105,6 +105,7 @@ class Serving:
         self._policy, self._context, self._min_nbytes = policy, context, min_nbytes
         self._identity, self._listener, self._watch = identity, listener, watch
         self._is_exact, self._lets_wait = is_exact, lets_wait
+        self._rebuilds = getattr(policy, "rebuild", True)
         self.waiting = WaitingLine()
         self.pieces = Pieces()
         self.saturated: dict[int, tuple[weakref.ref[Slot], Site]] = {}
@@ -221,7 +222,7 @@ class Serving:
 
     def _site(self, request: Request) -> tuple[Site, Ready | None]:
         """Returns the site of the save, and how x could be made again for it."""
-        ready = request.ready()
+        ready = request.ready() if self._rebuilds else None
         site = site_of(request, ready)
         if ready is not None and not self._may_rebuild(request, site, ready):
             return replace(site, rebuildable=Rebuildable.NO), None
