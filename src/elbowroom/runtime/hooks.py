@@ -48,7 +48,7 @@ from elbowroom.runtime.consumers import (
 )
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.direct import Direct, direct_of, is_overridden, may_run
-from elbowroom.runtime.direct.attention import as_node
+from elbowroom.runtime.direct.attention import as_node, attention_reading
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.identity import (
     Identity,
@@ -397,31 +397,28 @@ class Saving:
         A step that is written down runs as it is, and says what it could.
         """
         with self._looking():
-            return self._chosen_run(call)
-
-    def _chosen_run(self, call: Call) -> Callable[..., Any]:
-        listener, pieces = self._listener, self._serving.pieces
-        if self.ledger.was_asked:
-            listener.refuse("a backward has run inside")
-        listener.begins(call)
-        if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
-            body = opened.opened(call.func, self._consumers)
-            if body is not None:
-                listener.runs(call, body, None)
-                return body
-        if self._identity.is_exact and call.changes_first:
-            self._copy_source(call.first)
-        if self._serving.waiting:
-            self._serving.waiting.end_known()
-        if pieces.waiting:
-            if self._is_asked():
-                pieces.end()
-            elif pieces.calls(call):
-                listener.compares()
-        direct = direct_of(call)
-        run = call.func if direct is None else self._direct_run(call, direct)
-        listener.runs(call, run, direct)
-        return run
+            listener, pieces = self._listener, self._serving.pieces
+            if self.ledger.was_asked:
+                listener.refuse("a backward has run inside")
+            listener.begins(call)
+            if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
+                body = opened.opened(call.func, self._consumers)
+                if body is not None:
+                    listener.runs(call, body, None)
+                    return body
+            if self._identity.is_exact and call.changes_first:
+                self._copy_source(call.first)
+            if self._serving.waiting:
+                self._serving.waiting.end_known()
+            if pieces.waiting:
+                if self._is_asked():
+                    pieces.end()
+                elif pieces.calls(call):
+                    listener.compares()
+            direct = direct_of(call)
+            run = call.func if direct is None else self._direct_run(call, direct)
+            listener.runs(call, run, direct)
+            return run
 
     def _copy_source(self, x: Any) -> None:
         """Copies what others are made again from, and an op is about to change in place.
@@ -589,9 +586,10 @@ class Saving:
         origin = known.origins.get(key)
         if name.consumer == RECOMPUTE and not self._codes_input(name):
             reading = Reading(Need.EXACT, Formula.UNKNOWN, "a module runs again from it")
-        reruns = call is not None and call.would_rerun
-        looks = reruns and (self.recorder is not None or not self.is_exact())
-        request = classify(slot, x, call, reading, name, origin, looks=looks)
+        if call is not None and call.would_rerun:
+            looks = self.recorder is not None or not self.is_exact()
+            reading = attention_reading(x, call, slot, reading, looks=looks)
+        request = classify(slot, x, call, reading, name, origin)
         noted = None if self.recorder is None else self._noted(request)
         need = request.reading.need
         if call is not None and request.reading.formula in FINE:

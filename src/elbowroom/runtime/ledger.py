@@ -45,20 +45,10 @@ class Entry:
     counts: whether it wants to know what is held
     """
 
-    __slots__ = (
-        "_ledger",
-        "action",
-        "after_nbytes",
-        "away_nbytes",
-        "before_nbytes",
-        "born",
-        "consumer",
-        "died",
-        "dtype",
-        "module",
-        "why",
-    )
     counts = True
+    action = why = ""
+    after_nbytes = away_nbytes = 0
+    born = died = 0  # by the ledger's clock; 0: not yet
 
     def __init__(
         self, ledger: "Ledger", module: str, consumer: str, dtype: str, before_nbytes: int
@@ -66,9 +56,6 @@ class Entry:
         self._ledger = ledger._weak  # no cycle: a step's garbage would wake the collector
         self.module, self.consumer, self.dtype = module, consumer, dtype
         self.before_nbytes = before_nbytes
-        self.after_nbytes = self.away_nbytes = 0
-        self.action, self.why = "", ""
-        self.born = self.died = 0
 
     def hold(self, nbytes: int) -> None:
         """Sets the bytes that are held, here or away."""

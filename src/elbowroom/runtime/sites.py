@@ -1,4 +1,4 @@
-"""What an op asks as it saves a tensor; but for attention, known without looking at a value.
+"""What an op asks as it saves a tensor, known without looking at a value.
 
 Request      what the op asks of the tensor's slot
 classify     makes one; is_served: what the slot holds suffices. Neither changes what is held
@@ -30,7 +30,6 @@ from elbowroom.plan.precision_floor import (
 )
 from elbowroom.plan.site import LEAST_WIDTH, NORMS, Formula, Reads, Rows
 from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_copy
-from elbowroom.runtime.direct.attention import attention_reading
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.identity import Origin, is_made_of_parameters, is_parameter
@@ -70,15 +69,8 @@ def classify(
     reading: Reading,
     name: SiteName,
     origin: Origin | None,
-    *,
-    looks: bool,
 ) -> Request:
-    """Returns what the op asks: more than `reading`, where what the slot holds does not fit it.
-
-    looks: whether attention's values may be looked at, on a CPU
-    """
-    if call is not None and call.would_rerun:
-        reading = attention_reading(x, call, slot, reading, looks=looks)
+    """Returns what the op asks: more than `reading`, where what the slot holds does not fit it."""
     if reading.need is Need.MASK and differ(name.consumer, slot.bits_of):
         why = f"'{slot.bits_of}' holds another mask of it"
         reading = Reading(Need.EXACT, Formula.COMPARED, why)
