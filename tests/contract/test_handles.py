@@ -28,7 +28,7 @@ from elbowroom.runtime.handles.rebuild import Op, Ready, Recipe
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.normal import Normalized, Statistics
-from elbowroom.runtime.perform import perform
+from elbowroom.runtime.serving import perform
 from elbowroom.runtime.slot import CountedSlot, Geometry, Slot, View
 from elbowroom.runtime.storage import storage_nbytes
 from elbowroom.runtime.tiers.choose import file_tier

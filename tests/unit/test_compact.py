@@ -16,7 +16,7 @@ from elbowroom.plan import Encode, Need
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.masks import mask_bits
-from elbowroom.runtime.perform import perform
+from elbowroom.runtime.serving import perform
 
 pytest.importorskip("numba")
 SHAPES = [(64, 32), (5,), (3, 7, 11), (2049,)]

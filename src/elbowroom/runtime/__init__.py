@@ -7,9 +7,9 @@ consumers   which op is saving, and what its backward needs: by its name, or
 readers     by the nodes that it has made, and formulas, the table of derivative formulas
 identity    one record (`Slot`) for one storage at one version, however many ops save it
 sites       what the op asks of the slot, and facts of the save, which a policy decides by
-serving     the policy is asked, and what it says is performed, now or later
+serving     the policy is asked, and what it says is performed, now or later; `perform`: an action
+            becomes a handle, the only `match` on actions
 deferred    inputs of norms, which wait for the next op to be seen
-perform     action -> handle, the only `match` on actions
 handles/    encode, rebuild (recipes), cast, offload; keep: in slot
 producers/  how an op's output could be made again, in the terms of recipes
 direct/     ops whose backward needs no restored tensor

@@ -1,8 +1,8 @@
 """The main path: autograd saves x -> `_pack` -> a `View`; backward asks -> `unpack` -> x again.
 
     x -> ours to touch? -> seen before?       identity.py
-      -> what does the saving op need?        consumers.py, formulas.py, serving.py
-      -> policy -> perform                    serving.py, plan/, perform.py
+      -> what does the saving op need?        consumers.py, formulas.py, sites.py
+      -> policy -> perform                    serving.py, plan/
       -> slot -> View                         slot.py
 
 Everything is decided from metadata; no value of a saved tensor is read. What cannot be touched is
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from elbowroom.errors import PlanError
 from elbowroom.plan import (
-    Encode,
     Need,
     Policy,
     Site,
@@ -59,10 +58,8 @@ from elbowroom.runtime.identity import (
 )
 from elbowroom.runtime.kept import Beside, Deferred, Lone, Many, last_node
 from elbowroom.runtime.ledger import Ledger
-from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use, Watch
-from elbowroom.runtime.perform import perform
 from elbowroom.runtime.producers import note_copy, note_origin
 from elbowroom.runtime.readers import Reader, readers_of
 from elbowroom.runtime.recompute import recomputed
@@ -275,26 +272,7 @@ class Saving:
         """
         self._listener.refuse("its setting has changed")
         for slot in self._identity.slots():
-            kept = slot.value
-            if (
-                not isinstance(kept, KeepHandle)
-                or not slot.sites
-                or slot.pinned
-                or kept.was_changed
-            ):
-                continue
-            # An op served by what was kept already left no site: ask for the most that any of them
-            # may need.
-            action = policy(replace(slot.sites[-1], need=Need.LOSSY))
-            if isinstance(action, Encode):
-                base = kept.restore()
-                bits = mask_bits(base, slot.mask_of) if slot.mask_of else None
-                if bits is not None:
-                    slot.hold_bits(bits)
-                elif slot.mask_of:
-                    continue
-                seed, known = self.context.next_seed(), slot.statistics
-                slot.hold(perform(action, base, Need.LOSSY, None, seed, statistics=known))
+            self._serving.tighten(slot, policy)
 
     def error_report(self) -> Any:
         """Returns what lossy codes add to the gradient's variance, predicted beside measured.

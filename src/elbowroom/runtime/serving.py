@@ -1,6 +1,7 @@
 """Making a slot hold what an op asks for: the policy is asked, and what it says is performed.
 
-    Serving      asks the policy, and performs what it says
+    Serving      asks the policy, and lets perform what it says
+    perform      an action becomes a handle: the only place that matches on actions
     WaitingLine  tensors that are kept until more is known
 
 Mostly at once. Some things must be seen first, and the tensor is kept until they are: the
@@ -19,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elbowroom.errors import CodecError
+from elbowroom.codecs.base import Seed
+from elbowroom.errors import CodecError, PlanError
+from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import (
     Action,
     Encode,
@@ -42,12 +45,19 @@ from elbowroom.runtime.checkpoints import Pieces
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.deferred import MOST_SAVES, Waiting
-from elbowroom.runtime.handles import CastHandle, KeepHandle, RebuildHandle
+from elbowroom.runtime.handles import (
+    CastHandle,
+    EncodeHandle,
+    Handle,
+    KeepHandle,
+    OffloadHandle,
+    RebuildHandle,
+)
 from elbowroom.runtime.handles.rebuild import Ready, Recipe
 from elbowroom.runtime.identity import Identity, covering
 from elbowroom.runtime.masks import mask_bits
+from elbowroom.runtime.normal import Normalized, Statistics, of_rows
 from elbowroom.runtime.observer import Listener, Recorder, Watch
-from elbowroom.runtime.perform import is_normalized, perform
 from elbowroom.runtime.saturated import WHY as DIVIDED
 from elbowroom.runtime.saturated import Saturated, divided, tell_late
 from elbowroom.runtime.sites import (
@@ -59,9 +69,11 @@ from elbowroom.runtime.sites import (
     site_of,
 )
 from elbowroom.runtime.slot import Slot
-from elbowroom.runtime.statistics import statistics_of
+from elbowroom.runtime.statistics import layout_of, statistics_of
+from elbowroom.runtime.tiers import tier_for
 
 _MOST_WAITING = 8  # of a kind
+_NOWHERE = SiteName("", "")
 _AGAIN = (CHECKPOINT, RECOMPUTE)  # run a piece of forward again from what they save
 
 
@@ -155,6 +167,25 @@ class Serving:
                 tell_late(site.consumer, site.module)
             if recorder is not None:
                 recorder.divided(slot)
+
+    def tighten(self, slot: Slot, policy: Policy) -> None:
+        """Encodes what was kept so far and may carry an error, where another policy says so."""
+        kept = slot.value
+        if not isinstance(kept, KeepHandle) or not slot.sites or slot.pinned or kept.was_changed:
+            return
+        # An op served by what was kept already left no site: ask for the most that any of them may
+        # need.
+        action = policy(replace(slot.sites[-1], need=Need.LOSSY))
+        if not isinstance(action, Encode):
+            return
+        base = kept.restore()
+        bits = mask_bits(base, slot.mask_of) if slot.mask_of else None
+        if bits is not None:
+            slot.hold_bits(bits)
+        elif slot.mask_of:
+            return
+        seed, known = self._context.next_seed(), slot.statistics
+        slot.hold(perform(action, base, Need.LOSSY, None, seed, statistics=known))
 
     def _cast(self, slot: Slot, x: Tensor, call: Call | None) -> CastHandle | None:
         """Returns a handle that makes x's storage again if it is a cast of a parameter, or None."""
@@ -367,6 +398,94 @@ class Serving:
 
 def _key(site: Site) -> tuple[str, str, tuple[int, ...], Any]:
     return site.module, site.consumer, site.shape, site.dtype
+
+
+def perform(
+    action: Action,
+    base: Tensor,
+    need: Need,
+    ready: Ready | None,
+    seed: Seed,
+    on_outlived: Callable[[], None] | None = None,
+    statistics: Statistics | None = None,
+    name: SiteName = _NOWHERE,
+    context: Context | None = None,
+) -> Handle:
+    """Performs an action on `base`, a tensor that covers its storage; returns the handle.
+
+    A script has shorter ways for small codes and for recipes (`replay/compiled.py`), to the same
+    end.
+
+    ready       its recipe, if it has one
+    statistics  of the norm that it is the input of
+    name        of the site
+    context     what it has learned: coders of such tensors, how much memory a code gets whose size
+                only the device knows, in which order offloaded tensors are brought back
+    """
+    match action:
+        case Keep(why):
+            return KeepHandle(base, why)
+        case Encode(codec, facts):
+            x = base if action.least is None else _from(action.least, base)
+            normal = normalized(action, x, statistics)
+            affine = None if normal is None else normal.normalize()
+            coder = None if context is None else context.coders.of(codec, x, facts)
+            if coder is not None and not isinstance(seed, Tensor):
+                encoded = coder.encode(x, seed, affine)
+            elif context is None or not would_wait(base):
+                encoded = codec.encode(x, seed, facts, affine)
+            else:
+                room = context.capacities.room((name, codec, base.numel()))
+                encoded = codec.encode(x, seed, facts, affine, room)
+            return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else normal)
+        case Rebuild():
+            assert ready is not None
+            return RebuildHandle.of(ready, base, need)
+        case Offload():
+            tier = tier_for(action, base)
+            if isinstance(tier, str):
+                return KeepHandle(base, tier)
+            prefetcher = None if context is None else context.prefetcher
+            return OffloadHandle(tier, base, prefetcher, name, on_outlived)
+        case _:
+            raise PlanError(
+                f"a policy returns Keep, Encode, Rebuild or Offload; got {action!r}. "
+                "Import them from elbowroom.plan, and return one for every site."
+            )
+
+
+def _from(least: float, x: Tensor) -> Tensor:
+    """Returns x where it is at least this, and this elsewhere: x itself, where nothing is below."""
+    x = x.detach()  # else these ops, too, would save it
+    if not would_wait(x) and has_values(x) and bool(x.amin() >= least):
+        return x
+    return x.clamp_min(least)
+
+
+def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> Normalized | None:
+    """Return what is encoded in place of base: normalized by its rows, or as its norm does."""
+    if not is_normalized(action):
+        return None
+    rows, keep_zeros = action.rows, action.facts.has_zeros
+    if rows is None:
+        return None if statistics is None else Normalized(statistics, keep_zeros)
+    x = base.detach().as_strided(rows.shape, rows.stride, base.storage_offset())
+    mean, rstd = of_rows(x, keep_zeros=keep_zeros)
+    layout = layout_of(x, mean.shape)
+    assert layout is not None
+    order, inner, shares = layout
+    of_each = Statistics(mean.permute(order), rstd.permute(order), inner, shares)
+    return Normalized(of_each, keep_zeros, rows)
+
+
+def is_normalized(action: Action) -> bool:
+    """Returns whether a norm's input is to be encoded as what the norm makes of it.
+
+    See `normal.py`.
+    """
+    if not isinstance(action, Encode) or action.codec.lossless:
+        return False
+    return action.facts.error_bound is None
 
 
 class LaterSource:

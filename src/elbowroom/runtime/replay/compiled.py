@@ -24,8 +24,8 @@ from elbowroom.plan.action import Encode, Keep, Rebuild
 from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle, RebuildHandle
 from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.masks import mask_bits
-from elbowroom.runtime.perform import is_normalized, normalized, perform
 from elbowroom.runtime.replay.script import NOWHERE, Deed, Like, Remade, Save, Step
+from elbowroom.runtime.serving import is_normalized, normalized, perform
 from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.storage import version_of
 
