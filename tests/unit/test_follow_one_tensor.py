@@ -12,7 +12,7 @@ from following import Entered, Tracer, total
 CEILINGS = {
     "`er.saving()`, the first step: made again": (16, 671),
     "`er.saving()`, the next ones: made again": (6, 220),
-    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (19, 620),
+    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (20, 624),
     '`er.saving("dither", levels=16, rebuild=False)`, the next ones: encoded': (8, 242),
     "`er.fit`, a step that learns: made again": (18, 625),
     "`er.fit`, a settled step: made again": (5, 201),

@@ -429,14 +429,15 @@ def perform(
             x = base if action.least is None else _from(action.least, base)
             normal = normalized(action, x, statistics)
             affine = None if normal is None else normal.normalize()
-            coder = None if context is None else context.coders.of(codec, x, facts)
-            if coder is not None and not isinstance(seed, Tensor):
-                encoded = coder.encode(x, seed, affine)
-            elif context is None or not would_wait(base):
-                encoded = codec.encode(x, seed, facts, affine)
-            else:
+            coder, room = None, None
+            if context is not None and would_wait(base):
                 room = context.capacities.room((name, codec, base.numel()))
+            elif context is not None:
+                coder = context.coders.of(codec, x, facts)
+            if coder is None or isinstance(seed, Tensor):
                 encoded = codec.encode(x, seed, facts, affine, room)
+            else:
+                encoded = coder.encode(x, seed, affine)
             return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else normal)
         case Rebuild():
             assert ready is not None
