@@ -231,7 +231,7 @@ class Ready:
     @property
     def exact(self) -> bool:
         """True if the sources are exact now. They may be encoded later, unless they are pinned."""
-        return self.source.exact and all(other.exact for other in self.others)
+        return self.source.exact and (not self.others or all(one.exact for one in self.others))
 
     @property
     def works_lossy(self) -> bool:

@@ -241,6 +241,7 @@ class Writer:
                 for one in ready.others
             ),
             given,
+            ready.op.works_lossy,
         )
 
     def _norm(self, norm: NotedNorm) -> Norm:
