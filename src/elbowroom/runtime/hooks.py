@@ -155,28 +155,26 @@ class Saving:
             assert self._consumers is not None
             opening.enter_context(self._consumers)
             if self.recorder is not None or self.recompute:
-                opening.enter_context(intercepted(self._called))
+                opening.enter_context(intercepted(self.calls))
             self._open = opening.pop_all()
         return self
 
     def _begin(self) -> None:
         """Begins a forward, or what is left of one."""
         self._counts.clear()
-        self._watch = self._watching()
+        if self.observer is not None:
+            after = self._after
+            self._watch = self.observer.begin() if after is None else after._watch
         self._listener = self.scribe or NOBODY
-        self._serving = self._new_serving()
+        known = self.policy, self.context, self.min_nbytes, self._identity
+        self._serving = Serving(
+            *(*known, self._listener, self._watch, weakref.WeakMethod(self.is_exact)),
+            lets_wait=self.recorder is None,
+        )
         self._consumers = Consumers(self._finished, self._run_as, self._listener.failed)
         self._listener.starts(self.ledger, self.context.count)
         if self.scribe is not None:
             self._identity.told = self._copied
-
-    def _new_serving(self) -> Serving:
-        """Returns what makes the slots of a forward hold what is asked."""
-        known = self.policy, self.context, self.min_nbytes, self._identity
-        return Serving(
-            *(*known, self._listener, self._watch, weakref.WeakMethod(self.is_exact)),
-            lets_wait=self.recorder is None,
-        )
 
     def __exit__(
         self,
@@ -230,16 +228,6 @@ class Saving:
             self._hook = hook
             self._open = opening.pop_all()
 
-    def calls(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Calls a module as it is called in this context."""
-        return self._called(module, call, args, kwargs)
-
     def take(self, x: Tensor) -> Any:
         """Returns what is held of x, which autograd saves."""
         return self._pack(x)
@@ -259,11 +247,6 @@ class Saving:
         for ref, count in calls:
             if (module := ref()) is not None:
                 self._calls[module] = count
-
-    def _watching(self) -> Watch | None:
-        if self.observer is None:
-            return None
-        return self.observer.begin() if self._after is None else self._after._watch
 
     def tighten(self, policy: Policy) -> None:
         """Uses `policy` from now on.
@@ -314,9 +297,9 @@ class Saving:
                 self.recorder.ended(call, out, self._identity.slots_of(call.args, call.kwargs))
             self._listener.ended(call, out)
 
-    def _called(
+    def calls(
         self,
-        module: torch.nn.Module,
+        module: nn.Module,
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],

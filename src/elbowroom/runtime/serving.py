@@ -279,7 +279,7 @@ class Serving:
 
         A recipe that can only run on an exact source keeps its source exact.
         """
-        if need is not Need.LOSSY or self._codes_are_exact() or ready.works_lossy:
+        if need is not Need.LOSSY or ready.works_lossy or self._codes_are_exact():
             return False
         return any(slot.sites and not slot.pinned for slot in ready.slots)
 
