@@ -43,7 +43,7 @@ The map, from the top down; imports point down only:
 
 To follow one tensor: runtime/hooks.py `_pack` -> identity.py -> consumers.py (or, when its op has
 ended, readers.py -> formulas.py, the table of derivative formulas) -> plan/policy.py ->
-runtime/perform.py -> codecs/dither.py -> kernels/ops.py -> kernels/numba/dither.py, and back
+runtime/serving.py -> codecs/dither.py -> kernels/ops.py -> kernels/numba/dither.py, and back
 through runtime/slot.py `View.restore`; or, for ops that need no restored tensor, runtime/direct/.
 
 To follow a budget: measure/recorder.py -> plan/profile.py -> plan/menu.py, build_problem.py ->

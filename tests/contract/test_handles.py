@@ -1,6 +1,6 @@
 """What every handle promises.
 
-See `runtime/handles/base.py`, and rules 1, 2, 4 and 9 of DESIGN, section 4.
+See `runtime/slot.py`, and rules 1, 2, 4 and 9 of DESIGN, section 4.
 """
 
 import gc
@@ -28,7 +28,7 @@ from elbowroom.runtime.handles.rebuild import Op, Ready, Recipe
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.normal import Normalized, Statistics
-from elbowroom.runtime.perform import perform
+from elbowroom.runtime.serving import perform
 from elbowroom.runtime.slot import CountedSlot, Geometry, Slot, View
 from elbowroom.runtime.storage import storage_nbytes
 from elbowroom.runtime.tiers.choose import file_tier

@@ -19,7 +19,7 @@ from elbowroom.errors import PlanError, RestoreError
 from elbowroom.plan import Offload, SiteName
 from elbowroom.runtime.handles import KeepHandle, OffloadHandle
 from elbowroom.runtime.hooks import Saving
-from elbowroom.runtime.perform import perform
+from elbowroom.runtime.serving import perform
 from elbowroom.runtime.tiers import FileTier, choose, unlinked
 from elbowroom.runtime.tiers.choose import file_tier
 

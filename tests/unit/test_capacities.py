@@ -15,7 +15,7 @@ from elbowroom.runtime import late
 from elbowroom.runtime.capacities import Capacities, HostSpill, NoSpill, can_spill
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.ledger import Ledger
-from elbowroom.runtime.perform import perform
+from elbowroom.runtime.serving import perform
 from elbowroom.runtime.slot import CountedSlot
 from waiting import no_waiting, pretended
 

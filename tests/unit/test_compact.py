@@ -16,7 +16,7 @@ from elbowroom.plan import Encode, Need
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.masks import mask_bits
-from elbowroom.runtime.perform import perform
+from elbowroom.runtime.serving import perform
 
 pytest.importorskip("numba")
 SHAPES = [(64, 32), (5,), (3, 7, 11), (2049,)]
@@ -156,7 +156,9 @@ def test_masks_by_address_are_those_of_ops(n: int) -> None:
 def test_a_step_that_is_looked_at_makes_codes_by_a_coder() -> None:
     x = torch.randn(64, 32)
     coders, action = Coders(), Encode(Dither(levels=4))
-    encoded = coders.encode(action.codec, x, 3, Facts())
+    coder = coders.of(action.codec, x, Facts())
+    assert coder is not None
+    encoded = coder.encode(x, 3)
     assert type(encoded) is Compact
     assert torch.equal(encoded.decode(), action.codec.encode(x, 3).decode())
     handle = perform(action, x, Need.LOSSY, None, 3, context=Context())
@@ -175,14 +177,17 @@ def test_coders_leave_to_the_codec_what_they_have_no_kernel_for() -> None:
         (Cast("bf16"), torch.randn(64, 32), Facts()),
     ]:
         for _ in range(2):
-            encoded = coders.encode(codec, x, 3, facts)
-            assert type(encoded) is not Compact
-            assert torch.equal(encoded.decode(), codec.encode(x, 3, facts).decode())
+            assert coders.of(codec, x, facts) is None
+        action = Encode(codec, facts)
+        handle = perform(action, x, Need.LOSSY, None, 3, context=Context())
+        assert isinstance(handle, EncodeHandle)
+        assert type(handle._encoded) is not Compact
+        assert torch.equal(handle.restore(private=True), codec.encode(x, 3, facts).decode())
 
 
 def test_coders_know_few_kinds_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compact, "_MOST_KINDS", 4)
     coders = Coders()
     for size in range(3, 20):
-        coders.encode(Dither(levels=4), torch.randn(size), 3, Facts())
+        assert coders.of(Dither(levels=4), torch.randn(size), Facts()) is not None
         assert len(coders._known) <= 4

@@ -47,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Turned:
         "Undisturbed",
         lambda: turned,
     )
-    for name in ("_finished", "_pack", "_chosen_run"):
+    for name in ("_finished", "_pack", "_run_as"):
         _slow(monkeypatch, turned, name)
     return turned
 
@@ -55,14 +55,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Turned:
 def _slow(monkeypatch: pytest.MonkeyPatch, clock: Turned, name: str) -> None:
     """Makes what looks take its time, inside of the pause in which it looks."""
     disable = torch._C.DisableTorchFunction
-    if name == "_chosen_run":
-        plain = hooks.Saving._chosen_run
+    if name == "_run_as":
+        plain = hooks.direct_of
 
-        def slow(self: Any, call: Any) -> Any:
+        def slow(call: Any) -> Any:
             clock.now += _LOOK_S
-            return plain(self, call)
+            return plain(call)
 
-        monkeypatch.setattr(hooks.Saving, name, slow)
+        monkeypatch.setattr(hooks, "direct_of", slow)
         return
     inner = {"_finished": "_decide_on_deferred", "_pack": "_taken"}[name]
     plain_inner: Callable[..., Any] = getattr(hooks.Saving, inner)

@@ -13,7 +13,7 @@ from elbowroom.errors import RestoreError
 from elbowroom.plan import Need, Offload
 from elbowroom.runtime.handles import KeepHandle, OffloadHandle, offload
 from elbowroom.runtime.ledger import Ledger
-from elbowroom.runtime.perform import perform
+from elbowroom.runtime.serving import perform
 from elbowroom.runtime.slot import CountedSlot
 from elbowroom.runtime.tiers import CLOCK, FileTier, HostTier, StagedTier, Traffic, unlinked
 from elbowroom.runtime.tiers.extents import PAGE, Extents

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs.affine import Affine
-from elbowroom.codecs.base import Buffers, Codec, Encoded, Seed
+from elbowroom.codecs.base import Buffers, Codec, Encoded
 from elbowroom.codecs.dither import Dither
 from elbowroom.codecs.facts import Facts
 from elbowroom.kernels import ops
@@ -96,27 +96,22 @@ class Coder:
 
 
 class Coders:
-    """Coders of the kinds of tensors that were met last; what has none is encoded by its codec."""
+    """Coders of the kinds of tensors that were met last."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Coder | None] = {}
 
-    def encode(
-        self, codec: Codec, x: Tensor, seed: Seed, facts: Facts, affine: Affine | None = None
-    ) -> Encoded:
-        """The code of x, in the bytes of `codec`."""
-        if type(codec) is not Dither or facts.mask is not None or isinstance(seed, Tensor):
-            return codec.encode(x, seed, facts, affine)
+    def of(self, codec: Codec, x: Tensor, facts: Facts) -> Coder | None:
+        """Returns what encodes tensors like x; None: `codec` must."""
+        if type(codec) is not Dither or facts.mask is not None:
+            return None
         key = codec, x.shape, x.stride(), x.dtype, x.device, facts
         known = self._known
         if key not in known:
             if len(known) >= _MOST_KINDS:
                 known.clear()
             known[key] = Coder.of(codec, x, facts)
-        coder = known.get(key)
-        if coder is None:
-            return codec.encode(x, seed, facts, affine)
-        return coder.encode(x, seed, affine)
+        return known.get(key)
 
 
 class Compact(Encoded):

@@ -20,10 +20,11 @@ from elbowroom.runtime.direct.recurrent import saved_nbytes
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.identity import is_parameter, is_touchable
+from elbowroom.runtime.kept import Beside, Deferred, Lone, last_node
 from elbowroom.runtime.observer import Recorder
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.replay.scribe import Scribe
-from elbowroom.runtime.slot import Beside, Deferred, Lone, Slot, View, last_node
+from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.storage import storage_nbytes
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.plan.backward import Graph, Node
-from elbowroom.runtime.slot import Deferred, View
+from elbowroom.runtime.kept import Deferred
+from elbowroom.runtime.slot import View
 
 _SAVED = "_raw_saved_"
 _RESULTS = ("result", "output", "out", "grad_input")  # fields of an op's own results

@@ -31,7 +31,7 @@ from elbowroom.plan import Encode, Need, Offload
 from elbowroom.plan.menu import ATTENTION_LOOK, ROWS, fixed_name, rate_name
 from elbowroom.runtime.direct.attention import spread, spread_of_values
 from elbowroom.runtime.normal import of_rows
-from elbowroom.runtime.perform import perform
+from elbowroom.runtime.serving import perform
 from elbowroom.runtime.tiers import Tier, tier_for
 
 _ELEMENTS = 1 << 20

@@ -1,4 +1,4 @@
-"""The actions that can be taken on a saved tensor. `runtime/perform.py` alone carries them out."""
+"""The actions that can be taken on a saved tensor. `runtime/serving.py` alone carries them out."""
 
 from dataclasses import dataclass
 from typing import Literal

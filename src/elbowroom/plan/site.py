@@ -81,11 +81,11 @@ class Formula(Enum):
     @property
     def is_fine(self) -> bool:
         """True if the error of a coarse code would not average out."""
-        return self in _FINE
+        return self in FINE
 
 
-_FINE = (Formula.PRODUCT, Formula.CURVED, Formula.PROBABILITY, Formula.LOG_PROBABILITY)
-_TOLERANT = (Formula.SUMMED, Formula.MATRIX, *_FINE)
+FINE = (Formula.PRODUCT, Formula.CURVED, Formula.PROBABILITY, Formula.LOG_PROBABILITY)
+_TOLERANT = (Formula.SUMMED, Formula.MATRIX, *FINE)
 
 
 class Reads(Enum):

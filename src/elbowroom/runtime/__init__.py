@@ -6,14 +6,14 @@ hooks       the two hooks themselves, on the main path
 consumers   which op is saving, and what its backward needs: by its name, or
 readers     by the nodes that it has made, and formulas, the table of derivative formulas
 identity    one record (`Slot`) for one storage at one version, however many ops save it
-sites       facts of the save, which a policy decides by
-serving     what the op asks of the slot; the policy is asked, now or later
-deferred    what waits for the next op to be seen
-perform     action -> handle, the only `match` on actions
-handles/    keep, encode, rebuild (recipes), cast, offload
+sites       what the op asks of the slot, and facts of the save, which a policy decides by
+serving     the policy is asked, and what it says is performed, now or later; `perform`: an action
+            becomes a handle, the only `match` on actions
+deferred    inputs of norms, which wait for the next op to be seen
+handles/    encode, rebuild (recipes), cast, offload; keep: in slot
 producers/  how an op's output could be made again, in the terms of recipes
 direct/     ops whose backward needs no restored tensor
-slot        what is held, and the view of it that autograd gets
+slot        what is held, and the view of it that autograd gets; kept: what needs no slot
 
 A settled step:
 

@@ -36,9 +36,10 @@ from elbowroom.plan.site import (
 )
 from elbowroom.runtime.formulas import INVERSES, SIZES, WHY
 from elbowroom.runtime.identity import PLAIN, is_made_of_parameters
+from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.nested import tensors_in
-from elbowroom.runtime.slot import Deferred, Slot
+from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.storage import version_of
 
 # Functions that are told at once -> the arguments (position, name) that may carry an error.
@@ -125,28 +126,22 @@ class Levels(NamedTuple):
 
 
 class Call:
-    """One call from Python to a torch function, while it runs."""
+    """One call from Python to a torch function, while it runs.
 
-    __slots__ = (
-        "args",
-        "at_end",
-        "began",
-        "deferred",
-        "fewest",
-        "fine",
-        "first",
-        "func",
-        "kwargs",
-        "levels",
-        "name",
-        "reads",
-        "reruns",
-        "rounds",
-        "saved",
-        "small",
-        "version",
-        "would_rerun",
-    )
+    reads        what its backward reads
+    rounds       it runs as a node of ours whose backward rounds otherwise
+    would_rerun  attention: a node of ours may run it again; reruns: it does
+    levels       that attention needs of a code of what it saves now
+    fewest       for attention's codes (`direct/attention/`)
+    began        autograd's number that nodes of its own begin with
+    first        its first argument; version: of that, as the call began
+    """
+
+    # Most calls have no other values than these, so they are said once.
+    reads = Reads.RESTORED
+    rounds = reruns = would_rerun = False
+    levels: int | None = 16
+    fewest: Levels | None = None
 
     def __init__(
         self,
@@ -161,13 +156,8 @@ class Call:
         self.at_end: list[Callable[[Call, Any], None]] = []  # what waits for its statistics
         self.deferred: list[tuple[Deferred, Tensor]] = []  # decided on when it has ended
         self.fine: list[Slot] = []  # what it reads finely is made of these
-        self.reads = Reads.RESTORED  # what its backward reads
-        self.began = torch._C._autograd._get_sequence_nr()  # what nodes of its own begin with
-        self.rounds = False  # it runs as a node of ours whose backward rounds otherwise
-        self.reruns = self.would_rerun = False  # attention: a node of ours runs it again
-        self.fewest: Levels | None = None  # for attention's codes (`direct/attention/`)
-        self.levels: int | None = 16  # that attention needs of a code of what it saves now
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
+        self.began = torch._C._autograd._get_sequence_nr()
         self.first: Any = args[0] if args else kwargs.get("input")
         # A subclass may answer any question with an error (an uninitialized parameter does).
         is_plain = type(self.first) in PLAIN

@@ -34,6 +34,7 @@ class Context:
     capacities    of codes whose size is known to the device alone
     coders        what encodes tensors of the kinds that were met last
     device_seeds  the seeds of settled steps, where codes are made on a GPU
+    kept          why sites are kept that it has learned to keep
     made_again    tensors that were made again and wait for their next readers
     runs_again    recurrent layers run forward again in backward, in every forward (`recurrent.py`)
     """
@@ -51,17 +52,13 @@ class Context:
         self.unrepeatable: frozenset[str] = frozenset()
         self.blames_classes = True
         self.runs_again = False
-        self._kept: dict[SiteKey, str] = {}
+        self.kept: dict[SiteKey, str] = {}
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
     def next_seed(self) -> int:
         """A fresh 64-bit seed."""
-        return self.seed_of(self.reserve(1) + 1)
-
-    def seed_of(self, count: int) -> int:
-        """Returns the seed that `next_seed` gave, or will give, as the count came to this."""
-        return mixed(self.first_seed() + count)
+        return mixed(self.first_seed() + self.reserve(1) + 1)
 
     def first_seed(self) -> int:
         """Return what the count is added to; `mixed` makes a seed of the sum."""
@@ -90,11 +87,7 @@ class Context:
     def learn_keep(self, key: SiteKey, why: str = OUTLIVED) -> None:
         """Learns to keep this site, and why."""
         if self.learns:
-            self._kept.setdefault(key, why)
-
-    def keeps(self, key: SiteKey) -> str | None:
-        """Returns why this site is kept, or None."""
-        return self._kept.get(key)
+            self.kept.setdefault(key, why)
 
     def learn_unrepeatable(self, module: str) -> None:
         """Learns that the module of this name gives another result when it runs again."""
@@ -122,6 +115,11 @@ def mixed(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return (x ^ (x >> 31)) & (_MASK >> 1)  # op schemas take a signed 64-bit int
+
+
+def seeds_after(count: int, n: int) -> list[int]:
+    """Returns the seeds of the counts count + 1 .. count + n."""
+    return [mixed(count + nth) for nth in range(1, n + 1)]
 
 
 @lru_cache(maxsize=16)

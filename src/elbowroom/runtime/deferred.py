@@ -19,27 +19,24 @@ does not see reads one (a kernel of the user's own), the gradient is noisier, an
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from elbowroom.codecs import Codec
-from elbowroom.plan import Action, Encode, Site
+from elbowroom.plan import Action, Encode
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles import KeepHandle
-from elbowroom.runtime.handles.rebuild import Ready, Recipe, same_order
-from elbowroom.runtime.identity import Identity, Origin, is_touchable
+from elbowroom.runtime.handles.rebuild import Recipe, same_order
+from elbowroom.runtime.identity import Identity, is_touchable
 from elbowroom.runtime.masks import MASKED_OUTPUT
 from elbowroom.runtime.nested import tensors_in
-from elbowroom.runtime.saturated import Saturated
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import WeakStorage
 
-_MOST_WAITING = 8  # of a kind
-_MOST_SAVES = 6  # calls that save, of the branch that is added
+MOST_SAVES = 6  # calls that save, of the branch that is added
 
 
 class Waiting:
@@ -53,7 +50,7 @@ class Waiting:
         self._gate = Gate(out)
         self._mask: Tensor | None = None
         self._is_of_sum = self._is_curved = False
-        self._saves_left = _MOST_SAVES
+        self._saves_left = MOST_SAVES
 
     def ended(self, call: Call, out: Any, identity: Identity) -> bool:
         """Notes that a call has ended; returns whether all is known, or nothing will be."""
@@ -104,115 +101,6 @@ class Waiting:
         if self._is_of_sum:
             return action.behind_sum if is_gated else None
         return action.gated if is_gated and action.gated is not None else action.with_mask
-
-
-class LaterSource:
-    """Slot that is kept until an op saves what it could be made of; for some calls, no longer.
-
-    x * sigmoid(a * x), for one: sigmoid saves its result before the product saves x. Also what a
-    linear layer could make again, which is done only if nothing else can.
-    """
-
-    is_known = False
-
-    def __init__(
-        self, slot: Slot, recipe: Recipe, hold: Callable[[Slot, Tensor, Ready], None]
-    ) -> None:
-        self.slot = weakref.ref(slot)
-        self._recipe, self._hold = recipe, hold
-        self._saves_left = _MOST_SAVES
-
-    def ended(self, call: Call, out: Any, identity: Identity) -> bool:
-        """Notes that a call has ended; returns whether it is known what is to be done."""
-        slot = self.slot()
-        if slot is None or not isinstance(slot.value, KeepHandle):
-            return True
-        if not call.saved:
-            return False
-        self._saves_left -= 1
-        ready = self._recipe.ready()
-        is_cheap = ready is not None and ready.exact and not ready.products
-        return is_cheap or not self._saves_left
-
-    def end(self) -> None:
-        """Makes the slot hold its recipe, if that is ready, and the tensor has not changed."""
-        slot = self.slot()
-        kept = None if slot is None else slot.value
-        if slot is None or not isinstance(kept, KeepHandle) or kept.was_changed:
-            return
-        ready = self._recipe.ready()
-        if ready is not None and ready.exact:
-            self._hold(slot, kept.restore(), ready)
-
-
-class WaitingLine(list[Waiting | Saturated | LaterSource]):
-    """Slots that wait in one context."""
-
-    def reads(self, slot: Slot, site: Site) -> None:
-        """Notes that another op reads a slot that waits."""
-        for one in self:
-            if isinstance(one, Saturated) and one.slot() is slot:
-                one.also(site)
-
-    def wait(self, one: Saturated | LaterSource) -> None:
-        """Lets a tensor wait, and ends the wait of the oldest of its kind if there are many.
-
-        A script may hold the states of all steps of a recurrence in a list.
-        """
-        waiting = [other for other in self if type(other) is type(one)]
-        if len(waiting) >= _MOST_WAITING:
-            self.remove(waiting[0])
-            waiting[0].end()
-        self.append(one)
-
-    def ended(self, call: Call, out: Any, identity: Identity) -> None:
-        """Encodes, after a call, what need not wait on, and no more.
-
-        Those for which it is a ReLU wait until the next call begins.
-        """
-        waiting = self._taken()
-        for one in waiting:
-            if not one.ended(call, out, identity) or one.is_known:
-                self.append(one)
-            else:
-                one.end()
-
-    def end_known(self) -> None:
-        """Encodes, as a call begins, the inputs of norms whose ReLU has been found."""
-        if any(one.is_known for one in self):
-            waiting = self._taken()
-            self.extend(one for one in waiting if not one.is_known)
-            _end(one for one in waiting if one.is_known)
-
-    def end_sources(self) -> None:
-        """Lets nothing wait any longer for what it could be made of."""
-        waiting = self._taken()
-        self.extend(one for one in waiting if not isinstance(one, LaterSource))
-        _end(one for one in waiting if isinstance(one, LaterSource))
-
-    def end_all(self) -> None:
-        """Encodes whatever waits."""
-        _end(self._taken())
-
-    def _taken(self) -> list[Waiting | Saturated | LaterSource]:
-        """Empties the line and returns what waited: what is encoded may make others wait."""
-        waiting = list(self)
-        self.clear()
-        return waiting
-
-
-def _end(waiting: Iterable[Waiting | Saturated | LaterSource]) -> None:
-    with torch._C.DisableTorchFunction():
-        for one in waiting:
-            one.end()
-
-
-def root_of(origin: Origin | None) -> Slot | None:
-    """The slot that a chain of recipes begins with, if there is one."""
-    source = None if origin is None or origin.recipe is None else origin.recipe.source
-    while isinstance(source, Recipe):
-        source = source.source
-    return None if source is None else source()
 
 
 def relu_mask(call: Call, out: Any, slot: Slot | None, identity: Identity) -> Tensor | None:

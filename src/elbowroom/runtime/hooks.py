@@ -1,8 +1,8 @@
 """The main path: autograd saves x -> `_pack` -> a `View`; backward asks -> `unpack` -> x again.
 
     x -> ours to touch? -> seen before?       identity.py
-      -> what does the saving op need?        consumers.py, formulas.py, serving.py
-      -> policy -> perform                    serving.py, plan/, perform.py
+      -> what does the saving op need?        consumers.py, formulas.py, sites.py
+      -> policy -> perform                    serving.py, plan/
       -> slot -> View                         slot.py
 
 Everything is decided from metadata; no value of a saved tensor is read. What cannot be touched is
@@ -25,14 +25,13 @@ from torch import Tensor, nn
 
 from elbowroom.errors import PlanError
 from elbowroom.plan import (
-    Encode,
     Need,
     Policy,
     Site,
     SiteName,
 )
 from elbowroom.plan.precision_floor import ATTENTION
-from elbowroom.plan.site import CHECKPOINT, RECOMPUTE, RECURRENT, Formula, Reads
+from elbowroom.plan.site import CHECKPOINT, FINE, RECOMPUTE, RECURRENT, Formula, Reads
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
@@ -47,9 +46,8 @@ from elbowroom.runtime.consumers import (
     reading_of,
 )
 from elbowroom.runtime.context import PROCESS, Context
-from elbowroom.runtime.deferred import root_of
 from elbowroom.runtime.direct import Direct, direct_of, is_overridden, may_run
-from elbowroom.runtime.direct.attention import as_node
+from elbowroom.runtime.direct.attention import as_node, attention_reading
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.identity import (
     Identity,
@@ -58,31 +56,19 @@ from elbowroom.runtime.identity import (
     is_touchable,
     untouchable,
 )
+from elbowroom.runtime.kept import Beside, Deferred, Lone, Many, last_node
 from elbowroom.runtime.ledger import Ledger
-from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use, Watch
-from elbowroom.runtime.perform import perform
 from elbowroom.runtime.producers import note_copy, note_origin
 from elbowroom.runtime.readers import Reader, readers_of
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again, will_be_tried
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.saturated import SATURATING
-from elbowroom.runtime.serving import Request, Serving, classify, ready_of
-from elbowroom.runtime.sites import left_alone, site_of
-from elbowroom.runtime.slot import (
-    Beside,
-    CountedSlot,
-    Deferred,
-    Geometry,
-    Lone,
-    Many,
-    Slot,
-    View,
-    last_node,
-    unpack,
-)
+from elbowroom.runtime.serving import Serving
+from elbowroom.runtime.sites import Request, classify, left_alone, site_of
+from elbowroom.runtime.slot import CountedSlot, Geometry, Slot, View, unpack
 from elbowroom.runtime.storage import storage_nbytes, version_of
 
 _log = logging.getLogger("elbowroom")
@@ -169,28 +155,26 @@ class Saving:
             assert self._consumers is not None
             opening.enter_context(self._consumers)
             if self.recorder is not None or self.recompute:
-                opening.enter_context(intercepted(self._called))
+                opening.enter_context(intercepted(self.calls))
             self._open = opening.pop_all()
         return self
 
     def _begin(self) -> None:
         """Begins a forward, or what is left of one."""
         self._counts.clear()
-        self._watch = self._watching()
+        if self.observer is not None:
+            after = self._after
+            self._watch = self.observer.begin() if after is None else after._watch
         self._listener = self.scribe or NOBODY
-        self._serving = self._new_serving()
+        known = self.policy, self.context, self.min_nbytes, self._identity
+        self._serving = Serving(
+            *(*known, self._listener, self._watch, weakref.WeakMethod(self.is_exact)),
+            lets_wait=self.recorder is None,
+        )
         self._consumers = Consumers(self._finished, self._run_as, self._listener.failed)
         self._listener.starts(self.ledger, self.context.count)
         if self.scribe is not None:
             self._identity.told = self._copied
-
-    def _new_serving(self) -> Serving:
-        """Returns what makes the slots of a forward hold what is asked."""
-        known = self.policy, self.context, self.min_nbytes, self._identity
-        return Serving(
-            *(*known, self._listener, self._watch, weakref.WeakMethod(self.is_exact)),
-            lets_wait=self.recorder is None,
-        )
 
     def __exit__(
         self,
@@ -244,16 +228,6 @@ class Saving:
             self._hook = hook
             self._open = opening.pop_all()
 
-    def calls(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Calls a module as it is called in this context."""
-        return self._called(module, call, args, kwargs)
-
     def take(self, x: Tensor) -> Any:
         """Returns what is held of x, which autograd saves."""
         return self._pack(x)
@@ -274,11 +248,6 @@ class Saving:
             if (module := ref()) is not None:
                 self._calls[module] = count
 
-    def _watching(self) -> Watch | None:
-        if self.observer is None:
-            return None
-        return self.observer.begin() if self._after is None else self._after._watch
-
     def tighten(self, policy: Policy) -> None:
         """Uses `policy` from now on.
 
@@ -286,26 +255,7 @@ class Saving:
         """
         self._listener.refuse("its setting has changed")
         for slot in self._identity.slots():
-            kept = slot.value
-            if (
-                not isinstance(kept, KeepHandle)
-                or not slot.sites
-                or slot.pinned
-                or kept.was_changed
-            ):
-                continue
-            # An op served by what was kept already left no site: ask for the most that any of them
-            # may need.
-            action = policy(replace(slot.sites[-1], need=Need.LOSSY))
-            if isinstance(action, Encode):
-                base = kept.restore()
-                bits = mask_bits(base, slot.mask_of) if slot.mask_of else None
-                if bits is not None:
-                    slot.hold_bits(bits)
-                elif slot.mask_of:
-                    continue
-                seed, known = self.context.next_seed(), slot.statistics
-                slot.hold(perform(action, base, Need.LOSSY, None, seed, statistics=known))
+            self._serving.tighten(slot, policy)
 
     def error_report(self) -> Any:
         """Returns what lossy codes add to the gradient's variance, predicted beside measured.
@@ -347,9 +297,9 @@ class Saving:
                 self.recorder.ended(call, out, self._identity.slots_of(call.args, call.kwargs))
             self._listener.ended(call, out)
 
-    def _called(
+    def calls(
         self,
-        module: torch.nn.Module,
+        module: nn.Module,
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -408,31 +358,28 @@ class Saving:
         A step that is written down runs as it is, and says what it could.
         """
         with self._looking():
-            return self._chosen_run(call)
-
-    def _chosen_run(self, call: Call) -> Callable[..., Any]:
-        listener, pieces = self._listener, self._serving.pieces
-        if self.ledger.was_asked:
-            listener.refuse("a backward has run inside")
-        listener.begins(call)
-        if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
-            body = opened.opened(call.func, self._consumers)
-            if body is not None:
-                listener.runs(call, body, None)
-                return body
-        if self._identity.is_exact and call.changes_first:
-            self._copy_source(call.first)
-        if self._serving.waiting:
-            self._serving.waiting.end_known()
-        if pieces.waiting:
-            if self._is_asked():
-                pieces.end()
-            elif pieces.calls(call):
-                listener.compares()
-        direct = direct_of(call)
-        run = call.func if direct is None else self._direct_run(call, direct)
-        listener.runs(call, run, direct)
-        return run
+            listener, pieces = self._listener, self._serving.pieces
+            if self.ledger.was_asked:
+                listener.refuse("a backward has run inside")
+            listener.begins(call)
+            if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
+                body = opened.opened(call.func, self._consumers)
+                if body is not None:
+                    listener.runs(call, body, None)
+                    return body
+            if self._identity.is_exact and call.changes_first:
+                self._copy_source(call.first)
+            if self._serving.waiting:
+                self._serving.waiting.end_known()
+            if pieces.waiting:
+                if self._is_asked():
+                    pieces.end()
+                elif pieces.calls(call):
+                    listener.compares()
+            direct = direct_of(call)
+            run = call.func if direct is None else self._direct_run(call, direct)
+            listener.runs(call, run, direct)
+            return run
 
     def _copy_source(self, x: Any) -> None:
         """Copies what others are made again from, and an op is about to change in place.
@@ -600,19 +547,20 @@ class Saving:
         origin = known.origins.get(key)
         if name.consumer == RECOMPUTE and not self._codes_input(name):
             reading = Reading(Need.EXACT, Formula.UNKNOWN, "a module runs again from it")
-        reruns = call is not None and call.would_rerun
-        looks = reruns and (self.recorder is not None or not self.is_exact())
-        request = classify(slot, x, call, reading, name, origin, looks=looks)
+        if call is not None and call.would_rerun:
+            looks = self.recorder is not None or not self.is_exact()
+            reading = attention_reading(x, call, slot, reading, looks=looks)
+        request = classify(slot, x, call, reading, name, origin)
         noted = None if self.recorder is None else self._noted(request)
         need = request.reading.need
-        if request.reading.formula.is_fine and call is not None:
-            self._note_fine(root_of(origin), call)
+        if call is not None and request.reading.formula in FINE:
+            self._note_fine(None if origin is None else origin.root(), call)
         self._serving.serve(request)
         slot.promise(need, name.consumer)
         view = View(slot, geometry, need)
         if self.recorder is not None and noted is not None:
             site, sources = noted
-            why = left_alone(slot, x, call, need, self.min_nbytes, origin)
+            why = left_alone(request, self.min_nbytes)
             number = last_node() if node is None else node
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:
@@ -625,11 +573,10 @@ class Saving:
 
     def _noted(self, request: Request) -> tuple[Site, Sequence[Slot]]:
         """Returns what is written down of a save before anything is done: its site and sources."""
-        slot, x, call, reading, name, origin = request
-        ready = ready_of(origin)
-        site = site_of(slot, x, call, reading, ready, name, origin)
+        ready, call = request.ready(), request.call
+        site = site_of(request, ready)
         if call is not None and call.would_rerun:
-            site = as_node(site, x, call)
+            site = as_node(site, request.x, call)
         return site, () if ready is None else ready.slots
 
     def _note_fine(self, source: Slot | None, call: Call) -> None:
@@ -657,7 +604,8 @@ class Saving:
     def _source_of(self, x: Tensor) -> Slot | None:
         if storage_nbytes(x) < self.min_nbytes:
             return None  # kept, whatever it could be made from
-        ready = ready_of(self._identity.origin(x))
+        origin = self._identity.origin(x)
+        ready = None if origin is None else origin.ready()
         return None if ready is None or not ready.exact else ready.sole_source
 
     def _copied(self, slot: Slot, y: Tensor) -> None:

@@ -10,7 +10,8 @@
    storage as a flat run. A small window onto a large storage is kept: what plain autograd would do
    too.
 4. What an op made, and whether it has exact zeros, is remembered as an `Origin` until the context
-   ends.
+   ends. So it is known what an op could be run on again: a slot, a recipe, or a slot that is
+   expected.
 """
 
 import threading
@@ -18,20 +19,24 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from elbowroom.runtime import modules
-from elbowroom.runtime.handles.base import KeepHandle
-from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe
+from elbowroom.runtime.handles.rebuild import Expected, Op, Ready, Recipe, followed
 from elbowroom.runtime.late_copy import CONSTANT, LateCopy
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.nested import tensors_in
-from elbowroom.runtime.slot import CountedSlot, Slot
+from elbowroom.runtime.slot import CountedSlot, Geometry, KeepHandle, Slot
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
+if TYPE_CHECKING:
+    from elbowroom.runtime.consumers import Call
+
+Source: TypeAlias = Slot | Recipe | Expected  # what an op can be run on again
+_EXPANDED = 8  # a result is at least so many times as large as a copy of what it is made of
 _WINDOW = 4  # a view of less than a fourth of its storage is a window
 # Multiplications of linear layers that run again, as a share of forward's, which are a third of a
 # step's; they do while what is held is not so many times less than in plain autograd.
@@ -58,6 +63,17 @@ class Origin:
     op: str
     has_zeros: bool = False
     recipe: Recipe | None = None
+
+    def ready(self) -> Ready | None:
+        """Returns how the tensor could be made again now."""
+        return None if self.recipe is None else self.recipe.ready()
+
+    def root(self) -> Slot | None:
+        """Returns the slot that the chain of recipes begins with, if there is one."""
+        source = None if self.recipe is None else self.recipe.source
+        while isinstance(source, Recipe):
+            source = source.source
+        return None if source is None else source()
 
 
 class Stored:
@@ -129,13 +145,80 @@ class Identity:
             return None
         return known.origins.get((version_of(x) if version is None else version, x.dtype))
 
-    def expected(
-        self, x: Tensor, version: int | None = None, recipe: Recipe | None = None
-    ) -> Expected:
-        """Returns a link to the slot that x's storage may get later, at this version.
+    # --- What an op could be run on again
 
-        recipe: of x, for where it gets none
+    def source(self, call: "Call") -> "tuple[Source | None, Geometry]":
+        """Returns what the call can be run on again, and where in it its first argument lies.
+
+        It is the argument as the call saved it, its recipe, what an earlier op saved, or what a
+        later one may save.
         """
+        x = call.first
+        seen = Geometry.of(x)
+        held = self._held(x) if version_of(x) == call.version else None
+        if held is not None and (held in call.saved or held.is_shared_now):
+            return held, seen
+        for slot in call.saved:  # a cast that autocast made
+            if (
+                slot.dtype is not x.dtype
+                and slot.dtype.is_floating_point
+                and slot.base.shape == seen.shape
+                and torch.is_autocast_enabled(x.device.type)
+            ):
+                return slot, slot.base
+        origin = self.origin(x, call.version)
+        if origin is not None and origin.recipe is not None:
+            return self._cheapest(origin.recipe, x, call.version), seen
+        return (self.expected(x, call.version) if held is None else held), seen
+
+    def operand(self, x: Tensor, call: "Call") -> "Source | None":
+        """Returns what x can be made from: its slot, if this op saved it, else a recipe, or a slot.
+
+        x is as the op has left it.
+        """
+        held, origin = self._held(x), self.origin(x)
+        if held is not None and (held in call.saved or held.is_shared_now):
+            return held
+        if origin is None or origin.recipe is None:
+            return held
+        return self._cheapest(origin.recipe, x)
+
+    def operand_or_spare(self, x: Tensor, call: "Call", out: Tensor) -> "Source | None":
+        """The same, or a copy of x, where nothing that is held by now could make x."""
+        source = self.operand(x, call)
+        if isinstance(source, Slot) or (source is not None and followed(source) is not None):
+            return source
+        return self.spare(x, call.name, out) or source
+
+    def is_held(self, y: Tensor) -> bool:
+        """Returns whether y is held as a saved tensor, or is a parameter."""
+        return type(y) is nn.Parameter or (not untouchable(y) and self._held(y) is not None)
+
+    def expected(self, x: Tensor, version: int | None = None) -> Expected | None:
+        """Returns a link to what a later op may save of x, in contexts where that is worth it.
+
+        version: of x as it was before an op that may have changed it in place
+        """
+        if not self.is_exact or type(x) is nn.Parameter or untouchable(x):
+            return None
+        if version is not None and version_of(x) != version:
+            return None
+        return self._link(x, version, None)
+
+    def _held(self, x: Tensor) -> Slot | None:
+        """The slot of x, if it holds a value."""
+        slot = self.slot(x)
+        return None if slot is None or slot.value is None else slot
+
+    def _cheapest(self, recipe: Recipe, x: Tensor, version: int | None = None) -> "Source":
+        """Returns x's recipe; if it costs much or is not ready, what an op saves comes first."""
+        if not self.is_exact or not (recipe.op.products or recipe.ready() is None):
+            return recipe
+        held = self._held(x) if version in (None, version_of(x)) else None
+        return self._link(x, version, recipe) if held is None else held
+
+    def _link(self, x: Tensor, version: int | None, recipe: Recipe | None) -> Expected:
+        """Returns a link to the slot that x may get; `recipe`, for where it gets none."""
         known = self.stored(x)
         key = version_of(x) if version is None else version, x.dtype
         return Expected(known.slots, key, known.weak, recipe)
@@ -166,9 +249,12 @@ class Identity:
     def spare(self, x: Tensor, op: str, out: Tensor) -> Slot | None:
         """A slot for a copy of x, of which an op has made `out`, much larger, and nobody saves x.
 
-        It is copied when something is made of it: most are not used. Only the last few are held
-        until then.
+        Rows that are gathered many times, for one, or a bias of two parts: it takes no more than a
+        code of the result would. It is copied when something is made of it: most are not used. Only
+        the last few are held until then.
         """
+        if untouchable(x) or storage_nbytes(x) * _EXPANDED > storage_nbytes(out):
+            return None
         return self._copy(x, op, self._spares, _MOST_SPARES, out)
 
     def _copy(

@@ -14,9 +14,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from elbowroom.runtime.handles.base import Handle, KeepHandle
 from elbowroom.runtime.ledger import Entry
-from elbowroom.runtime.slot import CountedSlot
+from elbowroom.runtime.slot import CountedSlot, Handle, KeepHandle
 from elbowroom.runtime.storage import WeakStorage
 
 CONSTANT = "a constant: something is made again with it"

@@ -45,20 +45,10 @@ class Entry:
     counts: whether it wants to know what is held
     """
 
-    __slots__ = (
-        "_ledger",
-        "action",
-        "after_nbytes",
-        "away_nbytes",
-        "before_nbytes",
-        "born",
-        "consumer",
-        "died",
-        "dtype",
-        "module",
-        "why",
-    )
     counts = True
+    action = why = ""
+    after_nbytes = away_nbytes = 0
+    born = died = 0  # by the ledger's clock; 0: not yet
 
     def __init__(
         self, ledger: "Ledger", module: str, consumer: str, dtype: str, before_nbytes: int
@@ -66,9 +56,6 @@ class Entry:
         self._ledger = ledger._weak  # no cycle: a step's garbage would wake the collector
         self.module, self.consumer, self.dtype = module, consumer, dtype
         self.before_nbytes = before_nbytes
-        self.after_nbytes = self.away_nbytes = 0
-        self.action, self.why = "", ""
-        self.born = self.died = 0
 
     def hold(self, nbytes: int) -> None:
         """Sets the bytes that are held, here or away."""
@@ -289,8 +276,8 @@ class Ledger(Account):
         self.away_nbytes = 0
 
     def open(self, module: str, consumer: str, dtype: str, before_nbytes: int) -> Entry:
-        """A new entry for a storage of `before_nbytes`. Calls of one module are summed."""
-        entry = Entry(self, without_prefix(module), consumer, dtype, before_nbytes)
+        """A new entry for a storage of `before_nbytes`."""
+        entry = Entry(self, module, consumer, dtype, before_nbytes)
         with self._lock:
             self._clock += 1
             entry.born = self._clock
@@ -377,10 +364,14 @@ class Ledger(Account):
 
 
 def summed(entries: Iterable[Entry | Counted]) -> list[Row]:
-    """Returns sums by module, consumer, dtype and fate, in order of saving."""
+    """Returns sums by module, consumer, dtype and fate, in order of saving.
+
+    Several calls of one module are one.
+    """
     groups: dict[tuple[str, str, str, str, str], list[Entry | Counted]] = defaultdict(list)
     for entry in entries:
-        key = entry.module, entry.consumer, entry.dtype, entry.action, entry.why
+        module = without_prefix(entry.module)
+        key = module, entry.consumer, entry.dtype, entry.action, entry.why
         groups[key].append(entry)
     return [
         Row(

@@ -210,7 +210,8 @@ def _hook_leave(module: nn.Module, args: Any, out: Any) -> None:
 
 
 def _enter(module: nn.Module) -> None:
-    say_eager(module)
+    if "_orig_mod" in module._modules:  # torch.compile's wrapper around a module
+        say_eager(module)
     if not _running():
         _thread.names = _names_in(module)
         _thread.prefix = _counted(module)

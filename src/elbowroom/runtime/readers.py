@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.plan.site import Formula
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.formulas import FORMULAS, OURS, formula_of
-from elbowroom.runtime.slot import Deferred
+from elbowroom.runtime.kept import Deferred
 
 _MOST_NODES = 64  # that one call has made: attention of torch's own, with dropout, makes 15
 _SAVED = "_raw_saved_"

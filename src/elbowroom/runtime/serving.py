@@ -1,25 +1,28 @@
 """Making a slot hold what an op asks for: the policy is asked, and what it says is performed.
 
-    Request     what the op asks of the slot of a tensor that it saves
-    classify    makes one; is_served: what the slot holds suffices. Neither changes what is held
-    Serving     asks the policy, and performs what it says
+    Serving      asks the policy, and lets perform what it says
+    perform      an action becomes a handle: the only place that matches on actions
+    WaitingLine  tensors that are kept until more is known
 
-Mostly at once. Three things must be seen first, and the tensor is kept until they are: the
-statistics of the norm that saves it (as the call ends), the op that reads the norm's result
-(`deferred.py`), and the piece of forward that a checkpoint of the user's runs, or a plan runs again
-(`checkpoints.py`).
+Mostly at once. Some things must be seen first, and the tensor is kept until they are: the
+statistics of the norm that saves it (as the call ends); the op that reads the norm's result
+(`deferred.py`), or a result that saturates (`saturated.py`); what it could be made of, in exact
+contexts (`LaterSource`); and the piece of forward that a checkpoint of the user's runs, or a plan
+runs again (`checkpoints.py`).
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from elbowroom.errors import CodecError
+from elbowroom.codecs.base import Seed
+from elbowroom.errors import CodecError, PlanError
+from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import (
     Action,
     Encode,
@@ -35,121 +38,43 @@ from elbowroom.plan import (
 from elbowroom.plan.precision_floor import (
     ATTENTION,
     LEAST_LOG_PROBABILITY,
-    MOST_LEVELS,
     at_precision_floor,
-    keeps_rows_apart,
-    suffices,
 )
 from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula
 from elbowroom.runtime.checkpoints import Pieces
-from elbowroom.runtime.consumers import Call, Reading
+from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.deferred import LaterSource, Waiting, WaitingLine
-from elbowroom.runtime.direct.attention import attention_reading
-from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle, RebuildHandle
-from elbowroom.runtime.handles.rebuild import Ready
-from elbowroom.runtime.identity import Identity, Origin, covering
-from elbowroom.runtime.masks import differ, mask_bits
+from elbowroom.runtime.deferred import MOST_SAVES, Waiting
+from elbowroom.runtime.handles import (
+    CastHandle,
+    EncodeHandle,
+    Handle,
+    KeepHandle,
+    OffloadHandle,
+    RebuildHandle,
+)
+from elbowroom.runtime.handles.rebuild import Ready, Recipe
+from elbowroom.runtime.identity import Identity, covering
+from elbowroom.runtime.masks import mask_bits
+from elbowroom.runtime.normal import Normalized, Statistics, of_rows
 from elbowroom.runtime.observer import Listener, Recorder, Watch
-from elbowroom.runtime.perform import is_normalized, perform
 from elbowroom.runtime.saturated import WHY as DIVIDED
 from elbowroom.runtime.saturated import Saturated, divided, tell_late
-from elbowroom.runtime.sites import MADE_OF_PARAMETERS, left_alone, rows_of, site_of
+from elbowroom.runtime.sites import (
+    MADE_OF_PARAMETERS,
+    Request,
+    is_served,
+    is_too_coarse_for,
+    left_alone,
+    site_of,
+)
 from elbowroom.runtime.slot import Slot
-from elbowroom.runtime.statistics import statistics_of
+from elbowroom.runtime.statistics import layout_of, statistics_of
+from elbowroom.runtime.tiers import tier_for
 
+_MOST_WAITING = 8  # of a kind
+_NOWHERE = SiteName("", "")
 _AGAIN = (CHECKPOINT, RECOMPUTE)  # run a piece of forward again from what they save
-
-
-class Request(NamedTuple):
-    """Request of the op `call`, which saves x in the storage of `slot`, and reads it like this.
-
-    call  None: no function that Python has called saves it
-    name  module, op, and how many the op of this module has saved before
-    origin  the op that made x, if one was seen
-    """
-
-    slot: Slot
-    x: Tensor
-    call: Call | None
-    reading: Reading
-    name: SiteName
-    origin: Origin | None = None
-
-
-def classify(
-    slot: Slot,
-    x: Tensor,
-    call: Call | None,
-    reading: Reading,
-    name: SiteName,
-    origin: Origin | None,
-    *,
-    looks: bool,
-) -> Request:
-    """Returns what the op asks: more than `reading`, where what the slot holds does not fit it.
-
-    looks: whether attention's values may be looked at, on a CPU
-    """
-    if call is not None and call.would_rerun:
-        reading = attention_reading(x, call, slot, reading, looks=looks)
-    if reading.need is Need.MASK and differ(name.consumer, slot.bits_of):
-        why = f"'{slot.bits_of}' holds another mask of it"
-        reading = Reading(Need.EXACT, Formula.COMPARED, why)
-    if slot.sites and reading.need is Need.LOSSY and _is_below(slot, reading):
-        why = f"of log-probabilities a code has those from {LEAST_LOG_PROBABILITY:.0f} up"
-        reading = Reading(Need.EXACT, Formula.DIFFERENCE, why)
-    if reading.by_size and name.consumer not in NORMS and not rows_of(slot, x, reading.width):
-        why = "its backward divides by the size of rows that lie in no order that is known"
-        reading = Reading(Need.EXACT, Formula.SINGULAR, why)
-    return Request(slot, x, call, reading, name, origin)
-
-
-def ready_of(origin: Origin | None) -> Ready | None:
-    """Returns how what has this origin could be made again now."""
-    return None if origin is None or origin.recipe is None else origin.recipe.ready()
-
-
-def _is_below(slot: Slot, reading: Reading) -> bool:
-    """Returns whether a code of log-probabilities would not do for what this reader makes."""
-    formulas = slot.sites[0].formula, reading.formula
-    return formulas[0] is Formula.LOG_PROBABILITY and formulas[1] is not formulas[0]
-
-
-def is_served(request: Request) -> bool:
-    """Returns whether what the slot holds is all that the op needs."""
-    return request.slot.serves(request.reading.need) and not _is_too_coarse(request)
-
-
-def _is_too_coarse(request: Request) -> bool:
-    """Returns whether the code that is held was chosen for a milder formula than this reader's."""
-    slot, x, call, reading, name, _ = request
-    if reading.need is not Need.LOSSY or slot.exact or not slot.sites:
-        return False
-    levels = 0 if call is None else call.levels or MOST_LEVELS
-    site = replace(
-        slot.sites[-1],
-        consumer=name.consumer,
-        formula=reading.formula,
-        least_levels=levels,
-        rows=rows_of(slot, x, reading.width),
-        by_size=reading.by_size,
-    )
-    below = getattr(slot.value, "ready", None)
-    return any(is_too_coarse_for(one, site) for one in ([slot] if below is None else below.slots))
-
-
-def is_too_coarse_for(slot: Slot, site: Site) -> bool:
-    """Returns whether a slot holds a code of fewer levels than this site asks for.
-
-    Or one that does not keep apart the rows of which this site asks for the size.
-    """
-    held = slot.value
-    if slot.exact or not isinstance(held, EncodeHandle):
-        return False
-    normalized = site.rows is not None and held.normalizes(site.rows)
-    apart = keeps_rows_apart(held.codec, site, normalized=normalized)
-    return not apart or not suffices(held.codec, site)
 
 
 def _is_same(whole: Tensor, ready: Ready) -> bool:
@@ -192,6 +117,7 @@ class Serving:
         self._policy, self._context, self._min_nbytes = policy, context, min_nbytes
         self._identity, self._listener, self._watch = identity, listener, watch
         self._is_exact, self._lets_wait = is_exact, lets_wait
+        self._rebuilds = getattr(policy, "rebuild", True)
         self.waiting = WaitingLine()
         self.pieces = Pieces()
         self.saturated: dict[int, tuple[weakref.ref[Slot], Site]] = {}
@@ -213,11 +139,11 @@ class Serving:
             if request.slot.waits and request.reading.need is Need.LOSSY:
                 self.waiting.reads(request.slot, self._site(request)[0])
             return
-        slot, x, call, reading, name, origin = request
-        why = left_alone(slot, x, call, reading.need, self._min_nbytes, origin)
+        why = left_alone(request, self._min_nbytes)
         if not why:
             self._act(request)
             return
+        slot, x, call, _, name, _ = request
         cast = self._cast(slot, x, call) if why is MADE_OF_PARAMETERS else None
         slot.hold(cast or KeepHandle(slot.base.on(x), why))
         self._listener.does(slot, name, Need.EXACT, Keep(why) if cast is None else None)
@@ -242,6 +168,25 @@ class Serving:
             if recorder is not None:
                 recorder.divided(slot)
 
+    def tighten(self, slot: Slot, policy: Policy) -> None:
+        """Encodes what was kept so far and may carry an error, where another policy says so."""
+        kept = slot.value
+        if not isinstance(kept, KeepHandle) or not slot.sites or slot.pinned or kept.was_changed:
+            return
+        # An op served by what was kept already left no site: ask for the most that any of them may
+        # need.
+        action = policy(replace(slot.sites[-1], need=Need.LOSSY))
+        if not isinstance(action, Encode):
+            return
+        base = kept.restore()
+        bits = mask_bits(base, slot.mask_of) if slot.mask_of else None
+        if bits is not None:
+            slot.hold_bits(bits)
+        elif slot.mask_of:
+            return
+        seed, known = self._context.next_seed(), slot.statistics
+        slot.hold(perform(action, base, Need.LOSSY, None, seed, statistics=known))
+
     def _cast(self, slot: Slot, x: Tensor, call: Call | None) -> CastHandle | None:
         """Returns a handle that makes x's storage again if it is a cast of a parameter, or None."""
         if call is None or not getattr(self._policy, "rebuild", False):
@@ -256,7 +201,7 @@ class Serving:
         action = self._chosen(request, site, ready)
         slot.entry.why = action.why if isinstance(action, Keep) else ""
         seed = self._context.next_seed() if isinstance(action, Encode) else 0
-        hold = partial(self._hold, site, need, ready, seed, self._context.count)
+        hold = partial(self._hold, name, site, ready, seed, self._context.count)
         if request.reading.saturates >= 0:
             self.saturated[request.reading.saturates] = weakref.ref(slot), site
         covers = x.numel() == whole.numel()
@@ -291,10 +236,12 @@ class Serving:
             return
         known = replace(site, rebuildable=Rebuildable.EXACT)
         if isinstance(self._policy(known), Rebuild):
-            hold = partial(self._hold_later, known)
+            hold = partial(self._hold_later, request.name, known)
             self.waiting.wait(LaterSource(slot, origin.recipe, hold))
 
-    def _hold_later(self, site: Site, slot: Slot, whole: Tensor, ready: Ready) -> None:
+    def _hold_later(
+        self, name: SiteName, site: Site, slot: Slot, whole: Tensor, ready: Ready
+    ) -> None:
         """Holds what makes a kept tensor again, if that is worth it and gives the same bits."""
         identity, products = self._identity, ready.products
         if not identity.affords(products) or any(one.is_unseen for one in ready.slots):
@@ -302,23 +249,24 @@ class Serving:
         if ready.is_unsure and not _is_same(whole, ready):
             return
         identity.again += products
-        self._hold(site, site.need, ready, 0, self._context.count, slot, whole, Rebuild())
+        self._hold(name, site, ready, 0, self._context.count, slot, whole, Rebuild())
 
     def _site(self, request: Request) -> tuple[Site, Ready | None]:
         """Returns the site of the save, and how x could be made again for it."""
-        slot, x, call, reading, name, origin = request
-        ready = ready_of(origin)
-        site = site_of(slot, x, call, reading, ready, name, origin)
-        if ready is None:
-            return site, None
-        if self._identity.is_exact and self._is_dear(ready):  # `LaterSource` decides
-            return replace(site, rebuildable=Rebuildable.NO), None
-        if request.name.consumer == RECOMPUTE and request.reading.need is Need.LOSSY:
-            return replace(site, rebuildable=Rebuildable.NO), None  # the plan counts on a code
-        too_coarse = any(map(partial(is_too_coarse_for, site=site), ready.slots))
-        if too_coarse or self._would_pin(ready, request.reading.need):
+        ready = request.ready() if self._rebuilds else None
+        site = site_of(request, ready)
+        if ready is not None and not self._may_rebuild(request, site, ready):
             return replace(site, rebuildable=Rebuildable.NO), None
         return site, ready
+
+    def _may_rebuild(self, request: Request, site: Site, ready: Ready) -> bool:
+        """Returns whether x may be made again by what could make it."""
+        if self._identity.is_exact and self._is_dear(ready):  # `LaterSource` decides
+            return False
+        if site.consumer == RECOMPUTE and site.need is Need.LOSSY:
+            return False  # the plan counts on a code
+        too_coarse = any(is_too_coarse_for(slot, site) for slot in ready.slots)
+        return not too_coarse and not self._would_pin(ready, site.need)
 
     def _is_dear(self, ready: Ready) -> bool:
         """Returns whether a recipe is used only where nothing else is, or has to be tried first."""
@@ -331,7 +279,7 @@ class Serving:
 
         A recipe that can only run on an exact source keeps its source exact.
         """
-        if need is not Need.LOSSY or self._codes_are_exact() or ready.works_lossy:
+        if need is not Need.LOSSY or ready.works_lossy or self._codes_are_exact():
             return False
         return any(slot.sites and not slot.pinned for slot in ready.slots)
 
@@ -343,7 +291,7 @@ class Serving:
     def _chosen(self, request: Request, site: Site, ready: Ready | None) -> Action:
         """Returns the action that the policy chooses, as far as this tensor allows it."""
         slot, x = request.slot, request.x
-        known = self._context.keeps(_key(site))
+        known = self._context.kept.get(_key(site))
         if known is not None:
             return Keep(known)
         slot.sites.append(site)
@@ -372,8 +320,8 @@ class Serving:
 
     def _hold(
         self,
+        name: SiteName,
         site: Site,
-        need: Need,
         ready: Ready | None,
         seed: int,
         drawn: int,
@@ -382,12 +330,11 @@ class Serving:
         action: Action,
     ) -> None:
         """Performs the action. drawn: the count of seeds as this one was drawn."""
-        name = site.name
         if slot.pinned and isinstance(action, Encode):
             slot.entry.why = "an op that needs every bit reads it, or what is made of it"
             self._listener.does(slot, name, Need.EXACT, Keep(slot.entry.why))
             return
-        norm = slot.statistics
+        need, norm = site.need, slot.statistics
         outlived = partial(self._context.learn_keep, _key(site))
         try:
             handle = perform(action, whole, need, ready, seed, outlived, norm, name, self._context)
@@ -451,3 +398,193 @@ class Serving:
 
 def _key(site: Site) -> tuple[str, str, tuple[int, ...], Any]:
     return site.module, site.consumer, site.shape, site.dtype
+
+
+def perform(
+    action: Action,
+    base: Tensor,
+    need: Need,
+    ready: Ready | None,
+    seed: Seed,
+    on_outlived: Callable[[], None] | None = None,
+    statistics: Statistics | None = None,
+    name: SiteName = _NOWHERE,
+    context: Context | None = None,
+) -> Handle:
+    """Performs an action on `base`, a tensor that covers its storage; returns the handle.
+
+    A script has shorter ways for small codes and for recipes (`replay/compiled.py`), to the same
+    end.
+
+    ready       its recipe, if it has one
+    statistics  of the norm that it is the input of
+    name        of the site
+    context     what it has learned: coders of such tensors, how much memory a code gets whose size
+                only the device knows, in which order offloaded tensors are brought back
+    """
+    match action:
+        case Keep(why):
+            return KeepHandle(base, why)
+        case Encode(codec, facts):
+            x = base if action.least is None else _from(action.least, base)
+            normal = normalized(action, x, statistics)
+            affine = None if normal is None else normal.normalize()
+            coder, room = None, None
+            if context is not None and would_wait(base):
+                room = context.capacities.room((name, codec, base.numel()))
+            elif context is not None:
+                coder = context.coders.of(codec, x, facts)
+            if coder is None or isinstance(seed, Tensor):
+                encoded = codec.encode(x, seed, facts, affine, room)
+            else:
+                encoded = coder.encode(x, seed, affine)
+            return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else normal)
+        case Rebuild():
+            assert ready is not None
+            return RebuildHandle.of(ready, base, need)
+        case Offload():
+            tier = tier_for(action, base)
+            if isinstance(tier, str):
+                return KeepHandle(base, tier)
+            prefetcher = None if context is None else context.prefetcher
+            return OffloadHandle(tier, base, prefetcher, name, on_outlived)
+        case _:
+            raise PlanError(
+                f"a policy returns Keep, Encode, Rebuild or Offload; got {action!r}. "
+                "Import them from elbowroom.plan, and return one for every site."
+            )
+
+
+def _from(least: float, x: Tensor) -> Tensor:
+    """Returns x where it is at least this, and this elsewhere: x itself, where nothing is below."""
+    x = x.detach()  # else these ops, too, would save it
+    if not would_wait(x) and has_values(x) and bool(x.amin() >= least):
+        return x
+    return x.clamp_min(least)
+
+
+def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> Normalized | None:
+    """Return what is encoded in place of base: normalized by its rows, or as its norm does."""
+    if not is_normalized(action):
+        return None
+    rows, keep_zeros = action.rows, action.facts.has_zeros
+    if rows is None:
+        return None if statistics is None else Normalized(statistics, keep_zeros)
+    x = base.detach().as_strided(rows.shape, rows.stride, base.storage_offset())
+    mean, rstd = of_rows(x, keep_zeros=keep_zeros)
+    layout = layout_of(x, mean.shape)
+    assert layout is not None
+    order, inner, shares = layout
+    of_each = Statistics(mean.permute(order), rstd.permute(order), inner, shares)
+    return Normalized(of_each, keep_zeros, rows)
+
+
+def is_normalized(action: Action) -> bool:
+    """Returns whether a norm's input is to be encoded as what the norm makes of it.
+
+    See `normal.py`.
+    """
+    if not isinstance(action, Encode) or action.codec.lossless:
+        return False
+    return action.facts.error_bound is None
+
+
+class LaterSource:
+    """Slot that is kept until an op saves what it could be made of; for some calls, no longer.
+
+    x * sigmoid(a * x), for one: sigmoid saves its result before the product saves x. Also what a
+    linear layer could make again, which is done only if nothing else can.
+    """
+
+    is_known = False
+
+    def __init__(
+        self, slot: Slot, recipe: Recipe, hold: Callable[[Slot, Tensor, Ready], None]
+    ) -> None:
+        self.slot = weakref.ref(slot)
+        self._recipe, self._hold = recipe, hold
+        self._saves_left = MOST_SAVES
+
+    def ended(self, call: Call, out: Any, identity: Identity) -> bool:
+        """Notes that a call has ended; returns whether it is known what is to be done."""
+        slot = self.slot()
+        if slot is None or not isinstance(slot.value, KeepHandle):
+            return True
+        if not call.saved:
+            return False
+        self._saves_left -= 1
+        ready = self._recipe.ready()
+        is_cheap = ready is not None and ready.exact and not ready.products
+        return is_cheap or not self._saves_left
+
+    def end(self) -> None:
+        """Makes the slot hold its recipe, if that is ready, and the tensor has not changed."""
+        slot = self.slot()
+        kept = None if slot is None else slot.value
+        if slot is None or not isinstance(kept, KeepHandle) or kept.was_changed:
+            return
+        ready = self._recipe.ready()
+        if ready is not None and ready.exact:
+            self._hold(slot, kept.restore(), ready)
+
+
+class WaitingLine(list[Waiting | Saturated | LaterSource]):
+    """Slots that wait in one context."""
+
+    def reads(self, slot: Slot, site: Site) -> None:
+        """Notes that another op reads a slot that waits."""
+        for one in self:
+            if isinstance(one, Saturated) and one.slot() is slot:
+                one.also(site)
+
+    def wait(self, one: Saturated | LaterSource) -> None:
+        """Lets a tensor wait, and ends the wait of the oldest of its kind if there are many.
+
+        A script may hold the states of all steps of a recurrence in a list.
+        """
+        waiting = [other for other in self if type(other) is type(one)]
+        if len(waiting) >= _MOST_WAITING:
+            self.remove(waiting[0])
+            waiting[0].end()
+        self.append(one)
+
+    def ended(self, call: Call, out: Any, identity: Identity) -> None:
+        """Encodes, after a call, what need not wait on, and no more.
+
+        Those for which it is a ReLU wait until the next call begins.
+        """
+        waiting = self._taken()
+        for one in waiting:
+            if not one.ended(call, out, identity) or one.is_known:
+                self.append(one)
+            else:
+                one.end()
+
+    def end_known(self) -> None:
+        """Encodes, as a call begins, the inputs of norms whose ReLU has been found."""
+        if any(one.is_known for one in self):
+            waiting = self._taken()
+            self.extend(one for one in waiting if not one.is_known)
+            _end(one for one in waiting if one.is_known)
+
+    def end_sources(self) -> None:
+        """Lets nothing wait any longer for what it could be made of."""
+        waiting = self._taken()
+        self.extend(one for one in waiting if not isinstance(one, LaterSource))
+        _end(one for one in waiting if isinstance(one, LaterSource))
+
+    def end_all(self) -> None:
+        """Encodes whatever waits."""
+        _end(self._taken())
+
+    def _taken(self) -> list[Waiting | Saturated | LaterSource]:
+        """Empties the line and returns what waited: what is encoded may make others wait."""
+        waiting = list(self)
+        self.clear()
+        return waiting
+
+
+def _end(waiting: Iterable[Waiting | Saturated | LaterSource]) -> None:
+    with torch._C.DisableTorchFunction():
+        for one in waiting:
+            one.end()

@@ -1,7 +1,9 @@
-"""Facts of a save that are known without looking at a value, which a policy decides by.
+"""What an op asks as it saves a tensor, known without looking at a value.
 
-site_of      all of them
+Request      what the op asks of the tensor's slot
+classify     makes one; is_served: what the slot holds suffices. Neither changes what is held
 left_alone   why a storage is kept whatever the policy says
+site_of      the facts that a policy decides by:
 facts_of     what the saving op tells: the range of indices, a mask's one value
 sequence_of  along which dimension neighbours are alike
 rows_of      which rows a code should keep apart
@@ -11,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import gcd, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +22,18 @@ from elbowroom.codecs import Facts
 from elbowroom.codecs.facts import NOTHING
 from elbowroom.kernels.windows import Window
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
-from elbowroom.plan.precision_floor import MOST_LEVELS
-from elbowroom.plan.site import LEAST_WIDTH, Reads, Rows
+from elbowroom.plan.precision_floor import (
+    LEAST_LOG_PROBABILITY,
+    MOST_LEVELS,
+    keeps_rows_apart,
+    suffices,
+)
+from elbowroom.plan.site import LEAST_WIDTH, NORMS, Formula, Reads, Rows
 from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_copy
+from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.identity import Origin, is_made_of_parameters, is_parameter
+from elbowroom.runtime.masks import differ
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.statistics import layout_of
@@ -33,21 +42,92 @@ MADE_OF_PARAMETERS = "made of parameters only"
 _HARD_MIN_NBYTES = 16  # scalars gain nothing
 
 
-def site_of(
+class Request(NamedTuple):
+    """Request of the op `call`, which saves x in the storage of `slot`, and reads it like this.
+
+    call  None: no function that Python has called saves it
+    name  module, op, and how many the op of this module has saved before
+    origin  the op that made x, if one was seen
+    """
+
+    slot: Slot
+    x: Tensor
+    call: Call | None
+    reading: Reading
+    name: SiteName
+    origin: Origin | None = None
+
+    def ready(self) -> Ready | None:
+        """Returns how x could be made again now."""
+        return None if self.origin is None else self.origin.ready()
+
+
+def classify(
     slot: Slot,
     x: Tensor,
     call: Call | None,
     reading: Reading,
-    ready: Ready | None,
     name: SiteName,
     origin: Origin | None,
-) -> Site:
-    """The site at which `call` saves x.
+) -> Request:
+    """Returns what the op asks: more than `reading`, where what the slot holds does not fit it."""
+    if reading.need is Need.MASK and differ(name.consumer, slot.bits_of):
+        why = f"'{slot.bits_of}' holds another mask of it"
+        reading = Reading(Need.EXACT, Formula.COMPARED, why)
+    if slot.sites and reading.need is Need.LOSSY and _is_below(slot, reading):
+        why = f"of log-probabilities a code has those from {LEAST_LOG_PROBABILITY:.0f} up"
+        reading = Reading(Need.EXACT, Formula.DIFFERENCE, why)
+    if reading.by_size and name.consumer not in NORMS and not rows_of(slot, x, reading.width):
+        why = "its backward divides by the size of rows that lie in no order that is known"
+        reading = Reading(Need.EXACT, Formula.SINGULAR, why)
+    return Request(slot, x, call, reading, name, origin)
 
-    reading how its backward reads x
-    ready   how x could be made again now
-    origin  the op that made x
+
+def _is_below(slot: Slot, reading: Reading) -> bool:
+    """Returns whether a code of log-probabilities would not do for what this reader makes."""
+    formulas = slot.sites[0].formula, reading.formula
+    return formulas[0] is Formula.LOG_PROBABILITY and formulas[1] is not formulas[0]
+
+
+def is_served(request: Request) -> bool:
+    """Returns whether what the slot holds is all that the op needs."""
+    return request.slot.serves(request.reading.need) and not _is_too_coarse(request)
+
+
+def _is_too_coarse(request: Request) -> bool:
+    """Returns whether the code that is held was chosen for a milder formula than this reader's."""
+    slot, x, call, reading, name, _ = request
+    if reading.need is not Need.LOSSY or slot.exact or not slot.sites:
+        return False
+    levels = 0 if call is None else call.levels or MOST_LEVELS
+    site = replace(
+        slot.sites[-1],
+        consumer=name.consumer,
+        formula=reading.formula,
+        least_levels=levels,
+        rows=rows_of(slot, x, reading.width),
+        by_size=reading.by_size,
+    )
+    below = getattr(slot.value, "ready", None)
+    return any(is_too_coarse_for(one, site) for one in ([slot] if below is None else below.slots))
+
+
+def is_too_coarse_for(slot: Slot, site: Site) -> bool:
+    """Returns whether a slot holds a code of fewer levels than this site asks for.
+
+    Or one that does not keep apart the rows of which this site asks for the size.
     """
+    held = slot.value
+    if slot.exact or not isinstance(held, EncodeHandle):
+        return False
+    normalized = site.rows is not None and held.normalizes(site.rows)
+    apart = keeps_rows_apart(held.codec, site, normalized=normalized)
+    return not apart or not suffices(held.codec, site)
+
+
+def site_of(request: Request, ready: Ready | None) -> Site:
+    """The site of the save. ready: how x could be made again now."""
+    slot, x, call, reading, name, origin = request
     has_zeros = origin is not None and origin.has_zeros and x.is_floating_point()
     sequence = sequence_of(x, slot.base, name.consumer)
     facts = facts_of(x, call)
@@ -107,18 +187,9 @@ def rows_of(slot: Slot, x: Tensor, width: int) -> Rows | None:
     return None
 
 
-def left_alone(
-    slot: Slot,
-    x: Tensor,
-    call: Call | None,
-    need: Need,
-    min_nbytes: int,
-    origin: Origin | None,
-) -> str:
-    """Returns why this storage is kept whatever the policy says, or "".
-
-    origin  the op that made x, if one was seen
-    """
+def left_alone(request: Request, min_nbytes: int) -> str:
+    """Returns why this storage is kept whatever the policy says, or ""."""
+    slot, x, call, need = request.slot, request.x, request.call, request.reading.need
     if slot.entry.before_nbytes < max(min_nbytes, _HARD_MIN_NBYTES):
         return "small"
     if slot.is_window:
@@ -129,7 +200,7 @@ def left_alone(
         return MADE_OF_PARAMETERS
     if x.grad_fn is not None or x.dtype is torch.bool:
         return ""
-    if origin is None and (need is Need.LOSSY or is_argument(x, call)):
+    if request.origin is None and (need is Need.LOSSY or is_argument(x, call)):
         return "an input: its owner holds it"
     if need is Need.LOSSY and not _ends_in_parameters(x, call):
         return "data that the gradient of an activation is multiplied with"

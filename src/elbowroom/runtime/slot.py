@@ -1,5 +1,10 @@
 """One storage at one version: what is held for it, through however many ops and views it is saved.
 
+Handle      what any stand-in for a storage answers; the others: `handles/`
+KeepHandle  the tensor stays: what plain autograd does, with the check that hooks switch off
+DropHandle  nothing is held
+Slot, View  the storage's, and each op's
+
 A slot's `value` stands for the whole storage; its `bits` say where it is positive, for ReLU's
 backward, which needs no more. Each op that saves the storage gets a `View`: slot + geometry + what
 that op needs. The last view to die takes the slot with it, and the ledger hears of it.
@@ -9,27 +14,108 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from elbowroom.codecs import Affine, BitMask, Encoded, Facts
-from elbowroom.errors import ElbowroomError, RestoreError
+from elbowroom.errors import ElbowroomError, NothingHeld, RestoreError
 from elbowroom.plan import Need, Site
 from elbowroom.runtime.arena import ARENA
-from elbowroom.runtime.handles.base import DropHandle, Handle, KeepHandle
 from elbowroom.runtime.handles.encode import EncodeHandle
 from elbowroom.runtime.handles.offload import OffloadHandle
-from elbowroom.runtime.ledger import Entry, Ledger, NoEntry
+from elbowroom.runtime.ledger import Entry, NoEntry
 from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT
 from elbowroom.runtime.normal import Statistics, flat_of
-from elbowroom.runtime.storage import storage_nbytes
+from elbowroom.runtime.storage import check_version, storage_nbytes, version_of
 
 # A named tuple's own way to make one is a function of Python's.
 _new: "Callable[[type[Geometry], Any], Geometry]" = tuple.__new__
 _MANY_VIEWS = 8
 _MOST_SHARED = 4  # tensors that are held at a time, made again, for their next readers
+
+
+class Handle(Protocol):
+    """Stands in for one storage at one version.
+
+    nbytes  bytes that this handle alone holds
+    exact   whether what `restore` gives equals what was saved, bit for bit
+    label   what the ledger calls it
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def label(self) -> str: ...
+
+    def restore(self, *, private: bool = False) -> Tensor:
+        """The tensor with the dense geometry it was made from.
+
+        private: the caller will overwrite it, so it must not be memory that anybody else sees.
+        """
+        ...
+
+
+class KeepHandle:
+    """Keep: holds the tensor itself, of any kind.
+
+    1. `x.detach()` is held, never x: x -> its node -> this handle -> x would never die. But of a
+       parameter or buffer that has no node it is x, as in plain autograd: somebody may exchange its
+       data until backward (FSDP).
+    2. Saved-tensor hooks disable autograd's in-place check (a changed tensor gives a wrong gradient
+       without a word), so the version is stored here and compared on every restore.
+    """
+
+    __slots__ = ("_tensor", "_version", "why")
+
+    exact = True
+
+    def __init__(self, x: Tensor, why: str, *, is_owned: bool = False) -> None:
+        """is_owned: by a module, or by the user; it is no value of the step."""
+        self._tensor = x if is_owned and x.grad_fn is None else x.detach()
+        self._version = version_of(x)
+        self.why = why
+
+    @property
+    def nbytes(self) -> int:
+        return storage_nbytes(self._tensor)
+
+    @property
+    def label(self) -> str:
+        return "keep"
+
+    @property
+    def was_changed(self) -> bool:
+        """True if the tensor was changed in place since: it cannot be restored any more."""
+        return version_of(self._tensor) != self._version
+
+    def restore(self, *, private: bool = False) -> Tensor:
+        x = self._tensor
+        if x.is_inference() or x._version != self._version:
+            check_version(x, self._version)
+        return x.clone() if private else x
+
+
+class DropHandle:
+    """Drop: holds nothing, and cannot be restored.
+
+    For a forward that goes on only to count what a budget would have to be.
+    """
+
+    __slots__ = ()
+
+    nbytes = 0
+    exact = True  # as far as anything that is made from it may know: nothing will be
+    label = "drop"
+
+    def restore(self, *, private: bool = False) -> Tensor:
+        raise NothingHeld(
+            "this forward held nothing, to find out what its budget would have to be; "
+            "its graph cannot run backward"
+        )
 
 
 class Geometry(NamedTuple):
@@ -383,81 +469,6 @@ class View:
         if torch.empty(shape, device="meta").stride() == stride:
             return expanded
         return torch.empty_strided(shape, stride, dtype=self.slot.dtype, device=self.slot.device)
-
-
-class Lone:
-    """A tensor that is only kept and counted.
-
-    It has no storage of the common kind (subclass, sparse), or is one of thousands (`Many`).
-    """
-
-    __slots__ = ("__weakref__", "_entry", "_handle")
-
-    def __init__(self, handle: KeepHandle, entry: Entry) -> None:
-        self._handle, self._entry = handle, entry
-        entry.action, entry.why = handle.label, handle.why
-        entry.hold(handle.nbytes)
-
-    def __del__(self) -> None:
-        self._entry.close()
-
-    def restore(self) -> Tensor:
-        self._entry.ask()
-        return self._handle.restore()
-
-
-def last_node() -> int:
-    """Autograd's number of the node made last: one is numbered before it saves anything."""
-    return torch._C._autograd._get_sequence_nr() - 1
-
-
-class Deferred:
-    """Tensor that is decided on when the call that saves it has ended.
-
-    held: the tensor as it is until then, or for good if the call raises; afterwards its view.
-    node: autograd's number of the node that has saved it; a call may make several.
-    """
-
-    __slots__ = ("__weakref__", "held", "node")
-
-    def __init__(self, x: Tensor) -> None:
-        self.node = last_node()
-        self.held: View | Lone | KeepHandle = KeepHandle(x, "its op has not ended")
-
-    def restore(self) -> Tensor:
-        """Returns the saved tensor again."""
-        return self.held.restore()
-
-
-class Beside:
-    """Another view of the storage that a `Lone` counts, which goes on for as long as both."""
-
-    __slots__ = ("_counted", "_handle")
-
-    def __init__(self, handle: KeepHandle, counted: Lone) -> None:
-        self._handle, self._counted = handle, counted
-
-    def restore(self) -> Tensor:
-        return self._handle.restore()
-
-
-class Many:
-    """Keeper of what an op saves that saves thousands, each too small to do anything with."""
-
-    def __init__(self) -> None:
-        self._storages: dict[int, weakref.ref[Lone]] = {}
-
-    def keep(self, x: Tensor, ledger: Ledger, module: str, consumer: str) -> Lone | Beside:
-        """Returns what is held of x. Each storage is counted once."""
-        handle, at = KeepHandle(x, "small"), x.untyped_storage()._cdata
-        known = self._storages.get(at)
-        counted = None if known is None else known()
-        if counted is not None:
-            return Beside(handle, counted)
-        dtype = str(x.dtype).removeprefix("torch.")
-        one = Lone(handle, ledger.open(module, consumer, dtype, storage_nbytes(x)))
-        self._storages[at] = weakref.ref(one)
-        return one
 
 
 def unpack(held: Any) -> Tensor:

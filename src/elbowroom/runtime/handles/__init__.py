@@ -13,10 +13,10 @@ RebuildHandle   a recipe and the handles it starts at   runs the recipe
 CastHandle      a parameter, which is there anyway      casts it again
 """
 
-from elbowroom.runtime.handles.base import DropHandle as DropHandle
-from elbowroom.runtime.handles.base import Handle as Handle
-from elbowroom.runtime.handles.base import KeepHandle as KeepHandle
 from elbowroom.runtime.handles.cast import CastHandle as CastHandle
 from elbowroom.runtime.handles.encode import EncodeHandle as EncodeHandle
 from elbowroom.runtime.handles.offload import OffloadHandle as OffloadHandle
 from elbowroom.runtime.handles.rebuild import RebuildHandle as RebuildHandle
+from elbowroom.runtime.slot import DropHandle as DropHandle
+from elbowroom.runtime.slot import Handle as Handle
+from elbowroom.runtime.slot import KeepHandle as KeepHandle

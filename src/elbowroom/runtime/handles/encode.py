@@ -89,7 +89,8 @@ class EncodeHandle:
     @property
     def where(self) -> Tensor | None:
         """Bits that say where the code serves any reader; None: everywhere."""
-        return self.mask if self._encoded.codec.is_rough_elsewhere else None
+        mask = self.mask
+        return None if mask is None or not self._encoded.codec.is_rough_elsewhere else mask
 
     def restore(self, *, private: bool = False) -> Tensor:
         """The tensor with base's shape and strides."""

@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any, Self, TypeAlias
 
@@ -42,10 +43,9 @@ from elbowroom.codecs import Affine
 from elbowroom.errors import RestoreError
 from elbowroom.kernels import ops
 from elbowroom.plan import Need
-from elbowroom.runtime.handles.base import KeepHandle
 from elbowroom.runtime.handles.encode import EncodeHandle, Parts
 from elbowroom.runtime.normal import flat_of
-from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.slot import Geometry, KeepHandle, Slot
 from elbowroom.runtime.storage import WeakStorage, check_version, version_of
 
 # Ops in a chain, all of which run at every restore. Attention that is written out in Python takes a
@@ -231,16 +231,23 @@ class Ready:
     @property
     def exact(self) -> bool:
         """True if the sources are exact now. They may be encoded later, unless they are pinned."""
-        return self.source.exact and all(other.exact for other in self.others)
+        return self.source.exact and (not self.others or all(one.exact for one in self.others))
 
     @property
     def works_lossy(self) -> bool:
         """True if every op of the chain can also run on a decoded source."""
-        here = self.noise is not None or (
-            self.op.works_lossy and (self.bits is not None or not self.op.needs_bits)
-        )
-        below = (one for one in (self.source, *self.others) if isinstance(one, Ready))
-        return here and all(one.works_lossy for one in below)
+        return all(step._works_lossy for step in self.steps)
+
+    @property
+    def _works_lossy(self) -> bool:
+        has_bits = self.bits is not None or not self.op.needs_bits
+        return self.noise is not None or (self.op.works_lossy and has_bits)
+
+    @property
+    def steps(self) -> "list[Ready]":
+        """The recipe, and those that make what it starts from."""
+        below = [one.steps for one in (self.source, *self.others) if isinstance(one, Ready)]
+        return [self, *chain.from_iterable(below)]
 
     @property
     def depth(self) -> int:
@@ -270,20 +277,17 @@ class Ready:
     @property
     def products(self) -> int:
         """Multiplications that the ops of the recipe take, where they take many."""
-        below = (one.products for one in (self.source, *self.others) if isinstance(one, Ready))
-        return self.op.products + sum(below)
+        return sum(step.op.products for step in self.steps)
 
     @property
     def is_extra(self) -> bool:
         """True if one of the ops runs again only where not enough is saved without."""
-        below = (one.is_extra for one in (self.source, *self.others) if isinstance(one, Ready))
-        return self.op.is_extra or any(below)
+        return any(step.op.is_extra for step in self.steps)
 
     @property
     def is_unsure(self) -> bool:
         """True if what the recipe makes may have been changed without its version telling."""
-        below = (one.is_unsure for one in (self.source, *self.others) if isinstance(one, Ready))
-        return self.op.is_unsure or any(below)
+        return any(step.op.is_unsure for step in self.steps)
 
     def pin(self) -> None:
         """Makes the sources stay exact from now on."""
@@ -436,14 +440,10 @@ def _same_memory(one: Tensor, other: Tensor | None) -> bool:
     return other is not None and one.data_ptr() == other.data_ptr()
 
 
-def _depth_of(source: "Slot | Ready | None") -> int:
+def _depth_of(source: "Slot | Ready") -> int:
     """The depth of a recipe, be it one that a saved tensor is made again by; else 0."""
-    depth: int = (
-        source.depth
-        if isinstance(source, Ready)
-        else getattr(getattr(source, "value", None), "depth", 0)
-    )
-    return depth
+    recipe: Any = source if isinstance(source, Ready) else source.value
+    return getattr(recipe, "depth", 0)
 
 
 def same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -10,12 +10,12 @@ from elbowroom.codecs import Affine
 from elbowroom.runtime.consumers import Call, is_capped
 from elbowroom.runtime.handles.rebuild import Op, Recipe
 from elbowroom.runtime.identity import Identity, Origin
-from elbowroom.runtime.producers.making import in_order, origin_of, source_of
+from elbowroom.runtime.producers.making import in_order, origin_of
 
 
 def relu(call: Call, out: Tensor, identity: Identity) -> Origin:
     """The recipe of a ReLU; of one behind a norm, of both."""
-    source, seen = source_of(call, identity)
+    source, seen = identity.source(call)
     if isinstance(source, Recipe) and source.op.is_norm and seen == source.made:
         norm = source
         below = norm.source() if isinstance(norm.source, weakref.ref) else norm.source
@@ -76,7 +76,7 @@ def _make_masked(
     call: Call, out: Tensor, identity: Identity, op: Op, *, has_zeros: bool = False
 ) -> Origin:
     """Returns a recipe that takes bits from where the op has saved its input or its output."""
-    source, seen = source_of(call, identity)
+    source, seen = identity.source(call)
     if source is None:
         return Origin(call.name, has_zeros=has_zeros)
     masks = (slot for slot in call.saved if slot.bits is not None and slot.base == seen)

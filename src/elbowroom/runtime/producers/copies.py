@@ -7,19 +7,10 @@ import torch
 from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.handles.base import KeepHandle
 from elbowroom.runtime.handles.rebuild import Op, Recipe
-from elbowroom.runtime.identity import Identity, Origin
-from elbowroom.runtime.producers.making import (
-    REORDERED,
-    VIEWS,
-    Source,
-    expected,
-    operand,
-    operand_or_spare,
-    view_of,
-)
-from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.identity import Identity, Origin, Source
+from elbowroom.runtime.producers.making import REORDERED, VIEWS, view_of
+from elbowroom.runtime.slot import Geometry, KeepHandle, Slot
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
 _MOST_RESHAPES = 4
@@ -79,7 +70,7 @@ def reordered(call: Call, copy: Tensor, identity: Identity) -> Origin | None:
     if before is not None and before.value is not None and first is not None:
         source, seen, op = before, before.base, Op(exact, beside=(first,), is_extra=True)
     else:
-        source = operand(x, call, identity) or expected(x, identity, call.version)
+        source = identity.operand(x, call) or identity.expected(x, call.version)
         op = Op(exact, is_extra=True)
     recipe = None if source is None else Recipe.of(op, source, seen, copy, slot)
     if recipe is None:
@@ -127,7 +118,7 @@ def gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     held = identity.slot(index)
     if held is None or held.value is None:
         return None
-    source = operand_or_spare(x, call, out, identity)
+    source = identity.operand_or_spare(x, call, out)
     if source is None:
         return None
 
@@ -143,7 +134,7 @@ def gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 def cast(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """x in another floating dtype."""
     x = call.first
-    source = operand(x, call, identity)
+    source = identity.operand(x, call)
     if source is None or not x.is_floating_point() or x.device != out.device:
         return None
     dtype = out.dtype

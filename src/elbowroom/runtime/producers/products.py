@@ -9,21 +9,9 @@ from torch.nn import functional as F
 
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe, link_to
-from elbowroom.runtime.identity import Identity, Origin, is_dense, untouchable
+from elbowroom.runtime.identity import Identity, Origin, Source, is_dense, untouchable
 from elbowroom.runtime.producers.copies import reordered_slot
-from elbowroom.runtime.producers.making import (
-    REORDERED,
-    Source,
-    as_now,
-    expected,
-    is_held,
-    operand,
-    operand_or_spare,
-    origin_of,
-    present,
-    source_of,
-    view_of,
-)
+from elbowroom.runtime.producers.making import REORDERED, origin_of, view_of
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import storage_nbytes
 
@@ -67,12 +55,12 @@ def binary(
         return combine(x, y, out=out, **named)
 
     run: Callable[..., Tensor] = forward
-    is_there = type(x) is not nn.Parameter and is_held(y, identity)
-    if not is_there and is_held(x, identity):
+    is_there = type(x) is not nn.Parameter and identity.is_held(y)
+    if not is_there and identity.is_held(x):
         x, y, run, is_there = y, x, backward, True
     if untouchable(x) or torch.result_type(x, y) is not out.dtype:
         return None
-    source = operand_or_spare(x, call, out, identity)
+    source = identity.operand_or_spare(x, call, out)
     if source is None:
         is_open = identity.is_exact and not is_there
         return _of_later(run, x, y, call, out, identity) if is_open else None
@@ -110,7 +98,7 @@ def _of_later(
     if type(x) is nn.Parameter or type(y) is nn.Parameter or untouchable(y):
         return None
     sources = [
-        operand(one, call, identity) or expected(one, identity, call.version if one is x else None)
+        identity.operand(one, call) or identity.expected(one, call.version if one is x else None)
         for one in (x, y)
     ]
     one, other = sources
@@ -187,8 +175,9 @@ def linear(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         return None
     if bias is not None and type(bias) is not nn.Parameter:
         return None
-    source, seen = source_of(call, identity)
-    w, b, dtype, given = weight.detach(), as_now(bias), out.dtype, seen
+    source, seen = identity.source(call)
+    w, b = weight.detach(), None if bias is None else bias.detach()
+    dtype, given = out.dtype, seen
     if isinstance(source, Expected) and source.recipe is None:  # its own copy may be held
         copy = reordered_slot(call, dtype, identity)
         source, given = (source, seen) if copy is None else (copy, copy.base)
@@ -204,7 +193,7 @@ def linear(call: Call, out: Tensor, identity: Identity) -> Origin | None:
             return F.linear(x, w, b)
         return F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
 
-    op = Op(exact, fixed=present(w, b), products=products)
+    op = Op(exact, fixed=(w,) if b is None else (w, b), products=products)
     recipe = Recipe.of(op, source, given, out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
@@ -231,7 +220,7 @@ def joined(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         return None
     if any(untouchable(x) or x.dtype is not out.dtype for x in parts):
         return None
-    sources = [None if type(x) is nn.Parameter else operand(x, call, identity) for x in parts]
+    sources = [None if type(x) is nn.Parameter else identity.operand(x, call) for x in parts]
     links = tuple(link_to(one) for one in sources if one is not None)
     if len(links) < len(parts):
         return None
@@ -264,7 +253,7 @@ def selected(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         return None
     if x.dtype is not out.dtype or (isinstance(y, Tensor) and (y.numel() > 1 or y.requires_grad)):
         return None
-    source = operand(x, call, identity)
+    source = identity.operand(x, call)
     if source is None or not _may_be_exact(source):
         return None
     held = []

@@ -22,10 +22,10 @@ from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Keep, Rebuild
 from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle, RebuildHandle
-from elbowroom.runtime.handles.rebuild import Ready
+from elbowroom.runtime.handles.rebuild import Op, Ready
 from elbowroom.runtime.masks import mask_bits
-from elbowroom.runtime.perform import is_normalized, normalized, perform
 from elbowroom.runtime.replay.script import NOWHERE, Deed, Like, Remade, Save, Step
+from elbowroom.runtime.serving import is_normalized, normalized, perform
 from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.storage import version_of
 
@@ -174,11 +174,11 @@ def _fits_tensor(like: Like) -> Check:
             or x.shape != shape
             or x.stride() != stride
             or x.storage_offset() != offset
-            or (same != NOWHERE and not replay.is_at(same, x))
+            or (same != NOWHERE and not replay.places.has(same, x))
         ):
             return False
         if place != NOWHERE:
-            replay.note_place(place, x)
+            replay.places.note(place, x)
         return True
 
     return fits
@@ -224,12 +224,12 @@ def _hold(save: Save, is_exact: bool) -> Hold:
             or x.stride() != stride
             or x.storage_offset() != offset
             or x.dtype is not dtype
-            or (same != NOWHERE and not replay.is_at(same, x))
+            or (same != NOWHERE and not replay.places.has(same, x))
             or (fresh and x.untyped_storage().nbytes() != nbytes)
         ):
             return None
         if place != NOWHERE:
-            replay.note_place(place, x)
+            replay.places.note(place, x)
         if noted != NOWHERE:
             replay.noted[noted] = x.detach()
         if number == NOWHERE:
@@ -336,17 +336,38 @@ def _encode(deed: Deed, action: Encode) -> Do:
 def _rebuild(deed: Deed, is_exact: bool) -> Do:
     """Hold the recipe; in an exact script without the statistics that it reads of codes alone."""
     assert deed.remade is not None
-    make_ready, need = _ready(deed.remade, is_exact), deed.need
+    make_ready, must_be_exact = _ready(deed.remade, is_exact), deed.need is Need.EXACT
+    steps = tuple(deed.remade)
+    sources = {number for step in steps for number in step.sources}
+    # What works on codes is known, but for ops that need bits, which are not there in every step.
+    may_be_lossy = all(step.noise != NOWHERE or _works_lossy(step, is_exact) for step in steps)
+    needed = {step.bits for step in steps if step.op.needs_bits and step.noise == NOWHERE}
+    may_be_lossy, needed = may_be_lossy and NOWHERE not in needed, needed - {NOWHERE}
 
     def rebuild(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
+        slots, works_lossy = replay.slots, may_be_lossy
+        for number in needed:
+            works_lossy = works_lossy and slots[number].bits is not None
         ready = make_ready(replay)
-        if ready.exact or ready.works_lossy:
-            slot.hold(RebuildHandle.of(ready, whole, need))
-        else:
-            why = "what it would be made of has no bits for it in this step"
-            slot.hold(KeepHandle(whole, why))
+        if not (works_lossy or ready.exact):
+            slot.hold(KeepHandle(whole, "what it would be made of has no bits for it in this step"))
+            return
+        if must_be_exact or not works_lossy:
+            ready.pin()
+        for number in sources:
+            slots[number].is_source = True
+        slot.hold(RebuildHandle(ready, whole))
 
     return rebuild
+
+
+def _is_bound(op: Op, is_exact: bool) -> bool:
+    """Returns whether an op is made anew of the statistics of each forward."""
+    return op.bound is not None and (op.is_of_given or not is_exact)
+
+
+def _works_lossy(step: Remade, is_exact: bool) -> bool:
+    return step.works_lossy if _is_bound(step.op, is_exact) else step.op.works_lossy
 
 
 def _ready(remade: Remade, is_exact: bool) -> Callable[[Replay], Ready]:
@@ -359,7 +380,7 @@ def _ready(remade: Remade, is_exact: bool) -> Callable[[Replay], Ready]:
     others = tuple(
         _slot(one) if isinstance(one, int) else _ready(one, is_exact) for one in remade.others
     )
-    bound = None if is_exact and not op.is_of_given else op.bound
+    bound = op.bound if _is_bound(op, is_exact) else None
 
     def make_ready(replay: Replay) -> Ready:
         slots = replay.slots

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -69,18 +69,22 @@ class RepeatedLedger(Account):
     def __init__(self, known: Counts, token: object) -> None:
         """token: lives as long as anything that is only kept."""
         self._known, self._token = known, weakref.ref(token)
-        self._entries: dict[int, tuple[Repeated, weakref.ref[Any]]] = {}
+        self._entries: dict[int, tuple[Repeated, weakref.ref[Slot]]] = {}
         self._by_slot = known.by_slot
         self.before_nbytes = known.before_nbytes
 
-    def entry(self, slot: int) -> Repeated | NoEntry:
-        """Returns what counts the slot of this number."""
-        known = self._by_slot.get(slot)
-        return NOT_COUNTED if known is None else Repeated(known)
+    def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
+        """Returns the slot of this number, which is counted as long as it lives if it is acted on.
 
-    def counts(self, number: int, slot: Any, entry: Repeated) -> None:
-        """Counts a slot by its entry from now on, for as long as it lives."""
+        geometry: of what covers it, as `base` may not
+        """
+        known = self._by_slot.get(number)
+        if known is None:
+            return Slot(base, NOT_COUNTED, geometry=geometry)
+        entry = Repeated(known)
+        slot = Slot(base, entry, geometry=geometry)
         self._entries[number] = entry, weakref.ref(slot)
+        return slot
 
     @property
     def rows(self) -> list[Row]:
@@ -182,13 +186,10 @@ class Following(Replay):
 
     def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
         """Return the slot of this number, which the ledger counts if it is acted on."""
-        entry = self._repeated.entry(number)
-        slot = Slot(base, entry, geometry=geometry)
+        slot = self._repeated.new_slot(number, base, geometry)
         slot.shared = self.context.made_again if self._shares else None
         looks = number == 0 and "torch._dynamo" in sys.modules
         if looks and any(map(is_compiled, modules.on_stack())):
             # Somebody has compiled the model before, and called it only now.
             self.scripts.has_seen_calls(compiled=True)
-        if isinstance(entry, Repeated):
-            self._repeated.counts(number, slot, entry)
         return slot

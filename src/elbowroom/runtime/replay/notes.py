@@ -19,8 +19,9 @@ from elbowroom.plan import Action, Need, SiteName
 from elbowroom.runtime.consumers import Levels
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.handles.rebuild import Op, Ready
+from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.replay.script import Like
-from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
+from elbowroom.runtime.slot import Geometry, Slot, View
 
 Place = tuple[int, int]  # a storage's address, and its version
 Makers = dict[int, tuple["weakref.ref[Op]", int]]  # of recipes, by the id of their op

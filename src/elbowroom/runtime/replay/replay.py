@@ -27,7 +27,7 @@ from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.checkpoints import checkpoint_call
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import QUESTIONS, Call
-from elbowroom.runtime.context import Context, mixed
+from elbowroom.runtime.context import Context, seeds_after
 from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.handles import KeepHandle
@@ -40,10 +40,11 @@ from elbowroom.runtime.replay.compiled import Act, Hold
 from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torch
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.slot import unpack as unpack_view
-from elbowroom.runtime.storage import WeakStorage, check_version
+from elbowroom.runtime.storage import check_version
 
 _disabled = torch._C.DisableTorchFunction
 _innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_free_weak_ref: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref
 _sequence_number = torch._C._autograd._get_sequence_nr
 
 
@@ -67,6 +68,39 @@ class Kept(tuple[Tensor, int, Token | None]):
         x, version, _ = self
         check_version(x, version)
         return x
+
+
+class Places:
+    """Places in which tensors of a forward lie, by number: storage and version.
+
+    Storages are referred to weakly, so that no address is used twice while this lives.
+    """
+
+    __slots__ = ("_addresses", "_versions")
+
+    def __init__(self, count: int) -> None:
+        self._addresses: list[Any] = [0] * count
+        self._versions = [0] * count
+
+    def note(self, place: int, x: Tensor) -> None:
+        """Compare later tensors with this one by the number of this place."""
+        if self._addresses[place]:
+            _free_weak_ref(self._addresses[place])
+        self._addresses[place] = x.untyped_storage()._weak_ref()
+        self._versions[place] = 0 if x.is_inference() else x._version
+
+    def has(self, place: int, x: Tensor) -> bool:
+        """Return whether x lies in the storage of this place, at the same version."""
+        address = self._addresses[place]
+        if not address or x.is_inference():  # which has no version that tells of a change
+            return False
+        here = x.untyped_storage()._cdata == address
+        return bool(here) and x._version == self._versions[place]
+
+    def __del__(self, free: Callable[[Any], None] = _free_weak_ref) -> None:
+        for address in self._addresses:
+            if address:
+                free(address)  # by a default: at the end of the process no module is left
 
 
 def unpack(held: Any) -> Tensor:
@@ -103,6 +137,7 @@ class Replay(TorchFunctionMode):
     """A context around one forward that follows `script`; a subclass says who looks at others.
 
     slots     those of this forward
+    places    where tensors that later ones are compared with lie
     noted     statistics that were saved, and that recipes read
     strayed   the forward was another one
     began     autograd's number of the node that the call that runs would have made first
@@ -123,10 +158,12 @@ class Replay(TorchFunctionMode):
         self._saved = 0
         self._is_inside = False  # an op runs, so that no function mode is asked
         self.began = 0
-        self._places: list[tuple[WeakStorage, int]] = []
+        self.places = Places(0)
         self._seeds: int | None = None  # the context's count before those of this forward
         self._first_seed = self._drawn = 0
-        self._on_device: dict[torch.device, tuple[Tensor, ...]] = {}  # seeds of this forward
+        # Seeds of this forward, made as the first is asked for.
+        self._on_host: list[int] = []
+        self._on_device: dict[torch.device, tuple[Tensor, ...]] = {}
         self._given = 0  # how many inputs the checkpoints of this step have saved
         self._token: Token | None = None
         self._numel = 0  # of all that was saved
@@ -157,11 +194,11 @@ class Replay(TorchFunctionMode):
         # The same noise for the same tensors, whether a forward is looked at or not.
         self._seeds = self.context.reserve(script.seeds)
         self._first_seed = self.context.first_seed() + self._seeds
-        self._on_device = {}
+        self._on_host, self._on_device = [], {}
         self.script, self._acts = script, script.compiled.acts
         self.slots = [nowhere] * script.slots
         self.noted = [nowhere] * script.noted
-        self._places = [nowhere] * script.places
+        self.places = Places(script.places)
 
     def __exit__(
         self,
@@ -179,7 +216,7 @@ class Replay(TorchFunctionMode):
             self.strayed = self._act() is not self._acts[-1]
             for late in self.script.compiled.last if not self.strayed else ():
                 late(self)
-        self.slots, self.noted, self._places = [], [], []
+        self.slots, self.noted, self.places = [], [], Places(0)
 
     def __torch_function__(
         self,
@@ -275,7 +312,7 @@ class Replay(TorchFunctionMode):
                 self._stray()
             if act.ends and self.saving is None:
                 if act.place != NOWHERE:
-                    self.note_place(act.place, out)
+                    self.places.note(act.place, out)
                 for position, slot in act.copies:
                     self._copy(slot, args[position])
                 for late in act.after:
@@ -297,18 +334,6 @@ class Replay(TorchFunctionMode):
         """Return whether our hooks are the innermost ones."""
         hooks = _innermost_hooks(True)
         return hooks is not None and getattr(hooks[0], "__self__", None) is self
-
-    def note_place(self, place: int, x: Tensor) -> None:
-        """Compare later tensors with this one by the number of this place."""
-        self._places[place] = WeakStorage(x), 0 if x.is_inference() else x._version
-
-    def is_at(self, place: int, x: Tensor) -> bool:
-        """Return whether x lies in the storage of this place, at the same version."""
-        known = self._places[place]
-        if known is None or x.is_inference():  # which has no version that tells of a change
-            return False
-        storage, version = known
-        return bool(x.untyped_storage()._cdata == storage.address) and x._version == version
 
     def _called(
         self,
@@ -424,7 +449,9 @@ class Replay(TorchFunctionMode):
         """Return one of the seeds of this forward, from 1 on."""
         if nth > self._drawn:
             self._drawn = nth
-        return mixed(self._first_seed + nth)
+        if not self._on_host:
+            self._on_host = seeds_after(self._first_seed, self.script.seeds)
+        return self._on_host[nth - 1]
 
     def draw_for(self, x: Tensor, nth: int) -> Seed:
         """Return the same seed where x lies: on a GPU in a tensor (int64 [1])."""

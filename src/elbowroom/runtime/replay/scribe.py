@@ -26,6 +26,7 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.identity import Origin, untouchable
+from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.modules import Calls
 from elbowroom.runtime.normal import Statistics
@@ -53,7 +54,7 @@ from elbowroom.runtime.replay.script import (
     state_of_torch,
 )
 from elbowroom.runtime.replay.writer import Writer
-from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
+from elbowroom.runtime.slot import Geometry, Slot, View
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
 _NOTHING = Geometry((), (), 0)  # of what is only kept

@@ -65,6 +65,7 @@ class Remade:
     """A recipe whose slots are numbers.
 
     given  the statistics that `op` reads, of this forward
+    works_lossy  whether `op` works on codes, once it has them
     """
 
     op: Op
@@ -75,6 +76,7 @@ class Remade:
     noise: int
     others: tuple[int | Remade, ...]
     given: tuple[Ref, ...]
+    works_lossy: bool
 
     def __iter__(self) -> Iterator[Remade]:
         """Yields this recipe, and those that it starts from."""
@@ -84,10 +86,15 @@ class Remade:
                 yield from one
 
     @property
+    def sources(self) -> list[int]:
+        """Numbers of the slots whose values it reads itself."""
+        below = [one for one in (self.source, *self.others) if isinstance(one, int)]
+        return below if self.noise == NOWHERE else [*below, self.noise]
+
+    @property
     def slots(self) -> list[int]:
         """Numbers of the slots that it reads itself, NOWHERE among them."""
-        below = [one for one in (self.source, *self.others) if isinstance(one, int)]
-        return [*below, self.bits, self.noise]
+        return [*self.sources, self.bits]
 
 
 @dataclass(frozen=True)

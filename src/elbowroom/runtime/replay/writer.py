@@ -23,6 +23,7 @@ from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.site import CHECKPOINT
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, OffloadHandle
 from elbowroom.runtime.handles.rebuild import Ready
+from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.ledger import Ledger, Mark
 from elbowroom.runtime.replay.notes import (
     AFTER,
@@ -50,7 +51,7 @@ from elbowroom.runtime.replay.script import (
     Script,
     Step,
 )
-from elbowroom.runtime.slot import Deferred, Geometry, Slot, View
+from elbowroom.runtime.slot import Geometry, Slot, View
 from elbowroom.runtime.storage import version_of
 
 
@@ -240,6 +241,7 @@ class Writer:
                 for one in ready.others
             ),
             given,
+            ready.op.works_lossy,
         )
 
     def _norm(self, norm: NotedNorm) -> Norm:

@@ -1,0 +1,90 @@
+"""Tensors that are kept without a slot: until their op has ended, or because they are only counted.
+
+Deferred      is decided on when the call that saves it has ended
+Lone          has no storage of the common kind (subclass, sparse), or is one of thousands
+Beside, Many  the thousands: each storage of them is counted once
+"""
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from elbowroom.runtime.ledger import Entry, Ledger
+from elbowroom.runtime.slot import KeepHandle, View
+from elbowroom.runtime.storage import storage_nbytes
+
+
+class Lone:
+    """A tensor that is only kept and counted.
+
+    It has no storage of the common kind (subclass, sparse), or is one of thousands (`Many`).
+    """
+
+    __slots__ = ("__weakref__", "_entry", "_handle")
+
+    def __init__(self, handle: KeepHandle, entry: Entry) -> None:
+        self._handle, self._entry = handle, entry
+        entry.action, entry.why = handle.label, handle.why
+        entry.hold(handle.nbytes)
+
+    def __del__(self) -> None:
+        self._entry.close()
+
+    def restore(self) -> Tensor:
+        self._entry.ask()
+        return self._handle.restore()
+
+
+def last_node() -> int:
+    """Autograd's number of the node made last: one is numbered before it saves anything."""
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
+class Deferred:
+    """Tensor that is decided on when the call that saves it has ended.
+
+    held: the tensor as it is until then, or for good if the call raises; afterwards its view.
+    node: autograd's number of the node that has saved it; a call may make several.
+    """
+
+    __slots__ = ("__weakref__", "held", "node")
+
+    def __init__(self, x: Tensor) -> None:
+        self.node = last_node()
+        self.held: View | Lone | KeepHandle = KeepHandle(x, "its op has not ended")
+
+    def restore(self) -> Tensor:
+        """Returns the saved tensor again."""
+        return self.held.restore()
+
+
+class Beside:
+    """Another view of the storage that a `Lone` counts, which goes on for as long as both."""
+
+    __slots__ = ("_counted", "_handle")
+
+    def __init__(self, handle: KeepHandle, counted: Lone) -> None:
+        self._handle, self._counted = handle, counted
+
+    def restore(self) -> Tensor:
+        return self._handle.restore()
+
+
+class Many:
+    """Keeper of what an op saves that saves thousands, each too small to do anything with."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, weakref.ref[Lone]] = {}
+
+    def keep(self, x: Tensor, ledger: Ledger, module: str, consumer: str) -> Lone | Beside:
+        """Returns what is held of x. Each storage is counted once."""
+        handle, at = KeepHandle(x, "small"), x.untyped_storage()._cdata
+        known = self._storages.get(at)
+        counted = None if known is None else known()
+        if counted is not None:
+            return Beside(handle, counted)
+        dtype = str(x.dtype).removeprefix("torch.")
+        one = Lone(handle, ledger.open(module, consumer, dtype, storage_nbytes(x)))
+        self._storages[at] = weakref.ref(one)
+        return one
