@@ -616,3 +616,19 @@ def test_a_page_that_cannot_be_written_is_said_before_the_training(tmp_path, mon
     result = in_process("profile", option, "/nowhere/p", "train.py")
     assert result.exit_code == 2
     assert f"cannot write {option} /nowhere/p" in result.stderr
+
+
+MOVES = """
+import os, pathlib
+os.chdir("/")
+print(pathlib.Path(__file__).with_name("beside.txt").read_text())
+"""
+
+
+def test_a_script_that_changes_the_folder_finds_its_file(folder, monkeypatch):
+    (folder / "moves.py").write_text(MOVES)
+    (folder / "beside.txt").write_text("found")
+    monkeypatch.chdir(folder)
+    ran = in_process("run", "--budget", "1GiB", "moves.py")
+    assert ran.exit_code == 0, ran.output
+    assert "found" in ran.stdout

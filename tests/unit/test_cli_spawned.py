@@ -1,6 +1,7 @@
 """`elbowroom run` of scripts that train in processes which they start."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -32,19 +33,27 @@ if __name__ == "__main__":
     START
 """
 SPAWN = "mp.spawn(work, (int(sys.argv[1]),), 2)"
-PROCESS = """
-    one = mp.get_context("spawn").Process(target=work, args=(0, 6))
-    one.start()
-    one.join()
+PROCESSES = """
+    context = mp.get_context("METHOD")
+    both = [context.Process(target=work, args=(rank, int(sys.argv[1]))) for rank in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
 """
 
 
 @pytest.fixture
 def python(tmp_path):
-    def python(*arguments, start=SPAWN):
-        (tmp_path / "train.py").write_text(TRAIN.replace("START", start))
+    (tmp_path / "temporary").mkdir()
+    environment = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
+
+    def python(*arguments, start=SPAWN, text=TRAIN):
+        (tmp_path / "train.py").write_text(text.replace("START", start))
         command = [sys.executable, "-W", "ignore", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
 
     return python
 
@@ -63,22 +72,26 @@ def run(*options):
     return "-m", "elbowroom", "run", *options, "--exact", "train.py"
 
 
-def test_each_process_keeps_to_the_budget_with_the_bits_of_python(python, plain, tmp_path):
-    roomy = python(*run("--budget", "1GiB", "--report", "roomy.json"), "6")
-    assert roomy.returncode == 0, roomy.stderr
-    assert sorted(roomy.stdout.split("\n")) == sorted(plain.split("\n"))
-    assert "Sequential inside 1.00 GiB (in one of 2 processes)" in roomy.stderr
-    peak = json.loads((tmp_path / "roomy.json").read_text())["last_nbytes"]
-    tight = python(*run("--budget", str(int(0.8 * peak)), "--report", "tight.json"), "6")
+COPIES = "mp.start_processes(work, (int(sys.argv[1]),), 2, start_method='fork')"
+USUAL = PROCESSES.replace('mp.get_context("METHOD")', "mp")
+SPAWNED, SERVED = (PROCESSES.replace("METHOD", name) for name in ("spawn", "forkserver"))
+
+
+@pytest.mark.parametrize("start", [SPAWN, SPAWNED, USUAL], ids=["mp.spawn", "spawn", "usual"])
+def test_each_process_keeps_to_the_budget_with_the_bits_of_python(python, plain, tmp_path, start):
+    budget = 3_540_000  # of 4.23 MiB
+    tight = python(*run("--budget", str(budget), "--report", "tight.json"), "6", start=start)
     assert tight.returncode == 0, tight.stderr
     assert sorted(tight.stdout.split("\n")) == sorted(plain.split("\n"))
+    assert "Sequential inside 3.38 MiB (in one of 2 processes)" in tight.stderr
     models = json.loads((tmp_path / "tight.json").read_text())["models"]
     assert len(models) == 2
-    assert all(one["last_nbytes"] <= 0.8 * peak for one in models)
+    assert all(one["last_nbytes"] <= budget < one["plain_nbytes"] for one in models)
 
 
-def test_a_refusal_in_a_process_is_the_scripts(python):
-    done = python(*run("--budget", "1MiB"), "6")
+@pytest.mark.parametrize("start", [SPAWN, COPIES, SERVED], ids=["mp.spawn", "copies", "served"])
+def test_a_refusal_in_a_process_is_the_scripts(python, start):
+    done = python(*run("--budget", "1MiB"), "6", start=start)
     assert done.returncode == 3
     assert "elbowroom: budget 1.00 MiB is below" in done.stderr
     assert "--budget" in done.stderr
@@ -92,7 +105,77 @@ def test_an_error_in_a_process_is_shown_as_torch_shows_it(python):
     assert "ValueError: bad batch" in done.stderr
 
 
-def test_of_other_processes_nothing_is_seen_and_that_is_said(python):
-    done = python(*run("--budget", "1GiB"), start=PROCESS)
+SUBCLASS = """
+class Training(mp.get_context("spawn").Process):
+    def run(self):
+        work(0, 6)
+"""
+
+
+def test_a_process_may_be_a_class_with_a_run_of_its_own(python):
+    text = TRAIN.replace("\nif __name__", f"{SUBCLASS}\nif __name__")
+    start = "one = Training(); one.start(); one.join()"
+    done = python(*run("--budget", "1GiB"), text=text, start=start)
+    assert done.returncode == 0, done.stderr
+    assert "Sequential inside 1.00 GiB" in done.stderr
+
+
+FIRST_ITSELF = """
+    work(0, 6)
+    one = mp.get_context("fork").Process(target=print, args=("helped",))
+    one.start()
+    one.join()
+"""
+
+
+def test_a_copy_does_not_tell_again_what_the_script_has_trained(python, tmp_path):
+    done = python(*run("--budget", "1GiB", "--report", "figures.json"), start=FIRST_ITSELF)
+    assert done.returncode == 0, done.stderr
+    assert "helped" in done.stdout
+    assert done.stderr.count("Sequential inside") == 1
+    assert "models" not in json.loads((tmp_path / "figures.json").read_text())
+
+
+POOL = """
+    with mp.get_context("spawn").Pool(1) as pool:
+        pool.apply(work, (0, 3))
+"""
+EXECUTOR = """
+    from concurrent.futures import ProcessPoolExecutor
+    with ProcessPoolExecutor(1, mp.get_context("fork")) as pool:
+        pool.submit(work, 0, 3).result()
+"""
+
+
+@pytest.mark.parametrize("start", [POOL, EXECUTOR], ids=["Pool", "ProcessPoolExecutor"])
+def test_of_a_pool_nothing_is_seen_and_that_is_said(python, start):
+    done = python(*run("--budget", "1GiB"), start=start)
     assert done.returncode == 2
-    assert "nothing is seen of processes that it starts" in done.stderr
+    assert "nothing is seen of the processes of a pool" in done.stderr
+
+
+LOADER = """
+    data = torch.utils.data.DataLoader(range(4), num_workers=1, multiprocessing_context="spawn")
+    print("sum", sum(int(one) for one in data))
+"""
+
+
+def test_workers_that_load_data_are_left_alone(python):
+    done = python(*run("--budget", "1GiB"), start=LOADER)
+    assert done.returncode == 0, done.stderr
+    assert "sum 6" in done.stdout
+    assert "the script trained nothing" in done.stderr
+
+
+NOT_JOINED = """
+    mp.get_context("spawn").Process(target=work, args=(0, 6)).start()
+"""
+
+
+def test_of_a_process_that_outlives_the_script_that_is_said(python, tmp_path):
+    done = python(*run("--budget", "1GiB"), start=NOT_JOINED)
+    assert done.returncode == 2
+    assert "processes that the script started still run" in done.stderr
+    assert done.stdout.startswith("0 ")
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "temporary").glob("elbowroom*")) == []

@@ -136,3 +136,11 @@ def test_a_field_of_another_type_is_refused_when_it_is_read(kind, path, value, w
 
 def test_what_is_measured_has_the_types_that_its_classes_declare(profile):
     check_types(profile)
+
+
+@pytest.mark.parametrize("load", [er.Profile.load, er.Plan.load])
+def test_a_file_that_is_no_text_is_refused_in_few_words(load, tmp_path):
+    (tmp_path / "picture.json").write_bytes(bytes(range(256)) * 4096)
+    with pytest.raises(DataError, match="it is not text") as refused:
+        load(tmp_path / "picture.json")
+    assert len(str(refused.value)) < 500

@@ -34,7 +34,7 @@ from elbowroom.cli.script import (
     run_script,
     show_traceback,
 )
-from elbowroom.cli.spawned import Ended, following
+from elbowroom.cli.spawned import Ended, Processes, following
 from elbowroom.cli.warm import start_warm
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.files import write_text
@@ -58,10 +58,14 @@ _NOT_FOUND = (
     "mode with gradients on, on the main thread, so the budget is not kept; call the model "
     "itself, model(x), rather than functions of its weights"
 )
-_IN_PROCESSES = (
-    "the script trained nothing in its own process, and nothing is seen of processes that it "
-    "starts by multiprocessing.Process; if they train, start them by torch.multiprocessing.spawn "
-    "or by torchrun, or call er.fit in them"
+_IN_A_POOL = (
+    "the script trained nothing in its own process, and nothing is seen of the processes of a "
+    "pool; if they train, start them by multiprocessing.Process, torch.multiprocessing.spawn or "
+    "torchrun, or call er.fit in them"
+)
+_STILL_RUNNING = (
+    "processes that the script started still run after its last line, so nothing is known of how "
+    "they end; let the script wait for them, by process.join()"
 )
 
 Budget = Annotated[
@@ -143,7 +147,8 @@ def run(
     if warm:
         start_warm()
     running = _Run(asked, exact, offload, given)
-    with following(partial(_in_a_process, asked, exact, offload, given)) as processes:
+    in_a_process = partial(_in_a_process, asked, exact, offload, given)
+    with following(in_a_process, running.in_a_copy) as processes:
         code = running.of(script, arguments or [], is_module=module)
     spawned = processes.told
     told = running.told() + spawned
@@ -151,7 +156,7 @@ def run(
         code = processes.refusal
     elif not told:
         made_optimizers = running.discovery.made_optimizers
-        code = _say_not_found(code, made_optimizers, processes.started)
+        code = _say_not_found(code, made_optimizers, processes)
     else:
         for one in running.told():
             errors_console().print(_table(one))
@@ -220,18 +225,33 @@ class _Run:
                 for one in self._models:
                     one.fitting.finish()
 
-    def call(self, function: Callable[[], object]) -> None:
-        """Calls a function of the script's in a process of its own."""
+    def in_a_process(self, function: Callable[[], object]) -> Ended:
+        """Runs a function of the script's in a process of its own."""
         with self.discovery, self._compiling():
-            try:
-                function()
-            except Exception as error:
-                if is_out_of_memory(error):
-                    say_exhaustion(error)
-                raise
-            finally:
-                for one in self._models:
-                    one.fitting.finish()
+            return self.in_a_copy(function)
+
+    def in_a_copy(self, function: Callable[[], object]) -> Ended:
+        """Runs a function of the script's in a copy of a process that is watched already.
+
+        What the copied process has trained by then is not told again.
+        """
+        models, before = len(self._models), self.told()
+        try:
+            function()
+        except BudgetTooSmall as error:
+            mistake(on_the_command_line(error))
+            return Ended([], TOO_SMALL)
+        except Unseen as error:
+            mistake(str(error))
+            return Ended([], UNSEEN)
+        except Exception as error:
+            if is_out_of_memory(error):
+                say_exhaustion(error)
+            raise
+        finally:
+            for one in self._models[models:]:
+                one.fitting.finish()
+        return Ended([one for one in self.told() if one not in before])
 
     def told(self) -> list[Summary]:
         """The figures of each model; none where no model was found."""
@@ -340,27 +360,18 @@ def _in_a_process(
     function: Callable[[], object],
 ) -> Ended:
     """Runs a function of the script's in a process that the script has started."""
-    running = _Run(budget, exact, offload, plan)
-    try:
-        running.call(function)
-    except BudgetTooSmall as error:
-        mistake(on_the_command_line(error))
-        return Ended([], TOO_SMALL)
-    except Unseen as error:
-        mistake(str(error))
-        return Ended([], UNSEEN)
-    return Ended(running.told())
+    return _Run(budget, exact, offload, plan).in_a_process(function)
 
 
-def _say_not_found(code: int, made_optimizers: bool, started: int) -> int:
+def _say_not_found(code: int, made_optimizers: bool, processes: Processes) -> int:
     """Warns that no model was fitted; returns the exit code.
 
     It is harmless if nothing was trained.
     """
     if code:
         return code
-    if not made_optimizers and started:
-        mistake(_IN_PROCESSES)
+    if not made_optimizers and (processes.running or processes.unseen):
+        mistake(_STILL_RUNNING if processes.running else _IN_A_POOL)
         return UNSEEN
     if not made_optimizers:
         errors_console().print("[dim]elbowroom: the script trained nothing, so nothing was done[/]")

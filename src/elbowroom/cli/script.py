@@ -4,6 +4,7 @@ How it ends is a code, as a shell sees it; a traceback that it causes shows its 
 """
 
 import importlib.util
+import os
 import runpy
 import sys
 import traceback
@@ -59,7 +60,8 @@ def run_script(path: Path, arguments: list[str], *, is_module: bool = False) -> 
     with _stage([str(path), *given], folder):
         try:
             if not is_module:
-                runpy.run_path(str(path), run_name="__main__")
+                # `__file__` is absolute, as under `python`: a script may change the folder
+                runpy.run_path(os.path.abspath(path), run_name="__main__")
             elif _can_run(str(path)):
                 runpy.run_module(str(path), run_name="__main__", alter_sys=True)
             else:

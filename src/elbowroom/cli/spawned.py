@@ -1,18 +1,26 @@
-"""Processes that a script starts by torch.multiprocessing.spawn: each keeps to the budget.
+"""Processes that a script starts by multiprocessing: each keeps to the budget.
 
-    the script's process    mp.spawn(train, ...)  ->  starts Spawned(train, ...) in train's place
+    the script's process    mp.spawn(train, ...), Process(target=train).start()
+                            ->  starts Followed(train, ...) in train's place
     each process            finds its own model, and writes down how it ended
     the script's process    reads that when the script has ended
 
-A forked process inherits what `run` watches, and needs none of this.
+A forked process inherits what `run` watches, and looks for models by that. A process that loads
+data, serves a pool or is otherwise a part of Python's or torch's own machinery is left alone.
 """
 
+import contextlib
+import multiprocessing
+import os
 import pickle
+import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -23,6 +31,8 @@ from elbowroom.fitting import Summary
 
 _SPAWN: Any = sys.modules["torch.multiprocessing.spawn"]  # the package has a function of that name
 _PACKAGE: Any = torch.multiprocessing
+_POOLS = ("multiprocessing.pool", "concurrent.futures.process")
+_MACHINERY = ("multiprocessing", "concurrent", "torch")
 
 
 @dataclass(frozen=True)
@@ -33,25 +43,29 @@ class Ended:
     code: int = 0
 
 
+Trained = Callable[[Callable[[], object]], Ended]
+
+
 @dataclass
-class Spawned:
+class Followed:
     """Function that runs in each process in the place of the script's own.
 
     function  the script's
-    trained   called with (the function without its arguments, rank) -> how it ended
+    trained   called with (the function without its arguments) -> how it ended
     folder    where that is written down
     """
 
     function: Callable[..., object]
-    trained: Callable[[Callable[[], object]], Ended]
+    trained: Trained
     folder: Path
 
-    def __call__(self, rank: int, *args: Any) -> None:
+    def __call__(self, *args: Any) -> None:
         """Runs the script's function as `run` runs a script."""
-        ended = self.trained(lambda: self.function(rank, *args))
-        part = self.folder / f"{rank:06d}.part"
-        part.write_bytes(pickle.dumps(ended))
-        part.replace(part.with_suffix(".ended"))  # another one's refusal may stop this process
+        ended = self.trained(lambda: self.function(*args))
+        part = self.folder / f"{time.time_ns():020d}-{os.getpid()}.part"
+        with contextlib.suppress(FileNotFoundError):  # the script has ended, and nobody reads it
+            part.write_bytes(pickle.dumps(ended))
+            part.replace(part.with_suffix(".ended"))  # another one's refusal may stop this process
         if ended.code:
             sys.exit(ended.code)
 
@@ -60,11 +74,12 @@ class Spawned:
 class Processes:
     """Processes that a script has started, and how they ended.
 
-    started  how many of them are no copy of the script's process, so that nothing is seen of them
-             but by `Spawned`
+    unseen    how many of them serve a pool, in which nothing is seen of what they train
+    running   how many of those that are followed had not ended when the script had
     """
 
-    started: int = 0
+    unseen: int = 0
+    running: int = 0
     ended: list[Ended] = field(default_factory=list)
 
     @property
@@ -79,42 +94,60 @@ class Processes:
 
 
 @contextmanager
-def following(trained: Callable[[Callable[[], object]], Ended]) -> Iterator[Processes]:
-    """Runs what torch.multiprocessing spawns by `trained`, which must be possible to pickle."""
+def following(trained: Trained, copied: Trained) -> Iterator[Processes]:
+    """Runs what multiprocessing starts by `trained`, or by `copied` where it is forked.
+
+    trained  must be possible to pickle
+    """
     found = Processes()
-    with tempfile.TemporaryDirectory(prefix="elbowroom-") as name:
-        folder, count = Path(name), 0
+    folder, own = Path(tempfile.mkdtemp(prefix="elbowroom-")), os.getpid()
+    followed: list[BaseProcess] = []
+    plain_start, plain_process = _SPAWN.start_processes, BaseProcess.start
 
-        plain_start, plain_process = _SPAWN.start_processes, BaseProcess.start
+    def by(method: str) -> Trained:
+        return copied if method == "fork" else trained
 
-        def start_process(process: Any) -> None:
-            if getattr(process, "_start_method", None) != "fork":
-                found.started += 1
-            plain_process(process)
-
-        def start(
-            fn: Callable[..., object],
-            args: tuple[Any, ...] = (),
-            nprocs: int = 1,
-            join: bool = True,
-            daemon: bool = False,
-            start_method: str = "spawn",
-        ) -> Any:
-            nonlocal count
-            if start_method != "fork":
-                count += 1
-                own = folder / f"{count:06d}"
-                own.mkdir()
-                fn = Spawned(fn, trained, own)
-            return plain_start(fn, args, nprocs, join, daemon, start_method)
-
-        _SPAWN.start_processes = _PACKAGE.start_processes = start
-        BaseProcess.start = start_process  # type: ignore[method-assign, assignment]
+    def start_process(process: Any) -> None:
+        origin = _origin(process)
+        found.unseen += origin in _POOLS
+        if origin == _SPAWN.__name__:  # its function is `Followed` already
+            followed.append(process)
+        elif origin.partition(".")[0] not in _MACHINERY:
+            followed.append(process)
+            method = process._start_method or multiprocessing.get_start_method()
+            process.run = Followed(partial(type(process).run, process), by(method), folder)
         try:
-            yield found
+            plain_process(process)
         finally:
-            _SPAWN.start_processes = _PACKAGE.start_processes = plain_start
-            BaseProcess.start = plain_process  # type: ignore[method-assign]
-            for path in sorted(folder.glob("*/*.ended")):
+            process.__dict__.pop("run", None)
+
+    def start(
+        fn: Callable[..., object],
+        args: tuple[Any, ...] = (),
+        nprocs: int = 1,
+        join: bool = True,
+        daemon: bool = False,
+        start_method: str = "spawn",
+    ) -> Any:
+        fn = Followed(fn, by(start_method), folder)
+        return plain_start(fn, args, nprocs, join, daemon, start_method)
+
+    _SPAWN.start_processes = _PACKAGE.start_processes = start
+    BaseProcess.start = start_process  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        _SPAWN.start_processes = _PACKAGE.start_processes = plain_start
+        BaseProcess.start = plain_process  # type: ignore[method-assign]
+        if os.getpid() == own:  # else the script has forked itself, and this is the copy
+            found.running = sum(one in followed for one in multiprocessing.active_children())
+            for path in sorted(folder.glob("*.ended")):
                 with path.open("rb") as file:
                     found.ended.append(pickle.load(file))
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _origin(process: Any) -> str:
+    """Returns the module of what a process runs: of its function, or of its own class."""
+    runs = getattr(process, "_target", None) or type(process)
+    return str(getattr(runs, "__module__", None) or "")

@@ -139,6 +139,6 @@ def versions() -> dict[str, str]:
     return {
         "torch": str(torch.__version__),
         "Python": platform.python_version(),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "machine": f"{platform.machine()}, threads: {torch.get_num_threads()}",
         "system": platform.platform(terse=True),
     }

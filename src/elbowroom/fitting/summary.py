@@ -136,7 +136,7 @@ def _verdict(told: Summary) -> str:
     if told.setting == "compiled":
         return "not measured: estimated from its graphs"
     if told.last_nbytes is None:
-        return f"not measured: {told.steps} steps"
+        return f"not measured: {told.steps} step{'s' * (told.steps != 1)}"
     before = "" if told.last_setting == told.setting else f", with setting '{told.last_setting}'"
     return _over(told.last_nbytes, told.budget_nbytes) + before
 

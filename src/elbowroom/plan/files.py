@@ -117,4 +117,6 @@ def read(path: str | Path, kind: str, version: int, make: Callable[[dict[str, An
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        raise DataError(f"{path} is not a {kind} written by elbowroom ({error!r})") from error
+        is_binary = isinstance(error, UnicodeDecodeError)  # whose repr has the whole file
+        why = "it is not text" if is_binary else repr(error)
+        raise DataError(f"{path} is not a {kind} written by elbowroom ({why})") from error

@@ -131,7 +131,7 @@ def step_page(profile: Profile, model: str, remark: str = "", plan: Plan | None 
         versions={
             "torch": str(torch.__version__),
             "Python": platform.python_version(),
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+            "machine": f"{platform.machine()}, threads: {torch.get_num_threads()}",
             "system": platform.platform(terse=True),
         },
     )
@@ -225,7 +225,7 @@ def _facts(profile: Profile, found: Sequence[Prospect]) -> list[Fact]:
             "all of them but recompute",
             "estimated",
         ),
-        Fact("seconds", (show_seconds(profile.seconds),), "with the cost of measuring"),
+        Fact("time", (show_seconds(profile.seconds),), "with the cost of measuring"),
     ]
 
 
@@ -238,7 +238,7 @@ def _compared(profile: Profile, plan: Plan, steps: Sequence[Step]) -> list[Fact]
         Fact("peak", peaks, "the highest level, all counted", _both(profile)),
         Fact("budget", ("", show_nbytes(plan.budget)), "", "given"),
         Fact("held for backward", saved, "all tensors that autograd saves", _both(profile)),
-        Fact("seconds", seconds, f"{100 * plan.slowdown:+.1f} %", "estimated"),
+        Fact("time", seconds, f"{100 * plan.slowdown:+.1f} %", "estimated"),
         Fact("gradients", ("", gradients), "", "by construction" if plan.exact else "estimated"),
     ]
 
