@@ -15,7 +15,7 @@ estimated seconds are the objective:
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -120,13 +120,8 @@ def _judge_cuts(search: Search, room_nbytes: int) -> None:
     Of each kind the largest budget that fits is looked for by bisection: peaks fall with it but for
     exceptions, and a minimum cut takes a good part of a second.
     """
-    joint = search.joint
-    forward = [n for n in joint.place if n in joint.required and n.op == "call_function"]
-    places = narrow_places(forward, joint.facts, set(joint.inputs))
-    fixed: list[Sequence[tuple[fx.Node, ...]]] = [[]]
-    fixed += [places[::stride] for stride in _STRIDES if len(places) >= stride]
-    for ends in fixed:
-        with must_save(node for end in ends for node in end):
+    for ends in _ends_of_blocks(search.joint):
+        with must_save(ends):
             first, last = 0, len(_BUDGETS)
             while first < last:
                 middle = (first + last) // 2
@@ -135,6 +130,22 @@ def _judge_cuts(search: Search, room_nbytes: int) -> None:
                     last = middle
                 else:
                     first = middle + 1
+
+
+def judge_all_cuts(search: Search) -> None:
+    """Judge the min-cuts at all budgets, whatever the room."""
+    for ends in _ends_of_blocks(search.joint):
+        with must_save(ends):
+            for budget in _BUDGETS:
+                search.judge(search.min_cut(budget))
+
+
+def _ends_of_blocks(joint: Joint) -> list[list[fx.Node]]:
+    """Returns choices of ends of blocks that are to be saved: none, all, each second."""
+    forward = [n for n in joint.place if n in joint.required and n.op == "call_function"]
+    places = narrow_places(forward, joint.facts, set(joint.inputs))
+    kept = [places[::stride] for stride in _STRIDES if len(places) >= stride]
+    return [[], *([node for end in ends for node in end] for ends in kept)]
 
 
 @contextmanager
