@@ -24,7 +24,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from elbowroom.compiled.boundaries import narrow_places
-from elbowroom.compiled.collect import Kind
+from elbowroom.compiled.collect import Kind, known_size
 from elbowroom.compiled.joint import Joint, Step, is_random
 from elbowroom.compiled.rounding import is_tied, rounded_values, rounds_alike
 
@@ -63,6 +63,7 @@ class Search:
             plain = joint.step(cut(self.budget), is_plain=not self.is_moved)
         assert plain is not None, "the min-cut has left out what backward needs"
         self.plain = plain
+        fixed += [node for node in joint.required if has_no_layout(node)]
         self.rounded = rounded_values(joint) if self.same_bits else frozenset()
         if self.rounded:
             _, after = joint.parts(plain.saved)
@@ -237,7 +238,23 @@ def mayrun_again(node: fx.Node) -> bool:
         )
     if target.namespace not in ("aten", "prims") or target._schema.is_mutable:
         return False
-    return not is_random(node)
+    return not is_random(node) and not has_no_layout(node)
+
+
+def has_no_layout(node: fx.Node) -> bool:
+    """Returns whether a convolution reads a map that lies in memory as both layouts have it.
+
+    So do maps of one channel or of one pixel. Inductor puts such a convolution into channels_last
+    in forward and leaves it as it is in backward. There the library takes another algorithm, which
+    gives other bits, so it does not run again.
+    """
+    if node.target is not torch.ops.aten.convolution.default:
+        return False
+    value = node.args[0].meta["val"]  # type: ignore[union-attr]
+    if value.dim() != 4:  # others keep their layout
+        return False
+    _, channels, *pixels = map(known_size, value.shape)
+    return channels == 1 or all(n == 1 for n in pixels)
 
 
 def _improved(search: Search, step: Step, room_nbytes: int) -> Step:
