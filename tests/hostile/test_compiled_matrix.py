@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
+from elbowroom.compiled import elbowroom
+from elbowroom.compiled.partition import Decision, told
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.runtime import compiler
 from elbowroom.runtime.attach import attached, opener_of
@@ -261,6 +263,55 @@ def test_regions_around_a_break_hold_what_they_save_inside_one_budget(uncompiled
     assert first.plain_nbytes <= room  # alone it would fit as it is
     assert first.plain_saved_nbytes > room // 2 >= first.saved_nbytes
     assert first.saved_nbytes + second.peak_nbytes <= room
+
+
+class Pieces(nn.Module):
+    """Three regions; of so many blocks each."""
+
+    def __init__(self, *blocks: int) -> None:
+        super().__init__()
+        made = (nn.Sequential(*(Block() for _ in range(n))) for n in blocks)
+        self.first, self.second, self.third = made
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = breaks(self.first(x))
+        x = breaks(self.second(x))
+        return self.third(x)
+
+
+@pytest.mark.parametrize("exact", [True, None])
+@pytest.mark.parametrize("blocks", [(1, 1, 4), (3, 1, 2)])
+def test_what_a_region_names_is_enough_for_it_and_those_before(
+    blocks: tuple[int, ...], exact: bool | None, uncompiled
+) -> None:
+    """The regions before hold more in a larger room, so what is missing alone would not do."""
+    net = Pieces(*blocks)
+    x = batch(net)
+    decided: list[Decision] = []
+
+    def run(budget: int) -> BudgetTooSmall | None:
+        torch._dynamo.reset()
+        decided.clear()
+        options = {"exact": exact, "budget": budget}
+        called = torch.compile(net, backend=elbowroom, options=options)
+        try:
+            with told(decided.append):
+                called(x).square().mean().backward()
+        except BudgetTooSmall as error:
+            return error
+        return None
+
+    budget, refused = 1000, 0
+    while (error := run(budget)) is not None:
+        refused += 1
+        assert refused <= len(blocks), "a region is refused once"
+        assert error.least_nbytes > budget
+        assert "Regions that are compiled later may need more" in str(error)
+        budget = error.least_nbytes
+    assert refused > 1
+    assert len(decided) == len(blocks)
+    held = [sum(one.saved_nbytes for one in decided[:n]) for n in range(len(blocks))]
+    assert max(h + one.peak_nbytes for h, one in zip(held, decided, strict=True)) <= budget
 
 
 def test_a_graph_that_runs_for_each_block_holds_all_of_it_inside_the_budget(uncompiled) -> None:

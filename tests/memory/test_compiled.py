@@ -427,6 +427,40 @@ def test_loops_that_would_wait_for_a_library_call_stay_kernels_of_their_own() ->
         assert sum(kernel.is_fused for kernel in curve.kernels) == 1 + calls
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_convolution_of_one_channel_does_not_run_again(channels: int) -> None:
+    """Inductor would run it in another layout in backward, where it has other bits."""
+
+    def make() -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for i in range(6):
+            layers += [nn.Conv2d(8 if i else channels, 8, 3, padding=1), nn.BatchNorm2d(8)]
+            layers += [nn.ReLU()]
+        return nn.Sequential(*layers), torch.randn(8, channels, 16, 16)
+
+    again: list[int] = []  # channels of the maps that convolutions in backward read
+
+    def forward(gm: fx.GraphModule, inputs: object):
+        return torch._functorch.aot_autograd.make_boxed_func(gm.forward)
+
+    def backward(gm: fx.GraphModule, inputs: object):
+        target = torch.ops.aten.convolution.default
+        calls = gm.graph.find_nodes(op="call_function", target=target)
+        again.extend(node.args[0].meta["val"].shape[1] for node in calls)
+        return forward(gm, inputs)
+
+    room = int(0.65 * decide(make, None).peak_nbytes)
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        partition_fn=Partitioner(room),
+        decompositions=select_decomp_table(),
+    )
+    train(make, backend, steps=1)
+    assert set(again) == {8} if channels == 1 else channels in again
+
+
 class Tied(nn.Module):
     """A language model whose embedding is the matrix of its logits, with its loss."""
 

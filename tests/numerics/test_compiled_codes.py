@@ -208,8 +208,10 @@ def test_codes_that_the_room_does_not_need_are_left_out_and_masks_are_not(plain)
     _, decision = plain
     seen = []
 
-    def look(joint: Joint, base: Step, coded: list[Coded], room_nbytes: int) -> list[Coded]:
-        kept = _fewer(joint, base, coded, room_nbytes)
+    def look(
+        joint: Joint, base: Step, coded: list[Coded], room_nbytes: int, held_nbytes: float
+    ) -> list[Coded]:
+        kept = _fewer(joint, base, coded, room_nbytes, held_nbytes)
         with_room = _fewer(joint, base, coded, 2**40)
         seen.append((coded, kept, with_room))
         return kept

@@ -8,8 +8,8 @@ the next is known. So a region that ends in a graph break, or is a bucket of DDP
 the room that is left, or what all its values take if that is less, and the last region may use all
 that remains:
 
-    room of region k     R_k = R_1 - sum of shares of the regions before
-    share of region k    min(bytes of its values, R_k / 2)
+    room of region k     R_k = R_1 - s_1 - ... - s_(k-1)
+    share of region k    s_k = min(bytes of its values, R_k / 2), or what it cannot but hold
 
 One graph may run several times in a forward: for blocks that are compiled one by one, as they are
 with FSDP2. Who has counted these runs says so (`runs`); half of the room is for all they hold.
@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from elbowroom.compiled.collect import known_size
-from elbowroom.compiled.decision import Decision, too_small
+from elbowroom.compiled.decision import OTHERS, Decision, too_small
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownField
 from elbowroom.units import Share, parse_budget, show_nbytes
 
@@ -62,16 +62,39 @@ class Settings:
         return None if self.exact else self.noise
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of the share of a region.
+
+    values_nbytes  bytes of all that it computes, which it cannot exceed
+    least_nbytes   what it holds at least, where that is more than half of its room
+    """
+
+    values_nbytes: int
+    least_nbytes: int = 0
+
+    def share_of(self, room_nbytes: int) -> int:
+        """Returns the bytes that it may hold in such a room."""
+        return max(min(self.values_nbytes, room_nbytes // 2), self.least_nbytes)
+
+    def room_for(self, rest_nbytes: int) -> int:
+        """Returns the least room that leaves so much beside its share."""
+        half = min(rest_nbytes + self.values_nbytes, max(2 * rest_nbytes - 1, 0))
+        return max(half, rest_nbytes + self.least_nbytes)
+
+
 @dataclass
 class Regions:
     """The regions of one compiled program: what each may hold for the regions after it."""
 
     settings: Settings
     shares: dict[object, int] = field(default_factory=dict)  # by Dynamo's frame, and DDP's bucket
+    bounds: dict[object, "Bounds"] = field(default_factory=dict)  # of the shares, by the same keys
     decisions: list[Decision] = field(default_factory=list)
     runs: int = 1  # of regions in a forward, where that is known and more than they are
     elsewhere_nbytes: int = 0  # what other regions may hold while the last one runs
     _open: object = None  # whose share may yet grow
+    _last: tuple[object, bool] = (None, False)  # key of the region that is compiled
     _bucketed: object = None  # the compilation that DDP cuts
     _buckets: int = 0
 
@@ -87,7 +110,7 @@ class Regions:
             held = room // (2 * self.runs)
             self.elsewhere_nbytes = held * (self.runs - 1)
             return room - self.elsewhere_nbytes, held
-        key, is_bucket = self._key()
+        key, is_bucket = self._last = self._key()
         self.elsewhere_nbytes = sum(share for other, share in self.shares.items() if other != key)
         room = max(room - self.elsewhere_nbytes, 0)
         reason = getattr(gm, "compile_subgraph_reason", None)
@@ -95,8 +118,23 @@ class Regions:
         if not is_bucket and not getattr(reason, "graph_break", False):
             return room, None
         self._open = key
-        self.shares[key] = min(_values_nbytes(gm), room // 2)
+        self.bounds[key] = Bounds(_values_nbytes(gm))
+        self.shares[key] = self.bounds[key].share_of(room)
         return room, self.shares[key]
+
+    def budget_for(self, least_nbytes: int) -> int:
+        """Returns the least room of the whole step in which a region has `least_nbytes`.
+
+        The regions before it may hold more in a larger room, so it is not the room of this step and
+        what is missing.
+        """
+        if self.runs > 1:  # room - (runs - 1) * (room // (2 * runs)) >= least
+            return -(-least_nbytes * 2 * self.runs // (self.runs + 1))
+        own, _ = self._last
+        for key in reversed(self.shares):
+            if key != own:
+                least_nbytes = self.bounds[key].room_for(least_nbytes)
+        return least_nbytes
 
     def _key(self) -> tuple[object, bool]:
         """Returns a key of the region that is compiled, and whether it is a bucket of DDP's.
@@ -110,11 +148,9 @@ class Regions:
             return frame, False
         if compiled != self._bucketed:  # the frame is compiled once more: its buckets begin anew
             self._bucketed, self._buckets = compiled, 0
-            self.shares = {
-                key: share
-                for key, share in self.shares.items()
-                if not (isinstance(key, tuple) and key[0] == frame)
-            }
+            for key in list(self.shares):
+                if isinstance(key, tuple) and key[0] == frame:
+                    del self.shares[key], self.bounds[key]
         self._buckets += 1
         return (frame, self._buckets), True
 
@@ -125,8 +161,10 @@ class Regions:
     def decided(self, decision: "Decision") -> None:
         """Records what was decided for a region; the logger "elbowroom" says it in one line."""
         self.decisions.append(decision)
-        if self._open is not None:  # it could not hold so little
-            self.shares[self._open] = max(self.shares[self._open], decision.saved_nbytes)
+        if self._open is not None and decision.saved_nbytes > self.shares[self._open]:
+            self.shares[self._open] = decision.saved_nbytes  # it could not hold so little
+            bounds = self.bounds[self._open]
+            self.bounds[self._open] = replace(bounds, least_nbytes=decision.saved_nbytes)
         if self.settings.room_nbytes is not None:
             _log.info(
                 "compiled region %d: estimated peak %s (plain torch.compile: %s), %s held, "
@@ -191,8 +229,8 @@ def compile_region(
                 gm, list(example_inputs), inner_compile=compile_graph, config_patches=patches
             )
     except BudgetTooSmall as error:
-        if regions.elsewhere_nbytes and settings.room_nbytes is not None:
-            others = {"what other regions hold": regions.elsewhere_nbytes}
+        if (regions.elsewhere_nbytes or held is not None) and settings.room_nbytes is not None:
+            others = {OTHERS: regions.budget_for(error.least_nbytes) - error.least_nbytes}
             error = in_whole(error, settings.room_nbytes, others, settings.limit)
         if raises:
             raise error from None

@@ -47,12 +47,17 @@ def device_of(nodes: Iterable[fx.Node]) -> Device:
 
 
 class Clock:
-    """Seconds of kernels; the flops of a node are counted once."""
+    """Seconds of kernels; the flops of a node are counted once.
 
-    def __init__(self, facts: dict[fx.Node, Facts]) -> None:
+    flops: those that are known already, by node, and where they are kept
+    """
+
+    def __init__(
+        self, facts: dict[fx.Node, Facts], flops: dict[fx.Node, float] | None = None
+    ) -> None:
         self._facts = facts
         self._device = device_of(facts)
-        self._flops: dict[fx.Node, float] = {}
+        self._flops = {} if flops is None else flops
 
     def seconds(self, kernels: Iterable[Kernel]) -> float:
         """The time that these kernels take one after another."""

@@ -15,7 +15,7 @@ estimated seconds are the objective:
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from elbowroom.compiled.boundaries import narrow_places
-from elbowroom.compiled.collect import Kind
+from elbowroom.compiled.collect import Kind, known_size
 from elbowroom.compiled.joint import Joint, Step, is_random
 from elbowroom.compiled.rounding import is_tied, rounded_values, rounds_alike
 
@@ -63,6 +63,7 @@ class Search:
             plain = joint.step(cut(self.budget), is_plain=not self.is_moved)
         assert plain is not None, "the min-cut has left out what backward needs"
         self.plain = plain
+        fixed += [node for node in joint.required if has_no_layout(node)]
         self.rounded = rounded_values(joint) if self.same_bits else frozenset()
         if self.rounded:
             _, after = joint.parts(plain.saved)
@@ -120,13 +121,8 @@ def _judge_cuts(search: Search, room_nbytes: int) -> None:
     Of each kind the largest budget that fits is looked for by bisection: peaks fall with it but for
     exceptions, and a minimum cut takes a good part of a second.
     """
-    joint = search.joint
-    forward = [n for n in joint.place if n in joint.required and n.op == "call_function"]
-    places = narrow_places(forward, joint.facts, set(joint.inputs))
-    fixed: list[Sequence[tuple[fx.Node, ...]]] = [[]]
-    fixed += [places[::stride] for stride in _STRIDES if len(places) >= stride]
-    for ends in fixed:
-        with must_save(node for end in ends for node in end):
+    for ends in _ends_of_blocks(search.joint):
+        with must_save(ends):
             first, last = 0, len(_BUDGETS)
             while first < last:
                 middle = (first + last) // 2
@@ -135,6 +131,22 @@ def _judge_cuts(search: Search, room_nbytes: int) -> None:
                     last = middle
                 else:
                     first = middle + 1
+
+
+def judge_all_cuts(search: Search) -> None:
+    """Judge the min-cuts at all budgets, whatever the room."""
+    for ends in _ends_of_blocks(search.joint):
+        with must_save(ends):
+            for budget in _BUDGETS:
+                search.judge(search.min_cut(budget))
+
+
+def _ends_of_blocks(joint: Joint) -> list[list[fx.Node]]:
+    """Returns choices of ends of blocks that are to be saved: none, all, each second."""
+    forward = [n for n in joint.place if n in joint.required and n.op == "call_function"]
+    places = narrow_places(forward, joint.facts, set(joint.inputs))
+    kept = [places[::stride] for stride in _STRIDES if len(places) >= stride]
+    return [[], *([node for end in ends for node in end] for ends in kept)]
 
 
 @contextmanager
@@ -226,7 +238,23 @@ def mayrun_again(node: fx.Node) -> bool:
         )
     if target.namespace not in ("aten", "prims") or target._schema.is_mutable:
         return False
-    return not is_random(node)
+    return not is_random(node) and not has_no_layout(node)
+
+
+def has_no_layout(node: fx.Node) -> bool:
+    """Returns whether a convolution reads a map that lies in memory as both layouts have it.
+
+    So do maps of one channel or of one pixel. Inductor puts such a convolution into channels_last
+    in forward and leaves it as it is in backward. There the library takes another algorithm, which
+    gives other bits, so it does not run again.
+    """
+    if node.target is not torch.ops.aten.convolution.default:
+        return False
+    value = node.args[0].meta["val"]  # type: ignore[union-attr]
+    if value.dim() != 4:  # others keep their layout
+        return False
+    _, channels, *pixels = map(known_size, value.shape)
+    return channels == 1 or all(n == 1 for n in pixels)
 
 
 def _improved(search: Search, step: Step, room_nbytes: int) -> Step:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.units import show_at_least, show_nbytes
 
+OTHERS = "what other regions may hold then"
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -40,15 +42,17 @@ def too_small(
 ) -> BudgetTooSmall:
     """Returns the error for a budget below what a compiled region needs.
 
-    parts: what it is held by, in bytes. noise: the most that its codes may add; None: no limit
+    parts: what it is held by, in bytes; with `OTHERS` where a step has several regions, of which
+    some may not have been compiled yet. noise: the most that its codes may add; None: no limit
     """
     held = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size)
     within = "" if noise is None else f" with noise={noise:g}"
+    later = " Regions that are compiled later may need more." if OTHERS in parts else ""
     more = "" if noise is None else "allow more noise, "
     return BudgetTooSmall(
         f"budget {show_nbytes(budget_nbytes)} is below the {show_nbytes(least_nbytes)} that this "
         f"compiled region needs at least{within}: {held}. Give {show_at_least(least_nbytes)}, "
-        f"{more}or halve the batch.",
+        f"{more}or halve the batch.{later}",
         least_nbytes=least_nbytes,
         parts=parts,
     )

@@ -59,17 +59,23 @@ class Joint:
         self.inputs = list(inputs)
         self.required = set(required)
         self._n_forward_outputs = n_forward_outputs
+        self._flops: dict[fx.Node, float] = {}
         self.refresh()
 
-    def refresh(self) -> None:
-        """Analyzes the graph again after it has been rewritten."""
+    def refresh(self, *, is_coded: bool = False) -> None:
+        """Analyzes the graph again after it has been rewritten.
+
+        is_coded: only codes were put in or taken out, so that no call has other flops
+        """
+        if not is_coded:
+            self._flops.clear()
         n = self._n_forward_outputs
         results = pytree.arg_tree_leaves(*next(iter(self.graph.find_nodes(op="output"))).args)
         self.forward_outputs = [one for one in results[:n] if isinstance(one, fx.Node)]
         self.backward_outputs = [one for one in results[n:] if isinstance(one, fx.Node)]
         self.facts: dict[fx.Node, Facts] = facts_of(self.graph)
         self.place = {node: at for at, node in enumerate(self.graph.nodes)}
-        self.clock = Clock(self.facts)
+        self.clock = Clock(self.facts, self._flops)
         taken = set(self.inputs)
         self.tangents = [n for n in self.graph.find_nodes(op="placeholder") if n not in taken]
         self.is_channels_last = _is_laid_out_anew(self.graph)

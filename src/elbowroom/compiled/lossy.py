@@ -10,6 +10,7 @@ get more levels, and what cannot be held so is no choice.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch import fx
@@ -34,6 +35,7 @@ class _Choice:
     """Codes that fit. seconds: those of its step, and what its variance is worth."""
 
     seconds: float
+    saved_nbytes: int
     coded: list[Coded]
     base: Step
 
@@ -45,6 +47,7 @@ def code(
     *,
     exact: bool | None,
     noise: float | None = None,
+    held_nbytes: float = inf,
 ) -> tuple[Step | None, int, float]:
     """Rewrite the graph with codes so that the step fits. Returns that step, if any does.
 
@@ -56,11 +59,13 @@ def code(
            the step without codes, if that fits. A variance of v is priced as v steps, since it
            takes as many more to average it out
     noise  the most that codes may add; None: as much as the room needs
+    held_nbytes  the most that may be held between forward and backward, if that can be
     """
     reach = Reach(search.joint, search.plain)
     least = step.peak_nbytes
     bar = step.seconds if step.peak_nbytes <= room_nbytes else float("inf")
     found: list[_Choice] = []
+    wide: list[_Choice] = []  # which hold more than they may
     for levels in (0,) if exact else (0, *LEVELS):
         for base in _bases(search, step):
             coded = _quiet(reach, base, list(_coded(search.joint, base, levels)), noise)
@@ -70,14 +75,19 @@ def code(
             least = min(least, judged.peak_nbytes)
             seconds = judged.seconds * (1 + reach.variance(base, coded))
             if judged.peak_nbytes <= room_nbytes and seconds < bar:
-                found.append(_Choice(seconds, coded, base))
+                choices = found if judged.saved_nbytes <= held_nbytes else wide
+                choices.append(_Choice(seconds, judged.saved_nbytes, coded, base))
         if found and exact is not False:
             break
         bar = min([bar, *(_LEAST_GAIN * one.seconds for one in found)])  # fewer levels have to pay
-    if not found:
+    if not found and not wide:
         return None, least, 0.0
+    if not found:
+        fewest = min(one.saved_nbytes for one in wide)
+        found = [one for one in wide if one.saved_nbytes == fewest]
     best = min(found, key=lambda one: one.seconds)
-    coded = _fewer(search.joint, best.base, best.coded, room_nbytes)
+    held_nbytes = max(held_nbytes, best.saved_nbytes)
+    coded = _fewer(search.joint, best.base, best.coded, room_nbytes, held_nbytes)
     variance = reach.variance(best.base, coded)
     saved = {*best.base.saved, *(one.node for one in coded)}
     return search.joint.step(Rewriting(search.joint, saved, coded).saved), least, variance
@@ -125,7 +135,9 @@ def _judged(joint: Joint, base: Step, coded: Sequence[Coded]) -> Step | None:
     return step
 
 
-def _fewer(joint: Joint, base: Step, coded: list[Coded], room_nbytes: int) -> list[Coded]:
+def _fewer(
+    joint: Joint, base: Step, coded: list[Coded], room_nbytes: int, held_nbytes: float = inf
+) -> list[Coded]:
     """Leaves out codes of the largest values, as many as fit: each is time and noise.
 
     Masks stay: a comparison must not be made of a value that comes out of a code.
@@ -137,7 +149,11 @@ def _fewer(joint: Joint, base: Step, coded: list[Coded], room_nbytes: int) -> li
     while first < last:
         middle = (first + last + 1) // 2
         step = _judged(joint, base, [*large[middle:], *masks])
-        if step is not None and step.peak_nbytes <= room_nbytes:
+        if (
+            step is not None
+            and step.peak_nbytes <= room_nbytes
+            and step.saved_nbytes <= held_nbytes
+        ):
             first = middle
         else:
             last = middle - 1

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import cache, partial
+from math import inf
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ from torch._inductor import custom_graph_pass
 
 from elbowroom.compiled.aten import expand
 from elbowroom.compiled.collect import nbytes_of
-from elbowroom.compiled.decide import MinCut, Search, choose
+from elbowroom.compiled.decide import MinCut, Search, choose, judge_all_cuts
 from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.decision import too_small
 from elbowroom.compiled.joint import Joint, Step
@@ -205,7 +206,15 @@ class _Answer:
             step = choose(search, room)
             if exact is None and step.peak_nbytes <= room:
                 return step, plain, search, 0.0
-        coded, least, noise = code(search, step, room, exact=exact, noise=self._settings.noise)
+        held = self._settings.held_nbytes
+        coded, least, noise = code(
+            search,
+            step,
+            room,
+            exact=exact,
+            noise=self._settings.noise,
+            held_nbytes=inf if held is None else held,
+        )
         if coded is None and step.peak_nbytes > room:
             raise _too_small(joint, step, least, inputs_nbytes, self._settings)
         return step if coded is None else coded, plain, search, noise
@@ -236,7 +245,9 @@ def _holding(search: Search, step: Step, room: int | None, held: int | None) -> 
         small = [one for one in fitting if one.saved_nbytes <= held]
         if small:
             return min(small, key=lambda one: one.seconds)
-    return min(fitting, key=lambda one: (one.saved_nbytes, one.seconds))
+    judge_all_cuts(search)  # so that a larger room never holds more
+    fitting = [one for one in search.steps if one.peak_nbytes <= room]
+    return min(fitting, key=lambda one: (one.saved_nbytes, one.peak_nbytes, one.seconds))
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class Rewriting:
         seed = None if all(not one.levels for one in coded) else self._draw()
         decoded = {one.node: self._code(number, one, seed) for number, one in enumerate(coded)}
         self._hand_over(decoded, order, before)
-        joint.refresh()
+        joint.refresh(is_coded=True)
 
     def undo(self) -> None:
         """Take out all that was put in."""
@@ -59,7 +59,7 @@ class Rewriting:
             reader.replace_input_with(new, old)
         for node in reversed(self._made):
             self._joint.graph.erase_node(node)
-        self._joint.refresh()
+        self._joint.refresh(is_coded=True)
 
     def _draw(self) -> fx.Node:
         seed = self._put(list(self._joint.graph.find_nodes(op="placeholder"))[-1], ops.DRAW)
