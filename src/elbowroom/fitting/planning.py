@@ -160,6 +160,11 @@ class Planning(Followed):
         """Replaces the options, and plans again."""
         self._tell(OptionsChanged(options))
 
+    @property
+    def has_trials(self) -> bool:
+        """True if modules are tested in the next forward (`takes_trials`)."""
+        return self._untried > 0
+
     def takes_trials(self) -> bool:
         """Returns whether modules are tested in this forward for giving the same when run again.
 
@@ -189,7 +194,7 @@ class Planning(Followed):
 
     def _is_written_down(self, recorder: StepRecorder | None, after: FittedSaving | None) -> bool:
         """Returns whether the forward that begins is to be written down, to be followed."""
-        if recorder is not None or self._untried >= 0 or not self._may_be_written:
+        if recorder is not None or not self._may_be_written:
             return False
         is_planned = after is None or not after.climbed
         return is_planned and self._running not in self._scripts and self._unwritten > 0

@@ -66,7 +66,7 @@ from elbowroom.runtime.perform import perform
 from elbowroom.runtime.producers import note_copy, note_origin
 from elbowroom.runtime.readers import Reader, readers_of
 from elbowroom.runtime.recompute import recomputed
-from elbowroom.runtime.repeats import why_not_again, will_be_tried
+from elbowroom.runtime.repeats import why_not_again
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.saturated import SATURATING
 from elbowroom.runtime.serving import Request, Serving, classify, ready_of
@@ -364,8 +364,6 @@ class Saving:
             return call(*args, **kwargs)
         arguments = Arguments(args, kwargs)
         sharded = modules.is_sharded(module)
-        if will_be_tried(module):
-            self._listener.refuse("modules are tried in it", once=True)
         why = modules.SHARDED if sharded else why_not_again(module, call, arguments)
         if why:
             self._keep_out(module, name, why)
