@@ -241,10 +241,15 @@ class Fitting(MeasuredSteps):
                 return kept[0]
             undo.back()
             self._stop()
-            rest = planning.rehearse_more(forward, signature, last)
-            undo.back()
+            try:
+                rest = planning.rehearse_more(forward, signature, last)
+            finally:
+                undo.back()
         finally:
             undo.close()
+        if rest.encoded is not None:
+            self.was_exact = False
+            self._say(rest.encoded, rounds=False)
         with FittedSaving(rest, after=last) as saving:
             out = forward()
         self._last = saving

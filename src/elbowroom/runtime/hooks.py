@@ -13,7 +13,7 @@ thread, or never.
 
 import logging
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -279,13 +279,14 @@ class Saving:
             return None
         return self.observer.begin() if self._after is None else self._after._watch
 
-    def tighten(self, policy: Policy) -> None:
+    def tighten(self, policy: Policy, slots: Iterable[Slot] | None = None) -> None:
         """Uses `policy` from now on.
 
         Tensors that were kept so far and may carry an error are encoded where the policy says so.
+        slots: theirs, if the forward has ended
         """
         self._listener.refuse("its setting has changed")
-        for slot in self._identity.slots():
+        for slot in self._identity.slots() if slots is None else slots:
             kept = slot.value
             if (
                 not isinstance(kept, KeepHandle)
