@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from elbowroom.fitting.attempts import Attempts, Smallest, Taken
+from elbowroom.fitting.chosen import Candidate, Chosen
 from elbowroom.fitting.commands import (
     BlameNoClasses,
     CheckPlan,
@@ -58,12 +59,25 @@ from fit_table.values import (
     VERIFYING,
     WATCHING,
     P,
+    Plan,
     Profile,
     Row,
+    chosen,
     following,
     said,
     step,
 )
+
+SAME, SETTLES = chosen(Plan("same")), {"phase": P.SETTLED}
+
+
+def hasty(seconds):
+    """Return a plan of the same profile that does other things, and takes so long."""
+    plan = Plan("hasty", recompute=frozenset({"block"}), seconds=seconds)
+    return Chosen(PLAN.candidate, plan)
+
+
+ELSEWHERE = replace(hasty(1.2), candidate=Candidate("fp32", Profile(peak=901)))
 
 ROWS = {
     # What planners answer.
@@ -106,6 +120,30 @@ ROWS = {
         replace(SMALLEST, largest=TWO),
         PlanMade(KEEPS, STOCK),
         {"phase": P.IDLE, "chosen": KEEPS, "plan": None, "preset": 0},
+        (BEGIN,),
+    ),
+    "the same plan is made again, and fits": Row(
+        GUESSED, PlanMade(SAME, MemoryState(90), fits=True), {**SETTLES, "memory": MemoryState(90)}
+    ),
+    "a plan that fits is hardly worse than the next": Row(
+        GUESSED, PlanMade(hasty(1.196), STOCK, fits=True), SETTLES
+    ),
+    "a plan that fits gives way to one that takes less time": Row(
+        GUESSED,
+        PlanMade(hasty(1.19), STOCK, fits=True),
+        {"plan": hasty(1.19).plan, "chosen": hasty(1.19)},
+        (BEGIN,),
+    ),
+    "a plan that fits gives way to one of another profile": Row(
+        GUESSED,
+        PlanMade(ELSEWHERE, STOCK, fits=True),
+        {"plan": ELSEWHERE.plan, "chosen": ELSEWHERE, "profile": ELSEWHERE.candidate.profile},
+        (BEGIN,),
+    ),
+    "a plan that was too large gives way to one that takes more time": Row(
+        GUESSED,
+        PlanMade(hasty(1.3), STOCK),
+        {"plan": hasty(1.3).plan, "chosen": hasty(1.3)},
         (BEGIN,),
     ),
     "a plan is taken again": Row(

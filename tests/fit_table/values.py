@@ -1,6 +1,6 @@
 """Plans, profiles, calls and states that rows are made of; none of them knows PyTorch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from elbowroom.errors import BudgetTooSmall
@@ -67,6 +67,10 @@ class Plan:
     recompute: frozenset[str] = frozenset()
     changes_nothing: bool = False
     watched: int = 0
+    seconds: float = 1.2
+    plain_seconds: float = 1.0
+    noise: float = 0.0
+    sites: dict[Any, Any] = field(default_factory=dict)
 
 
 def chosen(plan, profile=Profile()):

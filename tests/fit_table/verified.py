@@ -6,6 +6,7 @@ from elbowroom.fitting.attempts import Attempts, Taken
 from elbowroom.fitting.commands import (
     BlameNoClasses,
     Line,
+    MakePlan,
     MakeSmallest,
     say,
 )
@@ -136,7 +137,7 @@ ROWS = {
             "once_nbytes": 0,
             "attempts": Attempts(taken=(Taken(800, PLAN),)),
         },
-        (said(PLAN, 800), MAKE),
+        (said(PLAN, 800), MakePlan(fits=True)),
     ),
     "an estimate that leaves a little more free than would be left": Row(
         GUESSED,
@@ -149,7 +150,7 @@ ROWS = {
             "once_nbytes": 47,
             "attempts": Attempts(taken=(Taken(895, PLAN),)),
         },
-        (said(PLAN, 895), MAKE),
+        (said(PLAN, 895), MakePlan(fits=True)),
     ),
     "an estimate that leaves a tenth free of what is not static": Row(
         GUESSED,

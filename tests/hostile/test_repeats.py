@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import elbowroom as er
+from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.measure import peak
 from elbowroom.runtime import attach
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.attach import opener_of
-from elbowroom.runtime.repeats import why_not_again
+from elbowroom.runtime.consumers import Consumers
+from elbowroom.runtime.repeats import why_not_again, will_be_tried
 
 STEPS, ROWS, WIDTH = 9, 512, 64
 HIDDEN = torch.Generator()
@@ -153,6 +156,68 @@ def test_a_module_that_reads_what_nobody_sees_is_not_recomputed(caplog):
     er.release(model)
     assert all(map(torch.equal, ours, step(STEPS - 1)))
     assert "gave another result when it was run again from the same inputs" in caplog.text
+
+
+def test_the_second_trial_of_modules_is_made_in_a_forward_that_follows_a_script():
+    model = Net(lambda block, x: x)
+    er.fit(model, budget=int(0.85 * plain_nbytes()), exact=True, min_nbytes=4096)
+    fitting, followed = opener_of(model), []
+    for _ in range(4):
+        model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+        followed.append(isinstance(fitting._last, ReplayedForward))
+        assert fitting.planning.recompute
+    assert followed == [False, False, True, True]  # another plan is made after the first step
+    assert not any(map(will_be_tried, map(model.get_submodule, fitting.planning.recompute)))
+
+
+def test_a_module_that_fails_as_a_script_is_followed_ends_that_forward(caplog):
+    """Its second call is tried while the script of the first is followed."""
+    draws = []
+
+    def reads(block, x):
+        return x * torch.rand(1, generator=HIDDEN) if block in odd and draws else x
+
+    odd = nn.ModuleList()
+    caplog.set_level(logging.WARNING, "elbowroom")
+    model = Net(reads)
+    er.fit(model, budget=int(0.85 * plain_nbytes()), exact=True, min_nbytes=4096)
+
+    def step(seed):
+        model.zero_grad()
+        stand(seed)
+        model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+        return model.gradients
+
+    step(0)
+    fitting = opener_of(model)
+    tried = sorted(fitting.planning.recompute)
+    assert fitting.planning._scripts
+    odd.append(model.get_submodule(tried[0]))
+    draws.append(True)
+    for seed in (1, 2, 3):
+        ours = step(seed)
+        assert tried[0] not in fitting.planning.recompute
+    er.release(model)
+    assert all(map(torch.equal, ours, step(3)))
+    assert "gave another result when it was run again from the same inputs" in caplog.text
+
+
+def test_what_looks_at_a_forward_hears_of_no_trial():
+    heard, others = [], []
+
+    class Other(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            others.append(func)
+            return func(*args, **(kwargs or {}))
+
+    module, x = nn.Linear(4, 4), torch.randn(2, 4)
+    looks = Consumers(lambda call, out: heard.append(call.name), lambda call: call.func)
+    with looks, Other():
+        assert ask(module, x)
+        assert not heard
+        assert others
+        module(x)
+    assert heard == ["linear"]
 
 
 def ask(module, x):

@@ -7,7 +7,9 @@ plan.
 
 How many there will be, nobody knows before the first step that has them. A forward that comes
 unexpected is rehearsed, which holds nothing, and gets what is left of the budget, or, if that does
-not do, as little as it can with a warning (`Rest`). From the next step on all are planned as one.
+not do, as little as it can with a warning (`Rest`). Where codes are allowed, what the forwards
+before it hold is encoded first; where no plan of two such forwards is known, it is refused before
+it runs. From the next step on all are planned as one.
 """
 
 import sys
@@ -20,6 +22,7 @@ from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.signature import Signature
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.plan.plan import Plan
+from elbowroom.plan.presets import Preset
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import ForwardProfile
 from elbowroom.runtime.context import Context
@@ -130,9 +133,18 @@ class Calls:
 class Rest:
     """Stand-in for a `Planning` that an unexpected forward follows; it allows any size."""
 
-    def __init__(self, options: FitOptions, context: Context, plan: Plan | None) -> None:
-        """plan: None where it could not be rehearsed."""
-        self.options, self.context, self.plan = options, context, plan
+    def __init__(
+        self,
+        options: FitOptions,
+        context: Context,
+        plan: Plan | None,
+        encoded: Preset | None = None,
+    ) -> None:
+        """plan: None where it could not be rehearsed.
+
+        encoded: the preset that the forwards before it are held by now, if that has changed
+        """
+        self.options, self.context, self.plan, self.encoded = options, context, plan, encoded
         self.preset = len(options.presets) - 1
         self.meter: NoiseMeter | None = None
         self.redoes = False
@@ -159,8 +171,8 @@ class Rest:
         pass  # that it may be above the budget is said already
 
 
-def plan_rest(step: Profile, making: PlannerSettings) -> Plan:
-    """Plans one forward of a step, with the backward of all of it.
+def plan_rest(step: Profile, making: PlannerSettings) -> Plan | None:
+    """Plans one forward of a step, with the backward of all of it; None if nothing fits.
 
     step: with what stands already as part of what is static
     """
@@ -170,6 +182,12 @@ def plan_rest(step: Profile, making: PlannerSettings) -> Plan:
         plan = making.plan_for(step, 0, exact=some, recompute=recompute)
         if plan is not None:
             return plan
+    return None
+
+
+def least_rest(step: Profile, making: PlannerSettings) -> Plan:
+    """Returns the plan of the least peak, where `plan_rest` finds none."""
+    exact = making.options.exact
     try:
         return making.make(step, 0, exact=exact)
     except BudgetTooSmall as error:

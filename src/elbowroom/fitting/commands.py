@@ -60,10 +60,11 @@ class HoldAsGiven:
 class MakePlan:
     """Command: make a plan by the profile, and take it -> PlanMade or NoPlan.
 
-    again: see `NoPlan`.
+    again: see `NoPlan`. fits: the plan that is followed was measured within the budget.
     """
 
     again: bool = False
+    fits: bool = False
 
 
 @dataclass(frozen=True)

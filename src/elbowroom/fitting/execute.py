@@ -131,12 +131,12 @@ def _planned(
             assert kind.given is not None
             kind.owned.states.begin_with(kind.given, kind, kind.options)
             return GivenHeld(_memory_of(kind))
-        case MakePlan(again):
+        case MakePlan(again, fits):
             try:
                 chosen = _chosen(kind)
             except BudgetTooSmall as error:
                 return NoPlan(error, fallbacks_of(kind), again)
-            return PlanMade(*_taken(kind, chosen))
+            return PlanMade(*_taken(kind, chosen), fits)
         case CheckPlan():
             _chosen(kind, estimated=False)
             return None
@@ -242,20 +242,31 @@ def _memory_of(kind: "Planning") -> MemoryState:
     return kind.owned.memory().beside(kind.memory.beside_nbytes)
 
 
-def _planned_by_forward(kind: "Planning", heard: ForwardProfile) -> Observation:
+def chosen_by_forward(
+    kind: "Planning", heard: ForwardProfile
+) -> tuple[Chosen, dict[float, Profile]]:
+    """Returns a plan of a step that begins with a rehearsed forward, and that step by its care.
+
+    Raises BudgetTooSmall where none is worth a try.
+    """
     heard = kind.calls.joined(heard).beside(kind.state.beside_nbytes)
     standing = kind.owned.standing()
     heard = replace(heard, profile=replace(heard.profile, standing=standing))
     steps = {care: step_of(kind, heard, care) for care in (CAREFUL, LIKELY)}
     may_run_layers_again = kind.state.is_recurrent and fallbacks_of(kind).layers
+    chosen = plan_by_forward(
+        steps.__getitem__,
+        kind.owned.states,
+        kind,
+        settings_of(kind),
+        measures=not may_run_layers_again,
+    )
+    return chosen, steps
+
+
+def _planned_by_forward(kind: "Planning", heard: ForwardProfile) -> Observation:
     try:
-        chosen = plan_by_forward(
-            steps.__getitem__,
-            kind.owned.states,
-            kind,
-            settings_of(kind),
-            measures=not may_run_layers_again,
-        )
+        chosen, steps = chosen_by_forward(kind, heard)
     except BudgetTooSmall as error:
         return RehearsedInVain(error)
     known = tuple(KnownStep(step, rehearsed=True) for step in steps.values())

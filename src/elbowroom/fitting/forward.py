@@ -4,13 +4,14 @@ import weakref
 from types import TracebackType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from elbowroom.fitting.options import FitOptions
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.plan.action import Action
 from elbowroom.plan.plan import Plan
-from elbowroom.plan.presets import Preset, SavedStorage, site_nbytes
+from elbowroom.plan.presets import Preset, SavedStorage, choose, site_nbytes
 from elbowroom.plan.rehearsal import SAFE, USUAL
 from elbowroom.plan.site import Site
 from elbowroom.runtime.consumers import Call, Reading
@@ -105,6 +106,7 @@ class FittedSaving(Saving):
         self._has_strayed = self._begins_again = False
         self._earlier = [] if after is None else after.storages
         self.storages: list[SavedStorage] = []
+        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet(() if after is None else after._slots)
         self.saved_by: weakref.WeakKeyDictionary[Slot, list[int]] = weakref.WeakKeyDictionary()
         self._fit, self._presets, self._followed = fit, fit.options.presets, fit.plan
 
@@ -114,13 +116,30 @@ class FittedSaving(Saving):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        slots = self._identity.slots()
         self.storages = self._earlier + [
             SavedStorage(slot.entry.before_nbytes, tuple(slot.sites), slot.asked_exact)
-            for slot in self._identity.slots()
+            for slot in slots
         ]
+        self._slots.update(slots)
         super().__exit__(kind, error, trace)
         if self._begins_again and kind is None:  # a bare except: inside of forward has swallowed it
             raise Unrepeatable
+
+    def encode_held(self, allowed_nbytes: int) -> Preset | None:
+        """Encodes what forwards of the step hold that have ended, so that the next one has room.
+
+        By the mildest lossy preset by which at most `allowed_nbytes` would be held, or the
+        strictest; it is returned. None: only exact ones are allowed.
+        """
+        lossy = [preset for preset in self._presets if not preset.exact]
+        if not lossy:
+            return None
+        found = choose(lossy, self.storages, allowed_nbytes)
+        preset = lossy[-1 if found is None else found]
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            self.tighten(preset.policy, list(self._slots))
+        return preset
 
     @property
     def setting(self) -> Preset:

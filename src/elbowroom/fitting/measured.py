@@ -8,7 +8,6 @@ from elbowroom.fitting.commands import (
     ForgetScripts,
     Line,
     MakePlan,
-    MakeRoomToWatch,
     ReadMeter,
     Refuse,
     RefusePresets,
@@ -17,10 +16,9 @@ from elbowroom.fitting.commands import (
     Then,
     say,
 )
-from elbowroom.fitting.noise_probing import room_nbytes
 from elbowroom.fitting.observations import NoiseMeasured, NoiseUsed, RoomToWatch, StepMeasured
 from elbowroom.fitting.phase import Phase
-from elbowroom.fitting.planned import Step, begun, go_smaller, learn_anew
+from elbowroom.fitting.planned import Step, begin_to_watch, begun, go_smaller, learn_anew
 from elbowroom.fitting.state import FitState
 
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
@@ -217,12 +215,13 @@ def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
     estimated = state.rehearsed or state.ratio > 1
     useful = estimated and slack > _SLACK * (budget_nbytes - profile.static)
     if slack >= 0 and not (useful and state.rounds < _MOST_ROUNDS):
-        return _begin_to_watch(state)
+        return begin_to_watch(state)
     if state.rounds < _MOST_ROUNDS and state.phase is not Phase.SMALLEST:
         margin = peak_nbytes - plan.peak
         if slack > 0:  # half of it: an estimate is not too careful by the same at all moments
             margin += slack // 2
-        return replace(state, rounds=state.rounds + 1).with_margin(margin), (MakePlan(),)
+        state = replace(state, rounds=state.rounds + 1).with_margin(margin)
+        return state, (MakePlan(fits=slack >= 0),)
     if state.is_scaled:
         return learn_anew(state)
     return go_smaller(state, seen.fallbacks)
@@ -260,16 +259,6 @@ def _correct_given(state: FitState, peak_nbytes: int, *, strangers: bool) -> Ste
 def _drop_given(state: FitState) -> Step:
     """Drops the plan that was given: its step does not fit, or is not the one that it knows."""
     return state.fresh(), (say(Line.GIVEN, plan=state.plan), ForgetScripts())
-
-
-def _begin_to_watch(state: FitState) -> Step:
-    """Asks for a plan that leaves room for a meter, if there is anything to measure."""
-    plan = state.plan
-    assert plan is not None
-    if not plan.is_lossy or state.was_watched:
-        return replace(state, phase=Phase.SETTLED), ()
-    margin = state.margin_nbytes + room_nbytes(plan)
-    return replace(state, was_watched=True), (MakeRoomToWatch(margin),)
 
 
 def room_to_watch(state: FitState, seen: RoomToWatch) -> Step:

@@ -182,10 +182,14 @@ class RoomToWatch:
 
 @dataclass(frozen=True)
 class PlanMade:
-    """Observation: a plan was made by the profile, and states are held as it was made for."""
+    """Observation: a plan was made by the profile, and states are held as it was made for.
+
+    fits: the one that was followed until now was measured within the budget
+    """
 
     chosen: "Chosen"
     memory: "MemoryState"
+    fits: bool = False
 
 
 @dataclass(frozen=True)

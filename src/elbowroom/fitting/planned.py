@@ -19,12 +19,14 @@ from elbowroom.fitting.commands import (
     ForgetCalls,
     ForgetScripts,
     Line,
+    MakeRoomToWatch,
     MakeSmallest,
     Raise,
     RunLayersAgain,
     TakePlan,
     say,
 )
+from elbowroom.fitting.noise_probing import room_nbytes
 from elbowroom.fitting.observations import (
     Fallbacks,
     NoPlan,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from elbowroom.plan.plan import Plan
 
 Step = tuple[FitState, tuple[Command, ...]]
+_LITTLE = 0.005  # of a step: a plan that gains less is not worth being measured
 
 
 def learn_anew(state: FitState) -> Step:
@@ -66,12 +69,40 @@ def _held(state: FitState, seen: PlanMade | PlanTaken | Rehearsed) -> Step:
 
 
 def plan_made(state: FitState, seen: PlanMade) -> Step:
-    """Follows the plan, unless nothing need be done."""
+    """Follows the plan, unless nothing need be done, or the one before is as good and fits."""
+    if seen.fits and _is_no_better(state, seen):
+        return begin_to_watch(replace(state, memory=seen.memory))
     state, commands = _held(state, seen)
     if seen.chosen.plan.changes_nothing:
         phase = Phase.SETTLED if state.ratio == 1 else Phase.IDLE
         state = replace(state, plan=None, preset=0, phase=phase)
     return state, commands
+
+
+def _is_no_better(state: FitState, seen: PlanMade) -> bool:
+    """Returns whether the plan that is followed does the same, or takes hardly longer."""
+    plan, other, before = state.plan, seen.chosen.plan, state.chosen
+    if plan is None or before is None or before.plan is not plan:
+        return False
+    if Taken(plan.peak, before).is_of(seen.chosen):
+        return True
+    one, new = before.candidate, seen.chosen.candidate
+    alike = one.state == new.state and one.profile is new.profile  # seconds of the same step
+    return alike and _cost_s(plan) <= _cost_s(other) + _LITTLE * plan.plain_seconds
+
+
+def _cost_s(plan: "Plan") -> float:
+    return plan.seconds + plan.noise * plan.plain_seconds
+
+
+def begin_to_watch(state: FitState) -> Step:
+    """Settles, or asks for a plan that leaves room for a meter, if there is anything to measure."""
+    plan = state.plan
+    assert plan is not None
+    if not plan.is_lossy or state.was_watched:
+        return replace(state, phase=Phase.SETTLED), ()
+    margin = state.margin_nbytes + room_nbytes(plan)
+    return replace(state, was_watched=True), (MakeRoomToWatch(margin),)
 
 
 def plan_taken(state: FitState, seen: PlanTaken) -> Step:

@@ -40,8 +40,9 @@ from dataclasses import replace
 from typing import Any
 
 from elbowroom.errors import BudgetTooSmall, NothingHeld
-from elbowroom.fitting.calls import Calls, Rest, plan_rest
+from elbowroom.fitting.calls import Calls, Rest, least_rest, plan_rest
 from elbowroom.fitting.execute import (
+    chosen_by_forward,
     execute,
     fallbacks_of,
     observed,
@@ -77,7 +78,8 @@ from elbowroom.fitting.transitions import advance
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.plan.plan import Plan
-from elbowroom.plan.rehearsal import CAREFUL
+from elbowroom.plan.profile import Profile
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.repeats import TRIED
 from elbowroom.runtime.replay.scribe import Scribe
@@ -160,6 +162,11 @@ class Planning(Followed):
         """Replaces the options, and plans again."""
         self._tell(OptionsChanged(options))
 
+    @property
+    def has_trials(self) -> bool:
+        """True if modules are tested in the next forward (`takes_trials`)."""
+        return self._untried > 0
+
     def takes_trials(self) -> bool:
         """Returns whether modules are tested in this forward for giving the same when run again.
 
@@ -189,7 +196,7 @@ class Planning(Followed):
 
     def _is_written_down(self, recorder: StepRecorder | None, after: FittedSaving | None) -> bool:
         """Returns whether the forward that begins is to be written down, to be followed."""
-        if recorder is not None or self._untried >= 0 or not self._may_be_written:
+        if recorder is not None or not self._may_be_written:
             return False
         is_planned = after is None or not after.climbed
         return is_planned and self._running not in self._scripts and self._unwritten > 0
@@ -285,7 +292,8 @@ class Planning(Followed):
     ) -> Rest:
         """Records a forward that the step was not planned with, and gives it what is left.
 
-        last: the saving of the one before
+        last: the saving of the one before. Raises BudgetTooSmall where the first of all steps has
+        two like forwards, and no plan of both is known.
         """
         try:
             heard = rehearsed(self, self.owned, forward, after=last)
@@ -293,14 +301,42 @@ class Planning(Followed):
             heard = None
         self.calls.note(signature, heard)
         self.calls.grew = True
-        plan = None
-        if heard is not None:
-            alone = step_of(self, heard.beside(last.ledger.held_nbytes), CAREFUL)
-            settings = replace(settings_of(self), ratio=1.0, margin_nbytes=0, again_nbytes=0)
-            plan = plan_rest(alone, settings)
-        if plan is None or plan.peak > self.options.budget_nbytes:
-            warn_unexpected(self.options, plan)
-        return Rest(self.options, self.context, plan)
+        if heard is None:
+            warn_unexpected(self.options, None)
+            return Rest(self.options, self.context, None)
+        settings = replace(settings_of(self), ratio=1.0, margin_nbytes=0, again_nbytes=0)
+
+        def beside(care: float) -> Profile:
+            return step_of(self, heard.beside(last.ledger.held_nbytes), care)
+
+        plan = plan_rest(beside(CAREFUL), settings)
+        if plan is not None:
+            return Rest(self.options, self.context, plan)
+        self._refuse_two(heard, signature)
+        least = least_rest(beside(CAREFUL), settings)
+        above_nbytes = least.peak - self.options.budget_nbytes
+        encoded = last.encode_held(last.ledger.held_nbytes - above_nbytes)
+        if encoded is None:
+            warn_unexpected(self.options, least)
+            return Rest(self.options, self.context, least)
+        plan = plan_rest(beside(CAREFUL), settings)
+        if plan is None:
+            # The strictest preset holds less than a plan whose worst moment is in backward.
+            warn_unexpected(self.options, least)
+            plan = plan_rest(beside(LIKELY), settings)
+        return Rest(self.options, self.context, plan, encoded)
+
+    def _refuse_two(self, heard: ForwardProfile, signature: Signature) -> None:
+        """Raises BudgetTooSmall where no plan of two forwards like this one is known.
+
+        The next step would be refused by that. Not in a step that may be an exception.
+        """
+        state, more = self.state, fallbacks_of(self)
+        may_try_more = more.blamed_classes or (more.layers and heard.profile.is_recurrent)
+        alike = state.now == signature and self.calls.at == 1
+        is_first = state.tries == 0 and state.given is None
+        if alike and is_first and state.may_refuse and not may_try_more:
+            chosen_by_forward(self, heard)
 
     def stray(self) -> None:
         """Learns again after a step that is another than those before, and holds more."""

@@ -238,7 +238,7 @@ class Fitting(MeasuredSteps):
     def _run(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         planning = self.planning
         script = planning.next_script() if self._step is None else None
-        if script is not None:
+        if script is not None and not planning.has_trials:
             self._parameters, self._repeated = list(model.parameters()), 0
             return self._replayed(forward, script)
         self._parameters = None
@@ -248,6 +248,8 @@ class Fitting(MeasuredSteps):
         undo = Undo(model, (), given, copies=self._copies)
         planning.redoes = undo.is_possible and not self._together.runs_once
         try:
+            if script is not None:
+                return self._replayed(forward, script)
             if follows or not planning.redoes:
                 return self._forward(forward)
             return self._learned(forward, undo)
@@ -292,10 +294,15 @@ class Fitting(MeasuredSteps):
                 return kept[0]
             undo.back()
             self._stop()
-            rest = planning.rehearse_more(forward, signature, last)
-            undo.back()
+            try:
+                rest = planning.rehearse_more(forward, signature, last)
+            finally:
+                undo.back()
         finally:
             undo.close()
+        if rest.encoded is not None:
+            self.was_exact = False
+            self._say(rest.encoded, rounds=False)
         with FittedSaving(rest, after=last) as saving:
             out = forward()
         self._last = saving

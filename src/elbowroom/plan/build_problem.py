@@ -95,6 +95,7 @@ def _built(
             regions=_nested(regions),
             links={} if offload is None else {offload: _link(profile, offload)},
             shared_s=() if exact else shared_s(profile),
+            is_rough=not profile.measured,
         ),
         tuple(planned),
         tuple(profile.modules.index(call) for call in calls),

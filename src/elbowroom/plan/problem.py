@@ -159,6 +159,7 @@ class Problem:
     seconds   of the whole step in plain autograd
     shared_s  seconds that are added once where any of the options that name them is held: an
               attention runs again as soon as one of the tensors that it saves is a code
+    is_rough  seconds and bytes of backward are estimates, so solvers do not search for small gains
     """
 
     base: tuple[int, ...]
@@ -169,6 +170,7 @@ class Problem:
     regions: tuple[Region, ...] = ()
     links: Mapping[str, Link] = field(default_factory=dict)
     shared_s: tuple[float, ...] = ()
+    is_rough: bool = False
 
     @cached_property
     def answers(self) -> dict[object, Any]:

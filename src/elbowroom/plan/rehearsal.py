@@ -148,6 +148,7 @@ def with_backward(
         backward=min(first, len(level) - 1),
         seconds=3 * forward_s,
         storages=asked_storages,
+        measured=False,
     )
 
 

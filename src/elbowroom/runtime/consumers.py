@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from elbowroom.plan import Need
 from elbowroom.plan.precision_floor import ATTENTION, CURVED, FEW
@@ -39,6 +38,7 @@ from elbowroom.runtime.identity import PLAIN, is_made_of_parameters
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.nested import tensors_in
+from elbowroom.runtime.repeats import Observing
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.storage import version_of
 
@@ -205,7 +205,7 @@ def _name(func: Callable[..., Any]) -> str:
     return name if module in _TORCH_MODULES else f"{module.removeprefix('torch._ops.')}::{name}"
 
 
-class Consumers(TorchFunctionMode):
+class Consumers(Observing):
     """Keeps `call` at the torch function that runs now, and reports to `finished` what ended.
 
     It runs as `run_as`(call); `failed`() if it raises.

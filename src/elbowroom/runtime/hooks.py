@@ -13,7 +13,7 @@ thread, or never.
 
 import logging
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -63,7 +63,7 @@ from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use
 from elbowroom.runtime.producers import note_copy, note_origin
 from elbowroom.runtime.readers import Reader, readers_of
 from elbowroom.runtime.recompute import recomputed
-from elbowroom.runtime.repeats import why_not_again, will_be_tried
+from elbowroom.runtime.repeats import why_not_again
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.saturated import SATURATING
 from elbowroom.runtime.serving import Serving
@@ -248,13 +248,19 @@ class Saving:
             if (module := ref()) is not None:
                 self._calls[module] = count
 
-    def tighten(self, policy: Policy) -> None:
+    def _watching(self) -> Watch | None:
+        if self.observer is None:
+            return None
+        return self.observer.begin() if self._after is None else self._after._watch
+
+    def tighten(self, policy: Policy, slots: Iterable[Slot] | None = None) -> None:
         """Uses `policy` from now on.
 
         Tensors that were kept so far and may carry an error are encoded where the policy says so.
+        slots: theirs, if the forward has ended
         """
         self._listener.refuse("its setting has changed")
-        for slot in self._identity.slots():
+        for slot in self._identity.slots() if slots is None else slots:
             self._serving.tighten(slot, policy)
 
     def error_report(self) -> Any:
@@ -314,8 +320,6 @@ class Saving:
             return call(*args, **kwargs)
         arguments = Arguments(args, kwargs)
         sharded = modules.is_sharded(module)
-        if will_be_tried(module):
-            self._listener.refuse("modules are tried in it", once=True)
         why = modules.SHARDED if sharded else why_not_again(module, call, arguments)
         if why:
             self._keep_out(module, name, why)

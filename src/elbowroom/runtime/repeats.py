@@ -9,6 +9,7 @@ for it. Code that is the same by chance in all of them is not found out.
 
 A trial has no effect outside of itself: it works on copies of the arguments and of buffers, and
 what can be reached from the module, its hooks and the functions that run is put back (`reach.py`).
+The function mode that looks at the forward does not hear of it, so the forward can be written down.
 """
 
 import weakref
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import NothingHeld, PlanError
@@ -43,7 +45,8 @@ def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Argume
         return arguments.why_not
     if will_be_tried(module):
         _left[module] = _left.get(module, TRIED) - 1
-        why = _tried(module, call, arguments)
+        with _unobserved():
+            why = _tried(module, call, arguments)
         if why:
             _failed[module] = why
     return _failed.get(module, "")
@@ -52,6 +55,32 @@ def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Argume
 def will_be_tried(module: nn.Module) -> bool:
     """Returns whether its next call will be one of those that run twice more."""
     return _left.get(module, TRIED) > 0 and module not in _failed
+
+
+class Observing(TorchFunctionMode):
+    """Function mode that looks at a forward, or follows a script of it; it hears of no trial."""
+
+
+@contextmanager
+def _unobserved() -> Iterator[None]:
+    """Takes the modes that look at the forward off the stack; the user's stay, in their order."""
+    modes = _all_popped()
+    for mode in modes:
+        if not isinstance(mode, Observing):
+            torch._C._push_on_torch_function_stack(mode)
+    try:
+        yield
+    finally:
+        _all_popped()
+        for mode in modes:
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def _all_popped() -> list[TorchFunctionMode]:
+    """Empties the stack of function modes; returns them, the outermost first."""
+    length = torch._C._len_torch_function_stack()
+    modes = [torch._C._pop_torch_function_stack() for _ in range(length)]
+    return modes[::-1]
 
 
 class Unrepeatable(BaseException):

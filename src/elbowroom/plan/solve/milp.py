@@ -91,8 +91,12 @@ def whole(
     nodes: int = NODES,
     limit_s: float = LIMIT_S,
     fixed: dict[int, float] | None = None,
+    once: bool = False,
 ) -> Choice | None:
-    """The best whole numbers; adds moments that bind."""
+    """The best whole numbers; adds moments that bind.
+
+    once: the first answer is given, which may be above the budget at moments that have no row yet
+    """
     end, margin = perf_counter() + limit_s, 0.0
     for _ in range(_ROUNDS):
         left = end - perf_counter()
@@ -106,7 +110,7 @@ def whole(
         slack = _TOLERANCE * model.unit if model.least else 0.0
         over = levels(model.problem, choice) - np.float64(model.ceiling(x) + slack)
         new = _summits(over, 0.0) - moments
-        if not over.max(initial=0) > 0:
+        if once or not over.max(initial=0) > 0:
             return choice if obeys(model.problem, choice, model.limits) else None
         if not new:  # by a rounding of HiGHS
             margin = 2 * (margin + float(over.max()) / model.unit)

@@ -55,11 +55,20 @@ def is_near(relaxation: Relaxation, choice: Choice | None, near: float = NEAR) -
 
 
 def rounded(relaxation: Relaxation, near: Choice | None = None) -> Choice | None:
-    """The best between the relaxation and a choice that fits; None if what comes out does not."""
+    """The best between the relaxation and a choice that fits; None if what comes out does not.
+
+    Of an estimated step it is searched once, and what is above the budget is repaired by a walk.
+    """
     model, x = relaxation.model, relaxation.x
     fixed = _agreed(model, x, near)
     searched = whole(
-        model, set(relaxation.moments), gap=GAP, nodes=_NODES, limit_s=LIMIT_S, fixed=fixed
+        model,
+        set(relaxation.moments),
+        gap=GAP,
+        nodes=_NODES,
+        limit_s=LIMIT_S,
+        fixed=fixed,
+        once=model.problem.is_rough,
     )
     choice = searched or _nearest(model, x)
     return finished(PartialSolution(model.problem, model.limits, choice)) if choice else None

@@ -16,7 +16,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from elbowroom.codecs.base import Seed
 from elbowroom.kernels.fakes import has_values, would_wait
@@ -35,7 +34,7 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.identity import covering
 from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.recompute import recomputed
-from elbowroom.runtime.repeats import why_not_again
+from elbowroom.runtime.repeats import Observing, why_not_again
 from elbowroom.runtime.replay.compiled import Act, Hold
 from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torch
 from elbowroom.runtime.slot import Geometry, Slot
@@ -116,7 +115,7 @@ def unpack(held: Any) -> Tensor:
     return unpack_view(held)
 
 
-class _Again(TorchFunctionMode):
+class _Again(Observing):
     """Shows a replay, which is open already, what a function of torch's own calls inside."""
 
     def __init__(self, replay: Replay) -> None:
@@ -133,7 +132,7 @@ class _Again(TorchFunctionMode):
         return self._replay.__torch_function__(func, types, args, kwargs)
 
 
-class Replay(TorchFunctionMode):
+class Replay(Observing):
     """A context around one forward that follows `script`; a subclass says who looks at others.
 
     slots     those of this forward
