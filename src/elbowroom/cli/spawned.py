@@ -100,12 +100,15 @@ def following(trained: Trained, copied: Trained) -> Iterator[Processes]:
     trained  must be possible to pickle
     """
     found = Processes()
-    folder, own = Path(tempfile.mkdtemp(prefix="elbowroom-")), os.getpid()
+    folders: list[Path] = []  # none until it is needed: a script that is killed leaves no folder
+    own = os.getpid()
     followed: list[BaseProcess] = []
     plain_start, plain_process = _SPAWN.start_processes, BaseProcess.start
 
-    def by(method: str) -> Trained:
-        return copied if method == "fork" else trained
+    def follow(function: Callable[..., object], method: str) -> Followed:
+        if not folders:
+            folders.append(Path(tempfile.mkdtemp(prefix="elbowroom-")))
+        return Followed(function, copied if method == "fork" else trained, folders[0])
 
     def start_process(process: Any) -> None:
         origin = _origin(process)
@@ -115,7 +118,7 @@ def following(trained: Trained, copied: Trained) -> Iterator[Processes]:
         elif origin.partition(".")[0] not in _MACHINERY:
             followed.append(process)
             method = process._start_method or multiprocessing.get_start_method()
-            process.run = Followed(partial(type(process).run, process), by(method), folder)
+            process.run = follow(partial(type(process).run, process), method)
         try:
             plain_process(process)
         finally:
@@ -129,8 +132,7 @@ def following(trained: Trained, copied: Trained) -> Iterator[Processes]:
         daemon: bool = False,
         start_method: str = "spawn",
     ) -> Any:
-        fn = Followed(fn, by(start_method), folder)
-        return plain_start(fn, args, nprocs, join, daemon, start_method)
+        return plain_start(follow(fn, start_method), args, nprocs, join, daemon, start_method)
 
     _SPAWN.start_processes = _PACKAGE.start_processes = start
     BaseProcess.start = start_process  # type: ignore[method-assign, assignment]
@@ -141,10 +143,11 @@ def following(trained: Trained, copied: Trained) -> Iterator[Processes]:
         BaseProcess.start = plain_process  # type: ignore[method-assign]
         if os.getpid() == own:  # else the script has forked itself, and this is the copy
             found.running = sum(one in followed for one in multiprocessing.active_children())
-            for path in sorted(folder.glob("*.ended")):
-                with path.open("rb") as file:
-                    found.ended.append(pickle.load(file))
-            shutil.rmtree(folder, ignore_errors=True)
+            for folder in folders:
+                for path in sorted(folder.glob("*.ended")):
+                    with path.open("rb") as file:
+                        found.ended.append(pickle.load(file))
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _origin(process: Any) -> str:
