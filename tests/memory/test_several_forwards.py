@@ -263,6 +263,15 @@ def test_each_forward_of_a_settled_step_follows_a_script_of_its_own(run, exact, 
     assert not exact or losses == plain_losses
 
 
+def test_a_profile_knows_through_which_modules_a_sum_is_made_again():
+    """A plan that runs the ReLU again cannot make the sum again: its output comes from nowhere."""
+    model = Tower(2)
+    profile = er.measure(lambda: siamese(model, 0).backward(), min_nbytes=4096)
+    sums = [s for s in profile.storages if s.saves[0].site.name.module == "blocks.1.0"]
+    assert sums
+    assert all({"blocks.0.1", "blocks.0.2"} <= set(one.made_in) for one in sums)
+
+
 def test_codes_of_followed_forwards_are_those_of_forwards_that_are_looked_at(monkeypatch):
     plain = plainly(summed)[-1]
     _, state, model, _ = trained(summed, int(0.35 * plain), steps=22)

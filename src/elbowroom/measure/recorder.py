@@ -83,6 +83,11 @@ class _Storage:
     made_of: set[int] = field(default_factory=set)  # storages, by index
     nodes: list[int] = field(default_factory=list)  # of each save, autograd's number of its node
 
+    @property
+    def is_lost(self) -> bool:
+        """True if nothing can be made of it, since only its signs or its shape are saved."""
+        return all(save.site.need in (Need.MASK, Need.SHAPE) for save in self.saves)
+
 
 class _Alive(NamedTuple):
     """Storage that somebody holds, a local variable of forward, say; what the slot holds apart.
@@ -103,7 +108,7 @@ class _Alive(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """Record of what an op made: readings as it began and ended, and the modules that ran."""
+    """Record of what an op made: readings as it began and ended, and `StepRecorder._modules_of`."""
 
     began: int
     ended: int
@@ -207,9 +212,27 @@ class StepRecorder:
             index = self._index.get(slot)
             if index is not None:
                 self._storages[index].used = self._now
+        ran: tuple[str, ...] | None = None
         for x in tensors_in(out):
             if not untouchable(x):
-                self._note_made(x, _Made(began, self._last, modules.stack()))
+                ran = self._modules_of(call) if ran is None else ran
+                self._note_made(x, _Made(began, self._last, ran))
+
+    def _modules_of(self, call: Call) -> tuple[str, ...]:
+        """Returns the modules that run now, and those of ops between this one and what is saved.
+
+        What this op makes can be made again from what is saved, but not through a module that runs
+        again itself.
+        """
+        found = dict.fromkeys(modules.stack())
+        for x in tensors_in((call.args, call.kwargs)):
+            if untouchable(x) or is_parameter(x):
+                continue
+            at = x.untyped_storage()._cdata, version_of(x)
+            made, index = self._made.get(at), self._at.get(at)
+            if made is not None and (index is None or self._storages[index].is_lost):
+                found |= dict.fromkeys(made.modules)
+        return tuple(found)
 
     def _note_plain(self, nbytes: int) -> None:
         """Adds bytes that torch's own op saves in a second run of the modules that run now."""

@@ -59,7 +59,8 @@ class Storage:
     needs       the moments of backward that ask for it
     freed       the last moment at which something is held for it
     producer_s  seconds of the op that made it
-    made_in     the modules that ran then, as in `Save`
+    made_in     the modules that ran then, as in `Save`, and those of the ops between it and what it
+                could be made again from
     made_of     the storages that it could be made again from, by index
     """
 
