@@ -311,7 +311,7 @@ def test_an_error_of_the_codec_closes_the_context(monkeypatch):
     def refuse(*args: Any) -> None:
         raise CodecError("no")
 
-    monkeypatch.setattr(Coders, "encode", refuse)
+    monkeypatch.setattr(Coders, "of", refuse)
     saved = lean()
     where = r"no \(saving float32 \(6, 4, 8, 8\) for 'batch_norm'"
     with pytest.raises(CodecError, match=where), saved:

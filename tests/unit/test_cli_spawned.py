@@ -5,6 +5,8 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -44,15 +46,27 @@ PROCESSES = """
 
 
 @pytest.fixture
-def python(tmp_path):
-    (tmp_path / "temporary").mkdir()
-    environment = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
+def temporary():
+    """A folder of a short name: the sockets of multiprocessing lie in it, at most 107 letters."""
+    with tempfile.TemporaryDirectory(prefix="er-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def python(tmp_path, temporary):
+    environment = os.environ | {"TMPDIR": str(temporary)}
 
     def python(*arguments, start=SPAWN, text=TRAIN):
         (tmp_path / "train.py").write_text(text.replace("START", start))
         command = [sys.executable, "-W", "ignore", *arguments]
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
         )
 
     return python
@@ -172,10 +186,10 @@ NOT_JOINED = """
 """
 
 
-def test_of_a_process_that_outlives_the_script_that_is_said(python, tmp_path):
+def test_of_a_process_that_outlives_the_script_that_is_said(python, temporary):
     done = python(*run("--budget", "1GiB"), start=NOT_JOINED)
     assert done.returncode == 2
     assert "processes that the script started still run" in done.stderr
     assert done.stdout.startswith("0 ")
     assert "Traceback" not in done.stderr
-    assert list((tmp_path / "temporary").glob("elbowroom*")) == []
+    assert list(temporary.glob("elbowroom*")) == []
