@@ -6,6 +6,7 @@ that it takes, and the nodes that it gives gradients to. Its number tells when i
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -30,8 +31,7 @@ def graph_of(
 ) -> Graph:
     """Returns what backward from these will run; recorder: of a forward that was written down.
 
-    since: autograd's number as that forward began; of the nodes before, only those that its own
-    give gradients to
+    since: autograd's number as that forward began; nodes from before are marked as older
 
     Where one of them is a single number, it is taken for the loss, and the gradient comes from it
     alone; else from all of them.
@@ -45,15 +45,14 @@ def graph_of(
         fn = waiting.pop()
         if fn not in found:
             found[fn] = len(found)
-            if fn._sequence_nr() < since:
-                continue
             waiting += [to for to, _ in fn.next_functions if to is not None]
     hidden = () if recorder is None else recorder.hidden()
     ranges = sorted(one for region in hidden for one in region)
     nodes = tuple(
-        _older(fn)
-        if fn._sequence_nr() < since
-        else _node(fn, found, is_hidden=_is_in(ranges, fn._sequence_nr()))
+        replace(
+            _node(fn, found, is_hidden=_is_in(ranges, fn._sequence_nr())),
+            is_older=fn._sequence_nr() < since,
+        )
         for fn in found
     )
     roots = tuple(sorted((found[fn], which) for fn, which in starts))
@@ -61,10 +60,6 @@ def graph_of(
     if recorder is None:
         return Graph(nodes, roots, last_roots=last)
     return Graph(nodes, roots, recorder.asks(), hidden, last)
-
-
-def _older(fn: Any) -> Node:
-    return Node(fn._sequence_nr(), _name_of(fn), _taken(fn), is_older=True)
 
 
 def _name_of(fn: Any) -> str:

@@ -54,7 +54,7 @@ class Node:
     stays   what it takes is the gradient of a leaf, which has none yet
     reads   (node, which of its tensors) of what it has saved, where somebody else's hooks hold it
     workspace  bytes that it is known to take beside gradients
-    is_older   its op ran before the forward that the graph is of, and is looked at no further
+    is_older   its op ran before the forward that the graph is of
     """
 
     nth: int
@@ -111,7 +111,14 @@ class Graph:
             )
             for node in later.nodes
         )
-        read = {(places[to], k) for node in later.nodes for to, k in node.gives}
+        read, waiting, seen = set(), [to for to, _ in later.roots], set[int]()
+        while waiting:
+            at = waiting.pop()
+            if at in seen or at < 0 or places[at] < shift:
+                continue
+            seen.add(at)
+            read |= {(places[to], k) for to, k in later.nodes[at].gives}
+            waiting += [to for to, _ in later.nodes[at].gives]
         mine, last_of_mine = (
             tuple(root for root in roots if root not in read)
             for roots in (self.roots, self.last_roots)
