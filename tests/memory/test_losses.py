@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.fitting.loss import may_be_loss
 from elbowroom.runtime.attach import opener_of
 
 WORDS, WIDTH = 1000, 32
@@ -222,6 +223,22 @@ def test_an_error_in_it_is_the_users_and_the_training_goes_on() -> None:
         with pytest.raises(ValueError, match="batch_size"):
             loss(model(x), y[:5])
         step()
+
+
+class _Hiding(nn.Module):
+    """Calls a module that is kept in a list, where PyTorch does not see its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [nn.Linear(2, 2)]
+
+
+def test_what_might_be_a_loss_is_told_from_what_holds_parameters() -> None:
+    assert may_be_loss(nn.CrossEntropyLoss())
+    assert may_be_loss(nn.Sequential(nn.LogSoftmax(1), nn.NLLLoss()))
+    assert not may_be_loss(nn.Linear(2, 2))
+    assert not may_be_loss(_Hiding())
+    assert not may_be_loss(nn.Sequential(nn.ReLU(), _Hiding()))
 
 
 class _Trained(nn.Module):

@@ -78,8 +78,16 @@ def losses_of(loss: nn.Module | Iterable[nn.Module] | None, model: nn.Module) ->
 
 
 def may_be_loss(module: nn.Module) -> bool:
-    """Returns whether a module that a program calls holds no parameters, not even in a list."""
-    parts = [part for one in module.modules() for part in vars(one).values()]
+    """Returns whether a module that a program calls holds no parameters, not even in a list.
+
+    A module in a list, which `parameters()` does not see, may hold some.
+    """
+    parts = [
+        part
+        for one in module.modules()
+        for name, part in vars(one).items()
+        if name != "_modules"  # those are seen
+    ]
     beside = [x for part in parts for x in tree_leaves(part) if isinstance(x, nn.Module)]
     return not beside and next(module.parameters(), None) is None
 

@@ -62,16 +62,6 @@ def graph_of(
     return Graph(nodes, roots, recorder.asks(), hidden, last)
 
 
-def _name_of(fn: Any) -> str:
-    name: str = fn.name()
-    return name.removeprefix("torch::autograd::")
-
-
-def _taken(fn: Any) -> tuple[int, ...]:
-    """Returns the bytes of the gradients that a node takes."""
-    return tuple(prod(one.shape) * one.dtype.itemsize for one in fn._input_metadata)
-
-
 def _is_in(ranges: list[tuple[int, int]], nth: int) -> bool:
     """Returns whether a number lies in one of these ranges, which are in order and disjoint."""
     at = bisect_right(ranges, (nth, nth + 1)) - 1
@@ -82,8 +72,8 @@ def _node(fn: Any, found: dict[Any, int], *, is_hidden: bool) -> Node:
     leaf = getattr(fn, "variable", None)
     return Node(
         nth=fn._sequence_nr(),
-        name=_name_of(fn),
-        takes=_taken(fn),
+        name=fn.name().removeprefix("torch::autograd::"),
+        takes=tuple(prod(one.shape) * one.dtype.itemsize for one in fn._input_metadata),
         gives=tuple((-1 if to is None else found[to], nr) for to, nr in fn.next_functions),
         stays=leaf is not None and leaf.grad is None,
         workspace=getattr(fn, "workspace_nbytes", None) or _layout_nbytes(fn),

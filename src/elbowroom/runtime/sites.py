@@ -1,4 +1,4 @@
-"""What an op asks as it saves a tensor, known without looking at a value.
+"""Requests say what an op asks as it saves a tensor, and look at no value.
 
 Request      what the op asks of the tensor's slot
 classify     makes one; is_served: what the slot holds suffices. Neither changes what is held

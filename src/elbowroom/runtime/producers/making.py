@@ -1,4 +1,4 @@
-"""What recipes of all families are made by."""
+"""Parts that producers of all families make their recipes of."""
 
 from collections.abc import Callable
 from typing import Any
