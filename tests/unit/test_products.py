@@ -1,8 +1,11 @@
 """Products and casts are made again from their factors, to the bit."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom as er
 
@@ -78,3 +81,58 @@ def test_a_long_chain_is_cut_into_short_ones(step):
     assert torch.equal(plain, exact)
     kept = sum(row.count for row in ledger.rows if row.action == "keep")
     assert 300 / 10 < kept < 300 / 5
+
+
+class Scan(nn.Module):
+    """A selective scan over time: decay and input of all steps at once, then a loop over them."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.rate = nn.Parameter(-torch.rand(16, 8))
+
+    def forward(self, x):
+        h = self.into(x)
+        step = nn.functional.softplus(h)
+        decay = torch.exp(self.rate[None, None] * step[..., None])
+        given = (step[..., None] * h[:, :, None, :8]) * h[..., None]
+        state, outs = torch.zeros_like(decay[:, 0]), []
+        for t in range(x.shape[1]):
+            state = decay[:, t] * state + given[:, t]
+            outs.append((state @ h[:, t, :8, None])[..., 0])
+        return self.out(torch.stack(outs, 1) * h.sigmoid()).square().mean()
+
+
+class Made(TorchDispatchMode):
+    """Elements that each op makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.numel[func.overloadpacket] += out.numel()
+        return out
+
+
+def test_a_loop_does_not_make_the_whole_sequence_again_for_each_of_its_steps():
+    torch.manual_seed(1)
+    net, x = Scan(), torch.randn(4, 48, 16)
+
+    def run(policy):
+        for _ in range(2):  # the second one follows the first
+            with Made() as made:
+                with er.saving(policy, min_nbytes=0) as saved:
+                    loss = net(x)
+                found = torch.autograd.grad(loss, list(net.parameters()))
+        return found, made.numel, saved.ledger
+
+    plain, plainly, before = run("keep")
+    exact, again, after = run("exact")
+    assert all(map(torch.equal, exact, plain))
+    assert after.after_nbytes < 0.7 * before.after_nbytes
+    aten = torch.ops.aten
+    assert again[aten.exp] <= 3 * plainly[aten.exp]  # once for the states, once for the decay
+    assert again[aten.mul] <= 2 * plainly[aten.mul]

@@ -172,7 +172,13 @@ class MadeAgain:
         self._slots: list[weakref.ref[Slot]] = []
 
     def note(self, slot: "Slot") -> None:
-        """Keeps what this slot has made again, and frees the oldest of too many."""
+        """Keeps what this slot has made again, and frees the oldest of too many.
+
+        One that is read by many views stays: between two of a loop's reads of a whole sequence
+        there are others, and it would be made again for each step of the loop.
+        """
+        if slot.has_many_views:
+            return
         known = []
         for one in self._slots:
             other = one()

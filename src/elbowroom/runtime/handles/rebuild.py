@@ -53,6 +53,9 @@ from elbowroom.runtime.storage import WeakStorage, check_version, version_of
 # softmax.
 _DEEPEST = 9
 _DEEPEST_READY = 11  # the same, through saved tensors that are made again themselves
+# Elements that the ops of a chain make for each element of what comes out. Of a product over all
+# time steps of which nothing is saved, each step of a loop would make all, to read its slice.
+_MOST_WORK = 16
 Link: TypeAlias = "Recipe | Callable[[], Slot | None]"  # a weak reference, or an `Expected`
 _AT_ONCE = 1 << 18  # elements, a multiple of 8: what `outside` makes of them stays in the cache
 
@@ -168,10 +171,12 @@ class Recipe:
         output: Slot | None,
         versions: tuple[int, ...] | None = None,
     ) -> "Recipe | None":
-        """Makes a recipe; None if the chain would be too long."""
+        """Makes a recipe; None if the chain would be too long, or take too much work."""
         link = link_to(source)
         links = (link, *(other for other, _ in op.others))
         if max(map(_depth_of_link, links)) >= _DEEPEST:
+            return None
+        if sum(map(_work_of_link, links)) > _MOST_WORK * out.numel():
             return None
         if any(isinstance(one, Expected) for one in links):
             op = replace(op, is_extra=True)
@@ -190,6 +195,12 @@ class Recipe:
     def depth(self) -> int:
         """Number of ops that run, one after the other, to make the tensor again."""
         return 1 + max(map(_depth_of_link, (self.source, *(link for link, _ in self.op.others))))
+
+    @cached_property
+    def work(self) -> int:
+        """Number of elements that its ops make."""
+        links = (self.source, *(link for link, _ in self.op.others))
+        return prod(self.made.shape) + sum(map(_work_of_link, links))
 
     def ready(self) -> "Ready | None":
         """Returns the recipe with strong references; None if something that it needs is gone."""
@@ -434,6 +445,12 @@ def followed(link: "Link") -> "Slot | Ready | None":
 def _depth_of_link(link: "Link") -> int:
     recipe = link if isinstance(link, Recipe) else getattr(link, "recipe", None)
     return 0 if recipe is None else recipe.depth
+
+
+def _work_of_link(link: "Link") -> int:
+    """Elements that are made for it; what is saved is restored once for all of its readers."""
+    recipe = link if isinstance(link, Recipe) else getattr(link, "recipe", None)
+    return 0 if recipe is None else recipe.work
 
 
 def _same_memory(one: Tensor, other: Tensor | None) -> bool:
