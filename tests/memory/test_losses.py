@@ -1,6 +1,7 @@
 """A loss outside of the model is part of the plan, if `er.fit` is given it."""
 
 import collections
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -279,3 +280,27 @@ def test_neither_a_fitted_model_nor_a_compiled_one_has_it() -> None:
     with pytest.raises(PlanError, match="eager engine"):
         er.fit(Model(), budget="1 GiB", loss=loss, compile=True)
     assert opener_of(loss) is None
+
+
+def test_the_output_stands_while_the_loss_is_computed() -> None:
+    """So the first plan of both holds, and no measurement has to correct it."""
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    torch.manual_seed(0)
+    x, y = torch.randint(0, WORDS, (2, 4, 256))
+
+    def made() -> Step:
+        model = nn.Sequential(nn.Embedding(WORDS, 64), *copy.deepcopy(blocks), nn.Linear(64, WORDS))
+        criterion = nn.CrossEntropyLoss()
+        step = training(model, lambda out, y: criterion(out.flatten(0, 1), y.flatten()), x, y)
+        models.append((model, criterion))
+        return step
+
+    models: list[tuple[nn.Module, nn.Module]] = []
+    plain = made()
+    weights = weights_nbytes(models[0][0])
+    budget = weights + int(0.75 * er.peak(plain))
+    step = made()
+    er.fit(models[1][0], budget=budget, exact=True, loss=models[1][1])
+    step()  # the loss is met here, and the next step is planned with it
+    peaks = [weights + er.peak(step) for _ in range(3)]
+    assert max(peaks) <= 1.01 * budget, peaks

@@ -65,8 +65,8 @@ def rehearsed(
             saving.drop_everything()
             graph = graph_of(out, recording.recorder, since)
         loss_nbytes, out_nbytes = _loss_nbytes(out), storage_nbytes(out)
+        seen = recording.finish()  # while what forward gives is there: the graph dies with it
         del out
-        seen = recording.finish()
     finally:
         recording.close()
     if seen is None:
