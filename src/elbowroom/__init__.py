@@ -1,44 +1,44 @@
-"""elbowroom: the training of any PyTorch model inside a memory budget.
+"""elbowroom: trains any PyTorch model inside a memory budget.
 
     import elbowroom as er
-    # By hand: what autograd saves, in a tenth of the bytes.
+
+    # One line: a plan for the model's own step, which is carried out and measured.
+    model = er.fit(model, budget="6 GiB", optimizer=opt)
+    print(er.summary(model))    # at any time: peaks, time and actions
+
+    # By hand: the tensors that autograd saves, in a tenth of the bytes.
     with er.saving("dither", bits=2) as saved:
         loss = loss_fn(model(x), y)
     loss.backward()
-    print(saved.ledger)    # bytes before and after, and why what was left alone was
+    print(saved.ledger)    # bytes before and after, and why some tensors are kept
 
-    # One line: a plan for the model's own step, obeyed and verified.
-    model = er.fit(model, budget="6 GiB", optimizer=opt)
-    print(er.summary(model))    # at any time: peaks, time and what was done
-
-    # The same in three stages, each its own data.
+    # In three stages, each with its own data.
     profile = er.measure(step, model=model, optimizer=opt)
     plan = er.plan(profile, budget="6 GiB")
     with er.following(plan):
         loss = loss_fn(model(x), y)
 
-    # Optimizer states in 2 bytes a parameter, not 8.
+    # Optimizer states in 2 bytes per parameter instead of 8.
     opt = er.optim.AdamW(model.parameters(), lr=3e-4, state="int8")
 
-`import elbowroom` loads no other module: that of a name is imported when the name is first asked
-for (`_lazy.py`).
+`import elbowroom` loads no other module. A module is imported when one of its names is first used
+(`_lazy.py`).
 
-The map, from the top down; imports point down only:
+The packages, from the top down. Each imports only packages below it:
 
-    cli/  demo/            commands, and the data and models that they show
-    _api.py                saving; measure, dry_run, plan, following; fit, step, largest_batch,
-                           grow_batch, release: thin; _checks.py: what they refuse
+    cli/  demo/            commands, and the data and models of the demo
+    _api.py                the public functions; _checks.py: checks of their arguments
     tools/                 the largest batch, profiles of whole programs, finding their models
-    fitting/  report/      the machine behind fit; tables and pages
-    adaptive/              controllers that move bits and bounds during training
-    measure/               FACTS: a step as a profile, peaks, times, the noise of codes
-    nn/                    modules whose backward needs less, and how a model gets them
-    optim/                 AdamW, Lion, SGD over encoded states
-    runtime/               DEED: autograd's two hooks, and what is held between them
-    compiled/              DEED, inside torch.compile: what its graphs save, by a simulated peak
-    plan/                  DECISION: site -> action, pure data
-    codecs/                HOW BYTES SHRINK: one codec a file
-    kernels/               NUMBERS: reference (the specification), numba (CPU), triton (GPU)
+    fitting/  report/      the state machine of fit; tables and pages
+    adaptive/              controllers that change bits and bounds during training
+    measure/               profiles, peaks, times, and the noise of codes
+    nn/                    modules whose backward needs less, and conversions to them
+    optim/                 AdamW, Lion and SGD with encoded states
+    runtime/               the eager engine: autograd's two hooks, and what is stored between them
+    compiled/              the engine inside torch.compile: what its graphs save
+    plan/                  decisions: site -> action, as pure data
+    codecs/                one codec per file
+    kernels/               reference (the specification), numba (CPU), triton (GPU)
     errors.py  files.py  units.py  waiting.py
 
 To follow one tensor: runtime/hooks.py `_pack` -> identity.py -> consumers.py (or, when its op has

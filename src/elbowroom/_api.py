@@ -1,6 +1,6 @@
-"""The public verbs: `saving`; `measure`, `plan`, `following`; `fit`, `step`, `release`, and more.
+"""The public functions: `saving`; `measure`, `plan`, `following`; `fit`, `step`, `release`, ...
 
-Thin: the only file that knows all stages.
+Each function only checks its arguments and calls the packages below. No other file uses all stages.
 """
 
 from collections import Counter
@@ -58,7 +58,7 @@ from elbowroom.tools.grow_batch import check_growing
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
-# Policies that give a step what they gave the one before.
+# Policies whose actions are the same in each step.
 _REPEATED = (KeepAll, Exact, Lossy, Lean, Coat, OffloadRest)
 
 
@@ -72,45 +72,50 @@ def saving(
     watch: bool = False,
     **fields: Any,
 ) -> SavingContext:
-    """Hold what autograd saves inside this context in fewer bytes.
+    """Context manager that stores the tensors that autograd saves in fewer bytes.
 
         with er.saving("dither", bits=2) as saved:
             loss = loss_fn(model(x), y)
         loss.backward()
         print(saved.ledger)
 
-    policy      None or "exact": exact actions only (no bit of any gradient changes);
-                "keep": change nothing, count;
-                "lean", with upper, lower, plain, group_size and fold: the fewest bits, for
-                convolutions (see `elbowroom.plan.Lean`);
-                "coat", with group_size, wide and format: for transformers, products included, in
-                8-bit floats ("fp8") or dithered integers ("int8", "int4"; see `plan.Coat`);
-                a codec id with its fields as keywords, or a codec: that codec wherever the saving
-                op tolerates an error;
-                "actnn", with bits and group_size: group codes whose bits follow the sensitivity
-                of each tensor, `bits` on average (see `elbowroom.adaptive.ActNN`);
-                "offload", with tier, directory and from_nbytes: exact actions first; what is left
-                goes to pinned host memory or, from the CPU, to a temporary file
-                (see `elbowroom.plan.OffloadRest`);
-                a controller from `elbowroom.adaptive`, which adapts as the training goes;
-                or any function of a `Site` that returns an action
-    min_nbytes  storages below this size, in bytes, are left alone; 0: none are
-    rebuild     whether outputs of norms, activations and dropout may be made again from what
-                their op saves
-    noise       with a codec or "lean": its settings follow the training, so that the variance
-                which codes add to the gradient stays below this share of what mini-batches vary by
-                anyway (0.1: a tenth; early in training that is read up to twice too large, see
-                `measure.gradient_variance`). What was learned is remembered for the process, by
-                these arguments; for more than one model make an `adaptive.NoiseBudget` for each, or
-                an `adaptive.LeanBudget`
-    watch       measure what the codes add, every step; `.error_report()` shows it (also with
-                `noise` and controllers, which watch a few steps). A watched step is slower
-    seed        where the noise of lossy codes starts; None: one sequence for the whole process, and
-                another one after a restart. The number of the step (`seed=step`) gives each step
-                noise of its own, and a resumed run the bits of one that went on
+    policy      what to do with each saved tensor. None or "exact": exact actions only, so that no
+                bit of any gradient changes.
+                "keep": changes nothing, and counts the bytes.
+                "lean", with upper, lower, plain, group_size and fold: the fewest bits for
+                convolutional networks (see `elbowroom.plan.Lean`).
+                "coat", with group_size, wide and format: for transformers. It also encodes the
+                factors of products, in 8-bit floats ("fp8") or dithered integers ("int8", "int4";
+                see `elbowroom.plan.Coat`).
+                "actnn", with bits and group_size: group codes with `bits` bits on average. Each
+                tensor gets bits according to its sensitivity (see `elbowroom.adaptive.ActNN`).
+                "offload", with tier, directory and from_nbytes: exact actions first. All other
+                tensors go to pinned host memory or, from the CPU, to a temporary file
+                (see `elbowroom.plan.OffloadRest`).
+                The id of a codec, with its fields as keywords, or a codec: this codec is used
+                wherever the op that saves the tensor tolerates an error.
+                A controller from `elbowroom.adaptive`, which changes settings during training.
+                Any function that takes a `Site` and returns an action.
+    min_nbytes  storages smaller than this number of bytes are kept as they are; 0: no such limit
+    rebuild     whether outputs of norms, activations and dropout may be rebuilt in backward from
+                the tensors that their op saves
+    noise       with a codec or "lean": limits the variance that codes add to the gradient, relative
+                to the variance over mini-batches (0.1: a tenth). Settings change during training.
+                Early in training the variance over mini-batches is estimated up to twice too large
+                (see `measure.gradient_variance`). The settings found so far are kept for the
+                process, under these arguments. For several models, make an `adaptive.NoiseBudget`
+                or an `adaptive.LeanBudget` for each
+    watch       measure the noise that codes add, in every step; `.error_report()` shows it. With
+                `noise` and with controllers, a few steps are measured anyway. A measured step is
+                slower
+    seed        the seed of the noise of lossy codes. None: one sequence for the whole process,
+                and another one after a restart. With the number of the step (`seed=step`), each
+                step has noise of its own, and a resumed run has the same bits as an uninterrupted
+                one
 
-    Raises UnknownCodec or UnknownField, which list what exists. Tensors that cannot be touched are
-    kept; `.ledger` says which and why. Warns if that is all there were, 1 MiB or more.
+    Raises UnknownCodec or UnknownField, which list the possible values. Tensors that cannot be
+    changed are kept; `.ledger` says which, and why. A warning is issued if a step saves 1 MiB or
+    more and all of it is kept.
     """
     check_min_nbytes(min_nbytes)
     check_flag("rebuild", rebuild)
@@ -142,7 +147,7 @@ def saving(
 
 
 def _in_graphs(policy: Policy, min_nbytes: int, seed: int | None) -> Held | None:
-    """Returns the policy for compiled modules; None: it has no form there, and they run eagerly."""
+    """Returns the policy in the form for compiled modules; None: they run eagerly under it."""
     if type(policy) is Exact:
         return Held(0, min_nbytes, seed)
     if type(policy) is KeepAll:
@@ -154,7 +159,7 @@ def _in_graphs(policy: Policy, min_nbytes: int, seed: int | None) -> Held | None
 
 
 def _has_hash(policy: Policy) -> bool:
-    """Returns whether a codec can be looked up: the codec of somebody else's may have no hash."""
+    """Returns whether a policy can be the key of a dict; codecs of others may have no hash."""
     try:
         hash(policy)
     except TypeError:
@@ -172,7 +177,7 @@ def measure(
     warm_up: int = 1,
     noise: bool = False,
 ) -> Profile:
-    """Run a training step warm_up + 2 times, and write down what it saves, when, and what it takes.
+    """Runs a training step warm_up + 2 times, and returns a profile of it.
 
         def step():
             optimizer.zero_grad()
@@ -182,22 +187,26 @@ def measure(
         profile = er.measure(step, model=model, optimizer=optimizer)
         print(er.plan(profile, budget="6 GiB").explain())
 
-    step        forward, backward and whatever else belongs to it; it really trains
-    model       and
-    optimizer   of this step: `plan.explain()` then says their bytes a parameter, of weights,
-                gradients and states. None: nothing is said; the profile is the same otherwise
-    device      whose memory; None: CUDA if it is in use in this process, else the CPU
-    min_nbytes  storages below this size, in bytes, will be left alone
-    warm_up     steps before, in which optimizer states come into being; not for an optimizer that
-                has made them
+    A profile has the tensors that autograd saves, when they are needed, the memory over time, and
+    the time of each part.
 
-    noise       run 8 steps more, with lossy codes of 16 levels, to learn what the codes of each
-                tensor add to the gradient's variance, and what mini-batches vary by anyway; the
-                step should take another batch each time
+    step        a function that runs forward, backward and all other parts of a step; it really
+                trains
+    model       the model of this step. With it, `plan.explain()` shows the bytes per parameter, of
+                weights, gradients and states. None: the profile is the same, without these
+    optimizer   the optimizer of this step, whose states are counted with `model`; None: none
+    device      the device whose memory is measured; None: CUDA if it is in use in this process,
+                else the CPU
+    min_nbytes  storages smaller than this number of bytes will be kept as they are
+    warm_up     the number of steps before the measurement, in which optimizers create their states;
+                0 for an optimizer whose states exist
+    noise       run 8 more steps, with lossy codes of 16 levels, and measure the variance that
+                the code of each tensor adds to the gradient, and the variance over mini-batches.
+                The step should use another batch each time
 
-    But for these, exact actions are used meanwhile, so no bit of any gradient changes. Raises
-    PlanError for a step that saves nothing, or not the same each time, and for a device that this
-    machine does not have.
+    With noise=False, only exact actions are used, so no bit of any gradient changes. Raises
+    PlanError if the step saves nothing, if two steps save different tensors, or if this machine
+    does not have the device.
     """
     check_min_nbytes(min_nbytes)
     if not callable(step) or isinstance(step, nn.Module):
@@ -210,7 +219,8 @@ def measure(
     if model is None:
         if optimizer is not None:
             raise PlanError(
-                "measure counts the states of an optimizer for a model; give model=, too"
+                "measure counts the states of an optimizer with those of its model; give model=, "
+                "too"
             )
     else:
         check_model(model, "measure")
@@ -233,9 +243,9 @@ def dry_run(
     min_nbytes: int = 65536,
     speed: Speed | None = None,
 ) -> Profile:
-    """Computes the profile that `measure` would write down, from shapes alone.
+    """Returns the profile that `measure` would return, computed from shapes alone.
 
-    It takes no memory and no data; its seconds are estimated.
+    It takes no memory and no data. Its seconds are estimates.
 
         with torch.device("meta"):
             model = Model()    # of any size
@@ -247,19 +257,19 @@ def dry_run(
         )
         print(er.plan(profile, budget="6 GiB").explain())
 
-    model       may be anywhere, also on "meta"; only its shapes are read
-    make_batch  gives a batch, as `loss` takes it; what it makes takes no memory
-    loss        (model, batch) -> a scalar
-    optimizer   its states and its update are counted; None: no update
-    device      where to pretend that all of it is; None: the model's own, or the CPU for "meta"
+    model       a model on any device, also on "meta"; only its shapes are read
+    make_batch  a function that returns a batch for `loss`; its tensors take no memory
+    loss        a function of (model, batch) that returns a scalar
+    optimizer   an optimizer whose states and update are counted; None: there is no update
+    device      the device that is simulated; None: that of the model, or the CPU for "meta"
     min_nbytes  as in `measure`
-    speed       of another machine's device, as `elbowroom.measure.Speed`; None: that of this one
-                and of its codecs is measured, once a process
+    speed       the speed of another machine's device, an `elbowroom.measure.Speed`; None: the speed
+                of this device and its codecs is measured, once per process
 
-    The profile has `measured=False`. Its peak is that of plain autograd, without the workspaces
-    that ops take inside themselves. Model, optimizer, gradients and PyTorch's RNG stay as they are.
-    Raises PlanError for a step that looks at the values of tensors, for a model that cannot be
-    copied, and for a device that this machine does not have.
+    The profile has `measured=False`. Its peak is that of plain autograd, without the temporary
+    memory inside of ops. Model, optimizer, gradients and PyTorch's RNG stay as they are. Raises
+    PlanError if the step reads the values of tensors, if the model cannot be copied, or if this
+    machine does not have the device.
     """
     check_model(model, "dry_run")
     check_min_nbytes(min_nbytes)
@@ -287,7 +297,7 @@ def _home(model: nn.Module) -> torch.device:
 
 
 def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Returns the device on which a dry run of this model pretends to be."""
+    """Returns the device that a dry run of this model simulates."""
     if device is None:
         own = _home(model)
         device = torch.device("cpu") if own.type == "meta" else own
@@ -295,16 +305,17 @@ def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.dev
 
 
 def load_snapshot(path: str | Path, device: int | None = None) -> Snapshot:
-    """Read a memory snapshot of PyTorch's, from `torch.cuda.memory._dump_snapshot(path)`.
+    """Reads a memory snapshot that `torch.cuda.memory._dump_snapshot(path)` wrote.
 
         snapshot = er.load_snapshot("snapshot.pickle")
         print(snapshot)                               # the peak, and what it consists of
         er.plan(snapshot, budget="20 GiB")            # an estimate: could any plan fit?
 
-    device  the index of a GPU; None: the one that held most
+    device  the index of a GPU; None: the GPU with the highest peak
 
-    No code of the file runs: whatever is no number, string, list or dict is refused. "elbowroom
-    snapshot" draws a page of it. Raises DataError for what is no snapshot, or only a part of one.
+    No code of the file runs: everything but numbers, strings, lists and dicts is refused.
+    The command "elbowroom snapshot" draws a page of the file. Raises DataError if the file is not
+    a snapshot, or is truncated.
     """
     return read_snapshot(path, device)
 
@@ -320,35 +331,41 @@ def plan(
     solver: str = "auto",
     codecs: Sequence[str | Codec] | None = None,
 ) -> Plan:
-    """Plans what to do with each tensor of a profiled step so that its peak stays within a budget.
+    """Chooses an action for each tensor of a profiled step, so that its peak fits a budget.
 
-    profile    what `measure` or `dry_run` gave; a snapshot (`load_snapshot`) has a plan only if all
-               of it fits, else BudgetTooSmall says that none can, or PlanError how to find one
-    budget     bytes (an int, or 6e9), "6 GiB", or a share of this machine's memory, as 0.8 or
-               "80%" (of its GPU's, if the step ran on one; see `fit`): the peak, everything that
-               is held counted
-    exact      True: exact actions only; None: lossy codes only if the budget needs them; False:
-               whatever is cheapest, seconds and noise together
-    recompute  modules may run their forward a second time, in backward
-    offload    "file", or, from a GPU, "host": tensors may be moved there; None: they stay
-    noise      the most that codes may add to the variance of the gradient, as a share of what
-               mini-batches vary by anyway (0.1: a tenth); None: as much as the budget asks for.
-               It is known if the profile was measured with noise=True, and guessed by size else
-    solver     "auto"; "milp", "rounding", "greedy"; and the baselines "uniform", "delta", "dtr",
-               "capuchin"
-    codecs     names of codecs, at all settings that they name, or codecs as they are: only these
-               are taken, so that a system runs as its paper has it (["division"]); None: all that
-               are registered. Where a formula needs a finer code than any of them, it is a dither
+        plan = er.plan(profile, budget="6 GiB")
+        print(plan.explain())                # a line for each tensor
+        with er.following(plan):             # carries it out
+            loss = loss_fn(model(x), y)
+        plan.save("plan.json")               # er.Plan.load("plan.json") loads it again
 
-    `.explain()` is a table of it, `er.following(plan)` obeys it, `.save(path)` and
-    `er.Plan.load(path)` keep it, its budget in bytes. Raises ValueError for a budget that cannot be
-    read, PlanError for a share of a GPU that is not here, or codecs of which none can be used, and
-    BudgetTooSmall with the least that would do.
+    profile    a profile from `measure` or `dry_run`, or a snapshot from `load_snapshot`. A snapshot
+               has a plan only if the step fits the budget as it is. Otherwise BudgetTooSmall says
+               that no plan can fit, or PlanError says how to find one
+    budget     the allowed peak, with everything counted: bytes (an int, or 6e9), "6 GiB", or a
+               share of this machine's memory, such as 0.8 or "80%" (that of the GPU if the step ran
+               on one; see `fit`)
+    exact      True: exact actions only; None: lossy codes only if the budget needs them; False: the
+               cheapest actions, with seconds and noise weighed together
+    recompute  whether modules may run their forward a second time, in backward
+    offload    "file", or from a GPU "host": tensors may be moved there; None: they stay
+    noise      the largest variance that codes may add to the gradient, relative to the variance
+               over mini-batches (0.1: a tenth); None: no limit. It is known if the profile was
+               measured with noise=True, and estimated from sizes otherwise
+    solver     "auto", "milp", "rounding" or "greedy"; or one of the baselines "uniform", "delta",
+               "dtr" and "capuchin"
+    codecs     the only codecs that may be used, as names (with all settings that the codec
+               proposes) or as objects: ["division"] gives the method of that paper. None: all
+               registered codecs. Where a formula needs a finer code than these have, dither is used
+
+    Raises ValueError if the budget cannot be parsed, PlanError if it is a share of a GPU that this
+    machine does not have or if none of the codecs can be used, and BudgetTooSmall with the smallest
+    budget that is possible.
     """
     if isinstance(profile, Snapshot):
         return profile.plan(budget_nbytes(budget, "cuda"))
     if not isinstance(profile, Profile):
-        raise PlanError(f"plan takes what er.measure(step) gave; got {type(profile).__name__}")
+        raise PlanError(f"plan takes a profile from er.measure(step); got {type(profile).__name__}")
     check_exact(exact)
     check_offload(offload)
     check_flag("recompute", recompute)
@@ -366,19 +383,22 @@ def plan(
 
 
 def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -> SavingContext:
-    """A context that does what a plan says with everything that autograd saves inside.
+    """Context manager that carries out a plan for the tensors that autograd saves inside.
 
         with er.following(plan):
             loss = loss_fn(model(x), y)
         loss.backward()
 
-    A plan that changes nothing opens no hooks, and its ledger stays empty. What the plan does
-    not know (another shape, another branch) is held exactly, and counted in `plan.strangers`.
-    min_nbytes and seed as in `saving`.
+    min_nbytes  as in `saving`
+    seed        as in `saving`
+
+    If the plan changes nothing, no hooks are installed, and the ledger stays empty. Tensors that
+    the plan does not know (another shape, another branch) get exact actions, and are counted in
+    `plan.strangers`.
     """
     check_min_nbytes(min_nbytes)
     if not isinstance(plan, Plan):
-        raise PlanError(f"following takes what er.plan(...) gave; got {type(plan).__name__}")
+        raise PlanError(f"following takes a plan from er.plan(...); got {type(plan).__name__}")
     context = PROCESS if seed is None else Context(seed, learns=False)
 
     def make(scribe: Scribe | None) -> Saving:
@@ -411,57 +431,60 @@ def fit(
     codecs: Sequence[str | Codec] | None = None,
     solver: str = "auto",
 ) -> M:
-    """Train `model` inside a budget of bytes.
+    """Trains `model` inside a memory budget. Returns the same model; `er.release(model)` undoes it.
 
         model = er.fit(model, budget="6 GiB", optimizer=opt)
 
-    The budget covers weights, gradients, optimizer states, saved tensors and workspaces; on CUDA
-    all that is allocated, on a CPU no tensor made before the step, such as the batch. The same
-    model comes back, unchanged: from now on each of its forwards that records gradients runs
-    inside a `saving` context. It starts at the safest setting, writes a step down, and from then on
-    follows a plan, whose peak is measured and, if need be, corrected (`elbowroom.fitting.session`).
-    Forwards of another kind (shapes, flags, modes) get plans of their own, as they come. A loss
-    that is computed outside of `model` is covered if it is given (`loss`). A first forward that
-    would need more than the budget is run up to three times, with RNG and buffers put back.
+    The budget covers weights, gradients, optimizer states, saved tensors and temporary memory. On
+    CUDA it covers everything that is allocated. On a CPU it does not cover tensors that exist
+    before the step, such as the batch.
+
+    Each forward of the model that records gradients then runs inside a context like `saving`. The
+    first steps use one cautious setting for all tensors, and a step is profiled. Later steps follow
+    a plan, whose peak is measured, and which is corrected if needed (`elbowroom.fitting.session`).
+    Forwards with other shapes, flags or modes get plans of their own. If the first forward would
+    exceed the budget, it runs up to three times, with RNG and buffers restored.
 
     budget      bytes, as an int or 6e9; "6 GiB", where "6 GB" is 6 * 10**9; or a share of the
-                memory of the model's device: 0.8, "0.8" or "80%". That is all of a GPU's memory;
-                on a CPU what the process may have, the least of RAM, cgroup limits and rlimits
-                (of data, of address space). "100%" is all of it; 1.0 is refused
-    optimizer   its states are counted, from before it makes them; those of an `er.optim` optimizer
-                with state="auto" are held in fewer bytes where that is the cheapest way to fit
-                (`elbowroom.fitting.state_formats`). None: it is found as it steps for the first
-                time, and the next step is learned anew
-    exact       True: exact actions only, no bit of any gradient changes; None: exact first, lossy
-                codecs only if the budget needs them, said in one line by the logger "elbowroom";
-                False: whatever is cheapest, where noise is priced as the steps that it costs
-    offload     "file", or, from a GPU, "host": plans may move tensors there; None: they stay
-    noise       the most that codes may add to the variance of the gradient, as a share of what
-                mini-batches vary by anyway (0.1: a tenth). Measured in eight steps once a lossy
-                plan stands, if there is room to look; a budget that asks for more is refused then.
-                Inside torch.compile it is estimated from sizes, and no plan adds more. None: what
-                is added is said by the logger, at WARNING above a tenth
-    worst       what the model is called with for the longest batch: a tensor, a tuple of arguments
-                or a dict of keyword arguments. Its forward runs once, holding nothing, and is
-                planned before the training begins; RNG, buffers and modes are put back
-    plan        what the first step follows, in place of learning: `er.plan(...)`,
-                `er.Plan.load(path)`, or `er.largest_batch(...).plan`. Its step is measured; if it
-                does not fit, or saves what the plan does not know, another is made
-    loss        module that the program calls on the model's output, such as nn.CrossEntropyLoss(),
-                or several: what it saves is part of the plan. It has no parameters that are trained
-                (a model may hold such a loss); on a CPU, those that it has are not counted
-    compile     True: forwards run through torch.compile, which saves what the budget has room for
-                (`elbowroom.fitting.compiled`). A model that torch.compile has compiled with
-                Inductor is treated so without it, unless worst, plan, offload, codecs or solver
-                are given: these belong to the eager engine
-    codecs      what lossy codes there are, and
-    solver      who chooses, as in `er.plan`: codecs=["division"], solver="delta" with exact=False
-                is DIVISION's code under DELTA's rule
+                memory of the model's device: 0.8, "0.8" or "80%". For a GPU, this is a share of its
+                whole memory. For a CPU, it is a share of what the process may use, which is the
+                smallest of RAM, cgroup limits and rlimits (of data, of address space). Write "100%"
+                for all of it; 1.0 is refused
+    optimizer   the optimizer, whose states are counted even before it creates them. The states of
+                an `er.optim` optimizer with state="auto" are encoded if that is the cheapest way to
+                fit the budget (`elbowroom.fitting.state_formats`). None: the optimizer is found at
+                its first step, and the next step is measured again
+    exact       True: exact actions only, so that no bit of any gradient changes. None: lossy codes
+                only if the budget needs them; the logger "elbowroom" then says so in one line.
+                False: the cheapest actions; noise counts as the additional steps that it costs
+    offload     "file", or from a GPU "host": plans may move tensors there; None: they stay
+    noise       the largest variance that codes may add to the gradient, relative to the variance
+                over mini-batches (0.1: a tenth). It is measured in eight steps under the first
+                lossy plan, if there is enough memory for it. If the budget then needs more noise,
+                it is refused. Inside torch.compile the noise is estimated from sizes, and no plan
+                adds more. None: no limit; the logger says how much is added, at WARNING above 0.1
+    worst       the arguments of the model for the largest batch: a tensor, a tuple of arguments or
+                a dict of keyword arguments. Forward runs once, without storing tensors, and a plan
+                is made before the training begins. RNG, buffers and modes are restored
+    plan        the plan of the first step: `er.plan(...)`, `er.Plan.load(path)`, or
+                `er.largest_batch(...).plan`. This step is measured. If it does not fit, or if it
+                saves tensors that the plan does not know, a new plan is made
+    loss        a module that the program calls on the model's output, such as
+                nn.CrossEntropyLoss(), or several: the tensors that it saves become part of the
+                plan. It must not have trained parameters (put such a loss into the model). On a
+                CPU, its other parameters are not counted
+    compile     True: forwards run through torch.compile, and the plan is made inside the compiled
+                graph (`elbowroom.fitting.compiled`). A model that was compiled with Inductor is
+                treated in the same way without this argument, unless worst, plan, offload, codecs
+                or solver are given, because these work only in eager mode
+    codecs      the lossy codecs that may be used, as in `er.plan`
+    solver      the solver, as in `er.plan`: codecs=["division"], solver="delta" with exact=False is
+                DIVISION's code with DELTA's rule
 
-    Raises ValueError for a budget that cannot be read, and PlanError for a plan that does not keep
-    to these terms, or a share of a device whose memory is not known ("meta"); forward (and fit, for
-    `worst`) raises er.errors.BudgetTooSmall with the least budget that would do.
-    `er.release(model)` undoes it; a copied or pickled model is a plain one.
+    Raises ValueError if the budget cannot be parsed, and PlanError if the given plan contradicts
+    the other arguments or the memory of the device is not known ("meta"). Forward (and fit, for
+    `worst`) raises er.errors.BudgetTooSmall with the smallest budget that is possible. A copied or
+    pickled model is a plain one.
     """
     check_model(model, "fit")
     check_min_nbytes(min_nbytes)
@@ -488,7 +511,7 @@ def fit(
     check_plan(plan, options.budget_nbytes, exact, noise, offload, options.codecs)
     check_alone(optimizer, [one.owned.states for other, one in _fittings() if other is not model])
     if plan is not None and worst is not None:
-        raise PlanError("plan= and worst= both say what to begin with; give one of them")
+        raise PlanError("plan= and worst= both determine the first step; give one of them")
     check_flag("compile", compile)
     losses = losses_of(loss, model)
     release(model)
@@ -497,7 +520,7 @@ def fit(
     if how is not None and is_plain and solver == "auto":
         if losses:
             raise PlanError(
-                "loss= belongs to the eager engine; compile one module that calls the model and "
+                "loss= works in eager mode only; compile one module that calls the model and "
                 "the loss, and leave loss= out"
             )
         attach(model, CompiledFitting(model, options, optimizer, how))
@@ -507,7 +530,7 @@ def fit(
             "compile=True plans inside torch.compile; leave worst, plan, offload, codecs and "
             "solver out"
         )
-    given = None if plan is None else replace(plan, strangers=Counter())  # it counts for this fit
+    given = None if plan is None else replace(plan, strangers=Counter())  # counted for this fit
     fitting = Fitting(model, options, optimizer, given)
     if worst is not None:
         fitting.prepare(model, args, kwargs)
@@ -518,16 +541,15 @@ def fit(
 
 
 def add_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Count the states of an optimizer that was made after `fit`, as trainers do.
+    """Adds an optimizer that was created after `fit`, so that its states are counted.
 
         model = er.fit(model, budget="6 GiB")
-        trainer = Trainer(model, ...)            # makes its optimizer
+        trainer = Trainer(model, ...)            # creates its optimizer
         er.add_optimizer(model, trainer.optimizer)
 
-    From the next step on its states belong to the budget. An optimizer that `fit` was not told of
-    counts from its first step on, when its states are there already. One that is counted already
-    counts once; a model may have several. Raises PlanError for a model that is not fitted, and for
-    what is no optimizer.
+    The states count from the next step on. Without this call, they count from the optimizer's first
+    step on, when they exist already. A model may have several optimizers, and each counts once.
+    Raises PlanError if the model is not fitted, or if `optimizer` is not an optimizer.
     """
     check_model(model, "add_optimizer")
     if optimizer is None:
@@ -544,7 +566,7 @@ def add_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments and keyword arguments that a model is called with for this batch."""
+    """Returns the arguments and keyword arguments of the model for this batch."""
     if batch is None or isinstance(batch, tuple):
         return batch or (), {}
     if isinstance(batch, torch.Tensor):
@@ -558,7 +580,7 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def step(run: Callable[[], T]) -> T:
-    """Run one training step of fitted models; if memory runs out, undo it, plan with less, repeat.
+    """Runs one training step, and repeats it with less memory if memory runs out.
 
         def run():
             optimizer.zero_grad()
@@ -569,14 +591,16 @@ def step(run: Callable[[], T]) -> T:
 
         loss = er.step(run)
 
-    run: forward, backward and, if you like, the optimizer that was given to `fit`; what else it
-    changes (a counter, an iterator over batches) happens once more each time it is run. Before it
-    is run again, PyTorch's RNG, the model's buffers and gradients are what they were. The smaller
-    budget stays; the logger "elbowroom" says so once.
+    run  a function that runs forward, backward and, optionally, the optimizer that `fit` was given.
+         Other effects of it (a counter, an iterator over batches) are repeated with each run
 
-    Copied for every step: buffers and, where gradients are accumulated, those that stand already.
-    Returns what `run` returns. Raises PlanError where no model is fitted, and OutOfMemory if plans
-    for less memory do not help, or if the optimizer's update had begun.
+    If memory runs out, elbowroom restores PyTorch's RNG, buffers and gradients, makes a plan for a
+    smaller budget, and calls `run` again. The smaller budget stays, and the logger "elbowroom" says
+    so once. For this, each step copies the buffers and, if gradients are accumulated, the existing
+    gradients.
+
+    Returns the result of `run`. Raises PlanError if no model is fitted, and OutOfMemory if plans
+    for less memory do not help, or if the update of the optimizer had begun.
     """
     found = _fittings()
     if not found:
@@ -585,36 +609,37 @@ def step(run: Callable[[], T]) -> T:
 
 
 def log_to(*targets: Any) -> Log:
-    """Returns a function that logs what a fitted model takes: peak, budget, setting, noise.
+    """Returns a function that logs the figures of a fitted model: peak, budget, setting, noise.
 
         log = er.log_to(SummaryWriter())              # or wandb, trackio, a function, several
         for n, batch in enumerate(batches):
             train(model, batch)
             figures = log(model, n)                   # a dict, always
 
-    targets  a SummaryWriter of TensorBoard; the module or a run of wandb or trackio; Accelerate's
-             `accelerator`; a logger of Lightning; a dict, which gets the last figures; a list,
-             which gets an entry a step; or a function of (figures, step). None: the dict alone
+    targets  any number of: a SummaryWriter of TensorBoard; the module or a run of wandb or trackio;
+             the `accelerator` of Accelerate; a logger of Lightning; a dict, which gets the last
+             figures; a list, which gets an entry per step; a function of (figures, step). With no
+             targets, the figures are only returned
 
-    The figures are those that are known when `log` is called: the peak is that of the last step
-    that was measured. A target that raises is named in a warning and gets nothing more.
-    Raises PlanError for a target that cannot log.
+    The peak is that of the last measured step before the call. If a target raises an exception, a
+    warning names it, and it gets no more figures. Raises PlanError for a target that cannot log.
     """
     return Log(*targets)
 
 
 def explain_oom(profile: Profile | str | Path | None = None) -> ExplainOutOfMemory:
-    """Say on stderr what holds the memory if it runs out inside this context.
+    """Context manager that explains on stderr what takes the memory if it runs out inside.
 
         with er.explain_oom():
             train()
 
-    It names the line and the module that asked for more; the weights, gradients, optimizer states
-    and saved tensors, by module; and the tensors that variables hold, by name and line. The error
-    that the program raised goes on, unchanged. Nothing is watched before, so it costs nothing.
+    The explanation names the line and the module that tried to allocate memory. It lists weights,
+    gradients, optimizer states and saved tensors by module, and tensors in variables by name and
+    line. The original error is then raised again, unchanged. As long as memory does not run out,
+    the context costs nothing.
 
-    profile  of the step, from `er.measure` or a file of `elbowroom profile`: then it also says
-             which plan would fit. The profile of a fitted model is known
+    profile  a profile of the step, from `er.measure` or a file of `elbowroom profile`. With it,
+             the explanation also says which plan would fit. A fitted model needs none
     """
     return ExplainOutOfMemory(profile)
 
@@ -634,7 +659,7 @@ def largest_batch(
     exact: bool | None = None,
     min_nbytes: int = 65536,
 ) -> LargestBatch:
-    """The largest batch whose step `fit` could keep inside a budget.
+    """Finds the largest batch whose step `fit` can keep inside a budget.
 
         found = er.largest_batch(
             model,
@@ -645,17 +670,20 @@ def largest_batch(
         )
         print(found)    # batch, predicted and measured peak, seconds a sample
 
-    make_batch  batch size -> a batch, as `loss` takes it
-    budget      as in `fit`: bytes, "6 GiB", or a share, as 0.8, of the memory of the model's device
-    loss        (model, batch) -> a scalar; its backward runs, no optimizer does
-    optimizer   its states are counted, from before it makes them; its update's workspace is not
-    exact       as in `fit`; but for True, lossy codes count as room
+    make_batch  a function that takes a batch size and returns a batch for `loss`
+    budget      as in `fit`: bytes, "6 GiB", or a share of the memory of the model's device
+    loss        a function of (model, batch) that returns a scalar; its backward runs, but no
+                optimizer does
+    optimizer   the optimizer, whose states are counted even before it creates them. The temporary
+                memory of its update is not counted
+    exact       as in `fit`; unless it is True, lossy codes may be used
+    min_nbytes  as in `fit`
 
-    Predicted by a line through two small batches, then confirmed by a measured run of forward and
-    backward; planned again, up to three times, for what that was over. Model, gradients, buffers,
-    RNG and optimizer stay as they are, and so does the batch that you train with. Raises
-    ValueError for a budget that cannot be read, BudgetTooSmall where a batch of 1 does not fit, and
-    PlanError for a step that changes its parameters, or is another one at another batch size.
+    The batch is predicted from two small batches, and then confirmed by a measured forward and
+    backward. If that exceeds the budget, a new plan is made, up to three times. Model, gradients,
+    buffers, RNG and optimizer stay as they are. Raises ValueError if the budget cannot be parsed,
+    BudgetTooSmall if a batch of 1 does not fit, and PlanError if the step changes its parameters,
+    or runs other ops at another batch size.
     """
     check_model(model, "largest_batch")
     check_min_nbytes(min_nbytes)
@@ -668,12 +696,12 @@ def largest_batch(
 
 
 def summary(model: nn.Module) -> Summary:
-    """Returns what `fit` has done for a model so far: peaks, time, exactness and actions.
+    """Returns a summary of what `fit` has done for a model: peaks, time, exactness and actions.
 
         print(er.summary(model))    # a table; each figure says whether it was measured or estimated
 
-    It changes nothing and may be asked for at any time. Of a model that is planned inside
-    torch.compile all figures are estimates. Raises PlanError for a model that is not fitted.
+    It can be called at any time, and changes nothing. For a model that is planned inside
+    torch.compile, all figures are estimates. Raises PlanError if the model is not fitted.
     """
     check_model(model, "summary")
     fitting, name = opener_of(model), type(original(model)).__name__
@@ -699,7 +727,7 @@ def grow_batch(
     exact: bool | None = None,
     min_nbytes: int = 65536,
 ) -> GrowingBatch:
-    """Batches of one epoch after the other; between epochs they grow into the budget.
+    """Returns an iterable over batches, whose size grows between epochs as the budget allows.
 
         model = er.fit(model, budget="6 GiB", optimizer=opt)
         growing = er.grow_batch(
@@ -715,20 +743,23 @@ def grow_batch(
             for images, labels in growing:
                 ...
 
-    loader_factory  batch size -> an iterable over the batches of an epoch
-    batch           samples a batch in the first epoch
-    budget, loss, exact, min_nbytes  as in `largest_batch`, which says what fits before each epoch
-    rule            what the learning rates of all groups do when the batch grows: "none", "linear"
-                    (times new / old), "sqrt" (times its root). There is no default: it changes the
-                    training
-    most            no larger batch is taken; None: an epoch's samples
-    growth          a batch becomes at most so many times as large at once
-    schedulers      whose `base_lrs` follow, too
+    loader_factory  a function that takes a batch size and returns an iterable over one epoch
+    batch           the batch size of the first epoch
+    budget          as in `largest_batch`, which is called before each epoch
+    loss            as in `largest_batch`
+    exact           as in `largest_batch`
+    min_nbytes      as in `largest_batch`
+    rule            how the learning rates of all groups change when the batch grows: "none",
+                    "linear" (times new / old), or "sqrt" (times its square root). There is no
+                    default, because the rule changes the training
+    most            the largest batch size; None: the number of samples in an epoch
+    growth          the largest factor by which the batch may grow at once
+    schedulers      learning rate schedulers whose `base_lrs` change in the same way
 
-    The batch never shrinks. `growing.batch` is its size now, `growing.grown` says when it grew.
-    Raises PlanError for arguments that are not possible, ValueError for a budget that cannot be
-    read; while iterating what `largest_batch` raises, but for BudgetTooSmall, which leaves the
-    batch as it is and is said by the logger "elbowroom".
+    The batch never shrinks. `growing.batch` is the current size, and `growing.grown` says when it
+    grew. Raises PlanError for invalid arguments, and ValueError if the budget cannot be parsed.
+    While iterating, it raises the errors of `largest_batch`, except for BudgetTooSmall: then the
+    batch stays as it is, and the logger "elbowroom" says so.
     """
     check_model(model, "grow_batch")
     check_min_nbytes(min_nbytes)
@@ -748,7 +779,7 @@ def grow_batch(
 
 
 def release(model: M) -> M:
-    """Undo `fit`: the model's forwards run plainly again. One that was not fitted stays as is."""
+    """Undoes `fit` and returns the model; a model that is not fitted stays as it is."""
     check_model(model, "release")
     fitting = detach(model)
     if isinstance(fitting, Fitting | CompiledFitting):

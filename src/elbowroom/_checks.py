@@ -44,8 +44,8 @@ def check_device(device: torch.device | str) -> torch.device:
     gpus = torch.cuda.device_count() if chosen.type == "cuda" else 0
     if chosen.type != "cpu" and (chosen.index or 0) >= gpus:
         raise PlanError(
-            f"device='{chosen}' is not on this machine, or is none whose memory can be measured; "
-            "use device='cpu', or go where that device is"
+            f"device='{chosen}' is not on this machine, or its memory cannot be measured; use "
+            "device='cpu', or run on a machine that has it"
         )
     return chosen
 

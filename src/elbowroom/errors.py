@@ -35,9 +35,10 @@ class PlanError(ElbowroomError):
 
 
 class BudgetTooSmall(PlanError, ValueError):
-    """No allowed set of actions fits the budget; `least_nbytes` is the smallest that would do.
+    """No allowed set of actions fits the budget.
 
-    parts  what takes the room at the worst moment, in bytes by name; empty where that is not known
+    least_nbytes  the smallest budget that is possible, in bytes
+    parts         what takes the memory at the peak, in bytes by name; empty if that is not known
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class BudgetTooSmall(PlanError, ValueError):
 
 
 class OutOfMemory(PlanError, MemoryError):
-    """A step ran out of memory, and no smaller plan of it has helped."""
+    """A step ran out of memory, and no plan for less memory has helped."""
 
 
 class CodecError(ElbowroomError):
@@ -64,11 +65,11 @@ class UnknownCodec(CodecError, KeyError):
 
 
 class UnknownField(CodecError, TypeError, ValueError):
-    """A codec has no such field, or the field does not take this value."""
+    """A codec has no such field, or the field does not accept this value."""
 
 
 class UnsupportedTensor(CodecError, TypeError):
-    """A codec does not take tensors of this dtype, layout or content."""
+    """A codec does not accept tensors of this dtype, layout or content."""
 
 
 class ModuleError(ElbowroomError, RuntimeError):
@@ -84,26 +85,26 @@ class InvalidSetting(OptimizerError, ValueError):
 
 
 class UnsupportedParameter(OptimizerError, TypeError):
-    """An optimizer does not take parameters of this dtype or layout."""
+    """An optimizer does not accept parameters of this dtype or layout."""
 
 
 class UnsupportedGradient(OptimizerError, RuntimeError):
-    """An optimizer does not take gradients of this layout."""
+    """An optimizer does not accept gradients of this layout."""
 
 
 class StateMismatch(OptimizerError, ValueError):
-    """A state_dict does not fit the optimizer, or is of a newer version."""
+    """A state_dict does not match the optimizer, or is of a newer version."""
 
 
 class RestoreError(ElbowroomError, RuntimeError):
-    """A saved tensor cannot be given back to backward."""
+    """A saved tensor cannot be restored for backward."""
 
 
 class NothingHeld(RestoreError):
-    """Backward runs on the graph of a forward that was only counted or tried, and held nothing.
+    """Backward runs on the graph of a forward that only counted or tried, and stored nothing.
 
-    `er.fit` sees to those that come from inside of such a forward. One that reaches a script means
-    that something has kept a tensor of that forward.
+    `er.fit` handles such errors inside of this forward. If one reaches a script, the script has
+    kept a tensor of that forward.
     """
 
 

@@ -1,9 +1,8 @@
-"""Writing a file so that it is always the old one or the whole new one, never a part.
+"""Writing a file so that it is always the complete old one or the complete new one.
 
-    .NAME.PID.part beside it -> its bytes are on the disk -> it takes the name -> the name is
+    write .NAME.PID.part -> sync its bytes to the disk -> rename it to NAME -> sync the folder
 
-A process that is killed between leaves the file that was there, and `.NAME.PID.part`, which may be
-deleted.
+If the process is killed before the rename, the old file stays, and `.NAME.PID.part` may be deleted.
 """
 
 import os
@@ -17,30 +16,30 @@ import torch
 
 
 def save_checkpoint(checkpoint: Any, path: str | Path) -> None:
-    """`torch.save`, of which a crash in the middle leaves the file that was there.
+    """Saves like `torch.save`, but a crash during saving leaves the previous file intact.
 
         er.save_checkpoint({"model": model.state_dict(), "opt": opt.state_dict()}, "last.pt")
         checkpoint = torch.load("last.pt")
 
-    Room for both files is needed for as long as it lasts. Folders that are missing are made. Raises
-    OSError, and what torch.save raises. For one file of each process: torch.distributed.checkpoint.
+    The disk needs space for both files until it is done. Missing folders are created. Raises
+    OSError, and the errors of torch.save. To save from several processes into one checkpoint, use
+    torch.distributed.checkpoint.
     """
     with replacing(path) as file:
         torch.save(checkpoint, file)
 
 
 def write_text(text: str, path: str | Path) -> None:
-    """Replace a file by this text; a link stays one. Raises OSError."""
+    """Replaces the content of a file by this text; a link stays a link. Raises OSError."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write into, which takes the place of `path` when the block ends without an error.
+    """Context manager with a file that replaces `path` if the block ends without an error.
 
-    What is no file (a device, a pipe) is written into. Folders that are missing are made. Raises
-    OSError.
+    A device or a pipe is written to directly. Missing folders are created. Raises OSError.
     """
     path = Path(path).resolve()
     if path.exists() and not path.is_file():

@@ -217,7 +217,7 @@ def test_a_gradient_of_a_gradient_is_refused(name):
     net, x = Block(AFTER[name][0]), images().requires_grad_()
     with er.saving("lean", min_nbytes=0):
         loss = net(x)
-    with pytest.raises(RestoreError, match=r"er\.saving\('lean', fold=1\) holds a finer one"):
+    with pytest.raises(RestoreError, match=r"er\.saving\('lean', fold=1\) stores a finer one"):
         torch.autograd.grad(loss, x, create_graph=True)
     with er.saving("lean", min_nbytes=0, fold=1):
         loss = net(x)

@@ -268,7 +268,7 @@ def test_it_is_kept_as_json(tmp_path: Any) -> None:
 )
 def test_a_step_that_looks_at_values(looks: Callable[[Tensor], Tensor]) -> None:
     model = nn.Linear(8, 8)
-    with pytest.raises(PlanError, match=r"a dry run has shapes and no values.*er\.measure"):
+    with pytest.raises(PlanError, match=r"a dry run has shapes but no values.*er\.measure"):
         er.dry_run(model, lambda: torch.ones(8), loss=lambda m, x: looks(m(x)).sum(), speed=SPEED)
     assert {Tensor, nn.Parameter} == PLAIN
 
@@ -283,7 +283,7 @@ def test_bad_arguments() -> None:
     with pytest.raises(PlanError, match="device='xpu' is not on this machine"):
         er.dry_run(model, lambda: torch.ones(8), device="xpu", **give)
     sparse = torch.ones(8).to_sparse()
-    with pytest.raises(PlanError, match=r"dense tensors only; got one of layout torch\.sparse_coo"):
+    with pytest.raises(PlanError, match=r"got a tensor of layout torch\.sparse_coo"):
         er.dry_run(model, lambda: sparse, **give)
     x = nn.Parameter(torch.ones(8))
     with pytest.raises(PlanError, match="saves nothing for backward"):

@@ -1038,7 +1038,7 @@ def test_traced_and_transformed_it_runs_as_it_is():
     expected = gradients()
     er.fit(model, budget="64 MiB", exact=True)
     transforms._said = False
-    with pytest.warns(UserWarning, match="runs as it is, outside of its budget"):
+    with pytest.warns(UserWarning, match="runs plainly, outside of its budget"):
         found = gradients()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert torch.equal(torch.jit.trace(model, x)(x), model(x))
@@ -1320,7 +1320,7 @@ def test_a_plan_that_is_smaller_is_tried_before_a_budget_is_refused(monkeypatch,
     refused, peak_nbytes = refused_or_settled("graph", budget)
     assert refused is None
     assert 0 < peak_nbytes <= budget
-    assert caplog.text.count("so the smallest are tried, a step each") == 1
+    assert caplog.text.count("so fit tries the smallest plans, one step each") == 1
 
 
 @pytest.mark.parametrize(("kind", "share"), [("graph", 0.5), ("unet", 0.5)])

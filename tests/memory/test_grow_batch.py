@@ -177,5 +177,5 @@ def test_a_loader_without_batches_is_refused():
     growing = er.grow_batch(
         lambda n: [[]], model, optimizer, batch=4, budget="1 GiB", loss=loss_of, rule="none"
     )
-    with pytest.raises(PlanError, match="first tensor has a sample in each row"):
+    with pytest.raises(PlanError, match="first tensor has one row per sample"):
         next(iter(growing))

@@ -277,7 +277,7 @@ def test_neither_a_fitted_model_nor_a_compiled_one_has_it() -> None:
         er.fit(Model(), budget="1 GiB", loss=frozen)
     er.release(frozen)
     loss = nn.MSELoss()
-    with pytest.raises(PlanError, match="eager engine"):
+    with pytest.raises(PlanError, match="eager mode only"):
         er.fit(Model(), budget="1 GiB", loss=loss, compile=True)
     assert opener_of(loss) is None
 

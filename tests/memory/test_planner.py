@@ -832,7 +832,7 @@ def test_bad_arguments() -> None:
         er.measure(LSTM())
     with pytest.raises(UnknownField, match="min_nbytes"):
         er.measure(lambda: None, min_nbytes=-1)
-    with pytest.raises(PlanError, match=r"plan takes what er\.measure"):
+    with pytest.raises(PlanError, match=r"plan takes a profile from er\.measure"):
         er.plan("profile.json", budget="1 GiB")
     with pytest.raises(ValueError, match="size"):
         er.plan(profile, budget="much")
@@ -840,7 +840,7 @@ def test_bad_arguments() -> None:
         er.plan(profile, budget="1 GiB", exact="yes")
     with pytest.raises(PlanError, match="no solver 'gredy'"):
         er.plan(profile, budget="1 GiB", solver="gredy")
-    with pytest.raises(PlanError, match=r"following takes what er\.plan"):
+    with pytest.raises(PlanError, match=r"following takes a plan from er\.plan"):
         er.following("plan.json")
     with pytest.raises(UnknownField, match="min_nbytes"):
         er.following(er.plan(profile, budget="1 GiB"), min_nbytes="1 KiB")

@@ -260,7 +260,7 @@ def test_within_a_backward_none_begins() -> None:
     assert found == [None]
     with pytest.raises(RuntimeError, match="inside a backward"):
         in_backward(lambda: peak(lambda: None))
-    with pytest.raises(RuntimeError, match="within a backward"):
+    with pytest.raises(RuntimeError, match="inside a backward"):
         in_backward(allocations.Allocations)
     assert not allocations.is_busy()
 

@@ -319,7 +319,7 @@ def test_codes_that_drown_what_mini_batches_vary_by_become_mild(caplog):
     control.table.gradient.share = -0.1
     control._move()
     assert set(control.rungs.values()) == {0}
-    assert "mildest setting" in caplog.text
+    assert "most precise setting" in caplog.text
     assert "is drowned by them" in str(control.error_report())
 
 

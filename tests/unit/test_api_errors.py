@@ -122,7 +122,9 @@ def test_a_codec_takes_a_tensor():
 
 @pytest.mark.parametrize("id", [None, 3, er.codec("dither")])
 def test_an_id_that_is_no_string(id):
-    with pytest.raises(UnknownCodec, match=r"by its id, a string; got .* There are bitmask, cast"):
+    with pytest.raises(
+        UnknownCodec, match=r"the id of a codec is a string; got .* There are bitmask, cast"
+    ):
         er.codec(id)
 
 

@@ -130,7 +130,7 @@ def test_a_plan_that_offloads_is_drawn(profile):
 
 
 def test_a_plan_of_another_step_is_refused(profile, known):
-    with pytest.raises(DataError, match="of another step"):
+    with pytest.raises(DataError, match="belongs to another step"):
         step_page(profile, "Net", plan=least_plan(known))
 
 

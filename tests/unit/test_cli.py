@@ -39,7 +39,7 @@ def test_demo_shows_the_four_figures_and_writes_its_page(tmp_path):
     out = tmp_path / "page.html"
     result = run(*SMALL, "--out", out)
     assert result.exit_code == 0, result.output
-    for figure in ("saved bytes", "peak bytes", "seconds a step", "test accuracy"):
+    for figure in ("saved bytes", "peak bytes", "seconds per step", "test accuracy"):
         assert figure in result.stdout
     assert str(out) in result.stderr.replace("\n", "")
     assert '<figure class="plot">' in out.read_text()

@@ -563,7 +563,7 @@ def test_a_sweep_goes_from_plain_to_the_least(profiled):
         (["profile", "nowhere.py"], "there is no script nowhere.py"),
         (["plan", "nowhere.json", "--budget", "1GiB"], "there is no profile nowhere.json"),
         (["plan", "nowhere.json"], "a plan needs --budget"),
-        (["plan", "nowhere.json", "--sweep", "--explain"], "name its --budget"),
+        (["plan", "nowhere.json", "--sweep", "--explain"], "give its --budget"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments, message):

@@ -136,7 +136,7 @@ def test_a_comparison_as_a_page(comparison):
     assert [row.name for row in shown.rows] == [
         "saved bytes",
         "peak bytes",
-        "seconds a step",
+        "seconds per step",
         "test accuracy",
     ]
     assert {row.kind for row in shown.rows} == {"measured"}

@@ -52,5 +52,5 @@ def test_another_build_has_the_words_without_dead_links(built):
     readme = (ROOT / "README.md").read_text()
     assert links(core.readme) == []
     assert "picture>" not in core.readme
-    assert without_links(readme).endswith(core.readme[core.readme.index("The picture is") :])
+    assert without_links(readme).endswith(core.readme[core.readme.index("The picture shows") :])
     assert core.urls == {}

@@ -1,7 +1,9 @@
 """README.md is short and its example runs; troubleshooting knows every error; the site has all."""
 
 import inspect
+import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ ERRORS = [
 ]
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+LOG = (ROOT / "docs" / "log.md").read_text()
 GROUPS = {"ElbowroomError", "CodecError", "OptimizerError"}  # their members are listed
 LISTED = [name for name in ERRORS if name not in GROUPS]
 
@@ -59,3 +63,66 @@ def test_the_example_of_a_guide_runs(name, capsys):
     text = (ROOT / "docs" / "guides" / f"{name}.md").read_text()
     exec(re.search(r"```python\n(.+?)```", text, re.DOTALL)[1], {"__name__": "guide"})
     assert 0 < float(capsys.readouterr().out) < 10
+
+
+def rows_of(name, key):
+    """The rows of a file of results, by their name, and what a plain step takes there."""
+    told = json.loads((RESULTS / f"{name}.json").read_text())
+    return {row[key]: row for row in told["rows"]}, told.get("plain")
+
+
+def as_cells(peak, plain, time):
+    return f"{100 * peak / plain:.0f} %", f"{time['ratio']:.2f}"
+
+
+@pytest.mark.parametrize(
+    ("name", "rival", "ours"),
+    [
+        ("budgets-resnet18", "torch.utils.checkpoint, per block", "plan for 135.5 MiB, exact"),
+        ("budgets-gpt", "torch.utils.checkpoint, per block", "plan for 81.4 MiB, exact"),
+    ],
+)
+def test_rows_of_the_readme_with_a_plan_have_the_figures_of_the_results(name, rival, ours):
+    rows, plain = rows_of(name, "way")
+    whole = plain["peak_nbytes"] + plain["static_nbytes"]
+    peak, time = as_cells(rows[rival]["whole_peak_nbytes"], whole, rows[rival]["time"])
+    _, own = as_cells(0, whole, rows[ours]["time"])
+    assert rows[ours]["whole_peak_nbytes"] <= rows[rival]["whole_peak_nbytes"]
+    assert f"| {peak} | {time} | {own} in the same memory, exact |" in README.replace("**", "")
+
+
+def test_the_row_of_the_readme_with_codes_has_the_figures_of_the_results():
+    rows, plain = rows_of("training-resnet18", "way")
+    rival = rows['er.saving("group", bits=2, group_size=256, rebuild=False)']
+    ours = rows['er.saving("dither", levels=6)']
+    cells = [
+        as_cells(row["peak_nbytes"], plain["peak_nbytes"], row["time"]) for row in (rival, ours)
+    ]
+    (peak, time), (own_peak, own_time) = cells
+    row = next(line for line in README.splitlines() if "ActNN; gErr2" in line).replace("**", "")
+    assert f"gErr2 {rival['gerr2']:.3f}" in row
+    assert f"| {peak} | {time} | {own_time} at {own_peak}, gErr2 {ours['gerr2']:.3f} |" in row
+
+
+@pytest.mark.parametrize(("budget", "ours"), [("0.5", "ours 0.5"), ("0.3", "ours 0.3")])
+def test_rows_of_the_readme_inside_torch_compile_have_the_figures_of_the_results(budget, ours):
+    rows, _ = rows_of("compiled-gpt-small", "arm")
+    plain = rows["plain"]["peak_nbytes"]
+    cells = [
+        as_cells(rows[arm]["peak_nbytes"], plain, rows[arm]["time"])
+        for arm in (f"budget {budget}", ours)
+    ]
+    (peak, time), (own_peak, own_time) = cells
+    assert rows[ours]["g_err2"] == 0
+    row = next(line for line in README.splitlines() if f"activation_memory_budget={budget}" in line)
+    assert f"| {peak} | {time} | {own_time} at {own_peak}, exact |" in row
+
+
+def test_an_entry_of_the_log_opens_with_its_decision():
+    entries = re.split(r"^### ", LOG, flags=re.MULTILINE)[1:]
+    assert [one.partition("\n")[0] for one in entries if "\n\n**Decided: " not in one] == []
+
+
+def test_the_contents_of_the_log_lead_to_every_entry():
+    script = runpy.run_path(str(ROOT / "scripts" / "log_contents.py"))
+    assert script["with_contents"](LOG) == LOG, "run python scripts/log_contents.py"

@@ -88,7 +88,7 @@ def test_a_class_describes_itself(id):
     assert cls.id == id
     assert isinstance(cls.lossless, bool)
     assert cls.dtypes
-    assert (cls.__doc__ or "").startswith("Exact" if cls.lossless else "Lossy")
+    assert (cls.__doc__ or "").startswith("Lossless" if cls.lossless else "Lossy")
     assert codec(id).config() == {"id": id} | {f.name: f.default for f in fields(cls)}
     assert getattr(PACKAGE, cls.__name__) is cls
 

@@ -161,7 +161,7 @@ def test_a_plan_is_an_estimate(write):
     with pytest.raises(PlanError, match=r"110 MiB above the budget.*elbowroom profile") as caught:
         er.plan(found, budget="200 MiB")
     assert not isinstance(caught.value, BudgetTooSmall)
-    with pytest.raises(BudgetTooSmall, match="without all that is held for backward") as caught:
+    with pytest.raises(BudgetTooSmall, match="without all tensors held for backward") as caught:
         er.plan(found, budget="150 MiB")
     assert caught.value.least_nbytes == 160 * MIB
     assert caught.value.parts[SAVED] == 150 * MIB

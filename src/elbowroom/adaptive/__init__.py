@@ -1,12 +1,12 @@
-"""ADAPTATION: controllers that move bits, levels and bounds while a training runs.
+"""Controllers that change bits, levels and bounds during a training.
 
-    NoiseBudget   the fewest bytes whose added variance stays a share of the mini-batch's
-    LeanBudget    the same with the levels of `Lean`
-    ActNN         an average number of bits, spread by sensitivity (a baseline)
+    NoiseBudget   the fewest bytes whose added variance stays below a share of the mini-batch's
+    LeanBudget    the same for the levels of `Lean`
+    ActNN         an average number of bits, distributed by sensitivity (a baseline)
     CometBounds   error bounds that follow the momentum of each layer's gradient
-    Guard         milder codes as soon as the training loss suffers, leaner ones while it does not
+    Guard         finer codes as soon as the training loss gets worse, coarser ones otherwise
 
-Each is a policy for `er.saving` that watches its own codes (`base.py`), with a `state_dict`.
+Each is a policy for `er.saving` that observes its own codes (`base.py`), and has a `state_dict`.
 """
 
 from elbowroom.adaptive.actnn import ActNN as ActNN

@@ -14,7 +14,10 @@ from elbowroom.plan.allocation import Option, quietest
 
 
 class ActNN(Adaptive):
-    """`bits` an element on average, metadata not counted. It starts at the whole number above."""
+    """Controller that keeps to `bits` bits per element on average, without metadata.
+
+    All tensors start at the next whole number of bits.
+    """
 
     def __init__(
         self, *, bits: float = 2.0, group_size: int = 256, rebuild: bool = True, every: int = 50

@@ -26,13 +26,13 @@ from elbowroom.runtime.observer import Watch
 
 
 class Adaptive(ABC):
-    """Base of all controllers.
+    """Base class of all controllers.
 
-    codec    whose ladder is used; where it stands is where every tensor starts
+    codec    the codec whose settings are used. Every tensor starts at this codec
     rebuild  see `er.saving`
-    every    steps between two looks
+    every    the number of steps between two measurements
 
-    Raises UnknownField if that is not a positive int.
+    Raises UnknownField if `every` is not a positive int.
     """
 
     exact: ClassVar[bool] = False
@@ -49,7 +49,7 @@ class Adaptive(ABC):
 
     @property
     def table(self) -> NoiseTable:
-        """Table of what is known of the noise."""
+        """Table of the noise that has been measured so far."""
         return self.meter.table
 
     def __call__(self, site: Site) -> Action:
@@ -57,20 +57,20 @@ class Adaptive(ABC):
         return Lossy(self.codec_of(site.name), self.rebuild)(site)
 
     def codec_of(self, name: SiteName) -> Codec:
-        """Returns the codec that this tensor is held with now."""
+        """Returns the current codec of a tensor."""
         return self.ladder[self.rungs.get(name, self.start)]
 
     def begin(self) -> Watch | None:
         """Begins a forward, as the observer of a context."""
-        self._look()
+        self._adapt()
         return self.meter.begin()
 
     def error_report(self) -> ErrorReport:
-        """Returns what the codes add, predicted and measured, as far as it is known now."""
-        self._look()
+        """Returns the noise of codes, predicted and measured, as far as it is known."""
+        self._adapt()
         return self.meter.error_report()
 
-    def _look(self) -> None:
+    def _adapt(self) -> None:
         self.meter.harvest()
         if self.table.steps > self._seen:
             self._seen = self.table.steps
@@ -103,8 +103,8 @@ class Adaptive(ABC):
         self.rungs[held.site.name] = self.ladder.index(possible(held)[option].codec)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that a checkpoint needs to go on with the same choices."""
-        self._look()
+        """Returns all that is needed to resume with the same choices."""
+        self._adapt()
         rungs = [[*name, rung] for name, rung in self.rungs.items()]
         return {
             "ladder": [str(codec.config()) for codec in self.ladder],
@@ -114,9 +114,9 @@ class Adaptive(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores from `state_dict()`.
+        """Restores the controller from `state_dict()`.
 
-        Raises PlanError for a state of another controller, or of another ladder.
+        Raises PlanError if the state belongs to another controller, or to other settings.
         """
         if not isinstance(state, dict) or not self.state_dict().keys() <= state.keys():
             raise PlanError(

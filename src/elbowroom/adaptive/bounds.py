@@ -45,12 +45,12 @@ _log = logging.getLogger("elbowroom")
 
 
 class CometBounds(Adaptive):
-    """Noise of each layer's gradient stays `fraction` of its momentum.
+    """Controller that keeps the noise of each layer's gradient at `fraction` of its momentum.
 
-    optimizer  whose states hold the momentum: SGD with momentum, Adam, AdamW and their like, of
-               torch or of `er.optim`
-    fraction   COMET's 0.01; at 0.05 it saw a loss of accuracy
-    codec      what every tensor starts with (default: `Comet()`)
+    optimizer  the optimizer whose states hold the momentum: SGD with momentum, Adam, AdamW or a
+               similar one, of torch or of `er.optim`
+    fraction   COMET uses 0.01; at 0.05 its authors saw a loss of accuracy
+    codec      the codec that every tensor starts with (default: `Comet()`)
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CometBounds(Adaptive):
         self._in_vain = 0  # looks in a row that found no momentum
 
     def codec_of(self, name: SiteName) -> Comet:
-        """Comet with this tensor's bound and prediction."""
+        """Returns Comet with the bound and the prediction of this tensor."""
         bound = self.bounds.get(name, self.codec.bound)
         prediction = self.predictions.get(name, self.codec.prediction)
         return replace(self.codec, bound=bound, prediction=prediction)
@@ -107,9 +107,10 @@ class CometBounds(Adaptive):
         self._in_vain = 0 if found or not weights else self._in_vain + 1
         if self._in_vain == _PATIENCE:
             _log.warning(
-                "CometBounds learns nothing from %s: its states hold no momentum for any of %d "
-                "weights that read codes, so all bounds stay at %g. Give it the optimizer that "
-                "trains them, with momentum, or fix the bound with er.saving('comet', bound=...)",
+                "CometBounds learns nothing from %s: its states have no momentum for any of the "
+                "%d weights that read codes, so all bounds stay at %g. Pass the optimizer that "
+                "trains these weights, with momentum, or fix the bound with er.saving('comet', "
+                "bound=...)",
                 type(self._optimizer).__name__,
                 len(weights),
                 self.codec.bound,
@@ -166,7 +167,7 @@ class CometBounds(Adaptive):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict()`."""
+        """Restores the controller from `state_dict()`."""
         super().load_state_dict(state)
         self.bounds = {SiteName(m, op, nth): bound for m, op, nth, bound in state["bounds"]}
         self.predictions = {SiteName(m, op, nth): name for m, op, nth, name in state["predictions"]}

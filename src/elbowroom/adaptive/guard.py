@@ -35,12 +35,17 @@ _log = logging.getLogger("elbowroom")
 
 
 class Guard(Adaptive):
-    """Tell it each loss: `guard.loss(loss)`.
+    """Controller that switches to finer codes as soon as the loss gets worse.
 
-    codec      where every tensor starts (default: `Fdsr()`)
-    tolerance  how far the fast average of the loss may lie above the slow one, as a share
-    noise      how much added variance is an alarm, as a share of mini-batch variance
-    patience   steps of calm before codes become leaner
+        guard = er.adaptive.Guard()
+        with er.saving(guard):
+            loss = loss_fn(model(x), y)
+        guard.loss(loss)
+
+    codec      the codec that every tensor starts with (default: `Fdsr()`)
+    tolerance  how far the fast average of the loss may be above the slow one, as a fraction
+    noise      the variance of codes that raises an alarm, relative to that over mini-batches
+    patience   the number of steps without an alarm before codes become coarser
     """
 
     def __init__(
@@ -70,7 +75,7 @@ class Guard(Adaptive):
     def loss(self, value: float | Tensor) -> None:
         """Reports the loss of this step.
 
-        One on a GPU is read when it has arrived, a step or two later.
+        A loss on a GPU is read when its copy has arrived, a step or two later.
         """
         if isinstance(value, Tensor):
             value = value.detach()
@@ -118,7 +123,7 @@ class Guard(Adaptive):
         self._deaf = 0 if self._losses or self.alarms else self._deaf + 1
         if self._deaf == _DEAF:
             _log.warning(
-                "Guard has not been told any loss in %d looks, so only noise can raise its alarm. "
+                "Guard has not been told any loss in %d checks, so only noise can raise an alarm. "
                 "Call guard.loss(loss) in each step",
                 _DEAF,
             )
@@ -145,9 +150,9 @@ class Guard(Adaptive):
         return -(-len(self._order) // 4)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state, the averages of the loss included.
+        """Returns the state, including the averages of the loss.
 
-        Losses that are still on their way are waited for.
+        It waits for losses whose copies have not arrived yet.
         """
         self._hear(wait=True)
         state = super().state_dict()
@@ -165,7 +170,7 @@ class Guard(Adaptive):
         return state | {"guard": mine}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict()`."""
+        """Restores the controller from `state_dict()`."""
         super().load_state_dict(state)
         self._sent.clear()
         mine = state["guard"]

@@ -21,7 +21,7 @@ _CODED = 0.5  # of a tensor that ReLU splits: what it lets pass
 
 
 class LeanBudget(NoiseBudget):
-    """A `NoiseBudget` over the levels of `Lean`. It starts at `upper` everywhere."""
+    """A `NoiseBudget` for the levels of the policy `Lean`. All tensors start at `upper` levels."""
 
     def __init__(self, lean: Lean, *, noise: float = 0.1, every: int = 50) -> None:
         start = Dither(levels=lean.upper, group_size=lean.group_size)

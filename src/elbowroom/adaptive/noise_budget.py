@@ -17,11 +17,12 @@ _log = logging.getLogger("elbowroom")
 
 
 class NoiseBudget(Adaptive):
-    """Rungs such that added variance is at most `noise` times the sampling variance.
+    """Controller that keeps the variance of codes below `noise` times that over mini-batches.
 
-    As long as that is not known, which takes three steps and a probe of every kind of op, tensors
-    stay where they start. If codes drown it, tensors go to their mildest setting, and a warning
-    says so. Raises UnknownField for a share that is not a positive number.
+    Tensors keep their first setting until these variances are known, which takes three steps and a
+    measurement of each kind of op. If the noise of codes is larger than the gradient can show, all
+    tensors get their most precise setting, and a warning says so. Raises UnknownField if `noise` is
+    not a positive number.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class NoiseBudget(Adaptive):
         if not sampling and not self._was_drowned:
             self._was_drowned = True
             _log.warning(
-                "noise=%g: codes add more than what can be seen of how mini-batches vary, so all "
-                "tensors go to the mildest setting until it shows; start from a milder one",
+                "noise=%g: codes add more noise than the measurable variance over mini-batches, "
+                "so all tensors get the most precise setting until that can be measured; start "
+                "with a more precise codec",
                 self.noise,
             )
         known = sum(self.table.variance_of(held.site.name) or 0.0 for held in movable)

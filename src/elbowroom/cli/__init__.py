@@ -1,17 +1,17 @@
-"""The command `elbowroom`: what the library can do, without writing a line.
+"""The command `elbowroom`, which needs no line of code.
 
-    elbowroom demo        train on real data, plain and through elbowroom, and compare
-    elbowroom run         train a script of yours, as it is, inside a budget
-    elbowroom profile     where the memory of a script of yours goes: a table and a page
-    elbowroom plan        a dry run: would a budget be met, at what cost
-    elbowroom snapshot    what a memory snapshot of PyTorch's says
-    elbowroom codecs      what can hold a tensor in fewer bytes
-    elbowroom doctor      what this machine has, and what that means
+    elbowroom demo        train on real data, plainly and through elbowroom, and compare
+    elbowroom run         train an unchanged script inside a budget
+    elbowroom profile     show where the memory of a script goes: a table and a page
+    elbowroom plan        estimate whether a budget can be met, and at what cost
+    elbowroom snapshot    show what a memory snapshot of PyTorch says
+    elbowroom codecs      list the codecs
+    elbowroom doctor      show what this machine has, and what that means
 
-stdout carries results, stderr progress and complaints. Exit codes: 0 done, 2 a mistake that one
-line on stderr explains, 3 a budget that is too small, 4 a budget that `run` did not keep,
-130 stopped by the user; `run` keeps the code of its script. A traceback means a bug of ours, or of
-that script.
+Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 2 a mistake that one line
+on stderr explains, 3 a budget that is too small, 4 a budget that `run` did not keep, 130 stopped by
+the user; `run` keeps the exit code of its script. A traceback means a bug of elbowroom or of that
+script.
 """
 
 from typing import Annotated
@@ -30,7 +30,7 @@ from elbowroom.cli.snapshot import snapshot
 
 app = typer.Typer(
     name="elbowroom",
-    help="Elbow room for training: less memory for the model you already have.",
+    help="Train the PyTorch model that you already have inside a memory budget.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -52,7 +52,7 @@ def elbowroom(
         ),
     ] = False,
 ) -> None:
-    """Parses the options that stand before a command."""
+    """Parses the options before a command."""
 
 
 app.command()(demo)

@@ -12,7 +12,7 @@ from elbowroom.cli.mistakes import says_mistakes
 
 @says_mistakes
 def codecs() -> None:
-    """List the codecs: what can hold a tensor in fewer bytes."""
+    """List the codecs, which store a tensor in fewer bytes."""
     table = Table("codec", "lossless", "dtypes", "fields", "what it does")
     for name in er.codecs():
         table.add_row(*(Text(cell) for cell in _cells(er.codec(name))))
@@ -20,7 +20,7 @@ def codecs() -> None:
 
 
 def _cells(codec: object) -> tuple[str, str, str, str, str]:
-    """One row: id, lossless, dtypes, fields with their defaults, first line of the docstring."""
+    """Returns one row: id, lossless, dtypes, fields with defaults, first line of the docstring."""
     fields = ", ".join(
         f"{field.name}={getattr(codec, field.name)!r}"
         for field in dataclasses.fields(codec)  # type: ignore[arg-type]

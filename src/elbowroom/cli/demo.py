@@ -1,4 +1,4 @@
-"""`elbowroom demo`: a real training, plain and through elbowroom; a table and a page at the end."""
+"""`elbowroom demo`: a training on real data, plain and through elbowroom; a table and a page."""
 
 import json
 import os
@@ -32,25 +32,26 @@ class Model(StrEnum):
 
 
 Steps = Annotated[int | None, typer.Option(help="Training steps of each run.", min=1)]
-Width = Annotated[int | None, typer.Option(help="Channels of the network; smaller is faster.")]
+Width = Annotated[int | None, typer.Option(help="Channels of the network. Fewer are faster.")]
 Size = Annotated[int | None, typer.Option(help="Examples in a batch.")]
 Codec = Annotated[
-    str, typer.Option(help='A codec id (elbowroom codecs), or "exact": no bit changes.')
+    str,
+    typer.Option(help='The id of a codec (see "elbowroom codecs"), or "exact": no bit changes.'),
 ]
-Bits = Annotated[int | None, typer.Option(help="Bits a value, for codecs that have bits.")]
+Bits = Annotated[
+    int | None, typer.Option(help="Bits per element, for codecs that have this setting.")
+]
 Data = Annotated[
-    Path | None, typer.Option(help="Folder with Fashion-MNIST's IDX files: the full set.")
+    Path | None, typer.Option(help="Folder with the IDX files of the full Fashion-MNIST.")
 ]
-AsText = Annotated[bool, typer.Option("--text", help="Train the gpt on Python's own sources.")]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")
-]
-Out = Annotated[Path, typer.Option(help="Where the HTML page goes.")]
+AsText = Annotated[bool, typer.Option("--text", help="Train the GPT on the sources of Python.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
+Out = Annotated[Path, typer.Option(help="Write the HTML page to this file.")]
 
 
 @says_mistakes
 def demo(
-    model: Annotated[Model, typer.Option(help="What to train.")] = Model.resnet18,
+    model: Annotated[Model, typer.Option(help="The network to train.")] = Model.resnet18,
     steps: Steps = None,
     width: Width = None,
     batch: Size = None,
@@ -61,9 +62,9 @@ def demo(
     as_json: AsJson = False,
     out: Out = Path("elbowroom-demo.html"),
 ) -> None:
-    """Train a small network twice, plain and through elbowroom, and compare.
+    """Train a small network twice, plainly and through elbowroom, and compare.
 
-    A page with the memory of one step is there before the trainings begin.
+    Before the trainings begin, a page with the memory of one step is written.
     """
     # Kineto announces each profile on stderr, in the middle of the progress bar; 99 is above all
     # its levels.
@@ -96,7 +97,10 @@ def demo(
 
 
 def saving_for(codec: str, bits: int | None) -> tuple[Saving, str]:
-    """Returns what makes the context around forward, and its Python text. Raises UnknownCodec."""
+    """Returns a function that makes the context around forward, and its source text.
+
+    Raises UnknownCodec.
+    """
     fields: dict[str, Any] = {"levels": 6} if codec == "dither" else {}
     if bits is not None:
         fields = {"bits": bits}
@@ -129,7 +133,7 @@ def _as_json(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Told], None]]:
-    """Shows a live bar for each stage on stderr; off a terminal, a line for each quarter of it."""
+    """Shows a live bar for each stage on stderr or, without a terminal, a line for each quarter."""
     if not errors_console().is_terminal:
         yield _tell_lines
         return
@@ -152,7 +156,7 @@ def _progress() -> Iterator[Callable[[Told], None]]:
 
 
 def _tell_lines(told: Told) -> None:
-    """Prints a line for the first step, so that one sees that it runs, and for each quarter."""
+    """Prints a line for the first step, which shows that it runs, and for each quarter."""
     quarters = [4 * done // told.total for done in (told.done - 1, told.done)]
     if told.done == 1 or quarters[0] < quarters[1]:
         typer.echo(f"{told.stage}: {told.done}/{told.total}  {told.note}".rstrip(), err=True)

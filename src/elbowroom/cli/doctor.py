@@ -27,13 +27,16 @@ _LARGE = 64 << 20  # bytes: glibc takes a tensor of 32 MiB and more from the ker
 
 
 Compile = Annotated[
-    bool, typer.Option("--compile", help="First compile all CPU kernels: a minute or two, once.")
+    bool,
+    typer.Option(
+        "--compile", help="First compile all CPU kernels. This takes a minute or two, once."
+    ),
 ]
 
 
 @says_mistakes
 def doctor(compile: Compile = False) -> None:
-    """Say what this machine has, and what that means for elbowroom."""
+    """Show what this machine has, and what that means for elbowroom."""
     if compile:
         compile_ahead()
     table = Table("what", "found", "what it means")
@@ -43,16 +46,16 @@ def doctor(compile: Compile = False) -> None:
 
 
 def _packages() -> list[tuple[str, str, str]]:
-    """The packages that kernels and planner stand on; a missing one is looked up, not imported."""
+    """Returns a row for each package that is used; packages are looked up, not imported."""
     meanings = {
         "elbowroom": "",
-        "torch": "tested with 2.13 and 2.14; 2.11 is the least",
+        "torch": "tested with 2.13 and 2.14; needs 2.11 or later",
         "numpy": "",
-        "numba": "the fast kernels on a CPU; without it plain torch serves",
+        "numba": "the fast kernels on a CPU; without it, plain torch runs",
         "scipy": "the planner's solver",
         "triton": "the kernels on a GPU; not needed without one",
     }
-    return [("Python", platform.python_version(), "3.11 is the least")] + [
+    return [("Python", platform.python_version(), "needs 3.11 or later")] + [
         (name, _version(name), meaning) for name, meaning in meanings.items()
     ]
 
@@ -69,11 +72,11 @@ def _device() -> tuple[str, str, str]:
         return "GPU", "none", "everything runs on the CPU"
     properties = torch.cuda.get_device_properties(0)
     size = f"{properties.total_memory / 2**30:.1f} GiB"
-    return "GPU", f"{properties.name}, {size}", "Triton's kernels serve tensors there"
+    return "GPU", f"{properties.name}, {size}", "Triton kernels run there"
 
 
 def _fragments() -> list[tuple[str, str, str]]:
-    """Says what the CUDA allocator does with gaps; nothing without CUDA."""
+    """Returns what the CUDA allocator does with gaps; empty without CUDA."""
     if not torch.cuda.is_available():
         return []
     settings = [os.environ.get(name, "") for name in _ALLOCATOR_SETTINGS]
@@ -114,7 +117,7 @@ def _memory() -> tuple[str, str, str]:
 
 
 def _pages() -> list[tuple[str, str, str]]:
-    """Says what fresh memory costs beside memory that has been used; nothing without glibc."""
+    """Returns how slow new memory is, compared with reused memory; empty without glibc."""
     if not has_glibc():
         return []
     fresh_s = min(_clocked(lambda: torch.zeros(_LARGE, dtype=torch.uint8)) for _ in range(3))
@@ -123,7 +126,7 @@ def _pages() -> list[tuple[str, str, str]]:
     ratio = fresh_s / used_s
     found = f"a fresh tensor of {show_nbytes(_LARGE)} is filled in {ratio:.1f} times the time"
     if ratio < _DEAR:
-        return [("fresh memory", found, "large tensors cost what they compute")]
+        return [("fresh memory", found, "large tensors cost no additional time")]
     settings = " ".join(f"{name}={value}" for name, value in WARM.items())
     meaning = (
         "steps with tensors of 32 MiB and more may take half as long again; use elbowroom run "

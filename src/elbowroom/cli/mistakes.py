@@ -1,4 +1,4 @@
-"""Mistakes end with one line and exit code 2, budgets too small with 3, never with a traceback."""
+"""Errors of the command line: one line and exit code 2, or 3 for a budget that is too small."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,10 @@ P = ParamSpec("P")
 
 
 def says_mistakes(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn errors that a user can cause into a line on stderr. The signature stays, for typer."""
+    """Decorator that turns errors that a user can cause into a line on stderr.
+
+    The signature of the command stays the same, because typer reads it.
+    """
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -41,7 +44,7 @@ def mistake(message: str) -> None:
 
 
 def on_the_command_line(error: BudgetTooSmall) -> str:
-    """Returns the message of a refusal, with remedies as they are typed on the command line."""
+    """Returns the message of a refusal, with its remedies as options of the command line."""
     message = str(error).replace("with exact=None", "by leaving out --exact")
     message = message.replace("with offload='file'", "by --offload file")
     mebibytes = -(-error.least_nbytes // 2**20)
@@ -49,9 +52,9 @@ def on_the_command_line(error: BudgetTooSmall) -> str:
 
 
 def check_writable(out: Path, option: str, *others: Path | None) -> None:
-    """Say before a training, not after it, that its result cannot be written.
+    """Raises DataError if a result cannot be written, before the work begins.
 
-    others: what the command reads, or writes elsewhere; none of them may be replaced.
+    others: files that the command reads, or writes elsewhere; `out` must not replace them.
     """
     if out.is_dir():
         raise DataError(f"{option} {out} is a folder; name a file in it")
@@ -76,7 +79,7 @@ def check_writable(out: Path, option: str, *others: Path | None) -> None:
 
 
 def tell_path(what: str, path: Path | str) -> None:
-    """Prints on stderr where something is. A path may have brackets, which are no markup."""
+    """Prints a path on stderr. Brackets in it are not markup."""
     errors_console().print(Text.assemble((what, "dim"), f" {path}"), soft_wrap=True)
 
 

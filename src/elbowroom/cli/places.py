@@ -1,4 +1,4 @@
-"""`--offload`: where plans may move tensors to."""
+"""`--offload`: the places to which plans may move tensors."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -16,8 +16,7 @@ class Place(StrEnum):
 Offload = Annotated[
     Place | None,
     typer.Option(
-        help="Tensors may be moved to a file that leaves nothing behind, or from a GPU to host "
-        "memory.",
+        help="Allow plans to move tensors to a temporary file, or from a GPU to host memory.",
         show_default="they stay",
     ),
 ]

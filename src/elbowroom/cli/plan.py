@@ -1,4 +1,4 @@
-"""`elbowroom plan`: a dry run: would it fit, at what cost, and what would be done."""
+"""`elbowroom plan`: whether a budget can be met, at what cost, and by which actions."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,12 +25,12 @@ from elbowroom.waiting import waiting
 _STEPS = 10  # of a sweep, from the plain peak to nothing
 
 From = Annotated[
-    Path, typer.Argument(metavar="PROFILE.json", help='What "elbowroom profile" wrote.')
+    Path, typer.Argument(metavar="PROFILE.json", help='A profile that "elbowroom profile" wrote.')
 ]
 Budget = Annotated[
     str | None,
     typer.Option(
-        help='The peak that is allowed: "6GiB", "500 MiB"; 6GB is 6 * 10**9; "80%" or 0.8 is a '
+        help='The allowed peak, as "6GiB" or "500 MiB"; 6GB is 6 * 10**9; "80%" or 0.8 is a '
         "share of the memory of this machine, or of its GPU if the step ran on one."
     ),
 ]
@@ -39,17 +39,19 @@ IsExact = Annotated[
 ]
 Solver = Annotated[
     str,
-    typer.Option(help="auto, milp, rounding, greedy; the baselines uniform, delta, dtr, capuchin."),
+    typer.Option(
+        help="auto, milp, rounding, greedy, or a baseline: uniform, delta, dtr, capuchin."
+    ),
 ]
-Out = Annotated[Path | None, typer.Option(help="Write the plan as JSON.")]
+Out = Annotated[Path | None, typer.Option(help="Write the plan to this file, as JSON.")]
 Html = Annotated[
     Path | None,
-    typer.Option(help="Write a page that shows the step, plain and with the plan, side by side."),
+    typer.Option(help="Write a page that shows the step, plain and with the plan."),
 ]
-Explains = Annotated[bool, typer.Option("--explain", help="A line for each tensor.")]
+Explains = Annotated[bool, typer.Option("--explain", help="Print a line for each tensor.")]
 Sweeps = Annotated[
     bool,
-    typer.Option("--sweep", help="Budgets from the plain peak down to the least, a line each."),
+    typer.Option("--sweep", help="Print a line for each of several budgets, down to the smallest."),
 ]
 
 
@@ -65,15 +67,15 @@ def plan(
     explain: Explains = False,
     sweep: Sweeps = False,
 ) -> None:
-    """Say what a budget would take: a dry run from a profile. All figures are estimated.
+    """Estimate from a profile whether a budget can be met, and at what cost.
 
-    Exit code: 0 if the budget can be met, 3 if not (with the least that can, and what takes the
-    room), 2 for a mistake that one line explains.
+    All figures are estimates. Exit code: 0 if the budget can be met; 3 if not, with the smallest
+    budget that can, and what takes the memory; 2 for a mistake that one line explains.
     """
     if budget is None and not sweep:
         raise UnknownField('a plan needs --budget, as in --budget "6GiB", or --sweep')
     if budget is None and (out is not None or html is not None or explain):
-        raise UnknownField("--out, --html and --explain are for one plan: name its --budget")
+        raise UnknownField("--out, --html and --explain apply to one plan; give its --budget")
     if budget is not None:
         parse_budget(budget)
     if out is not None:
@@ -107,7 +109,7 @@ def plan(
 
 
 def _table(made: Plan) -> Table:
-    """Returns what is done, by action."""
+    """Returns a table of the actions."""
     table = Table("action")
     for name in ("tensors", "plain", "held"):
         table.add_column(name, justify="right")
@@ -118,7 +120,7 @@ def _table(made: Plan) -> Table:
 
 
 def _sweep(known: Profile, make: Callable[..., Plan]) -> Table:
-    """Budgets, from the plain peak in steps of a tenth down to the least that can be met."""
+    """Returns a table of budgets, from the plain peak in steps of a tenth to the smallest."""
     plain = plain_peak(known)
     table = Table(
         title=f"plain peak {show_nbytes(plain)}; all estimated",

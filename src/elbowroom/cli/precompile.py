@@ -1,9 +1,9 @@
-"""Compiling the CPU kernels now, and not while somebody's first step waits for them.
+"""Compiles the CPU kernels in advance, so that the first training step need not wait for them.
 
-numba compiles a kernel at its first call for each kind of arguments, a few seconds each, and keeps
-the machine code on disk. What is called here: every registered codec with its default settings,
-the step of optimizers, dropout, both widths of floats, tensors short enough for the serial loops
-and long enough for the threaded.
+numba compiles a kernel at its first call with each kind of arguments, in a few seconds, and keeps
+the machine code on disk. These are compiled: every registered codec with its default settings, the
+step of optimizers, and dropout, for all dtypes, with tensors that are small enough for the serial
+loops and large enough for the threaded ones.
 """
 
 import logging
@@ -31,9 +31,9 @@ Job = tuple[str, torch.dtype, tuple[int, ...]]  # codec, dtype, sizes
 
 
 def compile_ahead(processes: int | None = None, threaded: Collection[torch.dtype] = _DTYPES) -> int:
-    """Compile what is not compiled yet, in so many processes (None: one a core, at most 8).
+    """Compiles what is not compiled yet, in `processes` processes (None: one per core, at most 8).
 
-    threaded: the dtypes for which threaded loops are wanted, too. Returns how many jobs there were.
+    threaded: the dtypes for which the threaded loops are compiled, too. Returns the number of jobs.
     """
     jobs = list(_jobs(threaded))
     spawning = multiprocessing.get_context("spawn")
@@ -44,16 +44,15 @@ def compile_ahead(processes: int | None = None, threaded: Collection[torch.dtype
 
 
 def _be_quiet() -> None:
-    """Silences the log of compiled kernels: whoever asks for the command knows of them."""
+    """Silences the log of compiled kernels, which the user of this command expects anyway."""
     logging.getLogger("elbowroom.kernels").setLevel(logging.ERROR)
 
 
 def _jobs(threaded: Collection[torch.dtype] = _DTYPES) -> Iterator[Job]:
     """Yields the jobs, the longest first.
 
-    Those that share most of their functions, one codec's, are far apart.
-
-    At the same time, two processes would compile the same functions.
+    Jobs of one codec share most of their functions. They are far apart, so that two processes do
+    not compile the same functions at the same time.
     """
     for dtype in _DTYPES:
         for id in ("fdsr", _OPTIMIZER, *(id for id in codecs() if id != "fdsr")):

@@ -26,8 +26,10 @@ from elbowroom.runtime.attach import attach, detach
 from elbowroom.tools import Discovery, Profiling, Unseen
 from elbowroom.units import show_nbytes
 
-Out = Annotated[Path, typer.Option(help="Where the profile goes, as JSON.")]
-Html = Annotated[Path | None, typer.Option(help="Where the page goes; by default beside --out.")]
+Out = Annotated[Path, typer.Option(help="Write the profile to this file, as JSON.")]
+Html = Annotated[
+    Path | None, typer.Option(help="Write the page to this file; by default beside --out.")
+]
 
 
 @says_mistakes
@@ -38,23 +40,25 @@ def profile(
     out: Out = Path("profile.json"),
     html: Html = None,
 ) -> None:
-    """Run a script until one of its training steps was written down; show where its memory goes.
+    """Run a script until one of its training steps is recorded, and show where its memory goes.
 
-    The first step passes, the second is recorded; at the third the script is ended (SystemExit is
-    raised in it). Where gradients are added up over several forwards, that is the last forward
-    before the optimizer's second step. Writes a profile, which "elbowroom plan" reads, and a
-    self-contained page.
+    The second step is recorded. At the third one, the script is ended by a SystemExit that is
+    raised in it. With gradient accumulation, the recorded step is the last forward before the
+    optimizer's second step. The command writes a profile, which "elbowroom plan" reads, and a page
+    in one file.
 
-    Options of elbowroom stand before the script; all that follows it is the script's. With -m, the
-    script is a module, as in "elbowroom profile -m package.train".
+    Write options of elbowroom before the script; everything after it belongs to the script. With
+    -m, the script is a module, as in "elbowroom profile -m package.train".
 
-    Exit code: 0 if a step was written down; the script's own if it ended before with an error; 2
-    for a mistake that one line explains; 130 if stopped.
+    Exit code: 0 if a step was recorded; the script's own if it ended with an error before; 2 for a
+    mistake that one line explains; 130 if stopped.
     """
     if html is None:
         html = out.with_suffix(".html")
         if html == out:
-            raise DataError(f"--out {out} is where the page goes; name a .json, or --html as well")
+            raise DataError(
+                f"--out {out} is also the file of the page; name a .json file, or give --html"
+            )
     check_script(script, is_module=module)
     read = None if module else script
     check_writable(out, "--out", read)
@@ -84,11 +88,11 @@ def _show(found: Profile, model: str, remark: str, out: Path, html: Path) -> Non
 
 
 class _Enough(SystemExit):
-    """Raised to end the script once a step was written down."""
+    """Raised to end the script after a step was recorded."""
 
 
 class _Run:
-    """One run of a script: the first model that was found in it, and one step of that."""
+    """One run of a script: the first model that was found in it, and one step of it."""
 
     def __init__(self) -> None:
         self.model = ""
@@ -103,7 +107,7 @@ class _Run:
 
     @property
     def remark(self) -> str:
-        """Says what else was trained."""
+        """Names the other models that were trained."""
         if not self.others:
             return ""
         return (

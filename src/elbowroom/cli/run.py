@@ -1,4 +1,4 @@
-"""`elbowroom run`: a script that has never heard of elbowroom, trained inside a budget."""
+"""`elbowroom run`: trains a script that does not know of elbowroom inside a budget."""
 
 import json
 import weakref
@@ -64,14 +64,14 @@ _IN_A_POOL = (
     "torchrun, or call er.fit in them"
 )
 _STILL_RUNNING = (
-    "processes that the script started still run after its last line, so nothing is known of how "
-    "they end; let the script wait for them, by process.join()"
+    "processes that the script started still run after its last line, so elbowroom does not "
+    "know how they end; let the script wait for them, by process.join()"
 )
 
 Budget = Annotated[
     str | None,
     typer.Option(
-        help='The peak that is allowed: "6GiB", "500 MiB"; 6GB is 6 * 10**9; "80%" or 0.8 is a '
+        help='The allowed peak, as "6GiB" or "500 MiB"; 6GB is 6 * 10**9; "80%" or 0.8 is a '
         "share of the memory of the model's device.",
         show_default="that of --plan",
     ),
@@ -82,16 +82,20 @@ IsExact = Annotated[
 Begin = Annotated[
     Path | None,
     typer.Option(
-        "--plan", metavar="PLAN.json", help='Begin with what "elbowroom plan --out" wrote.'
+        "--plan",
+        metavar="PLAN.json",
+        help='Begin with this plan, which "elbowroom plan --out" wrote.',
     ),
 ]
 IsWarm = Annotated[
     bool,
     typer.Option(
-        "--warm", help="Freed memory stays in the process: large tensors cost less time (glibc)."
+        "--warm", help="Keep freed memory in the process: large tensors cost less time (glibc)."
     ),
 ]
-Report = Annotated[Path | None, typer.Option(help="Write the figures at the end as JSON.")]
+Report = Annotated[
+    Path | None, typer.Option(help="Write the figures at the end to this file, as JSON.")
+]
 
 
 @says_mistakes
@@ -106,29 +110,30 @@ def run(
     warm: IsWarm = False,
     report: Report = None,
 ) -> None:
-    """Train an unmodified script inside a budget of bytes.
+    """Train an unchanged script inside a memory budget.
 
-    The model that the script trains is found at its first call, and kept inside the budget as by
-    er.fit; its optimizers' states are counted. If it trains several (a generator and a
-    discriminator), each keeps to the budget and counts what the others hold. What a loss outside of
-    the model saves is measured, and left as it is.
+    The model that the script trains is found at its first call, and fitted to the budget as by
+    er.fit. The states of its optimizers are counted. If the script trains several models (a
+    generator and a discriminator), each keeps to the budget and counts the memory of the others.
+    A loss outside of the model is covered if it is a module.
 
-    What the script compiles with torch.compile stays compiled: a model, a loss, or a whole step is
-    planned inside of its graphs, and the figures are estimates.
+    What the script compiles with torch.compile stays compiled: the plan of a model, a loss or a
+    whole step is then made inside its graphs, and the figures are estimates.
 
-    Beside --plan, --budget may be left out: then it is what the plan was made for.
+    With --plan, --budget may be left out. It is then the budget of the plan.
 
-    With --warm the process starts once more, under the settings of malloc that "elbowroom doctor"
-    names: on a CPU a step with tensors of 32 MiB and more may take two thirds of the time. The
-    process then looks larger than what is held.
+    With --warm, the process starts again with the malloc settings that "elbowroom doctor" names. On
+    a CPU, a step with tensors of 32 MiB or more may then take two thirds of the time. The process
+    keeps freed memory, so it looks larger than it is.
 
-    Options of elbowroom stand before the script; all that follows it is the script's. With -m, the
-    script is a module, as in "elbowroom run --budget 6GiB -m package.train". A table at
-    the end goes to stderr.
+    Write options of elbowroom before the script; everything after it belongs to the script. With
+    -m, the script is a module, as in "elbowroom run --budget 6GiB -m package.train". At the end, a
+    table is printed on stderr.
 
-    Exit code: the script's own; 3 if nothing that is allowed fits the budget; 4 if the script ended
-    well and its last measured step was above the budget; 2 for a mistake that one line explains, or
-    before the first update of a model that cannot be found; 130 if stopped.
+    Exit code: the script's own; 3 if no plan with the allowed actions fits the budget; 4 if the
+    script ended without an error, but its last measured step was above the budget; 2 for a mistake
+    that one line explains, or if the model cannot be found, before its first update; 130 if
+    stopped.
     """
     given = None if plan is None else Plan.load(plan)
     asked: int | str
@@ -175,7 +180,7 @@ def run(
 
 
 class _Refused(Unseen):
-    """Raised if what was asked for cannot be had of the model that the script trains."""
+    """Raised if the model that the script trains does not allow what was asked."""
 
 
 class _Model(NamedTuple):
@@ -187,12 +192,12 @@ class _Model(NamedTuple):
 
 
 class _Run:
-    """One run of a script: the models that were found in it, and what became of them."""
+    """One run of a script: the models that were found in it, and their figures."""
 
     def __init__(
         self, budget: int | str, exact: bool, offload: str | None, plan: Plan | None
     ) -> None:
-        self.discovery = Discovery(self._fit, self._count, self._unmet, self._cover)
+        self.discovery = Discovery(self._fit, self._count, self._refuse_unseen, self._cover)
         self._budget, self._plan = budget, plan
         self._exact, self._offload = exact or None, offload
         self._models: list[_Model] = []
@@ -226,14 +231,14 @@ class _Run:
                     one.fitting.finish()
 
     def in_a_process(self, function: Callable[[], object]) -> Ended:
-        """Runs a function of the script's in a process of its own."""
+        """Runs a function of the script in a process of its own."""
         with self.discovery, self._compiling():
             return self.in_a_copy(function)
 
     def in_a_copy(self, function: Callable[[], object]) -> Ended:
-        """Runs a function of the script's in a copy of a process that is watched already.
+        """Runs a function of the script in a copy of a process that is watched already.
 
-        What the copied process has trained by then is not told again.
+        Models that the copied process trained before are not reported again.
         """
         models, before = len(self._models), self.told()
         try:
@@ -254,7 +259,7 @@ class _Run:
         return Ended([one for one in self.told() if one not in before])
 
     def told(self) -> list[Summary]:
-        """The figures of each model; none where no model was found."""
+        """Returns the figures of each model; empty if no model was found."""
         found = [
             one.fitting.summary(one.name)
             if isinstance(one.fitting, CompiledFitting)
@@ -267,9 +272,9 @@ class _Run:
         return found
 
     def _compiling(self) -> AbstractContextManager[object]:
-        """Keeps what the script compiles outside of the model inside the budget, too.
+        """Also keeps what the script compiles outside of the model inside the budget.
 
-        A plan of the eager engine and offloading are not for graphs: with either, it runs eagerly.
+        Plans of the eager engine and offload do not work in graphs, so with these it runs eagerly.
         """
         if self._plan is not None or self._offload is not None:
             return nullcontext()
@@ -279,11 +284,11 @@ class _Run:
                 self._budget, torch.device("cuda" if torch.cuda.is_available() else "cpu")
             )
         options = FitOptions(budget, self._exact)
-        self._program = CompiledProgram(options, self.discovery.optimizers, self._held)
+        self._program = CompiledProgram(options, self.discovery.optimizers, self._held_nbytes)
         return self._program
 
-    def _held(self) -> int:
-        """Returns the most bytes that the compiled model holds when the loss runs."""
+    def _held_nbytes(self) -> int:
+        """Returns the most bytes that the compiled model stores when the loss runs."""
         fitting = self._models[0].fitting if self._models else None
         regions = fitting.regions if isinstance(fitting, CompiledFitting) else ()
         return max((one.saved_nbytes for one in regions), default=0)
@@ -312,7 +317,7 @@ class _Run:
             self._cover(loss)
 
     def _cover(self, loss: nn.Module) -> bool:
-        """Has a loss outside of the models belong to their steps; returns whether it does."""
+        """Adds a loss outside of the models to their steps; returns whether it was added."""
         fittings = [one.fitting for one in self._models if isinstance(one.fitting, Fitting)]
         if self._plan is not None or not fittings or not may_be_loss(loss):
             return False
@@ -322,7 +327,7 @@ class _Run:
         return True
 
     def _check_others(self, name: str, called: nn.Module) -> None:
-        """Raises PlanError where another model cannot stand beside those that there are."""
+        """Raises PlanError if another model cannot be fitted beside the present ones."""
         if not self._models:
             return
         names = f"{', '.join(one.name for one in self._models)} and {name}"
@@ -336,18 +341,18 @@ class _Run:
             return
         raise _Refused(
             f"the script trains several models, {names}, {why}call all of them in the forward of "
-            "one nn.Module, or save what they hold by hand, with er.saving() around their forwards"
+            "one nn.Module, or put er.saving() around their forwards"
         )
 
     def _count(self, optimizer: Optimizer) -> None:
-        """Counts an optimizer that is made after the first forward, as some trainers do."""
+        """Adds an optimizer that is created after the first forward, as by some trainers."""
         for one in self._models:
             model = one.module()
             if model is not None and optimizer in self.discovery.optimizers_of(model):
                 one.fitting.owned.add(optimizer)
 
-    def _unmet(self) -> None:
-        """An optimizer is about to take its first step."""
+    def _refuse_unseen(self) -> None:
+        """Raises an error if an optimizer takes its first step and no model was found."""
         if not self.told():
             raise _Refused(self.discovery.differentiated or _NOT_FOUND)
 
@@ -364,9 +369,9 @@ def _in_a_process(
 
 
 def _say_not_found(code: int, made_optimizers: bool, processes: Processes) -> int:
-    """Warns that no model was fitted; returns the exit code.
+    """Reports that no model was fitted; returns the exit code.
 
-    It is harmless if nothing was trained.
+    If the script trained nothing, this is no error.
     """
     if code:
         return code
@@ -381,9 +386,9 @@ def _say_not_found(code: int, made_optimizers: bool, processes: Processes) -> in
 
 
 def _say_not_kept(code: int, told: Summary) -> int:
-    """Warns if the last measured step was above the budget; returns the exit code.
+    """Reports a last measured step above the budget; returns the exit code.
 
-    This is for a script that ended well.
+    This is for a script that ended without an error.
     """
     if code or (told.last_nbytes or 0) <= told.budget_nbytes:
         return code
@@ -396,12 +401,12 @@ def _say_not_kept(code: int, told: Summary) -> int:
 
 
 def _whole_mib(nbytes: int) -> str:
-    """Returns a size in whole MiB, rounded up, as it can be typed."""
+    """Returns a size in whole MiB, rounded up, as an option takes it."""
     return f"{-(-nbytes // 2**20)}MiB"
 
 
 def _table(told: Summary, where: str = "") -> Table:
-    """The figures, each measured or estimated."""
+    """Returns a table of the figures, each measured or estimated."""
     table = Table(
         title=Text(f"{told.model} inside {show_nbytes(told.budget_nbytes)}{where}", style="bold"),
         title_justify="left",

@@ -1,6 +1,6 @@
-"""Running somebody's script as Python would: as `__main__`, with its own arguments and folder.
+"""Runs a user's script as Python would: as `__main__`, with its own arguments and folder.
 
-How it ends is a code, as a shell sees it; a traceback that it causes shows its own frames only.
+It ends with an exit code, and a traceback of the script shows only the script's own frames.
 """
 
 import importlib.util
@@ -17,26 +17,24 @@ import typer
 
 from elbowroom.errors import DataError
 
-Script = Annotated[
-    Path, typer.Argument(help="The script, as python would get it.", show_default=False)
-]
+Script = Annotated[Path, typer.Argument(help="The script to run.", show_default=False)]
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="[-- ARGS]", help="The script's own arguments.", show_default=False),
 ]
 IsModule = Annotated[
-    bool, typer.Option("-m", "--module", help="SCRIPT is a module, as python -m would get it.")
+    bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")
 ]
 PASSED_ON = {"allow_interspersed_args": False}  # what follows the script is not ours to read
 _PACKAGE = str(Path(__file__).parents[1])
 
 
 class NoScript(DataError):
-    """Raised where there is no such script or module."""
+    """Raised if there is no such script or module."""
 
 
 def check_script(path: Path, *, is_module: bool = False) -> None:
-    """Raises NoScript for what is no script, or no module that Python finds from this folder."""
+    """Raises NoScript if `path` is not a script, or not a module that can be found from here."""
     if is_module:
         with _stage([str(path)], Path.cwd()):
             if path.is_file() or not _is_found(str(path).partition(".")[0]):
@@ -48,12 +46,12 @@ def check_script(path: Path, *, is_module: bool = False) -> None:
 
 
 def run_script(path: Path, arguments: list[str], *, is_module: bool = False) -> int:
-    """Runs a script and returns the exit code that it would have had under `python`.
+    """Runs a script and returns the exit code that it would have under `python`.
 
-    Errors of the script are passed on. Raises NoScript for a module that a package does not have.
+    Errors of the script are passed on. Raises NoScript if a package has no such module.
 
-    arguments  all that follows the script; a first "--" is not the script's
-    is_module  the script is the name of a module, as "python -m" takes it
+    arguments  everything that follows the script; a first "--" does not belong to the script
+    is_module  whether the script is the name of a module, as for "python -m"
     """
     given = arguments[1:] if arguments[:1] == ["--"] else arguments
     folder = Path.cwd() if is_module else path.resolve().parent
@@ -79,9 +77,9 @@ def _is_found(module: str) -> bool:
 
 
 def _can_run(module: str) -> bool:
-    """Returns whether there is such a module, or package with a module `__main__`.
+    """Returns whether there is such a module, or a package with a module `__main__`.
 
-    Imports the packages that it is in.
+    Imports the packages that contain it.
     """
     if not _is_found(module):
         return False
@@ -99,7 +97,7 @@ def _no_module(name: str) -> str:
 def exit_code(end: SystemExit) -> int:
     """Returns the exit code of a SystemExit.
 
-    None is 0, a number itself; anything else is printed, and is 1.
+    None means 0, and a number is the exit code itself. Anything else is printed, and means 1.
     """
     if end.code is None:
         return 0
@@ -110,7 +108,7 @@ def exit_code(end: SystemExit) -> int:
 
 
 def show_traceback(error: BaseException) -> None:
-    """Prints what Python would have printed: the frames of the script and of what it called."""
+    """Prints the traceback that Python would print: from the first frame of the script on."""
     frames = error.__traceback__
     while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
@@ -118,7 +116,7 @@ def show_traceback(error: BaseException) -> None:
 
 
 def _is_ours(filename: str) -> bool:
-    """Returns whether a frame, before the first one of the script, is of what runs the script."""
+    """Returns whether a frame above the script belongs to the code that runs the script."""
     return filename.startswith(("<frozen", _PACKAGE)) or filename == runpy.__file__
 
 

@@ -14,17 +14,23 @@ from elbowroom.waiting import waiting
 
 File = Annotated[
     Path,
-    typer.Argument(metavar="SNAPSHOT.pickle", help="What torch.cuda.memory._dump_snapshot wrote."),
+    typer.Argument(
+        metavar="SNAPSHOT.pickle", help="A file that torch.cuda.memory._dump_snapshot wrote."
+    ),
 ]
-Html = Annotated[Path | None, typer.Option(help="Where the page goes; by default beside the file.")]
-Device = Annotated[int | None, typer.Option(help="The GPU; by default the one that held most.")]
+Html = Annotated[
+    Path | None, typer.Option(help="Write the page to this file; by default beside the snapshot.")
+]
+Device = Annotated[
+    int | None, typer.Option(help="The index of the GPU; by default the one with the highest peak.")
+]
 
 
 @says_mistakes
 def snapshot(file: File, html: Html = None, device: Device = None) -> None:
-    """Show what a memory snapshot of PyTorch holds at its peak, and write a page of it.
+    """Show what a memory snapshot of PyTorch contains at its peak, and write a page of it.
 
-    The file is read without running any code of it. Exit code: 0; 2 for what is no snapshot.
+    The file is read without running any of its code. Exit code: 0; 2 if the file is no snapshot.
     """
     page = html or file.with_suffix(".html")
     check_writable(page, "--html", file)

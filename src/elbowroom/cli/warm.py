@@ -1,4 +1,4 @@
-"""`--warm`: freed memory stays in the process, by settings of glibc that only a new start takes."""
+"""`--warm`: restarts the process with glibc settings that keep freed memory in the process."""
 
 import os
 import platform
@@ -16,16 +16,16 @@ WARM = {
 
 
 def has_glibc() -> bool:
-    """Returns whether this process allocates by glibc, whose settings these are."""
+    """Returns whether this process uses glibc's malloc, to which these settings apply."""
     return "glibc" in platform.libc_ver()[0]
 
 
 def start_warm() -> None:
-    """Replaces this process by its own command, begun anew under `WARM`, unless it is that already.
+    """Restarts this process with its own command under `WARM`, unless it has these settings.
 
-    Of these settings, those that the environment has already stay as they are.
+    Settings that the environment has already stay as they are.
 
-    Raises UnknownField where there is no glibc.
+    Raises UnknownField if the process does not use glibc.
     """
     if not has_glibc():
         raise UnknownField("--warm sets glibc's malloc, which is not used here; leave it out")

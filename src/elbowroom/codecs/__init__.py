@@ -1,8 +1,8 @@
-"""HOW BYTES SHRINK: tensor -> `Encoded` -> tensor. Knows no autograd and no plan.
+"""Codecs: tensor -> `Encoded` -> tensor. They do not know autograd or plans.
 
-One codec a file, registered here by one visible line each; `base.py` holds what all share,
-`registry.py` finds them by id, `facts.py` is what a caller may tell a codec so that no value needs
-to be scanned, `affine.py` what a codec may do to a tensor in the same pass.
+There is one codec per file, and each is registered here by one line. `base.py` has what all codecs
+share, `registry.py` finds them by id, `facts.py` has known properties of a tensor, which make a
+scan of its values unnecessary, and `affine.py` has maps that a codec applies in the same pass.
 """
 
 from elbowroom.codecs.affine import Affine as Affine

@@ -71,11 +71,11 @@ Seed = int | Tensor  # 64 bits; a tensor (int64 [1]) lies on the device of what 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A tensor as encoded by a codec: buffers, shape, dtype and the codec.
+    """An encoded tensor: buffers, shape, dtype and the codec.
 
-    raw    the codec gave up, and the buffer holds the elements themselves, exactly
-    spill  what does not fit into the buffer whose size depends on the values (`room.py`); None: it
-           is as long as it must be
+    raw    True: the codec did not encode the tensor, and the buffer has the elements themselves
+    spill  the part of a code that does not fit into its buffer, if the size depends on the values
+           (`room.py`); None: the buffer has the exact size
     """
 
     codec: "Codec"
@@ -90,7 +90,7 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers: codes, scales, bitmaps, padding. Not those of a spill."""
+        """Bytes of all buffers: codes, scales, bitmaps and padding, without the spill."""
         return sum([buffer.nbytes for buffer in self.buffers])
 
     @property
@@ -99,17 +99,17 @@ class Encoded:
 
     @property
     def has_parts(self) -> bool:
-        """True if it can be decoded in parts."""
+        """True if the tensor can be decoded in parts."""
         return self.codec.has_parts and not self.raw
 
     @property
     def beyond(self) -> tuple[Tensor, ...]:
-        """The spill's memory, as the last argument of a kernel, if there is one."""
+        """The memory of the spill as the last argument of a kernel; empty if there is none."""
         return () if self.spill is None else (self.spill.memory,)
 
     @property
     def bitmap(self) -> Tensor | None:
-        """The bits of what is not zero [ceil(N / 8)] if the code holds them exactly, else None."""
+        """Bits of the non-zero elements [ceil(N / 8)] if the code has them exactly, else None."""
         return None if self.raw else self.codec._bitmap(self)
 
     def decode(
@@ -118,15 +118,13 @@ class Encoded:
         affine: Affine | None = None,
         bits: Tensor | None = None,
     ) -> Tensor:
-        """The tensor again: same shape, dtype, device and strides.
+        """Returns the tensor again, with the same shape, dtype, device and strides.
 
-        out     a flat contiguous tensor [numel] of this dtype whose memory the result takes (it is
-                overwritten)
-        affine  what to make of the tensor in the same pass
-        bits    [ceil(N / 8)], with an affine: 0 where one is not set
+        out     a flat contiguous tensor [numel] of this dtype, whose memory is used for the result
+        affine  an affine map that is applied in the same pass
+        bits    [ceil(N / 8)], with an affine map: the result is 0 where a bit is not set
 
-        Raises CodecError if the buffers do not belong to this codec, shape and dtype, or `out` does
-        not.
+        Raises CodecError if the buffers or `out` do not match codec, shape and dtype.
         """
         self._check_buffers()
         if out is None:
@@ -138,7 +136,7 @@ class Encoded:
     def decode_own(
         self, out: Tensor, affine: Affine | None = None, bits: Tensor | None = None
     ) -> Tensor:
-        """Decodes without the checks of `decode`, for a caller that keeps this to itself."""
+        """Decodes without the checks of `decode`, for a caller that is the only owner."""
         if self.raw:
             out.copy_(self.buffers[0])
             if affine is not None:
@@ -152,10 +150,11 @@ class Encoded:
     def decode_part(
         self, start: int, out: Tensor, affine: Affine | None = None, bits: Tensor | None = None
     ) -> None:
-        """Write the elements from `start` on, a multiple of PART, to out [n]: `decode_own` of them.
+        """Writes the elements from `start` on, which is a multiple of PART, to out [n].
 
-        Only of what `has_parts`. They end where a part does, or the tensor. affine, of one row,
-        and bits are those of the whole tensor. Raises CodecError of what has no parts.
+        The part must end where a part does, or where the tensor ends. `affine`, of one row, and
+        `bits` are those of the whole tensor. Raises CodecError if the tensor cannot be decoded in
+        parts.
         """
         if not self.has_parts:
             what = "a tensor that it holds raw" if self.raw else "its codes"
@@ -194,7 +193,7 @@ class Encoded:
             )
 
     def damaged(self, expected: str, got: str) -> CodecError:
-        """The error for buffers that are not those of `encode`."""
+        """Returns the error for buffers that `encode` has not returned."""
         what = f"{_name(self.dtype)} of shape {self.shape}"
         return CodecError(
             f"codec '{self.codec.id}' cannot decode this {what}: expected {expected}; got {got}. "
@@ -204,9 +203,9 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """Base of all codecs.
+    """Base class of all codecs.
 
-    Subclasses are frozen dataclasses; equality, repr and configuration come from their fields.
+    Subclasses are frozen dataclasses. Equality, repr and configuration follow from their fields.
     """
 
     id: ClassVar[str]
@@ -218,23 +217,23 @@ class Codec(ABC):
 
     @classmethod
     def settings(cls) -> tuple["Codec", ...]:
-        """The settings that a planner weighs for every tensor; by default the codec as it is made.
+        """Returns the settings that a planner considers for each tensor; by default, `cls()` alone.
 
-        One that is never the best for anything costs a little time at each plan, no more.
+        A setting that is never the best one only adds a little time to each plan.
         """
         return (cls(),)
 
     @property
     def stated_error(self) -> float | None:
-        """The squared error of a normal tensor, over its square, that it promises at most.
+        """Upper bound of the squared error on normal data, relative to its square; None: no bound.
 
-        None: it promises nothing, and a planner goes by what it measures (`quality.py`).
+        Without a bound, a planner uses what it measures (`quality.py`).
         """
         return 0.0 if self.lossless else None
 
     @property
     def is_rough_elsewhere(self) -> bool:
-        """True if its error is larger than the values where `facts.mask` is not set."""
+        """True if the error is larger than the values where `facts.mask` is not set."""
         return False
 
     def encode(
@@ -245,16 +244,18 @@ class Codec(ABC):
         affine: Affine | None = None,
         room: Room | None = None,
     ) -> Encoded:
-        """x of any shape -> `Encoded`. x is neither changed nor aliased.
+        """Encodes x, a tensor of any shape. x is neither changed nor aliased.
 
-        seed    64 bits; same seed, same bits. In a tensor (int64 [1]) on the device of x, where
-                a CUDA graph shall draw other noise each time it is launched
-        facts   what is known of x (see `Facts`), so that no value is scanned
-        affine  what is encoded is affine(x), so that is what `decode` gives; but where the result
-                is raw, it is x itself. With facts.has_zeros, it must keep zeros, and make no others
-        room    gives memory to what has no fixed size, so that the host need not wait for a GPU
+        seed    64 bits; the same seed gives the same bits. As a tensor (int64 [1]) on the device of
+                x, it may change between the launches of a CUDA graph
+        facts   known properties of x (see `Facts`), which make a scan of the values unnecessary
+        affine  encodes affine(x) instead of x, and `decode` returns affine(x). If the result is
+                raw, it contains x itself. With facts.has_zeros, the affine map must keep zeros, and
+                must not create others
+        room    provides memory for codes without a fixed size, so that the host need not wait for a
+                GPU
 
-        Raises UnsupportedTensor for a dtype, layout or content that this codec does not take.
+        Raises UnsupportedTensor if the codec does not accept the dtype, layout or content.
         """
         self.check(x)
         if not isinstance(seed, int | Tensor) or not (facts is None or isinstance(facts, Facts)):
@@ -304,15 +305,15 @@ class Codec(ABC):
         return (*buffers[:at], payload.view(buffers[at].dtype), *buffers[at + 1 :]), spill
 
     def decode(self, encoded: Encoded) -> Tensor:
-        """The tensor again. The same as `encoded.decode()`."""
+        """Returns the tensor again; the same as `encoded.decode()`."""
         return encoded.decode()
 
     def encoded_nbytes(
         self, shape: tuple[int, ...], dtype: torch.dtype, facts: Facts | None = None
     ) -> int:
-        """Bytes that `encode` will hold: exactly, or at most where `fixed_size` is False.
+        """Returns the bytes of the encoded tensor, or an upper bound if `fixed_size` is False.
 
-        Raises UnsupportedTensor for a dtype that this codec does not take.
+        Raises UnsupportedTensor if the codec does not accept the dtype.
         """
         self._check_dtype(dtype, str(dtype))
         contiguous = torch.empty(shape, device="meta").stride()
@@ -323,7 +324,7 @@ class Codec(ABC):
     def fixed_size(self, facts: Facts | None = None) -> bool:
         """Returns whether `encoded_nbytes` is exact.
 
-        A tensor that is held raw, because of a NaN or an Inf, has its own size all the same.
+        A tensor that is stored raw, because of a NaN or an Inf, has its own size in any case.
         """
         return not any(
             expected.at_most for expected in self._layout(1, self.dtypes[0], facts or NOTHING)
@@ -385,11 +386,11 @@ class Codec(ABC):
         return None
 
     def config(self) -> dict[str, Any]:
-        """The id and all fields, as JSON takes them; `codec(**config)` gives an equal codec."""
+        """Returns the id and all fields as JSON values; `codec(**config)` gives an equal codec."""
         return {"id": self.id, **asdict(self)}
 
     def check(self, x: Tensor) -> None:
-        """Raise UnsupportedTensor unless x is a plain strided tensor of a dtype that is taken."""
+        """Raises UnsupportedTensor unless x is a plain strided tensor of a supported dtype."""
         if not isinstance(x, Tensor):
             raise UnsupportedTensor(
                 f"codec '{self.id}' takes a tensor; got {type(x).__name__}. Use torch.as_tensor(x)."

@@ -22,10 +22,10 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class BitMask(Codec):
-    """Exact, 1 bit an element: bool masks, 0/1 tensors and dropout's {0, c}.
+    """Lossless: 1 bit per element, for bool masks, 0/1 tensors and dropout's {0, c}.
 
-    `facts.value` names the value that is not 0. Without it x is scanned, which costs a pass and, on
-    a GPU, a sync; a tensor with a third value (or a -0.0) is then refused.
+    `facts.value` is the value that is not 0. Without it, x is scanned, which costs a pass and, on a
+    GPU, a sync. A tensor with a third value (or a -0.0) is then refused.
     """
 
     id: ClassVar[str] = "bitmask"

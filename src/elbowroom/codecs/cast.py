@@ -29,9 +29,9 @@ _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Lossy: bf16, fp16, or fp8 with a scale a group (`to` is bf16, fp16, fp8_e4m3 or fp8_e5m2).
+    """Lossy: bf16, fp16, or fp8 with a scale per group (`to` is bf16, fp16, fp8_e4m3 or fp8_e5m2).
 
-    A tensor with a NaN, an Inf or a value that would decode to one is held raw on the CPU; on a
+    A tensor with a NaN, an Inf or a value that would decode to one is stored raw on the CPU. On a
     GPU, where the check would be a sync, its group (fp8) or element (bf16, fp16) decodes to NaN or
     Inf.
     """

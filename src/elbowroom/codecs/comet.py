@@ -43,11 +43,11 @@ PREDICTIONS = ("none", "1d", "2d")
 
 @dataclass(frozen=True)
 class Comet(Codec):
-    """Lossy: at most `bound` off anywhere; the size depends on the data.
+    """Lossy: no element is off by more than `bound`. The size depends on the data.
 
-    `relative`: the bound is a fraction of max(x) - min(x). `facts.error_bound`, which is absolute,
-    overrides both. A tensor with a NaN or an Inf is held raw on the CPU; on a GPU, where the check
-    would be a sync, its blocks are, each exactly.
+    With `relative`, the bound is a fraction of max(x) - min(x). `facts.error_bound`, which is
+    absolute, overrides both. A tensor with a NaN or an Inf is stored raw on the CPU. On a GPU,
+    where the check would be a sync, the blocks with such a value are stored raw.
     """
 
     id: ClassVar[str] = "comet"

@@ -38,11 +38,11 @@ class _Default(int):
 
 @dataclass(frozen=True)
 class Dither(Codec):
-    """Lossy: 2 to 256 `levels` (or `bits`), subtractive dither, zero-aware where zeros are known.
+    """Lossy: 2 to 256 `levels` (or `bits`), with subtractive dither; known zeros stay exact.
 
-    The flagship. A tensor with a NaN, an Inf or a value beyond 2^125 is held raw on the CPU; on a
-    GPU, where the check would be a sync, its tiles of 2048 elements decode to NaN. Differences
-    below about 1e-36 are not coded, and no float16 decodes beyond 65504.
+    This is elbowroom's main codec. A tensor with a NaN, an Inf or a value beyond 2^125 is stored
+    raw on the CPU. On a GPU, where the check would be a sync, its tiles of 2048 elements decode to
+    NaN. Differences below about 1e-36 are not encoded, and no float16 decodes beyond 65504.
     """
 
     id: ClassVar[str] = "dither"

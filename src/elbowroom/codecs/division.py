@@ -38,12 +38,12 @@ RUN = 256  # elements of a range in a map of one row
 
 @dataclass(frozen=True)
 class Division(Codec):
-    """Lossy: block averages, and `bits` (1 to 8) an element for the rest.
+    """Lossy: block averages, and `bits` (1 to 8) per element for the differences.
 
-    Any H x W; channels_last is read as it lies. A tensor of fewer than four dimensions, or with a
-    sequence (`Facts.sequence`), is maps of one row, with block^2 elements a block. A tensor with a
-    NaN, an Inf or a value beyond 2^125 is held raw on the CPU; on a GPU, where the check would be a
-    sync, its ranges decode to NaN.
+    H and W may be any size, and channels_last is read without a copy. A tensor of fewer than four
+    dimensions, or with a sequence (`Facts.sequence`), is treated as maps of one row, with block^2
+    elements per block. A tensor with a NaN, an Inf or a value beyond 2^125 is stored raw on the
+    CPU. On a GPU, where the check would be a sync, its ranges decode to NaN.
     """
 
     id: ClassVar[str] = "division"

@@ -44,21 +44,23 @@ class Maps(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """Promises about the values.
+    """Known properties of the values of a tensor.
 
-    A codec trusts them; a false one is the caller's error, refused where it is noticed.
+    A codec relies on them. If a property does not hold, this is an error of the caller, which is
+    raised where it is noticed.
 
-    has_zeros    many elements are exactly 0, and they matter (the output of ReLU, of dropout)
-    value        every element is 0 or this number (a mask; what dropout multiplies with)
-    smallest,
-    largest      no integer lies outside (indices: 0 and the size of what they index, minus one)
+    has_zeros    many elements are exactly 0, and must stay 0 (outputs of ReLU or dropout)
+    value        every element is 0 or this number (a mask, or the factors of dropout)
+    smallest     no integer is smaller (indices: 0)
+    largest      no integer is larger (indices: the size of the indexed dimension, minus one)
     window       every element is an index into a map, inside its own window of a max-pooling
-    error_bound  an absolute error that a bounded codec must keep to
-    mask         bits [ceil(N / 8)] that the caller holds anyway, set where a ReLU that follows lets
-                 pass; a codec may use them, and does not count them
-    sequence     the dimension, counted from the last (-1), along which neighbours are alike: -2 of
-                 what a linear layer reads [B, T, C], -1 of what conv1d reads [B, C, T]
-    maps         how the elements lie in memory, for codecs of maps; `encode` reads it off the shape
+    error_bound  the absolute error that a bounded codec must keep to
+    sequence     the dimension, counted from the last (-1), along which neighbors are similar: -2
+                 for the input of a linear layer [B, T, C], -1 for the input of conv1d [B, C, T]
+    maps         the layout of the elements in memory, for codecs of maps; `encode` derives it from
+                 the shape
+    mask         bits [ceil(N / 8)] that the caller keeps anyway, set where the ReLU that follows
+                 passes the value on; a codec may use them, and does not count their bytes
     """
 
     has_zeros: bool = False

@@ -33,12 +33,13 @@ WIDTHS = {"0": 0, "1.6": 3, "2.67": 6} | {str(bits): 1 << bits for bits in range
 
 @dataclass(frozen=True)
 class Fdsr(Codec):
-    """Lossy: banded DCT of maps, with reuse of similar residuals; biased, or unbiased by dither.
+    """Lossy: a banded DCT of maps, with reuse of similar residuals; unbiased with dither.
 
-    Held raw, exactly: tensors of fewer than `min_numel` elements, maps of fewer than 4 rows or
-    columns (all tensors below four dimensions), and on the CPU what has a NaN, an Inf or a
-    coefficient beyond 2^120; on a GPU, where that check would be a sync, its group of 16 to 128
-    tiles decodes to NaN. No float16 decodes beyond 65504. RUNGS lists settings by rate.
+    These are stored raw, exactly: tensors of fewer than `min_numel` elements; maps of fewer than 4
+    rows or columns, and so all tensors of fewer than four dimensions; and, on the CPU, tensors with
+    a NaN, an Inf or a coefficient beyond 2^120. On a GPU, where this check would be a sync, the
+    group of 16 to 128 tiles decodes to NaN. No float16 decodes beyond 65504. RUNGS has settings in
+    the order of their bits.
     """
 
     id: ClassVar[str] = "fdsr"

@@ -28,10 +28,10 @@ from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes
 
 @dataclass(frozen=True)
 class Group(Codec):
-    """Lossy: `bits` (1 to 8) an element, min and max a group, stochastic rounding.
+    """Lossy: `bits` (1 to 8) per element, min and max per group, stochastic rounding.
 
-    The ActNN / GACT baseline. A tensor with a NaN, an Inf or a value beyond 2^125 is held raw on
-    the CPU; on a GPU, where the check would be a sync, its groups decode to NaN.
+    This is the baseline of ActNN and GACT. A tensor with a NaN, an Inf or a value beyond 2^125 is
+    stored raw on the CPU. On a GPU, where the check would be a sync, its groups decode to NaN.
     """
 
     id: ClassVar[str] = "group"

@@ -21,11 +21,11 @@ _TARGETS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 @dataclass(frozen=True)
 class Narrow(Codec):
-    """Exact, integers in the smallest dtype that holds `facts.smallest` to `facts.largest`.
+    """Lossless: integers in the smallest dtype for `facts.smallest` to `facts.largest`.
 
-    With `facts.window`, places of max-pooling's indices in 1 to 8 bits. A tensor that breaks the
-    promise is held raw on the CPU, where the check is free. On a GPU the check would be a sync, and
-    the facts are trusted.
+    With `facts.window`, the indices of max-pooling take 1 to 8 bits. If values are outside of these
+    facts, the tensor is stored raw on the CPU, where the check is free. On a GPU, where the check
+    would be a sync, the facts are not checked.
     """
 
     id: ClassVar[str] = "narrow"

@@ -16,9 +16,9 @@ _registered: dict[str, type[Codec]] = {}
 
 
 def register(cls: type[Codec]) -> type[Codec]:
-    """Make a codec known by its id.
+    """Class decorator that registers a codec under its id.
 
-    An id registered twice is an error (CodecError), never a silent replacement.
+    Raises CodecError if another codec has this id.
     """
     if not (
         isinstance(cls, type)
@@ -50,7 +50,7 @@ def _load_plugins() -> None:
 
 
 def codecs() -> list[str]:
-    """The ids of all registered codecs, sorted."""
+    """Returns the ids of all registered codecs, sorted."""
     _load_plugins()
     return sorted(_registered)
 
@@ -59,8 +59,7 @@ def codec_class(id: str) -> type[Codec]:
     """The class behind an id. Raises UnknownCodec, which lists what exists and the nearest name."""
     if not isinstance(id, str):
         raise UnknownCodec(
-            f"a codec is asked for by its id, a string; got {id!r}. There are "
-            f"{', '.join(codecs())}."
+            f"the id of a codec is a string; got {id!r}. There are {', '.join(codecs())}."
         )
     if id not in codecs():
         raise UnknownCodec(
@@ -70,10 +69,10 @@ def codec_class(id: str) -> type[Codec]:
 
 
 def codec(id: str, **settings: Any) -> Codec:
-    """A codec by its id, with its fields as keywords: codec("dither", bits=2).
+    """Returns a codec by its id, with its fields as keywords: codec("dither", bits=2).
 
-    Raises UnknownCodec, or UnknownField for a field that it does not have or a value that the field
-    does not take.
+    Raises UnknownCodec, or UnknownField if the codec does not have a field, or if the field does
+    not accept a value.
     """
     cls = codec_class(id)
     known = list(signature(cls).parameters)

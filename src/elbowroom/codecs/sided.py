@@ -47,13 +47,13 @@ from elbowroom.kernels.layout import FOLDS, GROUP_SIZES, groups, packed_nbytes, 
 
 @dataclass(frozen=True)
 class Sided(Codec):
-    """Lossy: dither with `upper` levels where a mask is set and `lower` elsewhere (2 to 256).
+    """Lossy: dither with `upper` levels where a mask is set, `lower` elsewhere (2 to 256).
 
-    `fold` (1, 4, 8 or 16) of those elsewhere share a code.
+    `fold` (1, 4, 8 or 16) of the elements elsewhere share a code.
 
     The mask is `facts.mask`, which the caller keeps, or x > 0, which is stored. A tensor with a
-    NaN, an Inf or a value beyond 2^125 is held raw on the CPU; on a GPU, where the check would be a
-    sync, that side of its tile of 2048 elements decodes to NaN.
+    NaN, an Inf or a value beyond 2^125 is stored raw on the CPU. On a GPU, where the check would be
+    a sync, that side of its tile of 2048 elements decodes to NaN.
     """
 
     id: ClassVar[str] = "sided"

@@ -23,7 +23,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class SparseLossless(Codec):
-    """Exact: a bitmap and the non-zeros. Pays below 97 % density (float32)."""
+    """Lossless: a bitmap and the non-zero elements. Smaller than x below 97 % density (float32)."""
 
     id: ClassVar[str] = "sparse_lossless"
     lossless: ClassVar[bool] = True

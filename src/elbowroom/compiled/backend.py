@@ -362,7 +362,7 @@ def _room(budget: Any, device: torch.device) -> int | None:
     if device.type != "cuda":
         raise PlanError(
             f"budget={budget!r} is a share of a device, whose memory is known on CUDA only; this "
-            f'region runs on {device.type}. Write a size such as "6 GiB".'
+            f'region runs on {device.type}. Give a size such as "6 GiB".'
         )
     total = torch.cuda.get_device_properties(device).total_memory
     return int(found.fraction * total)

@@ -119,7 +119,7 @@ class Joint:
             backward=backward,
             again=tuple(n for n in self._in_order(after) if n in before),
             peak_nbytes=max(forward.peak_nbytes, backward.peak_nbytes),
-            saved_nbytes=self._held(used),
+            saved_nbytes=self._held_nbytes(used),
             seconds=self.clock.seconds(forward.kernels) + self.clock.seconds(backward.kernels),
         )
 
@@ -147,7 +147,7 @@ class Joint:
             return [0, 2, 3, 1]
         return sorted(range(value.dim()), key=lambda d: (-known_size(value.stride(d)), d))
 
-    def _held(self, saved: Iterable[fx.Node]) -> int:
+    def _held_nbytes(self, saved: Iterable[fx.Node]) -> int:
         storages = {self.facts[n].storage for n in saved} - self.outside
         return sum(self.facts[s].nbytes for s in storages)
 

@@ -167,7 +167,7 @@ class _Answer:
                 joint, min_cut, changes, memory_budget, room, inputs_nbytes
             )
         rounds = bool(search.rounded)
-        _tell(joint, step, plain, inputs_nbytes, noise=noise, fuses_alike=rounds)
+        _report_decision(joint, step, plain, inputs_nbytes, noise=noise, fuses_alike=rounds)
         return list(step.saved)
 
     def _decided(
@@ -277,7 +277,7 @@ def _remembered_cuts() -> Iterator[None]:
         yield
 
 
-def _tell(
+def _report_decision(
     joint: Joint,
     step: Step,
     plain: Step,

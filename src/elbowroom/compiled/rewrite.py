@@ -62,7 +62,7 @@ class Rewriting:
         self._joint.refresh(is_coded=True)
 
     def _draw(self) -> fx.Node:
-        seed = self._put(list(self._joint.graph.find_nodes(op="placeholder"))[-1], ops.DRAW)
+        seed = self._insert_call(list(self._joint.graph.find_nodes(op="placeholder"))[-1], ops.DRAW)
         self.saved.add(seed)
         return seed
 
@@ -74,16 +74,18 @@ class Rewriting:
         if not one.levels and value.device.type == "cpu":
             return self._code_bytes(x, size, order, place)
         if not one.levels:
-            bits = self._put(place, ops.PACK_MASK, x, order)
+            bits = self._insert_call(place, ops.PACK_MASK, x, order)
             self.saved.add(bits)
-            return self._put(bits, ops.UNPACK_MASK, bits, size, order)
+            return self._insert_call(bits, ops.UNPACK_MASK, bits, size, order)
         grid = (seed, number, one.levels, GROUP_SIZE)
-        codes = self._put(place, ops.ENCODE, x, order, *grid)
+        codes = self._insert_call(place, ops.ENCODE, x, order, *grid)
         parts: list[fx.Node] = []
         for at in range(3):
-            parts.append(self._put(parts[-1] if parts else codes, operator.getitem, codes, at))
+            parts.append(
+                self._insert_call(parts[-1] if parts else codes, operator.getitem, codes, at)
+            )
         self.saved.update(parts)
-        return self._put(parts[-1], ops.DECODE, *parts, *grid, size, order, value.dtype)
+        return self._insert_call(parts[-1], ops.DECODE, *parts, *grid, size, order, value.dtype)
 
     def _code_bytes(
         self, x: fx.Node, size: list[int | fx.Node], order: Sequence[int], place: fx.Node
@@ -95,15 +97,15 @@ class Rewriting:
         """
         convert = torch.ops.prims.convert_element_type.default
         scalar = {"dtype": torch.float32, "device": x.meta["val"].device}
-        one = self._put(place, torch.ops.aten.full.default, [], 1.0, **scalar)
-        zero = self._put(one, torch.ops.aten.full.default, [], 0.0, **scalar)
-        chosen = self._put(zero, torch.ops.aten.where.self, x, one, zero)
-        written = self._put(chosen, convert, chosen, torch.uint8)
-        bits = self._put(written, ops.PACK_MASK, written, order)
+        one = self._insert_call(place, torch.ops.aten.full.default, [], 1.0, **scalar)
+        zero = self._insert_call(one, torch.ops.aten.full.default, [], 0.0, **scalar)
+        chosen = self._insert_call(zero, torch.ops.aten.where.self, x, one, zero)
+        written = self._insert_call(chosen, convert, chosen, torch.uint8)
+        bits = self._insert_call(written, ops.PACK_MASK, written, order)
         self.saved.add(bits)
-        read = self._put(bits, ops.UNPACK_BYTES, bits, size, order)
-        number = self._put(read, convert, read, torch.float32)
-        return self._put(number, torch.ops.aten.ne.Scalar, number, 0.0)
+        read = self._insert_call(bits, ops.UNPACK_BYTES, bits, size, order)
+        number = self._insert_call(read, convert, read, torch.float32)
+        return self._insert_call(number, torch.ops.aten.ne.Scalar, number, 0.0)
 
     def _size_of(self, x: fx.Node, place: fx.Node) -> tuple[list[int | fx.Node], fx.Node]:
         """Returns the size that decoding gives, and the node after which all of it is known.
@@ -117,12 +119,12 @@ class Rewriting:
                 continue
             known = self._sizes.get(size.node.expr)
             if known is None:
-                known = place = self._put(place, torch.ops.aten.sym_size.int, x, dim)
+                known = place = self._insert_call(place, torch.ops.aten.sym_size.int, x, dim)
             self.saved.add(known)
             sizes.append(known)
         return sizes, place
 
-    def _put(self, place: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def _insert_call(self, place: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert a call after a node, with the fake value that it gives."""
         with self._joint.graph.inserting_after(place):
             node = self._joint.graph.call_function(op, args, kwargs)

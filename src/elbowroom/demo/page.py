@@ -1,4 +1,4 @@
-"""A comparison as a report page: the four figures, both memory curves, and what was scaled down."""
+"""A comparison as a report page: four figures, both memory curves, and the scale of the network."""
 
 import platform
 from collections.abc import Mapping
@@ -14,18 +14,19 @@ from elbowroom.units import show_nbytes, show_seconds
 _CHANCE = 1.0  # points; those of eight seeds of the default run scatter by 0.7 (docs/log.md)
 NOTES = (
     "All figures were measured on this machine in this run; none is estimated.",
-    "Saved bytes: unique storages that autograd holds between forward and backward, parameters, "
-    "loss and outputs left out; codes, scales, bitmaps and masks counted.",
-    "Peak bytes: the highest level of torch's allocator during one whole step (forward, backward, "
-    "optimizer), above the level before it. Parameters and optimizer states are not in it.",
-    "Seconds a step: medians of interleaved pairs of steps; the change is the median of the ratios "
-    "with its quartiles.",
+    "Saved bytes: the storages that autograd holds between forward and backward, each once, "
+    "without parameters, loss and outputs, but with codes, scales, bitmaps and masks.",
+    "Peak bytes: the highest memory use of torch's allocator during one whole step (forward, "
+    "backward, optimizer), above that before the step. Parameters and optimizer states are not "
+    "included.",
+    "Seconds per step: medians of interleaved pairs of steps. The change is the median of the "
+    "ratios, with its quartiles.",
 )
 
 _CURVES_NOTE = (
-    "Measured by torch's profiler, which sees every allocation of the step. Time is a share of the "
-    "step because the profiler slows it down; dashed lines are where backward and the optimizer "
-    "begin."
+    "Measured by torch's profiler, which sees every allocation of the step. Time is shown as a "
+    "share of the step, because the profiler slows it down. Dashed lines show where backward and "
+    "the optimizer begin."
 )
 
 
@@ -35,12 +36,12 @@ def page(comparison: Comparison, settings: Mapping[str, str]) -> Page:
     return Page(
         title=f"{comparison.task.name}: one training, plain and through elbowroom",
         lead=f"Trained twice from seed {comparison.seed} for {_steps(comparison.steps)} on "
-        f"{comparison.task.origin}. {scaled(comparison)} Of one seed, a point of accuracy more "
-        "or less is chance.",
+        f"{comparison.task.origin}. {scaled(comparison)} With one seed, a difference of a point of "
+        "accuracy is chance.",
         rows=rows(comparison),
         curves=_curves(plain.curve, ours.curve),
         curves_note=_CURVES_NOTE,
-        details={"What was held, by action": comparison.ledger},
+        details={"Stored bytes by action": comparison.ledger},
         settings=settings,
         versions=versions(),
         notes=NOTES,
@@ -57,7 +58,7 @@ def first_page(glance: Glance, settings: Mapping[str, str]) -> Page:
         rows=_bytes_rows(glance.before_nbytes, glance.after_nbytes, plain, ours),
         curves=_curves(glance.plain, glance.ours),
         curves_note=_CURVES_NOTE,
-        details={"What was held, by action": glance.ledger},
+        details={"Stored bytes by action": glance.ledger},
         settings=settings,
         versions=versions(),
         notes=NOTES[:3],
@@ -80,7 +81,7 @@ def _curves(plain: MemoryCurve, ours: MemoryCurve) -> tuple[Curve, Curve]:
 def _bytes_rows(before: int, after: int, plain_peak: int, our_peak: int) -> list[Row]:
     return [
         _bytes_row("saved bytes", before, after, "held before backward"),
-        _bytes_row("peak bytes", plain_peak, our_peak, "the allocator's highest level"),
+        _bytes_row("peak bytes", plain_peak, our_peak, "the highest memory use of the allocator"),
     ]
 
 
@@ -92,7 +93,7 @@ def rows(comparison: Comparison) -> list[Row]:
     return [
         *_bytes_rows(plain.saved_nbytes, ours.saved_nbytes, plain.peak_nbytes, ours.peak_nbytes),
         Row(
-            "seconds a step",
+            "seconds per step",
             show_seconds(timing.median_a_s),
             show_seconds(timing.median_b_s),
             f"{timing.ratio:.2f}x ({low:.2f} to {high:.2f})",

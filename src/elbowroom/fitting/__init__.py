@@ -1,20 +1,20 @@
-"""The machine behind `er.fit`: it keeps a model's training under a budget of bytes.
+"""The state machine behind `er.fit`, which keeps a model's training within a memory budget.
 
-    Fitting       runs the forwards of one model, by its FitOptions (`session.py`); what is
-                  measured of its steps (`steps.py`); where memory runs out (`shortage.py`)
-    Summary       what became of a budget
+    Fitting       runs the forwards of one model, with its FitOptions (`session.py`); `steps.py` has
+                  the measurements of its steps, and `shortage.py` handles exhausted memory
+    Summary       the figures of a fitted model
     check_alone   refuses an optimizer whose states are chosen for another model
     repeat        runs a step again that ran out of memory
 
-What is known of forwards of one kind is a frozen `FitState`. What is seen of them moves it, and it
-asks for what is to be done, by pure functions that know no PyTorch:
+A frozen `FitState` has all that is known of forwards of one kind. Pure functions, which do not use
+PyTorch, take a state and an observation, and return the next state and commands:
 
-    phase.py         the phases, and a picture of which follow which
-    state.py         all that decides
-    observations.py  what is seen        -->  transitions.py, measured.py, planned.py
-    commands.py      what is asked for   <--  and carried out by execute.py
-    planning.py      what forwards of one kind do moves their state
-    followed.py      what is read off it
+    phase.py         the phases, and a diagram of their order
+    state.py         the state
+    observations.py  observations        -->  transitions.py, measured.py, planned.py
+    commands.py      commands            <--  and carried out by execute.py
+    planning.py      moves the state of one kind of forward
+    followed.py      what is derived from it
     messages.py      every line that is logged, and every refusal
 
 The package is not called `fit`, because `elbowroom.fit` is the public function.

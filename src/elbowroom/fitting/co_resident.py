@@ -40,14 +40,14 @@ class Neighbours:
     def begin(self) -> None:
         """Begins a step of the model."""
         self._graphs = [graph for graph in self._graphs if graph.held_nbytes > 0]
-        for other in self._others():
+        for other in self._other_models():
             if other._began > self._began:
                 self._turns[other] = self._turns.get(other, 0) + 1
         self._began = next(_clock)
 
     def opened(self, graph: Ledger | Tally) -> None:
         """Adds the graph of a forward that begins, unless it goes on with the last one's."""
-        for other in self._others():
+        for other in self._other_models():
             if any(held.held_nbytes > 0 for held in other._graphs):
                 other._ran_inside.add(self)
         if not self._graphs or self._graphs[-1] is not graph:
@@ -69,7 +69,7 @@ class Neighbours:
     @property
     def nbytes(self) -> int:
         """Bytes resident beside the model now, before a forward of the step that begins."""
-        others = list(self._others())
+        others = list(self._other_models())
         graphs = sum(graph.held_nbytes for one in (self, *others) for graph in one._graphs)
         beside = [one for one in others if self._turns.get(one, 0) >= _TURNS]
         if not beside:
@@ -84,11 +84,11 @@ class Neighbours:
 
         Within a larger budget these models may hold as much more.
         """
-        graphs = (graph for one in self._others() for graph in one._graphs)
+        graphs = (graph for one in self._other_models() for graph in one._graphs)
         waiting = (graph for graph in graphs if graph.held_nbytes > 0)
         return sum(max(graph.before_nbytes - graph.after_nbytes, 0) for graph in waiting)
 
-    def _others(self) -> Iterator["Neighbours"]:
+    def _other_models(self) -> Iterator["Neighbours"]:
         for one in list(_fitted):
             if one is not self and one._owned.device == self._owned.device:
                 yield one

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("elbowroom")
 _UNNOTICED = 0.1  # of mini-batch variance
 MEASURED = "that the best plan of this step takes (measured)"
-OFFLOAD_HELPS = "let tensors leave with offload='file'"
-_GENEROUS = 12  # so many largest tensors cover the transients of a step that is refused unmeasured
-_ROOM = 128  # a refusal's hint is so large a part above what was measured or estimated
+OFFLOAD_HELPS = "move tensors to a file with offload='file'"
+# Transients of a step that is refused before it is measured, in multiples of its largest tensor.
+_GENEROUS = 12
+_ROOM = 128  # a refusal names a budget that is larger than the measured or estimated peak by 1/128
 
 
 def say_measured(options: FitOptions, plan: Plan, peak_nbytes: int) -> None:
-    """Logs prediction and measurement; a warning where the step was above the budget."""
+    """Logs the predicted and the measured peak, as a warning if it is above the budget."""
     _log.log(
         logging.WARNING if peak_nbytes > options.budget_nbytes else logging.INFO,
         "budget %s: peak predicted %s, measured %s",
@@ -32,28 +33,26 @@ def say_measured(options: FitOptions, plan: Plan, peak_nbytes: int) -> None:
 
 
 def warn_larger_step(options: FitOptions, *, learns: bool) -> None:
-    """Warns that a step holds more than those that were learned from."""
+    """Warns that a step saves more than the steps that were measured."""
     _log.warning(
-        "budget %s: this step saves more than those before it, and may need more than the budget; "
-        "%s",
+        "budget %s: this step saves more than those before it, and may exceed the budget; %s",
         show_nbytes(options.budget_nbytes),
-        "it is measured, and a new plan is made" if learns else "so may others from now on",
+        "it is measured, and a new plan is made" if learns else "later steps may exceed it, too",
     )
 
 
 def warn_outside(options: FitOptions, peak_nbytes: int, seen_nbytes: int) -> None:
-    """Warns that steps stay above the budget, and save little where `fit` can see it."""
+    """Warns that steps stay above the budget, and save most tensors where `fit` sees none."""
     _log.warning(
-        "budget %s: steps take %s, and no plan brings them below: of what they save, %s was saved "
-        "before forward returned, which is all that fit can change. A model that returns a "
-        "generator, or layers that run outside of model(...), are covered by er.saving(...) around "
-        "the loss, too",
+        "budget %s: steps take %s, and no plan brings them below: fit can only change what is "
+        "saved before forward returns, and that is %s. If the model returns a generator, or if "
+        "layers run outside of model(...), put er.saving(...) around the loss, too",
         *map(show_nbytes, (options.budget_nbytes, peak_nbytes, seen_nbytes)),
     )
 
 
 def warn_above(options: FitOptions, peak_nbytes: int, why: str) -> None:
-    """Warns that steps stay above the budget. why: what they do, in words."""
+    """Warns that steps stay above the budget; `why` completes "they ..."."""
     _log.warning(
         "budget %s: steps take %s, and later ones will, too: they %s. Give budget=%d, or halve the "
         "batch",
@@ -64,13 +63,13 @@ def warn_above(options: FitOptions, peak_nbytes: int, why: str) -> None:
 
 
 def warn_smallest(options: FitOptions, least_nbytes: int) -> None:
-    """Warns that no plan keeps to the budget after corrections.
+    """Warns that no corrected plan has kept to the budget.
 
-    least_nbytes: the least peak of one.
+    least_nbytes: the lowest peak that was measured.
     """
     _log.warning(
-        "budget %s: no plan has kept to it yet (%s was the least measured), so the smallest are "
-        "tried, a step each, which may be above it, too",
+        "budget %s: no plan has kept to it yet (the lowest measured peak is %s), so fit tries the "
+        "smallest plans, one step each; these steps may exceed the budget, too",
         *map(show_nbytes, (options.budget_nbytes, least_nbytes)),
     )
 
@@ -79,27 +78,27 @@ def warn_runs_again(options: FitOptions) -> None:
     """Warns that recurrent layers run again, since no plan fits what they save: bits change."""
     _log.warning(
         "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
-        "backward, a stretch of time after the other; gradients differ from plain by rounding "
-        "alone. exact=True refuses the budget instead",
+        "backward, a few time steps after the other; gradients differ from those of plain training "
+        "by rounding alone. With exact=True, fit refuses the budget instead",
         show_nbytes(options.budget_nbytes),
     )
 
 
 def warn_uncorrected(options: FitOptions, least_nbytes: int, preset: str) -> None:
-    """Warns that no plan keeps to the budget, however often it is made again.
+    """Warns that no plan has kept to the budget, and that no more plans are made.
 
-    least_nbytes: the peak of the best of them.
+    least_nbytes: the lowest peak that was measured.
     """
     _log.warning(
-        "budget %s: no plan kept to it (%s was the least measured), so all tensors are at setting "
-        "'%s' now; of all that was tried, what took the least is kept",
+        "budget %s: no plan kept to it (the lowest measured peak is %s), so all tensors use the "
+        "setting '%s' now; after that, fit keeps whatever took the least memory",
         *map(show_nbytes, (options.budget_nbytes, least_nbytes)),
         preset,
     )
 
 
 def warn_given(options: FitOptions, plan: Plan) -> None:
-    """Warns that a plan that was given is of no use."""
+    """Warns that a plan that was given cannot be used."""
     unknown = sum(plan.strangers.values())
     _log.warning(
         "budget %s: the plan that was given %s; another one is made",
@@ -109,34 +108,34 @@ def warn_given(options: FitOptions, plan: Plan) -> None:
 
 
 def warn_unexpected(options: FitOptions, plan: Plan | None) -> None:
-    """Warns of a forward that was not planned for: this step may need more than the budget."""
+    """Warns of a forward that was not planned: this step may exceed the budget."""
     needs = "more than the budget" if plan is None else show_nbytes(plan.peak)
     _log.warning(
-        "budget %s: this step runs its model, or its loss, once more before backward, which was "
-        "not planned for, and may need %s; from the next one on all of its forwards are planned "
-        "as one",
+        "budget %s: this step runs its model, or its loss, once more before backward; this was not "
+        "planned, and the step may need %s. From the next step on, all forwards of a step are "
+        "planned together",
         show_nbytes(options.budget_nbytes),
         needs,
     )
 
 
 def say_unknown(options: FitOptions, why: str) -> None:
-    """Logs that it is not known what codes add: at WARNING where a limit was asked for."""
+    """Logs that the noise of codes is not known, at WARNING if a limit was given."""
     _log.log(
         logging.INFO if options.noise is None else logging.WARNING,
-        "budget %s: what codes add to the gradient is not measured, because %s; a larger budget, "
-        "or a smaller batch, would show it",
+        "budget %s: what codes add to the gradient is not measured, because %s; with a larger "
+        "budget or a smaller batch it can be",
         show_nbytes(options.budget_nbytes),
         why,
     )
 
 
 def say_noise(options: FitOptions, plan: Plan) -> None:
-    """Logs what codes add: at WARNING where that is more than training would not notice."""
+    """Logs the noise of codes, at WARNING above a tenth of that of mini-batches."""
     _log.log(
         logging.INFO if plan.noise <= _UNNOTICED else logging.WARNING,
-        "budget %s: codes add %.3g %% of what mini-batches vary by anyway (estimated, after %d "
-        "watched steps)",
+        "budget %s: codes add noise to the gradient, %.3g %% of the variance that mini-batches add "
+        "anyway (estimated from %d measured steps)",
         show_nbytes(options.budget_nbytes),
         100 * plan.noise,
         plan.watched,
@@ -144,11 +143,10 @@ def say_noise(options: FitOptions, plan: Plan) -> None:
 
 
 def warn_optimistic(options: FitOptions) -> None:
-    """Say that only an optimistic estimate fits: the first step may be above the budget."""
+    """Warns that only an optimistic estimate fits: the first step may exceed the budget."""
     _log.warning(
         "budget %s: by a careful estimate the first step of this size does not fit, so it follows "
-        "an optimistic one, and may be above the budget; it is measured, and later steps follow "
-        "that",
+        "an optimistic one, and may exceed the budget; later steps follow what it measures",
         show_nbytes(options.budget_nbytes),
     )
 
@@ -157,33 +155,35 @@ def warn_blind(options: FitOptions) -> None:
     """Warns that a step cannot be measured."""
     _log.warning(
         "budget %s: this step cannot be measured (a profiler runs, or this is not the main "
-        "thread), so its peak is estimated, and may be above the budget; run the first "
-        "steps without, and er.fit learns from them",
+        "thread), so its peak is estimated, and may exceed the budget; run the first steps on the "
+        "main thread, without a profiler",
         show_nbytes(options.budget_nbytes),
     )
 
 
 def say_exhausted(options: FitOptions, less: FitOptions, *, again: bool) -> None:
-    """Logs that memory ran out, and which smaller budget holds: at WARNING the first time."""
+    """Logs that memory ran out, and the smaller budget of later steps; the first time at WARNING.
+
+    again: it is not the first time.
+    """
     _log.log(
         logging.INFO if again else logging.WARNING,
-        "there was no memory left within the budget %s; from now on steps keep to %s",
+        "there was no memory left within the budget %s; later steps keep to %s",
         show_nbytes(options.budget_nbytes),
         show_nbytes(less.budget_nbytes),
     )
 
 
 def say_setting(options: FitOptions, chosen: Preset, *, rounds: bool, was_lossy: bool) -> None:
-    """Logs the setting that forwards run at.
+    """Logs the setting of forwards, at WARNING when it becomes lossy.
 
-    At WARNING, which Python shows by default, when it becomes lossy. rounds: though no code is
-    lossy, bits differ.
+    rounds: no code is lossy, but results differ by rounding.
     """
     lossy = "lossy" if options.exact is False else "lossy, because exact actions do not fit"
     kind = "exact" if chosen.exact else "exact but for rounding" if rounds else lossy
     _log.log(
         logging.INFO if chosen.exact or rounds or was_lossy else logging.WARNING,
-        "budget %s: saved tensors at setting '%s' (%s)",
+        "budget %s: saved tensors use the setting '%s' (%s)",
         show_nbytes(options.budget_nbytes),
         chosen.name,
         kind,
@@ -200,13 +200,14 @@ def say_states(
     converted: int,
     warns: bool,
 ) -> None:
-    """Logs the format that optimizer states are held in from now on.
+    """Logs the new format of optimizer states.
 
-    converted: parameters whose states were; warns: at WARNING, for they were exact before
+    converted: the number of parameters whose states were converted; warns: logs at WARNING, because
+    the states were exact before.
     """
     _log.log(
         logging.WARNING if warns else logging.INFO,
-        "budget %s: optimizer states in '%s' from now on, %s in place of %s (%s)%s",
+        "budget %s: optimizer states are stored as '%s' now, in %s instead of %s (%s)%s",
         show_nbytes(options.budget_nbytes),
         state,
         show_nbytes(nbytes),
@@ -217,8 +218,8 @@ def say_states(
 
 
 def say_unscripted(why: str) -> None:
-    """Logs why a forward has no script, and so the next one is looked at, too."""
-    _log.debug("every forward is looked at: %s", why or "it held too much")
+    """Logs why a forward has no script, so that the next one is examined in full, too."""
+    _log.debug("every forward is examined in full: %s", why or "it held too much")
 
 
 def refusal(
@@ -228,11 +229,9 @@ def refusal(
     memory: MemoryState,
     transient_nbytes: int | None,
 ) -> BudgetTooSmall:
-    """Returns the error for a step that no preset brings inside its budget.
+    """Returns the error for a step that fits its budget at no preset, with what takes the memory.
 
-    It says what takes the room.
-
-    transient_nbytes: as measured; None: not yet
+    transient_nbytes: measured bytes of transients; None: not measured yet
     """
     step = saving.storages
     least_preset = min(options.presets, key=lambda preset: held_nbytes(preset, step))
@@ -241,11 +240,13 @@ def refusal(
     if saving.impossible:  # so much was held, whatever of it is alive now
         saved = max(saved, saving.ledger.most_nbytes)
     other, kind = transient_nbytes, "measured"
-    if other is None:  # a guess must be named generously
+    if other is None:  # an estimate, and rather too large than too small
         other, kind = memory.unallocated_nbytes + _GENEROUS * saving.largest_nbytes, "estimated"
     least = memory.static_nbytes + saved + other
-    if least <= options.budget_nbytes:  # at some moment more was held than at the end, or than by
-        saved = saving.ledger.most_nbytes  # this preset from the start: a plan was followed before
+    # More was held at some moment than at the end, or than at this preset from the start, because a
+    # plan was followed before.
+    if least <= options.budget_nbytes:
+        saved = saving.ledger.most_nbytes
         least = max(memory.static_nbytes + saved + other, options.budget_nbytes + 1)
     weight_nbytes = owned.weight_nbytes
     parts = (
@@ -272,7 +273,7 @@ def measured_refusal(
 ) -> BudgetTooSmall:
     """Returns the error for a budget that no plan has kept to.
 
-    least_nbytes: the peak of a step under `plan`, the best.
+    least_nbytes: the measured peak under `plan`, which took the least memory.
     """
     weight_nbytes, saved = owned.weight_nbytes, plan.held_nbytes
     standing = memory.static_nbytes - weight_nbytes
@@ -289,12 +290,11 @@ def measured_refusal(
 
 
 def add_room(error: BudgetTooSmall, others_nbytes: int = 0) -> None:
-    """Increases the budget that a refusal names, so that it holds when it is given.
+    """Increases the budget that a refusal names, so that steps keep to it when it is given.
 
-    A step takes a little more or less than the one before: by what a script keeps of each (metrics,
-    say), by its data, by what is rounded where.
+    Peaks vary a little from step to step: a script may keep metrics of each step, and data differ.
 
-    others_nbytes: by so much the graphs of other models may be larger within a larger budget
+    others_nbytes: additional bytes that graphs of other models may take within a larger budget
     """
     room = error.least_nbytes // _ROOM
     least = error.least_nbytes + room + others_nbytes
@@ -302,9 +302,9 @@ def add_room(error: BudgetTooSmall, others_nbytes: int = 0) -> None:
     error.args = (str(error).replace(hint, roomy),)
     error.least_nbytes = least
     if error.parts:
-        error.parts["what steps vary by"] = room
+        error.parts["variation between steps"] = room
         if others_nbytes:
-            error.parts["what other models may hold more of"] = others_nbytes
+            error.parts["more memory of other models"] = others_nbytes
 
 
 def _lossy_helps(saving: "FittedSaving", saved_nbytes: int) -> bool:

@@ -52,7 +52,10 @@ class PlannerSettings:
 
     def _found(self, profile: Profile, *, exact: bool | None) -> Plan | None:
         """Returns a plan that leaves a little memory free, or one that leaves none, or None."""
-        careful, hasty = int(_CAREFUL * (self.options.budget_nbytes - profile.static)), self._hasty
+        careful, hasty = (
+            int(_CAREFUL * (self.options.budget_nbytes - profile.static)),
+            self._without_least_budget,
+        )
         for more in (careful, 0):
             try:
                 return hasty._cheaper(profile, more, exact=exact)
@@ -87,12 +90,14 @@ class PlannerSettings:
     ) -> Plan | None:
         """Returns a plan; None if nothing fits. margin: bytes that are left free."""
         try:
-            return self._hasty.make(profile, margin, exact=exact, recompute=recompute)
+            return self._without_least_budget.make(
+                profile, margin, exact=exact, recompute=recompute
+            )
         except BudgetTooSmall:
             return None
 
     @property
-    def _hasty(self) -> Self:
+    def _without_least_budget(self) -> Self:
         """The same for who does not ask which budget would do."""
         return replace(self, finest=inf)
 

@@ -429,9 +429,9 @@ class Fitting(MeasuredSteps):
             raise
         except NothingHeld as error:
             raise PlanError(
-                "worst= runs the model's forward once without holding anything, and this one runs "
-                "a backward of its own, which asks for what is held. Leave worst= out: the first "
-                "step is learned from instead."
+                "worst= runs the model's forward once without storing tensors, but this forward "
+                "runs a backward of its own, which needs them. Leave worst= out: the first step "
+                "is then measured instead."
             ) from error
 
     def _begin(self, signature: Signature) -> None:

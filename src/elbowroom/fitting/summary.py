@@ -59,7 +59,7 @@ class Summary:
 
     def rows(self) -> list[Row]:
         """Returns what is known, each figure in the column that says how it is known."""
-        unknown = "" if self.plain_nbytes else "not known: it takes three steps"
+        unknown = "" if self.plain_nbytes else "not known: no step was profiled"
         rows = [
             ("peak, plain", "", _size(self.plain_nbytes), unknown),
             ("peak, planned", "", _size(self.predicted_nbytes), _setting(self)),

@@ -1,4 +1,4 @@
-"""One line in the training loops of others: Trainer, Lightning, Accelerate.
+"""Integrations: a budget in one line of Trainer, Lightning and Accelerate.
 
     from elbowroom.integrations.transformers import Budget
     trainer = Trainer(model, args, callbacks=[Budget("6 GiB")])
@@ -10,7 +10,7 @@
     model, optimizer = accelerator.prepare(model, optimizer)
     fit(accelerator, model, optimizer, budget="6 GiB")
 
-Each fits the model once the loop has wrapped it and made its optimizers, writes peak and setting to
-the loop's own loggers, and lets go of the model when the training ends. A loop's library is
-imported with its module here, and only then.
+Each fits the model after the library has wrapped it and created its optimizers. It writes peak and
+setting to the library's own loggers, and releases the model when the training ends. A library is
+imported only with its module here.
 """

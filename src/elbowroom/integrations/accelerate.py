@@ -27,10 +27,13 @@ def fit(
     budget: float | str,
     **settings: Any,
 ) -> M:
-    """Fit the model inside of what `accelerator.prepare` made of it; return what it was given.
+    """Fits the model inside of what `accelerator.prepare` has returned; returns its argument.
 
-    optimizer         its states count, those of the one inside of Accelerate's wrapper
-    budget, settings  those of `er.fit`, and raises what that does
+    optimizer  the optimizer whose states are counted; Accelerate's wrapper is removed
+    budget     as in `er.fit`
+    settings   other settings of `er.fit`
+
+    Raises the errors of `er.fit`.
     """
     inner = accelerator.unwrap_model(model)
     er.fit(
@@ -43,6 +46,6 @@ def fit(
 
 
 def release(accelerator: Accelerator, model: M) -> M:
-    """Undo `fit`."""
+    """Undoes `fit`."""
     er.release(accelerator.unwrap_model(model))
     return model

@@ -16,11 +16,13 @@ from elbowroom.integrations.budgeted import Budgeted
 
 
 class Budget(Callback):  # type: ignore[misc]  # of a library whose types are skipped
-    """Keeps the training of a LightningModule inside a budget of bytes.
+    """Callback that keeps the training of a LightningModule inside a memory budget.
 
-    Lightning calls `training_step`, which calls a network that the module holds. That network is
-    what is fitted: what a loss outside of it saves is not covered. Its peak is logged by the
-    module's loggers every `log_every_n_steps`; at the end it is released.
+        trainer = lightning.Trainer(callbacks=[Budget("6 GiB", exact=True)])
+
+    Lightning calls `training_step`, which calls a network that is an attribute of the module. This
+    network is fitted. A loss outside of it is not covered. The module's loggers get the peak of the
+    network every `log_every_n_steps`. At the end, the network is released.
     """
 
     def __init__(self, budget: float | str, network: str | None = None, **settings: Any) -> None:

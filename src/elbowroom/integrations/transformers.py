@@ -25,11 +25,14 @@ from elbowroom.integrations.budgeted import Budgeted
 
 
 class Budget(TrainerCallback):  # type: ignore[misc]  # of a library whose types are skipped
-    """Keeps the training of a Trainer's model inside a budget of bytes.
+    """Callback that keeps the training of a Trainer's model inside a memory budget.
 
-    The model is fitted when the Trainer has wrapped it and made its optimizer, whose states count.
-    Evaluation is left alone. Every log of the Trainer gets `memory/peak_mib`, measured, and more;
-    at the end the model is released, and a line of the logger "elbowroom" says how it went.
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[Budget("6 GiB", exact=True)])
+
+    The model is fitted after the Trainer has wrapped it and created its optimizer, whose states are
+    counted. Evaluation does not change. Every log of the Trainer gets the measured peak as
+    `memory/peak_mib`, and other figures. At the end, the model is released, and the logger
+    "elbowroom" says in one line whether the budget was kept.
     """
 
     def __init__(self, budget: float | str, **settings: Any) -> None:
@@ -38,7 +41,7 @@ class Budget(TrainerCallback):  # type: ignore[misc]  # of a library whose types
 
     @classmethod
     def of(cls, trainer: Trainer, budget: float | str, **settings: Any) -> Self:
-        """Add one to a Trainer, before its loggers, so that they are given its figures."""
+        """Adds a budget to a Trainer, before its loggers, so that they get its figures."""
         callback = cls(budget, **settings)
         trainer.callback_handler.callbacks.insert(0, callback)
         return callback

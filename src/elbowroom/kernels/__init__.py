@@ -1,6 +1,6 @@
-"""NUMBERS: tensors in, tensors out. No policy, no state, no autograd.
+"""Kernels: tensors in, tensors out. They have no policy, no state and no autograd.
 
-`ops` declares every operation once; `reference/` is its specification in plain torch, `numba/`
-serves the CPU and `triton/` the GPU, all with the same names and signatures. Callers use
-`elbowroom.kernels.ops` and nothing else.
+`ops` declares every operation once. `reference/` is its specification in plain torch, `numba/` is
+for CPUs, and `triton/` is for GPUs, all with the same names and signatures. Callers use only
+`elbowroom.kernels.ops`.
 """

@@ -1,4 +1,4 @@
-"""Facts: what a step really takes, in bytes from the allocator, in seconds from paired clocks."""
+"""Measurements of a step: bytes from the allocator, and seconds from paired clocks."""
 
 from elbowroom.measure.meter import NoiseMeter as NoiseMeter
 from elbowroom.measure.peak import MemoryCurve as MemoryCurve

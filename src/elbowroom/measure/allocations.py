@@ -97,8 +97,8 @@ class Allocations:
         """
         if not may_begin():
             raise RuntimeError(
-                "PyTorch has one profiler in a process, and it runs already, or cannot begin here: "
-                "within a backward"
+                "PyTorch has one profiler per process, and it is running already, or cannot start "
+                "inside a backward"
             )
         quiet_profiler()
         _give_way_to_others()

@@ -29,11 +29,11 @@ def channel_errors(error: Tensor, x: Tensor, upper: Tensor | None, rstd: Tensor 
     both, lower = _squares(error), torch.zeros(x.shape[1], device=x.device)
     upper_mean = both / each
     if upper is not None:
-        count = upper.float().sum(_others(x)).clamp(min=1)
+        count = upper.float().sum(_dims_without_channel(x)).clamp(min=1)
         fine = _squares(error.mul_(upper))
         upper_mean, lower = fine / count, (both - fine).clamp(min=0) / each
     if rstd is None:
-        spread = x.float().var(_others(x), correction=0)
+        spread = x.float().var(_dims_without_channel(x), correction=0)
         rstd = spread.clamp(min=torch.finfo(torch.float32).tiny).rsqrt()
     return torch.stack([upper_mean, lower]) * rstd.float().square()
 
@@ -45,9 +45,9 @@ def channel_noise(errors: Tensor, grad: Tensor) -> Tensor:
 
 def _squares(x: Tensor) -> Tensor:
     """The sum of squares of each channel [C], without a copy of x."""
-    norms: Tensor = torch.linalg.vector_norm(x, dim=_others(x), dtype=torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=_dims_without_channel(x), dtype=torch.float32)
     return norms.square()
 
 
-def _others(x: Tensor) -> list[int]:
+def _dims_without_channel(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]

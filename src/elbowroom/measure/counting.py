@@ -97,9 +97,9 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if nbytes and address not in self._alive:
             self._alive[address] = -(-nbytes // self._block) * self._block
             self._change(self._alive[address])
-            weakref.finalize(storage, self._gone, address).atexit = False
+            weakref.finalize(storage, self._freed, address).atexit = False
 
-    def _gone(self, address: int) -> None:
+    def _freed(self, address: int) -> None:
         self._change(-self._alive.pop(address))
 
     def _change(self, nbytes: int) -> None:

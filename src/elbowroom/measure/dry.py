@@ -96,8 +96,9 @@ def _pretending() -> Iterator[None]:
             yield
     except _NEED_VALUES as error:
         raise PlanError(
-            f"a dry run has shapes and no values, and this step needs more for {error.func}; leave "
-            "that out of `loss` (or the optimizer that does it), or run a real step by er.measure"
+            f"a dry run has shapes but no values, and this step needs values for {error.func}; "
+            "leave it out of `loss` (or leave out the optimizer that needs it), or measure a real "
+            "step with er.measure"
         ) from error
 
 

@@ -36,7 +36,7 @@ class Fakes:
         except Exception as error:
             raise PlanError(
                 f"a dry run works on a copy of the model and its optimizer, and deepcopy fails: "
-                f"{error}. Give a model that can be copied, or measure a real step by er.measure"
+                f"{error}. Use a model that can be copied, or measure a real step with er.measure"
             ) from error
 
     def batch(self, values: Any) -> Any:
@@ -50,7 +50,9 @@ class Fakes:
     def of(self, x: Tensor) -> Tensor:
         """The stand-in for one tensor, without its history."""
         if x.layout is not torch.strided:
-            raise PlanError(f"a dry run knows dense tensors only; got one of layout {x.layout}")
+            raise PlanError(
+                f"a dry run supports dense tensors only; got a tensor of layout {x.layout}"
+            )
         if x.dim() == 0 and x.device.type == "cpu" and not x.requires_grad:
             with unset_fake_temporarily():
                 number = x.item()

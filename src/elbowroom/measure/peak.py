@@ -60,13 +60,14 @@ def mark(name: str) -> None:
 
 
 def peak(step: Callable[[], object], *, device: torch.device | str | None = None) -> int:
-    """Bytes that `step()` allocates above the level before it, at the worst moment.
+    """Returns the peak memory of `step()`, in bytes above the memory in use before it.
 
-    `device=None` is the current CUDA device if CUDA is in use in this process, else the CPU. There
-    it is what this thread, and the backward that it calls, allocate: not what threads do that the
-    step starts. Raises PlanError for a device that this machine does not have, and RuntimeError
-    where a profiler runs already, as in another `peak`, inside a backward, or where the step starts
-    one.
+    device  None: the current CUDA device if CUDA is in use in this process, else the CPU
+
+    On a CPU, allocations of this thread and of its backward are counted, but not those of other
+    threads that the step starts. Raises PlanError if this machine does not have the device, and
+    RuntimeError if a profiler is running already (as inside another `peak` or a backward), or if
+    the step starts one.
 
     >>> peak(lambda: torch.zeros(1000, dtype=torch.uint8))
     1000
@@ -96,7 +97,7 @@ def memory_curve(
     if is_busy():
         raise RuntimeError(
             "a peak cannot be measured inside another peak, or while a profiler runs: PyTorch has "
-            "one in a process. End that one first."
+            "one profiler per process. Stop that one first."
         )
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -87,7 +87,7 @@ class Probe:
         }
         # What is no parameter must be free to go: it may be held by a code, here or elsewhere.
         arguments = dict.fromkeys(key for key in exact if key != RESULT)
-        self._arguments = tree_map(_own, self._arguments | arguments)
+        self._arguments = tree_map(_copy_of, self._arguments | arguments)
         self._grad: Tensor | None = None
         self._watch(node, output)
 
@@ -261,7 +261,7 @@ def _scaled_as(made: Tensor, exact: Tensor, held: Tensor) -> Tensor:
     return (held * factor).to(made.dtype)
 
 
-def _own(value: Any) -> Any:
+def _copy_of(value: Any) -> Any:
     """Returns a copy of a tensor that is no parameter, and anything else as it is."""
     is_other = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
     return value.detach().clone() if is_other else value

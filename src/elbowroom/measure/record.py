@@ -61,7 +61,7 @@ def record(
     sized, (levels, floors), static = _sized(step, chosen, policy, min_nbytes, second)
     times.append(second.times_s())
     check_saves(sized)
-    if not _alike(sized, timed):
+    if not _saved_the_same(sized, timed):
         raise PlanError(
             "two runs of the step saved different tensors, so no plan can be made of it; give a "
             "step that does the same every time (same shapes, same branches)"
@@ -153,7 +153,7 @@ def _sized(
     return recorder, marks.levels(curve_of(changes, named, device.type)), static
 
 
-def _alike(one: StepRecorder, other: StepRecorder) -> bool:
+def _saved_the_same(one: StepRecorder, other: StepRecorder) -> bool:
     """Returns whether two runs saved the same, in the same order."""
     saved = [
         [[(save.site.name, storage.nbytes) for save in storage.saves] for storage in run.storages()]

@@ -133,9 +133,9 @@ class Snapshot:
         told = ", ".join(f"{name} {show_nbytes(nbytes)}" for name, nbytes in parts.items())
         if peak - saved > budget:
             raise BudgetTooSmall(
-                f"budget {show_nbytes(budget)} is below what this snapshot holds at its peak "
-                f"without all that is held for backward, {show_nbytes(peak - saved)} (estimated): "
-                f"{told}. Halve the batch, or take smaller optimizer states "
+                f"budget {show_nbytes(budget)} is below the memory at the peak of this snapshot "
+                f"without all tensors held for backward, {show_nbytes(peak - saved)} (estimated): "
+                f"{told}. Halve the batch, or use smaller optimizer states "
                 "(er.optim.AdamW(state=...))",
                 least_nbytes=peak - saved,
                 parts=parts,
@@ -144,7 +144,7 @@ class Snapshot:
             f"the snapshot's peak is {show_nbytes(peak)}, {show_nbytes(peak - budget)} above the "
             f"budget. {show_nbytes(saved)} of it are held for backward, so a plan may fit "
             "(estimated). A snapshot does not say which op saves what: er.measure(step), or "
-            '"elbowroom profile train.py", does, and er.plan takes what that gives'
+            '"elbowroom profile train.py", does, and er.plan takes its profile'
         )
 
     def __str__(self) -> str:

@@ -129,7 +129,7 @@ class StepWatch:
             return
         if codec is not None:
             error = slot.restore_value(private=True).sub_(whole)
-            trials = self._try(whole, site)
+            trials = self._trials(whole, site)
             nbytes = 0 if slot.value is None else slot.value.nbytes
             self._held[site.name] = _Held(site, codec, whole.numel(), nbytes, energy(error), trials)
         for op, geometry in self._pending.pop(slot, ()):
@@ -218,7 +218,7 @@ class StepWatch:
         turn = unseen or turn or set(known)  # of no kind all may be unknown
         return not turn or (op.name in turn and probed[op.name] <= min(probed[n] for n in turn))
 
-    def _try(self, whole: Tensor, site: Site) -> tuple[tuple[Codec, float, Tensor], ...]:
+    def _trials(self, whole: Tensor, site: Site) -> tuple[tuple[Codec, float, Tensor], ...]:
         if self._rungs is None:
             return ()
         each = max(whole.numel() // max(len(whole), 1), 1)

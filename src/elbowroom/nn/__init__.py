@@ -1,18 +1,19 @@
-"""Modules whose backward needs less, with the weights and state_dict keys of torch's own.
+"""Modules that save less for backward, with the weights and state_dict keys of torch's own.
 
-    linear_cross_entropy   the head and its loss, without the logits
-    norms                  LayerNorm, RMSNorm that save their output, as the next layer does
-    activations            GELU and SiLU that save two bits an element
+    linear_cross_entropy   linear layer and cross entropy, without the logits
+    norms                  LayerNorm and RMSNorm that save their output, as the next layer does
+    activations            GELU and SiLU that save two bits per element
     dropout                dropout that saves a seed
-    fp8                    layers that compute in 8-bit floats and save what they read in them
-    convert, swap          put these in place of torch's in a model, and torch's back
+    fp8                    layers that compute in 8-bit floats, and save these
+    convert, swap          replace torch's modules in a model by these, and back
 
-FP8 is six files: _scaled (codes and products), _flow (nodes that save codes), _attention (one more
-of them), _probe (what a module computes), _behaviors and _derived (what is put in front of it).
+FP8 has six files: _scaled (codes and products), _flow (nodes that save codes), _attention (the node
+of attention), _probe (what a module computes), _behaviors and _derived (the classes that are put in
+front of a module's own).
 
-What they save is opaque to `er.saving` (codes are never encoded twice), except a norm's output,
-which is one storage with what the next layer saves, and so is kept exactly. None can be
-differentiated twice: that is refused.
+`er.saving` leaves what these modules save as it is, so codes are never encoded twice. The output of
+a norm shares one storage with the tensor that the next layer saves, and is therefore kept exactly.
+Second derivatives raise an error.
 """
 
 from elbowroom.nn.activations import GELU as GELU

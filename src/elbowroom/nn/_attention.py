@@ -73,7 +73,9 @@ class _Saved:
                 wholes.append(x)
             whole = wholes[owners[owner]]
             inside = int(x.storage_offset()) - int(whole.storage_offset())
-            if inside < 0 or _end(x) > _end(whole):  # more of this memory than the view we have
+            if inside < 0 or _end_in_storage(x) > _end_in_storage(
+                whole
+            ):  # more of this memory than the view we have
                 owners[owner] = len(wholes)
                 wholes.append(x)
                 inside = 0
@@ -91,7 +93,7 @@ class _Saved:
                 self.now = ()
 
 
-def _end(x: Tensor) -> int:
+def _end_in_storage(x: Tensor) -> int:
     """The index in its storage behind the last element."""
     reach = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     return int(x.storage_offset()) + (reach + 1 if x.numel() else 0)

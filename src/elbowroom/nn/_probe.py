@@ -78,21 +78,21 @@ def _fitted(
     # What eps adds shows only where x is small: there y / n = sqrt(var / (var + eps)).
     small = 1e-3 * x
     large, little = _run(module, values, 100 * x), _run(module, values, small)
-    if large is None or little is None or not _alike(large, guess(100 * x, weight, bias)):
+    if large is None or little is None or not _are_close(large, guess(100 * x, weight, bias)):
         return None
     exact = guess(small, weight, None)
     ratio = ((little if bias is None else little - bias) / exact).clamp(1e-6, 1.0)
     variance = guess.normalized(small)[1].pow(-2)
-    eps = _told(module, float((variance * (ratio.pow(-2) - 1)).median()))
+    eps = _exact_eps(module, float((variance * (ratio.pow(-2) - 1)).median()))
     facts = NormFacts(guess.centered, guess.offset, eps, guess.weight, guess.bias)
     for scale in (1e-2, 1.0):
         y = _run(module, values, scale * x)
-        if y is None or not _alike(y, facts(scale * x, weight, bias)):
+        if y is None or not _are_close(y, facts(scale * x, weight, bias)):
             return None
     return facts
 
 
-def _told(module: nn.Module, eps: float) -> float:
+def _exact_eps(module: nn.Module, eps: float) -> float:
     """The number that the module itself holds, if one is as good as that: without rounding."""
     held = (each for each in vars(module).values() if isinstance(each, float))
     near = (each for each in held if each > 0 and abs(each - eps) <= max(0.02 * each, 1e-9))
@@ -112,7 +112,7 @@ def is_elementwise(module: nn.Module) -> bool:
     random = torch.Generator().manual_seed(0)
     x = 3 * torch.randn(3, 5, 24, generator=random)
     y = _run(module, {}, x)
-    if y is None or y.shape != x.shape or _alike(y, x):  # what changes nothing saves nothing
+    if y is None or y.shape != x.shape or _are_close(y, x):  # what changes nothing saves nothing
         return False
     order = torch.randperm(x.numel(), generator=random)
     moved = _run(module, {}, x.flatten()[order].view_as(x))
@@ -121,7 +121,7 @@ def is_elementwise(module: nn.Module) -> bool:
     if moved is None or changed is None:
         return False
     same = other == x
-    local = _alike(moved.flatten(), y.flatten()[order]) and _alike(changed[same], y[same])
+    local = _are_close(moved.flatten(), y.flatten()[order]) and _are_close(changed[same], y[same])
     return local and suits(module)
 
 
@@ -158,7 +158,7 @@ def is_linear(module: nn.Module) -> str | None:
             continue
         x = torch.randn(2, 3, weight.shape[inner], generator=random)
         y = _run(module, values, x)
-        if y is not None and _alike(y, F.linear(x, w, b)):
+        if y is not None and _are_close(y, F.linear(x, w, b)):
             return name
     return None
 
@@ -205,5 +205,5 @@ def _copy(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _are_close(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-4))

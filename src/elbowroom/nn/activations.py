@@ -59,7 +59,7 @@ def _run(x: Tensor, f: Activation, derivative: Derivative) -> Tensor:
 
 
 class GELU(nn.GELU):
-    """torch's GELU, saving 2 bits an element. Its output has the same bits."""
+    """GELU that saves 2 bits per element; its output has the same bits."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Computes GELU elementwise."""
@@ -73,7 +73,7 @@ class GELU(nn.GELU):
 
 
 class SiLU(nn.SiLU):
-    """torch's SiLU, saving 2 bits an element, unless in place. Its output has the same bits."""
+    """SiLU that saves 2 bits per element, unless in place; its output has the same bits."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Computes SiLU elementwise."""

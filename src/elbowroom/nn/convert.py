@@ -26,22 +26,23 @@ def convert(
     dropout: bool = True,
     keep: Iterable[str] = (),
 ) -> Replaced:
-    """Let norms, activations and dropout of `model` save less, in place.
+    """Replaces norms, activations and dropout of `model` by modules that save less, in place.
 
         print(er.convert(model, norms=True, activations=True, dropout=True))
 
-    norms        LayerNorm and RMSNorm save their output, which the next layer saves too
-    activations  GELU and SiLU save their derivative in two bits: unbiased noise in gradients
+    norms        LayerNorm and RMSNorm save their output, which the next layer saves anyway
+    activations  GELU and SiLU save their derivative in two bits. This adds unbiased noise to
+                 gradients
     dropout      Dropout saves a seed
-    keep         names of modules that stay as they are, with all inside
+    keep         names of modules that are not converted, including all modules inside
 
-    Weights, `state_dict` keys and optimizers stay. `er.nn.revert(model)` puts torch's back. Returns
-    what was replaced, and which modules were left alone because their class only inherits from
-    torch's, because they only have such a name (LlamaRMSNorm), or because they work in place
-    (`inplace=True`), and the model may go on with their input: set `inplace = False` first where it
-    goes on with their result. What a model calls as a function (F.gelu) is
-    not a module, and is not seen. Raises ModuleError for what is not a model, and for names in
-    `keep` that do not exist.
+    Weights, `state_dict` keys and optimizers stay the same. `er.nn.revert(model)` undoes it.
+
+    Returns what was replaced, and which modules were not: subclasses of torch's classes; modules of
+    other libraries with a similar name (LlamaRMSNorm); and modules that work in place
+    (`inplace=True`), because the model may go on to use their changed input. If it uses only their
+    result, set `inplace = False` first. Functions that a model calls (F.gelu) are not converted.
+    Raises ModuleError if `model` is not a module, or if a name in `keep` does not exist.
     """
     wanted: Classes = {}
     alike: tuple[str, ...] = ()
@@ -52,9 +53,9 @@ def convert(
 
 
 def revert(model: nn.Module) -> Replaced:
-    """Undo `convert` and `fp8`: every module of elbowroom in `model` gets its own class again.
+    """Undoes `convert` and `fp8`: each module of elbowroom in `model` gets its own class again.
 
-    Weights that `fp8(frozen=True)` holds in 8 bits get their dtype again, and what they decode to.
+    Weights that `fp8(frozen=True)` stores in 8 bits are decoded to their original dtype.
     """
     ours = {**_NORMS, **_ACTIVATIONS, **_DROPOUT, nn.Linear: Fp8Linear}
     before = {now: torchs for torchs, now in ours.items()}

@@ -40,12 +40,12 @@ class _Dropout(torch.autograd.Function):
 
 
 class Dropout(nn.Dropout):
-    """torch's Dropout, without a mask. It is linear, and may be differentiated twice."""
+    """Dropout that saves a seed instead of a mask. It can be differentiated twice."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Applies dropout elementwise.
 
-        float64, what works in place and what drops nothing goes torch's way.
+        torch's own dropout is used for float64, in place, and if no element is dropped.
         """
         usual = self.training and 0 < self.p < 1 and not self.inplace
         if not usual or input.dtype not in _DTYPES or torch.compiler.is_exporting():

@@ -50,25 +50,28 @@ def fp8(
     frozen: bool = False,
     scaling: Scaling = "tensor",
 ) -> Replaced:
-    """Let the layers of `model` compute in FP8 and save FP8, in place.
+    """Makes the layers of `model` compute on FP8 tensors and save these, in place.
 
         print(er.nn.fp8(model, keep=["lm_head"]))
 
-    keep       names of modules that stay as they are, with all inside: the head, usually
-    flow       norms and activations too, and products inside modules with several linear layers;
-               False: linear layers alone
-    attention  scaled_dot_product_attention reads q, k and v in FP8 too (needs flow)
-    frozen     weights of linear layers that do not require gradients are held in FP8, with their
-               scale as `weight_scale` in the state_dict: 1 byte in place of 2 or 4. They are
-               rounded for good; `er.nn.revert` gives what they decode to
-    scaling    of products: a scale for each tensor, or for each row of x, W and g
+    keep       names of modules that are not converted, including all modules inside; usually the
+               head
+    flow       also converts norms and activations, and products inside modules with several linear
+               layers; False: linear layers alone
+    attention  scaled_dot_product_attention also reads q, k and v in FP8 (needs flow)
+    frozen     stores the weights of linear layers that do not require gradients in FP8, with their
+               scale as `weight_scale` in the state_dict: 1 byte instead of 2 or 4. They are rounded
+               permanently; `er.nn.revert` restores the decoded weights
+    scaling    "tensor": products have a scale per tensor; "row": a scale for each row of x, W and g
 
-    Which modules are norms, activations and linear layers is found by what they compute, not by
-    the names of their classes. Weights and keys stay (but for frozen ones), and so do optimizers;
-    `er.nn.revert(model)` undoes it. Returns what was replaced, which modules only look as if they
-    could be, and whether products run in FP8 on this device or are emulated. Raises ModuleError for
-    what is not a model, names in `keep` that do not exist, and other scalings. Layers that are in
-    FP8 already stay as they are: revert first to change settings.
+    Norms, activations and linear layers are recognized by what they compute, not by the names of
+    their classes. Weights, keys and optimizers stay the same, except for frozen weights.
+    `er.nn.revert(model)` undoes it.
+
+    Returns what was replaced, which modules only look similar, and whether products run in FP8 on
+    this device or are emulated. Layers that are in FP8 already stay as they are, so revert first to
+    change settings. Raises ModuleError if `model` is not a module, if a name in `keep` does not
+    exist, or for other scalings.
     """
     if scaling not in get_args(Scaling):
         raise ModuleError(
@@ -202,7 +205,7 @@ class _Fp8(nn.Module):
             scale = scale.t()
         return linear(x, weight, self.bias, scale, rows=self._rows)
 
-    def _takes(self, x: Tensor) -> bool:
+    def _accepts(self, x: Tensor) -> bool:
         return x.numel() > 0 and x.is_floating_point()
 
     # --- a weight that is held in FP8 ---
@@ -210,7 +213,7 @@ class _Fp8(nn.Module):
     def freeze(self) -> None:
         """Hold the weight in FP8, for good."""
         self.__dict__[_HELD_AS] = self.weight.dtype
-        self._hold(*self._quantized(self.weight))
+        self._set_codes(*self._quantized(self.weight))
 
     def thaw(self) -> None:
         """Hold what the weight decodes to, in the dtype it had."""
@@ -227,7 +230,7 @@ class _Fp8(nn.Module):
             return codes.t().contiguous(), scale.t()
         return quantize(weight, E4M3, rows=self._rows)
 
-    def _hold(self, codes: Tensor, scale: Tensor) -> None:
+    def _set_codes(self, codes: Tensor, scale: Tensor) -> None:
         self.weight = nn.Parameter(codes, requires_grad=False)
         self._buffers["weight_scale"] = scale.contiguous()
 
@@ -239,7 +242,7 @@ class _Fp8(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.weight.dtype is not E4M3:
             self.__dict__[_HELD_AS] = self.weight.dtype
-        self._hold(self.weight.detach().to(E4M3), scale.to(self.weight.device))
+        self._set_codes(self.weight.detach().to(E4M3), scale.to(self.weight.device))
         return self
 
     def _load_from_state_dict(
@@ -260,11 +263,11 @@ class _Fp8(nn.Module):
 
 
 class Fp8Linear(_Fp8, nn.Linear):
-    """torch's Linear, in FP8: same weights and keys."""
+    """Linear layer that computes in FP8. Weights and keys are those of torch's."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Input [..., in_features] -> [..., out_features]."""
-        return self._linear(input) if self._takes(input) else super().forward(input)
+        return self._linear(input) if self._accepts(input) else super().forward(input)
 
 
 class Fp8Rows(_Fp8, Derived):
@@ -272,7 +275,7 @@ class Fp8Rows(_Fp8, Derived):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        if self._takes(x):
+        if self._accepts(x):
             return self._linear(x)
         out: Tensor = super().forward(x)
         return out
@@ -357,13 +360,13 @@ class _Fp8Linear(torch.autograd.Function):
         dx = dw = None
         if for_x:
             w8, w_scale = _codes_of(weight, w_scale, rows=scale.dim() > 0)
-            left, left_scale, w_scale = _left(g, coded, w_scale)
+            left, left_scale, w_scale = _left_factor(g, coded, w_scale)
             dx = product(left, w8, left_scale, w_scale, ctx.dtype).view(ctx.shape)
         if for_weight:
             x8 = read[0] if ctx.make is None else cast(ctx.make(read), scale, E4M3)
             x8, scale = _flat(x8, scale)
             turned = None if coded is None else (coded[0].t(), coded[1])
-            left, left_scale, scale = _left(g.t(), turned, scale)
+            left, left_scale, scale = _left_factor(g.t(), turned, scale)
             dw = product(left, x8, left_scale, scale, weight.dtype)
         db = g.sum(0, dtype=ctx.bias_dtype) if for_bias else None
         return dx, dw, db, *(None,) * (5 + ctx.n)
@@ -378,7 +381,7 @@ def _flat(x8: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return x8.reshape(-1, x8.shape[-1]), scale.reshape(-1, 1) if scale.dim() else scale
 
 
-def _left(
+def _left_factor(
     g: Tensor, coded: tuple[Tensor, Tensor] | None, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The left factor of g [M, N] b8 [N, K] with its scale, and the scale that is left for b8.

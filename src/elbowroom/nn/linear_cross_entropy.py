@@ -39,20 +39,21 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     chunk: int | None = None,
 ) -> Tensor:
-    """`F.cross_entropy(F.linear(x, weight, bias), target, ...)` without its logits.
+    """Computes `F.cross_entropy(F.linear(x, weight, bias), target, ...)` without all logits.
 
     x       [..., D]
-    weight  [V, D]; bias [V]
+    weight  [V, D]
+    bias    [V], or None
     target  [...] int64: classes, or ignore_index
-    chunk   tokens whose logits are held at a time; None: as many as make 32 MiB of fp32, and no
-            fewer than 256
+    chunk   the number of tokens whose logits are in memory at a time; None: as many as take 32 MiB
+            of fp32, and at least 256
 
-    Returns a scalar, or [...] for reduction "none": fp32 for bf16 and fp16. As with torch, the mean
-    over no token at all is NaN, with zero gradients. Raises ModuleError for shapes, dtypes or
-    settings that do not fit. Under autocast x and weight are cast as F.linear would cast them.
+    Returns a scalar, or [...] for reduction "none", in fp32 for bf16 and fp16. As in torch, the
+    mean over zero tokens is NaN, with zero gradients. Raises ModuleError for shapes, dtypes or
+    settings that do not match. Under autocast, x and weight are cast as by F.linear.
 
-    Weights of classes, `w` [V], are applied to the losses of reduction "none":
-    `(losses * w[target]).sum() / w[target].sum()`, where no target is ignored.
+    Class weights `w` [V] can be applied to the losses of reduction "none", where no target is
+    ignored: `(losses * w[target]).sum() / w[target].sum()`.
     """
     _check(x, weight, target, bias, reduction, label_smoothing, chunk)
     dtype = autocast_dtype(x)
@@ -210,13 +211,13 @@ def _safe(labels: Tensor, used: Tensor) -> Tensor:
 
 
 class LinearCrossEntropy(nn.Linear):
-    """A head with its loss: in training, called with x and target, it never holds logits.
+    """Linear layer and cross entropy in one module, which never stores all logits.
 
         head = er.nn.LinearCrossEntropy(768, 50257, bias=False)
         loss = head(x, target)          # x [..., 768], target [...]
         logits = head(x)                # without a target: a linear layer
 
-    Keys are those of nn.Linear. Settings as in `linear_cross_entropy`.
+    Keys are those of nn.Linear. The settings are those of `linear_cross_entropy`.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class LinearCrossEntropy(nn.Linear):
         self.label_smoothing, self.chunk = label_smoothing, chunk
 
     def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
-        """The loss; the logits [..., V] without a target."""
+        """Returns the loss, or the logits [..., V] without a target."""
         if target is None:
             return F.linear(x, self.weight, self.bias)
         return linear_cross_entropy(

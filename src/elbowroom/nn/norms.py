@@ -132,7 +132,7 @@ def _applies(x: Tensor, weight: Tensor | None) -> bool:
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's LayerNorm, saving its output. Same weights, keys, and bits of its output."""
+    """LayerNorm that saves its output. Weights, keys and output bits are those of torch's."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Computes the norm of input [..., *normalized_shape]."""
@@ -144,14 +144,14 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm, saving its output. Same weights and keys.
+    """RMSNorm that saves its output. Weights and keys are those of torch's.
 
-    Its output has the bits that torch's has without gradients; with them, torch's own is composed
+    Its output has the same bits as torch's without gradients. With gradients, torch's own consists
     of other ops on a CPU, and may round differently in bf16 and fp16.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., *normalized_shape] -> the same."""
+        """Computes the norm of x [..., *normalized_shape]."""
         if _applies(x, self.weight) and _saved_output(self).ask(self.weight, None):
             # Without an eps torch takes that of the dtype it sums in: float32's for halves.
             wide = torch.promote_types(x.dtype, torch.float32)

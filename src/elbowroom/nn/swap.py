@@ -28,12 +28,12 @@ class Swap(NamedTuple):
 
 @dataclass(frozen=True)
 class Replaced:
-    """The result of a conversion. `str()` says it by class.
+    """The result of a conversion; `str()` lists it by class.
 
-    left  names and classes of modules that only look like those that are replaced: what inherits
-          from them, and what has a name like theirs (LlamaRMSNorm), which only its author knows;
-          and those that work in place, whose input a model may read as their result
-    note  what else is worth saying
+    left  names and classes of modules that look similar, but were not converted: subclasses of the
+          converted classes, modules with similar names (LlamaRMSNorm), and modules that work in
+          place, whose changed input the model may use
+    note  additional lines of the report
     """
 
     swaps: tuple[Swap, ...]
@@ -44,13 +44,13 @@ class Replaced:
         return len(self.swaps)
 
     def joined(self, swaps: tuple[Swap, ...]) -> "Replaced":
-        """Returns this and more swaps; what one of them has taken is no longer left."""
+        """Returns the union of two results; what one of them converted is no longer left."""
         taken = {swap.name for swap in swaps}
         left = tuple(each for each in self.left if each[0] not in taken)
         return changed(self, swaps=(*self.swaps, *swaps), left=left)
 
     def noting(self, more: str) -> "Replaced":
-        """Returns this with one more line to say."""
+        """Returns this result with one more line in `note`."""
         return changed(self, note="\n".join(filter(None, (self.note, more))))
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Replaced:
         for name, before, now in self.swaps:
             kinds.setdefault((before, now), []).append(name or "the model itself")
         lines = [
-            f"{len(names)} x {before} -> {now}: {_some(names)}"
+            f"{len(names)} x {before} -> {now}: {_shortened(names)}"
             for (before, now), names in kinds.items()
         ]
         stayed: dict[str, list[str]] = {}
@@ -68,7 +68,7 @@ class Replaced:
             [
                 *(lines or ["nothing was replaced"]),
                 *(
-                    f"left alone, {len(names)} x {kind}: {_some(names)}"
+                    f"left alone, {len(names)} x {kind}: {_shortened(names)}"
                     for kind, names in stayed.items()
                 ),
                 *([self.note] if self.note else []),
@@ -76,7 +76,7 @@ class Replaced:
         )
 
 
-def _some(names: list[str]) -> str:
+def _shortened(names: list[str]) -> str:
     return ", ".join(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
 
 
@@ -140,13 +140,13 @@ def name_of(module: nn.Module) -> str:
 
 def _checked(model: nn.Module, keep: Iterable[str]) -> list[str]:
     if not isinstance(model, nn.Module):
-        raise ModuleError(f"a torch.nn.Module is converted; got {type(model).__name__}.")
+        raise ModuleError(f"expected a torch.nn.Module; got {type(model).__name__}.")
     kept, names = list(keep), {name for name, _ in model.named_modules()}
     if isinstance(keep, str) or not names.issuperset(kept):
         wrong = keep if isinstance(keep, str) else ", ".join(set(kept) - names)
         raise ModuleError(
             f"keep={wrong!r} is not a list of names in this model; they are those of "
-            f"model.named_modules(): {_some(sorted(names - {''}))}."
+            f"model.named_modules(): {_shortened(sorted(names - {''}))}."
         )
     return kept
 

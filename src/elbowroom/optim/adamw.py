@@ -12,18 +12,19 @@ from elbowroom.optim.settings import check_betas, check_numbers, check_torchs
 
 
 class AdamW(EncodedOptimizer):
-    """`torch.optim.AdamW` whose two states take 8 to 1.05 bytes a parameter.
+    """AdamW with states of 8 to 1.05 bytes per parameter, in place of 8.
 
-    state    "fp32" | "coat" | "int8" | "int4" | "int4x2" (see `formats.py`), or "auto": fp32, or
-             what `er.fit` chooses within its budget; a param group may have its own
-    weights  for bfloat16 parameters: "residual" (one byte more each: 24 bits), "sr" (stochastic
-             rounding, no byte) or "nearest" (updates below half a step are lost)
-    seed     of stochastic rounding
-    torchs   settings of torch.optim's: `foreach` and `fused` change nothing here, others (amsgrad)
-             are taken as long as they are off
+    state    "fp32", "coat", "int8", "int4", "int4x2" (see `formats.py`), or "auto": `er.fit`
+             chooses the format within its budget, and without `er.fit` it is fp32. A parameter
+             group may have a format of its own
+    weights  for bfloat16 parameters: "residual" (24 bits in all, one more byte each), "sr"
+             (stochastic rounding, no more bytes) or "nearest" (updates below half a step are lost)
+    seed     the seed of stochastic rounding
+    torchs   other settings of torch.optim.AdamW: `foreach` and `fused` have no effect; others, such
+             as amsgrad, must be off
 
-    `state_dict()` holds codes, for this class; `torch.optim.AdamW` loads `portable_state_dict()`.
-    Raises InvalidSetting and UnsupportedParameter.
+    `state_dict()` holds codes, which this class can load. `torch.optim.AdamW` can load
+    `portable_state_dict()`. Raises InvalidSetting and UnsupportedParameter.
     """
 
     rule = "adamw"

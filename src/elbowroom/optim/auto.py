@@ -45,12 +45,12 @@ def hold(optimizer: EncodedOptimizer, state: str) -> int:
     """
     optimizer.wait()
     return sum(
-        _hold(optimizer, group, held_as(optimizer, group, state))
+        _convert_group(optimizer, group, held_as(optimizer, group, state))
         for group in auto_groups(optimizer)
     )
 
 
-def _hold(optimizer: EncodedOptimizer, group: Group, state: str) -> int:
+def _convert_group(optimizer: EncodedOptimizer, group: Group, state: str) -> int:
     before, after = group | {}, group | {"state": state}
     done: list[Tensor] = []
     try:

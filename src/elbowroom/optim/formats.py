@@ -120,9 +120,9 @@ def check_state(state: object, *, second: bool) -> None:
 
 
 def state_nbytes(p: Tensor, state: str, *, second: bool = True, weights: str = "residual") -> int:
-    """Bytes of the states of p: the 4 of its step counter, a residual, and what names its order.
+    """Returns the bytes of the states of p: step counter (4), codes, residual and memory order.
 
-    Of a DTensor, those of this rank.
+    For a DTensor, these are the bytes on this rank.
     """
     found, n, row = format_of(p.shape, state, second=second), local(p).numel(), row_of(p.shape)
     residual = n if p.dtype is torch.bfloat16 and weights == "residual" else 0

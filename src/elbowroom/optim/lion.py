@@ -9,7 +9,10 @@ from elbowroom.optim.settings import check_betas, check_numbers, check_torchs
 
 
 class Lion(EncodedOptimizer):
-    """The sign of an average of gradients; one state. Settings as those of `AdamW`."""
+    """Lion: updates by the sign of an average of gradients. It has one state.
+
+    The settings are those of `AdamW`.
+    """
 
     rule = "lion"
     moments = ("exp_avg",)

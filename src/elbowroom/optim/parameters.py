@@ -105,8 +105,8 @@ def _check(facts: Facts, weights: str) -> None:
         )
     if not facts.whole_rows:
         raise UnsupportedParameter(
-            f"{named} and a DTensor that is cut otherwise than in rows; states are encoded by "
-            "rows. Replicate it, or cut it by Shard(0), as fully_shard does"
+            f"{named} and a DTensor that is not sharded by rows; states are encoded by rows. "
+            "Replicate it, or shard it by Shard(0), as fully_shard does"
         )
     if facts.layout is not torch.strided or not _dense(_stand_in(facts)):
         raise UnsupportedParameter(f"{named} with gaps or overlaps in memory; use .contiguous()")
@@ -121,8 +121,8 @@ def check_held(p: Tensor, state: dict[str, Tensor], update: Update, held_as: str
     if device.type == "meta":
         raise UnsupportedParameter(
             f"a parameter of shape {tuple(p.shape)} is {_name(p.dtype)} on device 'meta', where it "
-            "has no values to update. Give it some by model.to_empty(device=...) and "
-            "load_state_dict, and to the optimizer after that"
+            "has no values to update. Create its values with model.to_empty(device=...) and "
+            "load_state_dict, and then pass it to the optimizer"
         )
     if not state:
         return

@@ -49,7 +49,7 @@ class Releasing(Protocol):
 
 
 class GradientRelease:
-    """The handle that `release_gradients` returns: it ends by `remove()`, or as a context.
+    """The handle that `release_gradients` returns; `remove()` or the end of its context ends it.
 
     watched  ids of the parameters whose gradients it applies
     """
@@ -76,7 +76,7 @@ class GradientRelease:
         self.remove()
 
     def remove(self) -> None:
-        """Lets gradients stay until `step()` from now on. Twice is harmless."""
+        """Ends the release: gradients stay until `step()` again. It can be called twice."""
         for hook in self._hooks:
             hook.remove()
         optimizer = self._optimizer()
@@ -85,7 +85,7 @@ class GradientRelease:
             optimizer.released = None
 
     def watch(self, number: int) -> None:
-        """Releases the gradients of this param group, too."""
+        """Also releases the gradients of this parameter group."""
         optimizer = self._optimizer()
         assert optimizer is not None
         index = sum(len(group["params"]) for group in optimizer.param_groups[:number])
@@ -96,7 +96,7 @@ class GradientRelease:
                 self.watched.add(id(p))
 
     def check(self, index: int, p: Tensor) -> None:
-        """Raises InvalidSetting if this parameter has been updated in this step."""
+        """Raises InvalidSetting if this parameter was already updated in this step."""
         if index in self._applied:
             raise InvalidSetting(
                 f"{CANNOT}. A parameter of shape {tuple(p.shape)} has been updated, and has a "
@@ -106,7 +106,7 @@ class GradientRelease:
             )
 
     def end_step(self) -> int:
-        """Ends a step; returns how many of its gradients have not been applied."""
+        """Ends a step; returns the number of its gradients that were not applied."""
         skipped, self._skipped = self._skipped, 0
         self._applied.clear()
         return skipped

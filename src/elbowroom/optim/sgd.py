@@ -9,9 +9,10 @@ from elbowroom.optim.settings import check_momentum, check_numbers, check_torchs
 
 
 class SGD(EncodedOptimizer):
-    """`torch.optim.SGD` with momentum. Settings as those of `AdamW`.
+    """`torch.optim.SGD` with momentum. The settings are those of `AdamW`.
 
-    What torch has between momentum and weight_decay, dampening, is 0; so both are given by name.
+    `dampening`, which torch has between momentum and weight_decay, is always 0. Therefore momentum
+    and weight_decay are keyword arguments.
     """
 
     rule = "sgd"

@@ -1,7 +1,8 @@
-"""DECISION: pure data and arithmetic.
+"""Plans: pure data and arithmetic.
 
-A `Site` goes in, an `Action` comes out; no CUDA, no autograd, no clock. For a whole step at once: a
-`Problem` goes in, a `Solution` comes out of `elbowroom.plan.solve` (not imported here: scipy).
+A policy maps a `Site` to an `Action`. This package uses no CUDA, no autograd and no clock. For a
+whole step, `elbowroom.plan.solve` maps a `Problem` to a `Solution`. (It is not imported here,
+because it needs scipy.)
 """
 
 from elbowroom.plan.action import Action as Action

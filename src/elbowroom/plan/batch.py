@@ -31,8 +31,8 @@ class TwoBatches:
         if _outline(self.at_one) != _outline(self.at_two):
             raise PlanError(
                 f"a step with batch {self.one} saves other tensors than one with batch {self.two}, "
-                "so nothing can be said of a larger one; give a loss and a make_batch that do the "
-                "same for every batch size"
+                "so a larger batch cannot be predicted; use a loss and a make_batch that run the "
+                "same ops for every batch size"
             )
 
     def profile(self, batch: int) -> Profile:

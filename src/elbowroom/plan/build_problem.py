@@ -108,8 +108,9 @@ def _places(profile: Profile, offload: str | None) -> tuple[Preset, ...]:
         return ()
     if f"out {offload}" not in profile.rates:
         raise PlanError(
-            f"this profile does not know how fast the {offload} is, because it was measured where "
-            f"there is none for {profile.device[0]} tensors; plan without offload"
+            f"this profile has no speed of the {offload}, because there is none for "
+            f"{profile.device[0]} tensors on the machine where it was measured; plan without "
+            "offload"
         )
     return (OFFLOAD[offload],)
 

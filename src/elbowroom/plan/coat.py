@@ -43,12 +43,13 @@ _LINEAR = frozenset(
 
 @dataclass(frozen=True)
 class Coat:
-    """Policy of exact actions where they apply; FP8 elsewhere, finer for what is not linear.
+    """Policy that uses exact actions where they apply, and 8-bit floats elsewhere.
 
-    group_size  elements that share a scale, of inputs of norms, activations and products
-    wide        the same, of inputs of linear layers, matmuls and convolutions
-    format      fp8: E4M3, as COAT has it; int8, int4: dithered integers of as many bits
-    rebuild     outputs may be made again from encoded sources
+    group_size  the number of elements that share a scale, for inputs of norms, activations and
+                products
+    wide        the same, for inputs of linear layers, matmuls and convolutions
+    format      "fp8": E4M3, as in COAT; "int8", "int4": dithered integers of this number of bits
+    rebuild     outputs may be rebuilt from encoded tensors
     """
 
     group_size: int = 32

@@ -147,7 +147,7 @@ def option(profile: Profile, storage: Storage, preset: Preset, *, again: int = 0
     held = _Held()
     for save in storage.saves:
         if not save.left and not (held.serves(save.site.need) and held.is_fine_for(save.site)):
-            _hold(held, preset, save.site, storage, profile)
+            _set_held(held, preset, save.site, storage, profile)
     nbytes = held.nbytes + held.bits_nbytes
     direct = _direct_needs(storage, held, exact=preset.exact)
     return Option(
@@ -161,7 +161,9 @@ def option(profile: Profile, storage: Storage, preset: Preset, *, again: int = 0
         link=held.link,
         ahead=_AHEAD if held.link else 0,
         values=held.value == "exact" and not held.rebuilt,
-        direct=tuple((at, _taken(profile, storage, at, reads)) for at, reads in direct.items()),
+        direct=tuple(
+            (at, _additional_nbytes(profile, storage, at, reads)) for at, reads in direct.items()
+        ),
         levels=_levels(held.codec, storage.saves[0].site)
         if held.value == "lossy" and held.codec
         else 0.0,
@@ -208,7 +210,7 @@ def _direct_needs(storage: Storage, held: _Held, *, exact: bool) -> dict[int, li
     }
 
 
-def _taken(profile: Profile, storage: Storage, moment: int, reads: list[Reads]) -> int:
+def _additional_nbytes(profile: Profile, storage: Storage, moment: int, reads: list[Reads]) -> int:
     """Bytes that an op takes beyond those of `base` where it reads what is held.
 
     torch's own batch norm makes one tensor beside the gradient, ours on the code does not. What
@@ -282,7 +284,7 @@ def action_name(preset: Preset, storage: Storage) -> str:
     return " + ".join(names)
 
 
-def _hold(held: _Held, preset: Preset, site: Site, storage: Storage, profile: Profile) -> None:
+def _set_held(held: _Held, preset: Preset, site: Site, storage: Storage, profile: Profile) -> None:
     if preset.exact and site.rebuildable is Rebuildable.LOSSY:
         site = replace(site, rebuildable=Rebuildable.EXACT)  # its source is exact as well then
     if not preset.exact and (site.need is Need.EXACT or site.consumer == ATTENTION):

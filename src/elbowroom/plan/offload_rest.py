@@ -14,12 +14,12 @@ from elbowroom.plan.site import Site
 
 @dataclass(frozen=True)
 class OffloadRest:
-    """Policy of exact actions first; the rest is offloaded.
+    """Policy that uses exact actions where they apply, and moves all other tensors elsewhere.
 
-    tier         "host", "file", or None: host memory for what is on a GPU, else a file
-    directory    where the file lies; None: where `tempfile` puts its own
-    from_nbytes  storages below this size, in bytes, are kept
-    rebuild      outputs may be made again from what their op saves
+    tier         "host", "file", or None: host memory for tensors on a GPU, otherwise a file
+    directory    the folder of the file; None: the default of `tempfile`
+    from_nbytes  storages smaller than this number of bytes are kept
+    rebuild      outputs may be rebuilt from the tensors that their op saves
     """
 
     tier: Literal["host", "file"] | None = None

@@ -31,9 +31,9 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Line:
-    """One storage, or one module that is recomputed, as `explain` shows it.
+    """One line of `explain`: a storage, or a module that is recomputed.
 
-    error  variance that it adds to the gradient, as a share of that of mini-batches: estimated
+    error  estimated variance that it adds to the gradient, relative to that over mini-batches
     """
 
     module: str
@@ -51,7 +51,7 @@ class Line:
 class PlanEntry:
     """The plan's action at one site, and the facts by which it recognizes the site.
 
-    preset    the name of one (`menu.preset_named`)
+    preset  the name of a preset (`menu.preset_named`)
     curved  see `Site`
     """
 
@@ -63,15 +63,17 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class Plan:
-    """The action for each tensor of a step.
+    """The action for each tensor of a step, and the predicted cost of the step.
 
-    budget     bytes that it was made for
-    peak       predicted, in bytes; plain_peak: of plain autograd, likewise
-    seconds    predicted; plain_seconds: of plain autograd
-    exact      no bit of any gradient changes
-    recompute  modules whose forward runs again in backward
-    watched    steps in which the noise of codes was measured; 0: it is guessed by size
-    standing   what the model and its optimizers hold between steps; None: not known
+    budget         the budget, in bytes
+    peak           the predicted peak, in bytes
+    plain_peak     the predicted peak of plain autograd, in bytes
+    seconds        the predicted time of a step
+    plain_seconds  the predicted time of a step in plain autograd
+    exact          whether no bit of any gradient changes
+    recompute      modules whose forward runs again in backward
+    watched        steps in which the noise of codes was measured; 0: it is estimated from sizes
+    standing       bytes of the model and its optimizers between steps; None: not known
     """
 
     budget: int
@@ -96,13 +98,13 @@ class Plan:
         return hash((self.budget, self.peak, self.solver, self.recompute))  # sites is a dict
 
     def action_for(self, site: Site) -> Action:
-        """Returns the action for what this site saves."""
+        """Returns the action for the tensor that this site saves."""
         if self._preset_for(site) is None:
             self.strangers[site.name] += 1
         return self.look_up(site)
 
     def look_up(self, site: Site) -> Action:
-        """Returns the same for somebody who only wants to know: a stranger is not counted."""
+        """Returns the action for this site, without counting unknown sites in `strangers`."""
         known, preset = self.sites.get(site.name), self._preset_for(site) or EXACT_MENU[0]
         if known is None:
             return preset.policy(site)
@@ -110,14 +112,14 @@ class Plan:
         return preset.policy(replace(site, curved=known.curved or site.formula.is_fine))
 
     def codes_input(self, name: SiteName) -> bool:
-        """Returns whether a module runs again from a code of the input of this name."""
+        """Returns whether a module runs again from a code of the input with this name."""
         known = self.sites.get(name)
         return known is not None and not preset_named(known.preset).exact
 
     def reruns_attention(self, module: str) -> bool:
-        """Returns whether an attention of this module has a code of anything that it saves.
+        """Returns whether an attention of this module encodes any of the tensors that it saves.
 
-        Else it is torch's own, which holds what it needs to run once.
+        If not, torch's own attention runs, which stores what it needs for its backward.
         """
         return module in self._coded_attention
 
@@ -132,16 +134,17 @@ class Plan:
     def _preset_for(self, site: Site) -> Preset | None:
         """Returns the setting that decides for a site; None for a site that is not in the plan."""
         known = self.sites.get(site.name)
-        if known is not None and _is(known, site):
+        if known is not None and _matches(known, site):
             return preset_named(known.preset)
         if site.consumer == RECOMPUTE and site.module in self.recompute and known is None:
             return EXACT_MENU[0]  # an input that is saved for the second run only
         return None
 
     def grown(self, ratio: float, static_nbytes: int, budget: int) -> "Plan":
-        """Returns the same actions for tensors that are `ratio` times as large, for `budget`.
+        """Returns the plan for tensors that are `ratio` times as large, for `budget`.
 
-        A line keeps the shape that was profiled. static_nbytes: what does not grow of the peak.
+        Lines keep the shapes that were profiled. static_nbytes: the part of the peak that does not
+        grow.
         """
 
         def larger(nbytes: int) -> int:
@@ -164,49 +167,49 @@ class Plan:
         )
 
     def has_call(self, nth: int) -> bool:
-        """Returns whether the plan knows an nth forward of the same step (`sequence.py`)."""
+        """Returns whether the plan contains an nth forward of the same step (`sequence.py`)."""
         names = (*(name.module for name in self.sites), *self.recompute)
         return any(name.startswith(prefix(nth)) for name in names)
 
     @property
     def slowdown(self) -> float:
-        """Predicted time over that of plain autograd, minus one."""
+        """Predicted time divided by that of plain autograd, minus one."""
         return self.seconds / self.plain_seconds - 1 if self.plain_seconds > 0 else 0.0
 
     @property
     def noise(self) -> float:
-        """Variance that codes add to the gradient, as a share of that of mini-batches."""
+        """Variance that codes add to the gradient, relative to that over mini-batches."""
         return sum(line.error for line in self.lines)
 
     @property
     def is_lossy(self) -> bool:
-        """True if codes add errors. If not, and it is not exact, some op rounds otherwise."""
+        """True if codes add errors. If neither lossy nor exact, some op rounds differently."""
         return self.noise > 0
 
     @property
     def codecs(self) -> set[Codec]:
-        """The settings of codes that it takes."""
+        """The settings of codecs that the plan uses."""
         policies = (preset_named(known.preset).policy for known in self.sites.values())
         return {policy.codec for policy in policies if isinstance(policy, Lossy)}
 
     @property
     def held_nbytes(self) -> int:
-        """The bytes that are held between forward and backward."""
+        """Bytes that are stored between forward and backward."""
         return sum(line.held for line in self.lines)
 
     @cached_property
     def largest_nbytes(self) -> int:
-        """The bytes of the largest storage. Asked for at every save."""
+        """Bytes of the largest storage; cached, because each save reads it."""
         return max((line.nbytes for line in self.lines), default=0)
 
     @property
     def changes_nothing(self) -> bool:
-        """True if all is kept, every op is torch's own, and the budget has room for these."""
+        """True if all tensors are kept, all ops are torch's own, and the budget has room for it."""
         is_kept = self.exact and all(line.action == "keep" for line in self.lines)
         return is_kept and self.plain_peak <= self.budget
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """Bytes in plain autograd, and held, by action."""
+        """Returns bytes in plain autograd, and stored bytes, by action."""
         sums: dict[str, tuple[int, int]] = {}
         for line in self.lines:
             before, after = sums.get(line.action, (0, 0))
@@ -214,9 +217,9 @@ class Plan:
         return sums
 
     def explain(self) -> str:
-        """A table: module, op, shape, bytes, action, seconds, error and why.
+        """Returns a table: module, op, shape, bytes, action, seconds, error and reason per tensor.
 
-        Below it, where they are known, the bytes of states, weights and gradients a parameter.
+        Below it are the bytes per parameter of states, weights and gradients, if they are known.
         """
         return _table(self) + ("" if self.standing is None else f"{self.standing}\n")
 
@@ -249,7 +252,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Reads what `save` wrote. Raises DataError for anything else."""
+        """Reads a plan that `save` wrote. Raises DataError for any other file."""
         return files.read(path, "plan", VERSION, _plan)
 
 
@@ -266,8 +269,8 @@ def check_plan(
         return
     if not isinstance(plan, Plan):
         raise PlanError(
-            f"plan={type(plan).__name__} is not possible; it is what er.plan "
-            "gives, or er.Plan.load(path)"
+            f"plan={type(plan).__name__} is not possible; it is a plan from er.plan or "
+            "er.Plan.load(path)"
         )
     if plan.peak > budget:
         raise PlanError(
@@ -316,7 +319,7 @@ def _preset(plan: Plan, name: SiteName) -> str:
     return "-" if known is None else known.preset
 
 
-def _is(known: PlanEntry, site: Site) -> bool:
+def _matches(known: PlanEntry, site: Site) -> bool:
     same = known.dtype == str(site.dtype).removeprefix("torch.")
     return same and site.nbytes <= known.nbytes
 

@@ -34,7 +34,7 @@ _EACH = 128  # elements of a channel for each value that shares a code: an error
 
 @dataclass(frozen=True)
 class KeepAll:
-    """Policy that touches nothing: what plain autograd holds, seen through the same ledger."""
+    """Policy that changes nothing; the ledger shows what plain autograd stores."""
 
     def __call__(self, site: Site) -> Action:
         return Keep("the policy keeps everything")
@@ -64,12 +64,12 @@ class Exact:
 
 @dataclass(frozen=True)
 class Lossy:
-    """Policy of exact actions where they apply, and `codec` for the rest that tolerates an error.
+    """Policy that uses exact actions where they apply, and `codec` wherever an error is tolerated.
 
-    Attention, GELU and SiLU get a milder setting of it (`precision_floor.py`).
+    Attention, GELU and SiLU get a more precise setting of the codec (`precision_floor.py`).
 
-    rebuild  outputs may be made again from encoded sources
-    again    ops may run forward again, in place of saving what they made on the way
+    rebuild  outputs may be rebuilt from encoded tensors
+    again    ops may run forward again, instead of saving intermediate results
     """
 
     codec: Codec
@@ -97,18 +97,18 @@ class Lossy:
 
 @dataclass(frozen=True)
 class Lean:
-    """Policy of exact actions where they apply, and of dither elsewhere.
+    """Policy that uses exact actions where they apply, and dither elsewhere.
 
-    Its levels follow what is read.
+    The number of levels depends on what reads the values.
 
-    upper       where ReLU lets pass: the next convolution reads it
-    lower       where it does not: only the norm's backward does
-    fold        so many of those share one code of 4 levels, where all of the norm's gradient comes
-                through the ReLU, and channels have 128 elements for each; 1: none do
-    plain       inputs of norms without a ReLU behind them, and what has no exact zeros
-    group_size  elements that share a step
-    rebuild     outputs may be made again from encoded sources; else no code serves two readers, and
-                `lower` is not used
+    upper       levels of values that the ReLU passes on, which the next convolution reads
+    lower       levels of values that the ReLU sets to zero, which only the norm's backward reads
+    fold        the number of such values that share one code of 4 levels, where all of the norm's
+                gradient comes through the ReLU, and channels have 128 elements for each; 1: none
+    plain       levels for inputs of norms that no ReLU follows, and for tensors without exact zeros
+    group_size  the number of elements that share a step
+    rebuild     outputs may be rebuilt from encoded tensors; otherwise no code serves two readers,
+                and `lower` is not used
     """
 
     upper: int = 4

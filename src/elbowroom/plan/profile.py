@@ -30,12 +30,12 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Save:
-    """Record of one op that saves a storage.
+    """One op that saves a storage.
 
-    left     why it is left alone whatever the policy says, or ""
-    modules  the modules whose forward ran, outermost first, by name; without the root
-    at       the moment of forward at which it did
-    asked    the last moment at which backward asked for it on behalf of this op; -1: never
+    left     why every plan must keep the storage as it is, or ""
+    modules  the modules that were running, outermost first, by name, without the root
+    at       the moment of forward
+    asked    the last moment at which backward requested the storage for this op; -1: never
     line     the file and line of Python that called the op, outside of torch; "": not known
     """
 
@@ -51,17 +51,17 @@ class Save:
 class Storage:
     """One saved storage.
 
-    nbytes      in plain autograd
-    held        bytes that the profiled step held for it
-    kept        whether that was the tensor itself
-    born        the moment at which it is saved first
+    nbytes      bytes in plain autograd
+    held        bytes that the profiled step kept for it
+    kept        whether the profiled step kept the storage itself
+    born        the moment of the first save
     used        the last moment of forward that reads it
-    needs       the moments of backward that ask for it
-    freed       the last moment at which something is held for it
-    producer_s  seconds of the op that made it
-    made_in     the modules that ran then, as in `Save`, and those of the ops between it and what it
-                could be made again from
-    made_of     the storages that it could be made again from, by index
+    needs       the moments of backward that request it
+    freed       the last moment at which any memory is kept for it
+    producer_s  seconds of the op that computed it
+    made_in     the modules that were running then, as in `Save`, and the modules of all ops between
+                the storage and the storages from which it could be rebuilt
+    made_of     the storages from which it could be rebuilt, by index
     """
 
     nbytes: int
@@ -78,9 +78,9 @@ class Storage:
 
     @property
     def restored(self) -> tuple[int, ...]:
-        """The needs at which it takes memory of its own, if it is not kept.
+        """The needs at which the restored storage takes memory of its own, if it is not kept.
 
-        A product takes the place of a factor that was restored for it.
+        Where a product's result takes the place of a restored factor, the factor takes none.
         """
         others = {save.asked for save in self.saves if save.site.reads is not Reads.PLACE}
         places = {save.asked for save in self.saves} - others
@@ -91,14 +91,14 @@ class Storage:
 class ModuleCall:
     """One call of a module.
 
-    inputs        its tensor arguments, parameters left out: the storage, by index; -1 for one that
-                  no op saves
-    extra_nbytes  of arguments that no op saves, and that somebody would have to hold
-    sources       storages that arguments which no op saves are made from again, bit for bit
-    made_nbytes   of those arguments
-    rough         a function that it calls which may not tolerate an error of its input, or ""
-    first, last   the moments of its forward
-    why_not       the reason that it cannot be run a second time, or ""
+    inputs        the storages of its tensor arguments without parameters, by index; -1: no op saves
+                  it
+    extra_nbytes  bytes of the arguments that no op saves, and that must be kept to run it again
+    sources       storages from which the arguments that no op saves can be rebuilt, bit for bit
+    made_nbytes   bytes of these arguments
+    rough         a function that it calls and that may not tolerate an error in its input, or ""
+    first, last   the first and the last moment of its forward
+    why_not       the reason that it cannot run a second time, or ""
     """
 
     name: str
@@ -119,19 +119,19 @@ _CONTAINERS = {"Sequential", "ModuleList", "ModuleDict"}
 
 @dataclass(frozen=True)
 class Profile:
-    """Record of one training step.
+    """The profile of one training step.
 
-    level     the most bytes held in each moment, all counted
-    floor     bytes held as each moment begins
+    level     the highest memory use in each moment, in bytes, with everything counted
+    floor     bytes in use at the start of each moment
     starts_s  seconds from the start of the step to each moment
     backward  the first moment of backward
-    seconds   of the whole step
-    static    bytes held before it
-    rates     bytes a second of the machine: "encode dither, 4 levels", "out file", ...
-    fixed_s   seconds that each tensor takes besides, however small: "encode dither", ...
-    noise     what codes would add to the gradient's variance; None: not measured
-    standing  what the model and its optimizers hold between steps; None: they were not known
-    device    "cpu" or "cuda", and what it is called
+    seconds   seconds of the whole step
+    static    bytes in use before the step
+    rates     bytes per second on this machine: "encode dither, 4 levels", "out file", ...
+    fixed_s   fixed seconds per tensor, independent of its size: "encode dither", ...
+    noise     the noise that codes would add to the gradient; None: not measured
+    standing  bytes of the model and its optimizers between steps; None: not known
+    device    "cpu" or "cuda", and the name of the GPU
     """
 
     level: tuple[int, ...]
@@ -179,9 +179,10 @@ class Profile:
 
     @cached_property
     def spared(self) -> dict[int, int]:
-        """Bytes, by moment, that torch's own op takes beyond those of the op of ours there.
+        """Bytes by moment that torch's op takes there, beyond those of the op that elbowroom runs.
 
-        Of a factor that was spread over a map torch makes the whole product beside the other one.
+        Example: for a factor that is expanded to the size of a map, torch allocates the whole
+        product.
         """
         places = [
             (save.asked, storage.nbytes)
@@ -194,25 +195,22 @@ class Profile:
 
     @property
     def peak(self) -> int:
-        """The highest level, in bytes."""
+        """The highest memory use, in bytes."""
         return max(self.level, default=self.static)
 
     def peak_with(self, state_nbytes: int) -> int:
-        """Returns the peak as if the optimizer's new states had been there from the start.
-
-        These are the ones that it made at the end.
-        """
+        """Returns the peak as if the optimizer states created at its end had existed before."""
         after = self.level[self._backward_end :]
         return max(self.backward_peak + state_nbytes, *after, 0)
 
     @property
     def forward_peak(self) -> int:
-        """The highest level before backward begins."""
+        """The highest memory use before backward begins."""
         return max(self.level[: self.backward], default=self.static)
 
     @property
     def backward_peak(self) -> int:
-        """The highest level until backward has asked for the last tensor."""
+        """The highest memory use until backward has requested the last tensor."""
         return max(self.level[: self._backward_end], default=self.static)
 
     @property
@@ -221,7 +219,7 @@ class Profile:
         return max(asked, default=len(self.level) - 1) + 1
 
     def shifted(self, nbytes: int) -> "Profile":
-        """Returns the same step with so many bytes more held before it, and all the while."""
+        """Returns the same step with this number of bytes more in use, before it and throughout."""
         return replace(
             self,
             static=self.static + nbytes,
@@ -230,10 +228,10 @@ class Profile:
         )
 
     def never_again(self, names: Collection[str], *, alike: bool = False) -> "Profile":
-        """Returns the same step, with these modules not to be recomputed.
+        """Returns the same step, with these modules excluded from recomputation.
 
-        alike: nor others of their class, whose code is the same: each would be found out in a step
-        of its own. A container runs the code of others.
+        alike: also excludes other modules of their class, which run the same code. Otherwise each
+        would cost a step to find out. Containers run the code of others, and are not excluded.
         """
         why = "it, or one of its class, gives another result when it runs again"
         if not names:
@@ -253,7 +251,7 @@ class Profile:
 
     @property
     def saved_nbytes(self) -> int:
-        """The bytes that plain autograd saves; parameters are not counted."""
+        """Bytes that plain autograd saves, without parameters."""
         return sum(storage.nbytes for storage in self.storages)
 
     def save(self, path: str | Path) -> None:
@@ -262,7 +260,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
-        """Read what `save` wrote. Raises DataError for anything else."""
+        """Reads a profile that `save` wrote. Raises DataError for any other file."""
         return files.read(path, "profile", VERSION, _profile)
 
 

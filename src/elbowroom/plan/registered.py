@@ -69,7 +69,9 @@ def chosen_settings(given: Codecs | None, *, exact: bool | None = None) -> tuple
     if isinstance(given, str | Codec) or not isinstance(given, Sequence):
         raise PlanError(f"codecs={given!r} is not possible; it is a list, as [{'division'!r}]")
     if not given:
-        raise PlanError(f"codecs=[] leaves no code to plan with; {possible}; for none, exact=True")
+        raise PlanError(
+            f"codecs=[] leaves no code to plan with; {possible}; to use no codes, give exact=True"
+        )
     found: dict[Codec, None] = {}
     for one in given:
         if isinstance(one, Codec):

@@ -133,7 +133,7 @@ def with_backward(
         beside += int(_WORKSPACES[care] * _workspace_nbytes(storages, moment))
         base.append(stands + small[k] + min(moment.stay, born) + beside)
     asked_storages = tuple(
-        _asked(storage, i, asked, first, first + len(base) - 1)
+        _as_requested(storage, i, asked, first, first + len(base) - 1)
         for i, storage in enumerate(storages)
     )
     dropped = [storage for storage in asked_storages if is_planned(storage)]
@@ -173,7 +173,7 @@ def _chain(storages: tuple[Storage, ...]) -> Graph:
 def _moments(graph: Graph, care: float) -> list[_Moment]:
     """Returns the moments of backward: its ops; several in a row that ask for nothing are one."""
     ran = run(graph)
-    asks = _asks(graph, sorted(one.nth for one in ran if not one.is_leaf))
+    asks = _requests(graph, sorted(one.nth for one in ran if not one.is_leaf))
     found: list[_Moment] = []
     for one in ran:
         nbytes = int(care * one.nbytes) + one.hidden
@@ -191,7 +191,7 @@ def _moments(graph: Graph, care: float) -> list[_Moment]:
     return found or [_Moment([], 0, 0)]
 
 
-def _asks(graph: Graph, there: list[int]) -> dict[int, list[tuple[int, int]]]:
+def _requests(graph: Graph, there: list[int]) -> dict[int, list[tuple[int, int]]]:
     """(storage, save) that each op of backward asks for, by its number. there: of all, ascending.
 
     What no op of the graph has saved is the input of somebody's checkpoint, whose ops come between
@@ -238,7 +238,7 @@ def _workspace_nbytes(storages: tuple[Storage, ...], moment: _Moment) -> int:
     return sum(storages[i].nbytes for i in asked if storages[i].saves[0].site.dtype is torch.uint8)
 
 
-def _asked(
+def _as_requested(
     storage: Storage, index: int, asked: dict[tuple[int, int], int], first: int, last: int
 ) -> Storage:
     """The storage as backward will ask for it; it was dropped, and held nothing after its use."""

@@ -29,14 +29,14 @@ class ResidentBytes:
     states: str = ""
 
     def __str__(self) -> str:
-        weights = _each(self.weights_nbytes, self.weights)
-        gradients = _each(self.gradients_nbytes, self.trained)
+        weights = _per_element(self.weights_nbytes, self.weights)
+        gradients = _per_element(self.gradients_nbytes, self.trained)
         of = "" if self.trained == self.weights else f" of {self.trained} that are trained"
         rest = f"weights {weights}, gradients {gradients}{of}"
         if not self.states:
             return f"no optimizer states; bytes a parameter: {rest}"
-        states = _each(self.states_nbytes, self.updated)
-        fp32 = _each(self.fp32_nbytes, self.updated)
+        states = _per_element(self.states_nbytes, self.updated)
+        fp32 = _per_element(self.fp32_nbytes, self.updated)
         return f"states {self.states}: {states} bytes a parameter (fp32 {fp32}), {rest}"
 
 
@@ -51,5 +51,5 @@ def resident_bytes_from(data: dict[str, Any] | None) -> ResidentBytes | None:
     return standing
 
 
-def _each(nbytes: int, elements: int) -> str:
+def _per_element(nbytes: int, elements: int) -> str:
     return f"{nbytes / elements:.2f}" if elements else "0"

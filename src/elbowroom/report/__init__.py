@@ -1,9 +1,9 @@
-"""Shows measurements to people: a page of data, drawn as one HTML file or as a terminal's table.
+"""Reports: a page of data, as one HTML file or as a table in the terminal.
 
 page     the data: title, rows, curves, settings     table   page -> terminal
-html     page -> one self-contained file             chart   bands, curves -> what chart.js draws
+html     page -> one self-contained file             chart   bands, curves -> input of chart.js
 profile  a profiled step -> its page, its table      step    a step as profiled, or under a plan
-bands    what a step holds, cut by category and by module
+bands    the memory of a step by category and by module
 snapshot a memory snapshot of PyTorch -> its page
 """
 

@@ -51,7 +51,7 @@ class Band:
 def by_category(step: Step) -> tuple[Band, ...]:
     """Returns bands from the bottom up; together they come to the level of each moment."""
     profile = step.profile
-    weights, states, throughout = _standing(profile)
+    weights, states, throughout = _resident_nbytes(profile)
     gradients, throughout = _gradients(profile, weights + states, throughout)
     ones = np.ones(len(step.level), np.int64)
     is_known = profile.standing is not None
@@ -88,7 +88,7 @@ def _stacked(
     return (*found, Band(rest[0], left, rest[1]))
 
 
-def _standing(profile: Profile) -> tuple[int, int, int]:
+def _resident_nbytes(profile: Profile) -> tuple[int, int, int]:
     """Returns the bytes of weights, of states, and of what else is there all the while."""
     least = min((*profile.floor, profile.static))
     if profile.standing is None:

@@ -77,7 +77,9 @@
         ...this.size(),
         legend: { show: false },
         cursor: { sync: { key: "step" }, drag: { x: true, y: false }, points: { show: false } },
-        scales: { x: { time: false }, y: { range: (_, low, high) => [Math.min(low, 0), 1.08 * this.top || 1] } },
+        // Above the highest curve there is room for the names of all marks.
+        scales: { x: { time: false },
+                  y: { range: (_, low) => [Math.min(low, 0), this.top / (0.94 - 0.06 * data.marks.length) || 1] } },
         axes: [
           { ...axis, size: 30, values: (_, ticks) => ticks.map((x) => time(x, data.unit)) },
           { ...axis, size: 76, incrs: TICKS, values: (_, ticks) => ticks.map((n) => bytes(n, true)) },
@@ -142,7 +144,8 @@
 
     legend(bands) {
       const head = make("tr");
-      head.append(make("th", "", ""), this.where = make("th", "n"), make("th", "n", "at most"));
+      head.append(make("th", "", ""), this.where = make("th", "n"),
+                  make("th", "n", this.data.stacked ? "at most" : "own peak"));
       const rows = bands.map((band) => {
         const row = make("tr"), name = make("td"), swatch = make("i");
         swatch.style.background = `var(--b${band.colour})`;
@@ -169,8 +172,10 @@
       const values = bands.map((band) => band.values[at]);
       if (this.data.stacked) values.push(this.level[at]);
       values.forEach((n, i) => { this.cells[i].textContent = bytes(n ?? 0); });
+      const highest = bands[values.indexOf(Math.max(...values))];
+      const peak = this.data.stacked ? "at the peak" : `at the peak of ${highest.name}`;
       this.where.textContent = index === null || index === undefined
-        ? "at the peak" : `at ${time(this.data.x[at], this.data.unit)}`;
+        ? peak : `at ${time(this.data.x[at], this.data.unit)}`;
     }
 
     key(event) {
@@ -220,5 +225,5 @@
         one.setAttribute("aria-pressed", String(one === button));
       charts.forEach((chart) => chart.show(Number(button.dataset.view)));
     });
-  window.elbowroom = { charts };   // for whoever wants to look at the figures behind the picture
+  window.elbowroom = { charts };   // the figures behind the picture
 })();

@@ -1,6 +1,6 @@
-"""A profile as a page: where the memory of one step went, and what could be done about it.
+"""A profile as a page: where the memory of one step went, and which actions could reduce it.
 
-With a plan, the page shows the step twice: as it was profiled, and as the plan would have it.
+With a plan, the page shows the step twice: as it was profiled, and under the plan.
 """
 
 import platform
@@ -23,29 +23,28 @@ from elbowroom.units import show_nbytes, show_seconds
 MOST_TENSORS = 25
 _SMALL = 1000  # a tensor below this part of all that is saved is not listed
 _CHART_NOTE = (
-    "The line is the level of all that is held; a column of the picture shows its highest moment. "
-    "Weights and optimizer states are counted; gradients are what comes into being in backward and "
-    "stays to its end; transients are the rest: outputs, workspaces, gradients of activations. "
-    "Times carry the cost of measuring."
+    "The line shows all memory in use; each column of the picture shows its highest moment. The "
+    "bytes of weights and optimizer states are counted. Gradients are the tensors that backward "
+    "creates and that stay until its end. Transients are everything else: outputs, workspaces, "
+    "gradients of activations. Times include the cost of measuring."
 )
 _PLAN_NOTE = (
-    " The plan is drawn at the moments of the profiled step; the seconds that it adds are in the "
-    "table, not in the picture."
+    " The plan is drawn on the time axis of the profiled step. The time that it adds is in the "
+    "table, but not in the picture."
 )
 _NOTES = (
-    "Size: bytes of the whole storage that autograd holds between forward and backward. Parameters "
-    "are not counted there; one storage that several ops save is listed once, with the first of "
-    "them.",
-    "Line: the line of Python that called the op, outside of torch. At the peak: bytes of the "
-    "tensor at the moment with the highest level.",
-    "Held before the step: weights, buffers, gradients that are kept, optimizer states. Data that "
-    "the script holds itself is not counted on a CPU.",
-    "The level between the last use of what was saved and the next forward may contain whatever "
-    "else the script does then, evaluation for one.",
+    "Size: the bytes of the whole storage that autograd holds between forward and backward, "
+    "without parameters. If several ops save one storage, it is listed once, with the first op.",
+    "Line: the line of Python that called the op, outside of torch. At the peak: the bytes of the "
+    "tensor at the moment of the highest memory use.",
+    "Held before the step: weights, buffers, kept gradients and optimizer states. On a CPU, data "
+    "of the script itself is not counted.",
+    "The memory between the last use of saved tensors and the next forward may include other work "
+    "of the script, such as evaluation.",
 )
 _WAYS_NOTE = (
-    '"What could be done" is estimated, tensor by tensor, without a budget: "elbowroom plan" '
-    "weighs them against each other. Exact means that no bit of any gradient changes."
+    '"Possible actions" are estimated for each tensor by itself, without a budget. "elbowroom '
+    'plan" chooses among them for a budget. Exact means that no bit of any gradient changes.'
 )
 
 
@@ -61,7 +60,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class TensorRow:
-    """A saved tensor. at_peak: bytes at the peak, in each step; ways: what could be done."""
+    """A saved tensor. at_peak: its bytes at the peak, in each step; ways: possible actions."""
 
     module: str
     line: str
@@ -113,7 +112,7 @@ def step_page(profile: Profile, model: str, remark: str = "", plan: Plan | None 
     return StepPage(
         title=f"{model}: where the memory of one step went",
         lead=f"One plain training step on {name or f'the {device.upper()}'}, from one forward to "
-        f"the next. {remark}" + ("" if plan is None else f" Beside it: {plan}."),
+        f"the next. {remark}" + ("" if plan is None else f" Compared with a {plan}."),
         heads=("one step", "size", "kind")
         if plan is None
         else ("one step", "plain", "with the plan", "kind"),
@@ -123,9 +122,11 @@ def step_page(profile: Profile, model: str, remark: str = "", plan: Plan | None 
         peak_heads=("at the peak",)
         if plan is None
         else ("at the peak", "held with the plan", "at its peak"),
-        ways_title="what could be done" if plan is None else "what the plan does",
+        ways_title="possible actions" if plan is None else "action of the plan",
         tensors=[_row(profile, one, steps, plan) for one in shown],
-        tensors_note=f"{len(order) - len(shown)} more hold {show_nbytes(rest)}." if rest else "",
+        tensors_note=f"{len(order) - len(shown)} more tensors take {show_nbytes(rest)}."
+        if rest
+        else "",
         chart_note=_CHART_NOTE + ("" if plan is None else _PLAN_NOTE),
         notes=_NOTES if plan is not None else (*_NOTES, _WAYS_NOTE),
         versions={
@@ -138,10 +139,10 @@ def step_page(profile: Profile, model: str, remark: str = "", plan: Plan | None 
 
 
 def profile_table(profile: Profile, most: int = 10) -> Table:
-    """The largest saved tensors, for the terminal."""
+    """Returns a table of the largest saved tensors, for the terminal."""
     table = Table("module", "op", "shape")
     table.add_column("size", justify="right")
-    table.add_column("what could be done", overflow="fold")
+    table.add_column("possible actions", overflow="fold")
     for one in prospects(profile)[:most]:
         row = _row(profile, one, [], None)
         cells = (row.module, row.op, row.shape, row.size, "; ".join(row.ways))
@@ -150,10 +151,7 @@ def profile_table(profile: Profile, most: int = 10) -> Table:
 
 
 def _order(places: dict[int, int], steps: Sequence[Step], one: Prospect) -> tuple[int, int]:
-    """Returns a sort key.
-
-    What is largest at the plain peak comes first, then what is largest at all.
-    """
+    """Returns a sort key: bytes at the plain peak, then bytes of the storage."""
     index = places[id(one.storage)]
     return steps[0].nbytes_at(index, steps[0].peak_moment), one.storage.nbytes
 
@@ -166,9 +164,9 @@ def _row(profile: Profile, one: Prospect, steps: Sequence[Step], plan: Plan | No
     storage, save = one.storage, one.storage.saves[0]
     index = _index(profile, storage)
     at_peak = [show_nbytes(step.nbytes_at(index, step.peak_moment)) for step in steps]
-    ways = tuple(_told(way) for way in one.ways) or (f"nothing: {one.why}",)
+    ways = tuple(_shown(way) for way in one.ways) or (f"nothing: {one.why}",)
     if plan is not None:
-        at_peak.insert(1, show_nbytes(_held(steps[1], index)))
+        at_peak.insert(1, show_nbytes(_held_before_backward(steps[1], index)))
         ways = (_done(plan, storage),)
     return TensorRow(
         module=module_label(profile, save.site.module) or "(outermost)",
@@ -182,8 +180,8 @@ def _row(profile: Profile, one: Prospect, steps: Sequence[Step], plan: Plan | No
     )
 
 
-def _held(step: Step, index: int) -> int:
-    """Bytes that are held of a storage when backward begins."""
+def _held_before_backward(step: Step, index: int) -> int:
+    """Returns the bytes of a storage that are held when backward begins."""
     return step.nbytes_at(index, max(step.profile.backward - 1, 0))
 
 
@@ -196,7 +194,7 @@ def _done(plan: Plan, storage: Storage) -> str:
     return action_name(preset_named(known.preset), storage) if known is not None else "keep"
 
 
-def _told(way: Way) -> str:
+def _shown(way: Way) -> str:
     kind = "exact" if way.exact else "lossy"
     return f"{way.action}: {show_nbytes(way.held)} ({kind})"
 
@@ -208,11 +206,11 @@ def _facts(profile: Profile, found: Sequence[Prospect]) -> list[Fact]:
         for one in found
     )  # fmt: skip
     return [
-        Fact("peak", (show_nbytes(profile.peak),), "the highest level, all counted"),
+        Fact("peak", (show_nbytes(profile.peak),), "the highest memory use, everything counted"),
         Fact(
             "held before the step",
             (show_nbytes(profile.static),),
-            "weights, optimizer states, gradients that are added up",
+            "weights, optimizer states, accumulated gradients",
         ),
         Fact(
             "saved for backward",
@@ -220,9 +218,9 @@ def _facts(profile: Profile, found: Sequence[Prospect]) -> list[Fact]:
             f"{len(profile.storages)} tensors, in plain autograd",
         ),
         Fact(
-            "the same by exact actions",
+            "the same with exact actions",
             (show_nbytes(exact),),
-            "all of them but recompute",
+            "without recompute",
             "estimated",
         ),
         Fact("time", (show_seconds(profile.seconds),), "with the cost of measuring"),
@@ -235,7 +233,7 @@ def _compared(profile: Profile, plan: Plan, steps: Sequence[Step]) -> list[Fact]
     seconds = (show_seconds(plan.plain_seconds), show_seconds(plan.seconds))
     gradients = "as in plain training, bit for bit" if plan.exact else "with the noise of codes"
     return [
-        Fact("peak", peaks, "the highest level, all counted", _both(profile)),
+        Fact("peak", peaks, "the highest memory use, everything counted", _both(profile)),
         Fact("budget", ("", show_nbytes(plan.budget)), "", "given"),
         Fact("held for backward", saved, "all tensors that autograd saves", _both(profile)),
         Fact("time", seconds, f"{100 * plan.slowdown:+.1f} %", "estimated"),

@@ -13,11 +13,11 @@ from elbowroom.units import show_nbytes
 _COLOURS = {BEFORE: 0, OPTIMIZER: 5, SAVED: 1, BACKWARD: 3, ELSE: 8}
 _MOST = 25
 _NOTES = (
-    "A snapshot knows blocks and stacks of Python, not modules or tensors. What is held for "
-    "backward is told from where a block is freed: allocated outside of backward, freed in it.",
-    "Line: the innermost line outside of torch. Blocks of one line and kind are counted together; "
-    "those that were there before the record began have none.",
-    'What could be done about it needs a step: "elbowroom profile train.py" writes that down.',
+    "A snapshot has blocks and stacks of Python, but no modules or tensors. A block counts as held "
+    "for backward if it was allocated outside of backward, and freed in it.",
+    "Line: the innermost line outside of torch. Blocks of one line and kind are counted together. "
+    "Blocks from before the beginning of the record have no line.",
+    'To find out how to reduce the memory, profile a step: "elbowroom profile train.py".',
 )
 
 
@@ -31,13 +31,13 @@ def snapshot_page(snapshot: Snapshot, name: str) -> StepPage:
     parts = snapshot.parts().items()
     return StepPage(
         title=f"{name}: what the GPU held",
-        lead=f"{len(snapshot.blocks)} blocks of memory on GPU {snapshot.device}, as PyTorch's "
+        lead=f"{len(snapshot.blocks)} blocks of memory on GPU {snapshot.device}, as the "
         "allocator has written them down.",
         heads=("at the peak", "size", "kind"),
         facts=[
             Fact("peak", (show_nbytes(snapshot.peak),), "all that is allocated"),
             *(
-                Fact(f"... {kind}", (show_nbytes(nbytes),), kind="told from stacks")
+                Fact(f"... {kind}", (show_nbytes(nbytes),), kind="from stacks")
                 for kind, nbytes in parts
             ),
         ],

@@ -101,8 +101,8 @@ def planned(profile: Profile, plan: Plan) -> Step:
     known = {save.site.name for storage in profile.storages for save in storage.saves}
     if plan.sites and not known.intersection(plan.sites):
         raise DataError(
-            "this plan is of another step: it names none of the tensors that the profile has. Make "
-            "one from this profile: elbowroom plan PROFILE.json --budget ..."
+            "this plan belongs to another step: it knows none of the tensors in the profile. Make "
+            "a plan from this profile: elbowroom plan PROFILE.json --budget ..."
         )
     presets = {one.preset for one in plan.sites.values()}
     place = next((place for preset, place in _PLACES.items() if preset in presets), None)

@@ -1,36 +1,36 @@
-"""DEED: what happens between autograd's pack and unpack.
+"""The eager engine: what happens between autograd's pack and unpack.
 
-A step that is looked at, in the order in which a tensor meets it:
+For a step that is examined in full, in the order in which a tensor passes through:
 
-hooks       the two hooks themselves, on the main path
+hooks       the two hooks themselves
 consumers   which op is saving, and what its backward needs: by its name, or
-readers     by the nodes that it has made, and formulas, the table of derivative formulas
+readers     by the nodes that it has created, and formulas, the table of derivative formulas
 identity    one record (`Slot`) for one storage at one version, however many ops save it
-sites       what the op asks of the slot, and facts of the save, which a policy decides by
-serving     the policy is asked, and what it says is performed, now or later; `perform`: an action
-            becomes a handle, the only `match` on actions
-deferred    inputs of norms, which wait for the next op to be seen
-handles/    encode, rebuild (recipes), cast, offload; keep: in slot
-producers/  how an op's output could be made again, in the terms of recipes
+sites       what the op needs of the slot, and the facts by which a policy decides
+serving     asks the policy, and performs its action, now or later; `perform`: an action becomes a
+            handle, the only `match` on actions
+deferred    inputs of norms, which wait until the next op is known
+handles/    encode, rebuild (recipes), cast, offload; keep is in slot
+producers/  recipes by which the output of an op can be rebuilt
 direct/     ops whose backward needs no restored tensor
-slot        what is held, and the view of it that autograd gets; kept: what needs no slot
+slot        what is stored, and the view of it that autograd gets; kept: tensors without a slot
 
-A settled step:
+For a settled step:
 
-replay/     the script of a forward, and what follows it
+replay/     the script of a forward, and its replay
 
-Beside them:
+For both:
 
-observer    who is told of each op: the scribe, a recorder, or nobody
-masks       ops whose backward reads a bit of an element, and which
-storage     a storage seen from outside: whether it lives and was changed
-arena       memory that restored tensors take turns in
-ledger      our own count of bytes
-context     seed, steps, what was learned; device_seeds: seeds that a GPU draws for itself
-calls       calls of modules, seen whole; attach: those of a fitted model
+observer    the observers of each op: the scribe, a recorder, or none
+masks       ops whose backward reads one bit per element, and which bit
+storage     a storage seen from outside: whether it is alive and unchanged
+arena       memory that restored tensors use in turns
+ledger      elbowroom's own count of bytes
+context     seed, steps, what was learned; device_seeds: seeds that a GPU draws itself
+calls       calls of modules as a whole; attach: calls of a fitted model
 recompute   modules that run again in backward; repeats, rewind, undo, reach: whether they can
 checkpoints inputs of the user's checkpoints
-tiers/      where offloaded tensors lie
+tiers/      where offloaded tensors are stored
 """
 
 # Slots and recipes import files of this package, which imports both; so it comes first, always.

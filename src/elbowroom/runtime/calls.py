@@ -189,7 +189,7 @@ def _keep_in_step() -> None:
             if optimized.__dict__.get("_call_impl") is _call_optimized:
                 del optimized._call_impl
     if _wanted and optimized is None:  # it may be imported while we watch
-        nn.Module.__init_subclass__ = classmethod(_begins)  # type: ignore[assignment,arg-type]
+        nn.Module.__init_subclass__ = classmethod(_init_subclass)  # type: ignore[assignment,arg-type]
     elif "__init_subclass__" in nn.Module.__dict__:
         del nn.Module.__init_subclass__
     pass_through()
@@ -200,7 +200,7 @@ def _optimized_class() -> type[nn.Module] | None:
     return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
 
 
-def _begins(cls: type[nn.Module], **settings: Any) -> None:
+def _init_subclass(cls: type[nn.Module], **settings: Any) -> None:
     """A class of modules is made, by which the first import of torch.compile is noticed."""
     super(nn.Module, cls).__init_subclass__(**settings)
     if cls.__module__ == "torch._dynamo.eval_frame" and cls.__name__ == "OptimizedModule":

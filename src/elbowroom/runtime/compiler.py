@@ -78,7 +78,7 @@ def _notice_functions() -> None:
     def asked(callback: Any) -> Any:
         found = plain(callback)
         if found is None and callback not in (False, None) and _thread.depth and may_compile():
-            _say("A compiled function is called, and")
+            _warn_eager("A compiled function is called, and")
         return found
 
     dynamo._callback_from_stance = asked
@@ -187,10 +187,10 @@ def ran_eagerly() -> bool:
 def say_eager(module: nn.Module) -> None:
     """Warn, once, if a compiled module is called while a context is open."""
     if _thread.depth and original(module) is not module:
-        _say(f"{type(original(module)).__name__} is compiled, and")
+        _warn_eager(f"{type(original(module)).__name__} is compiled, and")
 
 
-def _say(what: str) -> None:
+def _warn_eager(what: str) -> None:
     global _said
     if _said:
         return

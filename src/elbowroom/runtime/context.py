@@ -62,7 +62,7 @@ class Context:
 
     def first_seed(self) -> int:
         """Return what the count is added to; `mixed` makes a seed of the sum."""
-        return _first(self.seed, _rank())
+        return _first_seed_of(self.seed, _rank())
 
     def reserve(self, seeds: int) -> int:
         """Takes so many seeds at once; returns the count before the first of them."""
@@ -123,7 +123,7 @@ def seeds_after(count: int, n: int) -> list[int]:
 
 
 @lru_cache(maxsize=16)
-def _first(seed: int, rank: int) -> int:
+def _first_seed_of(seed: int, rank: int) -> int:
     return mixed(seed ^ (rank << 40))
 
 

@@ -114,7 +114,7 @@ class Reach:
 
     def _module(self, module: nn.Module) -> None:
         """Walks a module's attributes and its tables of hooks and children."""
-        if any(isinstance(p, _UNMADE) for p in _own(module)):
+        if any(isinstance(p, _UNMADE) for p in _own_tensors(module)):
             return  # its first forward makes it, once for all
         self._note(vars(module), attributes_of, set_attributes, type(module).__name__)
         for name in _TABLES:
@@ -237,7 +237,7 @@ def nbytes_of(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def _own(module: nn.Module) -> Iterable[Any]:
+def _own_tensors(module: nn.Module) -> Iterable[Any]:
     return (*module._parameters.values(), *module._buffers.values())
 
 
@@ -306,15 +306,15 @@ def _same(one: Any, other: Any) -> bool:
             return False
         keys = zip(one, other, strict=True)
         same = all(k is j or bool(k == j) for k, j in keys)
-        return same and all(map(_is, one.values(), other.values()))
+        return same and all(map(_is_same, one.values(), other.values()))
     if isinstance(one, set):
         return bool(one == other)
     if isinstance(one, np.ndarray):
         return bool(one.tobytes() == other.tobytes())
-    return len(one) == len(other) and all(map(_is, one, other))
+    return len(one) == len(other) and all(map(_is_same, one, other))
 
 
-def _is(x: Any, y: Any) -> bool:
+def _is_same(x: Any, y: Any) -> bool:
     """Returns whether x and y are the same object, or equal numbers or words."""
     return x is y or (type(x) is type(y) and type(x) in _ATOMS and (x == y or repr(x) == repr(y)))
 

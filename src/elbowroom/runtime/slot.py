@@ -437,9 +437,10 @@ class View:
             return self._restored()
         if slot.where is not None:
             raise RestoreError(
-                "backward with create_graph=True is not linear in what was saved for a batch norm, "
-                "and where the ReLU behind it lets nothing pass only a rough code is held; "
-                "er.saving('lean', fold=1) holds a finer one."
+                "backward with create_graph=True is not linear in the tensor that was saved for a "
+                "batch norm, and for the values that the next ReLU sets to zero only a rough code "
+                "is stored; "
+                "er.saving('lean', fold=1) stores a finer one."
             )
         with torch.no_grad():
             return self._restored()

@@ -32,7 +32,7 @@ def say_traced() -> None:
     if not _said:
         _said = True
         warnings.warn(
-            "inside torch.func transforms and torch.jit.trace a fitted model runs as it is, "
-            "outside of its budget; train it by loss.backward() to have it fitted",
+            "inside torch.func transforms and torch.jit.trace a fitted model runs plainly, "
+            "outside of its budget; train it with loss.backward() to keep to the budget",
             stacklevel=2,
         )

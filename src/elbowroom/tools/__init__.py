@@ -1,14 +1,14 @@
-"""Tools around a training: they run or watch somebody's program, and report.
+"""Tools around a training: they run or watch a user's program, and report.
 
-    find_largest  the largest batch that a budget has room for
-    GrowingBatch  batches of epochs that grow into that room
-    Profiling     writes down one step of a program
+    find_largest  finds the largest batch that fits a budget
+    GrowingBatch  lets the batch grow between epochs, within a budget
+    Profiling     profiles one step of a program
     assert_peak   checks the peak of a step, in a test
-    ExplainOutOfMemory, say_exhaustion   what holds the memory, once it has run out
-    Log           gives figures of a fitted model to TensorBoard, trackio, wandb and others
-    Discovery     finds the models and the optimizers of somebody else's program
+    ExplainOutOfMemory, say_exhaustion   explain what takes the memory after it has run out
+    Log           sends the figures of a fitted model to TensorBoard, trackio, wandb and others
+    Discovery     finds the models and the optimizers of a user's program
 
-They stand above `fitting`, which knows none of them.
+They use `fitting`, which does not use them.
 """
 
 from elbowroom.tools.discovery import Discovery as Discovery

@@ -120,8 +120,8 @@ class Discovery:
             if whole is not None:
                 name = type(whole).__name__
                 raise Unseen(
-                    f"the script calls the forward method of {name} by itself, and elbowroom sees "
-                    "calls of modules; where it says model.forward(x), write model(x)"
+                    f"the script calls the forward method of {name} by itself, but elbowroom sees "
+                    "only calls of modules; write model(x) instead of model.forward(x)"
                 )
             self.called = module
             self._found(model)

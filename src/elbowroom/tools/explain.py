@@ -92,17 +92,18 @@ def explanation(error: BaseException, profile: Profile | None = None) -> str:
 def assert_peak(
     step: Callable[[], object], allowed: float | str, *, device: torch.device | str | None = None
 ) -> int:
-    """Raises AssertionError if `step()` takes more than the allowed bytes; returns what it takes.
+    """Raises AssertionError if the peak memory of `step()` is above `allowed`; returns the peak.
 
         def test_the_step_stays_small():
-            step()                                # the first step makes optimizer states
+            step()                                # the first step creates optimizer states
             er.assert_peak(step, "350 MiB")
 
-    allowed  bytes, or a size such as "350 MiB": the peak above what was held before the step
+    step     a function that runs one training step
+    allowed  bytes, or a size such as "350 MiB", above the memory in use before the step
     device   as in `er.peak`
 
-    The message names the bytes measured, the bytes allowed, and the three largest holders. To find
-    these, a step that takes too much is run a second time.
+    The message names the measured bytes, the allowed bytes, and the three largest allocations. To
+    find these, a step that exceeds `allowed` runs a second time.
     """
     allowed_nbytes = parse_nbytes(allowed)
     chosen = pick_device(device)

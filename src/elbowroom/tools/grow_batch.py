@@ -166,8 +166,8 @@ def _size_of(data: Any) -> int:
         if isinstance(x, Tensor) and x.dim() > 0 and len(x) > 0:
             return len(x)
     raise PlanError(
-        "grow_batch takes loader_factory(n) to give batches whose first tensor has a sample in "
-        f"each row; got {type(data).__name__}. Let it give at least one batch for every n"
+        "loader_factory(n) must return batches whose first tensor has one row per sample; got "
+        "{type(data).__name__}. It must return at least one batch for every n"
     )
 
 

@@ -149,9 +149,9 @@ def _confirmed(
         return found
     raise PlanError(
         f"{_MOST_RUNS} predictions were too optimistic for "
-        f"{show_nbytes(options.budget_nbytes)}, the last for batch {batch}: what "
-        "this step needs does not grow evenly with its batch. Give a larger budget, or try batches "
-        "by er.fit"
+        f"{show_nbytes(options.budget_nbytes)}, the last for batch {batch}: the memory of this "
+        "step does not grow evenly with the batch. Give a larger budget, or try batches with "
+        "er.fit"
     )
 
 
@@ -216,8 +216,8 @@ class _Trial:
         profile = profiling.profile
         if profile is None:
             raise PlanError(
-                f"a step with batch {batch} cannot be written down: it must run model's forward "
-                "once and give a loss that depends on it, on the main thread, under no profiler"
+                f"a step with batch {batch} cannot be profiled: it must run the model's forward "
+                "once and return a loss that depends on it, on the main thread, without a profiler"
             )
         born = self.owned.unallocated_state_nbytes()
         return replace(

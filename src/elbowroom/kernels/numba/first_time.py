@@ -37,7 +37,7 @@ class FirstTime(events.Listener):  # type: ignore[misc]  # numba has no types
             self._is_said = True
             _log.warning(
                 "compiling kernels for this CPU, once for this installation: up to a minute. "
-                "`elbowroom doctor --compile` does it ahead"
+                "`elbowroom doctor --compile` does it in advance"
             )
 
     def on_end(self, event: Any) -> None:

@@ -1,6 +1,6 @@
-"""The specification: each op in plain torch, on any device, never fast.
+"""The specification: each op in plain torch, for any device.
 
-Short enough to be believed by eye.
+It is slow, but short enough to check by reading.
 """
 
 from elbowroom.kernels.reference.affine import affine as affine

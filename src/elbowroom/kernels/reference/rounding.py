@@ -11,16 +11,16 @@ SMALLEST = 1e-36  # a step below it is taken as 0: differences that small are no
 def bf16_down(x: Tensor) -> Tensor:
     """The largest bf16 that is at most x, float32 -> bf16."""
     nearest = x.to(torch.bfloat16)
-    return torch.where(nearest.float() > x, _next(nearest, up=False), nearest)
+    return torch.where(nearest.float() > x, _next_bf16(nearest, up=False), nearest)
 
 
 def bf16_up(x: Tensor) -> Tensor:
     """The smallest bf16 that is at least x, float32 -> bf16."""
     nearest = x.to(torch.bfloat16)
-    return torch.where(nearest.float() < x, _next(nearest, up=True), nearest)
+    return torch.where(nearest.float() < x, _next_bf16(nearest, up=True), nearest)
 
 
-def _next(x: Tensor, *, up: bool) -> Tensor:
+def _next_bf16(x: Tensor, *, up: bool) -> Tensor:
     """The bf16 neighbour of x: its bit pattern plus or minus one; the step across 0 by hand."""
     pattern = x.view(torch.int16)
     away = (x > 0) if up else (x < 0)

@@ -1,16 +1,16 @@
-"""Handles, which are held instead of saved tensors.
+"""Handles, which autograd holds instead of saved tensors.
 
 Every handle can `restore` the whole storage, any number of times.
 
 handle          holds                                   restore()
 KeepHandle      the tensor itself                       the tensor, after a version check
-EncodeHandle    an `Encoded`                            decodes; or the original, if somebody else
+EncodeHandle    an `Encoded`                            decodes; or the original, if something else
                                                         keeps it alive
 OffloadHandle   a ticket of another tier                brings the bytes back; or the original, as
                                                         above
 DropHandle      nothing                                 never: the forward only counted
 RebuildHandle   a recipe and the handles it starts at   runs the recipe
-CastHandle      a parameter, which is there anyway      casts it again
+CastHandle      a parameter, which exists anyway        casts it again
 """
 
 from elbowroom.runtime.handles.cast import CastHandle as CastHandle

@@ -54,8 +54,9 @@ class CastHandle:
         check_version(parameter, self._version)
         if parameter.untyped_storage().nbytes() == 0 < parameter.numel():
             raise RestoreError(
-                f"a cast of a parameter of shape {tuple(parameter.shape)} is to be made again, and "
-                "its memory was freed after forward (FSDP does so); use er.saving(rebuild=False)"
+                f"a cast of a parameter of shape {tuple(parameter.shape)} must be repeated in "
+                "backward, but its memory was freed after forward (FSDP does this); use "
+                "er.saving(rebuild=False)"
             )
         with torch.no_grad():
             return self._geometry.on(parameter.to(self._dtype))

@@ -130,7 +130,8 @@ class OffloadHandle:
             )
         if source is not None:
             raise RestoreError(
-                f"{self._what} cannot be given back: its memory was freed by hand before it was "
+                f"{self._description} cannot be given back: its memory was freed by hand before it "
+                "was "
                 "written. Leave it alone until backward, or use er.saving('exact')."
             )
         if self._restored is None:
@@ -158,8 +159,8 @@ class OffloadHandle:
             arrival.wait()
         except OSError as error:
             raise RestoreError(
-                f"{self._what} cannot be brought back: {error.strerror or error}. Run the step "
-                "again; if it comes again, look after the disk, or name another directory=."
+                f"{self._description} cannot be brought back: {error.strerror or error}. Run the "
+                "step again; if the error returns, check the disk, or name another directory=."
             ) from error
         return flat
 
@@ -168,7 +169,7 @@ class OffloadHandle:
         return flat, self._ticket.fetch(flat.view(torch.uint8))
 
     @property
-    def _what(self) -> str:
+    def _description(self) -> str:
         dtype = str(self._dtype).removeprefix("torch.")
         return f"{dtype} {self._shape} of '{self._name.consumer}' in '{self._name.module}'"
 

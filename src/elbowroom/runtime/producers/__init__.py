@@ -1,15 +1,15 @@
-"""Producers: which op made a tensor, and the recipe by which it is made again, read off its call.
+"""Producers: which op computed a tensor, and the recipe by which it can be rebuilt.
 
 Formulas, and why they are right: `handles/rebuild.py`. By family:
 
-    activations  ReLU and its kin, GELU, SiLU; dropout
+    activations  ReLU and similar functions, GELU, SiLU; dropout
     norms        which read the statistics that forward has saved
     products     functions of one tensor; sums and products of two; small matrix products
     copies       in another order, in another dtype, of some rows
-    making       what all of these are made by
+    making       the helpers that all of these share
 
-`_MAKERS`, at the end of this file, has them by the names of the ops; `_OF_EXACT` those that serve
-exact contexts alone.
+`_MAKERS`, at the end of this file, maps the names of ops to these. `_OF_EXACT` has those for exact
+contexts alone.
 """
 
 from collections.abc import Callable

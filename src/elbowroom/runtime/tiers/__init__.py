@@ -1,17 +1,17 @@
-"""Tiers, where offloaded bytes go, and how they come back.
+"""Tiers, where offloaded bytes are stored, and how they come back.
 
-base       the seam: Tier, Ticket, Arrival
+base       the interfaces: Tier, Ticket, Arrival
 extents    which parts of a file or a slab are free
-window     how many bytes may be on their way
+window     how many bytes may be in transfer
 workers    the threads that read and write
-copier     copies between a device and the host, on a stream of their own
+copier     copies between a device and the host, on a separate stream
 slabs      pinned host memory, in large pieces
-unlinked   a file that leaves nothing behind, and memory as the buffer of a system call
+unlinked   an unlinked temporary file, and memory as the buffer of a system call
 file       FileTier: memory -> file
 host       HostTier: device -> host memory
-traffic    how much of the moving is hidden behind computing
+traffic    how much of the transfer is hidden behind computation
 staged     StagedTier: device -> host memory -> file
-choose     which tier serves a tensor
+choose     which tier is used for a tensor
 """
 
 from elbowroom.runtime.tiers.base import Arrival as Arrival
