@@ -4,10 +4,15 @@ A function may have the name of a package inside of the one that shows it: `elbo
 function, and `from elbowroom.plan import ...` a package. Python sets each package that it has
 imported as an attribute of the one around it, which would hide the function. So it may not do that
 for these names; an import statement finds the package all the same.
+
+The garbage collector pauses meanwhile: an import makes many objects and no garbage, and a pass over
+all that torch has made takes longer than the import of a package of ours.
 """
 
+import gc
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -33,9 +38,11 @@ def show_lazily(
 
         def __getattr__(self, name: str) -> Any:
             if name in home_of:
-                found = getattr(import_module(home_of[name]), name)
+                with _without_collections():
+                    found = getattr(import_module(home_of[name]), name)
             elif name in names:
-                found = import_module(f"{package}.{name}")
+                with _without_collections():
+                    found = import_module(f"{package}.{name}")
             else:
                 message = f"module {package!r} has no attribute {name!r}"
                 raise AttributeError(message, name=name, obj=self)
@@ -47,3 +54,15 @@ def show_lazily(
 
     sys.modules[package].__class__ = Package
     return names
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Pauses the garbage collector, unless somebody has."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -94,9 +94,20 @@ def show_nbytes(nbytes: float) -> str:
 
 
 def show_at_least(nbytes: int) -> str:
-    """Bytes as a budget that can be typed: rounded up, so that it is enough."""
-    unit, name = (2**20, "MiB") if nbytes >= 10 * 2**20 else (2**10, "KiB")
-    return f"{-(-nbytes // unit)} {name}"
+    """Bytes as a budget that can be typed: at least as many, and less than 0.1 % above.
+
+    9_469_000 -> "9.031 MiB"; so many digits, since a smaller budget is a smaller batch.
+    """
+    name, unit = "KiB", 2**10
+    for larger, size in (("MiB", 2**20), ("GiB", 2**30)):
+        if nbytes >= size:
+            name, unit = larger, size
+    places = max(4 - len(str(nbytes // unit)), 0)
+    scaled = -(-nbytes * 10**places // unit)
+    while parse_nbytes(shown := f"{scaled / 10**places:.{places}f} {name}") < nbytes:
+        scaled += 1  # a decimal's float may be a byte too small
+    number, _, _ = shown.partition(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {name}"
 
 
 def show_seconds(seconds: float) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -193,3 +194,91 @@ def test_of_a_process_that_outlives_the_script_that_is_said(python, temporary):
     assert done.stdout.startswith("0 ")
     assert "Traceback" not in done.stderr
     assert list(temporary.glob("elbowroom*")) == []
+
+
+HARD = TRAIN.replace("flush=True)", "flush=True)\n    import os; os._exit(0)")
+
+
+@pytest.mark.parametrize("start", [SPAWN, SPAWNED, COPIES], ids=["mp.spawn", "spawn", "copies"])
+def test_a_process_that_ends_by_os_exit_tells_before(python, temporary, start):
+    done = python(*run("--budget", "1GiB"), "6", text=HARD, start=start)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+    assert "Sequential inside 1.00 GiB (in one of 2 processes)" in done.stderr
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_script_that_ends_by_os_exit_is_told_of_and_keeps_its_code(python, tmp_path, temporary):
+    start = "work(0, 6); import os; os._exit(7)"
+    done = python(*run("--budget", "1GiB", "--report", "figures.json"), start=start)
+    assert done.returncode == 7
+    assert done.stdout.startswith("0 ")
+    assert "Sequential inside 1.00 GiB" in done.stderr
+    assert json.loads((tmp_path / "figures.json").read_text())["exit_code"] == 7
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_copy_that_the_script_makes_by_itself_ends_by_os_exit_unseen(python):
+    start = "import os; os.fork() or os._exit(0); os.wait(); work(0, 6)"
+    done = python(*run("--budget", "1GiB"), start=start)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Sequential inside 1.00 GiB") == 1
+
+
+KILLED = """
+    import os, signal
+    one = mp.get_context("spawn").Process(target=work, args=(0, 6))
+    one.start()
+    one.join()
+    os.kill(os.getpid(), signal.NAME)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_a_script_that_is_killed_leaves_nothing_and_ends_as_under_python(python, temporary, name):
+    done = python(*run("--budget", "1GiB"), start=KILLED.replace("NAME", name))
+    assert done.returncode == -signal.Signals[name]
+    assert done.stdout.startswith("0 ")
+    assert list(temporary.iterdir()) == []
+
+
+def test_of_a_process_that_is_killed_it_is_said_that_nothing_is_known(python, temporary):
+    text = TRAIN.replace("flush=True)", "flush=True)\n    import os; os.kill(os.getpid(), 9)")
+    done = python(*run("--budget", "1GiB"), start=SPAWNED, text=text)
+    assert done.returncode == 0
+    assert "ended before they could tell what they had trained" in done.stderr
+    assert list(temporary.iterdir()) == []
+
+
+MANY = """
+    for turn in range(40):
+        one = mp.get_context("fork").Process(target=print, args=(turn,))
+        one.start()
+        one.join()
+    import os
+    print("open", len(os.listdir("/proc/self/fd")) - before < 20)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux does")
+def test_processes_one_after_another_do_not_add_up(python):
+    text = TRAIN.replace("START", 'import os; before = len(os.listdir("/proc/self/fd"))\n    START')
+    done = python(*run("--budget", "1GiB"), start=MANY, text=text)
+    assert done.returncode == 0, done.stderr
+    assert "open True" in done.stdout
+
+
+def test_a_process_that_a_copy_starts_is_told_of_by_the_copy(python):
+    text = TRAIN.replace("\nif __name__", f"{OUTER}\nif __name__")
+    start = "one = mp.get_context('fork').Process(target=outer); one.start(); one.join()"
+    done = python(*run("--budget", "1GiB"), start=start, text=text)
+    assert done.returncode == 0, done.stderr
+    assert "Sequential inside 1.00 GiB" in done.stderr
+
+
+OUTER = """
+def outer():
+    one = mp.get_context("fork").Process(target=work, args=(0, 6))
+    one.start()
+    one.join()
+"""

@@ -36,7 +36,7 @@ def test_a_last_step_above_the_budget_is_said_and_is_an_exit_code_of_its_own(
     assert _say_not_kept(0, told(8 * MIB + 1)) == 4
     said = " ".join(capsys.readouterr().err.split())
     assert "the budget 8.00 MiB was not kept" in said
-    assert "Give --budget 9MiB, or halve the batch" in said
+    assert "Give --budget 8.001MiB, or halve the batch" in said
 
 
 @pytest.mark.parametrize(("code", "last_nbytes"), [(0, 8 * MIB), (0, None), (7, 9 * MIB)])

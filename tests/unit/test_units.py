@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from elbowroom.units import Share, parse_budget, parse_nbytes, show_nbytes, show_seconds
+from elbowroom.units import (
+    Share,
+    parse_budget,
+    parse_nbytes,
+    show_at_least,
+    show_nbytes,
+    show_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -114,3 +121,27 @@ def test_what_is_shown_can_be_read_back():
 )
 def test_seconds_for_people(seconds, text):
     assert show_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [
+        (9_469_000, "9.031 MiB"),  # where "10 MiB" was named, plain training took 8.28
+        (10 * 2**20, "10 MiB"),
+        (10 * 2**20 + 1, "10.01 MiB"),
+        (345 * 2**20 + 1, "345.1 MiB"),
+        (6 * 2**30, "6 GiB"),
+        (1234 * 2**30 - 1, "1234 GiB"),
+        (100 * 2**20, "100 MiB"),
+        (1, "0.001 KiB"),
+    ],
+)
+def test_a_budget_that_is_named_is_short_and_no_larger_than_it_need_be(nbytes, shown):
+    assert show_at_least(nbytes) == shown
+
+
+def test_a_budget_that_is_named_is_enough():
+    sizes = np.exp(np.random.default_rng(0).uniform(np.log(1024), np.log(2**41), 3000))
+    for nbytes in map(int, sizes):
+        for size in (nbytes, parse_nbytes(show_at_least(nbytes))):
+            assert size <= parse_nbytes(show_at_least(size)) <= 1.001 * size + 1

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from elbowroom.errors import BudgetTooSmall, DataError, ElbowroomError
 from elbowroom.files import beside
+from elbowroom.units import show_at_least
 
 P = ParamSpec("P")
 
@@ -47,8 +48,13 @@ def on_the_command_line(error: BudgetTooSmall) -> str:
     """Returns the message of a refusal, with its remedies as options of the command line."""
     message = str(error).replace("with exact=None", "by leaving out --exact")
     message = message.replace("with offload='file'", "by --offload file")
-    mebibytes = -(-error.least_nbytes // 2**20)
-    return message.replace(f"budget={error.least_nbytes}", f"--budget {mebibytes}MiB")
+    typed = typed_budget(error.least_nbytes)
+    return message.replace(f"budget={error.least_nbytes}", f"--budget {typed}")
+
+
+def typed_budget(nbytes: int) -> str:
+    """Returns a size, rounded up, as it is typed behind --budget: "9.031MiB"."""
+    return show_at_least(nbytes).replace(" ", "")
 
 
 def check_writable(out: Path, option: str, *others: Path | None) -> None:

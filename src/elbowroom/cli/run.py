@@ -23,6 +23,7 @@ from elbowroom.cli.mistakes import (
     mistake,
     on_the_command_line,
     says_mistakes,
+    typed_budget,
 )
 from elbowroom.cli.places import Offload
 from elbowroom.cli.script import (
@@ -34,7 +35,7 @@ from elbowroom.cli.script import (
     run_script,
     show_traceback,
 )
-from elbowroom.cli.spawned import Ended, Processes, following
+from elbowroom.cli.spawned import Ended, Processes, Tell, before_exit, following
 from elbowroom.cli.warm import start_warm
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.files import write_text
@@ -66,6 +67,11 @@ _IN_A_POOL = (
 _STILL_RUNNING = (
     "processes that the script started still run after its last line, so elbowroom does not "
     "know how they end; let the script wait for them, by process.join()"
+)
+
+_SILENT = (
+    "processes that the script started ended before they could tell what they had trained, by an "
+    "error or because they were killed, so elbowroom does not know whether they kept to the budget"
 )
 
 Budget = Annotated[
@@ -154,7 +160,22 @@ def run(
     running = _Run(asked, exact, offload, given)
     in_a_process = partial(_in_a_process, asked, exact, offload, given)
     with following(in_a_process, running.in_a_copy) as processes:
-        code = running.of(script, arguments or [], is_module=module)
+
+        def leave(code: int) -> int:
+            running.finish()
+            processes.end()
+            return _tell(running, processes, code, report)
+
+        with before_exit(leave):
+            code = running.of(script, arguments or [], is_module=module)
+    raise typer.Exit(_tell(running, processes, code, report))
+
+
+def _tell(running: "_Run", processes: Processes, code: int, report: Path | None) -> int:
+    """Shows what became of the budget once the script has ended; returns the exit code.
+
+    code: the script's own
+    """
     spawned = processes.told
     told = running.told() + spawned
     if processes.refusal:
@@ -176,7 +197,7 @@ def run(
             if len(told) > 1:
                 figures |= {"models": [one.as_dict() for one in told]}
             write_text(json.dumps(figures, indent=2) + "\n", report)
-    raise typer.Exit(code)
+    return code
 
 
 class _Refused(Unseen):
@@ -227,36 +248,56 @@ class _Run:
                     say_exhaustion(error)
                 return 1
             finally:
-                for one in self._models:
-                    one.fitting.finish()
+                self.finish()
 
-    def in_a_process(self, function: Callable[[], object]) -> Ended:
-        """Runs a function of the script in a process of its own."""
+    def finish(self, since: int = 0) -> None:
+        """Ends the training of the models, without those that were found before this one."""
+        for one in self._models[since:]:
+            one.fitting.finish()
+
+    def in_a_process(self, function: Callable[[], object], tell: Tell) -> int:
+        """Runs a function of the script in a process of its own, and tells how it ended.
+
+        Returns the exit code of a refusal, or 0.
+        """
         with self.discovery, self._compiling():
-            return self.in_a_copy(function)
+            return self.in_a_copy(function, tell)
 
-    def in_a_copy(self, function: Callable[[], object]) -> Ended:
+    def in_a_copy(self, function: Callable[[], object], tell: Tell) -> int:
         """Runs a function of the script in a copy of a process that is watched already.
 
-        Models that the copied process trained before are not reported again.
+        Models that the copied process trained before are not reported again. Returns as
+        `in_a_process`.
         """
         models, before = len(self._models), self.told()
+
+        def leave(code: int) -> int:
+            self.finish(models)
+            tell(Ended([one for one in self.told() if one not in before]))
+            return code
+
         try:
-            function()
+            with before_exit(leave):
+                function()
         except BudgetTooSmall as error:
-            mistake(on_the_command_line(error))
-            return Ended([], TOO_SMALL)
+            return self._refused(models, on_the_command_line(error), TOO_SMALL, tell)
         except Unseen as error:
-            mistake(str(error))
-            return Ended([], UNSEEN)
+            return self._refused(models, str(error), UNSEEN, tell)
+        except SystemExit:
+            leave(0)
+            raise
         except Exception as error:
+            self.finish(models)
             if is_out_of_memory(error):
                 say_exhaustion(error)
             raise
-        finally:
-            for one in self._models[models:]:
-                one.fitting.finish()
-        return Ended([one for one in self.told() if one not in before])
+        return leave(0)
+
+    def _refused(self, models: int, message: str, code: int, tell: Tell) -> int:
+        mistake(message)
+        self.finish(models)
+        tell(Ended([], code))
+        return code
 
     def told(self) -> list[Summary]:
         """Returns the figures of each model; empty if no model was found."""
@@ -363,9 +404,10 @@ def _in_a_process(
     offload: str | None,
     plan: Plan | None,
     function: Callable[[], object],
-) -> Ended:
-    """Runs a function of the script's in a process that the script has started."""
-    return _Run(budget, exact, offload, plan).in_a_process(function)
+    tell: Tell,
+) -> int:
+    """Runs a function of the script in a process that the script has started."""
+    return _Run(budget, exact, offload, plan).in_a_process(function, tell)
 
 
 def _say_not_found(code: int, made_optimizers: bool, processes: Processes) -> int:
@@ -378,6 +420,9 @@ def _say_not_found(code: int, made_optimizers: bool, processes: Processes) -> in
     if not made_optimizers and (processes.running or processes.unseen):
         mistake(_STILL_RUNNING if processes.running else _IN_A_POOL)
         return UNSEEN
+    if not made_optimizers and processes.silent:
+        errors_console().print(f"[dim]elbowroom: {_SILENT}[/]")
+        return code
     if not made_optimizers:
         errors_console().print("[dim]elbowroom: the script trained nothing, so nothing was done[/]")
         return code
@@ -392,17 +437,12 @@ def _say_not_kept(code: int, told: Summary) -> int:
     """
     if code or (told.last_nbytes or 0) <= told.budget_nbytes:
         return code
+    took = told.last_nbytes or 0
     mistake(
         f"the budget {show_nbytes(told.budget_nbytes)} was not kept: the last measured step took "
-        f"{show_nbytes(told.last_nbytes or 0)}. Give --budget {_whole_mib(told.last_nbytes or 0)}, "
-        "or halve the batch"
+        f"{show_nbytes(took)}. Give --budget {typed_budget(took)}, or halve the batch"
     )
     return NOT_KEPT
-
-
-def _whole_mib(nbytes: int) -> str:
-    """Returns a size in whole MiB, rounded up, as an option takes it."""
-    return f"{-(-nbytes // 2**20)}MiB"
 
 
 def _table(told: Summary, where: str = "") -> Table:

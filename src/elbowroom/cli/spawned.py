@@ -1,38 +1,37 @@
 """Processes that a script starts by multiprocessing: each keeps to the budget.
 
     the script's process    mp.spawn(train, ...), Process(target=train).start()
-                            ->  starts Followed(train, ...) in train's place
-    each process            finds its own model, and writes down how it ended
+                            ->  starts Followed(train, ...) in train's place, with a pipe
+    each process            finds its own model, and tells by the pipe how it ended
     the script's process    reads that when the script has ended
 
 A forked process inherits what `run` watches, and looks for models by that. A process that loads
 data, serves a pool or is otherwise a part of Python's or torch's own machinery is left alone.
+
+Nothing of it is a file, so nothing is left behind, whoever is killed. A process that ends by
+`os._exit` tells before; of one that is killed nothing is known.
 """
 
-import contextlib
 import multiprocessing
 import os
 import pickle
-import shutil
-import sys
-import tempfile
+import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
-
-import torch.multiprocessing
 
 from elbowroom.fitting import Summary
 
-_SPAWN: Any = sys.modules["torch.multiprocessing.spawn"]  # the package has a function of that name
-_PACKAGE: Any = torch.multiprocessing
+_SPAWN = "torch.multiprocessing.spawn"
 _POOLS = ("multiprocessing.pool", "concurrent.futures.process")
 _MACHINERY = ("multiprocessing", "concurrent", "torch")
+_MOST_NBYTES = 60_000  # of a message: what a pipe takes that nobody reads yet
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,8 @@ class Ended:
     code: int = 0
 
 
-Trained = Callable[[Callable[[], object]], Ended]
+Tell = Callable[[Ended], None]
+Trained = Callable[[Callable[[], object], Tell], int]
 
 
 @dataclass
@@ -51,23 +51,39 @@ class Followed:
     """Function that runs in each process in the place of the script's own.
 
     function  the script's
-    trained   called with (the function without its arguments) -> how it ended
-    folder    where that is written down
+    trained   called with (the function without its arguments, `tell`) -> an exit code, or 0
+    pipe      where it is told how that ended
+    copied    what a forked process has inherited of the processes of the one before it
     """
 
     function: Callable[..., object]
     trained: Trained
-    folder: Path
+    pipe: Connection
+    copied: "Processes | None" = None
 
     def __call__(self, *args: Any) -> None:
         """Runs the script's function as `run` runs a script."""
-        ended = self.trained(lambda: self.function(*args))
-        part = self.folder / f"{time.time_ns():020d}-{os.getpid()}.part"
-        with contextlib.suppress(FileNotFoundError):  # the script has ended, and nobody reads it
-            part.write_bytes(pickle.dumps(ended))
-            part.replace(part.with_suffix(".ended"))  # another one's refusal may stop this process
-        if ended.code:
-            sys.exit(ended.code)
+        if self.copied is not None:
+            self.copied.forget()
+        code = self.trained(lambda: self.function(*args), self._tell)
+        if code:
+            raise SystemExit(code)
+
+    def _tell(self, ended: Ended) -> None:
+        if self.copied is not None:
+            self.copied.collect()
+            ended = replace(ended, told=ended.told + self.copied.told)
+        message = _packed(ended)
+        if len(message) > _MOST_NBYTES:
+            told = [replace(one, lines=()) for one in ended.told]
+            message = _packed(replace(ended, told=told))
+        with suppress(OSError):  # the script has ended, and nobody reads it
+            self.pipe.send_bytes(message)
+            self.pipe.close()
+
+
+def _packed(ended: Ended) -> bytes:
+    return zlib.compress(pickle.dumps((time.time_ns(), ended)))
 
 
 @dataclass
@@ -76,11 +92,19 @@ class Processes:
 
     unseen    how many of them serve a pool, in which nothing is seen of what they train
     running   how many of those that are followed had not ended when the script had
+    silent    how many of them ended without a word: by an error, or killed
     """
 
     unseen: int = 0
     running: int = 0
-    ended: list[Ended] = field(default_factory=list)
+    silent: int = 0
+    _ended: list[tuple[int, Ended]] = field(default_factory=list)
+    _followed: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
+
+    @property
+    def ended(self) -> list[Ended]:
+        """How those ended that have told it, the first first: its refusal may stop others."""
+        return [one for _, one in sorted(self._ended, key=lambda pair: pair[0])]
 
     @property
     def told(self) -> list[Summary]:
@@ -92,6 +116,43 @@ class Processes:
         """The exit code of the first one that was refused its budget; 0 if none was."""
         return next((one.code for one in self.ended if one.code), 0)
 
+    def follow(self, process: BaseProcess, pipe: Connection) -> None:
+        """Reads from a pipe, later, how a process ended that was started."""
+        self.collect()  # a script may start thousands, one after another
+        self._followed.append((process, pipe))
+
+    def collect(self) -> None:
+        """Reads what processes that have ended told; the pipes of others stay open."""
+        waiting = []
+        for process, pipe in self._followed:
+            if not pipe.poll():
+                waiting.append((process, pipe))
+                continue
+            with pipe:
+                try:
+                    self._ended.append(pickle.loads(zlib.decompress(pipe.recv_bytes())))
+                except (EOFError, OSError):
+                    self.silent += 1
+        self._followed = waiting
+
+    def end(self) -> None:
+        """Reads what was told, and counts those that still run."""
+        active = multiprocessing.active_children()
+        self.running = sum(one in active for one, _ in self._followed)
+        self.collect()
+        self.forget_pipes()
+
+    def forget(self) -> None:
+        """Forgets the processes of the one that this is a copy of; it reads what they tell."""
+        self._ended.clear()
+        self.unseen = self.running = self.silent = 0
+        self.forget_pipes()
+
+    def forget_pipes(self) -> None:
+        for _, pipe in self._followed:
+            pipe.close()
+        self._followed.clear()
+
 
 @contextmanager
 def following(trained: Trained, copied: Trained) -> Iterator[Processes]:
@@ -100,54 +161,70 @@ def following(trained: Trained, copied: Trained) -> Iterator[Processes]:
     trained  must be possible to pickle
     """
     found = Processes()
-    folders: list[Path] = []  # none until it is needed: a script that is killed leaves no folder
     own = os.getpid()
-    followed: list[BaseProcess] = []
-    plain_start, plain_process = _SPAWN.start_processes, BaseProcess.start
+    plain_start = BaseProcess.start
 
-    def follow(function: Callable[..., object], method: str) -> Followed:
-        if not folders:
-            folders.append(Path(tempfile.mkdtemp(prefix="elbowroom-")))
-        return Followed(function, copied if method == "fork" else trained, folders[0])
-
-    def start_process(process: Any) -> None:
+    def start(process: Any) -> None:
         origin = _origin(process)
         found.unseen += origin in _POOLS
-        if origin == _SPAWN.__name__:  # its function is `Followed` already
-            followed.append(process)
-        elif origin.partition(".")[0] not in _MACHINERY:
-            followed.append(process)
-            method = process._start_method or multiprocessing.get_start_method()
-            process.run = follow(partial(type(process).run, process), method)
+        is_spawns = origin == _SPAWN
+        if not is_spawns and origin.partition(".")[0] in _MACHINERY:
+            plain_start(process)
+            return
+        method = process._start_method or multiprocessing.get_start_method()
+        is_copy = method == "fork"
+        read, write = multiprocessing.Pipe(duplex=False)
+        follow = partial(
+            Followed,
+            trained=copied if is_copy else trained,
+            pipe=write,
+            copied=found if is_copy else None,
+        )
+        if is_spawns:  # a function of torch's own, which writes errors down, calls the script's
+            process._args = (follow(process._args[0]), *process._args[1:])
+        else:
+            process.run = follow(partial(type(process).run, process))
         try:
-            plain_process(process)
+            plain_start(process)
+        except BaseException:
+            read.close()
+            raise
         finally:
+            write.close()
             process.__dict__.pop("run", None)
+        found.follow(process, read)
 
-    def start(
-        fn: Callable[..., object],
-        args: tuple[Any, ...] = (),
-        nprocs: int = 1,
-        join: bool = True,
-        daemon: bool = False,
-        start_method: str = "spawn",
-    ) -> Any:
-        return plain_start(follow(fn, start_method), args, nprocs, join, daemon, start_method)
-
-    _SPAWN.start_processes = _PACKAGE.start_processes = start
-    BaseProcess.start = start_process  # type: ignore[method-assign, assignment]
+    BaseProcess.start = start  # type: ignore[method-assign, assignment]
     try:
         yield found
     finally:
-        _SPAWN.start_processes = _PACKAGE.start_processes = plain_start
-        BaseProcess.start = plain_process  # type: ignore[method-assign]
+        BaseProcess.start = plain_start  # type: ignore[method-assign]
         if os.getpid() == own:  # else the script has forked itself, and this is the copy
-            found.running = sum(one in followed for one in multiprocessing.active_children())
-            for folder in folders:
-                for path in sorted(folder.glob("*.ended")):
-                    with path.open("rb") as file:
-                        found.ended.append(pickle.load(file))
-                shutil.rmtree(folder, ignore_errors=True)
+            found.end()
+
+
+@contextmanager
+def before_exit(act: Callable[[int], int]) -> Iterator[None]:
+    """Calls `act` before `os._exit` ends this process from its main thread.
+
+    act: called with the exit code; returns the one to end with
+    """
+    own, plain = os.getpid(), os._exit
+
+    def leave(status: int) -> None:
+        try:
+            if os.getpid() == own and threading.current_thread() is threading.main_thread():
+                os._exit = plain
+                status = act(status)
+        finally:
+            plain(status)
+
+    os._exit = leave  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if os._exit is leave:  # else somebody has replaced it since
+            os._exit = plain
 
 
 def _origin(process: Any) -> str:

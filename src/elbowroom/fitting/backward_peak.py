@@ -22,10 +22,13 @@ from elbowroom.measure.graph import graph_of
 from elbowroom.plan.backward import run
 
 
-def peak_of_backward(outputs: Iterable[Tensor], saving: FittedSaving, memory: MemoryState) -> int:
+def peak_of_backward(
+    outputs: Iterable[Tensor], saving: FittedSaving, memory: MemoryState, since: int = 0
+) -> int:
     """Returns the bytes of backward's highest moment; 0 where the outputs have no graph.
 
     saving: of the forward that has made the outputs, and has ended
+    since: autograd's number of the first node that counts
     """
     restored: dict[int, int] = defaultdict(int)
     held: list[tuple[int, int]] = []  # the first node that saves it, and its bytes
@@ -38,7 +41,7 @@ def peak_of_backward(outputs: Iterable[Tensor], saving: FittedSaving, memory: Me
     firsts = [node for node, _ in held]
     below = [0, *accumulate(nbytes for _, nbytes in held)]
     highest, node = 0, firsts[-1] if firsts else 0
-    for moment in run(graph_of(outputs)):
+    for moment in run(graph_of(outputs, since=since, is_whole=not since)):
         node = node if moment.is_leaf else moment.nth
         still = below[bisect_right(firsts, node)] + restored.get(node, 0)
         stay = min(moment.stay, memory.unallocated_gradient_nbytes)

@@ -54,6 +54,11 @@ class Neighbours:
             self._graphs.append(graph)
 
     @property
+    def is_inside(self) -> bool:
+        """True if a graph of another fitted model waits now: what runs then may be a part of it."""
+        return any(graph.held_nbytes > 0 for one in self._others() for graph in one._graphs)
+
+    @property
     def others_learn(self) -> bool:
         """True if a model still learns that has run while a graph of this one waited.
 

@@ -1,5 +1,9 @@
 """One step of a fitted model under the allocator's eye: from its forward to the next one."""
 
+from collections.abc import Iterable
+
+from torch import Tensor
+
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import MemoryState
 from elbowroom.measure.interval import Interval
@@ -26,14 +30,27 @@ class Measurement:
         self._running: Interval | Recording | None = running
 
     @classmethod
-    def start(cls, owned: ModelState, memory: MemoryState, *, writes: bool) -> "Measurement | None":
-        """Starts a measurement and returns it; None if this cannot be measured now."""
+    def start(
+        cls,
+        owned: ModelState,
+        memory: MemoryState,
+        *,
+        writes: bool,
+        until: Iterable[Tensor] = (),
+    ) -> "Measurement | None":
+        """Starts a measurement and returns it; None if this cannot be measured now.
+
+        until: inputs that another fitted model has made, whose backward is that one's
+        """
         running: Interval | Recording | None
         if writes:
             running = Recording.start(owned.tensors(), owned.device)
         else:
             running = Interval.start(memory.static_nbytes, owned.device, owned.gradients())
-        return None if running is None else cls(memory, running)
+        if running is None:
+            return None
+        running.until(until)
+        return cls(memory, running)
 
     @property
     def recorder(self) -> StepRecorder | None:

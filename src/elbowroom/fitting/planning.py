@@ -242,23 +242,26 @@ class Planning(Followed):
         if self.plan is not None and self.plan.changes_nothing:
             self._tell(NothingToDo())
 
-    def rehearse(self, forward: Callable[[], Any]) -> None:
+    def rehearse(self, forward: Callable[[], Any], *, is_inside: bool = False) -> None:
         """Records a forward that holds nothing, and plans the step by it.
 
+        is_inside: another fitted model's graph waits, which backward goes on into.
         Raises BudgetTooSmall where no plan of it fits. Does nothing where it cannot be measured.
         """
-        heard = rehearsed(self, self.owned, forward)
+        heard = rehearsed(self, self.owned, forward, is_inside=is_inside)
         if heard is not None:
             self._tell(ForwardHeard(heard))
 
-    def rehearse_until_planned(self, forward: Callable[[], Any], undo: Undo) -> None:
+    def rehearse_until_planned(
+        self, forward: Callable[[], Any], undo: Undo, *, is_inside: bool = False
+    ) -> None:
         """Rehearses, and undoes it, as long as no plan fits and there may be more of them.
 
         Raises BudgetTooSmall where there are none.
         """
         while True:
             try:
-                return self.rehearse(forward)
+                return self.rehearse(forward, is_inside=is_inside)
             except NothingHeld:
                 return None  # backward runs inside of forward, as that of a force
             except BudgetTooSmall:

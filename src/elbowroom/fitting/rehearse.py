@@ -46,24 +46,31 @@ _FIRST = 1.05  # of the budget, in a forward that held nothing: above that it is
 
 
 def rehearsed(
-    fit: Fit, owned: ModelState, forward: Callable[[], Any], after: FittedSaving | None = None
+    fit: Fit,
+    owned: ModelState,
+    forward: Callable[[], Any],
+    after: FittedSaving | None = None,
+    *,
+    is_inside: bool = False,
 ) -> ForwardProfile | None:
     """Records a forward that holds nothing, and the graph that it has built.
 
     None where it cannot be measured. after: that of an earlier forward of the same step, which is
-    left as it is. It comes once, and is short: a measurement of another model gives way.
+    left as it is. is_inside: another fitted model's graph waits, and what backward runs there is
+    that one's. It comes once, and is short: a measurement of another model gives way.
     """
     Background.interrupt()
     stood = {x.untyped_storage()._cdata for x in owned.tensors() if is_touchable(x)}
     recording = Recording.start(owned.tensors(), owned.device)
     if recording is None:
         return None
-    since = 0 if after is None else torch._C._autograd._get_sequence_nr()
+    is_whole = after is not None or not is_inside
+    since = 0 if after is None and is_whole else torch._C._autograd._get_sequence_nr()
     try:
         with FittedSaving(fit, recording.recorder, counts=True, after=after) as saving:
             out = [x for x in tree_leaves(forward()) if isinstance(x, Tensor) and x.requires_grad]
             saving.drop_everything()
-            graph = graph_of(out, recording.recorder, since)
+            graph = graph_of(out, recording.recorder, since, is_whole=is_whole)
         loss_nbytes, out_nbytes = _loss_nbytes(out), storage_nbytes(out)
         seen = recording.finish()  # while what forward gives is there: the graph dies with it
         del out

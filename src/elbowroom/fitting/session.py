@@ -224,7 +224,7 @@ class Fitting(MeasuredSteps):
         """Begins a step with this forward."""
         undo = None if self._shortage.ran_out_nbytes is None else Undo(model, (), given)
         try:
-            self._begin(signature)
+            self._begin(signature, given)
             return self._run(model, forward, given)
         except BudgetTooSmall as error:
             if undo is None or not self._shortage.relents(self.options, error.least_nbytes):
@@ -252,7 +252,7 @@ class Fitting(MeasuredSteps):
                 return self._replayed(forward, script)
             if follows or not planning.redoes:
                 return self._forward(forward)
-            return self._learned(forward, undo)
+            return self._learned(forward, undo, given)
         except Unrepeatable:
             undo.back()
         finally:
@@ -260,7 +260,7 @@ class Fitting(MeasuredSteps):
             undo.close()
         self._stop()
         planning.leave_out_unrepeatable()
-        self._measure()
+        self._measure(given)
         return self._run(model, forward, given)
 
     def _go_on(
@@ -309,7 +309,7 @@ class Fitting(MeasuredSteps):
         self._note_setting(saving)
         return out
 
-    def _learned(self, forward: Callable[[], Any], undo: Undo) -> Any:
+    def _learned(self, forward: Callable[[], Any], undo: Undo, given: Given) -> Any:
         """Runs the forward as it is, if there is room; else undoes it, and plans by a rehearsal."""
         if not (self.planning.state.infeasible or self.planning.calls.are_seen):
             kept = self._kept(forward, undo=undo)
@@ -318,9 +318,10 @@ class Fitting(MeasuredSteps):
                 return kept[0]
             undo.back()
         self._stop()
-        self.planning.rehearse_until_planned(forward, undo)
+        is_inside = self._beside.is_inside
+        self.planning.rehearse_until_planned(forward, undo, is_inside=is_inside)
         self.planning.takes_trials()  # this forward is the first of them
-        self._measure()
+        self._measure(given)
         try:
             return self._forward(forward)
         except BudgetTooSmall:
@@ -337,6 +338,7 @@ class Fitting(MeasuredSteps):
 
         undo: has copied what the forward may change, and learns what it does not
         """
+        since = torch._C._autograd._get_sequence_nr() if self._beside.is_inside else 0
         with self._context(may_climb=False, after=after) as saving:
             saving.beside_nbytes = 0 if undo is None else undo.copied_nbytes
             try:
@@ -345,17 +347,20 @@ class Fitting(MeasuredSteps):
                 return None
         if undo is not None:
             undo.let_go()
-        if saving.too_much or (after is None and self._will_be_too_much(out, saving)):
+        if saving.too_much or (after is None and self._will_be_too_much(out, saving, since)):
             return None
         self._ended(saving)
         return (out,)
 
-    def _will_be_too_much(self, out: Any, saving: FittedSaving) -> bool:
-        """Returns whether backward would be above the budget, where a plan could help that."""
+    def _will_be_too_much(self, out: Any, saving: FittedSaving, since: int) -> bool:
+        """Returns whether backward would be above the budget, where a plan could help that.
+
+        since: autograd's number from which on backward is this model's own
+        """
         if not may_measure(self.owned.device) and self._step is None:
             return False
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
-        highest = peak_of_backward(made, saving, self.planning.memory)
+        highest = peak_of_backward(made, saving, self.planning.memory, since)
         return highest > self.options.budget_nbytes
 
     def _forward(self, forward: Callable[[], Any], after: FittedSaving | None = None) -> Any:
@@ -434,7 +439,7 @@ class Fitting(MeasuredSteps):
                 "is then measured instead."
             ) from error
 
-    def _begin(self, signature: Signature) -> None:
+    def _begin(self, signature: Signature, given: Given) -> None:
         self.context.begin_step()
         self._learn()
         self._beside.begin()
@@ -445,7 +450,7 @@ class Fitting(MeasuredSteps):
         self.planning = self._plannings.of(signature)
         self.planning.begin(self._memory(), signature)
         self._beside.learns = not all(planning.settled for planning in self._plannings)
-        self._measure()
+        self._measure(given)
 
 
 def _refuse_part(planning: Planning, saving: FittedSaving) -> None:

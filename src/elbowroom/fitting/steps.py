@@ -5,6 +5,9 @@ One measurement runs at a time, from a step's first forward to the next step.
 
 from dataclasses import replace
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
 from elbowroom.fitting.co_resident import Neighbours
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
@@ -92,12 +95,19 @@ class MeasuredSteps:
             self._note_peak(step.peak, last)
         planning.learn(last, step, self.owned.memory(), others_learn=self._beside.others_learn)
 
-    def _measure(self) -> None:
-        """Starts to measure the step that begins, if there is something to learn from it."""
+    def _measure(self, given: object = ()) -> None:
+        """Starts to measure the step that begins, if there is something to learn from it.
+
+        given: its inputs; of those that another model's graph has made, backward is that one's
+        """
         state = self.planning.state
         if self._closed or self._step is not None or not state.wants_measuring:
             return
-        self._step = Measurement.start(self.owned, state.memory, writes=state.wants_writing)
+        leaves = tree_leaves(given) if self._beside.is_inside else []
+        until = [x for x in leaves if isinstance(x, Tensor)]
+        self._step = Measurement.start(
+            self.owned, state.memory, writes=state.wants_writing, until=until
+        )
         waits = Background.running is not None  # for another model's, and is measured after it
         blind = self._step is None and self.highest_nbytes is None
         if blind and not waits and not self._said_blind:

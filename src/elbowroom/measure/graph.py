@@ -27,11 +27,16 @@ _POSITIONS = {  # of inputs, in the order of an op's arguments; others come firs
 
 
 def graph_of(
-    outputs: Iterable[Tensor], recorder: StepRecorder | None = None, since: int = 0
+    outputs: Iterable[Tensor],
+    recorder: StepRecorder | None = None,
+    since: int = 0,
+    *,
+    is_whole: bool = True,
 ) -> Graph:
     """Returns what backward from these will run; recorder: of a forward that was written down.
 
     since: autograd's number as that forward began; nodes from before are marked as older
+    is_whole: False leaves out what backward runs once it has come to older nodes
 
     Where one of them is a single number, it is taken for the loss, and the gradient comes from it
     alone; else from all of them.
@@ -45,7 +50,8 @@ def graph_of(
         fn = waiting.pop()
         if fn not in found:
             found[fn] = len(found)
-            waiting += [to for to, _ in fn.next_functions if to is not None]
+            if is_whole or fn._sequence_nr() >= since:
+                waiting += [to for to, _ in fn.next_functions if to is not None]
     hidden = () if recorder is None else recorder.hidden()
     ranges = sorted(one for region in hidden for one in region)
     nodes = tuple(
@@ -74,7 +80,7 @@ def _node(fn: Any, found: dict[Any, int], *, is_hidden: bool) -> Node:
         nth=fn._sequence_nr(),
         name=fn.name().removeprefix("torch::autograd::"),
         takes=tuple(prod(one.shape) * one.dtype.itemsize for one in fn._input_metadata),
-        gives=tuple((-1 if to is None else found[to], nr) for to, nr in fn.next_functions),
+        gives=tuple((found.get(to, -1), nr) for to, nr in fn.next_functions),
         stays=leaf is not None and leaf.grad is None,
         workspace=getattr(fn, "workspace_nbytes", None) or _layout_nbytes(fn),
         reads=tuple(_reads(fn, found)) if is_hidden else (),

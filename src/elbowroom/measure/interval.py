@@ -13,6 +13,10 @@ a peak one may begin.
 The CPU's allocator does not report the release of what was there before. Of gradients it matters:
 a script may call `zero_grad()` after the forward, and they would count twice. So those that stand
 at the start are watched, and each marks the moment at which it goes.
+
+Of a model that runs inside of another's graph (a discriminator in the generator's step), backward
+goes on into that graph. What is taken there is none of its own, and the other model is measured
+then, too. So it can be told where to end (`until`).
 """
 
 import atexit
@@ -21,14 +25,18 @@ import threading
 import weakref
 from collections.abc import Iterable
 from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from elbowroom.measure.allocations import Allocations, Freed, is_in_backward, may_begin
 from elbowroom.measure.background import Background
 from elbowroom.measure.peak import MemoryCurve, curve_of
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes
+
+_numbers = count()
 
 
 class Interval:
@@ -41,6 +49,9 @@ class Interval:
         self._curve: MemoryCurve | None = None
         self._watched: list[weakref.ref[Tensor]] = []
         self.is_abandoned = False
+        self._left = f"left {next(_numbers)}"
+        self._left_nbytes: int | None = None  # the peak by then, on CUDA
+        self._hooks: list[RemovableHandle] = []
 
     @classmethod
     def start(
@@ -73,10 +84,28 @@ class Interval:
                 freed = Freed(storage_nbytes(gradient), self)
                 self._watched.append(weakref.ref(gradient, partial(_mark_end, storage, freed)))
 
+    def until(self, inputs: Iterable[Tensor]) -> None:
+        """Counts no further than to where backward has given the last of these its gradient.
+
+        If it never comes there, all counts.
+        """
+        leave = partial(_leave, weakref.ref(self))
+        made = {x.grad_fn: x for x in inputs if x.grad_fn is not None}
+        self._hooks = [node.register_prehook(leave) for node in made]
+
+    def leave(self) -> None:
+        """Counts what follows only if backward comes here once more."""
+        if self._device.type == "cuda":
+            self._left_nbytes = torch.cuda.max_memory_allocated(self._device)
+        elif Background.running is self:
+            Allocations.mark(self._left)
+
     def stop(self) -> int | None:
         """The highest level since the start, in bytes; None if this thread cannot tell it."""
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+            self.close()
+            left = self._left_nbytes
+            return torch.cuda.max_memory_allocated(self._device) if left is None else left
         curve = self.curve()
         return None if curve is None else self._base_nbytes + curve.peak_nbytes
 
@@ -86,6 +115,9 @@ class Interval:
 
     def close(self) -> bool:
         """Stops counting, if that is possible here; returns whether this call stopped it."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         if self._allocations is None or Background.running is not self:
             return False
         if threading.current_thread() is not threading.main_thread() or is_in_backward():
@@ -95,7 +127,8 @@ class Interval:
         self._watched.clear()
         if self._allocations.was_ended:
             return False
-        self._curve = curve_of(*self._allocations.stop(), self._device.type, by=self)
+        curve = curve_of(*self._allocations.stop(), self._device.type, by=self)
+        self._curve = curve.until(self._left)
         return True
 
     def _abandon(self) -> None:
@@ -103,6 +136,12 @@ class Interval:
         if not self.is_abandoned:
             self.is_abandoned = True
             gc.callbacks.append(_end_abandoned)
+
+
+def _leave(interval: weakref.ref[Interval], _: object) -> None:
+    found = interval()
+    if found is not None:
+        found.leave()
 
 
 def _mark_end(storage: WeakStorage, freed: Freed, _: object) -> None:

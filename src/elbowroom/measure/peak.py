@@ -15,9 +15,11 @@ counter of the caching allocator, whose requests are rounded up to 512 bytes.
 Run the step twice before measuring: the first one creates optimizer states.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 
 import torch
 
@@ -52,6 +54,12 @@ class MemoryCurve:
     def duration_s(self) -> float:
         """Seconds from the first event or mark to the last, with the profiler's own cost inside."""
         return max(self.times_s + tuple(at_s for _, at_s in self.marks), default=0.0)
+
+    def until(self, name: str) -> "MemoryCurve":
+        """Returns the curve up to the last moment of this name; all of it if there is none."""
+        end_s = max((at_s for known, at_s in self.marks if known == name), default=inf)
+        changes = bisect_right(self.times_s, end_s)
+        return replace(self, times_s=self.times_s[:changes], nbytes=self.nbytes[:changes])
 
 
 def mark(name: str) -> None:

@@ -38,6 +38,10 @@ class Recording:
         interval = Interval.start(0, device)
         return None if interval is None else cls(interval, owned, device)
 
+    def until(self, inputs: Iterable[Tensor]) -> None:
+        """Counts no further than to where backward has given these their gradients (on a CPU)."""
+        self._interval.until(inputs)
+
     def begin(self, moment: int, *, frees: bool = False) -> None:
         """Begins a moment, as the clock of the recorder."""
         for clock in (self._clock, self._cpu, self._cuda):
