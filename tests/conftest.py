@@ -74,12 +74,12 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def _turn_of(config: pytest.Config) -> int | None:
-    """The turn that is asked for; else the day's, in a run of everything but `--all`."""
+    """The turn that is asked for; else the day's, in a run of everything. `--all` has all."""
     if (given := config.getoption("--turn")) is not None:
         return given
     chosen = config.option.keyword or config.option.markexpr
     everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not chosen
-    return todays() if everything and not config.getoption("--all") else None
+    return todays() if everything else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Tests that take seconds run in turns: a third of them each day, all of them in three days.
+"""Tests that take seconds run in turns: a third of them each day, another one the next.
 
 Three quarters of the processor time of a run were in 4 % of its tests. Those are listed in
 `costs.json`, with the CPU seconds that each has taken, its processes included. A run of everything
