@@ -2,16 +2,17 @@
 
 Tests marked `gpu` are skipped where there is no CUDA device. There, Triton's kernels run in its
 interpreter, on CPU tensors: that must be chosen before anything imports them. It takes up to a
-second for a call, so a sample of its cases runs (`sampling.py`), and all of them with `--all`. The
-last lines of a run say when that was last: a run with `--all` that passes writes it down in
-`whole-matrix.json`.
+second for a call, so a sample of its cases runs (`sampling.py`), and all of them with `--all`.
+Tests that take seconds run in turns (`turns.py`). The last lines of a run say what it left out, and
+when all ran last: a run with `--all` that passes writes it down in `whole-matrix.json`.
 """
 
 import gc
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 from elbowroom.measure.allocations import Allocations, is_busy
 from elbowroom.measure.background import Background
 from sampling import Case, Some, sample
+from turns import LEAST_S, TURNS, by_file, costs, cpu_s, renewed, todays, turn_of_each, write
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -32,6 +34,9 @@ collect_ignore = ["contract/sharding.py", "golden/make.py", "memory/capped.py"] 
 MANY = 100_000  # objects, of which each full collection takes 10 ms
 WHOLE = Path(__file__).with_name("whole-matrix.json")
 _left_out = pytest.StashKey[tuple[int, int]]()  # cases, and of how many
+_turn = pytest.StashKey[int | None]()  # of this run; None where tests take no turns
+_waiting = pytest.StashKey[tuple[int, int]]()  # tests that wait for another turn, and of how many
+_taken = pytest.StashKey[Counter[str]]()  # CPU seconds of tests, by their ids
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +46,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run all cases of large matrices (Triton's kernels, above all), not a sample of them",
     )
+    parser.addoption(
+        "--turn",
+        type=int,
+        choices=range(TURNS),
+        help="which of the tests that take seconds run; by the date if not given",
+    )
+    parser.addoption(
+        "--costs",
+        action="store_true",
+        help="measure CPU seconds, show them by file, and write costs.json",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_taken] = Counter()
+    if hasattr(config, "workerinput"):
+        config.stash[_turn] = config.workerinput["turn"]
+    else:
+        config.stash[_turn] = _turn_of(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All processes of `pytest -n` take the same turn, at midnight, too."""
+    node.workerinput["turn"] = node.config.stash[_turn]
+
+
+def _turn_of(config: pytest.Config) -> int | None:
+    """The turn that is asked for; else the day's, in a run of everything. `--all` has all."""
+    if (given := config.getoption("--turn")) is not None:
+        return given
+    chosen = config.option.keyword or config.option.markexpr
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not chosen
+    return todays() if everything else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -54,13 +93,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if _all_wanted(config):
         return
     left_out = ({case.id for case in cases} - sample(cases)) | set(whole)
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
-    items[:] = [item for item in items if item.nodeid not in left_out]
+    _leave_out(config, items, left_out)
     config.stash[_left_out] = len(left_out), len(cases) + len(whole)
+    if config.stash[_turn] is not None:
+        turn_of = turn_of_each(item.nodeid for item in items)
+        waiting = {id for id, turn in turn_of.items() if turn != config.stash[_turn]}
+        _leave_out(config, items, waiting)
+        config.stash[_waiting] = len(waiting), len(turn_of)
     if hasattr(
         config, "workeroutput"
     ):  # a process of `pytest -n`, which tells the one that sums up
         config.workeroutput["left_out"] = config.stash[_left_out]
+        config.workeroutput["waiting"] = config.stash.get(_waiting, (0, 0))
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], ids: Collection[str]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in ids])
+    items[:] = [item for item in items if item.nodeid not in ids]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Counts the CPU seconds of a test."""
+    began = cpu_s()
+    taken = yield
+    item.config.stash[_taken][item.nodeid] += cpu_s() - began
+    return taken
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["taken"] = dict(session.config.stash[_taken])
 
 
 @pytest.fixture(autouse=True)
@@ -119,8 +182,11 @@ def _values(params: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    if left_out := getattr(node, "workeroutput", {}).get("left_out"):
-        node.config.stash[_left_out] = tuple(left_out)
+    output = getattr(node, "workeroutput", {})
+    if "left_out" in output:
+        node.config.stash[_left_out] = tuple(output["left_out"])
+        node.config.stash[_waiting] = tuple(output["waiting"])
+    node.config.stash[_taken].update(output.get("taken", {}))
 
 
 def pytest_terminal_summary(
@@ -132,13 +198,31 @@ def pytest_terminal_summary(
     """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     terminalreporter.write_line(f"torch {torch.__version__}, {device}")
+    if config.getoption("--costs"):
+        _tell_costs(terminalreporter, config.stash[_taken])
     if exitstatus == 0 and _is_whole(config):
         _write_whole(terminalreporter)
     left_out, cases = config.stash.get(_left_out, (0, 0))
+    waiting, dear = config.stash.get(_waiting, (0, 0))
+    if waiting:
+        turn = config.stash[_turn]
+        terminalreporter.write_line(
+            f"{dear - waiting} of {dear} tests of {LEAST_S} s or more: turn {turn} of {TURNS}, "
+            f"which the date gives, or ./scripts/test --turn {turn}"
+        )
     if left_out:
         terminalreporter.write_line(
             f"{cases - left_out} of {cases} cases of large matrices, a sample; {_last_whole()}"
         )
+
+
+def _tell_costs(terminalreporter: pytest.TerminalReporter, taken: Counter[str]) -> None:
+    """CPU seconds of each file that took one or more; what tests took goes into the list."""
+    for file, cost_s in by_file(taken).most_common():
+        if cost_s >= 1:
+            terminalreporter.write_line(f"{cost_s:8.1f} CPU s  {file}")
+    terminalreporter.write_line(f"{taken.total():8.1f} CPU s in {len(taken)} tests")
+    write(renewed(costs(), taken))
 
 
 def _is_whole(config: pytest.Config) -> bool:

@@ -77,7 +77,8 @@ class Config(SimpleNamespace):
     def __init__(self, *arguments, **options):
         self.deselected = []
         hook = SimpleNamespace(pytest_deselected=lambda items: self.deselected.extend(items))
-        option = {"keyword": "", "markexpr": "", "deselect": None, "collectonly": False} | options
+        option = {"keyword": "", "markexpr": "", "deselect": None, "collectonly": False}
+        option |= {"turn": None} | options
         source = pytest.Config.ArgsSource.ARGS if arguments else pytest.Config.ArgsSource.TESTPATHS
         super().__init__(
             args=arguments or ("tests",),
@@ -113,6 +114,7 @@ def left(conftest, collected, monkeypatch):
 
     def started(*arguments, **options):
         config, items = Config(*arguments, **options), list(collected)
+        conftest.pytest_configure(config)
         conftest.pytest_collection_modifyitems(config, items)
         assert len(items) + len(config.deselected) == len(collected)
         assert all(item.marked for item in config.deselected)
@@ -175,7 +177,8 @@ def test_a_whole_run_that_passes_is_written_down_and_later_runs_say_when(
 
 def test_a_process_of_xdist_tells_what_it_left_out(conftest):
     config = Config()
-    node = SimpleNamespace(config=config, workeroutput={"left_out": [16, 20]})
+    conftest.pytest_configure(config)
+    node = SimpleNamespace(config=config, workeroutput={"left_out": [16, 20], "waiting": [0, 0]})
     conftest.pytest_testnodedown(node, None)
     assert config.stash[conftest._left_out] == (16, 20)
     conftest.pytest_testnodedown(SimpleNamespace(config=config), "killed")

@@ -56,7 +56,7 @@ class Neighbours:
     @property
     def is_inside(self) -> bool:
         """True if a graph of another fitted model waits now: what runs then may be a part of it."""
-        return any(graph.held_nbytes > 0 for one in self._others() for graph in one._graphs)
+        return any(graph.held_nbytes > 0 for one in self._other_models() for graph in one._graphs)
 
     @property
     def others_learn(self) -> bool:
