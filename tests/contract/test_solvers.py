@@ -19,6 +19,7 @@ from elbowroom.plan.problem import (
     Problem,
     Region,
     added_seconds,
+    cost,
     keep_all,
     levels,
     recomputed_items,
@@ -285,6 +286,35 @@ def test_auto_is_never_worse_than_greedy(case: tuple[Problem, Limits]) -> None:
     assert auto.feasible == greedy.feasible
     if greedy.feasible:
         assert auto.slowdown_s <= greedy.slowdown_s
+
+
+@small
+@given(cases(), st.booleans())
+def test_no_single_way_is_better_by_more_than_a_little(
+    case: tuple[Problem, Limits], is_rough: bool
+) -> None:
+    """No plan without modules that run again, without codes, or of one code, beats that of all."""
+    case_problem, limits = case
+    problem = replace(case_problem, is_rough=is_rough)
+    found = solved(problem, limits, "auto")
+    others = [(replace(problem, regions=()), limits), (problem, replace(limits, exact=True))]
+    for name in sorted({one.name for item in problem.items for one in item.options[1:]}):
+        others.append((_with_one(problem, name), limits))
+    for one, terms in others:
+        other = solved(one, terms, "auto")
+        if other.feasible:
+            assert found.feasible
+            least_s = cost(one, other.choice)
+            assert cost(problem, found.choice) <= least_s + 0.02 * (least_s + problem.seconds)
+
+
+def _with_one(problem: Problem, name: str) -> Problem:
+    """Returns the problem in which items are kept, or held by the option of this name."""
+    items = (
+        replace(item, options=tuple(o for o in item.options if o.name in ("keep", name)))
+        for item in problem.items
+    )
+    return replace(problem, items=tuple(items), regions=())
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
