@@ -5,6 +5,7 @@
     cost.py        ... -> seconds, to compare two schedules
     joint.py       a choice of saved values -> forward and backward, judged by these
     boundaries.py  the ends of blocks
+    cut.py         minimum cuts, by a faster way than torch's
     decide.py      the choice: the fastest whose peak stays inside the budget
     lossy.py       codes, where saving less does not reach the budget
     readers.py     ... and which values may have them: what backward does with each

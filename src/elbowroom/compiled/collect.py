@@ -14,8 +14,8 @@ Sizes that depend on symbols are counted at the sizes of the call that is compil
 """
 
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache
 from typing import Any
@@ -44,6 +44,7 @@ class Facts:
     """Facts about a node.
 
     storage    the node whose memory its value lies in: itself, but for a view
+    inputs     the nodes that it reads
     nbytes     size of that memory, if the node is the one that makes it; else 0
     elements   number that the op loops over: of its output, or of what a reduction reads
     blocks     whether readers over the same elements cannot be fused with it
@@ -58,14 +59,29 @@ class Facts:
     blocks: bool = False
     is_heavy: bool = False
     workspace: int = 0
+    inputs: tuple[fx.Node, ...] = ()
 
 
-def facts_of(graph: fx.Graph) -> dict[fx.Node, Facts]:
-    """The facts of all nodes of a graph that compute or hold a tensor."""
+def facts_of(
+    graph: fx.Graph, before: Mapping[fx.Node, Facts] | None = None
+) -> dict[fx.Node, Facts]:
+    """The facts of all nodes of a graph that compute or hold a tensor.
+
+    before: facts of nodes that have the same value still; only where it lies is looked up again
+    """
     found: dict[fx.Node, Facts] = {}
     for node in graph.nodes:
-        if node.op != "output":
-            found[node] = _facts(node, found)
+        if node.op == "output":
+            continue
+        fact = before.get(node) if before is not None else None
+        fact = _facts(node, found) if fact is None else fact
+        inputs = tuple(node.all_input_nodes)
+        storage = fact.storage
+        if fact.kind is Kind.VIEW:
+            storage = next(found[n].storage for n in inputs if n in found)
+        if inputs != fact.inputs or storage is not fact.storage:
+            fact = replace(fact, inputs=inputs, storage=storage)
+        found[node] = fact
     return found
 
 

@@ -9,7 +9,7 @@ that the same program compiles to the same code each time.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -46,18 +46,33 @@ def device_of(nodes: Iterable[fx.Node]) -> Device:
     return _CPU
 
 
-class Clock:
-    """Seconds of kernels; the flops of a node are counted once.
+class _Work(NamedTuple):
+    """Seconds of a call: of its flops, of codes, and what comes besides either."""
 
-    flops: those that are known already, by node, and where they are kept
+    flops_s: float
+    codes_s: float
+    besides_s: float
+
+
+class Clock:
+    """Seconds of kernels on a device; the work of a call is counted once.
+
+    works: that of calls which are known already, and where it is kept
     """
 
     def __init__(
-        self, facts: dict[fx.Node, Facts], flops: dict[fx.Node, float] | None = None
+        self,
+        facts: dict[fx.Node, Facts],
+        device: Device,
+        works: dict[fx.Node, _Work] | None = None,
     ) -> None:
         self._facts = facts
-        self._device = device_of(facts)
-        self._flops = {} if flops is None else flops
+        self._device = device
+        self._works = {} if works is None else works
+
+    def with_facts(self, facts: dict[fx.Node, Facts]) -> "Clock":
+        """Returns a clock for the same graph with other nodes besides."""
+        return Clock(facts, self._device, self._works)
 
     def seconds(self, kernels: Iterable[Kernel]) -> float:
         """The time that these kernels take one after another."""
@@ -74,22 +89,25 @@ class Clock:
         return 2 * self._facts[node].elements * self._device.coded_s
 
     def _of_kernel(self, kernel: Kernel) -> float:
-        moved = sum(self._facts[s].nbytes for s in kernel.reads)
-        moved += sum(self._facts[s].nbytes for s in kernel.writes)
+        moved = sum([self._facts[s].nbytes for s in kernel.reads])
+        moved += sum([self._facts[s].nbytes for s in kernel.writes])
         seconds = moved / self._device.nbytes
-        if not kernel.is_fused:
-            flops = sum(self._flops_of(node) for node in kernel.nodes)
-            coded = sum(_coded_elements(node) for node in kernel.nodes)
-            seconds += coded * self._device.coded_s
-            scores = sum(_scores(node)[0] for node in kernel.nodes)
-            return max(seconds, flops / self._device.flops) + scores * self._device.heavy_s
-        heavy = sum(self._facts[n].elements for n in kernel.heavy)
-        return seconds + heavy * self._device.heavy_s
+        if kernel.is_fused:
+            heavy = sum([self._facts[n].elements for n in kernel.heavy])
+            return seconds + heavy * self._device.heavy_s
+        works = [self._work_of(node) for node in kernel.nodes]
+        seconds += sum([work.codes_s for work in works])
+        return max(seconds, sum([w.flops_s for w in works])) + sum([w.besides_s for w in works])
 
-    def _flops_of(self, node: fx.Node) -> float:
-        if node not in self._flops:
-            self._flops[node] = _flops(node)
-        return self._flops[node]
+    def _work_of(self, node: fx.Node) -> _Work:
+        if node not in self._works:
+            device = self._device
+            self._works[node] = _Work(
+                _flops(node) / device.flops,
+                _coded_elements(node) * device.coded_s,
+                _scores(node)[0] * device.heavy_s,
+            )
+        return self._works[node]
 
 
 def _coded_elements(node: fx.Node) -> int:

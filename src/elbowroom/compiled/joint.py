@@ -20,7 +20,7 @@ from torch._functorch import partitioners
 from torch.utils import _pytree as pytree
 
 from elbowroom.compiled.collect import Facts, facts_of, known_size
-from elbowroom.compiled.cost import Clock
+from elbowroom.compiled.cost import Clock, device_of
 from elbowroom.compiled.liveness import Curve, curve_of
 
 _CONVOLUTION = torch.ops.aten.convolution.default
@@ -44,8 +44,26 @@ class Step:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Analysis:
+    """What is known of the nodes of a graph.
+
+    place   of each node in the graph's order
+    random  the nodes whose second run would draw other numbers
+    """
+
+    facts: dict[fx.Node, Facts]
+    place: dict[fx.Node, int]
+    clock: Clock
+    random: frozenset[fx.Node]
+
+
 class Joint:
-    """A joint graph with what is needed to judge choices of saved values."""
+    """A joint graph with what is needed to judge choices of saved values.
+
+    analysis  of its nodes as they are now
+    fakes     fake values of codes that were tried: what they were made of, and what came out
+    """
 
     def __init__(
         self,
@@ -59,23 +77,44 @@ class Joint:
         self.inputs = list(inputs)
         self.required = set(required)
         self._n_forward_outputs = n_forward_outputs
-        self._flops: dict[fx.Node, float] = {}
+        self.fakes: dict[Any, tuple[Any, Any]] = {}
+        self.analysis: Analysis
         self.refresh()
+
+    @property
+    def facts(self) -> dict[fx.Node, Facts]:
+        """The facts of each node."""
+        return self.analysis.facts
+
+    @property
+    def place(self) -> dict[fx.Node, int]:
+        """The place of each node in the graph's order."""
+        return self.analysis.place
+
+    @property
+    def clock(self) -> Clock:
+        """What says the seconds of kernels of this graph."""
+        return self.analysis.clock
 
     def refresh(self, *, is_coded: bool = False) -> None:
         """Analyzes the graph again after it has been rewritten.
 
-        is_coded: only codes were put in or taken out, so that no call has other flops
+        is_coded: only codes were put in, so that what was known of other nodes still holds
         """
-        if not is_coded:
-            self._flops.clear()
+        place = {node: at for at, node in enumerate(self.graph.nodes)}
+        if is_coded:
+            before = self.analysis
+            facts = facts_of(self.graph, before.facts)
+            random = before.random.union(filter(is_random, facts.keys() - before.facts.keys()))
+            self.analysis = Analysis(facts, place, before.clock.with_facts(facts), random)
+            return
+        facts = facts_of(self.graph)
+        clock = Clock(facts, device_of(facts))
+        self.analysis = Analysis(facts, place, clock, frozenset(filter(is_random, facts)))
         n = self._n_forward_outputs
         results = pytree.arg_tree_leaves(*next(iter(self.graph.find_nodes(op="output"))).args)
         self.forward_outputs = [one for one in results[:n] if isinstance(one, fx.Node)]
         self.backward_outputs = [one for one in results[n:] if isinstance(one, fx.Node)]
-        self.facts: dict[fx.Node, Facts] = facts_of(self.graph)
-        self.place = {node: at for at, node in enumerate(self.graph.nodes)}
-        self.clock = Clock(self.facts, self._flops)
         taken = set(self.inputs)
         self.tangents = [n for n in self.graph.find_nodes(op="placeholder") if n not in taken]
         self.is_channels_last = _is_laid_out_anew(self.graph)
@@ -92,7 +131,7 @@ class Joint:
         if after is None:
             return None
         before = self._needed([*self.forward_outputs, *chosen], set(self.inputs))
-        if before is None or any(is_random(n) and n in before for n in after):
+        if before is None or any(n in before and n in after for n in self.analysis.random):
             return None
         used = [n for n in chosen if any(u in after for u in n.users) or n in self.backward_outputs]
         forward = curve_of(
@@ -162,7 +201,8 @@ class Joint:
             if node.op == "placeholder":
                 return None
             found.add(node)
-            pending += [n for n in node.all_input_nodes if n not in known and n not in found]
+            inputs = self.facts[node].inputs
+            pending += [n for n in inputs if n not in known and n not in found]
         return found
 
     def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -180,14 +220,12 @@ class Joint:
         for node in ordered:
             if self.place[node] < first or node in done:
                 continue
-            wanted: set[fx.Node] = set()
-            pending = [node]
+            wanted, pending = {node}, [node]
             while pending:
-                one = pending.pop()
-                if one in done or one in wanted or one not in nodes:
-                    continue
-                wanted.add(one)
-                pending += one.all_input_nodes
+                for read in self.facts[pending.pop()].inputs:
+                    if read in nodes and read not in done and read not in wanted:
+                        wanted.add(read)
+                        pending.append(read)
             done.update(dict.fromkeys(self._in_order(wanted)))
         done.update(dict.fromkeys(ordered))
         return list(done)

@@ -19,7 +19,7 @@ reuse`, `has_exceeded_max_reads`; its scheduler), as far as they decide about la
 """
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +47,7 @@ class Kernel:
     writes: list[fx.Node] = field(default_factory=list)
     is_fused: bool = True
     heavy: list[fx.Node] = field(default_factory=list)  # exp and the like, inlined ones too
+    loops: set[int] = field(default_factory=set)  # elements of each
     sources: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)  # of each loop
 
 
@@ -133,14 +134,16 @@ def _levels(
     strict, loose = [], []  # with and without what is written over something that ends
     pool = _Pool(kernels, facts)
     for at, kernel in enumerate(kernels):
-        over = _in_place(kernel, [s for s in dying[at] if made[s] < at], facts)
-        written = sum(facts[s].nbytes for s in kernel.writes)
+        ends = dying[at]
+        over = _in_place(kernel, [s for s in ends if made[s] < at], facts) if ends else {}
+        written = sum([facts[s].nbytes for s in kernel.writes])
         loose.append(level + written)
-        work = sum(facts[n].workspace for n in kernel.nodes)
-        strict.append(level + written + work - sum(facts[s].nbytes for s in over.values()))
-        level += written - sum(facts[s].nbytes for s in dying[at])
-        pool.take(at, [s for s in kernel.writes if s not in over])
-        pool.give(at, [s for s in dying[at] if made[s] >= 0 and s not in over.values()])
+        work = 0 if kernel.is_fused else sum([facts[n].workspace for n in kernel.nodes])
+        strict.append(level + written + work - sum([facts[s].nbytes for s in over.values()]))
+        level += written - sum([facts[s].nbytes for s in ends])
+        if waits:
+            pool.take(at, [s for s in kernel.writes if s not in over])
+            pool.give(at, [s for s in ends if made[s] >= 0 and s not in over.values()])
     levels = pool.extended(strict, loose) if waits else strict
     return Curve(tuple(kernels), tuple(levels), start, level, last, made)
 
@@ -244,7 +247,7 @@ def _kernels(
     outputs: set[fx.Node],
 ) -> list[Kernel]:
     """Steps 1 and 2: the kernels, each with the storages that it reads and writes."""
-    readers = _readers(order, given)
+    here = given.union(order)
     reads: dict[fx.Node, frozenset[fx.Node]] = {n: frozenset([facts[n].storage]) for n in given}
     slow: dict[fx.Node, frozenset[fx.Node]] = {}  # heavy ops that are inlined into a value
     nothing: frozenset[fx.Node] = frozenset()
@@ -254,7 +257,7 @@ def _kernels(
     kept = {facts[node].storage for node in outputs if node in facts}
     for position, node in enumerate(order):
         fact = facts[node]
-        inputs = [n for n in node.all_input_nodes if n in reads]
+        inputs = [n for n in fact.inputs if n in reads]
         if len(inputs) == 1:  # as most nodes have; nothing is joined then
             sources, heavy = reads[inputs[0]], slow.get(inputs[0], nothing)
             depth = level[inputs[0]]
@@ -280,14 +283,15 @@ def _kernels(
             kernel_of[node] = kernel
             reads[node], level[node] = frozenset([node]), depth + (not is_part)
             continue
-        if not _is_stored(node, fact, sources, heavy, readers, facts, kept):
+        if not _is_stored(node, fact, sources, heavy, here, facts, kept):
             reads[node], level[node], slow[node] = sources, depth, heavy
             continue
-        joined = _joined(fact, sources, depth, kernel_of, level, facts)
+        joined = _joined(fact, sources, depth, kernel_of, level)
         kernel = Kernel(position) if joined is None else joined
         if joined is None:
             kernels.append(kernel)
         kernel.nodes.append(node)
+        kernel.loops.add(fact.elements)
         kernel.sources[node] = sources
         kernel.heavy += [n for n in heavy if n not in kernel.heavy]
         kernel.reads |= sources
@@ -297,40 +301,35 @@ def _kernels(
     return _without_locals(_fused(_without_locals(kernels, kept), facts), kept)
 
 
-def _readers(order: Sequence[fx.Node], given: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    here = set(order) | given
-    return {node: [user for user in node.users if user in here] for node in here}
-
-
 def _is_stored(
     node: fx.Node,
     fact: Facts,
     sources: frozenset[fx.Node],
     heavy: frozenset[fx.Node],
-    readers: dict[fx.Node, list[fx.Node]],
+    here: set[fx.Node],
     facts: dict[fx.Node, Facts],
     kept: set[fx.Node],
 ) -> bool:
     """Returns whether a value is written to memory. heavy: slow ops that are inlined into it."""
     if fact.kind is Kind.REDUCTION or node in kept:
         return not isinstance(node.meta.get("val"), (tuple, list))
-    if _is_read_by_extern(node, readers, facts):
+    if len(sources) > _MOST_READS or _is_read_by_extern(node, here, facts):
         return True
-    many = len(readers[node]) > 1
-    if many and (len(sources) > _SHARED_READS or heavy):
-        return True
-    return len(sources) > _MOST_READS
+    if len(sources) > _SHARED_READS or heavy:
+        return sum(user in here for user in node.users) > 1
+    return False
 
 
-def _is_read_by_extern(
-    node: fx.Node, readers: dict[fx.Node, list[fx.Node]], facts: dict[fx.Node, Facts]
-) -> bool:
+def _is_read_by_extern(node: fx.Node, here: set[fx.Node], facts: dict[fx.Node, Facts]) -> bool:
     pending = [node]
     while pending:
-        for reader in readers[pending.pop()]:
-            if facts[reader].kind is Kind.EXTERN:
+        for reader in pending.pop().users:
+            if reader not in here:
+                continue
+            kind = facts[reader].kind
+            if kind is Kind.EXTERN:
                 return True
-            if facts[reader].kind is Kind.VIEW:
+            if kind is Kind.VIEW:
                 pending.append(reader)
     return False
 
@@ -341,14 +340,13 @@ def _joined(
     depth: int,
     kernel_of: dict[fx.Node, Kernel],
     level: dict[fx.Node, int],
-    facts: dict[fx.Node, Facts],
 ) -> Kernel | None:
     """The kernel of something that this follows from, in loops over the same elements."""
     for source in sources:
         kernel = kernel_of.get(source)
         if kernel is None or not kernel.is_fused or level[source] != depth:
             continue
-        if any(facts[n].elements == fact.elements for n in kernel.nodes):
+        if fact.elements in kernel.loops:
             return kernel
     return None
 
@@ -372,11 +370,11 @@ def _fused(kernels: list[Kernel], facts: dict[fx.Node, Facts]) -> list[Kernel]:
     """
     made_by = {s: at for at, kernel in enumerate(kernels) for s in kernel.writes}
     before, after = _reach(kernels, made_by)
-    pairs = _pairs(kernels, facts, made_by)
+    members = [1 << at for at in range(len(kernels))]  # what was fused into each, as bits
     home = list(range(len(kernels)))  # where each kernel has gone
     latest = list(home)  # the last of those that were fused into each
     calls = sum(1 << at for at, kernel in enumerate(kernels) if not kernel.is_fused)
-    for _, first, second in pairs:
+    for _, first, second in _pairs(kernels, facts, made_by):
         one, two = home[first], home[second]
         if one == two or (after[one] & before[two]) | (after[two] & before[one]):
             continue
@@ -386,34 +384,43 @@ def _fused(kernels: list[Kernel], facts: dict[fx.Node, Facts]) -> list[Kernel]:
             continue
         _merge(kernels, one, two)
         latest[one] = max(latest[one], latest[two])
-        home = [one if place == two else place for place in home]
-        gone = ~(1 << two | 1 << one)
-        before[one] = (before[one] | before[two]) & gone
-        after[one] = (after[one] | after[two]) & gone
-        for at in range(len(kernels)):
-            if before[one] >> at & 1:
-                after[at] |= after[one] | 1 << one
-                after[at] &= ~(1 << two)
-            if after[one] >> at & 1:
-                before[at] |= before[one] | 1 << one
-                before[at] &= ~(1 << two)
+        members[one] |= members[two]
+        for at in _places(members[two]):
+            home[at] = one
+        earlier = (before[one] | before[two]) & ~members[one]
+        later = (after[one] | after[two]) & ~members[one]
+        # What follows from both, or what both follow from, has all of it already.
+        for at in _places(later & ~(after[one] & after[two])):
+            before[at] |= earlier | 1 << one
+        for at in _places(earlier & ~(before[one] & before[two])):
+            after[at] |= later | 1 << one
+        before[one], after[one] = earlier, later
     return [kernel for at, kernel in enumerate(kernels) if home[at] == at]
+
+
+def _places(bits: int) -> Iterator[int]:
+    """Yields the places of the bits that are set."""
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
 
 
 def _reach(kernels: list[Kernel], made_by: dict[fx.Node, int]) -> tuple[list[int], list[int]]:
     """The kernels that run before each, and those after it, as bits."""
     before, after = [0] * len(kernels), [0] * len(kernels)
+    read: list[tuple[int, list[int]]] = []
     for kernel in _scheduled(kernels):
-        at = made_by[kernel.writes[0]] if kernel.writes else -1
-        if at < 0:
+        if not kernel.writes:
             continue
-        for source in {made_by[s] for s in kernel.reads if s in made_by} - {at}:
+        at = made_by[kernel.writes[0]]
+        sources = [made_by[s] for s in kernel.reads if s in made_by and made_by[s] != at]
+        read.append((at, sources))
+        for source in sources:
             before[at] |= before[source] | 1 << source
-    for at, bits in enumerate(before):
-        while bits:
-            lowest = bits & -bits
-            after[lowest.bit_length() - 1] |= 1 << at
-            bits ^= lowest
+    for at, sources in reversed(read):
+        for source in sources:
+            after[source] |= after[at] | 1 << at
     return before, after
 
 
@@ -428,30 +435,29 @@ def _pairs(
                 users.setdefault(storage, []).append(at)
     shared: dict[tuple[int, int], int] = {}
     for storage, places in users.items():
+        nbytes = facts[storage].nbytes
         for i, one in enumerate(places):
             for two in places[i + 1 :]:
-                if two - one <= _FAR:
-                    shared[one, two] = shared.get((one, two), 0) + facts[storage].nbytes
-    loops = [{facts[n].elements for n in kernel.nodes} for kernel in kernels]
+                if two - one > _FAR:
+                    break
+                shared[one, two] = shared.get((one, two), 0) + nbytes
+    # Reductions that loops over other elements cannot follow.
+    walls = [{s for s in kernel.writes if facts[s].blocks} for kernel in kernels]
     return sorted(
         (-nbytes, one, two)
         for (one, two), nbytes in shared.items()
         if nbytes >= _LEAST_SHARED
-        and loops[one] & loops[two]
-        and not _is_cut(kernels[one], kernels[two], facts)
+        and not kernels[one].loops.isdisjoint(kernels[two].loops)
+        and walls[one].isdisjoint(kernels[two].reads)
+        and walls[two].isdisjoint(kernels[one].reads)
     )
-
-
-def _is_cut(one: Kernel, two: Kernel, facts: dict[fx.Node, Facts]) -> bool:
-    """Returns whether one gives the other a reduction that its loops cannot follow."""
-    given = [s for s in one.writes if s in two.reads] + [s for s in two.writes if s in one.reads]
-    return any(facts[s].blocks for s in given)
 
 
 def _merge(kernels: list[Kernel], one: int, two: int) -> None:
     kept, gone = kernels[one], kernels[two]
     kept.order = min(kept.order, gone.order)
     kept.nodes += gone.nodes
+    kept.loops |= gone.loops
     kept.sources.update(gone.sources)
     kept.heavy += [n for n in gone.heavy if n not in kept.heavy]
     kept.writes += gone.writes

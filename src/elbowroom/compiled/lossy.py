@@ -15,7 +15,7 @@ from math import inf
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import known_size, tensors_of
+from elbowroom.compiled.collect import elements_of, known_size, tensors_of
 from elbowroom.compiled.decide import Search, is_tensor, run_again
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.noise import Reach
@@ -67,16 +67,22 @@ def code(
     found: list[_Choice] = []
     wide: list[_Choice] = []  # which hold more than they may
     for levels in (0,) if exact else (0, *LEVELS):
-        for base in _bases(search, step):
+        bound = bar
+        for base in sorted(_bases(search, step), key=lambda one: one.seconds):
+            if base.seconds >= bound:  # codes do not make it faster
+                continue
             coded = _quiet(reach, base, list(_coded(search.joint, base, levels)), noise)
-            judged = None if coded is None else _judged(search.joint, base, coded)
-            if coded is None or judged is None:
+            if coded is None or _held_at_least(search.joint, base, coded) > max(room_nbytes, least):
+                continue
+            judged = _judged(search.joint, base, coded)
+            if judged is None:
                 continue
             least = min(least, judged.peak_nbytes)
             seconds = judged.seconds * (1 + reach.variance(base, coded))
-            if judged.peak_nbytes <= room_nbytes and seconds < bar:
+            if judged.peak_nbytes <= room_nbytes and seconds < bound:
                 choices = found if judged.saved_nbytes <= held_nbytes else wide
                 choices.append(_Choice(seconds, judged.saved_nbytes, coded, base))
+                bound = min([bound, *(one.seconds for one in found[-1:])])
         if found and exact is not False:
             break
         bar = min([bar, *(_LEAST_GAIN * one.seconds for one in found)])  # fewer levels have to pay
@@ -125,11 +131,25 @@ def _raised(coded: Sequence[Coded], places: Sequence[int], levels: int) -> list[
     ]
 
 
+def _held_at_least(joint: Joint, base: Step, coded: Sequence[Coded]) -> int:
+    """Returns a bound of the bytes between forward and backward, which no peak can be below."""
+    gone = {joint.facts[one.node].storage for one in coded}
+    kept = {joint.facts[n].storage for n in base.saved} - gone - joint.outside
+    bits = sum(elements_of(one.node) * _bits_of(one) for one in coded)
+    return sum(joint.facts[s].nbytes for s in kept) + bits // 8
+
+
+def _bits_of(one: Coded) -> int:
+    """Bits an element of the codes alone."""
+    return (one.levels - 1).bit_length() if one.levels else 1
+
+
 def _judged(joint: Joint, base: Step, coded: Sequence[Coded]) -> Step | None:
     """Returns the step that a choice becomes with these codes; the graph is left as it is."""
     if not coded:
         return None
-    rewriting = Rewriting(joint, {*base.saved, *(one.node for one in coded)}, coded)
+    saved = {*base.saved, *(one.node for one in coded)}
+    rewriting = Rewriting(joint, saved, coded, is_tried=True)
     step = joint.step(rewriting.saved)
     rewriting.undo()
     return step

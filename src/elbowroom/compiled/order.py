@@ -89,7 +89,7 @@ def _ends(joint: Joint, gradients: Collection[fx.Node]) -> Iterable[fx.Node]:
         and node not in calls
         and _is_call(node, joint.facts)
         and getattr(node.target, "namespace", "") == "aten"
-        and not node.target._schema.is_mutable
+        and not node.target._schema.is_mutable  # type: ignore[union-attr]
         and not is_random(node)
     ]
 

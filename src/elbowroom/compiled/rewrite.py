@@ -5,7 +5,8 @@
 
 Decode comes just before the first reader, since backward orders all it computes so. What backward
 computes again from x is copied first, so that forward goes on with x and backward with x~.
-`undo` takes all of it out: a choice is judged on the graph that it would become.
+`undo` takes all of it out: a choice is judged on the graph that it would become. There the same
+code of the same value has one fake tensor (`Joint.fakes`), whatever else is coded.
 """
 
 import operator
@@ -22,6 +23,7 @@ from elbowroom.compiled import ops
 from elbowroom.compiled.joint import Joint
 
 GROUP_SIZE = 64
+_NUMBERED = {ops.ENCODE: 3, ops.DECODE: 4}  # the argument that says which code it is: of no size
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,18 @@ class Rewriting:
     saved  what is saved in place of the values
     """
 
-    def __init__(self, joint: Joint, saved: Collection[fx.Node], coded: Sequence[Coded]) -> None:
-        """Rewrite."""
+    def __init__(
+        self,
+        joint: Joint,
+        saved: Collection[fx.Node],
+        coded: Sequence[Coded],
+        *,
+        is_tried: bool = False,
+    ) -> None:
+        """Rewrite. is_tried: to be judged and undone."""
         self._joint = joint
+        self._is_tried = is_tried
+        self._analysis = joint.analysis
         self._made: list[fx.Node] = []
         self._moved: list[tuple[fx.Node, fx.Node, fx.Node]] = []
         self._mode = _fake_mode(joint.inputs)
@@ -59,7 +70,7 @@ class Rewriting:
             reader.replace_input_with(new, old)
         for node in reversed(self._made):
             self._joint.graph.erase_node(node)
-        self._joint.refresh(is_coded=True)
+        self._joint.analysis = self._analysis
 
     def _draw(self) -> fx.Node:
         seed = self._insert_call(list(self._joint.graph.find_nodes(op="placeholder"))[-1], ops.DRAW)
@@ -128,10 +139,22 @@ class Rewriting:
         """Insert a call after a node, with the fake value that it gives."""
         with self._joint.graph.inserting_after(place):
             node = self._joint.graph.call_function(op, args, kwargs)
-        with self._mode:
-            node.meta["val"] = op(*fx.map_arg(args, lambda a: a.meta["val"]), **kwargs)
+        given = fx.map_arg(args, lambda a: a.meta["val"])
+        if not self._is_tried:
+            node.meta["val"] = self._run(op, given, kwargs)
+        else:
+            skipped = _NUMBERED.get(op, -1)
+            parts = tuple(_key(one) for at, one in enumerate(given) if at != skipped)
+            key = op, parts, tuple(kwargs.items())
+            if key not in self._joint.fakes:  # what was given is kept: its id says who it is
+                self._joint.fakes[key] = given, self._run(op, given, kwargs)
+            node.meta["val"] = self._joint.fakes[key][1]
         self._made.append(node)
         return node
+
+    def _run(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        with self._mode:
+            return op(*args, **kwargs)
 
     def _hand_over(
         self,
@@ -154,6 +177,13 @@ class Rewriting:
             for one in read:
                 node.replace_input_with(one, known[one])
                 self._moved.append((node, one, known[one]))
+
+
+def _key(value: Any) -> Any:
+    """Says which value this is, without comparing tensors or symbols."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    return value if isinstance(value, int | float | str | torch.dtype) else id(value)
 
 
 def _latest(x: fx.Node, seed: fx.Node | None) -> fx.Node:
