@@ -25,7 +25,7 @@ def test_its_quick_form_runs_and_a_mode_that_cannot_is_a_row_that_says_so(
     script.main()
     result = json.loads(path.read_text())
     rows = {(row["net"], row["mode"]): row for row in result["rows"]}
-    assert len(rows) == 3 * 7 + 4
+    assert len(rows) == 3 * 8 + 4
     assert all(len(line) == len(result["table"]["head"]) for line in result["table"]["rows"])
     for row in rows.values():
         assert {"why_not", "us_call", "us_parameter"} & row.keys()
@@ -34,6 +34,7 @@ def test_its_quick_form_runs_and_a_mode_that_cannot_is_a_row_that_says_so(
     assert rows["transformer", "fit, exact half"]["held"] < 0.95
     assert rows["transformer", "saving, dither"]["held"] < 0.2
     assert rows["transformer", "fit, idle"]["held"] == 1
+    assert "us_call_alone" in rows["transformer", "fit, idle"]
     assert rows["conv stack", "hooks"]["packs"] == 2 * 9 + 1  # 2 + 6 + 1 a block, and the loss
 
 

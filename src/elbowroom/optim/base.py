@@ -33,7 +33,7 @@ from elbowroom.errors import InvalidSetting, UnsupportedGradient
 from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import has_values
 from elbowroom.kernels.states import WEIGHTS
-from elbowroom.optim.batch import Batches, Due
+from elbowroom.optim.batch import Batches, Due, new_due
 from elbowroom.optim.checked import VERSION, check_dict, check_states, checked_groups
 from elbowroom.optim.device_steps import DeviceSteps, Step, is_capturing
 from elbowroom.optim.formats import Group, check_state, resolve, state_nbytes
@@ -330,23 +330,26 @@ class EncodedOptimizer(Optimizer):
 
         Raises UnsupportedParameter and UnsupportedGradient; nothing has changed then.
         """
-        update = update_of(facts_of(p), group["state"], group["weights"], self.moments)
+        facts, sharded = facts_of(p), is_sharded(p)
+        update = update_of(facts, group["state"], group["weights"], self.moments)
         check_held(p, self.state.get(p) or {}, update, group["state"])
-        if is_sharded(p):
-            part, grad = local(p), aligned(grad, p)
+        if sharded:
+            grad = aligned(grad, p)
+        layout = grad.layout
+        if layout is torch.sparse_coo and not sharded:
+            grad = grad.coalesce()
+            grad = grad if grad.dtype in DTYPES else grad.to(p.dtype)
+        elif layout is torch.strided:
+            grad = local(grad)
+            if grad.stride() != facts.strides or grad.dtype not in DTYPES:  # as kernels take it
+                grad = torch.empty_like(local(p)).copy_(grad)
         else:
-            part = p
-            if grad.layout is torch.sparse_coo:
-                grad = grad.coalesce()
-                grad = grad if grad.dtype in DTYPES else grad.to(p.dtype)
-                return Due(index, group, p, grad, update)
-        if grad.layout is not torch.strided:
             raise UnsupportedGradient(
                 f"{type(self).__name__} takes dense and sparse_coo gradients, of DTensors dense "
                 f"ones; that of a parameter of shape {tuple(p.shape)} is "
                 f"{str(grad.layout).removeprefix('torch.')}. Use sparse=False in the layer"
             )
-        return Due(index, group, p, _in_order_of(part, local(grad)), update)
+        return new_due(Due, (index, group, p, grad, update))
 
     def _updated(self, due: list[Due], flag: Tensor | None) -> bool:
         """Updates what is due, unless the flag is up; returns whether it did.
@@ -406,13 +409,6 @@ class EncodedOptimizer(Optimizer):
             update_of(facts_of(p), group["state"], group["weights"], self.moments)
 
 
-def _in_order_of(part: Tensor, grad: Tensor) -> Tensor:
-    """Returns grad in the order of part, and of a dtype that kernels take."""
-    if grad.stride() != part.stride() or grad.dtype not in DTYPES:
-        return torch.empty_like(part).copy_(grad)
-    return grad
-
-
 def _in_place(p: Tensor, state: dict[str, Tensor], update: Update) -> bool:
     """Returns whether states certainly lie as the parameter does; if not, one looks closer."""
     residual = state.get("residual")
@@ -433,9 +429,8 @@ def _beyond(due: list[Due]) -> Tensor | None:
     """
     if not due or not has_values(due[0].grad):
         return None
-    by: dict[tuple[torch.device, float], list[Tensor]] = {}
-    for one in due:
-        grad = one.grad
+    by: defaultdict[tuple[torch.device, float], list[Tensor]] = defaultdict(list)
+    for _, _, _, grad, update in due:
         values = grad.values().contiguous() if grad.is_sparse else grad
-        by.setdefault((values.device, one.update.limit), []).append(values)
+        by[values.device, update.limit].append(values)
     return joined([ops.beyond(some, limit) for (_, limit), some in by.items()])

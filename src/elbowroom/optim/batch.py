@@ -36,6 +36,10 @@ class Due(NamedTuple):
     update: Update
 
 
+# A named tuple's own way to make one is a function of Python's.
+new_due: Callable[[type[Due], Any], Due] = tuple.__new__
+
+
 @dataclass
 class Batch:
     """The arguments of one call: tensors as `ops.optimizer_step` takes them, and numbers."""

@@ -4,10 +4,11 @@ Asked when a parameter is given, and again before each step: `model.to(...)` and
 change it under its states. So the answer is remembered by what it depends on, and not by parameter.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +57,10 @@ class Update:
     limit: float
 
 
+# A named tuple's own way to make one is a function of Python's.
+_new: Callable[[type[Facts], Any], Facts] = tuple.__new__
+
+
 def facts_of(p: Tensor) -> Facts:
     """Returns what `update_of` wants to know."""
     shape, layout = p.shape, p.layout
@@ -64,7 +69,7 @@ def facts_of(p: Tensor) -> Facts:
     if is_sharded(p):
         part = local(p)
         return Facts(shape, p.dtype, layout, part.shape, part.stride(), in_whole_rows(p))
-    return Facts(shape, p.dtype, layout, shape, p.stride(), whole_rows=True)
+    return _new(Facts, (shape, p.dtype, layout, shape, p.stride(), True))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -117,8 +122,7 @@ def check_held(p: Tensor, state: dict[str, Tensor], update: Update, held_as: str
 
     Of those the shape and the device of the first moment are looked at, and whether it is there.
     """
-    device = p.device
-    if device.type == "meta":
+    if p.is_meta:
         raise UnsupportedParameter(
             f"a parameter of shape {tuple(p.shape)} is {_name(p.dtype)} on device 'meta', where it "
             "has no values to update. Create its values with model.to_empty(device=...) and "
@@ -126,7 +130,7 @@ def check_held(p: Tensor, state: dict[str, Tensor], update: Update, held_as: str
         )
     if not state:
         return
-    m = state.get(update.first.codes)
+    m, device = state.get(update.first.codes), p.device
     if m is None or local(m).shape != update.m_shape or m.device != device:
         raise UnsupportedParameter(
             f"a parameter of shape {tuple(p.shape)} is {_name(p.dtype)} on {device}, and its "

@@ -12,7 +12,7 @@ from torch import Tensor
 from elbowroom.kernels.numba.addresses import array_at
 from elbowroom.kernels.numba.compiled import i32, leaf, u64
 from elbowroom.kernels.numba.lanes import most
-from elbowroom.kernels.numba.launch import float_kind, parallel
+from elbowroom.kernels.numba.launch import FLOATS, parallel
 from elbowroom.kernels.numba.rounding import TOP
 from elbowroom.kernels.numba.step import parameter_at
 
@@ -26,7 +26,7 @@ def beyond(xs: list[Tensor], limit: float) -> Tensor:
         return found
     bits = int(np.float32(limit).view(np.int32))
     limits = bits, bits >> 16, _LARGEST_HALF  # of a bf16: the upper half of its float32's bits
-    kinds = [float_kind(x) for x in xs]
+    kinds = [FLOATS[x.dtype] for x in xs]
     starts = np.zeros(len(xs) + 1, np.int64)
     np.cumsum([x.numel() for x in xs], out=starts[1:])
     addresses = np.array([x.data_ptr() for x in xs], np.int64)

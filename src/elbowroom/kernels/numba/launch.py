@@ -155,12 +155,12 @@ def array(x: Tensor, dtype: torch.dtype | None = None) -> np.ndarray[Any, Any]:
     return np.ndarray(tuple(x.shape), kind, memory, 0, strides)
 
 
-_FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def float_kind(x: Tensor) -> int:
     """float32, bfloat16 or float16 as the number that `to_float` takes."""
-    return _FLOATS[x.dtype]
+    return FLOATS[x.dtype]
 
 
 def words(x: Tensor) -> tuple[np.ndarray[Any, Any], int]:
