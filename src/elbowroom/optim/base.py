@@ -346,7 +346,7 @@ class EncodedOptimizer(Optimizer):
                 f"ones; that of a parameter of shape {tuple(p.shape)} is "
                 f"{str(grad.layout).removeprefix('torch.')}. Use sparse=False in the layer"
             )
-        return Due(index, group, p, _in_order_of(part, local(grad)), update)
+        return Due(index, group, p, _like(part, local(grad)), update)
 
     def _updated(self, due: list[Due], flag: Tensor | None) -> bool:
         """Updates what is due, unless the flag is up; returns whether it did.
@@ -406,7 +406,7 @@ class EncodedOptimizer(Optimizer):
             update_of(facts_of(p), group["state"], group["weights"], self.moments)
 
 
-def _in_order_of(part: Tensor, grad: Tensor) -> Tensor:
+def _like(part: Tensor, grad: Tensor) -> Tensor:
     """Returns grad in the order of part, and of a dtype that kernels take."""
     if grad.stride() != part.stride() or grad.dtype not in DTYPES:
         return torch.empty_like(part).copy_(grad)
