@@ -64,8 +64,8 @@ _IN_A_POOL = (
     "torchrun, or call er.fit in them"
 )
 _STILL_RUNNING = (
-    "processes that the script started still run after its last line, so elbowroom does not "
-    "know how they end; let the script wait for them, by process.join()"
+    "processes that the script started still run after its last line, so nothing is known of how "
+    "they end; let the script wait for them, by process.join()"
 )
 
 Budget = Annotated[
@@ -231,14 +231,14 @@ class _Run:
                     one.fitting.finish()
 
     def in_a_process(self, function: Callable[[], object]) -> Ended:
-        """Runs a function of the script in a process of its own."""
+        """Runs a function of the script's in a process of its own."""
         with self.discovery, self._compiling():
             return self.in_a_copy(function)
 
     def in_a_copy(self, function: Callable[[], object]) -> Ended:
-        """Runs a function of the script in a copy of a process that is watched already.
+        """Runs a function of the script's in a copy of a process that is watched already.
 
-        Models that the copied process trained before are not reported again.
+        What the copied process has trained by then is not told again.
         """
         models, before = len(self._models), self.told()
         try:
@@ -259,7 +259,7 @@ class _Run:
         return Ended([one for one in self.told() if one not in before])
 
     def told(self) -> list[Summary]:
-        """Returns the figures of each model; empty if no model was found."""
+        """The figures of each model; none where no model was found."""
         found = [
             one.fitting.summary(one.name)
             if isinstance(one.fitting, CompiledFitting)
@@ -369,9 +369,9 @@ def _in_a_process(
 
 
 def _say_not_found(code: int, made_optimizers: bool, processes: Processes) -> int:
-    """Reports that no model was fitted; returns the exit code.
+    """Warns that no model was fitted; returns the exit code.
 
-    If the script trained nothing, this is no error.
+    It is harmless if nothing was trained.
     """
     if code:
         return code
@@ -401,7 +401,7 @@ def _say_not_kept(code: int, told: Summary) -> int:
 
 
 def _whole_mib(nbytes: int) -> str:
-    """Returns a size in whole MiB, rounded up, as an option takes it."""
+    """Returns a size in whole MiB, rounded up, as it can be typed."""
     return f"{-(-nbytes // 2**20)}MiB"
 
 
