@@ -142,7 +142,7 @@ def test_a_tight_budget_is_met_at_every_step_and_said_in_one_line(caplog):
         optimizer.zero_grad(set_to_none=True)
         total = static_nbytes(model, optimizer) + peak(lambda: step(model, optimizer))
     assert total <= budget
-    said = [record for record in caplog.records if "at setting" in record.getMessage()]
+    said = [record for record in caplog.records if "use the setting" in record.getMessage()]
     assert len(said) == 1
     assert "lossy, because exact actions do not fit" in caplog.text
     er.release(model)
@@ -921,7 +921,7 @@ def test_steps_that_cannot_be_brought_below_are_said(caplog):
         model.zero_grad()
     assert opener_of(model).planning.settled
     assert caplog.text.count("and no plan brings them below") == 1
-    assert "0 B was saved before forward returned" in caplog.text
+    assert "before forward returns, and that is 0 B" in caplog.text
     er.release(model)
 
 

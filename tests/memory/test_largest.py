@@ -108,7 +108,7 @@ def test_what_cannot_be_found_is_said_and_harms_nothing():
 
     with pytest.raises(PlanError, match="saves other tensors than one with batch"):
         er.largest_batch(Uneven(*model), batch_of, budget="8 MiB", loss=loss_of, min_nbytes=4096)
-    with pytest.raises(PlanError, match="a step with batch 2 cannot be written down"):
+    with pytest.raises(PlanError, match="a step with batch 2 cannot be profiled"):
         er.largest_batch(model, batch_of, budget="8 MiB", loss=lambda model, x: model[0](x).sum())
     with pytest.raises(PlanError, match="make_batch is a function; got int"):
         er.largest_batch(model, 3, budget="8 MiB", loss=loss_of)
