@@ -9,16 +9,19 @@ from math import gcd, prod
 from elbowroom.codecs import PART
 
 AT_ONCE = 6 << 20  # bytes of the input: less makes small products, more needs more room
+LEAST = 2 << 20  # so many at the least, of an input of which more would be over a fourth
 
 
 def samples_at_once(shape: tuple[int, ...], itemsize: int) -> int:
-    """Returns the samples of such an input at once: about AT_ONCE bytes, and whole parts of a code.
+    """Returns the samples of such an input at once, in whole parts of a code.
 
-    All of them, where that would not make at least two turns.
+    Of about AT_ONCE bytes; of an input below four times that, a fourth of it, or LEAST. All of
+    them, where that would not make at least two turns.
     """
     samples, each = shape[0], prod(shape[1:])
     if not each:
         return samples
     step = PART // gcd(PART, each)  # so many begin where a part of a code does
-    found = max(AT_ONCE // (each * itemsize) // step, 1) * step
+    at_once = min(AT_ONCE, max(samples * each * itemsize // 4, LEAST))
+    found = max(at_once // (each * itemsize) // step, 1) * step
     return found if 2 * found <= samples else samples

@@ -50,12 +50,15 @@ def convolution(
 def fits_convolution(call: Call, x: Tensor) -> bool:
     """Returns whether the node pays: a batch that takes turns, and small weights.
 
-    The weights must not be most of the work. Under autocast, only torch's own op is cast.
+    Each turn makes a gradient of the weights, which must not be most of its work. Under autocast,
+    only torch's own op is cast.
     """
     if x.device.type != "cpu" or x.dtype not in FLOATS or torch.is_autocast_enabled("cpu"):
         return False
     weight = call.arg(1, "weight")
-    if not isinstance(weight, Tensor) or x.dim() != weight.dim() or weight.nbytes > AT_ONCE:
+    if not isinstance(weight, Tensor) or x.dim() != weight.dim():
+        return False
+    if weight.nbytes > min(AT_ONCE, x.nbytes // 2):
         return False
     sizes = (call.arg(i, name, 1) for i, name in enumerate(("stride", "padding", "dilation"), 3))
     if not all(map(_is_plain_size, sizes)):
