@@ -16,7 +16,7 @@ from elbowroom.fitting.options import MemoryState
 from elbowroom.fitting.phase import FOLLOWS, Phase
 from elbowroom.fitting.state import Before, FitState
 from elbowroom.fitting.transitions import advance
-from fit_table import begun, measured, planned, timed, verified
+from fit_table import begun, measured, planned, verified
 from fit_table.values import (
     AGAIN,
     CORRECTING,
@@ -38,7 +38,7 @@ from fit_table.values import (
     following,
 )
 
-ROWS = begun.ROWS | measured.ROWS | verified.ROWS | planned.ROWS | timed.ROWS
+ROWS = begun.ROWS | measured.ROWS | verified.ROWS | planned.ROWS
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -107,32 +107,6 @@ def test_which_steps_are_measured_and_which_are_written_down(phase):
 def test_what_else_decides_about_measuring(state, measured, writes):
     assert state.wants_measuring is measured
     assert not measured or state.wants_writing is writes
-
-
-@pytest.mark.parametrize(
-    ("changes", "wanted"),
-    [
-        ({}, True),
-        ({"is_timed": True}, False),
-        ({"phase": P.VERIFYING}, False),
-        ({"has_fit": False}, False),
-        ({"now": Call(7)}, False),
-        ({"now": TWO, "largest": TWO}, False),  # larger than what was written down
-        ({"plan": GIVENS.plan, "chosen": None}, False),
-        ({"options": replace(SETTLED.options, solver="delta")}, False),
-        ({"attempts": SMALLEST.attempts}, True),
-        ({"attempts": planned.LEFT}, False),  # of the least peak: there is nothing beside it
-    ],
-)
-def test_which_steps_are_timed(changes, wanted):
-    assert replace(SETTLED, **changes).wants_timing is wanted
-
-
-def test_a_plan_that_is_tried_is_measured_and_not_written_down():
-    trial = replace(timed.TRIAL, rehearsed=True)
-    assert trial.wants_measuring
-    assert not trial.wants_writing
-    assert replace(trial, is_trial=False).wants_writing
 
 
 def test_a_fresh_state_knows_what_no_measurement_has_told():

@@ -26,7 +26,6 @@ class Line(Enum):
     GIVEN = "a plan that was given is of no use"
     UNKNOWN = "what codes add is not measured"
     NOISE = "what codes add"
-    FASTER = "the fastest plan of those that were timed"
 
 
 @dataclass(frozen=True)
@@ -107,11 +106,6 @@ class MakeRoomToWatch:
 
 
 @dataclass(frozen=True)
-class MakeFaster:
-    """Command: make plans by prices that the timed steps have corrected -> FasterMade."""
-
-
-@dataclass(frozen=True)
 class StartMeter:
     """Command: measure what codes add from the next forward on."""
 
@@ -171,7 +165,6 @@ Command = (
     | PlanByForward
     | ForgetCalls
     | MakeRoomToWatch
-    | MakeFaster
     | StartMeter
     | ReadMeter
     | BlameNoClasses

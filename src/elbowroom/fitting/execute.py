@@ -5,7 +5,6 @@ FitState --transitions--> commands --here--> observations --transitions--> FitSt
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,6 @@ from elbowroom.fitting.commands import (
     ForgetScripts,
     HoldAsGiven,
     Line,
-    MakeFaster,
     MakePlan,
     MakeRoomToWatch,
     MakeSmallest,
@@ -39,7 +37,6 @@ from elbowroom.fitting.commands import (
 )
 from elbowroom.fitting.observations import (
     Fallbacks,
-    FasterMade,
     GivenHeld,
     NoiseMeasured,
     NoPlan,
@@ -55,11 +52,8 @@ from elbowroom.fitting.observations import (
 from elbowroom.fitting.options import MemoryState
 from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.rehearse import plan_by_forward
-from elbowroom.fitting.timings import next_tried
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
-from elbowroom.plan.corrected import corrected, seconds_by_class
-from elbowroom.plan.factors import TimedStep, factors_of
 from elbowroom.plan.make import LOSSY_HELPS
 from elbowroom.plan.presets import choose
 from elbowroom.plan.profile import Profile
@@ -81,7 +75,6 @@ _LINES: dict[Line, Callable[..., None]] = {
     Line.GIVEN: messages.warn_given,
     Line.UNKNOWN: messages.say_unknown,
     Line.NOISE: messages.say_noise,
-    Line.FASTER: messages.say_faster,
 }
 
 
@@ -130,7 +123,6 @@ def _planned(
     | MakeSmallest
     | PlanByForward
     | MakeRoomToWatch
-    | MakeFaster
     | ReadMeter,
 ) -> Observation | None:
     """Asks the planner, or what knows the optimizer's states, for an answer to a command."""
@@ -163,9 +155,6 @@ def _planned(
             assert kind.profile is not None
             exact = kind.options.exact
             return RoomToWatch(settings_of(kind).plan_for(kind.profile, margin_nbytes, exact=exact))
-        case MakeFaster():
-            found = next_tried(kind.state.timings, _faster(kind))
-            return FasterMade(*((None, kind.memory) if found is None else _taken(kind, found)))
         case ReadMeter():
             return _noise_measured(kind)
 
@@ -240,25 +229,6 @@ def _chosen(kind: "Planning", *, estimated: bool | None = None) -> Chosen:
     assert kind.profile is not None
     estimated = kind.state.rehearsed if estimated is None else estimated
     return kind.owned.states.choose(kind.profile, kind, settings_of(kind), estimated=estimated)
-
-
-def _faster(kind: "Planning") -> list[Chosen]:
-    """Returns plans by prices that the timed steps have corrected, none of which need be faster.
-
-    What they leave free is what the first of the timed ones was wrong by, and a little more.
-    """
-    state = kind.state
-    first = state.timings[0].chosen
-    profile, options = first.candidate.profile, state.options
-    paid = partial(seconds_by_class, profile, offload=options.offload, codecs=options.codecs)
-    seen = [(paid(one.chosen.plan), one.seconds) for one in state.timings]
-    steps = [TimedStep(by_class, seconds) for by_class, seconds in seen if by_class is not None]
-    priced = corrected(profile, factors_of(steps, rough=not profile.measured))
-    candidate = replace(first.candidate, profile=priced)
-    peaks = [one for one in state.attempts.taken if one.is_of(first)]
-    wrong_nbytes = max((one.peak_nbytes - one.chosen.plan.peak for one in peaks), default=0)
-    plans = settings_of(kind).ways(priced, wrong_nbytes, exact=first.plan.exact or options.exact)
-    return [Chosen(candidate, plan) for plan in plans]
 
 
 def _taken(kind: "Planning", chosen: Chosen) -> tuple[Chosen, MemoryState]:

@@ -7,7 +7,6 @@ from elbowroom.fitting.commands import (
     Command,
     ForgetScripts,
     Line,
-    MakeFaster,
     MakePlan,
     ReadMeter,
     Refuse,
@@ -19,16 +18,8 @@ from elbowroom.fitting.commands import (
 )
 from elbowroom.fitting.observations import NoiseMeasured, NoiseUsed, RoomToWatch, StepMeasured
 from elbowroom.fitting.phase import Phase
-from elbowroom.fitting.planned import (
-    Step,
-    begin_to_watch,
-    begun,
-    end_timing,
-    go_smaller,
-    learn_anew,
-)
+from elbowroom.fitting.planned import Step, begin_to_watch, begun, go_smaller, learn_anew
 from elbowroom.fitting.state import FitState
-from elbowroom.fitting.timings import WORTH_S, Timing
 
 _SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
 _NEARLY = 1.05  # of the budget: a plan that was given and takes no more is corrected, not dropped
@@ -52,8 +43,6 @@ def step_measured(state: FitState, seen: StepMeasured) -> Step:
             return _last_resort_measured(state, seen)
         case Phase.GIVEN if seen.climbed:
             return _drop_given(state)
-        case _ if state.is_trial:
-            return _trial_measured(state, seen)
     if seen.writes and not seen.makes_states:
         return _written(state, seen)
     if seen.peak is None or (seen.writes and seen.seen is None):
@@ -236,28 +225,6 @@ def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
     if state.is_scaled:
         return learn_anew(state)
     return go_smaller(state, seen.fallbacks)
-
-
-def steps_timed(state: FitState, seconds: float) -> Step:
-    """Asks for a faster plan once settled steps were timed, if they are long enough."""
-    assert state.chosen is not None
-    if seconds < WORTH_S:
-        return replace(state, is_timed=True), ()
-    timing = Timing(state.chosen, seconds, state.headroom)
-    return replace(state, timings=(*state.timings, timing)), (MakeFaster(),)
-
-
-def _trial_measured(state: FitState, seen: StepMeasured) -> Step:
-    """Settles a plan that is tried for its speed, or goes back from one that does not fit."""
-    if seen.peak is None:
-        return end_timing(state)
-    peak_nbytes = _at_largest(state, seen, seen.peak)
-    said = say(Line.MEASURED, plan=state.plan, peak_nbytes=peak_nbytes)
-    if seen.climbed or seen.strangers or peak_nbytes > state.options.budget_nbytes:
-        state, commands = end_timing(state)
-        return state, (said, *commands)
-    state = replace(state, phase=Phase.SETTLED, is_trial=False)
-    return _with_transients(state, seen, seen.peak), (said,)
 
 
 def _settle_given(state: FitState, *, strangers: bool) -> Step:

@@ -8,12 +8,11 @@ from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.plan.make import LOSSY_HELPS, too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import LOSSY_PRESETS, Preset, held_nbytes
-from elbowroom.units import show_nbytes, show_seconds
+from elbowroom.units import show_nbytes
 
 if TYPE_CHECKING:
     from elbowroom.fitting.forward import FittedSaving
     from elbowroom.fitting.model_state import ModelState
-    from elbowroom.fitting.timings import Timing
 
 _log = logging.getLogger("elbowroom")
 _UNNOTICED = 0.1  # of mini-batch variance
@@ -140,16 +139,6 @@ def say_noise(options: FitOptions, plan: Plan) -> None:
         show_nbytes(options.budget_nbytes),
         100 * plan.noise,
         plan.watched,
-    )
-
-
-def say_faster(options: FitOptions, before: "Timing", best: "Timing") -> None:
-    """Logs that another plan is faster than the one that was predicted to be."""
-    _log.info(
-        "budget %s: settled steps took %s, and by another plan, which stays, %s (both measured)",
-        show_nbytes(options.budget_nbytes),
-        show_seconds(before.seconds),
-        show_seconds(best.seconds),
     )
 
 

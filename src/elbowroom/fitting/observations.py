@@ -224,21 +224,6 @@ class SmallestMade:
 
 
 @dataclass(frozen=True)
-class StepsTimed:
-    """Observation: so many seconds a settled step has taken."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
-class FasterMade:
-    """Observation: a plan was made that may be faster; None: none is worth a try."""
-
-    chosen: "Chosen | None"
-    memory: "MemoryState"
-
-
-@dataclass(frozen=True)
 class NothingToDo:
     """Observation: by a forward rehearsed before the first step, all may be kept.
 
@@ -287,8 +272,6 @@ Observation = (
     | NoiseMeasured
     | NoiseUsed
     | RoomToWatch
-    | StepsTimed
-    | FasterMade
     | PlanMade
     | PlanTaken
     | NoPlan

@@ -29,7 +29,6 @@
     WATCHING     what codes add is known                     VERIFYING, or SMALLEST again
     LAST_RESORT  the preset was measured                       SETTLED, or the step is refused
     IDLE         a larger call was written down              VERIFYING
-    SETTLED      another plan may be faster                  VERIFYING, and SETTLED by either
 
 From every phase a larger call, another budget or more that stands beside the model leads back to
 VERIFYING, by the same profile; where there is none to plan by, to GIVEN, WRITING or GUESSING. After

@@ -29,7 +29,6 @@ from elbowroom.fitting.commands import (
 from elbowroom.fitting.noise_probing import room_nbytes
 from elbowroom.fitting.observations import (
     Fallbacks,
-    FasterMade,
     NoPlan,
     PlanMade,
     PlanTaken,
@@ -39,7 +38,6 @@ from elbowroom.fitting.observations import (
 )
 from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.state import FitState
-from elbowroom.fitting.timings import fastest
 
 if TYPE_CHECKING:
     from elbowroom.plan.plan import Plan
@@ -109,30 +107,7 @@ def begin_to_watch(state: FitState) -> Step:
 
 def plan_taken(state: FitState, seen: PlanTaken) -> Step:
     """Follows what was chosen before, whatever it does."""
-    state, commands = _held(state, seen)
-    timed = (one for one in state.timings if Taken(0, one.chosen).is_of(seen.chosen))
-    if (known := next(timed, None)) is not None:  # then it was measured, too
-        state = replace(state, headroom=known.headroom)
-    return state, commands
-
-
-def faster_made(state: FitState, seen: FasterMade) -> Step:
-    """Tries a plan that may be faster; where none is left, the fastest of all stays."""
-    if seen.chosen is None:
-        return end_timing(state)
-    profile = seen.chosen.candidate.profile
-    state = replace(state, chosen=seen.chosen, memory=seen.memory, profile=profile)
-    state, commands = begun(state, seen.chosen.plan)
-    return replace(state, phase=Phase.VERIFYING, is_trial=True), commands
-
-
-def end_timing(state: FitState) -> Step:
-    """Follows the fastest of the plans that were timed, from now on."""
-    best, first = fastest(state.timings), state.timings[0]
-    state = replace(state, phase=Phase.SETTLED, is_trial=False, is_timed=True)
-    said = () if best is first else (say(Line.FASTER, before=first, best=best),)
-    is_followed = state.chosen is not None and state.chosen.plan is best.chosen.plan
-    return state, (*said, *(() if is_followed else (TakePlan(best.chosen),)))
+    return _held(state, seen)
 
 
 def rehearsed(state: FitState, seen: Rehearsed) -> Step:

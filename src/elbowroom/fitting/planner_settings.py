@@ -11,7 +11,6 @@ from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 
-_ROUGHLY = 0.1  # the same of one that is tried, where backward is an estimate
 _CAREFUL = 0.03  # of what is not static is left free by a plan that was not measured, if it can be
 
 
@@ -85,29 +84,6 @@ class PlannerSettings:
         if not found:
             raise min(refusals, key=lambda error: error.least_nbytes)
         return min(found, key=lambda one: one.seconds + one.noise * profile.seconds)
-
-    def ways(self, profile: Profile, wrong_nbytes: int, *, exact: bool | None) -> list[Plan]:
-        """Returns the best plans that these options allow, of all and of single ways, if they fit.
-
-        Modules may run again or not; no code may be taken; one setting may be taken for all.
-        Each leaves free what plans have been wrong by, and more where backward is an estimate.
-        """
-        careful = (_CAREFUL if profile.measured else _ROUGHLY) * (
-            self.options.budget_nbytes - profile.static
-        )
-        least = max(wrong_nbytes, 0) + int(careful)
-        again, once = max(self.again_nbytes, least), max(self.margin_nbytes, least)
-        found = [
-            self.plan_for(profile, again, exact=exact),
-            self.plan_for(profile, once, exact=exact, recompute=False),
-        ]
-        if exact is not True:
-            single = replace(self, options=replace(self.options, solver="uniform"))
-            found += [
-                self.plan_for(profile, again, exact=True),
-                single.plan_for(profile, once, exact=exact, recompute=False),
-            ]
-        return [plan for plan in found if plan is not None]
 
     def plan_for(
         self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool = True

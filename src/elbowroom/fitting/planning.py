@@ -19,8 +19,6 @@
 4. A plan with lossy codes that has been verified is watched for a few steps, if it can be made so
    that there is room to look (`measure/shares.py`). Then it is known what each code adds to the
    gradient, and the plan is made, and verified, again.
-5. On a CPU, some settled steps are timed (`step_timer.py`). By prices that these correct, up to
-   two other plans are made, verified and timed, and the fastest stays (`timings.py`).
 
 A plan that is given to begin with (`er.fit(..., plan=)`) takes the place of 1 and 2: the first step
 follows it, and is measured. If it does not fit, or does not know the step, all is learned as above.
@@ -40,8 +38,6 @@ What decides is drawn in `phase.py`, and moved in `transitions.py`.
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from elbowroom.errors import BudgetTooSmall, NothingHeld
 from elbowroom.fitting.calls import Calls, Rest, least_rest, plan_rest
@@ -71,7 +67,6 @@ from elbowroom.fitting.observations import (
     OptionsChanged,
     StandsBeside,
     StepBegan,
-    StepsTimed,
     UnexpectedStep,
 )
 from elbowroom.fitting.options import FitOptions, MemoryState
@@ -79,7 +74,6 @@ from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.rehearse import rehearsed
 from elbowroom.fitting.signature import Signature
 from elbowroom.fitting.state import FitState
-from elbowroom.fitting.step_timer import StepTimer
 from elbowroom.fitting.transitions import advance
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.measure.recorder import StepRecorder
@@ -102,7 +96,6 @@ class Planning(Followed):
 
     calls   the forwards of a step
     meter   watches what codes add to the gradient; None: nobody does
-    timer   times settled steps; None: nobody asks for that
     redoes  the forward that runs can begin again, if the plan turns out to be no good
     said    the setting that the user was told of last, and whether it is exact
     """
@@ -125,7 +118,6 @@ class Planning(Followed):
         self.calls = Calls()
         self.meter: NoiseMeter | None = None
         self.redoes = False
-        self.timer: StepTimer | None = None
         self.said: tuple[str, bool] | None = None
         self._untried = 0  # forwards in which modules that run again are tried (`repeats.py`)
         self._running = 0, nothing  # which forward of a step runs, and what it is given
@@ -139,33 +131,10 @@ class Planning(Followed):
             self.forget_scripts()  # one may have been written while its plan was only verified
         if self.state.phase is not Phase.WATCHING:
             self.meter = None
-        if not self.state.wants_timing:
-            self.timer = None
-        elif self.timer is None and self._may_time:
-            self.timer = StepTimer()
         for command in commands:
             answer = execute(self, command)
             if answer is not None:
                 self._tell(answer)
-
-    @property
-    def _may_time(self) -> bool:
-        """True if steps can be timed, and another plan can be tried.
-
-        A GPU's steps end later than the calls that begin them; processes that train together would
-        have to change plans at the same step.
-        """
-        distributed = torch.distributed
-        alone = not (distributed.is_available() and distributed.is_initialized())
-        return alone and self.owned.device.type == "cpu"
-
-    def tick(self) -> None:
-        """Begins a step, while settled ones are timed; once some are, looks for a faster plan."""
-        timer = self.timer
-        seconds = None if timer is None else timer.tick()
-        if seconds is not None:
-            self.timer = None
-            self._tell(StepsTimed(seconds))
 
     def forget_scripts(self) -> None:
         """Forgets the scripts of settled forwards, so that they are written again."""

@@ -170,8 +170,6 @@ class Fitting(MeasuredSteps):
         given = args, kwargs
         goes_on = self.may_go_on
         with self._failures():
-            if self.planning.timer is not None and not goes_on:
-                self.planning.tick()
             if known is not None and not goes_on and self._repeats(signature):
                 script = self.planning.repeat()
                 if script is not None:
@@ -385,9 +383,6 @@ class Fitting(MeasuredSteps):
         """Runs a forward by its script; where it turns out to be another one, observes it."""
         known = ReplayedForward(self.planning, script, after)
         self._opened = known
-        timer = self.planning.timer
-        if timer is not None and after is None:
-            timer.counts = True
         if script.does_nothing and self._has_ample_room:
             out = forward()
         else:
@@ -395,8 +390,6 @@ class Fitting(MeasuredSteps):
                 out = forward()
             if saving.strayed:
                 self.planning.forget_script()
-                if timer is not None:
-                    timer.counts = False
             if saving.rest is not None and saving.entry is not None:
                 known.ledger.follow(out)
                 known.ledger.when_over(saving.entry.close)

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from elbowroom.fitting.chosen import Chosen
     from elbowroom.fitting.options import FitOptions, MemoryState
     from elbowroom.fitting.signature import Signature
-    from elbowroom.fitting.timings import Timing
     from elbowroom.plan.plan import Plan
     from elbowroom.plan.profile import Profile
 
@@ -76,12 +75,6 @@ class FitState:
     was_rehearsed so the uniform preset was not seen to fit
     was_watched   what codes add was looked at, or there was no room for it
 
-    What is known of settled steps' seconds:
-
-    timings       of the plans that were timed
-    is_trial      the plan that is followed is tried for its speed
-    is_timed      the fastest of them is followed
-
     What steps have done that is not like those before:
 
     unexpected_steps  steps that held more
@@ -119,9 +112,6 @@ class FitState:
     has_fit: bool = False
     was_rehearsed: bool = False
     was_watched: bool = False
-    timings: tuple["Timing", ...] = ()
-    is_trial: bool = False
-    is_timed: bool = False
     unexpected_steps: int = 0
     was_unexpected: bool = False
     varies: bool = False
@@ -174,18 +164,6 @@ class FitState:
     def follows_given(self) -> bool:
         """True if the plan that is followed is the one that was given."""
         return self.plan is not None and self.plan is self.given
-
-    @property
-    def wants_timing(self) -> bool:
-        """True if settled steps are timed, since another plan may be faster.
-
-        Not that of a solver that was named, nor one of the least peak: there is none beside it.
-        """
-        of_largest = self.now == self.largest == self.profiled
-        chosen = self.chosen is not None and self.chosen.plan is self.plan
-        may_choose = self.options.solver == "auto" and not self.attempts.smallest
-        is_sure = self.settled and self.has_fit and not self.is_timed
-        return is_sure and of_largest and chosen and may_choose
 
     @property
     def is_learned(self) -> bool:
@@ -296,8 +274,6 @@ class FitState:
     @property
     def wants_writing(self) -> bool:
         """True if the step that begins should be written down, not just measured."""
-        if self.is_trial:
-            return False
         makes_states = self.memory.unallocated_state_nbytes > 0
         match self.phase:
             case Phase.LAST_RESORT | Phase.GIVEN:  # given: written down it takes more (no turns)

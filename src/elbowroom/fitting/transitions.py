@@ -22,15 +22,8 @@ from elbowroom.fitting.commands import (
     RunLayersAgain,
     say,
 )
-from elbowroom.fitting.measured import (
-    noise_measured,
-    noise_used,
-    room_to_watch,
-    step_measured,
-    steps_timed,
-)
+from elbowroom.fitting.measured import noise_measured, noise_used, room_to_watch, step_measured
 from elbowroom.fitting.observations import (
-    FasterMade,
     ForwardEnded,
     ForwardHeard,
     GivenHeld,
@@ -53,13 +46,11 @@ from elbowroom.fitting.observations import (
     StandsBeside,
     StepBegan,
     StepMeasured,
-    StepsTimed,
     UnexpectedStep,
 )
 from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.planned import (
     Step,
-    faster_made,
     no_plan,
     plan_made,
     plan_taken,
@@ -121,10 +112,6 @@ def advance(state: FitState, seen: Observation) -> Step:
             return smallest_made(state, seen)
         case RoomToWatch():
             return room_to_watch(state, seen)
-        case StepsTimed(seconds):
-            return steps_timed(state, seconds)
-        case FasterMade():
-            return faster_made(state, seen)
         case NoiseMeasured():
             return noise_measured(state, seen)
         case NoiseUsed():
@@ -213,9 +200,6 @@ def _plan_again(state: FitState, growth: float) -> Step:
         was_watched=state.was_watched and not watching,
         preset=max(state.preset, SAFEST_EXACT),
         attempts=attempts if profile is None else attempts.knowing(profile),
-        timings=(),
-        is_trial=False,
-        is_timed=False,
     )
     if profile is not None:
         return replace(state, phase=Phase.VERIFYING), (ForgetScripts(), MakePlan(again=True))
