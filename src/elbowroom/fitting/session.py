@@ -223,6 +223,7 @@ class Fitting(MeasuredSteps):
     ) -> Any:
         """Begins a step with this forward."""
         undo = None if self._shortage.ran_out_nbytes is None else Undo(model, (), given)
+        forward = forward if undo is None else undo.watching(forward)
         try:
             self._begin(signature, given)
             return self._run(model, forward, given)
@@ -246,6 +247,7 @@ class Fitting(MeasuredSteps):
         if follows and not planning.takes_trials():
             return self._forward(forward)
         undo = Undo(model, (), given, copies=self._copies)
+        forward = undo.watching(forward)
         planning.redoes = undo.is_possible and not self._together.runs_once
         try:
             if script is not None:
@@ -285,6 +287,7 @@ class Fitting(MeasuredSteps):
         if is_known and not learns:
             return self._forward(forward, last)
         undo = Undo(model, (), given)
+        forward = undo.watching(forward)
         try:
             if not undo.is_possible or self._together.runs_once:
                 return self._forward(forward, last)
@@ -423,12 +426,12 @@ class Fitting(MeasuredSteps):
         BudgetTooSmall where no plan fits.
         """
         try:
-            with _as_in_training(model, (args, kwargs)):
+            with _as_in_training(model, (args, kwargs)) as undo:
                 signature = signature_of(model, args, kwargs)
                 self.planning = self._plannings.of(signature)
                 self.planning.begin(self._memory(), signature)
                 with torch.enable_grad():
-                    self.planning.prepare(lambda: model(*args, **kwargs))
+                    self.planning.prepare(undo.watching(lambda: model(*args, **kwargs)))
         except BudgetTooSmall as error:
             add_room(error)
             raise
@@ -467,14 +470,14 @@ def _refuse_part(planning: Planning, saving: FittedSaving) -> None:
 
 
 @contextmanager
-def _as_in_training(model: nn.Module, given: Given) -> Iterator[None]:
+def _as_in_training(model: nn.Module, given: Given) -> Iterator[Undo]:
     """Puts the model into training mode for a forward of which nothing is left."""
     modes = [(module, module.training) for module in model.modules()]
     undo = Undo(model, (), given)
     try:
         if not model.training:
             model.train()
-        yield
+        yield undo
     finally:
         for module, training in modes:
             module.training = training

@@ -120,7 +120,7 @@ def _take_part(model: nn.Module, forward: Callable[[], Any], given: Given) -> No
     undo = Undo(model, (), given)
     try:
         with torch.no_grad():
-            forward()
+            undo.watching(forward)()
     finally:
         with suppress(RuntimeError):  # of buffers that others have taken away
             undo.back()

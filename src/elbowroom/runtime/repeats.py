@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import NothingHeld, PlanError
 from elbowroom.runtime.arguments import Arguments
+from elbowroom.runtime.changed_parameters import ChangedParameters
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.reach import LARGE, Reach, Values, behind_calls
 from elbowroom.runtime.recompute import State
@@ -97,7 +98,7 @@ def _tried(module: nn.Module, call: Callable[..., Any], arguments: Arguments) ->
     state.take(all_of_them=True)
     devices = sorted({x.get_device() for x in arguments.tensors if x.is_cuda})
     given = []
-    with _put_back(module, arguments):
+    with _put_back(module, arguments) as parameters:
         for _ in range(2):
             tensors = arguments.copies()
             versions = list(map(version_of, tensors))
@@ -112,6 +113,8 @@ def _tried(module: nn.Module, call: Callable[..., Any], arguments: Arguments) ->
                 if is_out_of_memory(error):
                     raise
                 return f"it raised {type(error).__name__} when it was tried on copies of its inputs"
+            if parameters.first:
+                return f"it changes its parameter '{parameters.first}'"
             if versions != list(map(version_of, tensors)):
                 return "it changes a tensor in place that it is given"
             if state.changed_buffer:
@@ -123,22 +126,27 @@ def _tried(module: nn.Module, call: Callable[..., Any], arguments: Arguments) ->
 
 
 @contextmanager
-def _put_back(module: nn.Module, arguments: Arguments) -> Iterator[None]:
-    """Puts back, on exit, all that can be reached from a module and its hooks."""
-    parameters = [(name, p.detach(), version_of(p)) for name, p in module.named_parameters()]
+def _put_back(module: nn.Module, arguments: Arguments) -> Iterator[ChangedParameters]:
+    """Puts back, on exit, all that can be reached from a module and its hooks.
+
+    Yields what is seen of changes of its parameters.
+    """
+    parameters = ChangedParameters(module)
     reach = Reach([*behind_calls(module), *arguments.shared])
     tensors = Values(reach.tensors, LARGE)
     try:
-        yield
+        with parameters:
+            yield parameters
     finally:
+        changed = parameters.changed
+        parameters.restore()
         reach.restore()
         tensors.restore()
-    for name, p, version in parameters:
-        if version_of(p) != version:
-            raise PlanError(
-                f"'{type(module).__name__}' changes its parameter '{name}' in place in forward, so "
-                "it cannot be run a second time; leave it out of what is recomputed"
-            )
+    if changed is not None:
+        raise PlanError(
+            f"'{type(module).__name__}' changes its parameter '{changed}' in place in forward, so "
+            "it cannot be run a second time; leave it out of what is recomputed"
+        )
 
 
 def _holding_nothing() -> torch.autograd.graph.saved_tensors_hooks:

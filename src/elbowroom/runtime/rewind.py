@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import PlanError
+from elbowroom.runtime.changed_parameters import ChangedParameters
 from elbowroom.runtime.reach import (
     LARGE,
     SMALL,
@@ -42,7 +43,7 @@ class Rewind:
     All as they are now. Attributes, arguments and hooks are walked through (`reach.py`): caches,
     dictionaries, collected outputs.
     Buffers get their versions back, too: an earlier forward of the same step may have saved them.
-    Parameters are not copied: a forward that changes them (a momentum encoder) cannot be undone.
+    Parameters are copied as a forward that is watched (`parameters`) is about to change them.
     Large tensors are copied until a forward has left them alone (`let_go`), for copies stand in the
     step's own budget: the attention masks of four layers of GPT-Neo are 16 MiB.
     """
@@ -68,9 +69,7 @@ class Rewind:
             for version in (version_of(buffer),)
             for is_copied in (copies or nbytes_of(buffer) <= SMALL or _is_unversioned(owner),)
         ]
-        self._parameters = [
-            (name, p.detach(), version_of(p)) for name, p in module.named_parameters()
-        ]
+        self.parameters = ChangedParameters(module)
 
     @property
     def changed_large(self) -> bool:
@@ -83,7 +82,7 @@ class Rewind:
     def nbytes(self) -> int:
         """The bytes of all copies."""
         buffers = sum(nbytes_of(copy) for _, _, _, copy, _ in self._buffers if copy is not None)
-        return buffers + sum(values.nbytes for values in self._values)
+        return buffers + self.parameters.nbytes + sum(values.nbytes for values in self._values)
 
     def let_go(self) -> None:
         """Drops copies of large tensors that a forward, which has ended, has left alone.
@@ -104,13 +103,12 @@ class Rewind:
 
     @property
     def changed(self) -> str | None:
-        """The first parameter that has been changed since, if any."""
-        found = (name for name, p, version in self._parameters if version_of(p) != version)
-        return next(found, None)
+        """The first parameter that has been changed since for good, if any."""
+        return self.parameters.changed
 
     @torch.no_grad()
     def back(self) -> None:
-        """Makes them what they were. Raises PlanError if a parameter was changed."""
+        """Makes them what they were. Raises PlanError if a parameter was changed unseen."""
         self._generators.restore()
         for reach, values in zip((self._given, self._beside), self._values, strict=True):
             reach.restore()
@@ -129,10 +127,12 @@ class Rewind:
                 )
             owner._buffers[name] = buffer
         _set_versions([(buffer, version) for _, _, buffer, _, version in self._buffers])
-        if self.changed is not None:
+        changed = self.parameters.changed
+        self.parameters.restore()
+        if changed is not None:
             raise PlanError(
                 f"this budget needs the first forward to be run again, and it changes the "
-                f"parameter '{self.changed}' in place, which cannot be undone. Give a larger "
+                f"parameter '{changed}' in place, which cannot be undone. Give a larger "
                 "budget, or change parameters outside of forward."
             )
 

@@ -11,7 +11,7 @@ optimizer states  that the step made are removed; one that it has changed cannot
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,15 @@ class Undo:
     def copied_nbytes(self) -> int:
         """The bytes of what was copied before the step."""
         return self._rewind.nbytes
+
+    def watching(self, forward: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns the forward, so that what it changes of parameters can be undone, too."""
+
+        def watched() -> Any:
+            with self._rewind.parameters:
+                return forward()
+
+        return watched
 
     def let_go(self) -> None:
         """Drops copies of large tensors that a forward, which has ended, has left alone."""

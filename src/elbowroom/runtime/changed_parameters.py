@@ -1,0 +1,130 @@
+"""Parameters that a forward changes: a momentum encoder follows its twin, a weight is normalized.
+
+    p.mul_(m), torch._foreach_lerp_, init.normal_   write to its memory, by any tensor that lies
+                                                    there; `p.data` has a version of its own
+    p.data = x                                      puts other memory behind it
+
+Copies of all parameters would double a model whose weights are frozen. So calls are looked at, and
+what one is about to write to is copied just before it. What a kernel of the user's changes is told
+by the parameter's version alone, and cannot be undone.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from elbowroom.runtime.storage import version_of
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class ChangedParameters(TorchFunctionMode):
+    """Parameters of a module as they are now; inside, those that calls write to are copied."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._parameters = [
+            (name, p, p.detach(), version_of(p)) for name, p in module.named_parameters()
+        ]
+        self._lies_at: dict[int, list[Tensor]] = {}
+        for _, p, memory, _ in self._parameters:
+            if _has_memory(p):
+                self._lies_at.setdefault(memory.untyped_storage()._cdata, []).append(memory)
+        self._copies: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by storage
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if _writes(func, kwargs):
+            self._copy(args[:1], kwargs)
+        return func(*args, **(kwargs or {}))
+
+    def _copy(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        given = kwargs or {}
+        for x in _tensors((*args, given.get("out"), given.get("input"), given.get("self"))):
+            at = x.untyped_storage()._cdata
+            if at in self._lies_at and at not in self._copies:
+                with torch.no_grad(), torch._C.DisableTorchFunction():
+                    self._copies[at] = [(one, one.clone()) for one in self._lies_at[at]]
+
+    @property
+    def changed(self) -> str | None:
+        """The first parameter that has been changed since, and was not copied before, if any."""
+        found = (
+            name
+            for name, _, memory, version in self._parameters
+            if version_of(memory) != version and not self._is_copied(memory)
+        )
+        return next(found, None)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all copies."""
+        return sum(copy.nbytes for copies in self._copies.values() for _, copy in copies)
+
+    def _is_copied(self, memory: Tensor) -> bool:
+        return _has_memory(memory) and memory.untyped_storage()._cdata in self._copies
+
+    @property
+    def first(self) -> str | None:
+        """The first parameter that was written to, or has other memory, if any."""
+        found = (
+            name
+            for name, p, memory, _ in self._parameters
+            if self._is_copied(memory) or _has_moved(p, memory)
+        )
+        return next(found, None)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Makes the parameters what they were, their versions too."""
+        for _, p, memory, _ in self._parameters:
+            if _has_moved(p, memory):
+                p.data = memory
+        for copies in self._copies.values():
+            for memory, copy in copies:
+                memory.copy_(copy)
+        copied = [(x, version) for _, _, x, version in self._parameters if self._is_copied(x)]
+        counted = [(x, version) for x, version in copied if not x.is_inference()]
+        torch._C._autograd._unsafe_set_version_counter(
+            tuple(x for x, _ in counted), tuple(version for _, version in counted)
+        )
+        self._copies.clear()
+
+
+def _has_memory(x: Tensor) -> bool:
+    return type(x) in _PLAIN and x.layout is torch.strided
+
+
+def _has_moved(p: Tensor, memory: Tensor) -> bool:
+    """Returns whether other memory than this is behind p, and nobody has let go of this.
+
+    Those who spread weights over processes let go of what they gather.
+    """
+    if not _has_memory(p) or p.data_ptr() == memory.data_ptr():
+        return False
+    return memory.untyped_storage().nbytes() >= memory.nbytes
+
+
+def _writes(func: Callable[..., Any], kwargs: dict[str, Any] | None) -> bool:
+    """Returns whether a call may write to its first argument, or to its `out`."""
+    name: str = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") or name == "__setitem__"
+    return name.endswith("_") or bool(kwargs and ("out" in kwargs or "inplace" in kwargs))
+
+
+def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Yields the tensors among values, and in lists of them (of torch's foreach functions)."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _tensors(tuple(value))
+        elif isinstance(value, Tensor) and _has_memory(value):
+            yield value
