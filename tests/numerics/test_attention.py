@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import elbowroom as er
@@ -293,3 +293,41 @@ def test_a_mask_of_dropout_that_is_changed_otherwise_is_held() -> None:
     with other.drawing():
         x.bernoulli_(0.5).mul_(2.0)
     assert isinstance(other.pack(x), Tensor)
+
+
+class AttentionWithoutSoftmax(nn.Module):
+    """Attention over ReLU's results, divided by its weights' sum, in one product with the values.
+
+    As EfficientViT, Sana and DC-AE have it. Where a query has no positive element, the quotient is
+    0 / 1e-15, and only the zeros of the query keep its gradient from being infinite.
+    """
+
+    def __init__(self, heads, each):
+        super().__init__()
+        self.each = each
+        self.into = nn.Linear(heads * each, 3 * heads * each, bias=False)
+        self.out = nn.Linear(heads * each, heads * each)
+
+    def forward(self, x):
+        rows, length, _ = x.shape
+        given = self.into(x).transpose(1, 2).reshape(rows, -1, 3 * self.each, length)
+        query, key, value = given.chunk(3, 2)
+        query, key = F.relu(query), F.relu(key)
+        value = F.pad(value, (0, 0, 0, 1), value=1.0)
+        both = value @ key.transpose(-1, -2) @ query
+        out = both[:, :, :-1] / (both[:, :, -1:] + 1e-15)
+        return self.out(out.reshape(rows, -1, length).transpose(1, 2))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_zeros_of_relu_survive_the_copies_that_a_product_makes(seed):
+    torch.manual_seed(seed)
+    net, x = AttentionWithoutSoftmax(4, 4), torch.randn(8, 512, 16)
+
+    def gradients(policy, **fields):
+        with er.saving(policy, **fields):
+            loss = (net(x) - x).square().mean()
+        return torch.autograd.grad(loss, list(net.parameters()))
+
+    for plain, coded in zip(gradients("keep"), gradients("dither", levels=16), strict=True):
+        assert (coded - plain).square().sum() < 0.05 * plain.square().sum()

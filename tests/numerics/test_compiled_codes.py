@@ -186,6 +186,16 @@ def test_what_backward_does_with_a_value_decides_whether_it_tolerates_an_error()
     assert attention.use is Use.EXACT
 
 
+def test_zeros_of_relu_in_a_product_of_batches_stay_exact() -> None:
+    """Attention without a softmax divides by such a product."""
+    x = torch.randn(2, 8, 8)
+    assert reading(lambda x, g: x.bmm(g.expand(2, 8, 8)), x).use is Use.LINEAR
+    assert reading(lambda x, g: x.relu().mT.clone().bmm(g.expand(2, 8, 8)), x).use is Use.EXACT
+    assert reading(lambda x, g: (x.relu() * 2.0).bmm(g.expand(2, 8, 8)), x).use is Use.EXACT
+    assert reading(lambda x, g: (x.relu() + 1.0).bmm(g.expand(2, 8, 8)), x).use is Use.LINEAR
+    assert reading(lambda x, g: x[0].relu().mm(g.expand(8, 8)), x).use is Use.LINEAR
+
+
 def test_attentions_output_may_be_coded_finely_and_its_query_may_not() -> None:
     name = "_scaled_dot_product_flash_attention_for_cpu"
     attend = getattr(torch.ops.aten, name)

@@ -7,7 +7,8 @@ up to the ops that combine it with a gradient. What is met decides for the value
     CURVED      exp, erf, tanh, powers and the like: the error goes through a function; attention's
                 output, from which its backward takes what it subtracts
     compared    a comparison says where a gradient goes: it is saved as one bit, of the exact value
-    else        attention's q, k and v, whose logsumexp belongs to the exact q and k; divisions,
+    else        results of a ReLU in a product of batches, whose zeros may keep a gradient finite;
+                attention's q, k and v, whose logsumexp belongs to the exact q and k; divisions,
                 logarithms, and every op that is not listed: the value stays exact
 """
 
@@ -50,14 +51,16 @@ def reading_of(
     gradients  the nodes among these that depend on a gradient
     """
     use, compared = Use.LINEAR, []
-    pending, seen = [value], {value}
+    pending, seen = [(value, _has_zeros(value))], {value}
     while pending:
-        node = pending.pop()
+        node, has_zeros = pending.pop()
         for reader in node.users:
             if reader not in after or reader in seen:
                 continue
             seen.add(reader)
-            packet = getattr(reader.target, "overloadpacket", reader.target)
+            packet = _packet(reader)
+            if has_zeros and packet in _of_batches():
+                return Reading(Use.EXACT, why=f"zeros of a ReLU, read by {packet}")
             if packet in _compared():
                 compared.append(reader)
                 continue
@@ -68,8 +71,26 @@ def reading_of(
                 return Reading(Use.EXACT, why=f"read by {packet}")
             use = max(use, found)
             if reader not in gradients:
-                pending.append(reader)
+                keeps = is_view(reader) or packet in _copies()
+                pending.append((reader, packet in _relus() or (has_zeros and keeps)))
     return Reading(use, tuple(compared))
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def _has_zeros(node: fx.Node) -> bool:
+    """Returns whether a value is what a ReLU made, or copies of it.
+
+    Attention without a softmax divides by a product with these, and only their zeros keep the
+    gradient finite where the divisor is zero.
+    """
+    while _packet(node) not in _relus():
+        if not (is_view(node) or _packet(node) in _copies()) or not node.all_input_nodes:
+            return False
+        node = node.all_input_nodes[0]
+    return True
 
 
 def _is_only_output(reader: fx.Node, value: fx.Node) -> bool:
@@ -102,6 +123,23 @@ def _ops(names: str) -> frozenset[Any]:
 @cache
 def _compared() -> frozenset[Any]:
     return _ops("eq ne le lt ge gt sign isnan isinf")
+
+
+@cache
+def _of_batches() -> frozenset[Any]:
+    return _ops("bmm baddbmm")
+
+
+@cache
+def _relus() -> frozenset[Any]:
+    return _ops("relu")
+
+
+@cache
+def _copies() -> frozenset[Any]:
+    return _ops("clone _to_copy expand cat mul constant_pad_nd") | {
+        torch.ops.prims.convert_element_type
+    }
 
 
 @cache

@@ -4,6 +4,7 @@
     summed, over 256 elements or more what was asked for
     summed, over fewer                16 levels     (a norm over 4 samples of 3 x 3)
     of a matrix of a batch            16 levels     (bmm; a product of two activations, as q k^T)
+    ... of results of a ReLU          256 levels    (attention without a softmax divides by it)
     product, curved                   16 levels     (a gate, GELU, SiLU, tanh, a power)
     ... of what a norm makes          32 levels of the norm's input, which all of them share
     log-probability                   256 levels    (log-softmax: exp of it; of what is above -24)
@@ -147,6 +148,8 @@ def _floor_of(site: Site) -> int:
     """The fewest levels of a code at this site; 0: any."""
     if site.consumer in (CHECKPOINT, RECOMPUTE):
         return LEAST_AGAIN
+    if site.formula is Formula.MATRIX and site.facts.has_zeros:
+        return MOST_LEVELS
     if site.formula in _FLOORS:
         return _FLOORS[site.formula]
     if site.curved:

@@ -25,7 +25,7 @@ from elbowroom.runtime.identity import Identity, Origin, is_dense, is_touchable,
 from elbowroom.runtime.masks import CAPPED
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.producers.activations import dropout, gelu, leaky_relu, relu, relu6, silu
-from elbowroom.runtime.producers.copies import cast, gather, moved, reordered
+from elbowroom.runtime.producers.copies import cast, gather, is_copy, moved, reordered
 from elbowroom.runtime.producers.making import REORDERED
 from elbowroom.runtime.producers.norms import (
     batch_norm,
@@ -63,7 +63,30 @@ def note_origin(call: Call, out: Any, identity: Identity) -> Origin | None:
     if not out.requires_grad:
         data = _note_data(call, out, identity)
         return _inside_of_function(call, out, identity) or data
-    return None if maker is None else _note_made(maker, call, out, identity)
+    origin = None if maker is None else _note_made(maker, call, out, identity)
+    if origin is None and call.name in _KEEP_ZEROS and not identity.is_exact:
+        return _note_zeros(call, out, identity)
+    return origin
+
+
+def _note_zeros(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+    """Records that exact zeros matter in `out`, as they do in what it was copied from.
+
+    Attention without a softmax divides by a product with ReLU's results, in copies of them: an
+    error in the place of zeros would be divided by zero.
+    """
+    if not any(_has_zeros(x, identity) for x in tensors_in(call.args)):
+        return None
+    if untouchable(out) or not is_dense(out) or identity.origin(out) is not None:
+        return None
+    origin = Origin(call.name, has_zeros=True)
+    identity.made(out, origin)
+    return origin
+
+
+def _has_zeros(x: Tensor, identity: Identity) -> bool:
+    origin = None if untouchable(x) else identity.origin(x)
+    return origin is not None and origin.has_zeros
 
 
 def _inside_of_function(call: Call, out: Tensor, identity: Identity) -> Origin | None:
@@ -115,6 +138,9 @@ def _note_made(maker: "_Maker", call: Call, out: Tensor, identity: Identity) -> 
         return None  # nothing was done: dropout in eval mode gives its input back
     origin = maker(call, out, identity)
     if origin is not None:
+        if call.name in _BINARY[torch.mul] and not origin.has_zeros and not identity.is_exact:
+            zeros = any(_has_zeros(y, identity) for y in tensors_in(call.args))
+            origin = replace(origin, has_zeros=zeros)
         identity.made(out, origin)
     return origin
 
@@ -154,9 +180,12 @@ def note_copy(x: Tensor, call: Call, identity: Identity) -> Origin | None:
         )
     if identity.is_exact and copy.grad_fn.name() in REORDERED:
         return reordered(call, copy, identity)
-    kind, alike = copy.grad_fn.name(), copy.shape == of.shape and copy.stride() == of.stride()
-    if not alike or identity.origin(x) is not None or not _is_made_of(copy, of, call):
+    if identity.origin(x) is not None:
         return None
+    kind, alike = copy.grad_fn.name(), copy.shape == of.shape and copy.stride() == of.stride()
+    if not alike or not _is_made_of(copy, of, call):
+        return None if identity.is_exact else _note_copied_zeros(call, copy, identity)
+    origin: Origin | None
     if kind == "CloneBackward0":
         origin = identity.origin(of, call.version)
     elif kind == "ToCopyBackward0" and copy.dtype is not of.dtype and is_dense(copy):
@@ -165,6 +194,15 @@ def note_copy(x: Tensor, call: Call, identity: Identity) -> Origin | None:
         return None
     if origin is not None:
         identity.made(copy, origin)
+    return origin
+
+
+def _note_copied_zeros(call: Call, copy: Tensor, identity: Identity) -> Origin | None:
+    """Records that exact zeros matter in what an op has copied of any of its inputs."""
+    if not any(is_copy(copy, x) and _has_zeros(x, identity) for x in tensors_in(call.args)):
+        return None
+    origin = Origin(call.name, has_zeros=True)
+    identity.made(copy, origin)
     return origin
 
 
@@ -199,6 +237,11 @@ _BINARY: dict[Callable[..., Tensor], tuple[str, ...]] = {
     torch.div: ("div", "__truediv__"),
 }
 _JOINS = ("cat", "concat", "stack")
+_KEEP_ZEROS = (  # copies, in part or in another order, and what lies beside them
+    *("contiguous", "clone", "reshape", "flatten", "roll", "to", "float", "bfloat16", "half"),
+    *("type_as", "pad", "repeat", "repeat_interleave", "index_select", "gather", "__getitem__"),
+    *_JOINS,
+)
 _Maker: TypeAlias = Callable[[Call, Tensor, Identity], Origin | None]
 _MAKERS: dict[str, _Maker] = {
     "relu": relu,

@@ -14,7 +14,10 @@ from elbowroom.runtime.slot import Geometry, KeepHandle, Slot
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
 _MOST_RESHAPES = 4
-_COPYING = (*VIEWS, "CloneBackward0", "ReshapeAliasBackward0", "ToCopyBackward0")
+_COPYING = (
+    *VIEWS,
+    *("CloneBackward0", "ExpandBackward0", "ReshapeAliasBackward0", "ToCopyBackward0"),
+)
 
 
 def moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
@@ -56,7 +59,7 @@ def reordered(call: Call, copy: Tensor, identity: Identity) -> Origin | None:
         return None
     if copy.numel() != x.numel() or identity.origin(copy) is not None:
         return None
-    if version_of(x) != call.version or not _is_copied(copy, x):
+    if version_of(x) != call.version or not is_copy(copy, x):
         return None
     shape, dtype, seen, slot = copy.shape, copy.dtype, Geometry.of(x), identity.slot(copy)
     key = _key(x, call.version, dtype)
@@ -93,8 +96,8 @@ def _key(x: Tensor, version: int, dtype: torch.dtype) -> tuple[Any, ...]:
     return x.untyped_storage()._cdata, version, x.dtype, Geometry.of(x), dtype
 
 
-def _is_copied(copy: Tensor, x: Tensor) -> bool:
-    """Returns whether a clone of x, maybe cast and reshaped, is what `copy` is."""
+def is_copy(copy: Tensor, x: Tensor) -> bool:
+    """Returns whether a clone of x, maybe cast, expanded and reshaped, is what `copy` is."""
     node, is_cloned = copy.grad_fn, False
     for _ in range(_MOST_RESHAPES):
         if node is None or not node.next_functions:
