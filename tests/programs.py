@@ -116,6 +116,36 @@ def added_up(x: Tensor) -> Tensor:
     return both.t().contiguous().sigmoid() * both.roll(1, 0)
 
 
+class Gated(torch.autograd.Function):
+    """x * sigmoid(x): it saves its input, what it makes inside, and its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        gate = torch.sigmoid(x)
+        out = x * gate
+        ctx.save_for_backward(x, gate, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        x, gate, out = ctx.saved_tensors
+        return grads[0] * (gate + out * (1 - gate) + 0 * x)
+
+
+class Times(torch.autograd.Function):
+    """a * b: it saves its inputs, which may be views of one."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return grads[0] * b, grads[0] * a
+
+
 INDEX = torch.tensor([3, 0, 7, 7, 1, 2, 5, 3])
 FROM_END = torch.tensor([-1, 0, -8, 3, 3, -2, 7, 1])
 UNARY: list[Callable[[Tensor], Tensor]] = [
@@ -205,6 +235,7 @@ UNARY: list[Callable[[Tensor], Tensor]] = [
     *(part_in_place(lambda x: x[:4], op) for op in (relu_, leaky_, dropout_)),
     *(part_in_place(lambda x: x[:, 4:], op) for op in (relu_, leaky_, dropout_)),
     *(part_in_place(lambda x: x[::2], op) for op in (relu_, leaky_, relu6_, dropout_)),
+    *(Gated.apply, lambda x: Gated.apply(F.gelu(x)), lambda x: Gated.apply(norm(x).t()) + x),
 ]
 BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
     *(torch.add, torch.mul, torch.matmul, F.linear),
@@ -220,6 +251,7 @@ BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
     *(lambda a, b: F.silu(a) * b, lambda a, b: a * b[:1], lambda a, b: a + b[:, :1], torch.mm),
     *(lambda a, b: a.mul_(b), lambda a, b: a.sub_(b), lambda a, b: torch.add(b, a, alpha=0.5)),
     *(lambda a, b: torch.cat([a[:4], b[4:]]), lambda a, b: (a[:3].copy_(b[:3]), a)[1]),
+    *(Times.apply, lambda a, b: Times.apply(torch.tanh(a), 1 - b)),
 ]
 
 

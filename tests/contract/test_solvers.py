@@ -469,6 +469,21 @@ def test_of_two_nested_regions_only_one_is_recomputed(solver: str) -> None:
     assert found.feasible
 
 
+def test_the_least_peak_is_known_at_that_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No search has to find it a second time: where the budget is that tight, some do not."""
+    ways = (Option("keep", 4 * MB), Option("code", MB, 1e-3, 1e-3, exact=False))
+    items = tuple(Item(4 * MB, i, i, ((7 - i, 7 - i),), 7 - i, ways) for i in range(4))
+    problem = Problem((0,) * 8, tuple(t / 1e3 for t in range(8)), 4, 8e-3, items)
+    monkeypatch.setitem(SOLVERS, "auto", lambda problem, limits: None)
+    assert not solve(problem, 10 * MB, least=None).feasible
+    least = solve(problem, 1)
+    assert least.peak < 10 * MB
+    found = solve(problem, least.peak, least=None)
+    assert found.feasible
+    assert found.choice == least.choice
+    assert not solve(problem, least.peak - 1, least=None).feasible
+
+
 def test_an_unknown_solver() -> None:
     with pytest.raises(PlanError, match=r"no solver 'gredy'; there are auto, .*mean 'greedy'"):
         solve(EMPTY, 0, solver="gredy")

@@ -420,6 +420,79 @@ def test_what_a_function_of_the_users_saves_first_is_there_for_the_calls_behind_
         assert same(grads(forward, wanted, er.saving(min_nbytes=0)), plain)
 
 
+class Bounded(nn.Module):
+    """A function of the user's in the middle, and made again what it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.x, self.takes, self.calls, self.begins = torch.randn(16, 32), 0, 1, False
+
+    def forward(self) -> Tensor:
+        x = _Squares.apply(self.x + self.first.bias) if self.begins else self.x
+        h = self.first(x)
+        given = [F.gelu(h), F.gelu(h.sin())][self.takes]
+        for _ in range(self.calls):
+            given = _Squares.apply(given)
+        return F.silu(self.last(given) * h).square().mean()
+
+
+def test_a_step_with_functions_of_the_users_is_followed_to_its_end():
+    torch.manual_seed(0)
+    net = Bounded()
+    for net.begins in (False, True):
+        script = written(net)
+        assert script.acts_between
+        net.x = torch.randn(16, 32)
+        replay, wanted = Following(script, exact), list(net.parameters())
+        assert same(grads(net, wanted, replay), grads(net, wanted))
+        assert not replay.strayed
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: setattr(net, "takes", 1),
+        lambda net: setattr(net, "calls", 0),
+        lambda net: setattr(net, "calls", 2),
+        lambda net: setattr(net, "begins", not net.begins),
+        lambda net: setattr(net, "x", torch.randn(8, 32)),
+        lambda net: net.double() and setattr(net, "x", net.x.double()),
+    ],
+)
+def test_a_function_of_the_users_that_saves_something_else_ends_the_script(change, begins):
+    torch.manual_seed(0)
+    net = Bounded()
+    net.begins = begins
+    script = written(net)
+    change(net)
+    wanted = list(net.parameters())
+    replay = Following(script, exact)
+    assert same(grads(net, wanted, replay), grads(net, wanted))
+    for _ in range(3):
+        assert same(grads(net, wanted, er.saving(min_nbytes=0)), grads(net, wanted))
+        net.takes = 1 - net.takes
+
+
+def test_functions_of_the_users_of_which_nothing_is_made_again_may_be_called_at_will():
+    torch.manual_seed(0)
+    net, x, times = stack_of(), torch.randn(16, 64, requires_grad=True), [1]
+
+    def forward() -> Tensor:
+        each = [_Squares.apply(x) for _ in range(times[0])]
+        return net(x).mean() + sum(one.mean() for one in each)
+
+    wanted, script = [*net.parameters(), x], written(forward)
+    assert not script.acts_between
+    assert not script.does_nothing
+    replay = Following(script, exact)
+    assert same(grads(forward, wanted, replay), grads(forward, wanted))
+    assert not replay.strayed
+    times[0], replay = 2, Following(script, exact)
+    assert same(grads(forward, wanted, replay), grads(forward, wanted))
+
+
 def test_no_bits_are_packed_of_a_tensor_whose_code_brings_them():
     first, second, x = nn.Linear(16, 16), nn.Linear(16, 16), torch.randn(8, 16)
     script = written(lambda: second(F.relu(first(x))).sum(), dithered)

@@ -469,10 +469,9 @@ class Saving:
     def _taken(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle | DropHandle:
         consumers = self._consumers
         call = None if consumers is None else consumers.call
-        if call is None and self._codes_checkpoints:
-            call = checkpoint_call(x)
-            if call is not None:
-                self._listener.begins_inputs()
+        if call is None:
+            call = checkpoint_call(x) if self._codes_checkpoints else None
+            self._listener.saves_between(of_checkpoint=call is not None)
         kept = self._left_alone(x, call)
         if kept is not None:
             return kept
@@ -480,7 +479,7 @@ class Saving:
         is_input = call is not None and call.name in (CHECKPOINT, RECOMPUTE)
         if pieces.waiting and (pieces.has_begun or not is_input):
             pieces.end()
-        if is_input:
+        if is_input or call is None:
             self._listener.saves()
         if call is None or call.is_told_at_once:
             return self._packed(x, call, reading_of(x, call))

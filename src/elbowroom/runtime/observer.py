@@ -167,11 +167,14 @@ class Listener:
     def begins_region(self, module: nn.Module) -> None:
         """Called when a call begins of a module that runs again in backward."""
 
-    def begins_inputs(self) -> None:
-        """Called when a checkpoint of the user's saves one of its inputs."""
+    def saves_between(self, *, of_checkpoint: bool) -> None:
+        """Called when something is saved between two calls.
+
+        of_checkpoint: by a checkpoint of the user's, as an input; else by a function of the user's
+        """
 
     def saves(self) -> None:
-        """Called before the inputs of a module that runs again, or of a checkpoint, are saved."""
+        """Called before the inputs of a module that runs again, or what is between, are saved."""
 
     def region_saved(self) -> None:
         """Called when the inputs of the module are saved, and it runs."""

@@ -205,7 +205,7 @@ class Slot:
     is_source        something is made again from it; pinned: something exact, so it stays exact
     waits            it will be encoded once it is known what follows (`deferred.py`)
     lossy_views      how many ops read it that bear an error; asked_exact: whether one does not
-    is_unseen        no call that Python sees has saved it first: no script knows of it
+    is_unseen        no call that Python sees has saved it first: nothing that waits is made of it
     shape_is_enough  so far every op has asked for the geometry only
     """
 

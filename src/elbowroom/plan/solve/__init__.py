@@ -22,6 +22,7 @@ from elbowroom.plan.problem import Choice, Problem, Solution, added_seconds, kee
 from elbowroom.plan.solve.auto import auto
 from elbowroom.plan.solve.delta import capuchin, delta, dtr
 from elbowroom.plan.solve.greedy import greedy
+from elbowroom.plan.solve.least import known_least
 from elbowroom.plan.solve.least import least_peak as least_peak
 from elbowroom.plan.solve.limits import Limits as Limits
 from elbowroom.plan.solve.limits import fits as fits
@@ -63,7 +64,8 @@ def solve(
     exact     exact options only
     solver    one of SOLVERS; PlanError for another
     least     where none fits: True: the one with the least peak is given; False: the search for it
-              is made as long as it may find one that fits; None: plain autograd is given at once
+              is made as long as it may find one that fits; None: plain autograd is given at once,
+              unless the search has been made before, and what it found fits
     lowest    the one with the least peak, where that is known already
     """
     check_solver(solver)
@@ -74,6 +76,7 @@ def solve(
     choice = (
         problem.answers[solver, limits]
         or lowest
+        or known_least(problem, limits)
         or (None if least is None else least_peak(problem, limits, fitting=not least))
         or keep_all(problem)
     )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from elbowroom.plan.problem import Choice, Problem, keep_all
 from elbowroom.plan.solve.boundaries import best_start, searched
 from elbowroom.plan.solve.greedy import walk
-from elbowroom.plan.solve.limits import Limits, obeys, peak
+from elbowroom.plan.solve.limits import Limits, fits, obeys, peak
 from elbowroom.plan.solve.milp import first_moments, search_relaxed, whole
 from elbowroom.plan.solve.model import Model
 from elbowroom.plan.solve.partial import PartialSolution
@@ -32,6 +32,12 @@ def least_peak(problem: Problem, limits: Limits, *, fitting: bool = False) -> Ch
         problem.answers[asked] = _least_peak(problem, limits, fitting=fitting)
     found: Choice | None = problem.answers[asked]
     return found
+
+
+def known_least(problem: Problem, limits: Limits) -> Choice | None:
+    """The same if it has been asked for already, and fits; else None."""
+    found: Choice | None = problem.answers.get(("least peak", replace(limits, budget=0), False))
+    return found if found is not None and fits(problem, found, limits) else None
 
 
 def _least_peak(problem: Problem, limits: Limits, *, fitting: bool) -> Choice | None:

@@ -65,6 +65,7 @@ class NotedOp:
     module: weakref.ref[nn.Module] | None = None
     copies: list[tuple[int, weakref.ref[Slot]]] = field(default_factory=list)
     compared: bool = False
+    is_between: bool = False  # no call, but what is saved between two
     numel: int = 0  # of all that it has saved
 
     @property

@@ -262,7 +262,7 @@ class Replay(Observing):
     ) -> Act | None:
         """Return the act of another script that is the one, if nothing has been done so far."""
         at = self._at
-        if not self._others or not all(act.is_plain for act in self._acts[:at]):
+        if not self._others or self._given or not all(act.is_plain for act in self._acts[:at]):
             return None
         state = state_of_torch()
         for script in self._others:
@@ -281,8 +281,8 @@ class Replay(Observing):
 
     @property
     def has_begun(self) -> bool:
-        """True if any function has been called yet."""
-        return self._at > 0
+        """True if any function has been called yet, or has saved what something is done with."""
+        return self._at > 0 or self._given > 0
 
     def _run_plain(self, act: Act, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what saves nothing but what is kept."""
@@ -408,7 +408,7 @@ class Replay(Observing):
             self._numel += x.numel()
             if saving is not None:
                 return saving.take(x)
-            return self._input(x) if self.script.codes_checkpoints else self.kept(x)
+            return self._input(x) if self.script.acts_between else self.kept(x)
 
     def _stray_at(self, x: Tensor) -> Any:
         """The forward is another one, as x tells: let it be looked at."""
@@ -418,8 +418,6 @@ class Replay(Observing):
 
     def _input(self, x: Tensor) -> Any:
         """Returns what is held of x, which no call of the model's saves."""
-        if checkpoint_call(x) is None:
-            return self.kept(x)
         act, i = self._act(), self._given
         if act.inputs and act.saves is not None and act.holds is not None:
             for late in () if i else act.before:
@@ -429,7 +427,8 @@ class Replay(Observing):
             if save is None or hold is None:
                 return self.kept(x)
             alike = type(x) is not nn.Parameter
-            alike = alike and (x.requires_grad or save.need is not Need.LOSSY)
+            if save.need is Need.LOSSY:  # which only a checkpoint's input may be
+                alike = alike and x.requires_grad and checkpoint_call(x) is not None
             held = hold(self, x) if alike else None
             if held is not None:
                 return held

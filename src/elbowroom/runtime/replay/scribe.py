@@ -73,7 +73,7 @@ class Scribe(Listener):
         self.why, self.once = "", False
         self._ops: list[NotedOp] = []
         self._stack: list[int] = []
-        self._inputs: int | None = None  # the op that stands for what checkpoints save now
+        self._inputs: int | None = None  # the op that stands for what is saved between two
         self._when = BEFORE
         self._done: list[NotedDeed] = []
         self._seeds_before = 0
@@ -119,14 +119,15 @@ class Scribe(Listener):
         if self._stack:
             self._ops[self._stack[-1]].compared = True
 
-    def begins_inputs(self) -> None:
-        """Records that a checkpoint of the user's saves one of its inputs."""
-        if self.why or self._inputs is not None:
+    def saves_between(self, *, of_checkpoint: bool) -> None:
+        """Records that something is saved between two calls: those in a row are one op."""
+        name = CHECKPOINT if of_checkpoint else ""
+        if self.why or (self._inputs is not None and self._ops[self._inputs].name == name):
             return
         if self._stack:
-            self.refuse("a checkpoint inside of a function of torch's own")
+            self.refuse("a checkpoint, or a function of the user's, inside of one of torch's own")
             return
-        self._ops.append(NotedOp(checkpoint, CHECKPOINT, (), (), []))
+        self._ops.append(NotedOp(checkpoint, name, (), (), [], is_between=True))
         self._inputs, self._when = len(self._ops) - 1, BEFORE
 
     def leaves(self) -> None:
@@ -175,7 +176,7 @@ class Scribe(Listener):
         self._when, self._inputs = BEFORE, None
 
     def saves(self) -> None:
-        """Records that inputs of a module that runs again, or of a checkpoint, are saved now."""
+        """Records that inputs of a module that runs again, or what is between, are saved now."""
         self._when = AT_SAVE
 
     def region_saved(self) -> None:

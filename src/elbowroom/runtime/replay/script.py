@@ -184,7 +184,7 @@ class Step:
     copies  arguments, by position, of which a slot gets a copy: constants
     before, after  deeds to be done then
     module  it is no call of torch's, but of this module, which runs again in backward
-    inputs  it is no call, but what checkpoints of the user's save between two
+    inputs  it is no call, but what checkpoints and functions of the user's save between two
     numel   elements that it saves; None: it ran as another function when it was written down
     """
 
@@ -210,6 +210,11 @@ class Step:
         acts = self.before or self.after or self.copies or self.place != NOWHERE
         special = self.opens or self.module is not None
         return self.saves is None and self.args is None and not (acts or special)
+
+    @property
+    def acts(self) -> bool:
+        """True if something is done with what it saves, or noted of it."""
+        return bool(self.before or self.after or any(self.saves or ()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,8 +271,8 @@ class Script:
         return any(step.module is not None for step in self.steps)
 
     @cached_property
-    def codes_checkpoints(self) -> bool:
-        """True if inputs of the user's checkpoints are looked at."""
+    def acts_between(self) -> bool:
+        """True if what is saved between two calls is looked at."""
         return any(step.inputs for step in self.steps)
 
     @cached_property

@@ -107,6 +107,9 @@ class Writer:
         for each in deeds:
             of_op.setdefault(each[0].op, []).append(each)
         steps = tuple(self._step(at, op, of_op.get(at, [])) for at, op in enumerate(self._ops))
+        if not any(step.inputs and step.acts for step in steps):  # as many as there may be
+            numel += sum(step.numel or 0 for step in steps if step.inputs)
+            steps = tuple(step for step in steps if not step.inputs)
         last = tuple(deed for one, deed in deeds if one.when == LAST)
         sizes = len(self._slots), len(self._noted), len(self._places)
         entries = {id(slot.entry): number for number, slot in enumerate(self._slots)}
@@ -319,7 +322,7 @@ class Writer:
     def _compare_first(self) -> None:
         """Compare what is given to the ops up to the first one that is given a tensor."""
         for at, op in enumerate(self._ops):
-            is_call = op.module is None and op.name != CHECKPOINT
+            is_call = op.module is None and not op.is_between
             if is_call and op.args != (Unwritable,) and not op.opens:
                 self._compared.add(at)
             if op.operands:
@@ -340,7 +343,7 @@ class Writer:
             place = NOWHERE
         keeps_run = op.direct is not None and not op.direct.exact
         keeps_run = keeps_run or (op.direct is not None and op.direct.always)
-        if op.name == CHECKPOINT:
+        if op.is_between:
             inputs = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
             return Step(op.func, inputs, before=before, inputs=True, numel=op.numel)
         if op.module is not None:
