@@ -61,7 +61,9 @@ def parse_budget(budget: float | str) -> int | Share:
 
 def _nbytes(size: float | str, ways: str) -> int:
     """Converts a size to bytes, as `parse_nbytes` does. ways: what is possible, in words."""
-    if _is_number(size) and not size > 0:
+    text = size.strip() if isinstance(size, str) else ""
+    is_negative = text[:1] == "-" and _NBYTES.fullmatch(text[1:]) is not None
+    if is_negative or (_is_number(size) and not size > 0):
         raise ValueError(f"a size in bytes is positive; got {size}. {ways[0].upper()}{ways[1:]}")
     match = _NBYTES.fullmatch(size) if isinstance(size, str) else None
     if match is not None:

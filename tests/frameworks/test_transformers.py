@@ -140,6 +140,33 @@ def test_a_callback_that_is_in_use_is_refused(tmp_path):
     callback.on_train_end(None, None, None)
 
 
+@pytest.mark.parametrize("by", ["an interrupt", "a Trainer that finds its batch size"])
+def test_a_training_that_was_stopped_begins_again(by, tmp_path):
+    itself = by != "an interrupt"  # with half the batch, if memory has run out
+    error = (
+        RuntimeError("DefaultCPUAllocator: can't allocate memory") if itself else KeyboardInterrupt
+    )
+
+    class Stops(TrainerCallback):
+        stops = True
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if self.stops and state.global_step == 2:
+                self.stops = False
+                raise error
+
+    def front(trainer):
+        if not itself:
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train()
+
+    callback = Budget("60 GiB", exact=True)
+    settings = {"max_steps": 4, "auto_find_batch_size": itself}
+    trained(tmp_path, Stops(), callback, front=front, **settings)
+    assert callback.summary.steps > 0
+    assert not attached()
+
+
 def test_a_budget_that_nothing_meets_is_named_with_what_would_do(tmp_path):
     with pytest.raises(BudgetTooSmall, match="give budget="):
         trained(tmp_path, Budget("1 MiB", exact=True))

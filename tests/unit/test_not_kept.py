@@ -1,10 +1,11 @@
 """What `elbowroom run` says last, and ends with, where a budget was not kept."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from elbowroom.cli.run import _Run, _say_not_kept
+from elbowroom.cli.run import _Run, _say_not_kept, _say_not_measured
 from elbowroom.fitting import Summary
 from elbowroom.runtime import compiler
 
@@ -28,6 +29,18 @@ def told(last_nbytes: int | None) -> Summary:
         steps=9,
         lines=(),
     )
+
+
+def test_a_model_of_which_no_step_was_measured_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _say_not_measured([told(8 * MIB), told(None)])
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == (
+        "elbowroom: no step of Net was measured, so whether the budget was kept is not known"
+    )
+    _say_not_measured([told(8 * MIB), replace(told(None), setting="compiled")])
+    assert not capsys.readouterr().err
 
 
 def test_a_last_step_above_the_budget_is_said_and_is_an_exit_code_of_its_own(

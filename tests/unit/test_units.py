@@ -145,3 +145,9 @@ def test_a_budget_that_is_named_is_enough():
     for nbytes in map(int, sizes):
         for size in (nbytes, parse_nbytes(show_at_least(nbytes))):
             assert size <= parse_nbytes(show_at_least(size)) <= 1.001 * size + 1
+
+
+@pytest.mark.parametrize("size", ["-5MiB", " -5 MiB", "-5", -5])
+def test_a_negative_size_is_called_that(size):
+    with pytest.raises(ValueError, match="is positive; got"):
+        parse_nbytes(size)

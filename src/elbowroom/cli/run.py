@@ -192,6 +192,8 @@ def _tell(running: "_Run", processes: Processes, code: int, report: Path | None)
             errors_console().print(_table(worst, of if len(processes.ended) > 1 else ""))
         worst = max(told, key=lambda one: one.last_nbytes or 0)
         code = _say_not_kept(code, worst)
+        if not code:
+            _say_not_measured(told)
         if report is not None:
             figures = worst.as_dict() | {"exit_code": code}
             if len(told) > 1:
@@ -443,6 +445,22 @@ def _say_not_kept(code: int, told: Summary) -> int:
         f"{show_nbytes(took)}. Give --budget {typed_budget(took)}, or halve the batch"
     )
     return NOT_KEPT
+
+
+def _say_not_measured(told: list[Summary]) -> None:
+    """Reports models of which several steps ran and none was measured, unless they are compiled."""
+    names = dict.fromkeys(
+        one.model
+        for one in told
+        if one.last_nbytes is None and one.steps > 2 and one.setting != "compiled"
+    )
+    if names:
+        errors_console().print(
+            Text(
+                f"elbowroom: no step of {', '.join(names)} was measured, so whether the budget was "
+                "kept is not known"
+            )
+        )
 
 
 def _table(told: Summary, where: str = "") -> Table:

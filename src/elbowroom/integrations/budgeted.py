@@ -34,8 +34,14 @@ class Budgeted:
     def begin(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Fits the model as the training begins, and counts the optimizers' states.
 
-        Raises what `er.fit` raises, and PlanError for a training that has begun already.
+        A training of the same model that an error or an interrupt has ended is begun anew: not all
+        libraries tell their callbacks of its end.
+
+        Raises what `er.fit` raises, and PlanError while another model is in training.
         """
+        if self._model is model:
+            er.release(model)
+            self._model = self._fitting = self._log = None
         if self._model is not None:
             raise PlanError(
                 "this Budget is in use by a training that has not ended; give each Trainer one of "
