@@ -138,9 +138,6 @@ def _note_made(maker: "_Maker", call: Call, out: Tensor, identity: Identity) -> 
         return None  # nothing was done: dropout in eval mode gives its input back
     origin = maker(call, out, identity)
     if origin is not None:
-        if call.name in _BINARY[torch.mul] and not origin.has_zeros and not identity.is_exact:
-            zeros = any(_has_zeros(y, identity) for y in tensors_in(call.args))
-            origin = replace(origin, has_zeros=zeros)
         identity.made(out, origin)
     return origin
 
