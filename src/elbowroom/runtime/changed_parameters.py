@@ -48,7 +48,7 @@ class ChangedParameters(TorchFunctionMode):
 
     def _copy(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         given = kwargs or {}
-        with torch.no_grad(), torch._C.DisableTorchFunction():  # modes around see the call alone
+        with torch._C.DisableTorchFunction(), torch.no_grad():  # modes around see the call alone
             for x in _tensors((*args, given.get("out"), given.get("input"), given.get("self"))):
                 at = x.untyped_storage()._cdata
                 if at in self._lies_at and at not in self._copies:
