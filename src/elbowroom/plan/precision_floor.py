@@ -60,7 +60,7 @@ from typing import NamedTuple
 
 from elbowroom.codecs import Cast, Codec, Comet, Dither, Division, Group, Sided
 from elbowroom.codecs.quality import quality_of
-from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula, Site
+from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula, Rebuildable, Site
 
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
@@ -149,7 +149,8 @@ def _floor_of(site: Site) -> int:
     if site.consumer in (CHECKPOINT, RECOMPUTE):
         return LEAST_AGAIN
     if site.formula is Formula.MATRIX and site.facts.has_zeros:
-        return MOST_LEVELS
+        # One that is made again has its zeros by bits, and the levels of its source.
+        return MOST_LEVELS if site.rebuildable is Rebuildable.NO else _FINE
     if site.formula in _FLOORS:
         return _FLOORS[site.formula]
     if site.curved:
