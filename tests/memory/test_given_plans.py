@@ -208,10 +208,12 @@ def test_a_first_step_that_makes_states_is_measured_as_the_plan_runs(caplog):
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean()
 
-    budget = 80 << 20
-    found = er.largest_batch(model, batch_of, budget=budget, loss=loss_of, exact=False)
+    budget, optimizer = 80 << 20, adamw(model)
+    found = er.largest_batch(
+        model, batch_of, budget=budget, loss=loss_of, optimizer=optimizer, exact=False
+    )
     assert found.predicted_nbytes == found.plan.peak
-    optimizer, x = adamw(model), batch_of(found.batch)
+    x = batch_of(found.batch)
     er.fit(model, budget=budget, plan=found.plan, optimizer=optimizer, exact=False)
     for _ in range(3):
         optimizer.zero_grad(set_to_none=True)
