@@ -452,7 +452,7 @@ def test_the_least_that_fit_names_is_enough(uncompiled) -> None:
     fitted = er.fit(called, budget="200 KiB", exact=True)
     with pytest.raises(BudgetTooSmall, match="weights, buffers and optimizer states") as caught:
         fitted(batch(net))
-    least = re.search(r"Give (\S+ KiB), or halve", str(caught.value)).group(1)
+    least = re.search(r"Give (\S+ [KM]iB), or halve", str(caught.value)).group(1)
     er.fit(called, budget=least, exact=True)
     fitted(batch(net)).sum().backward()
 

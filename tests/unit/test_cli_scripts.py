@@ -523,7 +523,7 @@ def test_too_few_steps_are_no_profile(folder, monkeypatch):
 def test_tensors_may_be_moved_where_it_is_allowed(folder, profiled, plain):
     _, path = profiled
     stays, moves = (
-        int(re.search(r"--budget (\d+)MiB", in_process(*small).stderr)[1])
+        float(re.search(r"--budget ([\d.]+)MiB", in_process(*small).stderr)[1])
         for small in (
             ["plan", path, "--budget", "1MiB", "--exact"],
             ["plan", path, "--budget", "1MiB", "--exact", "--offload", "file"],
