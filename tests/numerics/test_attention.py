@@ -302,9 +302,9 @@ class AttentionWithoutSoftmax(nn.Module):
     0 / 1e-15, and only the zeros of the query keep its gradient from being infinite.
     """
 
-    def __init__(self, heads, each):
+    def __init__(self, heads, each, scale):
         super().__init__()
-        self.each = each
+        self.each, self.scale = each, scale
         self.into = nn.Linear(heads * each, 3 * heads * each, bias=False)
         self.out = nn.Linear(heads * each, heads * each)
 
@@ -312,7 +312,7 @@ class AttentionWithoutSoftmax(nn.Module):
         rows, length, _ = x.shape
         given = self.into(x).transpose(1, 2).reshape(rows, -1, 3 * self.each, length)
         query, key, value = given.chunk(3, 2)
-        query, key = F.relu(query), F.relu(key)
+        query, key = self.scale * F.relu(query), F.relu(key)
         value = F.pad(value, (0, 0, 0, 1), value=1.0)
         both = value @ key.transpose(-1, -2) @ query
         out = both[:, :, :-1] / (both[:, :, -1:] + 1e-15)
@@ -320,9 +320,10 @@ class AttentionWithoutSoftmax(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_zeros_of_relu_survive_the_copies_that_a_product_makes(seed):
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_zeros_of_relu_survive_the_copies_that_a_product_makes(seed, scale):
     torch.manual_seed(seed)
-    net, x = AttentionWithoutSoftmax(4, 4), torch.randn(8, 512, 16)
+    net, x = AttentionWithoutSoftmax(4, 4, scale), torch.randn(8, 512, 16)
 
     def gradients(policy, **fields):
         with er.saving(policy, **fields):

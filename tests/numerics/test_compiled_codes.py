@@ -192,6 +192,10 @@ def test_zeros_of_relu_in_a_product_of_batches_stay_exact() -> None:
     assert reading(lambda x, g: x.bmm(g.expand(2, 8, 8)), x).use is Use.LINEAR
     assert reading(lambda x, g: x.relu().mT.clone().bmm(g.expand(2, 8, 8)), x).use is Use.EXACT
     assert reading(lambda x, g: (x.relu() * 2.0).bmm(g.expand(2, 8, 8)), x).use is Use.EXACT
+    assert (
+        reading(lambda x, g: (torch.full((), 2.0) * x.relu()).bmm(g.expand(2, 8, 8)), x).use
+        is Use.EXACT
+    )
     assert reading(lambda x, g: (x.relu() + 1.0).bmm(g.expand(2, 8, 8)), x).use is Use.LINEAR
     assert reading(lambda x, g: x[0].relu().mm(g.expand(8, 8)), x).use is Use.LINEAR
 

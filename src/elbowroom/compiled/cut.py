@@ -34,7 +34,7 @@ def minimum_cut(graph: "networkx.DiGraph[Any]", source: Any, sink: Any) -> Cut:
 
 
 class _Network:
-    """What may still flow along each edge, and back along it.
+    """A network, with the capacity that is left along each edge and back along it.
 
     place   of each node of the graph in all lists
     leaving the edges that leave a node

@@ -46,7 +46,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What is known of the nodes of a graph.
+    """Facts of the nodes of a graph, each computed once.
 
     place   of each node in the graph's order
     random  the nodes whose second run would draw other numbers
@@ -93,7 +93,7 @@ class Joint:
 
     @property
     def clock(self) -> Clock:
-        """What says the seconds of kernels of this graph."""
+        """The model of the seconds that kernels of this graph take."""
         return self.analysis.clock
 
     def refresh(self, *, is_coded: bool = False) -> None:

@@ -81,16 +81,21 @@ def _packet(node: fx.Node) -> Any:
 
 
 def _has_zeros(node: fx.Node) -> bool:
-    """Returns whether a value is what a ReLU made, or copies of it.
+    """Returns whether a value is what a ReLU made, or copies and multiples of it.
 
     Attention without a softmax divides by a product with these, and only their zeros keep the
     gradient finite where the divisor is zero.
     """
-    while _packet(node) not in _relus():
-        if not (is_view(node) or _packet(node) in _copies()) or not node.all_input_nodes:
-            return False
-        node = node.all_input_nodes[0]
-    return True
+    pending, seen = [node], {node}
+    while pending:
+        node = pending.pop()
+        if _packet(node) in _relus():
+            return True
+        if is_view(node) or _packet(node) in _copies():
+            new = set(node.all_input_nodes) - seen
+            seen |= new
+            pending += new
+    return False
 
 
 def _is_only_output(reader: fx.Node, value: fx.Node) -> bool:

@@ -138,6 +138,9 @@ def _note_made(maker: "_Maker", call: Call, out: Tensor, identity: Identity) -> 
         return None  # nothing was done: dropout in eval mode gives its input back
     origin = maker(call, out, identity)
     if origin is not None:
+        if call.name in _BINARY[torch.mul] and not origin.has_zeros and not identity.is_exact:
+            zeros = any(_has_zeros(y, identity) for y in tensors_in(call.args))
+            origin = replace(origin, has_zeros=zeros)
         identity.made(out, origin)
     return origin
 
@@ -236,7 +239,18 @@ _BINARY: dict[Callable[..., Tensor], tuple[str, ...]] = {
 _JOINS = ("cat", "concat", "stack")
 _KEEP_ZEROS = (  # copies, in part or in another order, and what lies beside them
     *("contiguous", "clone", "reshape", "flatten", "roll", "to", "float", "bfloat16", "half"),
-    *("type_as", "pad", "repeat", "repeat_interleave", "index_select", "gather", "__getitem__"),
+    *(
+        "mul",
+        "__mul__",
+        "__rmul__",
+        "type_as",
+        "pad",
+        "repeat",
+        "repeat_interleave",
+        "index_select",
+        "gather",
+        "__getitem__",
+    ),
     *_JOINS,
 )
 _Maker: TypeAlias = Callable[[Call, Tensor, Identity], Origin | None]
