@@ -143,7 +143,7 @@ def saving(
     repeats = observer is None and type(chosen) in _REPEATED and _has_hash(chosen)
     setting = ("saving", chosen, min_nbytes) if repeats else None
     graphs = None if observer is not None else _in_graphs(chosen, min_nbytes, seed)
-    return SavingContext(make, context, setting, warns=True, graphs=graphs, shares=True)
+    return SavingContext(make, context, setting, warns=True, graphs=graphs)
 
 
 def _in_graphs(policy: Policy, min_nbytes: int, seed: int | None) -> Held | None:

@@ -13,7 +13,7 @@ from elbowroom.plan.action import Action
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import Preset, SavedStorage, choose, site_nbytes
 from elbowroom.plan.rehearsal import SAFE, USUAL
-from elbowroom.plan.site import Site
+from elbowroom.plan.site import Site, SiteName
 from elbowroom.runtime.consumers import Call, Reading
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.direct import Direct
@@ -223,6 +223,10 @@ class FittedSaving(Saving):
         if self._fit.redoes:
             self._begins_again = True
             raise Unrepeatable
+
+    def _may_wait(self, name: SiteName) -> bool:
+        plan = self._plan
+        return plan is not None and plan.is_shared(name)
 
     def _is_over(self, site: Site, allowed_nbytes: int) -> bool:
         held = self.ledger.held_nbytes

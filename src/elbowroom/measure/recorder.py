@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from inspect import ismethod
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -107,15 +108,22 @@ class _Alive(NamedTuple):
         return slot is not None and self.weak.is_held_by_more(isinstance(slot.value, KeepHandle))
 
 
+_Span = tuple[int, int]  # readings of the timer as an op began and ended
+
+
 class _Made(NamedTuple):
-    """Record of what an op made: readings as it began and ended, and `StepRecorder._modules_of`."""
+    """Record of what an op made, and of what must run again to make it of what is saved.
 
-    began: int
-    ended: int
-    modules: tuple[str, ...]
+    spans    of this op, and of the ops between what is saved and this one
+    modules  that run these ops
+    """
+
+    spans: tuple[_Span, ...] = ()
+    modules: tuple[str, ...] = ()
 
 
-_NOBODY = _Made(0, 0, ())
+_NOBODY = _Made()
+_MOST_SPANS = 16  # ops; no recipe is as long (`handles/rebuild.py`)
 
 
 @dataclass
@@ -212,19 +220,19 @@ class StepRecorder:
             index = self._index.get(slot)
             if index is not None:
                 self._storages[index].used = self._now
-        ran: tuple[str, ...] | None = None
+        made: _Made | None = None
         for x in tensors_in(out):
             if not untouchable(x):
-                ran = self._modules_of(call) if ran is None else ran
-                self._note_made(x, _Made(began, self._last, ran))
+                made = self._made_by(call, (began, self._last)) if made is None else made
+                self._note_made(x, made)
 
-    def _modules_of(self, call: Call) -> tuple[str, ...]:
-        """Returns the modules that run now, and those of ops between this one and what is saved.
+    def _made_by(self, call: Call, span: _Span) -> _Made:
+        """Returns the record of an op that has ended, and of ops between it and what is saved.
 
-        What this op makes can be made again from what is saved, but not through a module that runs
-        again itself.
+        What it computed can be rebuilt from what is saved, but not through a module that is
+        recomputed itself. All ops on the way run then, such as those of attention in plain Python.
         """
-        found = dict.fromkeys(modules.stack())
+        found, spans = dict.fromkeys(modules.stack()), {span: None}
         for x in tensors_in((call.args, call.kwargs)):
             if untouchable(x) or is_parameter(x):
                 continue
@@ -232,7 +240,8 @@ class StepRecorder:
             made, index = self._made.get(at), self._at.get(at)
             if made is not None and (index is None or self._storages[index].is_lost):
                 found |= dict.fromkeys(made.modules)
-        return tuple(found)
+                spans |= dict.fromkeys(made.spans)
+        return _Made(tuple(spans)[:_MOST_SPANS], tuple(found))
 
     def _note_plain(self, nbytes: int) -> None:
         """Adds bytes that torch's own op saves in a second run of the modules that run now."""
@@ -337,7 +346,7 @@ class StepRecorder:
         """Returns all that was saved, in order."""
         last = self.moments - 1
         made = [s.made or _NOBODY for s in self._storages]
-        taken_s = self._between([(one.began, one.ended) for one in made])
+        taken_s = self._between_all([one.spans for one in made])
         return tuple(
             Storage(
                 nbytes=s.nbytes,
@@ -385,11 +394,16 @@ class StepRecorder:
             for note, seconds in zip(self._modules, taken_s, strict=True)
         )
 
-    def _between(self, readings: Sequence[tuple[int, int]]) -> list[float]:
+    def _between(self, readings: Sequence[_Span]) -> list[float]:
         """Returns the seconds between both readings of each pair."""
         began_s = self._timer.seconds_at([began for began, _ in readings])
         ended_s = self._timer.seconds_at([ended for _, ended in readings])
         return [end - begin for begin, end in zip(began_s, ended_s, strict=True)]
+
+    def _between_all(self, spans: Sequence[tuple[_Span, ...]]) -> list[float]:
+        """Returns the sums of seconds of several spans each."""
+        taken_s = iter(self._between([span for one in spans for span in one]))
+        return [sum(islice(taken_s, len(one))) for one in spans]
 
     # how it is kept
 

@@ -1,6 +1,7 @@
 """Makes a plan from a profile: builds the problem, solves it, and names an action for each site."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from math import inf
 
@@ -21,6 +22,7 @@ from elbowroom.plan.problem import (
     region_variance,
 )
 from elbowroom.plan.profile import Profile, Storage
+from elbowroom.plan.shared import share
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.plan.solve import BASELINES, Limits, least_peak, peak, solve
 from elbowroom.units import show_nbytes
@@ -198,13 +200,17 @@ def _plan(
     profile: Profile, built: BuiltProblem, found: Solution, budget: int, in_flight: int
 ) -> Plan:
     problem, choice = built.problem, found.choice
-    sites = dict(_sites(profile, built, choice))
-    lines = (*_lines(profile, built, choice), *_recomputed(profile, built, choice))
+    shared = share(profile, built, choice, max(budget - in_flight, found.peak))
+    sites = dict(_sites(profile, built, choice, shared.saved_s))
+    lines = (
+        *_lines(profile, built, choice, shared.saved_s),
+        *_recomputed(profile, built, choice),
+    )
     return Plan(
         budget=budget,
-        peak=found.peak + in_flight,
+        peak=max(found.peak, shared.peak) + in_flight,
         plain_peak=plain_peak(profile),
-        seconds=problem.seconds + found.slowdown_s,
+        seconds=problem.seconds + found.slowdown_s - sum(shared.saved_s.values()),
         plain_seconds=problem.seconds,
         exact=built.exact or (all(line.error == 0 for line in lines) and not _takes_turns(profile)),
         solver=found.solver,
@@ -222,7 +228,7 @@ def _takes_turns(profile: Profile) -> bool:
 
 
 def _sites(
-    profile: Profile, built: BuiltProblem, choice: Choice
+    profile: Profile, built: BuiltProblem, choice: Choice, shared: Container[int]
 ) -> Iterator[tuple[SiteName, PlanEntry]]:
     problem = built.problem
     gone = recomputed_items(problem, choice.recomputed)
@@ -234,7 +240,8 @@ def _sites(
             presets[index] = item.options[option].name
             storage = profile.storages[index]
             for save in storage.saves:
-                yield save.site.name, _known(presets[index], storage, save.site)
+                known = _known(presets[index], storage, save.site)
+                yield save.site.name, replace(known, shared=index in shared)
     for r in choice.recomputed:
         call = profile.modules[built.modules[r]]
         for nth, index in enumerate(call.inputs):
@@ -251,7 +258,9 @@ def _known(preset: str, storage: Storage, site: Site) -> PlanEntry:
     return PlanEntry(preset, dtype, storage.nbytes, bool(site.curved))
 
 
-def _lines(profile: Profile, built: BuiltProblem, choice: Choice) -> Iterator[Line]:
+def _lines(
+    profile: Profile, built: BuiltProblem, choice: Choice, shared: Mapping[int, float]
+) -> Iterator[Line]:
     """A line for each storage that is not recomputed."""
     problem = built.problem
     gone = recomputed_items(problem, choice.recomputed)
@@ -264,7 +273,7 @@ def _lines(profile: Profile, built: BuiltProblem, choice: Choice) -> Iterator[Li
             option = problem.items[at[index]].options[choice.options[at[index]]]
             item = problem.items[at[index]]
             why = _why(storage, option) if option.name == KEEP.name else _gain(item, option)
-            seconds = option.forward_s + option.backward_s
+            seconds = option.forward_s + option.backward_s - shared.get(index, 0.0)
             action = action_name(preset_named(option.name), storage)
             yield _line(storage, option.nbytes, action, why, seconds, option.variance)
 

@@ -15,6 +15,7 @@ All registered codecs are weighed (`registered.py`).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import prod
 
 from elbowroom.codecs import BitMask, Codec, Dither
@@ -154,7 +155,7 @@ def option(profile: Profile, storage: Storage, preset: Preset, *, again: int = 0
         name=preset.name,
         nbytes=min(nbytes, storage.nbytes),
         forward_s=held.forward_s,
-        backward_s=held.restore_s * (max(len(storage.needs), 1) + again),
+        backward_s=held.restore_s * (_restores(storage, held) + again),
         variance=held.error,
         exact=not held.error,
         noise_s=held.error * profile.seconds,
@@ -168,7 +169,21 @@ def option(profile: Profile, storage: Storage, preset: Preset, *, again: int = 0
         if held.value == "lossy" and held.codec
         else 0.0,
         shared=() if preset.exact else _shared(profile, storage),
+        rebuild_s=held.restore_s if held.rebuilt else 0.0,
     )
+
+
+def _restores(storage: Storage, held: _Held) -> int:
+    """Returns how often backward restores a storage for its own readers."""
+    return max(runs_of(storage.needs) if held.rebuilt else len(storage.needs), 1)
+
+
+def runs_of(moments: Sequence[int]) -> int:
+    """Returns the number of runs of consecutive moments, among ascending ones.
+
+    A rebuilt tensor waits for a reader in the next moment: that takes no memory (`shared.py`).
+    """
+    return sum(before + 1 != moment for before, moment in pairwise((-2, *moments)))
 
 
 def shared_s(profile: Profile) -> tuple[float, ...]:

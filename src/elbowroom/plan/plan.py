@@ -53,12 +53,14 @@ class PlanEntry:
 
     preset  the name of a preset (`menu.preset_named`)
     curved  see `Site`
+    shared  if it is rebuilt, it waits for its next reader (`shared.py`)
     """
 
     preset: str
     dtype: str
     nbytes: int
     curved: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,11 @@ class Plan:
             return preset.policy(site)
         # Whatever a fine formula reads is made of here is known to be, and has a code for that.
         return preset.policy(replace(site, curved=known.curved or site.formula.is_fine))
+
+    def is_shared(self, name: SiteName) -> bool:
+        """Returns whether the tensor of this site, once rebuilt, waits for its next reader."""
+        known = self.sites.get(name)
+        return known is not None and known.shared
 
     def codes_input(self, name: SiteName) -> bool:
         """Returns whether a module runs again from a code of the input with this name."""

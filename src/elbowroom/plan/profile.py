@@ -58,7 +58,7 @@ class Storage:
     used        the last moment of forward that reads it
     needs       the moments of backward that request it
     freed       the last moment at which any memory is kept for it
-    producer_s  seconds of the op that computed it
+    producer_s  seconds of the op that computed it, and of the ops between it and what is saved
     made_in     the modules that were running then, as in `Save`, and the modules of all ops between
                 the storage and the storages from which it could be rebuilt
     made_of     the storages from which it could be rebuilt, by index

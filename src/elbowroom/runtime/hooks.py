@@ -30,6 +30,7 @@ from elbowroom.plan import (
     Site,
     SiteName,
 )
+from elbowroom.plan.plan import Plan
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.site import CHECKPOINT, FINE, RECOMPUTE, RECURRENT, Formula, Reads
 from elbowroom.runtime import modules, opened
@@ -601,8 +602,12 @@ class Saving:
         slot = CountedSlot(
             x if base is None else base, entry, is_window=base is None, geometry=known
         )
-        slot.shared = self.context.made_again if self._shares else None
+        slot.shared = self.context.made_again if self._may_wait(name) else None
         return slot
+
+    def _may_wait(self, name: SiteName) -> bool:
+        """Returns whether this tensor, once it is rebuilt, waits for its next reader."""
+        return self._shares or (isinstance(self.policy, Plan) and self.policy.is_shared(name))
 
     def _source_of(self, x: Tensor) -> Slot | None:
         if storage_nbytes(x) < self.min_nbytes:

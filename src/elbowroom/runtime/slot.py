@@ -347,8 +347,8 @@ class Slot:
         A loop over time saves hundreds of slices of one tensor: it is restored once for all of
         them, and held until the last has asked.
         """
-        shared = self.shared if self.is_shared else None
-        if shared is None and not self.has_many_views:
+        shared, many = self.shared if self.is_shared else None, self.has_many_views
+        if shared is None and not many:
             value = self.value
             assert value is not None
             if type(value) is EncodeHandle:
@@ -356,7 +356,9 @@ class Slot:
             return value.restore()
         self.views_asked += 1
         whole = self.restore_value() if self.whole is None else self.whole
-        self.whole = whole if self.views_asked < self.views else None
+        # A view that only asks for bits reads nothing of it.
+        asked_for = self.views if many else self.readers
+        self.whole = whole if self.views_asked < asked_for else None
         if shared is not None and self.whole is not None:
             shared.note(self)
         return whole
@@ -381,7 +383,7 @@ class Slot:
         if self.whole is not None:
             return self.whole
         whole = self.restore_value()
-        if self.shared is not None and self.views_asked < self.views and self.is_shared:
+        if self.shared is not None and self.views_asked < self.readers and self.is_shared:
             self.whole = whole
             self.shared.note(self)
         return whole

@@ -216,7 +216,7 @@ def _hold(save: Save, is_exact: bool) -> Hold:
     whole = save.geometry if save.whole is None else save.whole
     geometry, need, place, noted = save.geometry, save.need, save.place, save.noted
     deed = None if save.deed is None else _do(save.deed, is_exact)
-    keeps = save.waits or (fresh and deed is None)
+    keeps, is_shared = save.waits or (fresh and deed is None), save.shared
 
     def hold(replay: Replay, x: Tensor) -> Any:
         if (
@@ -236,6 +236,8 @@ def _hold(save: Save, is_exact: bool) -> Hold:
             return replay.kept(x)
         if fresh:
             slot = replay.slots[number] = replay.new_slot(number, x, whole)
+            if is_shared:
+                slot.shared = replay.context.made_again
         else:
             slot = replay.slots[number]
         base = x if whole is geometry else whole.on(x)

@@ -134,11 +134,8 @@ class Following(Replay):
         scripts: Scripts,
         make: Make,
         context: Context,
-        *,
-        shares: bool,
     ) -> None:
         super().__init__(known[0], context, known[1:])
-        self._shares = shares
         self.scripts, self._make = scripts, make
         self._token = Token()
         self._repeated: RepeatedLedger  # from the beginning on: `follow` makes it
@@ -187,7 +184,6 @@ class Following(Replay):
     def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
         """Return the slot of this number, which the ledger counts if it is acted on."""
         slot = self._repeated.new_slot(number, base, geometry)
-        slot.shared = self.context.made_again if self._shares else None
         looks = number == 0 and "torch._dynamo" in sys.modules
         if looks and any(map(is_compiled, modules.on_stack())):
             # Somebody has compiled the model before, and called it only now.

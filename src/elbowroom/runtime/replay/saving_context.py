@@ -193,14 +193,12 @@ class SavingContext:
         *,
         warns: bool = False,
         graphs: GraphForm | None = None,
-        shares: bool = False,
     ) -> None:
         """make: gives what looks at a step. setting: by which steps are known; None: none is.
 
         warns: whether to say so if nothing could be changed. graphs: the policy inside of compiled
-        modules; None: these run eagerly. shares: as that of what `make` gives
+        modules; None: these run eagerly
         """
-        self._shares = shares
         self._make, self.context, self._setting, self._warns = make, context, setting, warns
         self._graphs = graphs
         self._in_graphs = Ledger()  # what compiled modules hold
@@ -258,7 +256,7 @@ class SavingContext:
         state = state_of_torch()
         known = tuple(script for script in scripts.begin() if script.state == state)
         if known:
-            return Following(known, scripts, self._make, self.context, shares=self._shares)
+            return Following(known, scripts, self._make, self.context)
         return self._make(Scribe(selects=True) if scripts.wanted else None)
 
     def __exit__(

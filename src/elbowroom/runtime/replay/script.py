@@ -134,6 +134,7 @@ class Save(NamedTuple):
     whole   of its storage; nbytes: that has so many
     deed    done at once
     waits   something is done when the op has run: until then it is kept
+    shared  if it is rebuilt, the result waits for its next reader
     noted   recipes read it by this number; place: later ops are compared with it by that one
     """
 
@@ -149,6 +150,7 @@ class Save(NamedTuple):
     noted: int = NOWHERE
     place: int = NOWHERE
     same: int = NOWHERE
+    shared: bool = False
 
 
 class Like(NamedTuple):

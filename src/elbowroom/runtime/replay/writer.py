@@ -456,6 +456,7 @@ class Writer:
             noted,
             note,
             place if not fresh or is_noted else NOWHERE,
+            slot.shared is not None,
         )
 
 

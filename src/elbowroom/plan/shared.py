@@ -1,0 +1,75 @@
+"""Rebuilt tensors that wait for their next reader, where a plan has room for them.
+
+The softmax of an attention is read twice in backward, and the output of a norm by the products of
+query, key and value. Rebuilt for each reader, it takes memory only while that reader runs. Rebuilt
+once, and held from the first reader to the last, it takes less time. The peak of a step is mostly
+where backward begins, and there is room later. So once a solver has chosen, tensors are shared,
+those first that save the most time, as long as no moment is above what is allowed.
+"""
+
+from dataclasses import dataclass
+
+from elbowroom.plan.build_problem import BuiltProblem
+from elbowroom.plan.menu import runs_of
+from elbowroom.plan.problem import Choice, Item, Option, held_options, levels
+from elbowroom.plan.profile import Profile
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What is shared, by index of the storage: seconds that this saves.
+
+    peak  of the step with it, in bytes
+    """
+
+    saved_s: dict[int, float]
+    peak: int
+
+
+def share(profile: Profile, built: BuiltProblem, choice: Choice, allowed: int) -> Shared:
+    """Returns which rebuilt storages wait for their next readers.
+
+    allowed: bytes that no moment may exceed
+    """
+    level = levels(built.problem, choice)
+    held = {
+        built.storages[i]: (built.problem.items[i], option)
+        for i, option in held_options(built.problem, choice)
+    }
+    restores = _restores(profile, held)
+    gains = {}
+    for index, moments in restores.items():
+        item, option = held[index]
+        last = item.needs[-1][0]
+        times = [moment for moment in moments if moment <= last]
+        if len(times) > 1:
+            gains[index] = (runs_of(times) - 1) * option.rebuild_s, times[0], last
+    saved_s = {}
+    for index, (seconds, first, last) in sorted(gains.items(), key=lambda one: -one[1][0]):
+        item, option = held[index]
+        there = level[first : last + 1].copy()
+        there += item.nbytes
+        for moment, _ in item.needs:  # where it counts already
+            if first <= moment <= last and moment not in dict(option.direct):
+                there[moment - first] -= item.nbytes
+        if there.max() <= allowed:
+            level[first : last + 1] = there
+            saved_s[index] = seconds
+    return Shared(saved_s, int(level.max(initial=0)))
+
+
+def _restores(profile: Profile, held: dict[int, tuple[Item, Option]]) -> dict[int, list[int]]:
+    """Returns, for each storage that is rebuilt and has readers, the moments at which it is.
+
+    That is at its own needs, and at those of what is rebuilt from it.
+    """
+    rebuilt = {i for i, (item, option) in held.items() if option.rebuild_s > 0}
+    found = {
+        i: {need for need, _ in held[i][0].needs if need not in dict(held[i][1].direct)}
+        for i in rebuilt
+    }
+    for i in sorted(rebuilt, reverse=True):  # what is made of others comes after them
+        for source in profile.storages[i].made_of:
+            if source in found:
+                found[source] |= found[i]
+    return {i: sorted(moments) for i, moments in found.items() if held[i][0].needs and moments}
