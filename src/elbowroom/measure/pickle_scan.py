@@ -17,10 +17,13 @@ One regular expression takes as many opcodes as it can in C, some millions a sec
 """
 
 import re
+from functools import cache
 from mmap import mmap
 from pickle import UnpicklingError
 
 _MOST_INT_NBYTES = 9  # of an unsigned integer of 64 bits, with its sign
+_END = (b".", b"")  # STOP, and a file without one
+_IMPORTS = (b"c", b"i", b"\x93", b"P", b"Q")  # by name, or by what a program makes of a number
 
 
 def _counted(longest: int) -> bytes:
@@ -28,22 +31,19 @@ def _counted(longest: int) -> bytes:
     return b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(longest + 1))
 
 
-_NUMBER = rb"(?:K.|M..|J.{4}|[N\x88\x89]|G.{8}|\x8a(?:%b))" % _counted(_MOST_INT_NBYTES)
-_RUN = re.compile(
-    b"(?s)(?:%b)*+"
-    % b"|".join(
-        (
-            rb"[\x94}\](aeus)]",  # MEMOIZE, a dict, a list, MARK, APPEND(S), SETITEM(S), ()
-            rb"h.|j.{4}",  # BINGET, LONG_BINGET
-            rb"\x8c(?:%b)" % _counted(255),  # SHORT_BINUNICODE
-            rb"%b(?:\x85|%b(?:\x86|%b\x87)?)?" % (_NUMBER, _NUMBER, _NUMBER),
-            rb"\x95.{3}\x00{5}",  # FRAME; pickle.dump begins another one after 64 KiB
-            rb"\x80[\x02-\x05]",  # PROTO
-        )
+@cache
+def _run() -> re.Pattern[bytes]:
+    """As many harmless opcodes as there are in a row."""
+    number = rb"(?:K.|M..|J.{4}|[N\x88\x89]|G.{8}|\x8a(?:%b))" % _counted(_MOST_INT_NBYTES)
+    opcodes = (
+        rb"[\x94}\](aeus)]",  # MEMOIZE, a dict, a list, MARK, APPEND(S), SETITEM(S), ()
+        rb"h.|j.{4}",  # BINGET, LONG_BINGET
+        rb"\x8c(?:%b)" % _counted(255),  # SHORT_BINUNICODE
+        rb"%b(?:\x85|%b(?:\x86|%b\x87)?)?" % (number, number, number),
+        rb"\x95.{3}\x00{5}",  # FRAME; pickle.dump begins another one after 64 KiB
+        rb"\x80[\x02-\x05]",  # PROTO
     )
-)
-_END = (b".", b"")  # STOP, and a file without one
-_IMPORTS = (b"c", b"i", b"\x93", b"P", b"Q")  # by name, or by what a program makes of a number
+    return re.compile(b"(?s)(?:%b)*+" % b"|".join(opcodes))
 
 
 def scan(data: bytes | mmap) -> None:
@@ -53,7 +53,7 @@ def scan(data: bytes | mmap) -> None:
     """
     at, puts = 0, 0
     while True:
-        run = _RUN.match(data, at)
+        run = _run().match(data, at)
         assert run is not None  # it may be empty
         at = run.end()
         opcode = data[at : at + 1]
