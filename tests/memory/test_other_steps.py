@@ -208,3 +208,26 @@ def test_micro_batches_keep_to_the_budget_that_a_refusal_has_named(
     assert refused <= 3, (refused, budget / needs)
     assert taken <= 1.01 * budget, (taken / needs, budget / needs)
     assert budget <= 1.05 * needs, budget / needs
+
+
+def test_a_refusal_counts_the_gradients_that_later_micro_batches_begin_with() -> None:
+    """The first of three is refused, and its transients were measured in those before it."""
+    budget, named = int(1.931 * 2**20), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        blocks = [m for _ in range(5) for m in (nn.Linear(128, 128), nn.LayerNorm(128), nn.GELU())]
+        net = nn.Sequential(nn.Linear(64, 128), *blocks, nn.Linear(128, 10))
+        optimizer = torch.optim.AdamW(net.parameters())
+        er.fit(net, budget=budget, optimizer=optimizer, exact=True)
+        try:
+            for micro_batch in range(12):
+                net(torch.randn(256, 64)).square().mean().backward()
+                if micro_batch % 3 == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except BudgetTooSmall as error:
+            budget = error.least_nbytes
+            named.append(budget)
+        finally:
+            er.release(net)
+    assert len(named) == 1, [nbytes / 2**20 for nbytes in named]

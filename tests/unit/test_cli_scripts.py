@@ -405,6 +405,20 @@ def test_weights_that_are_updated_by_hand_are_a_model_too(folder):
     assert json.loads(report.read_text())["steps"] == 3  # of four: the first had no gradient yet
 
 
+def test_a_script_without_a_backward_is_told_of_no_budget(folder):
+    script = folder / "forward.py"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Linear(64, 64)\n"
+        "optimizer = torch.optim.Adam(model.parameters())\n"
+        "for _ in range(5): model(torch.randn(256, 64))\n"
+    )
+    ran = in_process("run", "--budget", "1GiB", script)
+    assert ran.exit_code == 0
+    assert "no training step was seen" in ran.stderr
+    assert "5 forwards of Linear" in ran.stderr.replace("\n", "")
+    assert "within the budget" not in ran.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [

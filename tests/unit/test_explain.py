@@ -1,6 +1,7 @@
 """er.explain_oom says what holds the memory and changes nothing; er.assert_peak checks a step."""
 
 import gc
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -12,8 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elbowroom as er
 from elbowroom.errors import DataError
+from elbowroom.runtime.attach import opener_of
 from elbowroom.tools.explain import explanation
 from elbowroom.tools.holders import find_holders
+from elbowroom.units import parse_nbytes
 
 MIB = 1 << 20
 
@@ -147,6 +150,72 @@ def test_a_known_profile_names_the_plan_that_fits():
     except RuntimeError as error:
         told = explanation(error, profile)
     assert "plan of the known profile" in told
+
+
+class RunsOut(nn.Module):
+    """Memory runs out here as soon as it is told to."""
+
+    now = True
+
+    def forward(self, x):
+        if self.now:
+            run_out()
+        return x
+
+
+def explained(step):
+    with pytest.raises(RuntimeError, match="can't allocate") as caught:
+        step()
+    return explanation(caught.value)
+
+
+@pytest.mark.parametrize("exact", [True, None])
+def test_before_any_step_was_measured_a_setting_is_named_as_an_estimate(exact):
+    x = torch.randn(1024, 256)
+    plain = model_of(256, 512, 256)
+    needs = er.peak(lambda: plain(x).square().sum().backward())
+    model = er.fit(plain, budget="1 GiB", exact=exact)
+
+    def step():
+        model(x).square().sum()
+        run_out()
+
+    found = re.search(r"estimated by its first forward, a step takes (.*?) at", explained(step))
+    assert found is not None
+    assert parse_nbytes(found[1]) > needs / 4
+    keep, *others = opener_of(model).foreseen()
+    assert keep.nbytes >= needs
+    assert len(others) == (1 if exact else 5)
+    assert all(one.nbytes < keep.nbytes for one in others)
+
+
+def test_a_forward_that_did_not_end_tells_of_its_part():
+    model = er.fit(model_of(256, 512, 256).append(RunsOut()), budget="1 GiB")
+    told = explained(lambda: model(torch.randn(1024, 256)))
+    assert "estimated by the part of its first forward that had run" in told
+    assert re.search(r"give budget=\d+", told)
+
+
+def test_without_er_fit_a_budget_is_named_for_it(monkeypatch):
+    monkeypatch.setattr("elbowroom.tools.explain.attached", list)  # those of other tests
+    model = model_of(256, 512)
+
+    def step():
+        out = model(torch.randn(1024, 256))
+        assert out.requires_grad
+        run_out()
+
+    found = re.search(
+        r"([\d.]+ [MG]iB) are saved for backward.*er\.fit\(model, budget=(\d+)\)", explained(step)
+    )
+    assert found is not None
+    assert 1024 * 512 * 4 <= parse_nbytes(found[1]) < int(found[2])
+
+
+def test_no_plan_is_named_for_a_tensor_larger_than_all_others():
+    told = explained(lambda: torch.empty(1 << 55))
+    assert "were asked for at once, more than all tensors together" in told
+    assert "budget=" not in told
 
 
 def test_a_profile_that_is_not_there_is_refused_at_once(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import tracemalloc
 from collections import OrderedDict
 from contextlib import suppress
 
@@ -276,3 +277,59 @@ def test_events_of_a_newer_torch_are_counted(write):
 def test_a_file_that_is_not_there_is_told_how_to_make(tmp_path):
     with pytest.raises(DataError, match="_record_memory_history"):
         er.load_snapshot(tmp_path / "none.pickle")
+
+
+def put(number, length):
+    return b"r" + number.to_bytes(length, "little")
+
+
+# Few bytes each. Python's own unpickler takes 2 GiB for the first, and none has to be believed.
+BOMBS = {
+    "a place of the memo": b"\x80\x04N" + put(2**27, 4) + b".",
+    "a place of the memo, as text": b"\x80\x04Np134217728\n.",
+    "a place of the memo, after others": pickle.dumps(training(), 2)[:-1] + b"N" + put(2**26, 4),
+    "a frame": b"\x80\x04\x95" + (2**31).to_bytes(8, "little") + b"N.",
+    "a string": b"\x80\x04X" + (2**32 - 1).to_bytes(4, "little") + b".",
+    "a longer string": b"\x80\x04\x8d" + (2**31).to_bytes(8, "little") + b".",
+    "bytes": b"\x80\x04B" + (2**31).to_bytes(4, "little") + b".",
+    "a bytearray": b"\x80\x05\x96" + (2**31).to_bytes(8, "little") + b".",
+    "an integer": b"\x80\x04\x8b" + (2**31 - 1).to_bytes(4, "little") + b".",
+    "a key of 2**60 tuples": b"\x80\x04})" + b"2\x86" * 60 + b"Ns.",
+    "a key of a million tuples": b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.",
+    "a key that is a set": b"\x80\x04}" + b"(" * 60 + b"\x91" * 60 + b"Ns.",
+    "a class that somebody has registered": b"\x80\x04\x82\x01.",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_few_bytes_cannot_take_much_memory(write, bomb):
+    path = write(BOMBS[bomb])
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="truncated, or no memory snapshot"):
+            er.load_snapshot(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * MIB
+
+
+def test_two_segments_cannot_share_their_blocks(write):
+    blocks = training()["segments"][0]["blocks"] * 2
+    segments = [{"device": 0, "total_size": 1, "blocks": blocks} for _ in range(2)]
+    with pytest.raises(DataError, match="two segments share their blocks"):
+        er.load_snapshot(write({"segments": segments}))
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_whatever_a_snapshot_may_hold_is_read(write, protocol):
+    data = training()
+    segment = data["segments"][0]
+    segment |= {"segment_pool_id": (0, 2**63), "is_expandable": False, "of": None, "at": ()}
+    segment["blocks"][0] |= {"few": [-1, 2**31, 2**64 - 1, 0.5, (1,), (1, 2, 3), [[], {}]]}
+    event = data["device_traces"][0][0]
+    event["frames"] = [{"filename": "\u00e9/" * 300 + "a.py", "line": 70_000, "name": ""}]
+    event |= {"user_metadata": "x" * 70_000, "many": list(range(1000))}
+    found = er.load_snapshot(write(pickle.dumps(data, protocol)))
+    assert found == _snapshot(data, None)
+    assert "a.py:70000" in {block.line for block in found.blocks}

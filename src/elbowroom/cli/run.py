@@ -4,6 +4,7 @@ import json
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -48,6 +49,7 @@ from elbowroom.plan.plan import Plan, check_plan
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.compiler import is_compiled
 from elbowroom.runtime.exhaustion import is_out_of_memory
+from elbowroom.runtime.undo import gradient_of
 from elbowroom.tools import Discovery, Unseen, say_exhaustion
 from elbowroom.units import Share, parse_budget, show_nbytes
 
@@ -176,21 +178,23 @@ def _tell(running: "_Run", processes: Processes, code: int, report: Path | None)
 
     code: the script's own
     """
-    spawned = processes.told
-    told = running.told() + spawned
+    own, spawned = running.told(), processes.told
+    told = own + spawned
     if processes.refusal:
         code = processes.refusal
     elif not told:
         made_optimizers = running.discovery.made_optimizers
         code = _say_not_found(code, made_optimizers, processes)
     else:
-        for one in running.told():
-            errors_console().print(_table(one))
+        for one in own:
+            if one.trained:
+                errors_console().print(_table(one))
+        spawned = [one for one in spawned if one.trained]
         if spawned:
             worst = max(spawned, key=lambda one: one.last_nbytes or 0)
             of = f" (in one of {len(processes.ended)} processes)"
             errors_console().print(_table(worst, of if len(processes.ended) > 1 else ""))
-        worst = max(told, key=lambda one: one.last_nbytes or 0)
+        worst = max(told, key=lambda one: (one.trained, one.last_nbytes or 0))
         code = _say_not_kept(code, worst)
         if not code:
             _say_not_measured(told)
@@ -312,7 +316,24 @@ class _Run:
         program = self._program
         if not found and program is not None and program.compiled:
             found = [program.summary()]
-        return found
+        return [replace(one, trained=False) for one in found] if self._only_ran_forward() else found
+
+    def _only_ran_forward(self) -> bool:
+        """Returns whether no backward and no update was seen in the whole script.
+
+        What is compiled may have had both inside of its graphs.
+        """
+        fittings = [one.fitting for one in self._models]
+        eager = [one for one in fittings if isinstance(one, Fitting)]
+        if self.discovery.updated or len(eager) < len(fittings) or not fittings:
+            return False
+        if any(one.ran_backward for one in eager):
+            return False
+        # An update inside of backward, or of a script that ended before its optimizer's first step.
+        models = [model for one in self._models if (model := one.module()) is not None]
+        gradients = (gradient_of(p) for model in models for p in model.parameters())
+        states = any(optimizer.state for optimizer in self.discovery.optimizers())
+        return not states and all(gradient is None for gradient in gradients)
 
     def _compiling(self) -> AbstractContextManager[object]:
         """Also keeps what the script compiles outside of the model inside the budget.
@@ -437,7 +458,7 @@ def _say_not_kept(code: int, told: Summary) -> int:
 
     This is for a script that ended without an error.
     """
-    if code or (told.last_nbytes or 0) <= told.budget_nbytes:
+    if code or not told.trained or (told.last_nbytes or 0) <= told.budget_nbytes:
         return code
     took = told.last_nbytes or 0
     mistake(
@@ -448,11 +469,24 @@ def _say_not_kept(code: int, told: Summary) -> int:
 
 
 def _say_not_measured(told: list[Summary]) -> None:
-    """Reports models of which several steps ran and none was measured, unless they are compiled."""
+    """Reports models of which several steps ran and none was measured, unless they are compiled.
+
+    Also those of which forwards alone were seen: if that was meant, it is no error.
+    """
+    for one in told:
+        if not one.trained:
+            ran = f"{one.steps} forward{'s' * (one.steps != 1)} of {one.model}"
+            errors_console().print(
+                Text(
+                    f"elbowroom: no training step was seen: no backward and no update followed the "
+                    f"{ran}, so there was no budget to keep",
+                    style="dim",
+                )
+            )
     names = dict.fromkeys(
         one.model
         for one in told
-        if one.last_nbytes is None and one.steps > 2 and one.setting != "compiled"
+        if one.last_nbytes is None and one.steps > 2 and one.setting != "compiled" and one.trained
     )
     if names:
         errors_console().print(

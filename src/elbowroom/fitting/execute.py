@@ -103,8 +103,13 @@ def execute(kind: "Planning", command: Command) -> Observation | None:
             raise _measured_refusal(kind, least)
         case RefusePresets(saving):
             assert saving is not None
-            transient_nbytes = kind.state.headroom.transient_nbytes
-            raise messages.refusal(saving, kind.options, kind.owned, kind.memory, transient_nbytes)
+            transient_nbytes, memory = kind.state.headroom.transient_nbytes, kind.memory
+            later_nbytes = 0  # where nothing was measured, those to come are part of the estimate
+            if transient_nbytes is not None:
+                later_nbytes = max(kind.state.gradient_nbytes - memory.gradient_nbytes, 0)
+            raise messages.refusal(
+                saving, kind.options, kind.owned, memory, transient_nbytes, later_nbytes
+            )
         case Raise(error):
             raise error
         case Then(observation):
@@ -260,6 +265,7 @@ def chosen_by_forward(
         kind,
         settings_of(kind),
         measures=not may_run_layers_again,
+        gradient_nbytes=kind.owned.largest_gradient_nbytes(),
     )
     return chosen, steps
 

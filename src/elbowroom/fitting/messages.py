@@ -228,10 +228,14 @@ def refusal(
     owned: "ModelState",
     memory: MemoryState,
     transient_nbytes: int | None,
+    gradient_nbytes: int = 0,
 ) -> BudgetTooSmall:
     """Returns the error for a step that fits its budget at no preset, with what takes the memory.
 
-    transient_nbytes: measured bytes of transients; None: not measured yet
+    transient_nbytes  measured bytes of transients; None: not measured yet
+    gradient_nbytes   of gradients that steps like this one have begun with, and this one has not:
+                      of micro-batches that are added up it is the first, and transients were
+                      measured in a later one, which made none
     """
     step = saving.storages
     least_preset = min(options.presets, key=lambda preset: held_nbytes(preset, step))
@@ -242,16 +246,17 @@ def refusal(
     other, kind = transient_nbytes, "measured"
     if other is None:  # an estimate, and rather too large than too small
         other, kind = memory.unallocated_nbytes + _GENEROUS * saving.largest_nbytes, "estimated"
-    least = memory.static_nbytes + saved + other
+    standing = memory.static_nbytes + gradient_nbytes
+    least = standing + saved + other
     # More was held at some moment than at the end, or than at this preset from the start, because a
     # plan was followed before.
     if least <= options.budget_nbytes:
         saved = saving.ledger.most_nbytes
-        least = max(memory.static_nbytes + saved + other, options.budget_nbytes + 1)
+        least = max(standing + saved + other, options.budget_nbytes + 1)
     weight_nbytes = owned.weight_nbytes
     parts = (
         ("weights", weight_nbytes),
-        ("gradients and optimizer states", memory.static_nbytes - weight_nbytes),
+        ("gradients and optimizer states", standing - weight_nbytes),
         ("saved for backward", saved),
         ("transients and what the first step will create", other),
     )

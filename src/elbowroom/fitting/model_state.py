@@ -114,6 +114,10 @@ class ModelState:
                 owners.setdefault(id(p), []).append(name)
         return [Unallocated(p.nbytes, tuple(owners[id(p)])) for p in unallocated]
 
+    def largest_gradient_nbytes(self) -> int:
+        """Returns the bytes of the largest gradient, whether it is there or not."""
+        return max((p.nbytes for p in self._trainable()), default=0)
+
     def unallocated_state_nbytes(self) -> int:
         """Bytes of the optimizer states that the next steps will create.
 

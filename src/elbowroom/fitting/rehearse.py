@@ -23,7 +23,7 @@ from elbowroom.fitting.state_formats import CHOICES, States
 from elbowroom.measure.background import Background
 from elbowroom.measure.graph import graph_of
 from elbowroom.measure.recording import Recording
-from elbowroom.plan.make import AT_LEAST
+from elbowroom.plan.make import AT_LEAST, plain_peak
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile
 from elbowroom.runtime.identity import is_touchable
@@ -96,13 +96,21 @@ Step = Callable[[float], Profile]  # the rehearsed step, with so much care
 
 
 def plan_by_forward(
-    step: Step, states: States, who: object, making: PlannerSettings, *, measures: bool
+    step: Step,
+    states: States,
+    who: object,
+    making: PlannerSettings,
+    *,
+    measures: bool,
+    gradient_nbytes: int = 0,
 ) -> Chosen:
     """Returns the first plan that fits, or the smallest, to be measured.
 
-    who: the planning it is for.
+    who              the planning it is for
+    measures         the smallest is worth a step
+    gradient_nbytes  of the largest gradient of a parameter
 
-    measures: the smallest is worth a step. Raises BudgetTooSmall where none can be expected to fit.
+    Raises BudgetTooSmall where none can be expected to fit.
     """
     for one in _tries(making.options.exact):
         profile = step(one.care)
@@ -120,7 +128,7 @@ def plan_by_forward(
         if might and profile.forward_peak <= _FIRST * budget_nbytes:
             warn_optimistic(making.options)
             return smallest
-    raise _refusal(step, states, who, making)
+    raise _refusal(step, states, who, making, gradient_nbytes)
 
 
 @dataclass(frozen=True)
@@ -142,13 +150,22 @@ def _tries(exact: bool | None) -> Iterator[_Try]:
                     yield _Try(state, allowed, care, recompute)
 
 
-def _refusal(step: Step, states: States, who: object, making: PlannerSettings) -> BudgetTooSmall:
-    """Returns a refusal that names a budget that should do; a smaller one may do, too."""
+def _refusal(
+    step: Step, states: States, who: object, making: PlannerSettings, gradient_nbytes: int
+) -> BudgetTooSmall:
+    """Returns a refusal that names a budget that should do; a smaller one may do, too.
+
+    Where plans have little to give, care would name more than plain autograd needs. So no more is
+    named than that takes by the graph at its word, with room for a gradient of a parameter that is
+    made in another layout, or before it is added to one that is there.
+    """
     exact = making.options.exact
 
+    def profile_of(care: float) -> Profile:
+        return states.candidates(step(care), who)[0 if exact else -1].profile
+
     def refused(care: float, margin: int = 0, least_is: str = AT_LEAST) -> BudgetTooSmall:
-        formats = states.candidates(step(care), who)
-        profile = formats[0 if exact else -1].profile
+        profile = profile_of(care)
         finest = making.options.budget_nbytes >> 8  # an estimate is not known better than that
         asked = replace(making, least_is=least_is, finest=finest)
         try:
@@ -162,5 +179,11 @@ def _refusal(step: Step, states: States, who: object, making: PlannerSettings) -
         )
 
     best, least = refused(LIKELY).least_nbytes, refused(CAREFUL).least_nbytes
+    likely = profile_of(LIKELY)
+    should_do = _SHOULD_DO.format(show_nbytes(best))
     margin = int(_MARGIN * (least - step(CAREFUL).static))
-    return refused(CAREFUL, margin, _SHOULD_DO.format(show_nbytes(best)))
+    plain = plain_peak(likely)
+    plain += int(_MARGIN * (plain - likely.static)) + gradient_nbytes
+    if plain < least + margin:
+        return refused(LIKELY, plain - best, should_do)
+    return refused(CAREFUL, margin, should_do)

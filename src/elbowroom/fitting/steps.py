@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.fitting.co_resident import Neighbours
+from elbowroom.fitting.foreseen import Foreseen, foresee
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
 from elbowroom.fitting.messages import say_setting, warn_blind
@@ -32,6 +33,7 @@ class MeasuredSteps:
     highest_nbytes  the highest of all measured peaks
     options         the budget is smaller than the user's once memory has run out
     was_exact       no forward so far has held a lossy code
+    ran_backward    a backward has asked for what a forward had saved
     """
 
     _step: Measurement | None = None
@@ -44,6 +46,7 @@ class MeasuredSteps:
         self.peak_setting = ""
         self.highest_nbytes: int | None = None
         self.was_exact = True
+        self.ran_backward = False
         self._last: FittedSaving | ReplayedForward | None = None
         self._opened: FittedSaving | ReplayedForward | None = None  # the last context
         self._beside = Neighbours(owned)
@@ -83,6 +86,7 @@ class MeasuredSteps:
 
     def _learn(self) -> None:
         """Ends the measurement of the last step, as a step begins, and learns what it needed."""
+        self._note_backward()
         last, self._last = self._last, None
         step, self._step = self._step, None
         if step is None:
@@ -124,14 +128,30 @@ class MeasuredSteps:
         self.peak_nbytes, self.peak_setting = peak_nbytes, last.setting.name
         self.highest_nbytes = max(peak_nbytes, self.highest_nbytes or 0)
 
+    def _note_backward(self) -> None:
+        last = self._last
+        self.ran_backward |= isinstance(last, FittedSaving) and last.ledger.was_asked
+
     @property
     def _has_ample_room(self) -> bool:
         """True if steps are so small that nobody need see whether they are alike."""
         highest = self.highest_nbytes
         return highest is not None and highest <= _AMPLE * self.options.budget_nbytes
 
+    def foreseen(self) -> list[Foreseen]:
+        """Returns what a step like the last one would take at each setting, by its forward alone.
+
+        Empty if nothing was looked at.
+        """
+        opened = self._opened
+        if not isinstance(opened, FittedSaving) or not opened.storages:
+            return []
+        is_whole = opened is self._last
+        return foresee(opened, self.options, self.planning.memory, is_whole=is_whole)
+
     def finish(self) -> None:
         """Ends the training: its last step counts as measured, if none with its setting was."""
+        self._note_backward()
         last, step = self._last, self._step
         if step is not None and last is not None and self.peak_setting != self.planning.setting:
             step.end()

@@ -29,6 +29,7 @@ class Summary:
     exact             no bit of any gradient has changed
     steps             forwards that recorded gradients
     lines             what the plan does, where it does something
+    trained           False where "elbowroom run" saw forwards alone: no backward, and no update
     """
 
     model: str
@@ -45,6 +46,7 @@ class Summary:
     exact: bool
     steps: int
     lines: tuple[Line, ...]
+    trained: bool = True
 
     def __str__(self) -> str:
         """Returns a table, one row a figure."""

@@ -16,19 +16,22 @@ The level over time is told backwards, from the blocks at the end. A block is
     else              outputs, workspaces, weights and data that were made meanwhile
 
 A file of somebody else's is read by an unpickler that can make numbers, strings, lists, tuples and
-dicts, and nothing else: no code of it runs.
+dicts, and nothing else: no code of it runs. Its opcodes are looked at before (`pickle_scan.py`), so
+that it takes memory and time in proportion to its size.
 """
 
 import pickle
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 
 from elbowroom.errors import BudgetTooSmall, DataError, PlanError
+from elbowroom.measure.pickle_scan import scan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.problem import Span, summed
 from elbowroom.units import show_nbytes
@@ -45,6 +48,7 @@ _UNREADABLE = (
     *(KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError),
     *(RecursionError, MemoryError),  # of lists in lists, which a comparison follows
 )
+_MOST_SHOWN = 200  # characters
 _HINT = (
     "torch.cuda.memory._record_memory_history() before the steps, and "
     'torch.cuda.memory._dump_snapshot("snapshot.pickle") after them, write one'
@@ -166,6 +170,8 @@ def load_snapshot(path: str | Path, device: int | None = None) -> Snapshot:
     path = Path(path)
     try:
         with path.open("rb") as file:
+            with mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
+                scan(mapped)
             data = _Plain(file).load()
     except FileNotFoundError:
         raise DataError(f"there is no file {path}; {_HINT}") from None
@@ -201,7 +207,7 @@ class _Plain(pickle.Unpickler):
         super().__init__(file)
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise _Hostile(f"{module}.{name}")
+        raise _Hostile(f"{module}.{name}"[:_MOST_SHOWN])
 
     def persistent_load(self, pid: Any) -> NoReturn:
         raise _Hostile("a persistent id")
@@ -219,7 +225,8 @@ def _snapshot(data: Any, device: int | None) -> Snapshot:
             held[i] += len(trace)
         device = max(held, key=lambda one: held[one], default=0)
     trace = traces[device] if 0 <= device < len(traces) else []
-    last = _blocks(segments, device)
+    stacks = _Stacks()
+    last = _blocks(segments, device, stacks)
     if not trace and not last:
         raise ValueError(f"it says nothing of GPU {device}")
     unknown = Counter(_text(event["action"]) for event in trace) if trace else Counter()
@@ -228,7 +235,7 @@ def _snapshot(data: Any, device: int | None) -> Snapshot:
     times = [event.get("time_us") for event in events]
     is_timed = bool(times) and all(isinstance(one, int) for one in times)
     starts = [(one - times[0]) / 1e6 for one in times] if is_timed else range(len(events))
-    blocks = _replay(events, last)
+    blocks = _replay(events, last, stacks)
     moments = len(events) + 1
     spans = [(block.born, block.freed, block.nbytes) for block in blocks]
     return Snapshot(
@@ -243,9 +250,62 @@ def _snapshot(data: Any, device: int | None) -> Snapshot:
     )
 
 
-def _blocks(segments: list[Any], device: int) -> dict[int, tuple[int, list[Any]]]:
-    """The blocks that are allocated at the end, by address: bytes and frames."""
+class _Stack(NamedTuple):
+    """What is read of a list of frames.
+
+    alike         equal for equal files, names and lines; whatever else is in frames may be endless
+    is_backward   autograd's engine runs: its threads have no frame of Python
+    where         the innermost line of Python outside of torch and of Python itself, and its
+                  function
+    """
+
+    alike: int | None = None
+    is_backward: bool = True
+    is_optimizer: bool = False
+    where: tuple[str, str] = "", ""
+
+
+class _Stacks:
+    """Stacks by the list that they are read from, each once: many events may share one."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Any, _Stack]] = {}  # by the list's id, which lives as long
+
+    def of(self, frames: Any) -> _Stack:
+        if not frames:
+            return _Stack()
+        known = self._found.get(id(frames))
+        if known is None:
+            known = self._found[id(frames)] = frames, _stack(frames)
+        return known[1]
+
+
+def _stack(frames: list[Any]) -> _Stack:
+    read = tuple(
+        (_text(frame["filename"]).replace("\\", "/"), _text(frame["name"]), _int(frame["line"]))
+        for frame in frames
+    )
+    own = ((path, name, line) for path, name, line in read if _is_of_the_user(path))
+    path, name, line = next(own, ("", "", 0))
+    return _Stack(
+        hash(read),
+        any(word in name for _, name, _ in read for word in _ENGINE),
+        any("torch/optim" in path for path, _, _ in read),
+        (f"{path.rsplit('/', 1)[-1]}:{line}", name) if path else ("", ""),
+    )
+
+
+def _is_of_the_user(path: str) -> bool:
+    is_packaged = "/site-packages/" in path or "/dist-packages/" in path
+    is_own = path.endswith(".py") and "/torch/" not in path and not path.startswith("<")
+    return is_own and (is_packaged or "/lib/python" not in path)
+
+
+def _blocks(segments: list[Any], device: int, stacks: _Stacks) -> dict[int, tuple[int, _Stack]]:
+    """The blocks that are allocated at the end, by address: bytes and stack."""
     found = {}
+    if len({id(segment["blocks"]) for segment in segments}) < len(segments):
+        raise ValueError("two segments share their blocks")  # n of them with n each, of 2 n bytes
     for segment in segments:
         if _int(segment.get("device", 0)) != device:
             continue
@@ -255,91 +315,64 @@ def _blocks(segments: list[Any], device: int) -> dict[int, tuple[int, list[Any]]
             at = _int(block.get("address", address))
             address = at + nbytes
             if _text(block["state"]).startswith("active"):
-                frames = block.get("frames") or _history(block)
-                found[at] = (nbytes, frames)
+                found[at] = nbytes, stacks.of(block.get("frames") or _history(block))
     return found
 
 
-def _history(block: dict[str, Any]) -> list[Any]:
+def _history(block: dict[str, Any]) -> Any:
     """The frames of a block as older versions wrote them."""
     history = block.get("history") or [{}]
-    return list(history[0].get("frames", []))
+    return history[0].get("frames")
 
 
-def _replay(events: list[Any], last: dict[int, tuple[int, list[Any]]]) -> list[Block]:
+def _replay(events: list[Any], last: dict[int, tuple[int, _Stack]], stacks: _Stacks) -> list[Block]:
     """All blocks: those that the trace allocates, and those that were there before."""
     end = len(events)
     has_frames = any(event.get("frames") for event in events)
-    born: dict[int, tuple[int, int, list[Any]]] = {}
+    born: dict[int, tuple[int, int, _Stack]] = {}
     found: list[Block] = []
     in_backward = False  # when the last block was allocated
     for at, event in enumerate(events, start=1):
         address, nbytes = _int(event["addr"]), _int(event["size"])
-        frames = event.get("frames") or []
+        stack = stacks.of(event.get("frames"))
+        is_backward = has_frames and stack.is_backward
         if event["action"] == "alloc":
             if address in born:  # it was freed by an event that was lost
                 start, lost, made = born.pop(address)
                 found.append(_block(lost, start, at - 1, made, has_frames, ended=False))
-            born[address] = at, nbytes, frames
-            in_backward = has_frames and _is_backward(frames)
+            born[address] = at, nbytes, stack
+            in_backward = is_backward
         elif address in born:
             start, nbytes, made = born.pop(address)
             # Where stacks of frees were not recorded, the allocator repeats that of the allocation.
-            ended = in_backward if _is_same(frames, made) else has_frames and _is_backward(frames)
+            ended = in_backward if stack.alike == made.alike else is_backward
             found.append(_block(nbytes, start, at - 1, made, has_frames, ended=ended))
         else:
             found.append(Block(nbytes, 0, at - 1, BEFORE))
-    for address, (nbytes, frames) in last.items():
+    for address, (nbytes, stack) in last.items():
         if address in born:
             start, nbytes, made = born.pop(address)
-            found.append(_block(nbytes, start, end, made or frames, has_frames, ended=False))
+            stack = stack if made.alike is None else made
+            found.append(_block(nbytes, start, end, stack, has_frames, ended=False))
         else:
-            line, function = _where(frames)
-            found.append(Block(nbytes, 0, end, BEFORE, line, function))
+            found.append(Block(nbytes, 0, end, BEFORE, *stack.where))
     for start, nbytes, made in born.values():  # allocated, and waiting for another stream
         found.append(_block(nbytes, start, end, made, has_frames, ended=False))
     return sorted(found, key=lambda block: block.born)
 
 
 def _block(
-    nbytes: int, born: int, freed: int, frames: list[Any], has_frames: bool, *, ended: bool
+    nbytes: int, born: int, freed: int, stack: _Stack, has_frames: bool, *, ended: bool
 ) -> Block:
     """Makes a `Block`. ended: whether it was freed in backward."""
     kind = ELSE
-    if any("torch/optim" in _text(frame["filename"]).replace("\\", "/") for frame in frames):
+    if stack.is_optimizer:
         kind = OPTIMIZER
-    elif has_frames and _is_backward(frames):
+    elif has_frames and stack.is_backward:
         kind = BACKWARD
     elif ended:
         kind = SAVED
-    return Block(nbytes, born, freed, kind, *_where(frames))
-
-
-def _is_backward(frames: list[Any]) -> bool:
-    """Returns whether autograd's engine runs: its threads have no frame of Python."""
-    return not frames or any(word in _text(frame["name"]) for frame in frames for word in _ENGINE)
-
-
-def _is_same(frames: list[Any], others: list[Any]) -> bool:
-    """Compares what is read of frames alone: whatever else is in them may be endless."""
-    if frames is others or len(frames) != len(others):
-        return frames is others
-    return all(
-        _text(one[key]) == _text(other[key]) and _int(one["line"]) == _int(other["line"])
-        for one, other in zip(frames, others, strict=True)
-        for key in ("filename", "name")
-    )
-
-
-def _where(frames: list[Any]) -> tuple[str, str]:
-    """The innermost line of Python outside of torch and of Python itself, and its function."""
-    for frame in frames:
-        path = _text(frame["filename"]).replace("\\", "/")
-        is_packaged = "/site-packages/" in path or "/dist-packages/" in path
-        is_own = path.endswith(".py") and "/torch/" not in path and not path.startswith("<")
-        if is_own and (is_packaged or "/lib/python" not in path):
-            return f"{path.rsplit('/', 1)[-1]}:{_int(frame['line'])}", _text(frame["name"])
-    return "", ""
+    return Block(nbytes, born, freed, kind, *stack.where)
 
 
 def _int(value: Any) -> int:

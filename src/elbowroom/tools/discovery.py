@@ -42,6 +42,7 @@ class Discovery:
     loss    called with each outermost module without trained parameters; returns whether it has
             attached it
     called  what the program called: the model itself, or what torch.compile made of it
+    updated  an optimizer has begun a step with gradients, or a model was met that had some
     differentiated  a sentence, if torch.func took gradients of a model
     """
 
@@ -53,7 +54,7 @@ class Discovery:
         loss: Callable[[nn.Module], bool] | None = None,
     ) -> None:
         self._found, self._later, self._unmet, self._loss = found, later, unmet, loss
-        self.made_optimizers = False
+        self.made_optimizers = self.updated = False
         self.called: nn.Module | None = None
         self.differentiated = ""
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -96,10 +97,12 @@ class Discovery:
         ]
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        if torch.compiler.is_compiling() or self._unmet is None or self.called is not None:
+        if self.updated or torch.compiler.is_compiling():
             return
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            self._unmet()
+            if self._unmet is not None and self.called is None:
+                self._unmet()
+            self.updated = True
 
     def _meet(self, module: nn.Module) -> bool:
         model = original(module)
@@ -115,7 +118,9 @@ class Discovery:
             return self._loss is not None and self._loss(model)
         if not model.training or any(is_lazy(p) for p in trainable):
             return True
-        if self.optimizers_of(model) or any(gradient_of(p) is not None for p in trainable):
+        has_gradients = any(gradient_of(p) is not None for p in trainable)
+        self.updated |= has_gradients
+        if has_gradients or self.optimizers_of(model):
             whole = _whose_forward(model)
             if whole is not None:
                 name = type(whole).__name__

@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -85,7 +86,15 @@ def explanation(error: BaseException, profile: Profile | None = None) -> str:
     kinds = dict.fromkeys(holder.kind for holder in holders)
     for kind in sorted(kinds, key=lambda kind: -_sum(holders, kind)):
         lines += _rows(kind, [holder for holder in holders if holder.kind == kind])
-    lines += _remedies(total, profile)
+    asked = _asked_nbytes(error)
+    if asked > total:
+        lines.append(
+            f"  {show_nbytes(asked)} were asked for at once, more than all tensors together: no "
+            "plan makes that smaller; look at that line, or halve the batch"
+        )
+    else:
+        saved = sum(holder.nbytes for holder in holders if holder.kind == "saved for backward")
+        lines += _remedies(total, saved, profile)
     return "\n".join(lines)
 
 
@@ -211,10 +220,16 @@ def _rows(kind: str, holders: list[Holder]) -> list[str]:
     return rows
 
 
-def _remedies(total: int, profile: Profile | None) -> list[str]:
+def _asked_nbytes(error: BaseException) -> int:
+    """Returns the bytes that could not be had, where the error names them; else 0."""
+    found = re.search(r"tried to allocate (\d+(?:\.\d+ [KMG]i?B)?)", str(error), re.IGNORECASE)
+    return 0 if found is None else parse_nbytes(found[1] if " " in found[1] else int(found[1]))
+
+
+def _remedies(total: int, saved: int, profile: Profile | None) -> list[str]:
     """Returns lines that say what would fit.
 
-    total: bytes that the device had room for, at least.
+    total: bytes that the device had room for, at least. saved: those for backward.
     """
     fitted = [one for _, one in attached() if isinstance(one, Fitting)]
     if profile is None:
@@ -225,11 +240,15 @@ def _remedies(total: int, profile: Profile | None) -> list[str]:
         for one in (summary(fitting, type(model).__name__) for model, fitting in _pairs())
     ]
     if profile is None:
-        if not fitted:
-            lines.append(
-                '  To train inside less: er.fit(model, budget="..."), or elbowroom run --budget'
-            )
-        return lines
+        if fitted:
+            return lines + [one for fitting in fitted for one in _foreseen(fitting, total)]
+        return [
+            *lines,
+            f"  of the {show_nbytes(total)}, {show_nbytes(saved)} are saved for backward, and can "
+            "be held in less or made again; the rest stays. To train inside of what there was: "
+            f"er.fit(model, budget={total}), or elbowroom run --budget {total}; the first step "
+            "says whether a plan fits",
+        ]
     try:
         plan = make_plan(profile, total)
     except BudgetTooSmall as error:
@@ -241,6 +260,30 @@ def _remedies(total: int, profile: Profile | None) -> list[str]:
         f"give budget={total}"
     )
     return lines
+
+
+def _foreseen(fitting: Fitting, total: int) -> list[str]:
+    """Returns a line on the settings of a model of which no step was measured yet.
+
+    total: as in `_remedies`
+    """
+    found = fitting.foreseen()
+    if not found:
+        return []
+    plain, fits = found[0], next((one for one in found if one.nbytes <= total), None)
+    best = found[-1] if fits is None else fits
+    kind = "exact" if best.setting.exact else "lossy"
+    by = "its first forward" if plain.is_whole else "the part of its first forward that had run"
+    tail = (
+        f"give budget={total}"
+        if fits is not None
+        else f"more than the {show_nbytes(total)} that there were: give budget={total} all the "
+        "same, since plans can take less than settings, or halve the batch"
+    )
+    return [
+        f"  estimated by {by}, a step takes {show_nbytes(best.nbytes)} at setting "
+        f"'{best.setting.name}' ({kind}) in place of {show_nbytes(plain.nbytes)}; {tail}"
+    ]
 
 
 def _pairs() -> list[tuple[nn.Module, Fitting]]:
