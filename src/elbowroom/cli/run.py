@@ -120,7 +120,8 @@ def run(
 
     The model that the script trains is found at its first call, and fitted to the budget as by
     er.fit. The states of its optimizers are counted. If the script trains several models (a
-    generator and a discriminator), each keeps to the budget and counts the memory of the others.
+    generator and a discriminator), they keep to the budget together, and steps that they share
+    have one plan.
     A loss outside of the model is covered if it is a module.
 
     What the script compiles with torch.compile stays compiled: the plan of a model, a loss or a
@@ -137,7 +138,8 @@ def run(
     table is printed on stderr.
 
     Exit code: the script's own; 3 if no plan with the allowed actions fits the budget; 4 if the
-    script ended without an error, but its last measured step was above the budget; 2 for a mistake
+    script ended without an error, but its last measured step was above the budget, or none of
+    several steps could be measured; 2 for a mistake
     that one line explains, or if the model cannot be found, before its first update; 130 if
     stopped.
     """
@@ -191,9 +193,7 @@ def _tell(running: "_Run", processes: Processes, code: int, report: Path | None)
             of = f" (in one of {len(processes.ended)} processes)"
             errors_console().print(_table(worst, of if len(processes.ended) > 1 else ""))
         worst = max(told, key=lambda one: one.last_nbytes or 0)
-        code = _say_not_kept(code, worst)
-        if not code:
-            _say_not_measured(told)
+        code = _say_not_kept(code, worst) or _say_not_measured(told)
         if report is not None:
             figures = worst.as_dict() | {"exit_code": code}
             if len(told) > 1:
@@ -306,13 +306,23 @@ class _Run:
         found = [
             one.fitting.summary(one.name)
             if isinstance(one.fitting, CompiledFitting)
-            else summary(one.fitting, one.name)
+            else summary(one.fitting, " with ".join((one.name, *self._guests_of(one.fitting))))
             for one in self._models
+            if isinstance(one.fitting, CompiledFitting) or not one.fitting.is_guest
         ]
         program = self._program
         if not found and program is not None and program.compiled:
             found = [program.summary()]
         return found
+
+    def _guests_of(self, host: Fitting) -> list[str]:
+        """Returns the names of the models that ran in the steps of another one alone."""
+        fittings = ((one.name, one.fitting) for one in self._models)
+        return [
+            name
+            for name, one in fittings
+            if isinstance(one, Fitting) and one.is_guest and one.host is host
+        ]
 
     def _compiling(self) -> AbstractContextManager[object]:
         """Also keeps what the script compiles outside of the model inside the budget.
@@ -447,20 +457,25 @@ def _say_not_kept(code: int, told: Summary) -> int:
     return NOT_KEPT
 
 
-def _say_not_measured(told: list[Summary]) -> None:
-    """Reports models of which several steps ran and none was measured, unless they are compiled."""
+def _say_not_measured(told: list[Summary]) -> int:
+    """Reports models of which several steps ran and none was measured, unless they are compiled.
+
+    Returns the exit code: nobody knows whether these have kept to the budget.
+    """
     names = dict.fromkeys(
         one.model
         for one in told
         if one.last_nbytes is None and one.steps > 2 and one.setting != "compiled"
     )
-    if names:
-        errors_console().print(
-            Text(
-                f"elbowroom: no step of {', '.join(names)} was measured, so whether the budget was "
-                "kept is not known"
-            )
+    if not names:
+        return 0
+    errors_console().print(
+        Text(
+            f"elbowroom: no step of {', '.join(names)} was measured, so whether the budget was "
+            "kept is not known"
         )
+    )
+    return NOT_KEPT
 
 
 def _table(told: Summary, where: str = "") -> Table:
