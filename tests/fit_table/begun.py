@@ -23,6 +23,7 @@ from elbowroom.fitting.observations import (
     GivenHeld,
     LargerKnown,
     LayersHeldTooMuch,
+    ModelJoined,
     NoPlanLeft,
     NothingToDo,
     NotRepeatable,
@@ -195,6 +196,9 @@ ROWS = {
         replace(SETTLED, beside_nbytes=20), StandsBeside(30), {}
     ),
     "much beside a step that is not known": Row(WRITING, StandsBeside(11), {}),
+    "another model runs in the step": Row(
+        SETTLED, ModelJoined(MemoryState(150)), {"memory": MemoryState(150)}, ()
+    ),
     "much more beside the model": Row(
         SETTLED,
         StandsBeside(11),
@@ -202,6 +206,7 @@ ROWS = {
             "phase": P.VERIFYING,
             "has_fit": False,
             "beside_nbytes": 11,
+            "most_beside_nbytes": 11,
             "profile": Profile(111, 1211),
             "attempts": Attempts().knowing(Profile(111, 1211)),
         },

@@ -1209,7 +1209,7 @@ def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
     planning.state = replace(planning.state, phase=Phase.LAST_RESORT)
     assert planning.state.wants_measuring
     ledger = types.SimpleNamespace(before_nbytes=0, after_nbytes=0, most_nbytes=0)
-    last = types.SimpleNamespace(climbed=False, preset=1, ledger=ledger)
+    last = types.SimpleNamespace(climbed=False, preset=1, ledger=ledger, was_asked=True)
     memory = MemoryState(0)
     measured = types.SimpleNamespace(
         peak=3 << 20, profile=None, memory=memory, writes=False, makes_states=False

@@ -31,15 +31,15 @@ def told(last_nbytes: int | None) -> Summary:
     )
 
 
-def test_a_model_of_which_no_step_was_measured_is_named(
+def test_a_model_of_which_no_step_was_measured_is_named_and_is_no_success(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    _say_not_measured([told(8 * MIB), told(None)])
+    assert _say_not_measured([told(8 * MIB), told(None)]) == 4
     said = " ".join(capsys.readouterr().err.split())
     assert said == (
         "elbowroom: no step of Net was measured, so whether the budget was kept is not known"
     )
-    _say_not_measured([told(8 * MIB), replace(told(None), setting="compiled")])
+    assert not _say_not_measured([told(8 * MIB), replace(told(None), setting="compiled")])
     assert not capsys.readouterr().err
 
 

@@ -122,7 +122,8 @@ def run(
 
     The model that the script trains is found at its first call, and fitted to the budget as by
     er.fit. The states of its optimizers are counted. If the script trains several models (a
-    generator and a discriminator), each keeps to the budget and counts the memory of the others.
+    generator and a discriminator), they keep to the budget together, and steps that they share
+    have one plan.
     A loss outside of the model is covered if it is a module.
 
     What the script compiles with torch.compile stays compiled: the plan of a model, a loss or a
@@ -139,7 +140,8 @@ def run(
     table is printed on stderr.
 
     Exit code: the script's own; 3 if no plan with the allowed actions fits the budget; 4 if the
-    script ended without an error, but its last measured step was above the budget; 2 for a mistake
+    script ended without an error, but its last measured step was above the budget, or none of
+    several steps could be measured; 2 for a mistake
     that one line explains, or if the model cannot be found, before its first update; 130 if
     stopped.
     """
@@ -195,9 +197,7 @@ def _tell(running: "_Run", processes: Processes, code: int, report: Path | None)
             of = f" (in one of {len(processes.ended)} processes)"
             errors_console().print(_table(worst, of if len(processes.ended) > 1 else ""))
         worst = max(told, key=lambda one: (one.trained, one.last_nbytes or 0))
-        code = _say_not_kept(code, worst)
-        if not code:
-            _say_not_measured(told)
+        code = _say_not_kept(code, worst) or _say_not_measured(told)
         if report is not None:
             figures = worst.as_dict() | {"exit_code": code}
             if len(told) > 1:
@@ -310,8 +310,9 @@ class _Run:
         found = [
             one.fitting.summary(one.name)
             if isinstance(one.fitting, CompiledFitting)
-            else summary(one.fitting, one.name)
+            else summary(one.fitting, " with ".join((one.name, *self._guests_of(one.fitting))))
             for one in self._models
+            if isinstance(one.fitting, CompiledFitting) or not one.fitting.is_guest
         ]
         program = self._program
         if not found and program is not None and program.compiled:
@@ -334,6 +335,15 @@ class _Run:
         gradients = (gradient_of(p) for model in models for p in model.parameters())
         states = any(optimizer.state for optimizer in self.discovery.optimizers())
         return not states and all(gradient is None for gradient in gradients)
+
+    def _guests_of(self, host: Fitting) -> list[str]:
+        """Returns the names of the models that ran in the steps of another one alone."""
+        fittings = ((one.name, one.fitting) for one in self._models)
+        return [
+            name
+            for name, one in fittings
+            if isinstance(one, Fitting) and one.is_guest and one.host is host
+        ]
 
     def _compiling(self) -> AbstractContextManager[object]:
         """Also keeps what the script compiles outside of the model inside the budget.
@@ -468,10 +478,11 @@ def _say_not_kept(code: int, told: Summary) -> int:
     return NOT_KEPT
 
 
-def _say_not_measured(told: list[Summary]) -> None:
+def _say_not_measured(told: list[Summary]) -> int:
     """Reports models of which several steps ran and none was measured, unless they are compiled.
 
-    Also those of which forwards alone were seen: if that was meant, it is no error.
+    Also those of which forwards alone were seen: if that was meant, it is no error. Returns the
+    exit code: nobody knows whether the others have kept to the budget.
     """
     for one in told:
         if not one.trained:
@@ -488,13 +499,15 @@ def _say_not_measured(told: list[Summary]) -> None:
         for one in told
         if one.last_nbytes is None and one.steps > 2 and one.setting != "compiled" and one.trained
     )
-    if names:
-        errors_console().print(
-            Text(
-                f"elbowroom: no step of {', '.join(names)} was measured, so whether the budget was "
-                "kept is not known"
-            )
+    if not names:
+        return 0
+    errors_console().print(
+        Text(
+            f"elbowroom: no step of {', '.join(names)} was measured, so whether the budget was "
+            "kept is not known"
         )
+    )
+    return NOT_KEPT
 
 
 def _table(told: Summary, where: str = "") -> Table:

@@ -1,7 +1,8 @@
 """The state machine behind `er.fit`, which keeps a model's training within a memory budget.
 
     Fitting       runs the forwards of one model, with its FitOptions (`session.py`); `steps.py` has
-                  the measurements of its steps, and `shortage.py` handles exhausted memory
+                  the measurements of its steps, `guests.py` the steps that several models share,
+                  and `shortage.py` handles exhausted memory
     Summary       the figures of a fitted model
     check_alone   refuses an optimizer whose states are chosen for another model
     repeat        runs a step again that ran out of memory

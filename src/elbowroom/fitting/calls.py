@@ -10,17 +10,22 @@ unexpected is rehearsed, which holds nothing, and gets what is left of the budge
 not do, as little as it can with a warning (`Rest`). Where codes are allowed, what the forwards
 before it hold is encoded first; where no plan of two such forwards is known, it is refused before
 it runs. From the next step on all are planned as one.
+
+A step that several models share (`guests.py`) goes on after a backward that has not come to all of
+it: the discriminator's update, and then the generator's. Such a step has parts, one a backward
+(`plan/parts.py`). It may be of several patterns, too, one for each of the updates: a forward of
+another structure than the one known at its place does not replace that if the plan has room for it.
 """
 
 import sys
 from dataclasses import dataclass, replace
-from functools import reduce
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.signature import Signature
 from elbowroom.measure.meter import NoiseMeter
+from elbowroom.plan.parts import Part
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.profile import Profile
@@ -37,10 +42,12 @@ class _Later:
     """A forward that is not the first of its step.
 
     seen         as it was rehearsed; None: never
+    part         of the step that it belongs to, from 0
     """
 
     signature: Signature
     seen: ForwardProfile | None
+    part: int = 0
 
 
 class Calls:
@@ -48,19 +55,26 @@ class Calls:
 
     grew            this step has had a forward that nothing was planned for: learn again
     before_it_grew  number of forwards in a step, as this step began
+    was_said     the user was told that this step may be above the budget
     """
 
     def __init__(self) -> None:
         self._later: list[_Later] = []
+        self._others: list[tuple[int, Signature]] = []  # of other patterns: place and signature
+        self._is_other = False
+        self._part = 0
+        self._waits: dict[int, frozenset[int]] = {}  # by part: forwards that waited as it began
         self._at = 0  # the forward that runs; 0: the first of its step
         self._fewer = 0  # steps in a row
         self._is_small = False  # one of this step's is much smaller than it was
-        self.grew = False
+        self.grew = self.was_said = False
         self.before_it_grew = 1
 
     def begin(self) -> None:
         """Begins a step with its first forward."""
         self._at, self.grew, self._is_small = 0, False, False
+        self._is_other = self.was_said = False
+        self._part = 0
         self.before_it_grew = 1 + len(self._later)
 
     def forget(self, calls: int) -> None:
@@ -72,45 +86,79 @@ class Calls:
         """True if the step may have another forward."""
         return self._at < MOST_CALLS
 
-    def go_on(self, signature: Signature, plan: Plan | None, *, rehearsed: bool) -> bool:
+    def go_on(
+        self,
+        signature: Signature,
+        plan: Plan | None,
+        *,
+        rehearsed: bool,
+        waits: frozenset[int] | None = None,
+    ) -> bool:
         """Goes on with another forward of the step; returns whether the plan knew of it.
 
-        plan: what stands; rehearsed: it comes from forwards alone
+        plan: what stands; rehearsed: it comes from forwards alone; waits: a part of the step is
+        over, and these forwards still wait for their backward
         """
         self._at += 1
+        if waits is not None:
+            self._part += 1
+            self._waits[self._part] = waits
         known = self._later[self._at - 1 : self._at]
         if self.grew:
             return False  # nor was that which came between
         if not known:
             return plan is not None and plan.has_call(self._at + 1)
+        if any(at == self._at and one.covers(signature) for at, one in self._others):
+            self._is_other = True
+            return True
         self._is_small |= signature.numel < _NEAR * known[0].signature.numel
         return known[0].signature.covers(signature) and not (rehearsed and known[0].seen is None)
+
+    def leave(self, waits: frozenset[int]) -> None:
+        """Ends a step in which these forwards still wait for a backward that never comes."""
+        if self._at == len(self._later) and not self._is_other:
+            self._waits[self._part + 1] = waits
+
+    def note_other(self, signature: Signature) -> None:
+        """Records that the step is of another pattern from the forward that runs on."""
+        self._is_other = True
+        if len(self._others) < MOST_CALLS:
+            self._others.append((self._at, signature))
+
+    def is_other(self, signature: Signature) -> bool:
+        """Returns whether a forward of another structure is known at the place of this one."""
+        known = self._later[self._at - 1 : self._at]
+        return bool(known) and known[0].signature.structure != signature.structure
 
     def note(self, signature: Signature, seen: ForwardProfile | None) -> None:
         """Records the signature and the rehearsed profile of the forward that runs."""
         later = self._later
         if self._at > len(later):
-            later.append(_Later(signature, seen))
+            later.append(_Later(signature, seen, self._part))
             return
         known = later[self._at - 1]
         if seen is None and known.signature.covers(signature):
             return
         if known.signature.structure == signature.structure:
             signature = known.signature.joined(signature)
-        later[self._at - 1] = _Later(signature, seen)
+        later[self._at - 1] = _Later(signature, seen, self._part)
 
-    @property
-    def is_whole(self) -> bool:
-        """True if the last step can be learned from: no fewer forwards than usual, none smaller.
+    def is_whole(self, *, had_backward: bool = True) -> bool:
+        """Returns whether the last step can be learned from: no fewer forwards, none smaller.
 
         To be asked once a step. After several steps with fewer forwards, the others are forgotten.
+        Images that a generator makes for the discriminator's update alone have no backward, and are
+        no such step.
         """
-        if self._at >= len(self._later) and not self._is_small:
+        if self._at >= len(self._later) and not (self._is_small or self._is_other):
             self._fewer = 0
             return True
+        if not had_backward:
+            return False
         self._fewer += 1
         if self._fewer >= _PATIENCE and not self._is_small:
-            del self._later[self._at :]
+            del self._later[0 if self._is_other else self._at :]
+            self._others.clear()
             self._fewer = 0
         return False
 
@@ -124,10 +172,23 @@ class Calls:
         """True if steps have later forwards, and all of these have been rehearsed."""
         return bool(self._later) and all(one.seen is not None for one in self._later)
 
-    def joined(self, first: ForwardProfile) -> ForwardProfile:
-        """Returns the forwards of a step joined into one, which begins with `first`."""
-        seen = (one.seen for one in self._later if one.seen is not None)
-        return reduce(ForwardProfile.followed_by, seen, first)
+    def parts(self, first: ForwardProfile) -> list[Part]:
+        """Returns the forwards of a step, which begins with `first`, by its parts."""
+        seen = {0: (0, first)}
+        for nth, one in enumerate(self._later, start=1):
+            if one.seen is not None:
+                seen[nth] = one.part, one.seen
+        last = max(part for part, _ in seen.values())
+        found: list[Part] = []
+        carried: list[int] = []
+        for part in range(last + 1):
+            calls = carried + [nth for nth, (of, _) in seen.items() if of == part]
+            waits = self._waits.get(part + 1, frozenset())
+            carried_before, carried = carried, [nth for nth in calls if nth in waits]
+            if len(calls) > len(carried_before):
+                forwards = {nth: seen[nth][1] for nth in calls}
+                found.append(Part(forwards, frozenset(carried)))
+        return found
 
 
 class Rest:

@@ -66,6 +66,10 @@ class Neighbours:
         """
         return any(one.learns for one in self._ran_inside if one in _fitted)
 
+    def takes_turns_with(self, other: "Neighbours") -> bool:
+        """Returns whether the other model's state is counted in `nbytes`."""
+        return self._turns.get(other, 0) >= _TURNS
+
     def leave(self) -> None:
         """Removes the model: it is not fitted any more."""
         _fitted.discard(self)
@@ -76,7 +80,7 @@ class Neighbours:
         """Bytes resident beside the model now, before a forward of the step that begins."""
         others = list(self._other_models())
         graphs = sum(graph.held_nbytes for one in (self, *others) for graph in one._graphs)
-        beside = [one for one in others if self._turns.get(one, 0) >= _TURNS]
+        beside = [one for one in others if self.takes_turns_with(one)]
         if not beside:
             return graphs
         mine = self._owned.tensors()

@@ -55,6 +55,7 @@ from elbowroom.fitting.rehearse import plan_by_forward
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
 from elbowroom.plan.make import LOSSY_HELPS
+from elbowroom.plan.parts import step_of_parts
 from elbowroom.plan.presets import choose
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile, with_backward
@@ -254,10 +255,14 @@ def chosen_by_forward(
 
     Raises BudgetTooSmall where none is worth a try.
     """
-    heard = kind.calls.joined(heard).beside(kind.state.beside_nbytes)
-    standing = kind.owned.standing()
-    heard = replace(heard, profile=replace(heard.profile, standing=standing))
-    steps = {care: step_of(kind, heard, care) for care in (CAREFUL, LIKELY)}
+    heard = heard.beside(kind.state.beside_nbytes)
+    parts, standing = kind.calls.parts(heard), kind.owned.standing()
+
+    def step(care: float) -> Profile:
+        found = step_of_parts(parts, lambda part: step_of(kind, part, care))
+        return replace(found, standing=standing)
+
+    steps = {care: step(care) for care in (CAREFUL, LIKELY)}
     may_run_layers_again = kind.state.is_recurrent and fallbacks_of(kind).layers
     chosen = plan_by_forward(
         steps.__getitem__,

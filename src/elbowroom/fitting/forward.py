@@ -104,7 +104,8 @@ class FittedSaving(Saving):
         self.largest_nbytes = self.beside_nbytes = 0
         self._limit: tuple[int, int] | None = None
         self._has_strayed = self._begins_again = False
-        self._earlier = [] if after is None else after.storages
+        self._saved: list[tuple[weakref.ref[Slot], SavedStorage]] = []
+        self._saved += [] if after is None else after._saved
         self.storages: list[SavedStorage] = []
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet(() if after is None else after._slots)
         self.saved_by: weakref.WeakKeyDictionary[Slot, list[int]] = weakref.WeakKeyDictionary()
@@ -117,10 +118,14 @@ class FittedSaving(Saving):
         trace: TracebackType | None,
     ) -> None:
         slots = self._identity.slots()
-        self.storages = self._earlier + [
-            SavedStorage(slot.entry.before_nbytes, tuple(slot.sites), slot.asked_exact)
+        self._saved += [
+            (
+                weakref.ref(slot),
+                SavedStorage(slot.entry.before_nbytes, tuple(slot.sites), slot.asked_exact),
+            )
             for slot in slots
         ]
+        self.storages = [one for _, one in self._saved]
         self._slots.update(slots)
         super().__exit__(kind, error, trace)
         if self._begins_again and kind is None:  # a bare except: inside of forward has swallowed it
@@ -162,6 +167,17 @@ class FittedSaving(Saving):
     def waits(self) -> bool:
         """True if backward is still to come: what is held has not been asked for."""
         return self.ledger.held_nbytes > 0 and not self.ledger.was_asked
+
+    @property
+    def was_asked(self) -> bool:
+        """True if backward has begun since this forward."""
+        return self.ledger.was_asked
+
+    def resume(self) -> None:
+        """Lets the step go on with another forward, after a backward of a part of it."""
+        self.ledger.was_asked = False
+        self._saved = [(slot, one) for slot, one in self._saved if slot() is not None]
+        self.storages = [one for _, one in self._saved]
 
     @property
     def _plan(self) -> Plan | None:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Headroom:
     """Bytes that a step takes beside what is resident and what it holds, as far as they are known.
 
-    transient_nbytes  of the largest call; None: neither measured nor planned yet
+    transient_nbytes  of the largest call; None: neither measured nor planned yet; negative where
+                      what it holds was there before, and is no part of its peak (its inputs)
     guess_nbytes      at most so many, as long as that is None; None: there is no such guess
     seen_nbytes       what a measured step within the budget has left room for; 0: none has
     """
@@ -42,7 +43,7 @@ class Headroom:
 
     def learned(self, rest_nbytes: float) -> Self:
         """Returns the headroom with so many bytes for the transients."""
-        return replace(self, transient_nbytes=int(max(0, rest_nbytes)), seen_nbytes=0)
+        return replace(self, transient_nbytes=int(rest_nbytes), seen_nbytes=0)
 
     def fitting(self, most_nbytes: int) -> Self:
         """Returns the headroom that allows what a measured forward held: it was within the budget.

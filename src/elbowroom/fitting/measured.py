@@ -118,16 +118,19 @@ def _written(state: FitState, seen: StepMeasured) -> Step:
     if seen.seen is None or seen.profile is None or seen.climbed:
         return _try_again(state, seen)
     state = _noted(state, _at_largest(state, seen, seen.seen.peak))
+    # What stands beside the model may vary: the next plan has room for the most of it.
+    beside_nbytes = max(seen.beside_nbytes, state.most_beside_nbytes)
+    profile = seen.profile.shifted(beside_nbytes - seen.beside_nbytes)
     state = replace(
         state,
         phase=Phase.VERIFYING,
-        profile=seen.profile,
+        profile=profile,
         profiled=state.now,
         rehearsed=False,
-        beside_nbytes=seen.beside_nbytes,
+        beside_nbytes=beside_nbytes,
         once_nbytes=0,
         again_nbytes=0,
-        attempts=state.attempts.knowing(seen.profile),
+        attempts=state.attempts.knowing(profile),
     )
     return _with_transients(state, seen, seen.profile.peak), (MakePlan(),)
 

@@ -1,7 +1,11 @@
-"""Memory that a model and its optimizers hold between steps, and what the first step adds to it."""
+"""Memory that a model and its optimizers hold between steps, and what the first step adds to it.
 
+Models that share a step (`fitting/guests.py`) are counted as one: a guest is counted by its host.
+"""
+
+import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +30,14 @@ class ModelState:
 
     None of the owners is kept alive.
 
-    states  those whose format may be chosen
+    states     those whose format may be chosen
+    is_fitted  False once the model is released
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._model = weakref.ref(model)
+        self._guests: list[weakref.ref[ModelState]] = []
+        self.is_fitted = True
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self.states = States(self.optimizers, self.standing)
         if optimizer is not None:
@@ -41,9 +48,25 @@ class ModelState:
         if all(known is not optimizer for known in self.optimizers()):
             self._optimizers.append(weakref.ref(optimizer))
 
+    def join(self, guest: "ModelState") -> bool:
+        """Counts another model, too, which runs in the steps of this one; False if it does."""
+        if self.has_guest(guest):
+            return False
+        self._guests.append(weakref.ref(guest))
+        return True
+
+    def has_guest(self, other: "ModelState") -> bool:
+        """Returns whether the other model is counted, too."""
+        return any(known() is other for known in self._guests)
+
+    def title_of(self, guest: "ModelState") -> str:
+        """Returns what the names of a guest's modules begin with."""
+        return title(next(n for n, known in enumerate(self._guests) if known() is guest))
+
     def is_trained_by(self, optimizer: Optimizer) -> bool:
         """Returns whether the optimizer holds a parameter of the model."""
-        own = set(map(id, self._trainable()))
+        model = self._model()
+        own = [] if model is None else [id(p) for p in model.parameters() if p.requires_grad]
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
     @property
@@ -54,8 +77,7 @@ class ModelState:
     @property
     def weight_nbytes(self) -> int:
         """Bytes of weights and buffers."""
-        model = self._model()
-        return 0 if model is None else storage_nbytes([*model.parameters(), *model.buffers()])
+        return storage_nbytes(x for one in self._models() for x in _weights(one))
 
     @property
     def device(self) -> torch.device:
@@ -65,19 +87,17 @@ class ModelState:
         return torch.device("cpu") if first is None else first.device
 
     def tensors(self) -> list[Tensor]:
-        """Returns all tensors of the model's state."""
+        """Returns all tensors of the model's state, and of its guests'."""
         return self._with(self.gradients())
 
     def _with(self, gradients: list[Tensor]) -> list[Tensor]:
-        model = self._model()
-        tensors = [] if model is None else [*model.parameters(), *gradients, *model.buffers()]
-        states = (state for optimizer in self.optimizers() for state in optimizer.state.values())
-        return tensors + tensors_of(states)
+        tensors = [x for one in self._models() for x in _weights(one)]
+        states = (one.state.values() for one in self._all_optimizers())
+        return [*tensors, *gradients, *tensors_of(itertools.chain.from_iterable(states))]
 
     def gradients(self) -> list[Tensor]:
         """Returns the gradients that the parameters have now."""
-        model = self._model()
-        parameters = [] if model is None else model.parameters()
+        parameters = (p for one in self._models() for p in one.parameters())
         return [gradient for p in parameters if (gradient := gradient_of(p)) is not None]
 
     def memory(self) -> MemoryState:
@@ -96,22 +116,22 @@ class ModelState:
         Of those that are released inside backward, that is the largest.
         """
         unallocated = [p for p in self._trainable() if gradient_of(p) is None]
-        return gradients_nbytes(unallocated, self.optimizers())
+        return gradients_nbytes(unallocated, self._all_optimizers())
 
     def unallocated_gradients(self) -> list[Unallocated]:
         """Returns the gradients that a step will create.
 
         They are listed one by one; as one where they are released.
         """
-        model = self._model()
         unallocated = [p for p in self._trainable() if gradient_of(p) is None]
         at_one_time = self.unallocated_gradient_nbytes()
-        if model is None or at_one_time < sum(p.nbytes for p in unallocated):
+        if at_one_time < sum(p.nbytes for p in unallocated):
             return [Unallocated(at_one_time, ())]
         owners: dict[int, list[str]] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            for p in module.parameters(recurse=False):
-                owners.setdefault(id(p), []).append(name)
+        for begins, model in self._titled():
+            for name, module in model.named_modules(remove_duplicate=False):
+                for p in module.parameters(recurse=False):
+                    owners.setdefault(id(p), []).append(begins + name)
         return [Unallocated(p.nbytes, tuple(owners[id(p)])) for p in unallocated]
 
     def largest_gradient_nbytes(self) -> int:
@@ -124,7 +144,7 @@ class ModelState:
         A parameter that one optimizer has states for, or that two hold (as wrappers do), counts
         once.
         """
-        optimizers = self.optimizers()
+        optimizers = self._all_optimizers()
         born = {id(p) for one in optimizers if one.state for p in parameters_of(one)}
         states: dict[int, int] = {}
         for one in optimizers:
@@ -135,16 +155,47 @@ class ModelState:
 
     def standing(self) -> ResidentBytes | None:
         """Returns the bytes that are resident between steps; None if the model is gone."""
-        model = self._model()
-        return None if model is None else resident_bytes_of(model, self.optimizers())
+        models = self._models()
+        return resident_bytes_of(models, self._all_optimizers()) if models else None
 
     def optimizers(self) -> list[Optimizer]:
-        """Returns the optimizers that are counted and still exist."""
+        """Returns the model's own optimizers that are counted and still exist."""
         return [one for known in self._optimizers if (one := known()) is not None]
 
+    def _all_optimizers(self) -> list[Optimizer]:
+        each = (one.optimizers() for one in (self, *self._present_guests()))
+        return list(dict.fromkeys(itertools.chain.from_iterable(each)))
+
+    def _present_guests(self) -> list["ModelState"]:
+        guests = (known() for known in self._guests)
+        return [one for one in guests if one is not None and one.is_fitted]
+
+    def _models(self) -> list[nn.Module]:
+        return [model for _, model in self._titled()]
+
+    def _titled(self) -> list[tuple[str, nn.Module]]:
+        """Returns the models, each with what the names of its modules begin with."""
+        own = self._model()
+        found = [] if own is None else [("", own)]
+        for guest in self._present_guests():
+            model = guest._model()
+            if model is not None:
+                found.append((self.title_of(guest), model))
+        return found
+
     def _trainable(self) -> list[Tensor]:
-        model = self._model()
-        return [] if model is None else [p for p in model.parameters() if p.requires_grad]
+        each = (p for one in self._models() for p in one.parameters() if p.requires_grad)
+        return list({id(p): p for p in each}.values())
+
+
+def title(nth: int) -> str:
+    """Returns what the names of the modules of the nth guest, from 0, begin with in a step."""
+    return f"model {nth + 2}: "
+
+
+def _weights(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def storage_nbytes(tensors: Iterable[Tensor]) -> int:

@@ -52,6 +52,13 @@ class StandsBeside:
 
 
 @dataclass(frozen=True)
+class ModelJoined:
+    """Observation: another model runs in this step. memory: as the step began, with its own."""
+
+    memory: "MemoryState"
+
+
+@dataclass(frozen=True)
 class GivenHeld:
     """Observation: states are held as the given plan was made for. memory: since then."""
 
@@ -260,6 +267,7 @@ class RehearsedInVain:
 Observation = (
     StepBegan
     | StandsBeside
+    | ModelJoined
     | GivenHeld
     | OptionsChanged
     | LargerKnown

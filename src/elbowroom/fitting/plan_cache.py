@@ -48,9 +48,13 @@ class PlanCache:
         for planning in self:
             planning.use(options)
 
-    def forget(self) -> None:
-        """Lets each kind of forward be learned anew, the first of them by the plan it was given."""
-        self._known.clear()
+    def forget(self, but: Planning | None = None) -> None:
+        """Lets each kind of forward be learned anew, the first of them by the plan it was given.
+
+        but: except for this one
+        """
+        for bucket in [bucket for bucket, one in self._known.items() if one is not but]:
+            del self._known[bucket]
         self._given = self._first
 
     def _admit(self, signature: Signature) -> Planning:

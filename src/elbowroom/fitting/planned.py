@@ -57,7 +57,8 @@ def begun(state: FitState, plan: "Plan") -> Step:
     assert profile is not None
     peak_nbytes = plan.peak + state.margin_nbytes
     above = peak_nbytes > state.options.budget_nbytes  # followed all the same, to measure it
-    other = 0 if above else peak_nbytes - profile.static - plan.held_nbytes
+    other = peak_nbytes - profile.static - plan.held_nbytes
+    other = min(other, 0) if above else other
     return replace(state, headroom=state.headroom.learned(other)), (BeginPlan(),)
 
 

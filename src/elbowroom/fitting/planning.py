@@ -60,6 +60,7 @@ from elbowroom.fitting.observations import (
     ForwardHeard,
     LargerKnown,
     LayersHeldTooMuch,
+    ModelJoined,
     NoPlanLeft,
     NothingToDo,
     NotRepeatable,
@@ -281,31 +282,47 @@ class Planning(Followed):
         self._tell(LayersHeldTooMuch())
         return self.context.runs_again
 
-    def go_on(self, signature: Signature) -> bool:
-        """Goes on with another forward of the step; returns whether the plan knew of it."""
+    def join(self, memory: MemoryState) -> None:
+        """Counts another model, which runs in this step.
+
+        memory: as the step began, with that of the other model
+        """
+        self._tell(ModelJoined(memory))
+
+    def go_on(self, signature: Signature, waits: frozenset[int] | None = None) -> bool:
+        """Goes on with another forward of the step; returns whether the plan knew of it.
+
+        waits: a part of the step is over, and these forwards wait for a later backward
+        """
         given = self.plan if self.state.follows_given else None
-        known = self.calls.go_on(signature, given, rehearsed=self.state.rehearsed)
+        rehearsed = self.state.rehearsed
+        known = self.calls.go_on(signature, given, rehearsed=rehearsed, waits=waits)
         self._running = self.calls.at, signature
         if known and given is not None:
             self.calls.note(signature, None)
         return known
 
     def rehearse_more(
-        self, forward: Callable[[], Any], signature: Signature, last: FittedSaving
+        self,
+        forward: Callable[[], Any],
+        signature: Signature,
+        last: FittedSaving,
+        given: object = (),
     ) -> Rest:
         """Records a forward that the step was not planned with, and gives it what is left.
 
-        last: the saving of the one before. Raises BudgetTooSmall where the first of all steps has
-        two like forwards, and no plan of both is known.
+        last: the saving of the one before; given: its inputs, if they stand anyway. Raises
+        BudgetTooSmall where the first of all steps has two like forwards, and no plan of both is
+        known.
         """
         try:
-            heard = rehearsed(self, self.owned, forward, after=last)
+            heard = rehearsed(self, self.owned, forward, after=last, given=given)
         except NothingHeld:  # backward runs inside of forward
             heard = None
         self.calls.note(signature, heard)
         self.calls.grew = True
         if heard is None:
-            warn_unexpected(self.options, None)
+            self._warn_unexpected(None)
             return Rest(self.options, self.context, None)
         settings = replace(settings_of(self), ratio=1.0, margin_nbytes=0, again_nbytes=0)
 
@@ -320,14 +337,20 @@ class Planning(Followed):
         above_nbytes = least.peak - self.options.budget_nbytes
         encoded = last.encode_held(last.ledger.held_nbytes - above_nbytes)
         if encoded is None:
-            warn_unexpected(self.options, least)
+            self._warn_unexpected(least)
             return Rest(self.options, self.context, least)
         plan = plan_rest(beside(CAREFUL), settings)
         if plan is None:
             # The strictest preset holds less than a plan whose worst moment is in backward.
-            warn_unexpected(self.options, least)
+            self._warn_unexpected(least)
             plan = plan_rest(beside(LIKELY), settings)
         return Rest(self.options, self.context, plan, encoded)
+
+    def _warn_unexpected(self, least: Plan | None) -> None:
+        """Warns, once in a step, of a forward that may not fit."""
+        if not self.calls.was_said:
+            warn_unexpected(self.options, least)
+        self.calls.was_said = True
 
     def _refuse_two(self, heard: ForwardProfile, signature: Signature) -> None:
         """Raises BudgetTooSmall where no plan of two forwards like this one is known.
@@ -371,7 +394,7 @@ class Planning(Followed):
 
         memory: the memory as the next one begins. others_learn: see `Neighbours`.
         """
-        if self.settled or not self.calls.is_whole:
+        if self.settled or not self.calls.is_whole(had_backward=last.was_asked):
             return
         seen = observed(self, last, step, memory.beside(step.memory.beside_nbytes))
         self._tell(replace(seen, others_learn=others_learn))

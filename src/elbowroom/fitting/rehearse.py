@@ -5,7 +5,8 @@ Lossy codes are gone with the step then, while states that were encoded keep a m
 states come after all codes, and only what is optimistic about backward comes after them.
 """
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +42,7 @@ _TRIES: dict[bool | None, tuple[tuple[bool | None, float, bool], ...]] = {
     ),
     False: ((False, CAREFUL, False), (False, CAREFUL, True), (False, LIKELY, True)),
 }
+_warned: "weakref.WeakSet[object]" = weakref.WeakSet()
 _SURE = 0.7  # of the least by the graph: below that it is refused unmeasured
 _FIRST = 1.05  # of the budget, in a forward that held nothing: above that it is, too
 
@@ -52,15 +54,19 @@ def rehearsed(
     after: FittedSaving | None = None,
     *,
     is_inside: bool = False,
+    given: object = (),
 ) -> ForwardProfile | None:
     """Records a forward that holds nothing, and the graph that it has built.
 
-    None where it cannot be measured. after: that of an earlier forward of the same step, which is
-    left as it is. is_inside: another fitted model's graph waits, and what backward runs there is
-    that one's. It comes once, and is short: a measurement of another model gives way.
+    None where it cannot be measured. It comes once, and is short: a measurement of another model
+    gives way.
+
+    after: that of an earlier forward of the same step, which is left as it is
+    is_inside: another fitted model's graph waits, and what backward runs there is that one's
+    given: what takes no more memory where the forward saves it, since it stands already
     """
     Background.interrupt()
-    stood = {x.untyped_storage()._cdata for x in owned.tensors() if is_touchable(x)}
+    stood, held = _addresses(owned.tensors()), _addresses(tree_leaves(given))
     recording = Recording.start(owned.tensors(), owned.device)
     if recording is None:
         return None
@@ -71,14 +77,21 @@ def rehearsed(
             out = [x for x in tree_leaves(forward()) if isinstance(x, Tensor) and x.requires_grad]
             saving.drop_everything()
             graph = graph_of(out, recording.recorder, since, is_whole=is_whole)
-        loss_nbytes, out_nbytes = _loss_nbytes(out), storage_nbytes(out)
+        loss_nbytes, out_nbytes, outs = _loss_nbytes(out), storage_nbytes(out), _addresses(out)
         seen = recording.finish()  # while what forward gives is there: the graph dies with it
         del out
     finally:
         recording.close()
     if seen is None:
         return None
-    return ForwardProfile(seen, graph, loss_nbytes, out_nbytes, recording.recorder.on(stood))
+    on = recording.recorder.on
+    heard = ForwardProfile(seen, graph, loss_nbytes, out_nbytes, on(stood), on(outs))
+    return heard.given(on(held)) if held else heard
+
+
+def _addresses(values: Iterable[object]) -> set[int]:
+    tensors = (x for x in values if isinstance(x, Tensor))
+    return {x.untyped_storage()._cdata for x in tensors if is_touchable(x)}
 
 
 def _loss_nbytes(outputs: list[Tensor]) -> tuple[int, int]:
@@ -118,7 +131,7 @@ def plan_by_forward(
             plan = making.plan_for(candidate.profile, 0, exact=one.exact, recompute=one.recompute)
             if plan is not None:
                 if one.care < CAREFUL:
-                    warn_optimistic(making.options)
+                    _warn_optimistic(making, who)
                 return Chosen(candidate, plan)
     smallest = states.smallest(step(LIKELY), who, making) if measures else None
     if smallest is not None:
@@ -126,9 +139,16 @@ def plan_by_forward(
         free = budget_nbytes - profile.static
         might = _SURE * (smallest.plan.peak - profile.static) <= free
         if might and profile.forward_peak <= _FIRST * budget_nbytes:
-            warn_optimistic(making.options)
+            _warn_optimistic(making, who)
             return smallest
     raise _refusal(step, states, who, making, gradient_nbytes)
+
+
+def _warn_optimistic(making: PlannerSettings, who: object) -> None:
+    """Warns once: some steps teach nothing, and are planned by a rehearsal again."""
+    if who not in _warned:
+        _warned.add(who)
+        warn_optimistic(making.options)
 
 
 @dataclass(frozen=True)

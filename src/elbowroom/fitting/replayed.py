@@ -48,6 +48,17 @@ class ReplayedForward:
         self.setting = preset if plan is None else Preset("plan", plan.look_up, plan.exact)
         self.ledger = Tally(script.held_nbytes, script.before_nbytes)
         self._fit, self._script, self._after = fit, script, after
+        self._over = self._count_over()
+
+    def _count_over(self) -> int:
+        """Returns how many forwards before it nobody waits for any more."""
+        before = self._after
+        return 0 if before is None else before._count_over() + (not before.ledger.waits)
+
+    @property
+    def was_asked(self) -> bool:
+        """True if a backward of the step has begun since this forward."""
+        return not self.ledger.waits or self._count_over() > self._over
 
     @property
     def waits(self) -> bool:

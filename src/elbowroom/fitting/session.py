@@ -7,6 +7,7 @@
 
 How a plan comes about is told in `planning.py`; each kind of forward has its own (`signature.py`).
 Forwards that wait for the same backward are one step (`calls.py`).
+Models that share a step have one plan (`guests.py`).
 Here each forward of the model runs. What is measured of its steps stands in `steps.py`,
 what follows where memory runs out in `shortage.py`. A forward is
 
@@ -19,8 +20,10 @@ as it is certain, or at the beginning of the step after the one that was measure
 refused counts to its end without holding anything, or to a backward of its own.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -32,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.errors import BudgetTooSmall, NothingHeld, PlanError
 from elbowroom.fitting.backward_peak import peak_of_backward
 from elbowroom.fitting.forward import FittedSaving
+from elbowroom.fitting.guests import OpenStep, is_made_of_graph
 from elbowroom.fitting.late_optimizers import watch
 from elbowroom.fitting.messages import add_room
 from elbowroom.fitting.model_state import ModelState
@@ -47,6 +51,7 @@ from elbowroom.fitting.together import Together
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.rates import rates
 from elbowroom.plan.plan import Plan
+from elbowroom.runtime import modules
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.replay.script import Script
@@ -54,6 +59,7 @@ from elbowroom.runtime.undo import Undo
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 _forwards = count(1)  # of all models that are fitted
+_fittings: "weakref.WeakSet[Fitting]" = weakref.WeakSet()
 _MOST_REPEATED = 16  # forwards that are known, until what stands is looked after again
 
 
@@ -64,6 +70,7 @@ class Fitting(MeasuredSteps):
     """
 
     ran_at = 0
+    _host: "weakref.ref[Fitting] | None" = None
 
     def __init__(
         self,
@@ -74,6 +81,8 @@ class Fitting(MeasuredSteps):
     ) -> None:
         """plan: what the first step begins with."""
         super().__init__(ModelState(model, optimizer), options)
+        self._asked, self._has_given = options, plan is not None
+        self._shared = OpenStep()
         watch(self)
         # Once a process; it loads the kernels, and no step waits.
         rates(self.owned.device.type, lossy=not options.exact)
@@ -83,6 +92,7 @@ class Fitting(MeasuredSteps):
         self._copies = True  # until a forward has left large tensors alone (`rewind.py`)
         self._parameters: list[nn.Parameter] | None = None  # while forwards are known
         self._repeated = 0  # known forwards in a row
+        _fittings.add(self)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Counts its states from the next step on, which is learned anew if there are any."""
@@ -91,6 +101,15 @@ class Fitting(MeasuredSteps):
         if self._state_nbytes() > before_nbytes:
             self._plannings.forget()
             self._parameters = None
+            for one in list(_fittings):
+                if one.owned.has_guest(self.owned):
+                    one._learn_with_guests()
+
+    def _learn_with_guests(self) -> None:
+        """Learns anew what steps need; their forwards stay known."""
+        self._plannings.forget(but=self.planning)
+        if self.planning.state.is_learned:
+            self.planning.calls.grew = True
 
     def _state_nbytes(self) -> int:
         memory = self.owned.memory()
@@ -115,6 +134,9 @@ class Fitting(MeasuredSteps):
 
         After an error that says there is no memory, plans with less.
         """
+        host = None if self._beside.is_alone else self._find_host()
+        if host is not None:
+            return host._run_guest(self, model, forward, args, kwargs)
         self.ran_at = next(_forwards)
         return self._run_together(self._run_alone, model, forward, args, kwargs)
 
@@ -122,7 +144,71 @@ class Fitting(MeasuredSteps):
     def may_go_on(self) -> bool:
         """True while what the last forward has saved waits for its backward."""
         last = self._last
-        return last is not None and last.waits and self.planning.calls.may_go_on
+        if last is None or not last.waits or (self._shared.has_guests and last.was_asked):
+            return False
+        return self.planning.calls.may_go_on
+
+    def _may_resume(self, given: Given) -> bool:
+        """Returns whether a forward of the model itself goes on with a step that others share."""
+        if not self._shared.has_guests or self._last is None or not is_made_of_graph(given):
+            return False
+        return self._shared.waits and self.planning.calls.may_go_on
+
+    def _find_host(self) -> "Fitting | None":
+        """Returns the fitted model whose step a forward of this one goes on with."""
+        if self._has_given or self._shared.waits:
+            return None
+        hosts = (one for one in list(_fittings) if one is not self and one._may_take_in(self))
+        return max(hosts, default=None, key=lambda one: one.ran_at)
+
+    @property
+    def host(self) -> "Fitting | None":
+        """What fits the model that this one was last a guest of."""
+        return None if self._host is None else self._host()
+
+    @property
+    def is_guest(self) -> bool:
+        """True if all forwards of the model were parts of other models' steps."""
+        return self.host is not None and not self.context.step
+
+    def _may_take_in(self, guest: "Fitting") -> bool:
+        alike = self._asked == guest._asked and not (self._has_given or self._closed)
+        if not alike or self._last is None or not self._shared.may_take_in:
+            return False
+        same_device = self.owned.device == guest.owned.device
+        return same_device and self.planning.calls.may_go_on
+
+    def _run_guest(
+        self,
+        guest: "Fitting",
+        model: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs a forward of another fitted model as one more forward of the step."""
+        last = self._last
+        assert last is not None
+        self.ran_at, guest._host = next(_forwards), weakref.ref(self)
+        self._shared.has_guests = True
+        if self.owned.join(guest.owned):
+            self._joined(guest)
+        title = self.owned.title_of(guest.owned)
+        own = signature_of(model, args, kwargs)
+        signature = replace(own, structure=(title, own.structure))
+        with self._failures(), modules.titled(title):
+            out = self._go_on(model, forward, signature, last, (args, kwargs))
+        self._shared.follow(out, self._last, self.planning.calls.at)
+        return out
+
+    def _joined(self, guest: "Fitting") -> None:
+        """Counts the memory of a model that was not in a step of this one before."""
+        self._stop()  # it has begun with what this model holds alone
+        beside_nbytes = self.planning.memory.beside_nbytes
+        if self._beside.takes_turns_with(guest._beside):
+            beside_nbytes = max(beside_nbytes - guest.owned.nbytes, 0)
+        self.planning.join(self.owned.memory().beside(beside_nbytes))
+        self._learn_with_guests()
 
     def run_more(
         self,
@@ -168,7 +254,7 @@ class Fitting(MeasuredSteps):
         last, known = self._last, self._parameters
         signature = signature_of(model, args, kwargs, known)
         given = args, kwargs
-        goes_on = self.may_go_on
+        goes_on = self.may_go_on or self._may_resume(given)
         with self._failures():
             if known is not None and not goes_on and self._repeats(signature):
                 script = self.planning.repeat()
@@ -176,8 +262,11 @@ class Fitting(MeasuredSteps):
                     self.context.begin_step()
                     return self._replayed(forward, script)
             if last is not None and goes_on:
-                return self._go_on(model, forward, signature, last, given)
-            return self._step_with(model, forward, signature, given)
+                out = self._go_on(model, forward, signature, last, given)
+            else:
+                out = self._step_with(model, forward, signature, given)
+        self._shared.follow(out, self._last, self.planning.calls.at)
+        return out
 
     def _run_loss(
         self,
@@ -195,6 +284,7 @@ class Fitting(MeasuredSteps):
     @contextmanager
     def _failures(self) -> Iterator[None]:
         """Says what a refusal leaves out, and learns from an error that says there is no memory."""
+        before, self._shared.runs = self._shared.runs, True
         try:
             yield
         except BudgetTooSmall as error:
@@ -204,6 +294,8 @@ class Fitting(MeasuredSteps):
             if is_out_of_memory(error):
                 self.exhausted()
             raise
+        finally:
+            self._shared.runs = before
 
     def _repeats(self, signature: Signature) -> bool:
         """Returns whether this forward is the last one again, and nothing has to be looked after.
@@ -275,7 +367,8 @@ class Fitting(MeasuredSteps):
     ) -> Any:
         """Runs the model once more in the same step (`calls.py`)."""
         planning = self.planning
-        is_known = planning.go_on(signature)
+        resumes = self._shared.has_guests and before.was_asked
+        is_known = planning.go_on(signature, self._shared.waiting if resumes else None)
         learns = planning.state.may_rehearse
         if isinstance(before, ReplayedForward):
             script = planning.next_script() if is_known else None
@@ -284,6 +377,8 @@ class Fitting(MeasuredSteps):
             last = before.begun()
         else:
             last = before
+        if resumes:
+            last.resume()
         if is_known and not learns:
             return self._forward(forward, last)
         undo = Undo(model, (), given)
@@ -291,14 +386,22 @@ class Fitting(MeasuredSteps):
         try:
             if not undo.is_possible or self._together.runs_once:
                 return self._forward(forward, last)
-            kept = self._kept(forward, last) if learns else None
-            if kept is not None:
+            has_guests = self._shared.has_guests
+            is_other = has_guests and planning.calls.is_other(signature)
+            # Where the next step is to be planned by a rehearsal, all of its forwards are.
+            tries = is_other or (learns and not (has_guests and planning.calls.grew))
+            kept = self._kept(forward, last) if tries else None
+            if kept is not None and is_other:
+                planning.calls.note_other(signature)
+            elif kept is not None:
                 planning.calls.note(signature, None)
+            if kept is not None:
                 return kept[0]
             undo.back()
             self._stop()
             try:
-                rest = planning.rehearse_more(forward, signature, last)
+                stands = given if has_guests else ()
+                rest = planning.rehearse_more(forward, signature, last, stands)
             finally:
                 undo.back()
         finally:
@@ -445,6 +548,12 @@ class Fitting(MeasuredSteps):
     def _begin(self, signature: Signature, given: Given) -> None:
         self.context.begin_step()
         self._learn()
+        for one in [] if self._beside.is_alone else list(_fittings):
+            if one is not self:
+                one.passes()  # where its step is over, what follows is of this one
+        if self._shared.has_guests:
+            self.planning.calls.leave(self._shared.waiting)
+        self._shared.begin()
         self._beside.begin()
         less = self._shortage.taken()
         if less is not None:

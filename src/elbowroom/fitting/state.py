@@ -57,6 +57,7 @@ class FitState:
     rehearsed     the backward of that is an estimate
     profiled      the call that it is of
     beside_nbytes what stood beside the model in it
+    most_beside_nbytes  the most that stood beside it as it was planned again for that
     once_nbytes   by which plans in which no module runs again have been too optimistic
     again_nbytes  by which those have been in which some do
     is_recurrent  of what was written down, layers could run again
@@ -98,6 +99,7 @@ class FitState:
     rehearsed: bool = False
     profiled: "Signature | None" = None
     beside_nbytes: int = 0
+    most_beside_nbytes: int = 0
     once_nbytes: int = 0
     again_nbytes: int = 0
     is_recurrent: bool = False
@@ -127,6 +129,7 @@ class FitState:
             self.largest,
             headroom=self.headroom.forgotten(),
             is_recurrent=self.is_recurrent,
+            most_beside_nbytes=self.most_beside_nbytes,
             unexpected_steps=self.unexpected_steps,
             varies=self.varies,
             only_largest=self.only_largest,

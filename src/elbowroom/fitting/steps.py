@@ -17,11 +17,13 @@ from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.planning import Planning
 from elbowroom.fitting.replayed import ReplayedForward
+from elbowroom.fitting.state import FitState
 from elbowroom.measure.background import Background
 from elbowroom.plan.presets import Preset
 from elbowroom.runtime.context import Context
 
 _AMPLE = 0.25  # of the budget
+_MOST_TRIED = 16  # settled steps, to measure one if none was until then
 
 
 class MeasuredSteps:
@@ -52,6 +54,8 @@ class MeasuredSteps:
         self._beside = Neighbours(owned)
         self._said_lossy = False
         self._said_blind = False
+        self._gives_way = False  # the next step is measured of a model that runs inside
+        self._tried = 0  # settled steps that were measured, to know at least one
         self._closed = False
 
     def _context(
@@ -95,6 +99,8 @@ class MeasuredSteps:
         if last is None or self._closed or isinstance(last, ReplayedForward):
             return
         planning = self.planning
+        # A rehearsal of a model inside has ended it, which would happen in each step.
+        self._gives_way = step.peak is None and self._beside.others_learn
         if step.peak is not None and not (planning.plan is not None and step.makes_states):
             self._note_peak(step.peak, last)
         planning.learn(last, step, self.owned.memory(), others_learn=self._beside.others_learn)
@@ -105,7 +111,12 @@ class MeasuredSteps:
         given: its inputs; of those that another model's graph has made, backward is that one's
         """
         state = self.planning.state
-        if self._closed or self._step is not None or not state.wants_measuring:
+        if self._closed or self._step is not None:
+            return
+        if self._gives_way:
+            self._gives_way = False
+            return
+        if not (state.wants_measuring or self._is_unknown(state)):
             return
         leaves = tree_leaves(given) if self._beside.is_inside else []
         until = [x for x in leaves if isinstance(x, Tensor)]
@@ -117,6 +128,13 @@ class MeasuredSteps:
         if blind and not waits and not self._said_blind:
             self._said_blind = True
             warn_blind(self.options)
+
+    def _is_unknown(self, state: FitState) -> bool:
+        """Returns whether steps have settled, and none of them was ever measured."""
+        if not state.settled or self.peak_nbytes is not None or self._tried >= _MOST_TRIED:
+            return False
+        self._tried += 1
+        return True
 
     def _note_setting(self, saving: FittedSaving | ReplayedForward) -> None:
         chosen, rounds = saving.setting, self.context.runs_again
@@ -163,6 +181,7 @@ class MeasuredSteps:
         """Ends a measurement that runs, since the model is not fitted any more."""
         self.interrupt()
         self._closed = True
+        self.owned.is_fitted = False
         self._beside.leave()
 
     def interrupt(self) -> None:

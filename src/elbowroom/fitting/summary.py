@@ -95,7 +95,12 @@ class Summary:
 
 
 def summary(fitting: Fitting, model: str) -> Summary:
-    """Returns the summary of a model of this name, before or after its fitting was closed."""
+    """Returns the summary of a model of this name, before or after its fitting was closed.
+
+    Of one that ran in the steps of another one alone, that is the summary of these steps.
+    """
+    if fitting.is_guest and fitting.host is not None:
+        fitting = fitting.host
     planning = fitting.planning
     plan, profile = planning.plan, planning.profile
     # A rehearsed profile has an invented backward: no ground for a claim about plain autograd.

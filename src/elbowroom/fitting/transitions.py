@@ -29,6 +29,7 @@ from elbowroom.fitting.observations import (
     GivenHeld,
     LargerKnown,
     LayersHeldTooMuch,
+    ModelJoined,
     NoiseMeasured,
     NoiseUsed,
     NoPlan,
@@ -76,6 +77,8 @@ def advance(state: FitState, seen: Observation) -> Step:
             return _step_began(state, seen)
         case StandsBeside(nbytes):
             return _stands_beside(state, nbytes)
+        case ModelJoined(memory):
+            return replace(state, memory=memory), ()
         case GivenHeld():
             return _given_held(state, seen)
         case ForwardEnded():
@@ -180,9 +183,9 @@ def _stands_beside(state: FitState, nbytes: int) -> Step:
     more = nbytes - state.beside_nbytes
     if state.profile is None or more <= _MUCH * state.options.budget_nbytes:
         return state, ()
-    return _plan_again(
-        replace(state, profile=state.profile.shifted(more), beside_nbytes=nbytes), 1.0
-    )
+    profile = state.profile.shifted(more)
+    state = replace(state, profile=profile, beside_nbytes=nbytes, most_beside_nbytes=nbytes)
+    return _plan_again(state, 1.0)
 
 
 def _plan_again(state: FitState, growth: float) -> Step:
@@ -246,7 +249,8 @@ def _forward_ended(state: FitState, seen: ForwardEnded) -> Step:
 
 def _forward_heard(state: FitState, seen: ForwardHeard) -> Step:
     """Plans the step by a forward that was rehearsed."""
-    beside_nbytes, is_recurrent = state.memory.beside_nbytes, seen.heard.profile.is_recurrent
+    beside_nbytes = max(state.memory.beside_nbytes, state.most_beside_nbytes)
+    is_recurrent = seen.heard.profile.is_recurrent
     state = replace(
         state, profiled=state.now, beside_nbytes=beside_nbytes, is_recurrent=is_recurrent
     )

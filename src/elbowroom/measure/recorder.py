@@ -160,6 +160,7 @@ class StepRecorder:
         self._calls = 0  # so many ops have ended
         self._task = -1  # the backward that runs, or ran last
         self._asking = -1  # the op whose backward asks
+        self._resumed = False  # after a backward, the step goes on with another forward
         # Of each pair of somebody else's hooks: what packs, and the nodes that were made meanwhile.
         self._hidden: list[tuple[Callable[[], object], list[tuple[int, int]]]] = []
         self._nodes = torch._C._autograd._get_sequence_nr()
@@ -312,7 +313,7 @@ class StepRecorder:
         """Closes the record of forward, as the context closes."""
         self._owned.clear()
         self._note_held()
-        if self.backward is None:
+        if self._is_forward:
             self._look_at(len(self._alive))
             self._begin()
 
@@ -333,6 +334,7 @@ class StepRecorder:
         if self._asking != call:
             self._asking = call
             self._begin()
+        self._resumed = False
         if self.backward is None:
             self.backward = self._now
         self._storages[index].asked[save] = self._now
@@ -440,8 +442,12 @@ class StepRecorder:
         dense blocks holds a hundred of them for long: a few are looked at in each moment, in turn,
         and what is gone is taken to have gone just now.
         """
-        if self.backward is None and self._task == -1:
+        if self._is_forward:
             self._look_at(_LOOKS)
+
+    @property
+    def _is_forward(self) -> bool:
+        return self._resumed or (self.backward is None and self._task == -1)
 
     def _look_at(self, most: int) -> None:
         """Looks whether those that were not looked at for longest are there still."""
@@ -463,6 +469,10 @@ class StepRecorder:
         return self._now
 
     def _new(self, slot: Slot, x: Tensor, site: Site) -> int:
+        if self.backward is not None and torch._C._current_graph_task_id() == -1:
+            if not self._resumed:  # what was saved before may be gone: backward has had it
+                self._alive.clear()
+            self._resumed = True
         index = len(self._storages)
         moment = self._begin()
         address = self._address(x)

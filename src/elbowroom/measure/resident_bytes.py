@@ -11,10 +11,16 @@ from elbowroom.plan.resident_bytes import ResidentBytes
 from elbowroom.runtime.undo import tensors_of
 
 
-def resident_bytes_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> ResidentBytes:
-    """Returns what stands between two steps, once all states have been made."""
+def resident_bytes_of(
+    models: nn.Module | Iterable[nn.Module], optimizers: Iterable[Optimizer]
+) -> ResidentBytes:
+    """Returns what stands between two steps, once all states have been made.
+
+    models: one, or all that share a step
+    """
     optimizers = list(optimizers)
-    weights = list(model.parameters())
+    each = [models] if isinstance(models, nn.Module) else list(models)
+    weights = list({id(p): p for one in each for p in one.parameters()}.values())
     trained = [p for p in weights if p.requires_grad]
     updated = {id(p): (one, p) for one in optimizers for p in parameters_of(one)}
     pairs = updated.values()

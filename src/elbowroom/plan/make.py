@@ -3,6 +3,7 @@
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from math import inf
 
 from elbowroom.codecs import Codec
@@ -219,7 +220,24 @@ def _plan(
         lines=lines,
         watched=0 if profile.noise is None else profile.noise.steps,
         standing=profile.standing,
+        parted_nbytes=_parted_nbytes(profile, built, choice),
     )
+
+
+def _parted_nbytes(profile: Profile, built: BuiltProblem, choice: Choice) -> int:
+    """Returns the bytes that are held, but not at the moment at which most are (`parts.py`)."""
+    if all(one.born <= profile.backward for one in profile.storages):
+        return 0
+    held = [one.nbytes for one in profile.storages]
+    gone = recomputed_items(built.problem, choice.recomputed)
+    for at, (index, item) in enumerate(zip(built.storages, built.problem.items, strict=True)):
+        held[index] = 0 if at in gone else item.options[choice.options[at]].nbytes
+    steps = [
+        change
+        for one, nbytes in zip(profile.storages, held, strict=True)
+        for change in ((one.born, nbytes), (one.freed + 1, -nbytes))
+    ]
+    return sum(held) - max(accumulate(nbytes for _, nbytes in sorted(steps)))
 
 
 def _takes_turns(profile: Profile) -> bool:

@@ -76,6 +76,7 @@ class Plan:
     recompute      modules whose forward runs again in backward
     watched        steps in which the noise of codes was measured; 0: it is estimated from sizes
     standing       bytes of the model and its optimizers between steps; None: not known
+    parted_nbytes  bytes that are held, but not beside the others: in another part of the step
     """
 
     budget: int
@@ -91,6 +92,7 @@ class Plan:
     watched: int = 0
     standing: ResidentBytes | None = None
     strangers: Counter[SiteName] = field(default_factory=Counter, compare=False, repr=False)
+    parted_nbytes: int = field(default=0, compare=False, repr=False)
 
     def __call__(self, site: Site) -> Action:
         """Returns the plan's action at a site, as a policy."""
@@ -167,6 +169,7 @@ class Plan:
             plain_peak=static_nbytes + larger(self.plain_peak - static_nbytes),
             seconds=ratio * self.seconds,
             plain_seconds=ratio * self.plain_seconds,
+            parted_nbytes=larger(self.parted_nbytes),
             sites={
                 name: replace(one, nbytes=larger(one.nbytes)) for name, one in self.sites.items()
             },
@@ -201,8 +204,8 @@ class Plan:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes that are stored between forward and backward."""
-        return sum(line.held for line in self.lines)
+        """Bytes that are stored between forward and backward, at one time."""
+        return sum(line.held for line in self.lines) - self.parted_nbytes
 
     @cached_property
     def largest_nbytes(self) -> int:
@@ -254,7 +257,7 @@ class Plan:
             "sites": [[*name, asdict(known)] for name, known in self.sites.items()],
             "recompute": sorted(self.recompute),
         }
-        del data["strangers"]
+        del data["strangers"], data["parted_nbytes"]
         files.write(path, data)
 
     @classmethod

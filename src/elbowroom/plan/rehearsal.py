@@ -15,7 +15,7 @@ nothing that a graph is found from, what it saves is taken for one chain of ops.
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -31,6 +31,8 @@ _WORKSPACES = {CAREFUL: 0.75, LIKELY: 0.5}
 # Largest tensors that are set aside for backward while nothing is known of it.
 SAFE, USUAL = 6, 3
 _LOSS = 3  # of its input: what the loss saves of it, its gradient, and, mostly, the input itself
+
+HELD = "an input that others hold, too"
 
 EMPTY = Graph()
 
@@ -51,6 +53,7 @@ class ForwardProfile:
                  loss is part of forward
     out_nbytes   of all that forward gives
     standing     storages, by index, that stood before it: the model's buffers, which take no more
+    outs         storages, by index, that what forward gives lies in: there until backward
     """
 
     profile: Profile
@@ -58,6 +61,7 @@ class ForwardProfile:
     loss_nbytes: tuple[int, int] = (0, 0)
     out_nbytes: int = 0
     standing: frozenset[int] = frozenset()
+    outs: frozenset[int] = frozenset()
 
     @property
     def left_nbytes(self) -> int:
@@ -83,13 +87,31 @@ class ForwardProfile:
         # A loss that has read all of the outputs is known, and is no guess any more.
         most, least = self.loss_nbytes if graph.begins_at(self.graph) else (0, 0)
         shift = len(self.profile.storages)
+        profile = in_sequence(self.profile, later.profile)
+        last = max(len(profile.level) - 1, 0)
+        storages = (
+            replace(one, used=last) if i in self.outs else one
+            for i, one in enumerate(profile.storages)
+        )
         return ForwardProfile(
-            in_sequence(self.profile, later.profile),
+            replace(profile, storages=tuple(storages)),
             graph,
             (most + later.loss_nbytes[0], least + later.loss_nbytes[1]),
             self.out_nbytes + later.out_nbytes,
             self.standing.union(i + shift for i in later.standing),
+            self.outs.union(i + shift for i in later.outs),
         )
+
+    def given(self, indices: Collection[int]) -> "ForwardProfile":
+        """Returns the same, with these storages as inputs that others hold, too."""
+        storages = (
+            replace(one, saves=tuple(replace(save, left=HELD) for save in one.saves))
+            if i in indices
+            else one
+            for i, one in enumerate(self.profile.storages)
+        )
+        profile = replace(self.profile, storages=tuple(storages))
+        return replace(self, profile=profile, standing=self.standing.union(indices))
 
 
 @dataclass

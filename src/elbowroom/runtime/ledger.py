@@ -206,10 +206,15 @@ class Tally:
         self.when_over(entry.close)
 
     @property
+    def waits(self) -> bool:
+        """True if the graph is there, and no backward has come to its results."""
+        graph = None if self._graph is None else self._graph()
+        return graph is not None and not graph.was_asked
+
+    @property
     def held_nbytes(self) -> int:
         """Bytes that are held now."""
-        graph = None if self._graph is None else self._graph()
-        return 0 if graph is None or graph.was_asked else self.after_nbytes
+        return self.after_nbytes if self.waits else 0
 
 
 class Account(ABC):

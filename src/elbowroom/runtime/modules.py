@@ -40,6 +40,7 @@ class _Thread(threading.local):
         self.names: dict[int, str] = {}  # by id, those in the first of them
         self.calls: Calls | None = None  # of outermost modules, so far
         self.prefix = ""  # of all names in the first of them, by its calls
+        self.title = ""  # of the outermost, where several models share a step
         self.sees_calls = 0  # who calls `entered`: the hooks are for other threads
 
 
@@ -115,6 +116,16 @@ def counting(calls: Calls) -> Iterator[None]:
         _thread.calls, _thread.prefix = before
 
 
+@contextmanager
+def titled(title: str) -> Iterator[None]:
+    """Adds a title to the names in the outermost module that is called, to tell models apart."""
+    before, _thread.title = _thread.title, title
+    try:
+        yield
+    finally:
+        _thread.title = before
+
+
 def on_stack() -> list[nn.Module]:
     """Returns the modules whose forward runs on this thread, as Python's stack has them."""
     running: list[nn.Module] = []
@@ -138,7 +149,7 @@ def join(calls: Calls, outside: int) -> None:
     if running:
         _thread.names = _names_in(running[0])
         calls[running[0]] = calls.get(running[0], 0) + 1
-        _thread.prefix = prefix(calls[running[0]])
+        _thread.prefix = prefix(calls[running[0]]) + _thread.title
 
 
 def _running() -> list[nn.Module]:
@@ -224,7 +235,7 @@ def _counted(module: nn.Module) -> str:
     if calls is None:
         return ""
     calls[module] = calls.get(module, 0) + 1
-    return prefix(calls[module])
+    return prefix(calls[module]) + _thread.title
 
 
 def _leave(module: nn.Module) -> None:
