@@ -18,12 +18,13 @@ from elbowroom.runtime.statistics import logical_statistics, statistics_of
 def rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """Returns a recipe of RMSNorm.
 
-    On a CPU the op is made of others, which save x as fp32 first of all.
+    On a CPU the op is made of others, which save x as fp32 first of all. Where x wants no gradient
+    they do not: the first that they save of its shape is x already normalized.
     """
     x, shape, eps = call.first, call.arg(1, "normalized_shape"), call.arg(3, "eps")
     weight, dtype = as_now(call.arg(2, "weight")), x.dtype
     held = next((slot for slot in call.saved if slot.base.shape == tuple(x.shape)), None)
-    if held is None or held.value is None or not x.is_contiguous():
+    if held is None or held.value is None or not (x.is_contiguous() and x.requires_grad):
         return None
 
     def run(x: Tensor, private: bool = False) -> Tensor:
