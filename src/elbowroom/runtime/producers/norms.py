@@ -30,7 +30,7 @@ def rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     def run(x: Tensor, private: bool = False) -> Tensor:
         return F.rms_norm(x.to(dtype), shape, weight, eps)
 
-    op = Op(run, run, fixed=present(weight))
+    op = Op(run, run, fixed=present(weight), any_size=True)
     # Of a square transposed the base has the same shape, in another order.
     seen = Geometry.of(x) if held.dtype is dtype else held.base
     recipe = Recipe.of(op, held, seen, out, identity.slot(out))
@@ -52,10 +52,10 @@ def layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
                 x.mul_(weight)
             return x if bias is None else x.add_(bias)
 
-        return Op(exact, lossy, fixed=present(weight, bias))
+        return Op(exact, lossy, fixed=present(weight, bias), any_size=True)
 
     statistics = logical_statistics(call, call.first)
-    op = Op(exact, fixed=present(weight, bias))
+    op = Op(exact, fixed=present(weight, bias), any_size=True)
     if statistics is not None:
         op = of_statistics(bound, *statistics[1:])
     return origin_of(call, out, identity, op)

@@ -378,6 +378,7 @@ class Writer:
             before,
             after,
             numel=op.numel,
+            stands=op.direct,
         )
 
     def _codes_any(self, at: int, op: NotedOp) -> bool:
