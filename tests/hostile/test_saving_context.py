@@ -404,3 +404,27 @@ def test_what_is_made_again_of_the_input_of_a_checkpoint_that_an_op_saves_later(
     for number in range(4):
         got = gradients(net, x, er.saving(policy, min_nbytes=0, seed=number))
         assert same(got, gradients(net, x, looking(policy, min_nbytes=0, seed=number)))
+
+
+@pytest.mark.parametrize("policy", ["dither", "group", None])
+def test_what_is_saved_first_by_an_op_whose_result_nobody_reads(policy):
+    """SAM 2 computes its attention's weights, asks for attention, and lets go of them."""
+    torch.manual_seed(0)
+    net, x = nn.Linear(32, 96), torch.randn(4, 8, 8, 32)
+
+    def loss() -> Tensor:
+        q, k, v = torch.unbind(net(x).reshape(4, 64, 3, 1, 32), 2)
+        weights = ((q * 0.25) @ k.transpose(-2, -1)).softmax(-1)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v).square().sum()
+        del weights
+        return out
+
+    (plain,) = torch.autograd.grad(loss(), [net.weight])
+    fields = {} if policy is None else {"levels": 64} if policy == "dither" else {"bits": 8}
+    for n in range(3):
+        with er.saving(policy, min_nbytes=0, **fields) as saved:
+            out = loss()
+        assert followed(saved) == (n > 0)
+        (got,) = torch.autograd.grad(out, [net.weight])
+        assert (got - plain).square().sum() <= 0.01 * plain.square().sum()

@@ -439,6 +439,24 @@ def test_rms_norm_of_a_square_transposed_is_made_again_from_it_and_not_from_its_
     assert any(row.action == "rebuild" for row in saved.ledger.rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("eps", [None, 0.1])
+def test_rms_norm_of_data_is_not_made_again_from_the_data_normalized(dtype, eps):
+    """What wants no gradient is not saved: the first of its shape that is, is normalized."""
+    torch.manual_seed(0)
+    weight, other = (nn.Parameter(torch.randn(16, dtype=dtype)) for _ in range(2))
+    x = torch.randn(64, 16, dtype=dtype)
+
+    def gradients(context: contextlib.AbstractContextManager[Any]) -> list[Tensor]:
+        with context:
+            y = F.rms_norm(x, (16,), weight, eps) * other
+            loss = y.square().sum()
+        return list(torch.autograd.grad(loss, [weight, other]))
+
+    got, plain = gradients(looking(min_nbytes=0)), gradients(contextlib.nullcontext())
+    assert all(map(torch.equal, got, plain))
+
+
 @pytest.mark.parametrize("n", [7, 96])
 def test_relu6_with_a_nan_is_as_torch_has_it_at_each_place(n):
     """On a CPU its gradient there is 0 where torch works in vectors, and 1 elsewhere."""

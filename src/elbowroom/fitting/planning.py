@@ -83,11 +83,13 @@ from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.repeats import TRIED
+from elbowroom.runtime.replay.generalize import generalized
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.undo import Undo
 
 _MOST_SCRIPTS = 16  # for calls of several sizes, and for the forwards of a step
+_MOST_GENERAL = 16  # times that two scripts become one
 _LOOKS_AGAIN = 256  # forwards that are known, until one is looked at all the same
 _MOST_UNWRITTEN = 4  # forwards without a script, or that strayed from it, until none is written
 
@@ -140,6 +142,8 @@ class Planning(Followed):
     def forget_scripts(self) -> None:
         """Forgets the scripts of settled forwards, so that they are written again."""
         self._scripts: dict[tuple[int, Signature], Script] = {}  # of settled forwards, in steps
+        self._left: dict[tuple[int, Signature], Script] = {}  # when a forward was another one
+        self._general = _MOST_GENERAL
         self._unwritten = _MOST_UNWRITTEN  # forwards that may yet turn out to have no script
         self._replayed = 0  # forwards
 
@@ -234,7 +238,9 @@ class Planning(Followed):
 
     def forget_script(self) -> None:
         """Forgets a script after a forward was another one than it says."""
-        self._scripts.pop(self._running, None)
+        script = self._scripts.pop(self._running, None)
+        if script is not None:
+            self._left[self._running] = script
         self._unwritten -= 1
 
     def prepare(self, forward: Callable[[], Any]) -> None:
@@ -380,7 +386,17 @@ class Planning(Followed):
             return
         while len(self._scripts) >= _MOST_SCRIPTS:
             del self._scripts[next(iter(self._scripts))]
-        self._scripts[self._running] = scribe.script
+        self._scripts[self._running] = self._general_of(scribe.script)
+
+    def _general_of(self, script: Script) -> Script:
+        """Returns a script of this forward, and of one before that had other numbers of rows."""
+        known = self._left.pop(self._running, None)
+        both = None if known is None or not self._general else generalized(known, script)
+        if both is None:
+            return script
+        self._general -= 1
+        self._unwritten = min(self._unwritten + 1, _MOST_UNWRITTEN)
+        return both
 
     def learn(
         self,

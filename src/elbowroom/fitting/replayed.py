@@ -19,6 +19,8 @@ class ReplayedSaving(Replay):
     entry  what was held until then, in the ledger of that
     """
 
+    bounded = True
+
     def __init__(self, fit: Fit, script: Script, after: "ReplayedForward | None" = None) -> None:
         super().__init__(script, fit.context)
         self._fit, self._after = fit, after

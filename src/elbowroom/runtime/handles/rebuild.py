@@ -109,6 +109,8 @@ class Op:
     beside              ops of earlier calls that have made the same of the same
     is_extra            run again only where not enough is saved without
     is_unsure           what it made may have been changed unseen: compare before it is dropped
+    any_size            its functions know no sizes but those of parameters and of arguments that
+                        are no tensors: they are right for other numbers of rows, too
     """
 
     exact: Callable[[Tensor, bool], Tensor]
@@ -127,6 +129,7 @@ class Op:
     beside: "tuple[Op, ...]" = ()
     is_unsure: bool = False
     is_extra: bool = False
+    any_size: bool = False
 
     def changed(self, **fields: Any) -> "Op":
         """Return the same op with other fields: `dataclasses.replace` in a tenth of its time."""

@@ -29,6 +29,7 @@ def relu(call: Call, out: Tensor, identity: Identity) -> Origin:
         lambda x, private: x.relu_() if private else x.relu(),
         affine=lambda: Affine.identity(device),
         needs_bits=True,
+        any_size=True,
     )
     return origin_of(call, out, identity, op, has_zeros=True)
 
@@ -52,6 +53,7 @@ def leaky_relu(call: Call, out: Tensor, identity: Identity) -> Origin:
         lambda x: x,
         needs_bits=True,
         outside=lambda x: x * slope,
+        any_size=True,
     )
     return _make_masked(call, out, identity, op)
 
@@ -68,6 +70,7 @@ def relu6(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         lambda x: x,
         needs_bits=True,
         outside=lambda x: (x > 3).to(x.dtype) * 6,
+        any_size=True,
     )
     return _make_masked(call, out, identity, op, has_zeros=True)
 
@@ -91,13 +94,14 @@ def gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
         lambda x, _: F.gelu(x, approximate=approximate),
         # Over what was decoded: elementwise, so in place is the same.
         lambda x: torch.ops.aten.gelu.out(x, approximate=approximate, out=x),
+        any_size=True,
     )
     return origin_of(call, out, identity, op)
 
 
 def silu(call: Call, out: Tensor, identity: Identity) -> Origin:
     """The recipe of a SiLU."""
-    op = Op(lambda x, _: F.silu(x), lambda x: F.silu(x, inplace=True))
+    op = Op(lambda x, _: F.silu(x), lambda x: F.silu(x, inplace=True), any_size=True)
     return origin_of(call, out, identity, op)
 
 
@@ -112,6 +116,6 @@ def dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     has_zeros = before is not None and before.has_zeros
     if len(noise) != 1:
         return Origin(call.name, has_zeros)
-    op = Op(lambda x, _: x, lambda x: x, noise=weakref.ref(noise[0]))
+    op = Op(lambda x, _: x, lambda x: x, noise=weakref.ref(noise[0]), any_size=True)
     call.saved.remove(noise[0])
     return origin_of(call, out, identity, op, has_zeros=has_zeros)

@@ -32,7 +32,7 @@ def moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     held, before = identity.slot(x), identity.origin(x, call.version)
     if held is None or version_of(x) != call.version or not _is_own_result(x, held):
         return None
-    op = Op(lambda x, _: func(x, *rest, **named))
+    op = Op(lambda x, _: func(x, *rest, **named), any_size=True)
     recipe = Recipe.of(op, held, Geometry.of(x), out, identity.slot(out))
     has_zeros = before is not None and before.has_zeros
     return None if recipe is None else Origin(call.name, has_zeros, recipe)
@@ -129,7 +129,7 @@ def gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         return x.index_select(dim, index) if by_dim else x[index]  # which counts from the end, too
 
     other = weakref.ref(held), Geometry.of(index)
-    op = Op(lambda x, _: x, lambda x: x, others=(other,), combine=combine)
+    op = Op(lambda x, _: x, lambda x: x, others=(other,), combine=combine, any_size=True)
     recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
@@ -141,7 +141,8 @@ def cast(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     if source is None or not x.is_floating_point() or x.device != out.device:
         return None
     dtype = out.dtype
-    op = Op(lambda x, _: x.to(dtype, copy=True), lambda x: x.to(dtype))  # x stays its holder's
+    # x stays its holder's
+    op = Op(lambda x, _: x.to(dtype, copy=True), lambda x: x.to(dtype), any_size=True)
     recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
     before = identity.origin(x)
     has_zeros = before is not None and before.has_zeros

@@ -18,18 +18,19 @@ from elbowroom.runtime.statistics import logical_statistics, statistics_of
 def rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """Returns a recipe of RMSNorm.
 
-    On a CPU the op is made of others, which save x as fp32 first of all.
+    On a CPU the op is made of others, which save x as fp32 first of all. Where x wants no gradient
+    they do not: the first that they save of its shape is x already normalized.
     """
     x, shape, eps = call.first, call.arg(1, "normalized_shape"), call.arg(3, "eps")
     weight, dtype = as_now(call.arg(2, "weight")), x.dtype
     held = next((slot for slot in call.saved if slot.base.shape == tuple(x.shape)), None)
-    if held is None or held.value is None or not x.is_contiguous():
+    if held is None or held.value is None or not (x.is_contiguous() and x.requires_grad):
         return None
 
     def run(x: Tensor, private: bool = False) -> Tensor:
         return F.rms_norm(x.to(dtype), shape, weight, eps)
 
-    op = Op(run, run, fixed=present(weight))
+    op = Op(run, run, fixed=present(weight), any_size=True)
     # Of a square transposed the base has the same shape, in another order.
     seen = Geometry.of(x) if held.dtype is dtype else held.base
     recipe = Recipe.of(op, held, seen, out, identity.slot(out))
@@ -51,10 +52,10 @@ def layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
                 x.mul_(weight)
             return x if bias is None else x.add_(bias)
 
-        return Op(exact, lossy, fixed=present(weight, bias))
+        return Op(exact, lossy, fixed=present(weight, bias), any_size=True)
 
     statistics = logical_statistics(call, call.first)
-    op = Op(exact, fixed=present(weight, bias))
+    op = Op(exact, fixed=present(weight, bias), any_size=True)
     if statistics is not None:
         op = of_statistics(bound, *statistics[1:])
     return origin_of(call, out, identity, op)

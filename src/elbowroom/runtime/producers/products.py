@@ -32,7 +32,7 @@ def elementwise(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     named.pop("input", None)
     if any(isinstance(one, Tensor) for one in (*rest, *named.values())) or out.dtype != x.dtype:
         return None
-    op = Op(lambda x, _: func(x, *rest, **named), lambda x: func(x, *rest, **named))
+    op = Op(lambda x, _: func(x, *rest, **named), lambda x: func(x, *rest, **named), any_size=True)
     return origin_of(call, out, identity, op)
 
 
@@ -75,11 +75,15 @@ def binary(
             return None
     if type(y) is nn.Parameter or held is None:
         factor = y.detach()
-        op = Op(lambda x, _: run(x, factor), lambda x: run(x, factor), fixed=(factor,))
-    else:  # `Ready` combines
         op = Op(
-            lambda x, _: x, lambda x: x, others=((weakref.ref(held), Geometry.of(y)),), combine=run
+            lambda x, _: run(x, factor),
+            lambda x: run(x, factor),
+            fixed=(factor,),
+            any_size=True,
         )
+    else:  # `Ready` combines
+        others = ((weakref.ref(held), Geometry.of(y)),)
+        op = Op(lambda x, _: x, lambda x: x, others=others, combine=run, any_size=True)
     recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
@@ -105,9 +109,8 @@ def _of_later(
     if one is None or other is None:
         return None
     others = ((link_to(other), Geometry.of(y)),)
-    recipe = Recipe.of(
-        Op(lambda x, _: x, others=others, combine=run), one, Geometry.of(x), out, identity.slot(out)
-    )
+    op = Op(lambda x, _: x, others=others, combine=run, any_size=True)
+    recipe = Recipe.of(op, one, Geometry.of(x), out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
 
@@ -159,7 +162,8 @@ def softmax(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     named.pop("input", None)
     if out.dtype is not x.dtype and torch.is_autocast_enabled(x.device.type):
         return None
-    return origin_of(call, out, identity, Op(lambda x, _: func(x, *rest, **named)))
+    op = Op(lambda x, _: func(x, *rest, **named), any_size=True)
+    return origin_of(call, out, identity, op)
 
 
 def linear(call: Call, out: Tensor, identity: Identity) -> Origin | None:
@@ -193,7 +197,8 @@ def linear(call: Call, out: Tensor, identity: Identity) -> Origin | None:
             return F.linear(x, w, b)
         return F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
 
-    op = Op(exact, fixed=(w,) if b is None else (w, b), products=products)
+    fixed, any_size = (w,) if b is None else (w, b), given is seen
+    op = Op(exact, fixed=fixed, products=products, any_size=any_size)
     recipe = Recipe.of(op, source, given, out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
@@ -230,7 +235,7 @@ def joined(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
     seen = [Geometry.of(x) for x in parts]
     others = tuple(zip(links[1:], seen[1:], strict=True))
-    op = Op(lambda x, _: x, others=others, combine=combine, is_extra=True)
+    op = Op(lambda x, _: x, others=others, combine=combine, is_extra=True, any_size=True)
     assert sources[0] is not None
     recipe = Recipe.of(op, sources[0], seen[0], out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
@@ -271,7 +276,8 @@ def selected(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         other = one[0] if one else y
         return torch.where(mask, x, other) if is_where else x.masked_fill(mask, other)
 
-    op = Op(lambda x, _: x, others=tuple(held), combine=combine, is_extra=True)
+    given_too = tuple(held)
+    op = Op(lambda x, _: x, others=given_too, combine=combine, is_extra=True, any_size=True)
     recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
@@ -286,6 +292,7 @@ def log_probabilities(call: Call, x: Tensor, identity: Identity) -> Origin | Non
     if x.shape != logits.shape or x.dtype is not logits.dtype or not is_dense(x):
         return None
     dim = 1 if logits.dim() > 1 else 0
-    origin = origin_of(call, x, identity, Op(lambda x, _: torch.log_softmax(x, dim)))
+    op = Op(lambda x, _: torch.log_softmax(x, dim), any_size=True)
+    origin = origin_of(call, x, identity, op)
     identity.made(x, origin)
     return origin

@@ -11,7 +11,8 @@ coder. So a followed step looks nothing up.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,9 +25,10 @@ from elbowroom.plan.action import Encode, Keep, Rebuild
 from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle, RebuildHandle
 from elbowroom.runtime.handles.rebuild import Op, Ready
 from elbowroom.runtime.masks import mask_bits
-from elbowroom.runtime.replay.script import NOWHERE, Deed, Like, Remade, Save, Step
+from elbowroom.runtime.replay.script import NOWHERE, Deed, Like, Remade, Save, Step, deeds_of
+from elbowroom.runtime.replay.sizes import Varying, now
 from elbowroom.runtime.serving import is_normalized, normalized, perform
-from elbowroom.runtime.slot import Slot, View
+from elbowroom.runtime.slot import Geometry, Slot, View
 from elbowroom.runtime.storage import version_of
 
 if TYPE_CHECKING:
@@ -74,21 +76,10 @@ class Compiled:
     """The acts of a script, and what is done as the forward ends."""
 
     def __init__(self, steps: Sequence[Step], last: Sequence[Deed]) -> None:
-        exact = not any(map(_is_lossy, _deeds(steps, last)))
+        exact = not any(deed.is_lossy for deed in deeds_of(steps, last))
         # The last one is no call: nothing is equal to its function.
         self.acts = (*(Act(step, is_exact=exact) for step in steps), Act(Step(_nothing)))
         self.last = tuple(_late(deed, exact) for deed in last)
-
-
-def _deeds(steps: Sequence[Step], last: Sequence[Deed]) -> Iterator[Deed]:
-    for step in steps:
-        yield from (*step.before, *step.after)
-        yield from (save.deed for save in step.saves or () if save and save.deed)
-    yield from last
-
-
-def _is_lossy(deed: Deed) -> bool:
-    return isinstance(deed.action, Encode) and not deed.action.codec.lossless
 
 
 def _nothing() -> None:
@@ -160,6 +151,8 @@ def _fits(want: Any) -> Check:
 
 
 def _fits_tensor(like: Like) -> Check:
+    if isinstance(like.geometry, Varying):
+        return _fits_varying(like, like.geometry)
     kind: Any = like.kind
     dtype, device, requires_grad, layout = like.traits
     (shape, stride, offset), same, place = like.geometry, like.same, like.place
@@ -174,6 +167,28 @@ def _fits_tensor(like: Like) -> Check:
             or x.shape != shape
             or x.stride() != stride
             or x.storage_offset() != offset
+            or (same != NOWHERE and not replay.places.has(same, x))
+        ):
+            return False
+        if place != NOWHERE:
+            replay.places.note(place, x)
+        return True
+
+    return fits
+
+
+def _fits_varying(like: Like, geometry: Varying) -> Check:
+    kind: Any = like.kind
+    (dtype, device, requires_grad, layout), same, place = like.traits, like.same, like.place
+
+    def fits(replay: Replay, x: Any) -> bool:
+        if (
+            type(x) is not kind
+            or x.dtype is not dtype
+            or x.requires_grad is not requires_grad
+            or x.layout is not layout
+            or x.device != device
+            or not geometry.fits(replay.sizes, x)
             or (same != NOWHERE and not replay.places.has(same, x))
         ):
             return False
@@ -211,6 +226,8 @@ def _fits_parameter(like: Like) -> Check:
 
 
 def _hold(save: Save, is_exact: bool) -> Hold:
+    if isinstance(save.geometry, Varying) or isinstance(save.whole, Varying):
+        return _hold_varying(save, is_exact)
     (shape, stride, offset), dtype, same = save.geometry, save.dtype, save.same
     number, fresh, nbytes = save.slot, save.fresh, save.nbytes
     whole = save.geometry if save.whole is None else save.whole
@@ -241,6 +258,51 @@ def _hold(save: Save, is_exact: bool) -> Hold:
         else:
             slot = replay.slots[number]
         base = x if whole is geometry else whole.on(x)
+        if keeps:
+            slot.value = KeepHandle(base, "")
+        if deed is not None:
+            deed(replay, slot, base, x)
+        return View(slot, geometry, need)
+
+    return hold
+
+
+def _hold_varying(save: Save, is_exact: bool) -> Hold:
+    """Hold what has another number of rows in each forward."""
+    wanted, dtype, same, need = save.geometry, save.dtype, save.same, save.need
+    number, fresh, nbytes = save.slot, save.fresh, save.nbytes
+    all_of_it = save.geometry if save.whole is None else save.whole
+    place, noted = save.place, save.noted
+    deed = None if save.deed is None else _do(save.deed, is_exact)
+    keeps = save.waits or (fresh and deed is None)
+
+    def fits(replay: Replay, x: Tensor, geometry: Geometry) -> bool:
+        if isinstance(wanted, Varying):
+            return wanted.fits(replay.sizes, x)
+        return geometry == wanted
+
+    def hold(replay: Replay, x: Tensor) -> Any:
+        geometry = Geometry.of(x)
+        if (
+            x.dtype is not dtype
+            or replay.has_grown
+            or not fits(replay, x, geometry)
+            or (same != NOWHERE and not replay.places.has(same, x))
+        ):
+            return None
+        whole = now(all_of_it, replay.sizes)
+        takes = prod(whole.shape) * dtype.itemsize if nbytes == NOWHERE else nbytes
+        if fresh and x.untyped_storage().nbytes() != takes:
+            return None
+        if place != NOWHERE:
+            replay.places.note(place, x)
+        if noted != NOWHERE:
+            replay.noted[noted] = x.detach()
+        if number == NOWHERE:
+            return replay.kept(x)
+        if fresh:
+            replay.slots[number] = replay.new_slot(number, x, whole)
+        slot, base = replay.slots[number], whole.on(x)
         if keeps:
             slot.value = KeepHandle(base, "")
         if deed is not None:
@@ -311,7 +373,8 @@ def _cast_or_keep(deed: Deed) -> Do:
 
 def _encode(deed: Deed, action: Encode) -> Do:
     """Encode by a coder of tensors of this shape, where the codec has one."""
-    if deed.mask != NOWHERE or action.least is not None:  # bits of this forward; other values
+    is_known = deed.mask == NOWHERE and action.least is None and not deed.varies
+    if not is_known:  # bits of this forward; other values; another number of rows
         return _perform(deed)
     codec, facts, nth, norm = action.codec, action.facts, deed.draw, deed.norm
     by_rows, perform_it = action.rows is not None, _perform(deed)
@@ -383,6 +446,9 @@ def _ready(remade: Remade, is_exact: bool) -> Callable[[Replay], Ready]:
         _slot(one) if isinstance(one, int) else _ready(one, is_exact) for one in remade.others
     )
     bound = op.bound if _is_bound(op, is_exact) else None
+    seens = tuple(geometry for _, geometry in op.others)
+    if any(isinstance(one, Varying) for one in (seen, made, *seens)):
+        return _ready_varying(remade, below, others, bound)
 
     def make_ready(replay: Replay) -> Ready:
         slots = replay.slots
@@ -398,6 +464,37 @@ def _ready(remade: Remade, is_exact: bool) -> Callable[[Replay], Ready]:
         )
 
     return make_ready
+
+
+def _ready_varying(
+    remade: Remade,
+    below: Callable[[Replay], Ready] | None,
+    others: tuple[Callable[[Replay], Slot | Ready], ...],
+    bound: Callable[..., Op] | None,
+) -> Callable[[Replay], Ready]:
+    """The same of what has another number of rows in each forward."""
+    op, source, bits, noise = remade.op, remade.source, remade.bits, remade.noise
+
+    def make_ready(replay: Replay) -> Ready:
+        slots, sizes = replay.slots, replay.sizes
+        links = tuple([(link, now(seen, sizes)) for link, seen in op.others])
+        again = op.changed(others=links) if bound is None else bound(*_given(remade, replay))
+        return Ready(
+            again,
+            slots[source] if isinstance(source, int) else below(replay),  # type: ignore[misc]
+            now(remade.seen, sizes),
+            now(remade.made, sizes),
+            tuple([version_of(tensor) for tensor in op.fixed]),
+            None if bits == NOWHERE else slots[bits].bits,
+            None if noise == NOWHERE else slots[noise],
+            tuple([other(replay) for other in others]),
+        )
+
+    return make_ready
+
+
+def _given(remade: Remade, replay: Replay) -> list[Tensor]:
+    return [ref.tensor(replay) for ref in remade.given]
 
 
 def _slot(number: int) -> Callable[[Replay], Slot]:

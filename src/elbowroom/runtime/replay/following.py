@@ -29,8 +29,9 @@ from elbowroom.runtime.ledger import (
 )
 from elbowroom.runtime.replay.replay import Replay, Token
 from elbowroom.runtime.replay.scribe import Scribe
-from elbowroom.runtime.replay.script import Script
+from elbowroom.runtime.replay.script import NOWHERE, Script
 from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.storage import storage_nbytes
 
 if TYPE_CHECKING:
     from elbowroom.runtime.replay.saving_context import Scripts
@@ -44,9 +45,10 @@ class Repeated(NoEntry):
     __slots__ = ("action", "after_nbytes", "away_nbytes", "before_nbytes", "why")
     counts = True
 
-    def __init__(self, known: Counted) -> None:
+    def __init__(self, known: Counted, nbytes: int) -> None:
+        """nbytes: of the tensor in this forward."""
         self.action, self.why = known.action, known.why
-        self.before_nbytes, self.after_nbytes = known.before_nbytes, known.after_nbytes
+        self.before_nbytes, self.after_nbytes = nbytes, known.after_nbytes
         self.away_nbytes = known.away_nbytes
 
     def hold(self, nbytes: int) -> None:
@@ -63,15 +65,19 @@ class RepeatedLedger(Account):
     """The ledger of a forward that repeats one that was counted.
 
     What is kept is known from that one. What is acted on is counted, for codes of zeros or of sharp
-    logits take another number of bytes in each step. Nothing is added up until somebody asks.
+    logits take another number of bytes in each step, as experts do. Nothing is added up until
+    somebody asks.
     """
 
-    def __init__(self, known: Counts, token: object) -> None:
-        """token: lives as long as anything that is only kept."""
+    def __init__(self, known: Counts, token: object, *, varies: bool = False) -> None:
+        """token: lives as long as anything that is only kept.
+
+        varies: tensors may be of other sizes than the known ones
+        """
+        self._varies = varies
         self._known, self._token = known, weakref.ref(token)
         self._entries: dict[int, tuple[Repeated, weakref.ref[Slot]]] = {}
         self._by_slot = known.by_slot
-        self.before_nbytes = known.before_nbytes
 
     def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
         """Returns the slot of this number, which is counted as long as it lives if it is acted on.
@@ -81,7 +87,8 @@ class RepeatedLedger(Account):
         known = self._by_slot.get(number)
         if known is None:
             return Slot(base, NOT_COUNTED, geometry=geometry)
-        entry = Repeated(known)
+        is_other = self._varies and known.before_nbytes  # but for copies, which plain has not
+        entry = Repeated(known, storage_nbytes(base) if is_other else known.before_nbytes)
         slot = Slot(base, entry, geometry=geometry)
         self._entries[number] = entry, weakref.ref(slot)
         return slot
@@ -93,6 +100,12 @@ class RepeatedLedger(Account):
             counted if (mine := self._entries.get(counted.slot)) is None else _now(counted, mine[0])
             for counted in self._known.entries
         )
+
+    @property
+    def before_nbytes(self) -> int:  # type: ignore[override]
+        """Bytes that plain autograd would hold."""
+        each = ((e.before_nbytes, self._by_slot[at]) for at, (e, _) in self._entries.items())
+        return self._known.before_nbytes + sum(now - known.before_nbytes for now, known in each)
 
     @property
     def after_nbytes(self) -> int:  # type: ignore[override]
@@ -160,7 +173,7 @@ class Following(Replay):
         saving = self.saving
         if saving is not None and saving.scribe is not None:
             self.scripts.add(saving.scribe, saving.called)
-        elif self.strayed or self._numel != self.script.numel:
+        elif self.strayed or self.script.numel not in (NOWHERE, self._numel):
             self.scripts.forget(self.script)
         else:
             self.scripts.was_followed(self.script)
@@ -168,7 +181,7 @@ class Following(Replay):
     def follow(self, script: Script) -> None:
         """Goes on by another script."""
         super().follow(script)
-        self._repeated = RepeatedLedger(script.counts, self._token)
+        self._repeated = RepeatedLedger(script.counts, self._token, varies=script.sizes > 0)
 
     def look(self) -> Saving:
         """Returns what looks at the rest: what is held already counts in its ledger."""

@@ -36,15 +36,39 @@ class OnceUnwritable(Unwritable):
     """Raised if there is no script of this forward, but maybe of the next."""
 
 
+class Seen(NamedTuple):
+    """A view that has been there, of a slot that still is."""
+
+    slot: Slot
+    need: Need
+
+
 @dataclass
 class NotedSave:
-    """One tensor that was saved."""
+    """One tensor that was saved.
+
+    held  what autograd holds of it
+    seen  its slot, and what its op needs, once that has ended: a result that nobody reads takes
+          its node, and what that holds, with it
+    """
 
     geometry: Geometry
     dtype: torch.dtype
     nbytes: int
     at: Place
     held: weakref.ref[View | Deferred] | None
+    seen: tuple[weakref.ref[Slot], Need] | None = None
+
+    @property
+    def view(self) -> View | Seen | None:
+        """The view, be it there or gone; None: it has no slot, or its slot is gone."""
+        held = None if self.held is None else self.held()
+        if isinstance(held, Deferred):
+            held = held.held if isinstance(held.held, View) else None
+        if held is not None or self.seen is None:
+            return held
+        slot = self.seen[0]()
+        return None if slot is None else Seen(slot, self.seen[1])
 
 
 @dataclass

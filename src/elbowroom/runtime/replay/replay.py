@@ -37,6 +37,7 @@ from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import Observing, why_not_again
 from elbowroom.runtime.replay.compiled import Act, Hold
 from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torch
+from elbowroom.runtime.replay.sizes import UNSET
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.slot import unpack as unpack_view
 from elbowroom.runtime.storage import check_version
@@ -136,17 +137,22 @@ class Replay(Observing):
     """A context around one forward that follows `script`; a subclass says who looks at others.
 
     slots     those of this forward
+    sizes     numbers of rows that its script leaves open, as its tensors have told them so far
     places    where tensors that later ones are compared with lie
     noted     statistics that were saved, and that recipes read
     strayed   the forward was another one
+    bounded   it may save no more elements than those that its script was written from
     began     autograd's number of the node that the call that runs would have made first
     """
+
+    bounded = False
 
     def __init__(self, script: Script, context: Context, others: tuple[Script, ...] = ()) -> None:
         """others: scripts that may turn out to be the right one, before anything is done."""
         super().__init__()
         self.script, self.context = script, context
         self.slots: list[Slot] = []
+        self.sizes: list[int] = []
         self.noted: list[Tensor] = []
         self.strayed = False
         self.saving: Saving | None = None
@@ -195,7 +201,7 @@ class Replay(Observing):
         self._first_seed = self.context.first_seed() + self._seeds
         self._on_host, self._on_device = [], {}
         self.script, self._acts = script, script.compiled.acts
-        self.slots = [nowhere] * script.slots
+        self.slots, self.sizes = [nowhere] * script.slots, [UNSET] * script.sizes
         self.noted = [nowhere] * script.noted
         self.places = Places(script.places)
 
@@ -468,6 +474,11 @@ class Replay(Observing):
         if self.slots[index] is None and base is not None:
             slot = self.slots[index] = self.new_slot(index, base, Geometry.of(base))
             slot.value = KeepHandle(base.detach().clone(), "a constant")
+
+    @property
+    def has_grown(self) -> bool:
+        """True if more has been saved than a budget was seen to hold."""
+        return self.bounded and self._numel > self.script.most
 
     @property
     def share(self) -> float:

@@ -29,6 +29,7 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.in_graph import GraphForm, compiled_by
 from elbowroom.runtime.ledger import Account, Ledger, Ledgers
 from elbowroom.runtime.replay.following import Following, Make
+from elbowroom.runtime.replay.generalize import generalized
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script, state_of_torch
 from elbowroom.units import show_nbytes
@@ -36,6 +37,9 @@ from elbowroom.units import show_nbytes
 _MOST_SETTINGS = 16  # whose scripts are known at a time
 _MOST_SCRIPTS = 8  # of one setting: for other models, shapes, branches
 _MOST_UNWRITTEN = 8  # steps of one setting that no script could be written of, or that left theirs
+_MANY = 4  # scripts, each of which may be of another length
+_MOST_LEFT = 4  # scripts that a step has left, and that the next one may share
+_MOST_GENERAL = 16  # times that two scripts become one
 _MOST_PARTS = 3  # of a step that opens the same context several times
 _LOOKS_AGAIN = 256  # steps that follow, until one is looked at all the same
 
@@ -47,6 +51,8 @@ class Scripts:
         self._lock = threading.Lock()
         self._scripts: list[Script] = []
         self._owners: dict[int, list[weakref.ref[nn.Module]]] = {}  # by the id of a script
+        self._left: list[Script] = []  # as a step was another one: in numbers of rows alone, maybe
+        self._general = _MOST_GENERAL
         self._unwritten = _MOST_UNWRITTEN
         self._followed = 0
         self._calls_compiled = False
@@ -63,7 +69,9 @@ class Scripts:
             self._followed += 1
             if self._followed % _LOOKS_AGAIN == 0:  # what no guard sees would go on for ever
                 self._unwritten = _MOST_UNWRITTEN
+                self._general = _MOST_GENERAL
                 self._scripts.clear()
+                self._left.clear()
                 self._owners.clear()
             return tuple(self._scripts)
 
@@ -97,7 +105,10 @@ class Scripts:
         """Forgets a script: a step was another one, and had done something when that was seen."""
         with self._lock:
             self._unwritten -= 1
-            self._remove(script)
+            self._scripts[:] = [one for one in self._scripts if one is not script]
+            self._left.append(script)
+            while len(self._left) > _MOST_LEFT:
+                self._remove(self._left[0])
 
     def add(self, scribe: Scribe, modules: Iterable[nn.Module]) -> None:
         """Adds a step that was written down, or could not be. modules: those that it has called."""
@@ -107,6 +118,7 @@ class Scripts:
             if script is None or owners is None:
                 self._unwritten -= not scribe.once
                 return
+            script = self._general_of(script)
             while len(self._scripts) >= _MOST_SCRIPTS:
                 self._remove(self._scripts[-1])
             self._scripts.insert(0, script)
@@ -118,16 +130,32 @@ class Scripts:
 
             self._owners[id(script)] = [weakref.ref(module, forget) for module in owners]
 
+    def _general_of(self, script: Script) -> Script:
+        """Returns a script of this forward, and of one before that had other numbers of rows.
+
+        Those that may come again are left as they are, which is faster, until they are many.
+        """
+        known_too = self._scripts if len(self._scripts) >= _MANY else []
+        for known in (*reversed(self._left), *known_too) if self._general else ():
+            both = generalized(known, script)
+            if both is not None:
+                self._remove(known)
+                self._general -= 1
+                self._unwritten = min(self._unwritten + 1, _MOST_UNWRITTEN)
+                return both
+        return script
+
     def _owner_is_gone(self, owner: weakref.ref[nn.Module]) -> None:
         # Without the lock: the collector may run this inside any line that holds it. Each of these
         # steps is one operation of a list or of a dict.
-        for script in list(self._scripts):
+        for script in (*self._scripts, *self._left):
             if any(one is owner for one in self._owners.get(id(script), ())):
                 self._remove(script)
 
     def _remove(self, script: Script) -> None:
         self._owners.pop(id(script), None)
-        self._scripts[:] = [one for one in self._scripts if one is not script]
+        for known in (self._scripts, self._left):
+            known[:] = [one for one in known if one is not script]
 
 
 def _owners_of(

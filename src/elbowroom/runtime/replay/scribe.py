@@ -163,6 +163,11 @@ class Scribe(Listener):
             return
         op = self._ops[self._stack.pop()]
         op.levels = call.fewest
+        for saved in op.saves:
+            held = None if saved.held is None else saved.held()
+            view = held.held if type(held) is Deferred else held
+            if type(view) is View:
+                saved.seen = weakref.ref(view.slot), view.need
         if type(out) is Tensor:
             op.out = self._place_of(out)
         self._when = AT_SAVE if self._stack else BEFORE

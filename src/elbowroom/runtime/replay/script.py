@@ -12,7 +12,7 @@ it holds parameters, which recipes read.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +27,7 @@ from elbowroom.runtime.handles.rebuild import Op
 from elbowroom.runtime.ledger import Counts
 from elbowroom.runtime.modules import Counts as CallCounts
 from elbowroom.runtime.normal import Statistics
+from elbowroom.runtime.replay.sizes import now, number_now
 from elbowroom.runtime.slot import Geometry
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Ref(NamedTuple):
 
     def tensor(self, replay: Replay) -> Tensor:
         """Returns that view in the forward that runs."""
-        return self.geometry.on(replay.noted[self.noted])
+        return now(self.geometry, replay.sizes).on(replay.noted[self.noted])
 
 
 class Norm(NamedTuple):
@@ -57,7 +58,8 @@ class Norm(NamedTuple):
 
     def statistics(self, replay: Replay) -> Statistics:
         """Returns them in the forward that runs."""
-        return Statistics(self.mean.tensor(replay), self.rstd.tensor(replay), self.inner, self.rows)
+        rows = number_now(self.rows, replay.sizes)
+        return Statistics(self.mean.tensor(replay), self.rstd.tensor(replay), self.inner, rows)
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class Deed:
     covers  whether the op that saves it made all of its storage
     mask    the slot whose bits an encoding takes; NOWHERE: none
     draw    which of the forward's seeds an encoding takes, from 1 on
+    varies  the slot is of another size in each forward
     """
 
     slot: int
@@ -118,6 +121,12 @@ class Deed:
     bits: str = ""
     covers: bool = False
     draw: int = 0
+    varies: bool = False
+
+    @property
+    def is_lossy(self) -> bool:
+        """True if the slot gets a code that is not exact."""
+        return isinstance(self.action, Encode) and not self.action.codec.lossless
 
     def masked(self, bits: Tensor | None) -> Action:
         """Returns the encoding with the bits of the forward that runs."""
@@ -131,7 +140,7 @@ class Save(NamedTuple):
 
     slot    NOWHERE: it is kept, and nobody asks what it is
     fresh   no op before has saved this slot
-    whole   of its storage; nbytes: that has so many
+    whole   of its storage; nbytes: that has so many; NOWHERE: as many as `whole` takes
     deed    done at once
     waits   something is done when the op has run: until then it is kept
     shared  if it is rebuilt, the result waits for its next reader
@@ -188,6 +197,7 @@ class Step:
     module  it is no call of torch's, but of this module, which runs again in backward
     inputs  it is no call, but what checkpoints and functions of the user's save between two
     numel   elements that it saves; None: it ran as another function when it was written down
+    stands  what `run` is of, be it asked again or not
     """
 
     func: Callable[..., Any]
@@ -205,6 +215,7 @@ class Step:
     module: weakref.ref[nn.Module] | None = None
     inputs: bool = False
     numel: int | None = 0
+    stands: Direct | None = None
 
     @cached_property
     def is_plain(self) -> bool:
@@ -228,7 +239,10 @@ class Script:
     counts        what its ledger came to; of slots that are acted on, by their numbers
     calls         of outermost modules in this step, at the end of it: the next forward's names go
                   on from there
-    numel         elements of all tensors that it saved, but for steps that do not know theirs
+    sizes         how many numbers of its geometries are others in each forward (`generalize.py`)
+    most          elements that the forwards which it was written from have saved at most
+    numel         elements of all tensors that it saved, but for steps that do not know theirs;
+                  NOWHERE: another number in each forward
     seeds         how many it took
     state         of torch, on which kernels depend, as it was written
     """
@@ -243,6 +257,8 @@ class Script:
     seeds: int
     state: tuple[Any, ...]
     calls: CallCounts = ()
+    sizes: int = 0
+    most: int = 0
 
     @cached_property
     def compiled(self) -> Compiled:
@@ -281,6 +297,14 @@ class Script:
     def does_nothing(self) -> bool:
         """True if every op is torch's own, and all that is saved is kept."""
         return all(step.is_plain for step in self.steps)
+
+
+def deeds_of(steps: Sequence[Step], last: Sequence[Deed]) -> Iterator[Deed]:
+    """Yields all that is done with slots."""
+    for step in steps:
+        yield from (*step.before, *step.after)
+        yield from (save.deed for save in step.saves or () if save and save.deed)
+    yield from last
 
 
 def _parameters_in(x: Any) -> Iterator[nn.Parameter]:

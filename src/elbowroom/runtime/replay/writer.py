@@ -23,7 +23,6 @@ from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.site import CHECKPOINT
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, OffloadHandle
 from elbowroom.runtime.handles.rebuild import Ready
-from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.ledger import Ledger, Mark
 from elbowroom.runtime.replay.notes import (
     AFTER,
@@ -37,6 +36,7 @@ from elbowroom.runtime.replay.notes import (
     NotedSave,
     OnceUnwritable,
     Place,
+    Seen,
     Unwritable,
     made_of,
 )
@@ -75,7 +75,7 @@ class Writer:
         self._sourced: set[int] = set()  # ops whose operands are compared, too
         self._compared: set[int] = set()  # ops whose arguments tell this forward from others
         self._fixed: set[tuple[int, int]] = set()  # where the parameters lie that recipes read
-        self._views: dict[tuple[int, int], View] = {}
+        self._views: dict[tuple[int, int], View | Seen] = {}
         self._first: dict[int, tuple[int, int]] = {}  # of a slot: where it is saved first
         self._saved_at: dict[Place, tuple[int, int]] = {}
         self._made_at: dict[Place, int] = {}
@@ -89,7 +89,7 @@ class Writer:
         for at, op in enumerate(self._ops):
             for i, saved in enumerate(op.saves):
                 self._saved_at.setdefault(saved.at, (at, i))
-                view = None if saved.held is None else _view_of(saved.held())
+                view = saved.view
                 if view is not None:
                     self._views[at, i] = view
                     self._first.setdefault(id(view.slot), (at, i))
@@ -378,6 +378,7 @@ class Writer:
             before,
             after,
             numel=op.numel,
+            stands=op.direct,
         )
 
     def _codes_any(self, at: int, op: NotedOp) -> bool:
@@ -482,9 +483,3 @@ def _read_bits(deed: Deed) -> Iterator[int]:
     yield deed.mask
     for remade in deed.remade or ():
         yield remade.bits
-
-
-def _view_of(held: Any) -> View | None:
-    if isinstance(held, Deferred):
-        held = held.held
-    return held if isinstance(held, View) else None

@@ -1,0 +1,82 @@
+"""Geometries of tensors that have another number of rows in each forward.
+
+A mixture of experts gives an expert as many rows as there are tokens that chose it. Two forwards of
+it differ in these numbers alone. A script of both has a `Size` in their place, which the first
+tensor that is compared in a forward sets, and by which all later ones are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from elbowroom.runtime.slot import Geometry
+
+UNSET = -1  # a size that no tensor of this forward has told so far
+FEWEST = 2  # rows: of a dimension of one element the stride is any number
+
+
+class Size(NamedTuple):
+    """Number that is another one in each forward.
+
+    nth    which of the script's
+    least  that the script is right for, as a number of rows
+    """
+
+    nth: int
+    least: int = FEWEST
+
+
+class Varying(Geometry):
+    """Geometry some of whose numbers are a `Size`."""
+
+    __slots__ = ()
+
+    @property
+    def sizes(self) -> set[int]:
+        """Sizes that it has, by number."""
+        return {one.nth for one in self.numbers if isinstance(one, Size)}
+
+    @property
+    def numbers(self) -> Sequence[Any]:
+        """Shape, strides and offset in a row."""
+        return (*self.shape, *self.stride, self.offset)
+
+    def fits(self, sizes: list[int], x: Tensor) -> bool:
+        """Returns whether x has this geometry. It tells those of the sizes that are not set."""
+        if x.dim() != len(self.shape):
+            return False
+        for want, got in zip(self.shape, x.shape, strict=True):
+            if isinstance(want, Size) and got < want.least:
+                return False
+        found: Any = chain(x.shape, x.stride(), (x.storage_offset(),))
+        for want, got in zip(self.numbers, found, strict=True):
+            if not isinstance(want, Size):
+                if want != got:
+                    return False
+            elif sizes[want.nth] != got:
+                if sizes[want.nth] != UNSET:
+                    return False
+                sizes[want.nth] = got
+        return True
+
+    def now(self, sizes: list[int]) -> Geometry:
+        """Returns the geometry that it is in a forward with these sizes, all of which are set."""
+        return Geometry(
+            tuple([number_now(one, sizes) for one in self.shape]),
+            tuple([number_now(one, sizes) for one in self.stride]),
+            number_now(self.offset, sizes),
+        )
+
+
+def number_now(number: Any, sizes: list[int]) -> int:
+    """Returns what a number, or a `Size`, is in a forward with these sizes."""
+    return sizes[number.nth] if isinstance(number, Size) else number
+
+
+def now(geometry: Geometry, sizes: list[int]) -> Geometry:
+    """Returns the geometry that this one is in a forward with these sizes."""
+    return geometry.now(sizes) if isinstance(geometry, Varying) else geometry

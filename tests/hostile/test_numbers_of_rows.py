@@ -1,0 +1,215 @@
+"""Steps that differ in numbers of rows alone, as those of a mixture of experts do."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import elbowroom as er
+from elbowroom.fitting.replayed import ReplayedForward
+from elbowroom.runtime.attach import opener_of
+from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.replay.generalize import generalized
+from elbowroom.runtime.replay.saving_context import SavingContext, forget_all
+from elbowroom.runtime.replay.scribe import Scribe
+from elbowroom.runtime.replay.script import Script
+from programs import looking, same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def nothing_known():
+    forget_all()
+    yield
+    forget_all()
+
+
+class Experts(nn.Module):
+    """Each row goes to one of three experts; `counts` says how many each gets."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor] = F.gelu) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.act, self.last = nn.LayerNorm(WIDTH), act, nn.Linear(WIDTH, WIDTH)
+        self.up = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
+        h, order = self.norm(x), torch.randperm(len(x))
+        chosen = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))[order]
+        out = torch.zeros_like(h)
+        for n, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            (rows,) = torch.where(chosen == n)
+            if len(rows):
+                out = out.index_add(0, rows, down(self.act(up(h[rows]))) * 0.5)
+        return self.last(F.silu(x + out)).square().mean()
+
+
+def counts_of(step: int, rows: int = 96) -> tuple[int, ...]:
+    first = 20 + 3 * step % 17
+    second = 30 - 2 * step % 13
+    return first, second, rows - first - second
+
+
+def gradients(net: nn.Module, counts: tuple[int, ...], context: Any) -> list[Tensor]:
+    torch.manual_seed(sum(counts) + counts[0])
+    x = torch.randn(sum(counts), WIDTH)
+    with context:
+        loss = net(x, counts)
+    return [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)]
+
+
+def plain() -> torch.enable_grad:
+    return torch.enable_grad()
+
+
+def is_followed(saved: SavingContext) -> bool:
+    part = saved._parts[-1]
+    return not isinstance(part, Saving) and part.saving is None
+
+
+def error(got: list[Tensor], want: list[Tensor]) -> float:
+    wrong = sum((a - b).square().sum() for a, b in zip(got, want, strict=True))
+    return float(wrong / sum(b.square().sum() for b in want))
+
+
+@pytest.mark.parametrize("act", [F.gelu, F.relu, torch.tanh, lambda x: F.silu(x) * x])
+def test_experts_with_other_numbers_of_rows_are_followed_with_the_bits_of_plain(act):
+    net, followed = Experts(act), 0
+    for step in range(10):
+        saved = er.saving(min_nbytes=0)
+        got = gradients(net, counts_of(step), saved)
+        assert same(got, gradients(net, counts_of(step), plain())), step
+        followed += is_followed(saved)
+    assert followed >= 5
+
+
+def test_their_ledger_counts_the_rows_that_there_are():
+    net = Experts()
+    for step in range(8):
+        gradients(net, counts_of(step), er.saving(min_nbytes=0))
+    for counts in ((40, 20, 36), (20, 40, 36)):
+        saved, looked = er.saving(min_nbytes=0), looking(min_nbytes=0)
+        gradients(net, counts, saved)
+        gradients(net, counts, looked)
+        assert is_followed(saved)
+        mine = [(r.module, r.consumer, r.before_nbytes) for r in saved.ledger.rows if r.action]
+        seen = [(r.module, r.consumer, r.before_nbytes) for r in looked.ledger.rows if r.action]
+        assert sorted(x for x in mine if "up.0" in x[0]) == sorted(
+            x for x in seen if "up.0" in x[0]
+        )
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        (0, 40, 56),
+        (1, 40, 55),
+        (40, 1, 55),
+        (2, 2, 92),
+        (30, 30, 36),
+        (40, 40, 40),
+        (96, 0, 0),
+        (48, 48, 0),
+        (32, 32, 32),
+    ],
+)
+def test_experts_without_rows_or_with_as_many_as_another(counts):
+    net = Experts()
+    for step in range(6):
+        gradients(net, counts_of(step), er.saving(min_nbytes=0))
+    for now in (counts, counts_of(1), counts, counts_of(4)):
+        got = gradients(net, now, er.saving(min_nbytes=0))
+        assert same(got, gradients(net, now, plain()))
+
+
+def test_codes_are_made_of_the_rows_that_there_are():
+    net, followed = Experts(), 0
+    for step in range(10):
+        counts = tuple(8 * n for n in counts_of(step))
+        saved = er.saving("dither", levels=16, min_nbytes=0)
+        got = gradients(net, counts, saved)
+        assert error(got, gradients(net, counts, plain())) < 0.02
+        followed += is_followed(saved)
+    assert followed >= 5
+
+
+def written(forward: Callable[[], Tensor]) -> Script:
+    saving = looking(min_nbytes=0)
+    saving.scribe = Scribe()
+    with saving:
+        out = forward()
+    del out
+    assert saving.scribe.script is not None
+    return saving.scribe.script
+
+
+def both(forward: Callable[[Tensor], Tensor], *sizes: int) -> Script | None:
+    one, other = (written(lambda n=n: forward(torch.randn(n, WIDTH))) for n in sizes)
+    return generalized(one, other)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x, w: F.gelu(x @ w) / len(x) * 3,
+        lambda x, w: F.gelu((x @ w).view(len(x) // 2, 2 * WIDTH)),
+        lambda x, w: F.gelu(F.layer_norm((x @ w).t(), (len(x),))),
+        lambda x, w: F.dropout(F.gelu(x @ w), 1 / len(x)),
+    ],
+)
+def test_what_is_told_a_number_of_rows_is_given_that_of_each_step(forward):
+    w, v = (nn.Parameter(torch.randn(*shape)) for shape in ((WIDTH, WIDTH), (WIDTH,)))
+
+    def grads(n: int, context: Any) -> list[Tensor]:
+        torch.manual_seed(n)
+        x = torch.randn(n, WIDTH)
+        with context:
+            y = forward(x, w)
+            loss = (F.gelu(y) * torch.tanh(y)).sum() + v.sum()
+        return list(torch.autograd.grad(loss, [w, v]))
+
+    for n in (24, 40, 32, 16, 24, 56, 48):
+        assert same(grads(n, er.saving(min_nbytes=0)), grads(n, plain()))
+
+
+def test_steps_that_differ_in_nothing_or_in_what_they_do_are_not_made_one():
+    w = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def run(x: Tensor, act: Callable[[Tensor], Tensor] = F.gelu) -> Tensor:
+        return (act(x @ w) * (x @ w)).sum()
+
+    assert both(run, 24, 24) is None
+    assert both(run, 24, 40).sizes
+    one = written(lambda: run(torch.randn(24, WIDTH)))
+    other = written(lambda: run(torch.randn(40, WIDTH), F.silu))
+    assert generalized(one, other) is None
+
+
+def test_a_fitted_model_of_experts_follows_its_script_with_the_bits_of_plain():
+    net, followed = Experts(), 0
+    twin = copy.deepcopy(net)
+    er.fit(net, budget="1.5 MiB", exact=True)
+    for step in range(13):
+        first, second, _ = counts_of(step)
+        torch.manual_seed(step)
+        more = 640 if step == 11 else 512  # which is looked at, as it saves more than was planned
+        x, counts = torch.randn(more, WIDTH), (first, second, more - first - second)
+        state = torch.get_rng_state()
+        for model in (net, twin):
+            torch.set_rng_state(state)
+            model.zero_grad()
+            model(x, counts).backward()
+        for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad), step
+        is_replayed = isinstance(opener_of(net)._last, ReplayedForward)
+        assert not (is_replayed and more > 512)
+        followed += is_replayed
+    assert followed >= 2
+    er.release(net)
