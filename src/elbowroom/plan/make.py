@@ -13,6 +13,7 @@ from elbowroom.plan.problem import (
     Choice,
     Item,
     Option,
+    Problem,
     Solution,
     cost,
     keep_all,
@@ -81,11 +82,35 @@ def make_plan(
         )
         variance = inf if noise is None else noise
         other = solve(freely.problem, allowed, variance=variance, solver=solver, least=asks or None)
+        flies = in_flight
+        if offload is not None and not other.feasible:  # codes on their way take less, or none do
+            for tier in (offload, None):
+                fewer = build_problem(
+                    profile,
+                    exact=False,
+                    recompute=recompute,
+                    offload=tier,
+                    whole=False,
+                    codecs=codecs,
+                )
+                most = _most_travelling(fewer.problem)
+                less = solve(
+                    fewer.problem,
+                    budget - margin + in_flight - most,
+                    variance=variance,
+                    solver=solver,
+                    least=asks or None,
+                )
+                if less.feasible or less.peak + most < other.peak + flies:
+                    freely, other, flies = fewer, less, most
+                if less.feasible:
+                    break
         if not found.feasible or (
             other.feasible
             and cost(freely.problem, other.choice) < cost(built.problem, found.choice)
         ):
             built, found = freely, other
+            margin, in_flight = margin + flies - in_flight, flies
     if not found.feasible:
         least_nbytes = found.peak
         if asks and solver not in BASELINES:
@@ -113,7 +138,13 @@ def make_plan(
             least_is=least_is,
             is_least=asks,
         )
-    return _plan(profile, built, found, allowed + in_flight, in_flight)
+    return _plan(profile, built, found, budget - margin + in_flight, in_flight)
+
+
+def _most_travelling(problem: Problem) -> int:
+    """Returns the bytes of the largest code or tensor that may be moved."""
+    items = problem.items
+    return max((item.travels(o) for item in items for o in item.options if o.link), default=0)
 
 
 def _least(found: Solution, search: Callable[[int], Solution], finest: int) -> tuple[int, Solution]:
@@ -287,8 +318,11 @@ def _why(storage: Storage, option: Option) -> str:
 def _gain(item: Item, option: Option) -> str:
     """Returns the gain of an option over the next that hold more and less, in words.
 
-    It is "" for exact options.
+    It is "" for exact options. Of a code that is moved it is what it spares the link.
     """
+    if option.link and option.travels is not None:
+        travels, whole = show_nbytes(option.travels), show_nbytes(item.nbytes)
+        return f"{travels} travel in place of {whole}"
     if option.exact or option.link:
         return ""
     more = [one for one in item.options if one.nbytes > option.nbytes]

@@ -309,7 +309,8 @@ def _cast_or_keep(deed: Deed) -> Do:
 
 def _encode(deed: Deed, action: Encode) -> Do:
     """Encode by a coder of tensors of this shape, where the codec has one."""
-    if deed.mask != NOWHERE or action.least is not None:  # bits of this forward; other values
+    is_longer = action.least is not None or action.moved is not None
+    if deed.mask != NOWHERE or is_longer:  # bits of this forward; other values; another place
         return _perform(deed)
     codec, facts, nth, norm = action.codec, action.facts, deed.draw, deed.norm
     by_rows, perform_it = action.rows is not None, _perform(deed)
