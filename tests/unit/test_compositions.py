@@ -9,14 +9,17 @@ import torch
 from torch import Tensor, nn
 
 import elbowroom as er
-from elbowroom.codecs import Dither, Facts, Group, Sided
+from elbowroom.codecs import Cast, Dither, Facts, Group, Sided
+from elbowroom.codecs.quality import quality_of
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.composed import beside_mask, gated
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.menu import preset_named
+from elbowroom.plan.plan import check_plan
 from elbowroom.plan.problem import Choice, Item, Link, Option, Problem, levels, stalls
 from elbowroom.plan.profile import Profile
+from elbowroom.plan.registered import chosen_settings, weighed
 from elbowroom.plan.solve import solve
 from elbowroom.runtime.tiers.choose import file_tier
 
@@ -354,3 +357,30 @@ def test_lean_plans_are_followed_and_unbiased(norms: Profile) -> None:
     alone, off, totals = noise_of(plan, model, x)
     assert "sided" in totals
     assert off < 3 * alone / DRAWS**2
+
+
+# --- systems by name
+
+
+def test_lean_and_coat_are_chosen_by_name(norms: Profile, profile: Profile) -> None:
+    lean = least(norms, exact=False, codecs=chosen_settings(["lean"]))
+    names = {one.preset for one in lean.sites.values()} - {"keep", "exact"}
+    assert any(name.startswith("lean") for name in names)
+    assert {name.split(",")[0] for name in names} <= {"lean", "sided", "dither"}
+    assert any(isinstance(codec, Sided) for codec in lean.codecs)
+    check_plan(lean, lean.peak, exact=False, codecs=chosen_settings(["lean"]))
+    with pytest.raises(PlanError, match="codecs= leaves out"):
+        check_plan(lean, lean.peak, exact=False, codecs=chosen_settings(["dither"]))
+    coat = least(profile, exact=False, codecs=chosen_settings(["coat"]))
+    assert {type(codec) for codec in coat.codecs} == {Cast}
+
+
+def test_the_finer_granularity_is_taken_where_noise_must_be_small() -> None:
+    """And the wider one where bytes must be: they are options of each tensor."""
+    settings = chosen_settings(["coat"])
+    assert settings is not None
+    taken = weighed(settings, torch.float32, Facts(), maps=False, named=True)
+    errors = [quality_of(codec, maps=False).error for codec in taken]
+    nbytes = [codec.encoded_nbytes((256, 1024), torch.float32) for codec in taken]
+    assert errors == sorted(errors)
+    assert nbytes == sorted(nbytes, reverse=True)

@@ -13,13 +13,14 @@ from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
-from elbowroom.codecs import Codec
+from elbowroom.codecs import Codec, Sided
 from elbowroom.codecs.names import setting_name
 from elbowroom.errors import CodecError, PlanError
 from elbowroom.plan import files
 from elbowroom.plan.action import Action
 from elbowroom.plan.menu import EXACT_MENU, preset_named
 from elbowroom.plan.offload_rest import OffloadRest
+from elbowroom.plan.policy import Lean
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
@@ -190,8 +191,10 @@ class Plan:
     def codecs(self) -> set[Codec]:
         """The settings of codecs that the plan uses."""
         policies = {preset_named(known.preset).policy for known in self.sites.values()}
-        of_each = (getattr(policy, "codec", None) for policy in policies)
-        return {codec for codec in of_each if codec is not None}
+        found = {getattr(policy, "codec", None) for policy in policies}
+        shared = {policy.upper for policy in policies if isinstance(policy, Lean)}
+        found |= {one for one in Sided.settings() if isinstance(one, Sided) and one.upper in shared}
+        return {codec for codec in found if codec is not None}
 
     @property
     def tier(self) -> str | None:
