@@ -342,6 +342,7 @@ def test_lean_is_taken_where_codes_must_be_small(norms: Profile) -> None:
     plan = least(norms, exact=False, noise=0.1)
     presets = {one.preset for one in plan.sites.values()}
     assert any(name.startswith("lean") for name in presets), presets
+    assert "lean, " in plan.explain()
 
 
 def test_lean_plans_are_followed_and_unbiased(norms: Profile) -> None:

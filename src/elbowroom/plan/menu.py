@@ -336,6 +336,8 @@ def action_name(preset: Preset, storage: Storage) -> str:
                 names["rebuild" if save.site.need is not Need.SHAPE else "shape"] = None
             case Offload(tier):
                 names[f"offload to {tier}"] = None
+            case Encode(gated=Sided()):
+                names[preset.name] = None
             case Encode(codec, moved=moved):
                 suffix = "" if moved is None else f", to {moved.tier}"
                 mask = save.site.need is Need.MASK
